@@ -1,0 +1,59 @@
+"""What a build of llama.cpp is and which devices it finds, as plain values.
+
+Apart from `specgen.backend.llama`, which fills them in, so that they can be read where
+llama.cpp is not, or cannot be, loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Something that llama.cpp can compute on."""
+
+    name: str
+    #: ``cpu``, ``gpu``, ``integrated gpu``, ``accelerator`` (works along with the CPU) or
+    #: ``meta`` (several devices as one).
+    kind: str
+    description: str
+    #: 0 where the device does not tell.
+    memory_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """A build of llama.cpp."""
+
+    #: Version of llama-cpp-python.
+    version: str
+    #: Version of the llama.cpp within.
+    llama_version: str
+    #: llama.cpp's own line about what was compiled in.
+    system_info: str
+    #: Whether layers can be kept on a GPU.
+    gpu_offload: bool
+    devices: tuple[Device, ...]
+
+    @property
+    def features(self) -> dict[str, tuple[str, ...]]:
+        """What was compiled in, by the part of llama.cpp: ``{"CPU": ("AVX2", "FMA", ...)}``.
+
+        A feature that is more than on or off has its value behind it: ``ARCHS=800,890``.
+        """
+        parts: dict[str, tuple[str, ...]] = {}
+        part = ""
+        for entry in self.system_info.split("|"):
+            before, _, rest = entry.rpartition(" : ")
+            part = before.strip() or part
+            name, separator, value = (word.strip() for word in rest.partition("="))
+            if not separator or value == "0":
+                continue
+            feature = name if value == "1" else f"{name}={value}"
+            parts[part] = (*parts.get(part, ()), feature)
+        return parts
+
+
+__all__ = ["Build", "Device"]

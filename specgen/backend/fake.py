@@ -1,0 +1,188 @@
+"""A backend without a model: logits that depend on what the cache really holds.
+
+The loop is tested on it, so it is a whole implementation, not a stub: cells with positions
+and owners, a row that sees exactly the cells of its first sequence at smaller positions, and
+logits that are a hash of what the row sees. A cell that a wrong rollback left behind, a
+branch that sees its sibling, a token at a wrong position: each changes the output.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specgen.arrays import Logits
+from specgen.backend.base import Batch
+from specgen.errors import BackendError, RollbackError
+
+#: Logits of the token after a text: float32[n_vocab].
+Language = Callable[[tuple[int, ...]], Logits]
+
+
+def random_language(n_vocab: int, *, seed: int = 0, scale: float = 3.0, order: int = 3) -> Language:
+    """A made-up language in which the last `order` tokens and the length of the text decide
+    the next token's logits, normally distributed with standard deviation `scale`."""
+
+    def logits(text: tuple[int, ...]) -> Logits:
+        # The last tokens make text repeat itself often enough for n-grams; the sum over all
+        # tokens makes a stray cell anywhere in the cache change the result.
+        key = repr((seed, text[-order:], sum(text) % 7, len(text) % 5)).encode()
+        digest = hashlib.blake2b(key, digest_size=8).digest()
+        rng = np.random.default_rng(int.from_bytes(digest, "little"))
+        return rng.normal(0.0, scale, n_vocab).astype(np.float32)
+
+    return logits
+
+
+def noisy(language: Language, noise: float, *, seed: int = 1) -> Language:
+    """A language like another one but for noise on its logits: a draft of chosen quality."""
+
+    def logits(text: tuple[int, ...]) -> Logits:
+        row = language(text)
+        digest = hashlib.blake2b(repr((seed, text)).encode(), digest_size=8).digest()
+        rng = np.random.default_rng(int.from_bytes(digest, "little"))
+        return (row + rng.normal(0.0, noise, len(row))).astype(np.float32)
+
+    return logits
+
+
+@dataclass(frozen=True, slots=True)
+class FakeVocabulary:
+    """Token i stands for `pieces[i]`; `ends` end a text."""
+
+    pieces: tuple[bytes, ...]
+    ends: frozenset[int] = frozenset()
+    add_bos: bool = False
+
+    @classmethod
+    def letters(cls, n_tokens: int, ends: Sequence[int] = ()) -> FakeVocabulary:
+        """Tokens that read as letters, digits and so on, one character each."""
+        return cls(tuple(chr(97 + i).encode() for i in range(n_tokens)), frozenset(ends))
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.pieces)
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """The longest piece first, at each place of the text."""
+        data, tokens = text.encode(), []
+        by_length = sorted(range(self.n_tokens), key=lambda i: -len(self.pieces[i]))
+        while data:
+            for token_id in by_length:
+                piece = self.pieces[token_id]
+                if piece and data.startswith(piece):
+                    tokens.append(token_id)
+                    data = data[len(piece) :]
+                    break
+            else:
+                raise ValueError(f"no token for {data[:8]!r}")
+        return tokens
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"" if token_id in self.ends else self.pieces[token_id]
+
+    def token_text(self, token_id: int) -> str:
+        return self.pieces[token_id].decode(errors="replace")
+
+    def is_end(self, token_id: int) -> bool:
+        return token_id in self.ends
+
+    def end_tokens(self) -> Sequence[int]:
+        return sorted(self.ends)
+
+
+@dataclass(slots=True)
+class _Cell:
+    token: int
+    position: int
+    sequences: set[int]
+
+
+@dataclass(slots=True)
+class FakeBackend:
+    """See the module's docstring. `can_roll_back=False` plays a recurrent model: its cache
+    refuses to drop the end of a sequence, as llama.cpp's does."""
+
+    vocabulary: FakeVocabulary
+    language: Language
+    n_ctx: int = 512
+    n_batch: int = 64
+    n_outputs: int = 64
+    n_sequences: int = 8
+    can_roll_back: bool = True
+    decode_s: float = 0.0
+    n_decoded_rows: int = 0
+    #: Every row decoded so far, in order: what a test counts and compares.
+    decoded: list[int] = field(default_factory=list)
+    n_decodes: int = 0
+    closed: bool = False
+    _cells: list[_Cell] = field(default_factory=list)
+
+    @property
+    def n_vocab(self) -> int:
+        return self.vocabulary.n_tokens
+
+    def decode(self, batch: Batch) -> Logits:
+        n_max = max(self.n_batch, self.n_outputs)
+        if not 0 < len(batch) <= n_max or sum(batch.wants_logits) > self.n_outputs:
+            raise BackendError(f"a batch of {len(batch)} rows; 1 to {n_max} can be decoded")
+        if len(self._cells) + len(batch) > self.n_ctx:
+            raise BackendError(f"no room in the cache of {self.n_ctx} cells")
+        rows = list(
+            zip(batch.tokens, batch.positions, batch.sequences, batch.wants_logits, strict=True)
+        )
+        next_position = {s: self.length(s) for s in {s for row in rows for s in row[2]}}
+        for token, position, sequences, _ in rows:
+            for sequence in sequences:
+                if not 0 <= sequence < self.n_sequences:
+                    raise BackendError(f"sequence {sequence} of {self.n_sequences}")
+                if next_position[sequence] != position:
+                    raise BackendError(
+                        f"sequence {sequence} continues at {next_position[sequence]}, "
+                        f"the row is at {position}"
+                    )
+                next_position[sequence] = position + 1
+            self._cells.append(_Cell(token, position, set(sequences)))
+        self.n_decodes += 1
+        self.n_decoded_rows += len(batch)
+        self.decoded.extend(batch.tokens)
+        wanted = [
+            self.language(self.text(sequences[0], position + 1))
+            for _, position, sequences, wants_logits in rows
+            if wants_logits
+        ]
+        return np.array(wanted, np.float32).reshape(len(wanted), self.n_vocab)
+
+    def text(self, sequence: int, end: int | None = None) -> tuple[int, ...]:
+        """The tokens of a sequence as the cache has them, by position, up to `end`."""
+        cells = [
+            cell
+            for cell in self._cells
+            if sequence in cell.sequences and (end is None or cell.position < end)
+        ]
+        return tuple(cell.token for cell in sorted(cells, key=lambda cell: cell.position))
+
+    def length(self, sequence: int) -> int:
+        positions = [cell.position for cell in self._cells if sequence in cell.sequences]
+        return max(positions, default=-1) + 1
+
+    def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
+        for cell in self._cells:
+            if source in cell.sequences and start <= cell.position and (
+                end < 0 or cell.position < end
+            ):
+                cell.sequences.add(destination)
+
+    def remove(self, sequence: int, start: int = 0) -> None:
+        if start > 0 and start < self.length(sequence) and not self.can_roll_back:
+            raise RollbackError(f"the cache cannot drop sequence {sequence} from {start} on")
+        for cell in self._cells:
+            if cell.position >= start:
+                cell.sequences.discard(sequence)
+        self._cells = [cell for cell in self._cells if cell.sequences]
+
+    def close(self) -> None:
+        self.closed = True

@@ -1,0 +1,82 @@
+"""The prompt of a chat, written by the model's own template."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, TypeAlias
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from specgen.errors import PromptError
+
+Role: TypeAlias = Literal["system", "user", "assistant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: Role
+    content: str
+
+
+class _GenerationBlocks(jinja2.ext.Extension):
+    """Templates made for training mark the assistant's text with ``{% generation %}``; the
+    mark changes nothing in what is written."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def render(
+    template: str,
+    messages: Sequence[Message],
+    *,
+    bos_token: str,
+    eos_token: str,
+    now: datetime.datetime,
+) -> str:
+    """The conversation as the model expects it, ending where its answer begins.
+
+    `template` is Jinja as Hugging Face's chat templates use it; it comes with the model file,
+    from whoever made that, so it runs in a sandbox. Raises `PromptError` if the template does
+    not accept the messages (some know no system message, for example) or is broken.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlocks, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = now.strftime
+    try:
+        return environment.from_string(template).render(
+            messages=[{"role": m.role, "content": m.content} for m in messages],
+            add_generation_prompt=True,
+            bos_token=bos_token,
+            eos_token=eos_token,
+        )
+    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise PromptError(
+            f"the model's chat template failed: {error}",
+            hint="leave out --system if it is the system message; --raw does without a template",
+        ) from error
+
+
+def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,117 @@
+"""A draft: the small tree of tokens that the target is asked to check in one batch.
+
+Everything downstream (packing, verification, commit, display, statistics) is written for
+the tree; a chain is a tree with one branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specgen.sampling import Distribution
+
+#: Parent of the nodes that follow the last committed token directly.
+ROOT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """n proposed tokens as a tree; parents come before their children.
+
+    `tokens[i]` is node i's token id and `parents[i] < i` its parent (`ROOT` for children of
+    the last committed token). `origins[i]` names the drafter. `probabilities[i]` is what the
+    drafter thinks of the token, if it thinks anything: for display and statistics only.
+
+    `distributions[i]`, where present, is the distribution that the token was *drawn from at
+    random*; among siblings, given the earlier ones. A token chosen without chance (an argmax,
+    an n-gram match) has None. Verifiers rely on this distinction: testing a token against a
+    distribution that it was not drawn from gives biased text.
+
+    Raises `ValueError` if the lengths differ or a parent does not come before its child.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    origins: tuple[str, ...]
+    probabilities: tuple[float | None, ...]
+    distributions: tuple[Distribution | None, ...]
+
+    def __post_init__(self) -> None:
+        n = len(self.tokens)
+        fields = (self.parents, self.origins, self.probabilities, self.distributions)
+        if any(len(values) != n for values in fields):
+            raise ValueError(f"a draft of {n} tokens needs {n} of each of its fields")
+        for node, parent in enumerate(self.parents):
+            if not ROOT <= parent < node:
+                raise ValueError(f"node {node} has parent {parent}: parents come first")
+
+    @classmethod
+    def chain(
+        cls,
+        tokens: Sequence[int],
+        origin: str,
+        probabilities: Sequence[float | None] | None = None,
+        distributions: Sequence[Distribution | None] | None = None,
+    ) -> Draft:
+        """A draft with one branch."""
+        n = len(tokens)
+        return cls(
+            tokens=tuple(tokens),
+            parents=tuple(range(ROOT, n - 1)),
+            origins=(origin,) * n,
+            probabilities=tuple(probabilities) if probabilities else (None,) * n,
+            distributions=tuple(distributions) if distributions else (None,) * n,
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        return self.parents == tuple(range(ROOT, len(self.tokens) - 1))
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether any token was drawn at random."""
+        return any(distribution is not None for distribution in self.distributions)
+
+    def children(self, node: int) -> list[int]:
+        """The nodes below `node` (or `ROOT`), in the order they were drafted."""
+        return [child for child in range(node + 1, len(self)) if self.parents[child] == node]
+
+    def depths(self) -> list[int]:
+        """Each node's depth; children of the root have depth 0."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent == ROOT else depths[parent] + 1)
+        return depths
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root down to `node`, both ends included."""
+        nodes = []
+        while node != ROOT:
+            nodes.append(node)
+            node = self.parents[node]
+        return nodes[::-1]
+
+    def leaves(self) -> list[int]:
+        """The nodes without children, in order."""
+        inner = set(self.parents)
+        return [node for node in range(len(self)) if node not in inner]
+
+    def first(self, n: int) -> Draft:
+        """The first n nodes; what remains is a tree, since parents come first."""
+        if n >= len(self):
+            return self
+        return Draft(
+            self.tokens[:n],
+            self.parents[:n],
+            self.origins[:n],
+            self.probabilities[:n],
+            self.distributions[:n],
+        )
+
+
+#: No draft: the target decodes one token.
+NO_DRAFT = Draft((), (), (), (), ())

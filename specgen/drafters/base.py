@@ -1,0 +1,47 @@
+"""The interface of whatever proposes drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from specgen.draft import Draft
+from specgen.policy import Policy, RoundReport
+
+
+class Drafter(Protocol):
+    """Proposes drafts for one generation.
+
+    A drafter may fail: the loop then goes on without it. It never changes the text, only how
+    soon it comes.
+    """
+
+    @property
+    def name(self) -> str:
+        """What the display and the statistics call it: the `origin` of its tokens."""
+        ...
+
+    @property
+    def model_s(self) -> float:
+        """Seconds spent in a model's decodes so far; 0 for a drafter without one."""
+        ...
+
+    def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
+        """A draft of at most n_max >= 1 tokens to follow `context`; it may be empty.
+
+        `context` is all committed tokens, prompt and answer. It is the caller's list, which
+        grows: read it, do not keep it.
+        """
+        ...
+
+    def observe(self, report: RoundReport) -> None:
+        """What became of the last proposal."""
+        ...
+
+    def reset(self) -> None:
+        """Forget the text: another one begins."""
+        ...
+
+    def close(self) -> None:
+        """Free what the drafter holds. May be called twice."""
+        ...

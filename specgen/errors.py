@@ -1,0 +1,100 @@
+"""Every error that specgen raises on purpose, and the exit code of each.
+
+The tree::
+
+    SpecgenError                 1   (never raised itself)
+    ├── UsageError               2   an option's value, or options that exclude each other
+    ├── PromptError              3   empty, not UTF-8, unreadable, longer than the context
+    ├── ModelFileError           4   missing, truncated, not GGUF, of a kind that cannot generate
+    ├── PairError                5   target and draft do not share a vocabulary
+    ├── UnknownModelError        6   no model or pair of that name
+    ├── FetchError               7   a download failed, or what came was not the file
+    ├── MemoryLimitError         8   the context does not fit
+    ├── BackendError             9   llama.cpp is missing, broken, or refused to decode
+    │   └── RollbackError        9   the cache could not drop tokens
+    └── OutputError             10   the answer could not be written
+
+A message is one line: what happened, with the value; the hint, where there is one, is
+what to do about it. Whatever is not a `SpecgenError` is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+#: Ctrl-C: the text so far was kept (128 + SIGINT, as a shell reports it).
+EXIT_INTERRUPTED = 130
+#: The reader of stdout went away (128 + SIGPIPE, as a shell reports it).
+EXIT_BROKEN_PIPE = 141
+
+
+class SpecgenError(Exception):
+    """Base of everything raised on purpose.
+
+    `message` is one line for the user; `hint`, if given, says what to do next.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(SpecgenError):
+    """An option has a value it cannot have, or two options exclude each other."""
+
+    exit_code = 2
+
+
+class PromptError(SpecgenError):
+    """The prompt is empty, unreadable, not UTF-8, or longer than the context."""
+
+    exit_code = 3
+
+
+class ModelFileError(SpecgenError):
+    """A model file is missing, truncated, not GGUF, or cannot generate text."""
+
+    exit_code = 4
+
+
+class PairError(SpecgenError):
+    """Target and draft do not share a vocabulary."""
+
+    exit_code = 5
+
+
+class UnknownModelError(SpecgenError):
+    """No model or pair goes by that name."""
+
+    exit_code = 6
+
+
+class FetchError(SpecgenError):
+    """A download failed, or what came was not the file asked for."""
+
+    exit_code = 7
+
+
+class MemoryLimitError(SpecgenError):
+    """There is not enough memory for the context."""
+
+    exit_code = 8
+
+
+class BackendError(SpecgenError):
+    """llama.cpp is missing, broken, or refused to decode."""
+
+    exit_code = 9
+
+
+class RollbackError(BackendError):
+    """The cache could not drop the tokens it was told to drop."""
+
+
+class OutputError(SpecgenError):
+    """The answer could not be written."""
+
+    exit_code = 10

@@ -1,0 +1,242 @@
+"""What happens during a generation, as plain values.
+
+The loop yields these; renderers and statistics consume them; `--json` prints them one a
+line. Nothing here computes or prints. The field descriptions in the docstrings are the
+reference: ``docs/events.md`` and ``docs/events.schema.json`` are generated from them.
+
+All times are seconds on a monotonic clock; ``time_s`` counts from the start of the
+generation. Text fields hold whole characters only: bytes of a character that is not
+complete yet are held back and belong to the token that completes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeAlias
+
+FinishReason: TypeAlias = Literal["stop", "length", "context", "interrupted"]
+
+#: Who a committed token comes from.
+#:
+#: - ``accepted``: drafted, and kept by the target;
+#: - ``corrected``: chosen by the target where it refused the draft;
+#: - ``bonus``: chosen by the target after the whole draft was accepted;
+#: - ``plain``: chosen by the target in a round without a draft.
+TokenKind: TypeAlias = Literal["accepted", "corrected", "bonus", "plain"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEvent:
+    """Once, before anything is decoded: what is going to run."""
+
+    event: ClassVar[str] = "prompt"
+
+    #: Which of several parallel sequences this is about (0 for `run`).
+    sequence: int
+    #: Seconds since the start of the generation.
+    time_s: float
+    #: The prompt as the model sees it, the chat template applied.
+    text: str
+    #: Number of prompt tokens.
+    n_prompt_tokens: int
+    #: The target model's file name.
+    target: str
+    #: What drafts: a model's file name, ``ngram``, or ``none``.
+    draft: str
+    #: Size of the target's context, in tokens.
+    n_ctx: int
+    #: Temperature (0 is greedy), and the samplers in the order they are applied.
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    #: The seed in use, also when it was chosen at random.
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftNode:
+    """One token of a draft tree."""
+
+    token_id: int
+    #: The token's own bytes as text; an incomplete character shows as U+FFFD.
+    text: str
+    #: Index of the parent node within the draft; -1 for a child of the last committed token.
+    parent: int
+    #: Which drafter proposed it: ``model``, ``ngram``, ...
+    origin: str
+    #: Probability that the drafter gave this token, where it has one.
+    probability: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedEvent:
+    """A drafter proposed a tree (a chain is a tree with one branch)."""
+
+    event: ClassVar[str] = "drafted"
+
+    sequence: int
+    time_s: float
+    #: Rounds count from 1; a round is one decode of the target.
+    round: int
+    nodes: tuple[DraftNode, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedBranch:
+    """A part of the draft that was not kept, from its first lost node down to a leaf."""
+
+    #: Indices into the draft's nodes.
+    nodes: tuple[int, ...]
+    #: The branch's text, as it would have continued the text shown so far.
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedEvent:
+    """The target judged the draft of this round (there is none in a round without one)."""
+
+    event: ClassVar[str] = "verified"
+
+    sequence: int
+    time_s: float
+    round: int
+    #: Indices of the accepted nodes, from the root down: one path.
+    accepted: tuple[int, ...]
+    #: What was lost, branch by branch; empty when everything was accepted.
+    rejected: tuple[RejectedBranch, ...]
+    #: The token that the target chose after the accepted path.
+    next_token_id: int
+    next_kind: TokenKind
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One committed token as shown."""
+
+    token_id: int
+    #: The characters that this token completes; may be empty.
+    text: str
+    kind: TokenKind
+    #: The drafter of an accepted token; ``target`` otherwise.
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedEvent:
+    """Tokens became part of the answer. The texts of all these events, joined, are the answer."""
+
+    event: ClassVar[str] = "committed"
+
+    sequence: int
+    time_s: float
+    round: int
+    pieces: tuple[Piece, ...]
+    #: The pieces' texts joined: what may be printed now. Text that may turn out to be the
+    #: beginning of a stop string is held back until that is decided.
+    text: str
+    #: Tokens of the answer so far.
+    n_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeEvent:
+    """Something the user should know that does not end the answer."""
+
+    event: ClassVar[str] = "notice"
+
+    sequence: int
+    time_s: float
+    message: str
+    #: More detail for `--verbose`; may have several lines.
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedEvent:
+    """Once, at the end."""
+
+    event: ClassVar[str] = "finished"
+
+    sequence: int
+    time_s: float
+    #: The whole answer.
+    text: str
+    #: Its tokens, without the end-of-text token.
+    token_ids: tuple[int, ...]
+    #: ``stop``: end of text or a stop string; ``length``: `--max-tokens` reached;
+    #: ``context``: the context is full; ``interrupted``: Ctrl-C.
+    finish_reason: FinishReason
+    #: The stop string or end-of-text token that ended the answer, else null.
+    stopped_by: str | None
+    n_prompt_tokens: int
+    n_tokens: int
+    #: Decodes of the target after the prompt's; each committed at least one token.
+    n_rounds: int
+    #: Draft tokens that the target was asked to verify, and how many it kept.
+    n_drafted: int
+    n_accepted: int
+    #: n_accepted / n_drafted; null when nothing was drafted.
+    acceptance_rate: float | None
+    #: Tokens committed per round of the target (accepted ones and the target's own one);
+    #: null before the first round.
+    mean_accepted_length: float | None
+    #: Accepted and drafted counts by depth in the draft (index 0 is the first drafted token).
+    accepted_by_depth: tuple[int, ...]
+    drafted_by_depth: tuple[int, ...]
+    #: Tokens per second after the first token; null with fewer than two tokens.
+    tokens_per_s: float | None
+    #: From the start of the prompt's decode to the first token; null without a token.
+    time_to_first_token_s: float | None
+    #: Decoding the prompt with the target (part of target_s).
+    prompt_s: float
+    #: Time in the draft model's decodes, in the target's, and in specgen itself: choosing,
+    #: sampling, verifying, text. Rendering is not in any of them.
+    draft_s: float
+    target_s: float
+    loop_s: float
+    #: Sum of the three.
+    wall_s: float
+    #: Estimated tokens per second of plain decoding, the gain over it, and how it was
+    #: estimated; null when it was not.
+    plain_tokens_per_s: float | None = None
+    estimated_speedup: float | None = None
+    estimate: str | None = None
+
+
+Event: TypeAlias = (
+    PromptEvent | DraftedEvent | VerifiedEvent | CommittedEvent | NoticeEvent | FinishedEvent
+)
+
+EVENT_TYPES: tuple[type[Event], ...] = (
+    PromptEvent,
+    DraftedEvent,
+    VerifiedEvent,
+    CommittedEvent,
+    NoticeEvent,
+    FinishedEvent,
+)
+
+
+def to_json_object(event: Event) -> dict[str, Any]:
+    """The event as a JSON-ready dict, ``event`` first."""
+    return {"event": event.event, **dataclasses.asdict(event)}
+
+
+__all__ = [
+    "EVENT_TYPES",
+    "CommittedEvent",
+    "DraftNode",
+    "DraftedEvent",
+    "Event",
+    "FinishReason",
+    "FinishedEvent",
+    "NoticeEvent",
+    "Piece",
+    "PromptEvent",
+    "RejectedBranch",
+    "TokenKind",
+    "VerifiedEvent",
+    "to_json_object",
+]

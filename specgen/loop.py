@@ -1,0 +1,300 @@
+"""The draft/verify loop: propose, decode, verify, commit, tell.
+
+One round serves any number of generations: their drafts are packed into one batch of the
+target and judged one by one. The loop knows nothing of files, options or screens; it changes
+`Generation`s and returns events.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from specgen.arrays import Logits
+from specgen.backend.base import Backend, Batch
+from specgen.draft import NO_DRAFT, ROOT, Draft
+from specgen.errors import SpecgenError
+from specgen.events import (
+    CommittedEvent,
+    DraftedEvent,
+    DraftNode,
+    Event,
+    NoticeEvent,
+    Piece,
+    RejectedBranch,
+    TokenKind,
+    VerifiedEvent,
+)
+from specgen.generation import Generation
+from specgen.packing import keep_path, pack
+from specgen.policy import RoundReport
+from specgen.verify import Verdict
+
+#: Single-token decodes timed by `plain_token_s`.
+_N_PROBES = 3
+
+
+class Loop:
+    """Generates with one target.
+
+    `clock` gives seconds on a monotonic clock. `interrupted` is asked between decodes; once
+    it says yes, generations finish with what they have.
+    """
+
+    def __init__(
+        self,
+        target: Backend,
+        clock: Callable[[], float],
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._target = target
+        self._clock = clock
+        self._interrupted = interrupted
+        self._started_s = clock()
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the loop was made: the `time_s` of events."""
+        return self._clock() - self._started_s
+
+    def start(self, generation: Generation) -> list[Event]:
+        """Decode a prompt and commit the first token. No draft takes part: the first token
+        comes as soon, and the prompt is decoded in the same pieces, as without one."""
+        if generation.finish_reason is not None:
+            return []
+        started = self._clock()
+        target_s = self._target.decode_s
+        events: list[Event] = []
+        tally = generation.tally
+        logits = self._decode_prompt(generation)
+        if logits is None:
+            generation.finish("interrupted")
+        else:
+            verdict = self._verify(generation, NO_DRAFT, logits)
+            events = self._commit(generation, NO_DRAFT, verdict)
+        tally.prompt_s = tally.target_s = self._target.decode_s - target_s
+        tally.wall_s = self._clock() - started
+        if logits is not None:
+            tally.first_token_s = tally.wall_s
+        return events
+
+    def round(self, generations: Sequence[Generation]) -> list[Event]:
+        """One round for all generations that are not finished.
+
+        Whatever time passes outside this call, in a renderer for example, is in no statistic.
+        """
+        active = [generation for generation in generations if generation.finish_reason is None]
+        if not active:
+            return []
+        if self._interrupted():
+            for generation in active:
+                generation.finish("interrupted")
+            return []
+        round_started = self._clock()
+        events: list[Event] = []
+        drafts, draft_s = [], []
+        for generation in active:
+            model_s = generation.drafter.model_s if generation.drafter else 0.0
+            drafts.append(self._propose(generation, len(active), events))
+            draft_s.append(generation.drafter.model_s - model_s if generation.drafter else 0.0)
+
+        batch = Batch()
+        for generation, draft in zip(active, drafts, strict=True):
+            pending = generation.tokens[-1:]
+            pack(batch, self._target, generation.slot, pending, draft)
+        target_s = self._target.decode_s
+        logits = self._target.decode(batch)
+        target_s = self._target.decode_s - target_s
+
+        first_row = 0
+        for generation, draft, model_s in zip(active, drafts, draft_s, strict=True):
+            rows = logits[first_row : first_row + 1 + len(draft)]
+            first_row += len(rows)
+            n_before = len(generation.tokens)
+            verdict = self._verify(generation, draft, rows)
+            generation.tally.n_rounds += 1
+            events += self._commit(generation, draft, verdict)
+            report = RoundReport(draft, verdict.path, model_s, target_s, len(batch))
+            generation.policy.observe(report)
+            if generation.drafter is not None:
+                generation.drafter.observe(report)
+            tally = generation.tally
+            tally.add_decode(len(generation.tokens) - n_before, len(batch), target_s)
+            # What one batch costs is shared by those that are in it.
+            tally.target_s += target_s / len(active)
+            tally.draft_s += model_s
+        wall_s = self._clock() - round_started
+        for generation in active:
+            generation.tally.wall_s += wall_s / len(active)
+        return events
+
+    def finish(self, generation: Generation, *, estimate_gain: bool) -> list[Event]:
+        """The summary of a finished generation. With `estimate_gain`, a generation that was
+        drafted for is compared with plain decoding, which may take a few decodes more."""
+        token_s, how = None, ""
+        if estimate_gain and generation.tally.n_drafted:
+            token_s = generation.tally.plain_token_s()
+            n_plain = len(generation.tally.target_s_by_rows[1])
+            how = f"from the {n_plain} rounds of this answer that had no draft"
+            if token_s is None and generation.finish_reason != "interrupted":
+                token_s = self.plain_token_s(generation)
+                how = f"from {_N_PROBES} single-token decodes at the end of the answer"
+        return [generation.finished_event(self.now_s, token_s, how)]
+
+    def plain_token_s(self, generation: Generation) -> float | None:
+        """Measure what the target needs for one token: the median of a few decodes of the
+        text's last token, after which the cache is as before. None if there is no room."""
+        sequence = generation.slot.first
+        length = self._target.length(sequence)
+        if length == 0 or length >= generation.n_ctx or not self._target.can_roll_back:
+            return None
+        samples = []
+        for _ in range(_N_PROBES):
+            batch = Batch()
+            batch.add(generation.tokens[-1], length, (sequence,), True)
+            before = self._target.decode_s
+            self._target.decode(batch)
+            samples.append(self._target.decode_s - before)
+            self._target.remove(sequence, length)
+        return float(np.median(samples))
+
+    def _decode_prompt(self, generation: Generation) -> Logits | None:
+        """Decode the prompt in batches; returns the logits after it, float32[1, n_vocab], or
+        None if interrupted."""
+        prompt, n_batch = generation.prompt, self._target.n_batch
+        logits: Logits | None = None
+        for start in range(0, len(prompt), n_batch):
+            if self._interrupted():
+                return None
+            batch = Batch()
+            for offset, token in enumerate(prompt[start : start + n_batch]):
+                batch.add(token, start + offset, (generation.slot.first,), False)
+            batch.wants_logits[-1] = start + n_batch >= len(prompt)
+            logits = self._target.decode(batch)
+        return logits
+
+    def _propose(self, generation: Generation, n_active: int, events: list[Event]) -> Draft:
+        """A draft for this round. A drafter that fails ends drafting, not the answer."""
+        drafter = generation.drafter
+        if drafter is None:
+            return NO_DRAFT
+        n_max = min(
+            generation.policy.room(),
+            generation.n_draftable,
+            self._target.n_outputs // n_active - 1,
+        )
+        if n_max < 1:
+            return NO_DRAFT
+        try:
+            draft = drafter.propose(generation.tokens, n_max, generation.policy)
+        except Exception as error:
+            generation.drafter = None
+            what = error.message if isinstance(error, SpecgenError) else repr(error)
+            events.append(
+                NoticeEvent(
+                    sequence=generation.index,
+                    time_s=self.now_s,
+                    message=f"drafting failed, going on without a draft: {what}",
+                    detail=traceback.format_exc(),
+                )
+            )
+            return NO_DRAFT
+        return draft if generation.policy.admits(draft) else NO_DRAFT
+
+    def _verify(self, generation: Generation, draft: Draft, logits: Logits) -> Verdict:
+        if generation.options.ignore_eos:
+            logits[:, list(generation.vocabulary.end_tokens())] = -np.inf
+        return generation.verifier.verify(draft, logits, generation.rng)
+
+    def _commit(self, generation: Generation, draft: Draft, verdict: Verdict) -> list[Event]:
+        """Make the accepted path and the target's token part of the text, up to its end, and
+        let the cache hold exactly that."""
+        rejected = _rejected_branches(generation, draft, verdict)
+        kinds: list[tuple[int, TokenKind, str]] = [
+            (draft.tokens[node], "accepted", draft.origins[node]) for node in verdict.path
+        ]
+        next_kind = _next_kind(draft, verdict)
+        kinds.append((verdict.next_token, next_kind, "target"))
+
+        pieces: list[Piece] = []
+        for token, kind, origin in kinds:
+            pieces.append(Piece(token, generation.commit(token), kind, origin))
+            if generation.finish_reason is not None:
+                break
+        n_accepted = min(len(verdict.path), len(pieces))
+        keep_path(self._target, generation.slot, draft, verdict.path[:n_accepted])
+
+        events: list[Event] = []
+        now_s, number = self.now_s, generation.tally.n_rounds
+        if len(draft):
+            generation.tally.add_draft(draft, n_accepted)
+            events.append(
+                DraftedEvent(generation.index, now_s, number, _describe(generation, draft))
+            )
+            events.append(
+                VerifiedEvent(
+                    sequence=generation.index,
+                    time_s=now_s,
+                    round=number,
+                    accepted=verdict.path,
+                    rejected=rejected,
+                    next_token_id=verdict.next_token,
+                    next_kind=next_kind,
+                )
+            )
+        events.append(
+            CommittedEvent(
+                sequence=generation.index,
+                time_s=now_s,
+                round=number,
+                pieces=tuple(pieces),
+                text="".join(piece.text for piece in pieces),
+                n_tokens=generation.n_answer,
+            )
+        )
+        return events
+
+
+def _next_kind(draft: Draft, verdict: Verdict) -> TokenKind:
+    """What the target's own token is: alone, a correction, or a bonus after a whole branch."""
+    if len(draft) == 0:
+        return "plain"
+    last = verdict.path[-1] if verdict.path else ROOT
+    return "corrected" if draft.children(last) else "bonus"
+
+
+def _describe(generation: Generation, draft: Draft) -> tuple[DraftNode, ...]:
+    token_bytes = generation.vocabulary.token_bytes
+    return tuple(
+        DraftNode(
+            token_id=token,
+            text=token_bytes(token).decode("utf-8", "replace"),
+            parent=draft.parents[node],
+            origin=draft.origins[node],
+            probability=draft.probabilities[node],
+        )
+        for node, token in enumerate(draft.tokens)
+    )
+
+
+def _rejected_branches(
+    generation: Generation, draft: Draft, verdict: Verdict
+) -> tuple[RejectedBranch, ...]:
+    """The lost parts of a draft, each from the node where it left the path to its leaf.
+
+    Asked before the commit: where the accepted path ends in the middle of a character, the
+    branch's text begins there.
+    """
+    kept = set(verdict.path)
+    token_bytes = generation.vocabulary.token_bytes
+    branches = []
+    for leaf in draft.leaves():
+        path = draft.path(leaf)
+        lost = tuple(node for node in path if node not in kept)
+        if lost:
+            before = b"".join(token_bytes(draft.tokens[node]) for node in path[: -len(lost)])
+            data = b"".join(token_bytes(draft.tokens[node]) for node in lost)
+            branches.append(RejectedBranch(lost, generation.text.preview(before, data)))
+    return tuple(branches)

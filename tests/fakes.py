@@ -1,0 +1,265 @@
+"""Builders for generations on the fake backend, and drafters that only tests need."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specgen.backend.fake import FakeBackend, FakeVocabulary, Language, random_language
+from specgen.draft import NO_DRAFT, ROOT, Draft
+from specgen.drafters import Drafter, ModelDrafter, NgramDrafter
+from specgen.events import Event
+from specgen.generation import Generation
+from specgen.loop import Loop
+from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
+from specgen.packing import Slot
+from specgen.policy import FixedPolicy, Policy, RoundReport
+from specgen.sampling import Distribution, distribution
+from specgen.verify import AutoVerifier, Verifier
+
+GREEDY = SamplerOptions()
+N_VOCAB = 12
+PROMPT = (3, 1, 4, 1, 5)
+
+
+class Clock:
+    """Time that passes by one second a reading."""
+
+    def __init__(self) -> None:
+        self._readings = itertools.count()
+
+    def __call__(self) -> float:
+        return float(next(self._readings))
+
+
+@dataclass
+class TreeDrafter:
+    """Drafts random trees, some of whose branches follow the target's own language.
+
+    `right` is the chance that a node gets the language's most likely token; siblings differ.
+    """
+
+    language: Language
+    n_branches: int
+    right: float
+    rng: np.random.Generator
+    name: str = "tree"
+    model_s: float = 0.0
+    closed: bool = False
+
+    def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
+        tokens: list[int] = []
+        parents: list[int] = []
+        n_leaves = 1
+        for _ in range(int(self.rng.integers(1, n_max + 1))):
+            parent = int(self.rng.integers(ROOT, len(tokens)))
+            siblings = {tokens[i] for i in range(len(tokens)) if parents[i] == parent}
+            adds_leaf = parent in parents if tokens else False
+            if adds_leaf and n_leaves == self.n_branches:
+                continue
+            row = self.language(tuple(context) + self._path(tokens, parents, parent))
+            best = int(row.argmax())
+            if self.rng.random() >= self.right or best in siblings:
+                free = [t for t in range(len(row)) if t not in siblings]
+                best = int(self.rng.choice(free))
+            n_leaves += adds_leaf
+            tokens.append(best)
+            parents.append(parent)
+        n = len(tokens)
+        return Draft(tuple(tokens), tuple(parents), ("tree",) * n, (None,) * n, (None,) * n)
+
+    def observe(self, report: RoundReport) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+    @staticmethod
+    def _path(tokens: Sequence[int], parents: Sequence[int], node: int) -> tuple[int, ...]:
+        path: list[int] = []
+        while node != ROOT:
+            path.append(tokens[node])
+            node = parents[node]
+        return tuple(reversed(path))
+
+
+@dataclass
+class SiblingDrafter:
+    """Draws siblings at random, without replacement, from a draft language: trees of depth
+    `depth` whose nodes all have up to `n_siblings` children."""
+
+    language: Language
+    options: SamplerOptions
+    n_siblings: int
+    depth: int
+    rng: np.random.Generator
+    name: str = "siblings"
+    model_s: float = 0.0
+
+    def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
+        tokens: list[int] = []
+        parents: list[int] = []
+        distributions: list[Distribution | None] = []
+        level: list[tuple[int, tuple[int, ...]]] = [(ROOT, tuple(context))]
+        for _ in range(self.depth):
+            below: list[tuple[int, tuple[int, ...]]] = []
+            for parent, text in level:
+                remaining: Distribution | None = distribution(self.language(text), self.options)
+                for _ in range(self.n_siblings):
+                    if remaining is None or len(tokens) == n_max:
+                        break
+                    token = remaining.draw(self.rng)
+                    tokens.append(token)
+                    parents.append(parent)
+                    distributions.append(remaining)
+                    below.append((len(tokens) - 1, (*text, token)))
+                    remaining = without(remaining, token)
+            level = below
+        n = len(tokens)
+        return Draft(tuple(tokens), tuple(parents), ("s",) * n, (None,) * n, tuple(distributions))
+
+    def observe(self, report: RoundReport) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def without(source: Distribution, token: int) -> Distribution | None:
+    """The distribution given that `token` is not drawn."""
+    kept = source.token_ids != token
+    if not kept.any():
+        return None
+    probs = source.probs[kept]
+    return Distribution(source.token_ids[kept], probs / probs.sum())
+
+
+@dataclass
+class FailingDrafter:
+    """Works for a while, then raises."""
+
+    inner: Drafter
+    n_good: int
+    error: Exception
+    name: str = "failing"
+    model_s: float = 0.0
+
+    def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
+        if self.n_good == 0:
+            raise self.error
+        self.n_good -= 1
+        return self.inner.propose(context, n_max, policy)
+
+    def observe(self, report: RoundReport) -> None:
+        self.inner.observe(report)
+
+    def reset(self) -> None:
+        self.inner.reset()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class NoDrafter:
+    """Never has a draft."""
+
+    name = "nothing"
+    model_s = 0.0
+
+    def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
+        return NO_DRAFT
+
+    def observe(self, report: RoundReport) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class Setup:
+    """What a generation on the fake backend is made of; `run` makes and runs it."""
+
+    language: Language = field(default_factory=lambda: random_language(N_VOCAB, seed=7))
+    vocabulary: FakeVocabulary = field(default_factory=lambda: FakeVocabulary.letters(N_VOCAB))
+    drafter: Drafter | None = None
+    sampler: SamplerOptions = GREEDY
+    drafting: DraftOptions = field(default_factory=lambda: DraftOptions(max_tokens=4))
+    options: GenerationOptions = field(default_factory=lambda: GenerationOptions(max_tokens=40))
+    n_ctx: int = 256
+    n_batch: int = 64
+    seed: int = 0
+    prompt: Sequence[int] = PROMPT
+    n_branches: int = 8
+    verifier: Verifier | None = None
+    target: FakeBackend = field(init=False)
+
+    def generation(self, index: int = 0) -> Generation:
+        return Generation(
+            vocabulary=self.vocabulary,
+            prompt=self.prompt,
+            options=self.options,
+            n_ctx=self.n_ctx,
+            drafter=self.drafter,
+            policy=FixedPolicy(self.drafting),
+            verifier=self.verifier or AutoVerifier(self.sampler),
+            rng=np.random.default_rng(self.seed),
+            slot=Slot(first=index * self.n_branches, n_branches=self.n_branches),
+            index=index,
+        )
+
+    def backend(self, n_generations: int = 1) -> FakeBackend:
+        self.target = FakeBackend(
+            self.vocabulary,
+            self.language,
+            n_ctx=self.n_ctx * n_generations,
+            n_batch=self.n_batch,
+            n_sequences=self.n_branches * n_generations,
+        )
+        return self.target
+
+    def run(
+        self, interrupted: Callable[[], bool] = lambda: False
+    ) -> tuple[Generation, list[Event]]:
+        loop = Loop(self.backend(), Clock(), interrupted)
+        generation = self.generation()
+        events = loop.start(generation)
+        while generation.finish_reason is None:
+            events += loop.round([generation])
+        events += loop.finish(generation, estimate_gain=False)
+        return generation, events
+
+
+def model_drafter(
+    language: Language,
+    vocabulary: FakeVocabulary,
+    sampler: SamplerOptions = GREEDY,
+    *,
+    n_ctx: int = 256,
+    n_batch: int = 64,
+    seed: int = 99,
+) -> tuple[ModelDrafter, FakeBackend]:
+    backend = FakeBackend(vocabulary, language, n_ctx=n_ctx, n_batch=n_batch, n_sequences=1)
+    drafter = ModelDrafter(
+        backend,
+        sampler,
+        np.random.default_rng(seed),
+        n_shared_tokens=vocabulary.n_tokens,
+    )
+    return drafter, backend
+
+
+def ngram_drafter() -> NgramDrafter:
+    return NgramDrafter(1, 3)
