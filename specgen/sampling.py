@@ -100,6 +100,7 @@ def distribution(logits: Logits, options: SamplerOptions) -> Distribution:
     """
     if options.greedy:
         return Distribution.certain(argmax(logits))
+    _check_finite(float(logits.max()))  # the maximum is NaN if any logit is
     if 0 < options.top_k < len(logits):
         token_ids, scores = top_k(logits, options.top_k)
         token_ids, scores = top_p(token_ids, scores, options.top_p)
@@ -108,7 +109,6 @@ def distribution(logits: Logits, options: SamplerOptions) -> Distribution:
     else:
         token_ids = np.flatnonzero(logits > -np.inf)
         scores = logits[token_ids].astype(np.float64)
-        _check_finite(float(logits.max()))
     token_ids, scores = min_p(token_ids, scores, options.min_p)
     scaled = scores / options.temperature
     probs = np.exp(scaled - scaled.max())
@@ -128,15 +128,12 @@ def top_k(logits: Logits, k: int) -> tuple[TokenArray, ProbArray]:
     n_vocab = len(logits)
     if 0 < k < n_vocab:
         candidates = np.flatnonzero(logits >= _lower_bound(logits, k))
-        if len(candidates) == 0:  # a NaN compares false with everything
-            raise BackendError("the model's logits are not numbers")
     else:
         k = n_vocab
         candidates = np.arange(n_vocab)
     scores = logits[candidates].astype(np.float64)
     order = np.lexsort((candidates, -scores))[:k]
     token_ids, scores = candidates[order], scores[order]
-    _check_finite(float(scores[0]))
     n_finite = int(np.count_nonzero(scores > -np.inf))
     return token_ids[:n_finite], scores[:n_finite]
 

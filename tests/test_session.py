@@ -1,0 +1,309 @@
+"""Whole generations on tiny models through llama.cpp."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specgen.backend.base import Batch
+from specgen.backend.llama import LlamaBackend, LlamaModel
+from specgen.drafters import Drafter, ModelDrafter, NgramDrafter
+from specgen.errors import (
+    MemoryLimitError,
+    ModelFileError,
+    PairError,
+    PromptError,
+)
+from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent, PromptEvent
+from specgen.generation import Generation
+from specgen.loop import Loop
+from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.policy import FixedPolicy
+from specgen.sampling import Distribution, distribution
+from specgen.session import DraftSource, Session, SessionOptions
+from specgen.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from specgen.verify import AutoVerifier
+from tests.goodness import p_value
+
+PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
+#: Peaked enough that a difference in rounding does not change the most likely token.
+TARGET = TinyConfig(logit_scale=6.0, control_scale=1.0, n_vocab=384)
+NOW = datetime.datetime(2025, 1, 2, 3, 4, 5)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    configs = {
+        "target": TARGET,
+        "perfect": TARGET,
+        "good": TARGET.draft(0.02),
+        "bad": TARGET.draft(1.5),
+        "padded": replace(TARGET.draft(0.02), n_vocab=400),
+        "short": replace(TARGET, n_ctx_train=60),
+        "spm": replace(TARGET, tokenizer="spm", n_vocab=None),
+        "no bos": replace(TARGET, add_bos=False),
+        "mamba": replace(TARGET, architecture="mamba"),
+        "chat": replace(TARGET, chat_template=CHATML_TEMPLATE, name="chat"),
+    }
+    for name, config in configs.items():
+        write_tiny_model(folder / f"{name}.gguf", config)
+    return folder
+
+
+def options(
+    models: Path,
+    target: str = "target",
+    draft: str = "none",
+    *,
+    n_draft: int = 4,
+    n_ctx: int | None = None,
+    sampler: SamplerOptions | None = None,
+    **generation: object,
+) -> SessionOptions:
+    source: DraftSource = models / f"{draft}.gguf"
+    if draft == "none":
+        source = "none"
+    elif draft == "ngram":
+        source = "ngram"
+    # Without flash attention a row's result does not depend on the rows beside it, so that
+    # texts can be compared token by token.
+    context = ContextOptions(n_threads=1, n_ctx=n_ctx, flash_attention="off")
+    return SessionOptions(
+        target=models / f"{target}.gguf",
+        draft=source,
+        sampler=sampler or SamplerOptions(),
+        drafting=DraftOptions(max_tokens=n_draft, ngram_min=1),
+        generation=GenerationOptions(**{"max_tokens": 40, **generation}),  # type: ignore[arg-type]
+        target_context=context,
+        draft_context=context,
+    )
+
+
+def run(options: SessionOptions, prompt: str = PROMPT) -> list[Event]:
+    with Session(options, time.perf_counter) as session:
+        return list(session.generate(prompt, parse_special=False))
+
+
+def finished(events: list[Event]) -> FinishedEvent:
+    assert isinstance(events[-1], FinishedEvent)
+    return events[-1]
+
+
+@functools.cache
+def plain_answer(models: Path, **changes: object) -> FinishedEvent:
+    return finished(run(options(models, **changes)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("n_draft", range(17))
+@pytest.mark.parametrize("draft", ["perfect", "good", "bad", "padded", "ngram"])
+def test_greedy_text_equals_plain_text(models: Path, draft: str, n_draft: int) -> None:
+    plain = plain_answer(models)
+    fast = finished(run(options(models, draft=draft, n_draft=n_draft)))
+    assert fast.token_ids == plain.token_ids
+    assert fast.text == plain.text
+    assert fast.finish_reason == plain.finish_reason
+    if n_draft == 0:
+        assert fast.n_drafted == 0
+    elif draft == "perfect":
+        assert fast.acceptance_rate == 1.0
+        assert fast.n_rounds < plain.n_rounds
+        assert fast.estimated_speedup is not None
+        assert fast.estimate is not None
+
+
+@pytest.mark.parametrize("position", range(1, 40, 3))
+@pytest.mark.parametrize("draft", ["good", "ngram"])
+def test_every_stop_position_is_exact(models: Path, draft: str, position: int) -> None:
+    plain = plain_answer(models)
+    limited = finished(run(options(models, draft=draft, max_tokens=position)))
+    assert limited.token_ids == plain.token_ids[:position]
+    assert limited.finish_reason == "length"
+    if len(plain.text) > position + 2:
+        stop = (plain.text[position : position + 3],)
+        expected = finished(run(options(models, stop=stop)))
+        stopped = finished(run(options(models, draft=draft, stop=stop)))
+        assert expected.text == plain.text[: plain.text.index(stop[0])]
+        assert stopped.text == expected.text
+        assert stopped.token_ids == expected.token_ids
+        assert (stopped.finish_reason, stopped.stopped_by) == ("stop", stop[0])
+    n_ctx = plain_answer(models).n_prompt_tokens + position
+    full = finished(run(options(models, draft=draft, n_ctx=n_ctx, max_tokens=-1)))
+    assert full.finish_reason in ("context", "stop")
+    assert full.token_ids == plain_answer(models, n_ctx=n_ctx, max_tokens=-1).token_ids
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_end_of_text_is_exact(models: Path, seed: int) -> None:
+    """At a high temperature the tiny model ends its texts early and at many places."""
+    sampler = SamplerOptions(temperature=3.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
+    plain = finished(run(options(models, sampler=sampler, max_tokens=200)))
+    fast = finished(run(options(models, draft="ngram", sampler=sampler, max_tokens=200)))
+    assert fast.token_ids == plain.token_ids
+    assert fast.finish_reason == plain.finish_reason
+    endless = finished(run(options(models, sampler=sampler, max_tokens=200, ignore_eos=True)))
+    assert endless.finish_reason == "length"
+
+
+@pytest.mark.parametrize("draft", ["perfect", "good", "bad", "ngram"])
+def test_sampled_text_fits_the_targets_distribution(models: Path, draft: str) -> None:
+    """G-test of an answer's first three tokens together against their exact probabilities;
+    false alarms 1e-4 a test, the seeds fixed."""
+    sampler = SamplerOptions(temperature=1.0, top_k=3, top_p=1.0, min_p=0.0)
+    context = options(models).target_context
+    model = LlamaModel(models / "target.gguf")
+    target = LlamaBackend(model, context, n_ctx=256, clock=time.perf_counter, n_outputs=4)
+    prompt = model.vocabulary.tokenize(PROMPT, add_special=True, parse_special=False)
+    drafter: Drafter = NgramDrafter(1, 2)
+    draft_model = None
+    if draft != "ngram":
+        draft_model = LlamaModel(models / f"{draft}.gguf")
+        backend = LlamaBackend(draft_model, context, n_ctx=256, clock=time.perf_counter)
+        n_shared = model.vocabulary.n_tokens
+        rng = np.random.default_rng(5)
+        drafter = ModelDrafter(backend, sampler, rng, n_shared_tokens=n_shared)
+
+    def next_token(text: tuple[int, ...]) -> Distribution:
+        target.remove(0)
+        batch = Batch()
+        for position, token in enumerate((*prompt, *text)):
+            batch.add(token, position, (0,), position + 1 == len(prompt) + len(text))
+        return distribution(target.decode(batch)[0], sampler)
+
+    expected = {(): 1.0}
+    for _ in range(3):
+        expected = {
+            (*text, int(token)): prob * float(p)
+            for text, prob in expected.items()
+            for step in [next_token(text)]
+            for token, p in zip(step.token_ids, step.probs, strict=True)
+        }
+
+    counts: Counter[tuple[int, ...]] = Counter()
+    for seed in range(1500):
+        target.remove(0)
+        drafter.reset()
+        generation = Generation(
+            vocabulary=model.vocabulary,
+            prompt=prompt,
+            options=GenerationOptions(max_tokens=4),
+            n_ctx=256,
+            drafter=drafter,
+            policy=FixedPolicy(DraftOptions(max_tokens=2)),
+            verifier=AutoVerifier(sampler),
+            rng=np.random.default_rng(seed),
+        )
+        loop = Loop(target, time.perf_counter)
+        loop.start(generation)
+        while generation.finish_reason is None:
+            loop.round([generation])
+        counts[tuple(generation.tokens[len(prompt) : len(prompt) + 3])] += 1
+    assert p_value(counts, expected) > 1e-4
+    wrong = dict(zip(expected, reversed(list(expected.values())), strict=True))
+    assert p_value(counts, wrong) < 1e-4
+    drafter.close()
+    target.close()
+    for loaded in (model, draft_model):
+        if loaded is not None:
+            loaded.close()
+
+
+def test_the_prompt_event_says_what_runs(models: Path) -> None:
+    first = run(options(models, draft="good"))[0]
+    assert isinstance(first, PromptEvent)
+    assert (first.target, first.draft) == ("target.gguf", "good.gguf")
+    assert first.text == PROMPT
+    assert first.n_ctx % 256 == 0
+    assert first.seed >= 0
+
+
+def test_a_seed_gives_the_same_text_again(models: Path) -> None:
+    hot = SamplerOptions(temperature=1.5, seed=11)
+    texts = [finished(run(options(models, draft="good", sampler=hot))).text for _ in range(2)]
+    assert texts[0] == texts[1]
+    other = finished(run(options(models, draft="good", sampler=replace(hot, seed=12)))).text
+    assert other != texts[0]
+    random = [run(options(models, sampler=replace(hot, seed=-1)))[0] for _ in range(2)]
+    assert random[0] != random[1]
+
+
+def test_prompts_that_do_not_fit_are_refused_with_numbers(models: Path) -> None:
+    n_prompt = plain_answer(models).n_prompt_tokens
+    with pytest.raises(PromptError, match=f"{n_prompt} tokens, the context {n_prompt - 1}"):
+        run(options(models, n_ctx=n_prompt - 1))
+    assert finished(run(options(models, n_ctx=n_prompt))).n_tokens == 1
+    with pytest.raises(PromptError) as caught:
+        run(options(models, target="short"), PROMPT * 4)
+    assert "trained with a context of 60" in str(caught.value.hint)
+    with pytest.raises(PromptError, match="empty"):
+        run(options(models, target="no bos"), "")
+
+
+def test_the_context_is_as_large_as_needed_and_no_larger_than_trained(models: Path) -> None:
+    def n_ctx(**changes: object) -> int:
+        event = run(options(models, **changes))[0]  # type: ignore[arg-type]
+        assert isinstance(event, PromptEvent)
+        return event.n_ctx
+
+    assert n_ctx(max_tokens=10) == 256
+    assert n_ctx(max_tokens=300) == 512
+    assert n_ctx(n_ctx=0) == 4096
+    assert n_ctx(n_ctx=77) == 77
+    assert n_ctx(target="short") == 60
+    with pytest.raises(MemoryLimitError):
+        run(options(models, n_ctx=1_000_000_000))
+
+
+def test_a_larger_context_than_trained_is_noted(models: Path) -> None:
+    notices = [
+        event.message
+        for event in run(options(models, target="short", n_ctx=100))
+        if isinstance(event, NoticeEvent)
+    ]
+    assert notices == [
+        "short.gguf was trained with 60 tokens of context, 100 are asked for: expect poor text"
+    ]
+
+
+def test_a_recurrent_target_decodes_plainly_and_says_so(models: Path) -> None:
+    plain = finished(run(options(models, target="mamba")))
+    events = run(options(models, target="mamba", draft="good"))
+    assert finished(events).token_ids == plain.token_ids
+    assert finished(events).n_drafted == 0
+    assert any("recurrent" in e.message for e in events if isinstance(e, NoticeEvent))
+    with pytest.raises(ModelFileError, match="cannot draft"):
+        run(options(models, draft="mamba"))
+
+
+def test_an_abandoned_generation_frees_its_contexts(models: Path) -> None:
+    with Session(options(models, draft="good"), time.perf_counter) as session:
+        stream = session.generate(PROMPT, parse_special=False)
+        for event in stream:
+            if isinstance(event, CommittedEvent):
+                break
+        stream.close()  # type: ignore[attr-defined]
+        again = finished(list(session.generate(PROMPT, parse_special=False)))
+    assert again.token_ids == plain_answer(models).token_ids
+
+
+# --- the chat template
+
+
+def test_the_models_own_template_writes_the_prompt(models: Path) -> None:
+    with Session(options(models, target="chat"), time.perf_counter) as session:
+        text = session.chat_prompt("Hi", "Be brief.", NOW)
+        assert text == (
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+            "<|im_start|>assistant\n"
+        )
+        tokens = session.tokenize(text, parse_special=True)
+        assert sum(session.target_model.vocabulary.is_end(token) for token in tokens) == 2
+    with Session(options(models), time.perf_counter) as session:
+        assert session.chat_prompt("Hi", None, NOW) is None
