@@ -84,7 +84,7 @@ def session_options(arguments: argparse.Namespace, draft: DraftSource) -> Sessio
 
 
 def read_prompts(path: Path, n: int) -> list[tuple[str, str]]:
-    """n (category, prompt) pairs, going round the categories."""
+    """Take `n` (category, prompt) pairs, going round the categories."""
     by_category: dict[str, list[str]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
@@ -101,7 +101,9 @@ def read_prompts(path: Path, n: int) -> list[tuple[str, str]]:
 
 
 def chat_text(session: Session, prompt: str) -> str:
-    text = session.chat_prompt(prompt, None, datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc))
+    text = session.chat_prompt(
+        prompt, None, datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
+    )
     return prompt if text is None else text
 
 
@@ -117,7 +119,11 @@ def difference(
 ) -> dict[str, object]:
     """The first differing token, and the logits that plain decoding gives to both."""
     position = next(
-        (i for i, (a, b) in enumerate(zip(expected.token_ids, found.token_ids)) if a != b),
+        (
+            i
+            for i, (a, b) in enumerate(zip(expected.token_ids, found.token_ids, strict=False))
+            if a != b
+        ),
         min(expected.n_tokens, found.n_tokens),
     )
     tokens = session.tokenize(chat_text(session, prompt), parse_special=True)

@@ -31,7 +31,7 @@ class _GenerationBlocks(jinja2.ext.Extension):
     """Templates made for training mark the assistant's text with ``{% generation %}``; the
     mark changes nothing in what is written."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - as the base class declares it
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

@@ -125,7 +125,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class CommittedEvent:
-    """Tokens became part of the answer. The texts of all these events, joined, are the answer."""
+    """Tokens became part of the answer. The texts of all these events, joined, are the answer.
+
+    An end-of-text token is the last piece and has no text. After an interruption, one more
+    event may release text that was held back; its piece repeats the last token.
+    """
 
     event: ClassVar[str] = "committed"
 

@@ -89,9 +89,7 @@ class Loop:
         if not active:
             return []
         if self._interrupted():
-            for generation in active:
-                generation.finish("interrupted")
-            return []
+            return [event for generation in active for event in self._interrupt(generation)]
         round_started = self._clock()
         events: list[Event] = []
         drafts, draft_s = [], []
@@ -160,6 +158,24 @@ class Loop:
             self._target.remove(sequence, length)
         return float(np.median(samples))
 
+    def _interrupt(self, generation: Generation) -> list[Event]:
+        """End the answer here; text that was held back in doubt is part of it."""
+        generation.finish("interrupted")
+        text = generation.text.flush()
+        if not text:
+            return []
+        piece = Piece(generation.tokens[-1], text, "plain", "target")
+        return [
+            CommittedEvent(
+                sequence=generation.index,
+                time_s=self.now_s,
+                round=generation.tally.n_rounds,
+                pieces=(piece,),
+                text=text,
+                n_tokens=generation.n_answer,
+            )
+        ]
+
     def _decode_prompt(self, generation: Generation) -> Logits | None:
         """Decode the prompt in batches; returns the logits after it, float32[1, n_vocab], or
         None if interrupted."""
@@ -189,7 +205,7 @@ class Loop:
             return NO_DRAFT
         try:
             draft = drafter.propose(generation.tokens, n_max, generation.policy)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a bug in a drafter too
             generation.drafter = None
             what = error.message if isinstance(error, SpecgenError) else repr(error)
             events.append(

@@ -30,9 +30,7 @@ class Slot:
         return tuple(range(self.first, self.first + max(1, n)))
 
 
-def pack(
-    batch: Batch, backend: Backend, slot: Slot, pending: Sequence[int], draft: Draft
-) -> None:
+def pack(batch: Batch, backend: Backend, slot: Slot, pending: Sequence[int], draft: Draft) -> None:
     """Add a generation's rows to a batch: its pending tokens, then its draft.
 
     `pending` are committed tokens that the cache does not hold yet, at least one. The last

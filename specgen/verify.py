@@ -48,7 +48,8 @@ class MatchVerifier:
         self._options = options
 
     def verify(self, draft: Draft, logits: Logits, rng: np.random.Generator) -> Verdict:
-        node, path = ROOT, []
+        node = ROOT
+        path: list[int] = []
         while True:
             token = self._choose(logits[node + 1], rng)
             for child in draft.children(node):
@@ -80,7 +81,8 @@ class ResidualVerifier:
         self._options = options
 
     def verify(self, draft: Draft, logits: Logits, rng: np.random.Generator) -> Verdict:
-        node, path = ROOT, []
+        node = ROOT
+        path: list[int] = []
         while True:
             target = distribution(logits[node + 1], self._options)
             for child in draft.children(node):

@@ -18,7 +18,6 @@ from specgen.drafters import Drafter, ModelDrafter, NgramDrafter
 from specgen.errors import (
     MemoryLimitError,
     ModelFileError,
-    PairError,
     PromptError,
 )
 from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent, PromptEvent
@@ -177,7 +176,7 @@ def test_sampled_text_fits_the_targets_distribution(models: Path, draft: str) ->
             batch.add(token, position, (0,), position + 1 == len(prompt) + len(text))
         return distribution(target.decode(batch)[0], sampler)
 
-    expected = {(): 1.0}
+    expected: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         expected = {
             (*text, int(token)): prob * float(p)

@@ -23,8 +23,8 @@ from specgen.drafters import Drafter, NgramDrafter
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.sampling import Distribution, distribution
 from specgen.verify import MatchVerifier, ResidualVerifier, Verdict, Verifier
-from tests.goodness import p_value
 from tests.fakes import Setup, SiblingDrafter, TreeDrafter, model_drafter
+from tests.goodness import p_value
 
 N_VOCAB = 5
 N_TOKENS = 4
@@ -55,7 +55,7 @@ DRAFTS: dict[str, Language] = {
 
 def exact(sampler: SamplerOptions) -> dict[tuple[int, ...], float]:
     """The joint distribution of the first tokens after the prompt."""
-    joint = {(): 1.0}
+    joint: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(N_TOKENS):
         longer: dict[tuple[int, ...], float] = {}
         for text, prob in joint.items():
@@ -177,7 +177,8 @@ class SkippedResidual:
         self._options = options
 
     def verify(self, draft: Draft, logits: Logits, rng: np.random.Generator) -> Verdict:
-        node, path = ROOT, []
+        node = ROOT
+        path: list[int] = []
         while True:
             target = distribution(logits[node + 1], self._options)
             for child in draft.children(node):

@@ -171,8 +171,10 @@ class FakeBackend:
 
     def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
         for cell in self._cells:
-            if source in cell.sequences and start <= cell.position and (
-                end < 0 or cell.position < end
+            if (
+                source in cell.sequences
+                and start <= cell.position
+                and (end < 0 or cell.position < end)
             ):
                 cell.sequences.add(destination)
 

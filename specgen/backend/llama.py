@@ -8,10 +8,11 @@ of a second), so it is imported when a model is needed and not before.
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import psutil
 
 from specgen.arrays import Logits
 from specgen.backend.base import Batch
+from specgen.backend.build import Build, Device
 from specgen.errors import (
     BackendError,
     MemoryLimitError,
@@ -58,27 +60,32 @@ _CONTEXT_OVERHEAD_BYTES = 100 * 2**20
 LogSink = Callable[[str], None]
 
 _log_lines: collections.deque[str] = collections.deque(maxlen=200)
-_log_sink: LogSink | None = None
+_log_sinks: list[LogSink] = []
 
 
-@llama_cpp.llama_log_callback
-def _on_log(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
+def _on_log(_level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
     """Keep llama.cpp's last words for error messages; pass all on where asked to."""
     line = text.decode("utf-8", "replace")
     _log_lines.append(line)
-    if _log_sink is not None:
-        _log_sink(line)
+    for sink in _log_sinks[-1:]:
+        sink(line)
 
 
-# The module keeps `_on_log` alive: llama.cpp would call freed memory otherwise.
-llama_cpp.llama_log_set(_on_log, ctypes.c_void_p(0))
+# The module keeps the callback alive: llama.cpp would call freed memory otherwise.
+_log_callback = llama_cpp.llama_log_callback(_on_log)
+llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p(0))
 llama_cpp.llama_backend_init()
 
 
-def set_log_sink(sink: LogSink | None) -> None:
-    """Where llama.cpp's log goes, piece by piece; None keeps it quiet."""
-    global _log_sink
-    _log_sink = sink
+@contextlib.contextmanager
+def logging_to(sink: LogSink) -> Iterator[None]:
+    """While in this context, llama.cpp's log goes to `sink`, piece by piece; it is quiet
+    otherwise."""
+    _log_sinks.append(sink)
+    try:
+        yield
+    finally:
+        _log_sinks.pop()
 
 
 class LlamaVocabulary:
@@ -240,9 +247,7 @@ class LlamaModel:
         capacity = 256
         while True:
             buffer = ctypes.create_string_buffer(capacity)
-            n: int = llama_cpp.llama_model_meta_val_str(
-                self.handle, key.encode(), buffer, capacity
-            )
+            n: int = llama_cpp.llama_model_meta_val_str(self.handle, key.encode(), buffer, capacity)
             if n < 0:
                 return None
             if n < capacity:
@@ -342,8 +347,7 @@ class LlamaBackend:
         self._handle = llama_cpp.llama_init_from_model(model.handle, params)
         if not self._handle:
             raise MemoryLimitError(
-                f"{model.name}: llama.cpp cannot make a context of {n_ctx} tokens: "
-                f"{_last_error()}",
+                f"{model.name}: llama.cpp cannot make a context of {n_ctx} tokens: {_last_error()}",
                 hint="try a smaller --ctx-size",
             )
         self._memory = llama_cpp.llama_get_memory(self._handle)
@@ -413,7 +417,7 @@ class LlamaBackend:
         if address is None:
             raise BackendError(f"{self._model.name}: llama.cpp gave no logits")
         memory = (ctypes.c_float * (n_wanted * self._n_vocab)).from_address(address)
-        return np.frombuffer(memory, np.float32).reshape(n_wanted, self._n_vocab)
+        return np.ctypeslib.as_array(memory).reshape(n_wanted, self._n_vocab)
 
     def length(self, sequence: int) -> int:
         return int(llama_cpp.llama_memory_seq_pos_max(self._memory, sequence)) + 1
@@ -557,3 +561,60 @@ def _last_error() -> str:
     if complaints:  # the first one names the cause, those after it only pass it on
         return complaints[0].strip()
     return lines[-1].strip() if lines else "it does not say why"
+
+
+# --- for `specgen doctor` -------------------------------------------------------------------
+
+_DEVICE_KINDS = {0: "cpu", 1: "gpu", 2: "integrated gpu", 3: "accelerator", 4: "meta"}
+
+
+def build() -> Build:
+    """What this build of llama.cpp is, and the devices that it finds on this machine."""
+    return Build(
+        version=llama_cpp.__version__,
+        llama_version=llama_cpp.llama_version().decode("utf-8", "replace"),
+        system_info=llama_cpp.llama_print_system_info().decode("utf-8", "replace").strip(" |\n"),
+        gpu_offload=bool(llama_cpp.llama_supports_gpu_offload()),
+        devices=_devices(),
+    )
+
+
+def _devices() -> tuple[Device, ...]:
+    """GGML's devices; none where this llama-cpp-python keeps its GGML libraries elsewhere."""
+    try:
+        count = _ggml_function("ggml_backend_dev_count", ctypes.c_size_t)
+        get = _ggml_function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
+        name = _ggml_function("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
+        text = _ggml_function("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
+        kind = _ggml_function("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)
+        size_p = ctypes.POINTER(ctypes.c_size_t)
+        memory = _ggml_function("ggml_backend_dev_memory", None, ctypes.c_void_p, size_p, size_p)
+    except (AttributeError, ImportError, OSError, RuntimeError):
+        return ()
+    found = []
+    for device in [get(index) for index in range(count())]:
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        memory(device, ctypes.byref(free), ctypes.byref(total))
+        found.append(
+            Device(
+                name=name(device).decode("utf-8", "replace"),
+                kind=_DEVICE_KINDS.get(kind(device), "other"),
+                description=text(device).decode("utf-8", "replace"),
+                memory_bytes=total.value,
+                free_bytes=free.value,
+            )
+        )
+    return tuple(found)
+
+
+def _ggml_function(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of the GGML libraries, which llama-cpp-python loads but does not declare."""
+    from llama_cpp import _ctypes_extensions
+
+    folder = Path(llama_cpp.__file__).parent / "lib"
+    for library in ("ggml", "ggml-base"):
+        function = getattr(_ctypes_extensions.load_shared_library(library, folder), name, None)
+        if function is not None:
+            function.restype, function.argtypes = result, arguments
+            return function
+    raise AttributeError(name)

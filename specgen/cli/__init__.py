@@ -1,0 +1,112 @@
+"""The command line. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn
+
+import typer
+import typer.core
+
+from specgen import __version__
+from specgen.cli import models
+from specgen.cli.doctor import doctor
+from specgen.cli.run import run
+from specgen.errors import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, OutputError, SpecgenError
+
+
+class _Group(typer.core.TyperGroup):
+    """Takes care of what goes wrong with standard output, in every command."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _abandon_stdout()
+            return EXIT_BROKEN_PIPE
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            _abandon_stdout()
+            raise OutputError(f"the output could not be written: {error.strerror}") from error
+        return result
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"specgen {__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    name="specgen",
+    cls=_Group,
+    help="Make a local GGUF model generate faster without changing what it says.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(run)
+app.add_typer(models.app, name="models")
+app.command()(doctor)
+
+#: Typer's base of errors in the use of the command line; it has no public name.
+_CommandLineError: type[Exception] = next(
+    kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
+)
+
+
+@app.callback()
+def _specgen(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            "-V",
+            help="Show the version and exit.",
+            callback=_show_version,
+            is_eager=True,
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit: the one place where errors become exit codes."""
+    try:
+        code = app(arguments, prog_name="specgen", standalone_mode=False)
+    except SpecgenError as error:
+        _complain(error.message, error.hint)
+        code = error.exit_code
+    except _CommandLineError as error:
+        code = _complain_of_usage(error)
+    except (KeyboardInterrupt, typer.Abort):
+        code = EXIT_INTERRUPTED
+    sys.exit(code or 0)
+
+
+def _complain_of_usage(error: Exception) -> int:
+    message: str = error.format_message()  # type: ignore[attr-defined]
+    context = getattr(error, "ctx", None)
+    if context is not None and type(error).__name__ == "NoArgsIsHelpError":
+        print(message, file=sys.stderr)
+        return 2
+    command = context.command_path if context is not None else "specgen"
+    _complain(" ".join(message.split()), f"see `{command} --help`")
+    return 2
+
+
+def _complain(message: str, hint: str | None) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    if hint:
+        print(f"hint: {hint}", file=sys.stderr)
+
+
+def _abandon_stdout() -> None:
+    """Nobody reads stdout any more: keep the interpreter from complaining when it flushes."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,55 @@
+"""What every test gets: directories of its own, and models to run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from specgen.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+
+#: The environment before any test touched it: real models are kept in the user's own cache.
+_OWN_ENVIRONMENT = dict(os.environ)
+
+
+@pytest.fixture(autouse=True)
+def _own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the user's configuration, models or caches."""
+    for name in ("SPECGEN_CACHE", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "HF_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "user" / name.lower()))
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "CMAKE_ARGS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of tiny models: target, draft (close to it), bad (not), chat, other, bert."""
+    folder = tmp_path_factory.mktemp("tiny")
+    target = TinyConfig(logit_scale=6.0)
+    configs = {
+        "target": target,
+        "draft": target.draft(0.02),
+        "bad": target.draft(1.5),
+        "chat": TinyConfig(logit_scale=6.0, chat_template=CHATML_TEMPLATE),
+        "broken template": TinyConfig(chat_template="{{ raise_exception('users only') }}"),
+        "other": TinyConfig(tokenizer="spm"),
+        "bert": TinyConfig(architecture="bert"),
+    }
+    for name, config in configs.items():
+        write_tiny_model(folder / f"{name}.gguf", config)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M, fetched into the user's own cache on first use (98 MB)."""
+    from specgen.models import fetch, load_registry
+
+    with pytest.MonkeyPatch.context() as environment:
+        for name in ("SPECGEN_CACHE", "XDG_CACHE_HOME", "HF_HOME"):
+            if name in _OWN_ENVIRONMENT:
+                environment.setenv(name, _OWN_ENVIRONMENT[name])
+            else:
+                environment.delenv(name, raising=False)
+        return fetch(load_registry().model("smollm2-135m"))

@@ -1,0 +1,432 @@
+"""`specgen run` as a user meets it: output apart from messages, one line an error, pipes."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import specgen.cli
+from specgen.events import FinishedEvent
+
+ROOT = Path(__file__).parent.parent
+PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
+posix = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals and terminals")
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+
+class Cli:
+    """Runs the command line in this process."""
+
+    def __init__(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, models: Path
+    ) -> None:
+        self._capsys, self._monkeypatch, self.models = capsys, monkeypatch, models
+
+    def __call__(self, *arguments: str, stdin: bytes | None = None) -> Result:
+        stream = io.TextIOWrapper(io.BytesIO(stdin or b""))
+        if stdin is None:
+            self._monkeypatch.setattr(stream, "isatty", lambda: True)
+        self._monkeypatch.setattr(sys, "stdin", stream)
+        self._capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            specgen.cli.main(["run", *arguments])
+        captured = self._capsys.readouterr()
+        assert isinstance(exit_.value.code, int)
+        return Result(exit_.value.code, captured.out, captured.err)
+
+    def model(self, name: str) -> str:
+        return str(self.models / f"{name}.gguf")
+
+    def run(self, *arguments: str, target: str = "target", draft: str = "draft") -> Result:
+        draft = draft if draft in ("ngram", "none") else self.model(draft)
+        own = ["-m", self.model(target), "-md", draft, "-t", "1", "-n", "30", "-fa", "off"]
+        return self(*own, *arguments)
+
+
+@pytest.fixture
+def cli(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_models: Path
+) -> Cli:
+    return Cli(capsys, monkeypatch, tiny_models)
+
+
+# --- the answer
+
+
+def test_the_answer_is_alone_on_stdout_and_the_same_with_any_draft(cli: Cli) -> None:
+    plain = cli.run(PROMPT, draft="none")
+    assert plain.code == 0
+    assert plain.out
+    for draft in ("draft", "bad", "ngram"):
+        result = cli.run(PROMPT, draft=draft)
+        assert result.code == 0
+        assert result.out == plain.out
+        assert "\x1b" not in result.out + result.err
+        assert "tokens/s" in result.err
+        assert "acceptance rate" in result.err or draft == "ngram"
+
+
+def test_long_and_short_spellings_mean_the_same(cli: Cli) -> None:
+    short = cli.run(PROMPT)
+    long = cli(
+        *("--target", cli.model("target"), "--draft", cli.model("draft"), "--prompt", PROMPT),
+        *("--max-tokens", "30", "--threads", "1", "--threads-batch", "1", "--flash-attn", "off"),
+        *("--temp", "0", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.05", "--seed", "1"),
+        *("--draft-max", "5", "--draft-min", "0", "--draft-p-min", "0.1", "--ctx-size", "256"),
+        *("--batch-size", "16", "--gpu-layers", "0", "--gpu-layers-draft", "0", "--raw"),
+        *("--cache-type-k", "f16", "--cache-type-v", "f16", "--show", "none"),
+    )
+    assert long.code == 0
+    assert long.out == short.out
+
+
+def test_prompts_come_from_arguments_options_files_and_pipes(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT + "\n", encoding="utf-8")
+    expected = cli.run(PROMPT).out
+    arguments = ("-m", cli.model("target"), "-t", "1", "-n", "30", "-fa", "off")
+    assert cli(*arguments, "-p", PROMPT).out == expected
+    assert cli(*arguments, "-f", str(file)).out == expected
+    assert cli(*arguments, "-", stdin=PROMPT.encode() + b"\r\n").out == expected
+    assert cli(*arguments, stdin=PROMPT.encode() + b"\n").out == expected
+    assert cli(*arguments, "-p", "-", stdin=b"\xef\xbb\xbf" + PROMPT.encode()).out == expected
+    assert cli(*arguments, "--", PROMPT).out == expected
+
+
+def test_stop_strings_and_limits(cli: Cli) -> None:
+    whole = cli.run(PROMPT).out
+    stop = whole[10:14]
+    assert cli.run(PROMPT, "--stop", stop, "--stop", "never").out == whole[: whole.index(stop)]
+    assert cli.run(PROMPT, "-n", "0").out == ""
+    assert whole.startswith(cli.run(PROMPT, "-n", "5").out)
+
+
+def test_quiet_and_no_stats_keep_stderr_empty(cli: Cli) -> None:
+    assert cli.run(PROMPT, "--quiet").err == ""
+    assert cli.run(PROMPT, "--no-stats").err == ""
+    assert "llama_model_loader" in cli.run(PROMPT, "--verbose").err
+
+
+def test_without_a_draft_n_grams_draft(cli: Cli) -> None:
+    result = cli("-m", cli.model("target"), "-t", "1", "-n", "40", "--json", "ab ab ab ab ab")
+    assert json.loads(result.out.splitlines()[0])["draft"] == "ngram"
+
+
+def test_chat_uses_the_models_template_unless_raw(cli: Cli) -> None:
+    def prompt(*arguments: str, target: str = "chat") -> str:
+        result = cli.run("--json", "Hi", *arguments, target=target, draft="none")
+        assert result.code == 0, result.err
+        text = json.loads(result.out.splitlines()[0])["text"]
+        assert isinstance(text, str)
+        return text
+
+    assert prompt().startswith("<|im_start|>user\nHi<|im_end|>")
+    assert prompt("--chat", "--system", "S").startswith("<|im_start|>system\nS<|im_end|>")
+    assert prompt("--raw") == "Hi"
+    assert prompt(target="target") == "Hi"
+
+
+def test_json_lines_tell_the_whole_story(cli: Cli) -> None:
+    result = cli.run(PROMPT, "--json", "--draft-max", "4")
+    assert result.code == 0
+    assert result.err == ""
+    events = [json.loads(line) for line in result.out.splitlines()]
+    kinds = [event["event"] for event in events]
+    assert kinds[0] == "prompt"
+    assert kinds[-1] == "finished"
+    assert {"drafted", "verified", "committed"} <= set(kinds)
+    last = events[-1]
+    assert set(last) == {"event", *FinishedEvent.__dataclass_fields__}
+    assert last["text"] == "".join(e["text"] for e in events if e["event"] == "committed")
+    assert last["text"] == cli.run(PROMPT).out
+    assert last["n_tokens"] == len(last["token_ids"]) == 30
+    assert last["finish_reason"] == "length"
+    assert last["acceptance_rate"] == pytest.approx(last["n_accepted"] / last["n_drafted"])
+    assert last["mean_accepted_length"] == pytest.approx(29 / last["n_rounds"])
+    schema = json.loads((ROOT / "docs" / "events.schema.json").read_text(encoding="utf-8"))
+    jsonschema = pytest.importorskip("jsonschema")
+    for event in events:
+        jsonschema.validate(event, schema)
+    assert "tokens/s" in cli.run(PROMPT, "--json", "--stats").err
+
+
+def test_a_seed_repeats_an_answer(cli: Cli) -> None:
+    hot = ("--temp", "1.5", "--seed", "7")
+    assert cli.run(PROMPT, *hot).out == cli.run(PROMPT, *hot).out
+    assert cli.run(PROMPT, *hot).out != cli.run(PROMPT, "--temp", "1.5", "--seed", "8").out
+
+
+# --- bad input
+
+
+def complaint(result: Result, code: int) -> str:
+    """The error of a failed run: one line of what happened, at most one of what to do."""
+    lines = result.err.splitlines()
+    assert result.code == code, result.err
+    assert result.out == ""
+    assert lines[0].startswith("error: ")
+    assert len(lines) == 1 or (len(lines) == 2 and lines[1].startswith("hint: "))
+    return result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-tokens", "many"], "--max-tokens"),
+        (["--max-tokens", "-2"], "-n"),
+        (["--temp", "nan"], "--temp"),
+        (["--temp", "-1"], "--temp"),
+        (["--top-p", "1.5"], "--top-p"),
+        (["--min-p", "nan"], "--min-p"),
+        (["--top-k", "-3"], "--top-k"),
+        (["--seed", "x"], "--seed"),
+        (["--draft-max", "1000"], "--draft-max"),
+        (["--ctx-size", "-5"], "--ctx-size"),
+        (["--threads", "0"], "--threads"),
+        (["--flash-attn", "maybe"], "--flash-attn"),
+        (["--cache-type-k", "q3"], "--cache-type-k"),
+        (["--show", "some"], "--show"),
+        (["--no-such-option"], "--no-such-option"),
+        (["--ngram-min", "5", "--ngram-max", "2"], "--ngram-min 5"),
+        (["--stop", ""], "--stop"),
+        (["--quiet", "--verbose"], "--quiet"),
+        (["--raw", "--system", "x"], "--system"),
+        (["--pair", "smollm2"], "--pair smollm2"),
+        (["--prompt", "again"], "given twice"),
+        (["--cache-type-v", "q8_0"], "flash attention"),
+    ],
+)
+def test_wrong_options_exit_with_2(cli: Cli, arguments: list[str], message: str) -> None:
+    assert message in complaint(cli.run(PROMPT, *arguments), 2)
+
+
+def test_bad_prompts_exit_with_3(cli: Cli, tmp_path: Path) -> None:
+    model = ("-m", cli.model("target"), "-t", "1")
+    assert "empty" in complaint(cli(*model, ""), 3)
+    assert "empty" in complaint(cli(*model, "-", stdin=b""), 3)
+    assert "empty" in complaint(cli(*model, stdin=b"\n"), 3)
+    assert "0xe9 at offset 3 (line 1)" in complaint(cli(*model, "-", stdin=b"caf\xe9"), 3)
+    assert "UTF-8" in complaint(cli(*model, "caf\udce9"), 3)
+    assert "no such file" in complaint(cli(*model, "-f", str(tmp_path / "none")), 3)
+    assert "a directory" in complaint(cli(*model, "-f", str(tmp_path)), 3)
+    assert "--ctx-size" in complaint(cli(*model, "-c", "3", PROMPT), 3)
+    broken = cli("-m", cli.model("broken template"), "-t", "1", PROMPT)
+    assert "users only" in complaint(broken, 3)
+    assert "no prompt" in complaint(cli(*model), 2)
+
+
+def test_bad_models_exit_with_4(cli: Cli, tmp_path: Path) -> None:
+    text = tmp_path / "text.gguf"
+    text.write_text("hello", encoding="utf-8")
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(Path(cli.model("target")).read_bytes()[:50_000])
+    for path, message in (
+        (tmp_path / "missing.gguf", "no such file"),
+        (tmp_path, "a directory"),
+        (text, "not a GGUF file"),
+        (cut, "cannot load"),
+        (Path(cli.model("bert")), "generates text"),
+    ):
+        assert message in complaint(cli("-m", str(path), PROMPT), 4)
+        as_draft = cli("-m", cli.model("target"), "-md", str(path), PROMPT)
+        assert message in complaint(as_draft, 4)
+
+
+def test_pairs_that_do_not_match_exit_with_5(cli: Cli) -> None:
+    assert "cannot draft for" in complaint(cli.run(PROMPT, draft="other"), 5)
+
+
+def test_unknown_names_exit_with_6(cli: Cli) -> None:
+    assert "nosuchmodel" in complaint(cli("-m", "nosuchmodel", PROMPT), 6)
+    assert "nosuchpair" in complaint(cli("--pair", "nosuchpair", PROMPT), 6)
+    assert "qwen2.5-coder" in complaint(cli("--pair", "qwen2.5-codr", PROMPT), 6)
+
+
+def test_downloads_that_fail_exit_with_7(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("SPECGEN_PYPI_INDEX", "http://127.0.0.1:9/simple/")
+    result = cli("-m", "smollm2-135m", "--quiet", PROMPT)
+    assert "smollm2-135m" in complaint(result, 7)
+
+
+def test_a_context_without_memory_exits_with_8(cli: Cli) -> None:
+    assert "--ctx-size" in complaint(cli.run(PROMPT, "-c", "900000000"), 8)
+
+
+def test_a_bug_keeps_its_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    import specgen.session
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(specgen.session.Session, "chat_prompt", broken)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    with pytest.raises(ZeroDivisionError):
+        specgen.cli.main(["run", "-m", cli.model("target"), PROMPT])
+
+
+# --- processes, pipes and terminals
+
+
+def command(models: Path, *arguments: str, n: int = 60) -> list[str]:
+    model = ["-m", str(models / "target.gguf"), "-md", str(models / "draft.gguf")]
+    own = ["-t", "1", "-n", str(n), "-fa", "off", *arguments, PROMPT]
+    return [sys.executable, "-m", "specgen", "run", *model, *own]
+
+
+def start(
+    arguments: Sequence[str],
+    environment: dict[str, str] | None = None,
+    stdout: int = subprocess.PIPE,
+) -> subprocess.Popen[bytes]:
+    own = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
+    # Unbuffered: what is read from the pipe before `communicate` must not be lost to it.
+    return subprocess.Popen(
+        list(arguments),
+        env=own,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+    )
+
+
+def test_in_a_pipe_there_are_no_escape_codes(tiny_models: Path) -> None:
+    process = start(command(tiny_models))
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert out
+    assert b"\x1b" not in out + err
+    coloured = start(command(tiny_models), {"FORCE_COLOR": "1"})
+    with_colour, _ = coloured.communicate(timeout=120)
+    assert b"\x1b[" in with_colour
+
+
+@posix
+def test_a_closed_pipe_ends_quietly(tiny_models: Path) -> None:
+    for arguments in ([], ["--json"]):
+        process = start(command(tiny_models, *arguments, n=3000))
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(5)
+        process.stdout.close()
+        err = process.stderr.read()
+        process.stderr.close()
+        assert process.wait(timeout=120) == 141
+        assert err == b""
+
+
+@posix
+def test_ctrl_c_keeps_the_text_and_prints_the_summary(tiny_models: Path) -> None:
+    process = start(command(tiny_models, "--ignore-eos", n=3900))
+    assert process.stdout is not None
+    first = b""
+    while len(first) < 30:
+        first += process.stdout.read(30)
+    process.send_signal(signal.SIGINT)
+    rest, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert b"interrupted" in err
+    assert b"tokens/s" in err
+    assert b"Traceback" not in err
+    whole, _ = start(command(tiny_models, "--ignore-eos", n=3900)).communicate(timeout=120)
+    # A character that was cut in the middle shows as U+FFFD.
+    assert whole.startswith((first + rest).removesuffix("\ufffd".encode()))
+    assert len(first + rest) < len(whole)
+
+
+@posix
+def test_ctrl_c_ends_json_with_a_finished_event(tiny_models: Path) -> None:
+    process = start(command(tiny_models, "--ignore-eos", "--json", n=3900))
+    assert process.stdout is not None
+    first = process.stdout.read(20)
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=120)
+    assert process.returncode == 130
+    events = [json.loads(line) for line in (first + rest).splitlines()]
+    assert events[-1]["finish_reason"] == "interrupted"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_clear_line(tiny_models: Path) -> None:
+    with Path("/dev/full").open("wb") as full:
+        process = start(command(tiny_models), stdout=full.fileno())
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 10
+    assert b"could not be written: No space left on device" in err
+    assert b"Traceback" not in err
+
+
+@posix
+@pytest.mark.skipif(importlib.util.find_spec("pyte") is None, reason="needs pyte")
+def test_on_a_terminal_colours_show_what_was_accepted(tiny_models: Path) -> None:
+    import pty
+
+    import pyte
+
+    for environment in ({}, {"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        ours, theirs = pty.openpty()
+        settings = {"TERM": "xterm-256color", "COLUMNS": "70", "LINES": "30", **environment}
+        process = start(command(tiny_models), settings, stdout=theirs)
+        os.close(theirs)
+        data = b""
+        while True:
+            try:
+                chunk = os.read(ours, 65536)
+            except OSError:
+                break
+            if not chunk:
+                break
+            data += chunk
+        os.close(ours)
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0
+        assert b"tokens/s" in err
+        screen = pyte.Screen(80, 40)
+        stream = pyte.ByteStream(screen)
+        stream.feed(data)
+        shown = "".join("".join(screen.display).split())
+        answer, _ = start(command(tiny_models)).communicate(timeout=120)
+        assert "".join(answer.decode().split()) == shown
+        colours = {screen.buffer[y][x].fg for y in range(40) for x in range(80)}
+        marked = any(
+            cell.underscore or cell.bold for row in screen.buffer.values() for cell in row.values()
+        )
+        if environment == {}:
+            assert "green" in colours
+        else:
+            assert colours == {"default"}
+        assert marked or environment == {"TERM": "dumb"}
+
+
+@posix
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, specgen.cli\n"
+        "try: specgen.cli.main(['run', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('numpy', 'llama_cpp', 'huggingface_hub', 'requests', 'jinja2', 'gguf',"
+        " 'psutil') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, cwd=ROOT, text=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+    for spelling in ("--target", "-md", "--temp", "-ngld", "--cache-type-v", "--draft-p-min"):
+        assert spelling in done.stdout
