@@ -1,0 +1,39 @@
+"""Where specgen keeps its files, on every system, and the variables that move them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+#: Set, this folder takes the place of the user's cache folder.
+CACHE_VARIABLE = "SPECGEN_CACHE"
+#: Set, this folder takes the place of the user's configuration folder.
+CONFIG_VARIABLE = "SPECGEN_CONFIG"
+
+
+def cache_folder() -> Path:
+    """Return the folder of what can be made or fetched again; it need not exist."""
+    if override := os.environ.get(CACHE_VARIABLE):
+        return Path(override).expanduser()
+    import platformdirs
+
+    return platformdirs.user_cache_path("specgen", appauthor=False)
+
+
+def config_folder() -> Path:
+    """Return the folder of what the user writes; it need not exist."""
+    if override := os.environ.get(CONFIG_VARIABLE):
+        return Path(override).expanduser()
+    import platformdirs
+
+    return platformdirs.user_config_path("specgen", appauthor=False)
+
+
+def models_folder() -> Path:
+    """Return the folder of downloaded models."""
+    return cache_folder() / "models"
+
+
+def user_registry_file() -> Path:
+    """Return the user's own list of models, which adds to the one that specgen brings."""
+    return config_folder() / "models.toml"
