@@ -334,7 +334,8 @@ class LlamaBackend:
         params.n_batch = max(self._n_batch, n_outputs)
         params.n_ubatch = params.n_batch
         params.n_seq_max = n_sequences
-        params.n_outputs_max = n_outputs
+        # llama.cpp aborts where a sequence could be left without an output.
+        params.n_outputs_max = max(n_outputs, n_sequences)
         params.n_threads = options.n_threads or default_threads()
         params.n_threads_batch = options.n_threads_batch or params.n_threads
         params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]

@@ -1,0 +1,96 @@
+# Everything from nothing: a virtual environment, llama.cpp, specgen, and what you ask for.
+# `make help` lists the targets. Needs Python 3.10 or newer, a C++ compiler and cmake. What
+# building and installing have to say goes to stderr: on stdout is what was asked for.
+
+PYTHON ?= python3
+VENV ?= .venv
+PROMPT ?= Write a Python function that returns the n-th Fibonacci number, with a docstring.
+ARGS ?=
+PYTEST_ARGS ?=
+
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip --disable-pip-version-check
+# The requirement as pyproject.toml has it, so that it stands in one place.
+LLAMA := $(shell sed -n 's/^ *"\(llama-cpp-python[^"]*\)",$$/\1/p' pyproject.toml)
+
+export PROMPT
+
+.PHONY: help run test check lint format format-check types docs docs-check install clean FORCE
+
+help: ## List the targets
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' Makefile | \
+		while IFS='|' read -r target text; do printf '%-20s%s\n' "$$target" "$$text"; done
+	@printf '\n%s\n%s\n' \
+		'Variables: PROMPT, ARGS (options of specgen run), PYTEST_ARGS, PYTHON, VENV, and' \
+		'CMAKE_ARGS for the build of llama.cpp, for example CMAKE_ARGS=-DGGML_CUDA=on'
+
+run: $(VENV)/.installed ## Answer PROMPT with the default pair of models, fetched on first use
+	@$(BIN)/specgen run $(ARGS) -- "$$PROMPT"
+
+test: $(VENV)/.installed-dev ## Run the test suite
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: lint format-check types docs-check ## What CI runs: lint, format, types, docs, then the tests
+	@$(MAKE) --no-print-directory test
+
+lint: $(VENV)/.installed-dev ## Look for mistakes in the code
+	$(BIN)/ruff check .
+
+format: $(VENV)/.installed-dev ## Format the code, and mend what can be mended by itself
+	$(BIN)/ruff check --fix --quiet . || true
+	$(BIN)/ruff format .
+
+format-check: $(VENV)/.installed-dev ## Tell whether the code is formatted
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev ## Check the types, strictly
+	$(BIN)/mypy
+
+docs: $(VENV)/.installed-dev ## Write the generated part of docs/
+	$(BIN)/python scripts/make_docs.py
+
+docs-check: $(VENV)/.installed-dev ## Tell whether the generated part of docs/ is up to date
+	$(BIN)/python scripts/make_docs.py --check
+
+install: $(VENV)/.installed ## Build and install specgen into VENV
+
+clean: ## Remove everything that make made, llama.cpp's build (minutes) too
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else \
+		"specgen needs Python 3.10 or newer, $(PYTHON) is " + sys.version.split()[0])'
+	@echo 'Creating $(VENV)' >&2
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# Changes when another build of llama.cpp is asked for. No CMAKE_ARGS asks for nothing: what
+# was built stays as it is.
+$(VENV)/.llama-settings: FORCE | $(VENV)/.created
+	@if [ -n "$$CMAKE_ARGS" ] || ! grep -qsxF 'package: $(LLAMA)' $@; then \
+		printf 'package: %s\ncmake: %s\n' '$(LLAMA)' "$$CMAKE_ARGS" > $@.new; \
+		if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi; \
+	fi
+
+# Without pip's cache: it does not look at CMAKE_ARGS and would hand out a wheel that was built
+# without the flag that scripts/cmake_args.py adds.
+$(VENV)/.llama: $(VENV)/.llama-settings
+	@args=$$($(BIN)/python scripts/cmake_args.py) && \
+		echo "Building llama.cpp, which takes some minutes (CMAKE_ARGS: $$args)" >&2 && \
+		CMAKE_ARGS="$$args" $(PIP) install --no-cache-dir --no-deps --force-reinstall '$(LLAMA)' >&2
+	@touch $@
+
+# A build counts only when it decodes; `specgen doctor` says what is wrong with one that does not.
+$(VENV)/.installed: $(VENV)/.llama pyproject.toml
+	@echo 'Installing specgen' >&2
+	@$(PIP) install --quiet --editable . >&2
+	@report=$$($(BIN)/specgen doctor) || { printf '%s\n' "$$report" >&2; exit 1; }
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo 'Installing the development tools' >&2
+	@$(PIP) install --quiet --editable '.[dev]' >&2
+	@touch $@
+
+FORCE:

@@ -1,0 +1,114 @@
+"""Prints the CMAKE_ARGS to build llama-cpp-python with: the user's own, made safe for GCC.
+
+GCC 12 on a CPU with AMX: its `_tile_loadconfig` says that it reads 8 bytes, so the pass that
+removes dead stores drops those that fill the rest of the 64-byte tile configuration, and the
+first decode of more than one token dies of an illegal instruction. `-fno-dse` turns that pass
+off and keeps AMX. Other compilers have no need of the flag, and some do not know it.
+
+Needs the standard library only, since it runs before anything is installed::
+
+    CMAKE_ARGS="$(python scripts/cmake_args.py)" pip install --no-cache-dir llama-cpp-python
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+
+FLAG = "-fno-dse"
+
+#: One definition among CMake's arguments, a type behind the name or not.
+_DEFINITION = re.compile(
+    r"-D(?P<name>CMAKE_CXX_(?:FLAGS|COMPILER))(?::[A-Z]+)?=(?P<value>.*)", re.DOTALL
+)
+
+
+def split_definitions(cmake_args: str) -> list[str]:
+    """The arguments one by one, `-D NAME=VALUE` joined to `-DNAME=VALUE`."""
+    words = shlex.split(cmake_args)
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1] == "-D":
+            joined[-1] += word
+        else:
+            joined.append(word)
+    return joined
+
+
+def lookup(arguments: Sequence[str], name: str) -> str | None:
+    """The value that the arguments give to CMake's variable; the last one counts."""
+    values = [
+        match["value"]
+        for argument in arguments
+        if (match := _DEFINITION.fullmatch(argument)) and match["name"] == name
+    ]
+    return values[-1] if values else None
+
+
+def compiler(arguments: Sequence[str], cxx: str | None) -> list[str]:
+    """The command of the C++ compiler that CMake will take."""
+    chosen = lookup(arguments, "CMAKE_CXX_COMPILER")
+    if chosen:
+        return [chosen]
+    if cxx:
+        return shlex.split(cxx)
+    return [next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), "c++")]
+
+
+def is_gcc(command: Sequence[str]) -> bool:
+    """Whether the compiler is GCC itself, and not one that merely claims to be like it."""
+    try:
+        macros = subprocess.run(
+            [*command, "-dM", "-E", "-x", "c++", "-"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return False
+    names = {line.split()[1] for line in macros.splitlines() if line.startswith("#define ")}
+    return "__GNUC__" in names and not names & {"__clang__", "__INTEL_COMPILER", "__NVCOMPILER"}
+
+
+def with_flag(arguments: Sequence[str], cxxflags: str | None) -> list[str]:
+    """The arguments with `FLAG` among the C++ compiler's flags.
+
+    A CMAKE_CXX_FLAGS of one's own makes CMake ignore the variable CXXFLAGS, so what stands
+    there is taken along where the arguments have none.
+    """
+    flags = lookup(arguments, "CMAKE_CXX_FLAGS")
+    if flags is None:
+        flags = cxxflags or ""
+    if FLAG not in flags.split():
+        flags = f"{flags} {FLAG}".strip()
+    kept = [
+        argument
+        for argument in arguments
+        if not ((match := _DEFINITION.fullmatch(argument)) and match["name"] == "CMAKE_CXX_FLAGS")
+    ]
+    return [*kept, f"-DCMAKE_CXX_FLAGS={flags}"]
+
+
+def main() -> None:
+    arguments = split_definitions(os.environ.get("CMAKE_ARGS", ""))
+    command = compiler(arguments, os.environ.get("CXX"))
+    if os.name != "nt" and shutil.which(command[0]) is None:
+        sys.exit(
+            f"no C++ compiler: {command[0]} cannot be found\n"
+            "hint: install one (Debian and Ubuntu: apt install g++, Fedora: dnf install gcc-c++, "
+            "macOS: xcode-select --install)"
+        )
+    if is_gcc(command):
+        arguments = with_flag(arguments, os.environ.get("CXXFLAGS"))
+    sys.stdout.write(shlex.join(arguments) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,410 @@
+"""Writes the generated part of docs/ from the sources; `--check` only tells what is stale.
+
+- docs/cli.md: the `--help` of every command;
+- docs/events.md, docs/events.schema.json: from specgen/events.py, whose `#:` comments are the
+  descriptions of the fields below them;
+- docs/exit-codes.md: from specgen/errors.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tokenize
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from io import StringIO
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from specgen import errors, events
+
+ROOT = Path(__file__).resolve().parent.parent
+HELP_WIDTH = 100
+
+#: A dataclass of events.py.
+Record: TypeAlias = type[Any]
+JsonSchema: TypeAlias = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the generated part of docs/.")
+    parser.add_argument("--check", action="store_true", help="only tell what is not up to date")
+    check: bool = parser.parse_args().check
+    stale = {path: text for path, text in pages().items() if is_stale(path, text)}
+    for path, text in stale.items():
+        if check:
+            sys.stdout.writelines(difference(path, text))
+        else:
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(text.encode())
+            print(f"wrote {path.relative_to(ROOT)}")
+    if check and stale:
+        names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
+        sys.exit(f"not up to date: {names}\nhint: make docs")
+
+
+def pages() -> dict[Path, str]:
+    """What each generated file should contain."""
+    docs = ROOT / "docs"
+    return {
+        docs / "cli.md": cli_page(),
+        docs / "events.md": events_page(),
+        docs / "events.schema.json": json.dumps(events_schema(), indent=2) + "\n",
+        docs / "exit-codes.md": exit_codes_page(),
+    }
+
+
+def is_stale(path: Path, text: str) -> bool:
+    return not path.exists() or path.read_text(encoding="utf-8") != text
+
+
+def difference(path: Path, text: str) -> Iterator[str]:
+    """A unified diff from what the file says to what it should say."""
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    name = str(path.relative_to(ROOT))
+    return difflib.unified_diff(
+        before.splitlines(keepends=True), text.splitlines(keepends=True), name, f"{name} (new)"
+    )
+
+
+def page(title: str, source: str, *parts: str) -> str:
+    note = f"<!-- Written by `make docs` from {source}: change that, not this file. -->"
+    return "\n\n".join([note, f"# {title}", *(part.strip("\n") for part in parts)]) + "\n"
+
+
+def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [header, tuple("---" for _ in header), *rows]
+    return "\n".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines
+    )
+
+
+# --- the command line -----------------------------------------------------------------------
+
+
+def cli_page() -> str:
+    """Every command's help as it shows on a terminal without colour."""
+    parts = []
+    for path in command_paths():
+        command = " ".join(("specgen", *path))
+        parts.append(f"## {command}\n\n```text\n{help_text(path)}\n```")
+    return page("The command line", "specgen/cli", *parts)
+
+
+def command_paths() -> Iterator[tuple[str, ...]]:
+    """The words after `specgen` of every command and group, in the order of the help."""
+    from typer.main import get_command
+
+    from specgen.cli import app
+
+    def walk(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        yield path
+        for name, child in getattr(command, "commands", {}).items():
+            if not child.hidden:
+                yield from walk(child, (*path, name))
+
+    return walk(get_command(app), ())
+
+
+def help_text(path: tuple[str, ...]) -> str:
+    """The help of one command, from a process whose terminal is known."""
+    plain = {
+        "COLUMNS": str(HELP_WIDTH),
+        "NO_COLOR": "1",
+        "PYTHONUTF8": "1",
+        "TERM": "dumb",
+        "TERMINAL_WIDTH": str(HELP_WIDTH),
+    }
+    loud = {"CLICOLOR_FORCE", "FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS", "_SPECGEN_COMPLETE"}
+    environment = {name: value for name, value in os.environ.items() if name not in loud}
+    program = "from specgen.cli import app; app(prog_name='specgen')"
+    answer = subprocess.run(
+        [sys.executable, "-c", program, *path, "--help"],
+        env=environment | plain,
+        cwd=ROOT,
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    if answer.returncode:
+        sys.exit(f"specgen {' '.join(path)} --help failed:\n{answer.stderr}")
+    return "\n".join(line.rstrip() for line in answer.stdout.strip("\n").splitlines())
+
+
+# --- the events -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """A field of an event, or several that one comment describes together."""
+
+    names: tuple[str, ...]
+    description: str
+
+
+def fields_of_classes(source: str) -> dict[str, list[Field]]:
+    """The fields of each class in the source, in order, with the comments above them.
+
+    A field without a comment has that of a field of the same name in a class before it
+    (`sequence`, `time_s`, ...). If there is none, the description of its type will do; and if
+    the source describes no such type, it shares the comment of the fields above it.
+    """
+    comments = comments_by_line(source)
+    known: dict[str, str] = {}
+    described_types = {
+        name: flowing(text).split("\n")[0]
+        for name, text in (
+            *((record.name, ast.get_docstring(record) or "") for record in classes(source)),
+            *named_comments(source).items(),
+        )
+    }
+    described: dict[str, list[Field]] = {}
+    for record in classes(source):
+        fields: list[Field] = []
+        may_join = False
+        for name, annotation in annotated_names(record):
+            own = comment_above(comments, annotation.lineno)
+            of_type = [described_types.get(word, "") for word in names_within(annotation)]
+            description = own or known.get(name) or "".join(of_type)
+            if may_join and not description:
+                fields[-1] = Field((*fields[-1].names, name), fields[-1].description)
+                continue
+            fields.append(Field((name,), description))
+            may_join = bool(own)
+            if own:
+                known.setdefault(name, own)
+        described[record.name] = fields
+    return described
+
+
+def named_comments(source: str) -> dict[str, str]:
+    """The comments above the constants and type aliases of a module."""
+    comments = comments_by_line(source)
+    found: dict[str, str] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.AnnAssign | ast.Assign):
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            if text := comment_above(comments, node.lineno):
+                found[ast.unparse(target)] = text
+    return found
+
+
+def classes(source: str) -> list[ast.ClassDef]:
+    return [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+
+
+def names_within(annotation: ast.expr) -> set[str]:
+    return {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
+
+
+def annotated_names(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
+    """Name and annotation of each field; class variables are none."""
+    for statement in node.body:
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and "ClassVar" not in names_within(statement.annotation)
+        ):
+            yield statement.target.id, statement.annotation
+
+
+def comments_by_line(source: str) -> dict[int, str]:
+    """The text of every `#:` comment by the line that it stands on."""
+    return {
+        token.start[0]: token.string.removeprefix("#:").removeprefix(" ")
+        for token in tokenize.generate_tokens(StringIO(source).readline)
+        if token.type == tokenize.COMMENT and token.string.startswith("#:")
+    }
+
+
+def comment_above(comments: Mapping[int, str], line: int) -> str:
+    """The `#:` comment that ends on the line before `line`; empty if there is none."""
+    first = line
+    while first - 1 in comments:
+        first -= 1
+    return "\n".join(comments[number] for number in range(first, line))
+
+
+def records_of_events() -> list[Record]:
+    """The dataclasses that events are made of but that are no events themselves."""
+    source = inspect.getsource(events)
+    records: list[Record] = [getattr(events, node.name) for node in classes(source)]
+    return [record for record in records if record not in events.EVENT_TYPES]
+
+
+def events_page() -> str:
+    source = inspect.getsource(events)
+    fields = fields_of_classes(source)
+
+    def section(heading: str, record: Record) -> str:
+        hints = typing.get_type_hints(record)
+        rows = [
+            (
+                ", ".join(f"`{name}`" for name in field.names),
+                ", ".join(dict.fromkeys(type_in_words(hints[name]) for name in field.names)),
+                flowing(field.description).replace("\n", " "),
+            )
+            for field in fields[record.__name__]
+        ]
+        return "\n\n".join([heading, prose(record), table(("field", "type", "meaning"), rows)])
+
+    introduction = (
+        "`specgen run --json` prints one of these a line, as a JSON object. `event` names its "
+        "kind; every field is always there. [events.schema.json](events.schema.json) is the JSON "
+        "Schema (2020-12) of a line. Later versions may add fields: pass over those you do not "
+        "know."
+    )
+    conventions = prose(events).split("\n\n")[-1]
+    aliases = [f"### `{name}`\n\n{flowing(text)}" for name, text in named_comments(source).items()]
+    return page(
+        "Events",
+        "specgen/events.py",
+        introduction,
+        conventions,
+        *(section(f"## `{event.event}`", event) for event in events.EVENT_TYPES),
+        "## Parts of events",
+        *(section(f"### `{record.__name__}`", record) for record in records_of_events()),
+        *aliases,
+    )
+
+
+def prose(documented: object) -> str:
+    """A docstring's paragraphs, a line each."""
+    return flowing(inspect.getdoc(documented) or "")
+
+
+def flowing(comment: str) -> str:
+    """A comment's lines joined to paragraphs and list items, one a line."""
+    lines: list[str] = []
+    for line in comment.replace("``", "`").splitlines():
+        starts_anew = not lines or not line.strip() or not lines[-1] or line.startswith("- ")
+        if starts_anew:
+            lines.append(line.strip())
+        else:
+            lines[-1] += " " + line.strip()
+    return "\n".join(lines)
+
+
+def type_in_words(hint: Any) -> str:
+    """A type as a reader of JSON knows it."""
+    if dataclasses.is_dataclass(hint):
+        return f"[{hint.__name__}](#{hint.__name__.lower()})"  # type: ignore[union-attr]
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        return f"array of {type_in_words(arguments[0])}"
+    if is_union(hint):
+        return " or ".join(type_in_words(argument) for argument in arguments)
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(f'`"{value}"`' for value in arguments)
+    return _JSON_TYPES[hint]
+
+
+_JSON_TYPES: dict[Any, str] = {
+    bool: "boolean",
+    float: "number",
+    int: "integer",
+    str: "string",
+    type(None): "null",
+}
+
+
+def is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in {typing.Union, types.UnionType}
+
+
+def events_schema() -> JsonSchema:
+    """JSON Schema of one event."""
+    fields = fields_of_classes(inspect.getsource(events))
+    definitions = {
+        record.__name__: record_schema(record, fields[record.__name__])
+        for record in (*events.EVENT_TYPES, *records_of_events())
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "specgen event",
+        "description": "One line of `specgen run --json`.",
+        "oneOf": [{"$ref": f"#/$defs/{event.__name__}"} for event in events.EVENT_TYPES],
+        "$defs": definitions,
+    }
+
+
+def record_schema(record: Record, fields: Iterable[Field]) -> JsonSchema:
+    hints = typing.get_type_hints(record)
+    properties: JsonSchema = {}
+    if record in events.EVENT_TYPES:
+        properties["event"] = {"const": record.event}
+    for field in fields:
+        for name in field.names:
+            properties[name] = type_schema(hints[name])
+            if field.description:
+                properties[name]["description"] = flowing(field.description)
+    return {
+        "description": prose(record),
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def type_schema(hint: Any) -> JsonSchema:
+    if dataclasses.is_dataclass(hint):
+        return {"$ref": f"#/$defs/{hint.__name__}"}  # type: ignore[union-attr]
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        return {"type": "array", "items": type_schema(arguments[0])}
+    if is_union(hint):
+        return {"anyOf": [type_schema(argument) for argument in arguments]}
+    if typing.get_origin(hint) is Literal:
+        return {"enum": list(arguments)}
+    return {"type": _JSON_TYPES[hint]}
+
+
+# --- the exit codes -------------------------------------------------------------------------
+
+
+def exit_codes_page() -> str:
+    comments = named_comments(inspect.getsource(errors))
+    rows = [
+        ("0", "", "The answer is whole."),
+        ("1", "", "A bug: an unexpected exception, shown with its traceback. Please report it."),
+        *(
+            (str(error.exit_code), f"`{error.__name__}`", prose(error).split("\n")[0])
+            for error in raised_errors()
+        ),
+        (str(errors.EXIT_INTERRUPTED), "", flowing(comments["EXIT_INTERRUPTED"])),
+        (str(errors.EXIT_BROKEN_PIPE), "", flowing(comments["EXIT_BROKEN_PIPE"])),
+    ]
+    return page(
+        "Exit codes",
+        "specgen/errors.py",
+        "An error is one line on stderr, often followed by one that begins with `hint:` and says "
+        "what to do. In Python each is a subclass of `specgen.errors.SpecgenError`, with "
+        "`message`, `hint` and `exit_code`.",
+        table(("code", "class", "when"), rows),
+    )
+
+
+def raised_errors() -> list[type[errors.SpecgenError]]:
+    """Every error by exit code, a parent before its children."""
+
+    def below(error: type[errors.SpecgenError]) -> Iterator[type[errors.SpecgenError]]:
+        for child in error.__subclasses__():
+            if child.__module__ == errors.__name__:
+                yield child
+                yield from below(child)
+
+    return sorted(below(errors.SpecgenError), key=lambda error: error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""``specgen doctor``: what this machine and this build can do, and whether it decodes."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+
+from specgen.errors import ModelFileError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from specgen.doctor import Report
+
+#: A heading and what stands below it: (label, text).
+Section: TypeAlias = tuple[str, list[tuple[str, str]]]
+
+
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="FILE|NAME",
+            help="Decode with this model too: a GGUF file, or a model that is on this disk.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Show what this machine and this build of llama.cpp can do, and check that it decodes."""
+    from rich.console import Console
+
+    from specgen.doctor import examine
+
+    path = None if model is None else _model_file(model)
+    with _status(Console(stderr=True)) as status:
+        report = examine(path, on_check=status)
+    if as_json:
+        print(json.dumps(report.to_json_object(), indent=2))
+    else:
+        _show(report, Console(highlight=False))
+    report.raise_first_error()
+
+
+def _model_file(name: str) -> Path:
+    """The file of a model; raises `SpecgenError` for names that are not known or not here."""
+    from specgen.cli import sources
+    from specgen.models import load_registry, locate
+
+    registry = load_registry()
+
+    def find(name: str) -> Path:
+        path = locate(registry.model(name))
+        if path is None:
+            raise ModelFileError(
+                f"{name} is not on this disk", hint=f"fetch it: specgen models pull {name}"
+            )
+        return path
+
+    return sources.resolve(name, "none", None, registry, find).target
+
+
+@contextmanager
+def _status(console: Console) -> Iterator[Callable[[str], None]]:
+    """On a terminal, a line that tells what is being tried and goes away."""
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield lambda _name: None
+        return
+    with console.status("looking around") as line:
+        yield line.update
+
+
+def _show(report: Report, console: Console) -> None:
+    """Print a report; lines are wrapped on a terminal only, so that a pipe can be searched."""
+    from rich.text import Text
+
+    width = console.width if console.is_terminal else 0
+    sections = list(_sections(report))
+    label_width = max(len(label) for _, entries in sections for label, _ in entries)
+    for heading, entries in sections:
+        console.print(Text(heading, style="bold"))
+        for label, text in entries:
+            for line in _lines(f"  {label:<{label_width}}  ", text, width):
+                console.print(Text(line), soft_wrap=True)
+    console.print(Text("Checks", style="bold"))
+    for check in report.checks:
+        mark = ("ok", "green") if check.passed else ("FAILED", "bold red")
+        entry = Text.assemble("  ", mark, f"  {check.name}: {check.message}")
+        console.print(entry, soft_wrap=True)
+
+
+def _lines(label: str, text: str, width: int) -> list[str]:
+    """The text behind its label, wrapped where there is room for that."""
+    if width < len(label) + 20:
+        return [label + text]
+    indent = " " * len(label)
+    return textwrap.wrap(
+        text, width, initial_indent=label, subsequent_indent=indent, break_on_hyphens=False
+    )
+
+
+def _sections(report: Report) -> Iterator[Section]:
+    from specgen.models import human_bytes
+
+    machine, build = report.machine, report.build
+    cores = f"{machine.n_physical_cores or '?'} cores, {machine.n_logical_cores or '?'} threads"
+    available, total = human_bytes(machine.available_bytes), human_bytes(machine.memory_bytes)
+    yield (
+        "Machine",
+        [
+            ("system", machine.system),
+            ("CPU", f"{machine.cpu}, {cores}"),
+            ("memory", f"{total}, {available} available"),
+            ("Python", machine.python),
+        ],
+    )
+    software = [("specgen", report.version)]
+    if build is not None:
+        software += [
+            ("llama-cpp-python", f"{build.version}, llama.cpp {build.llama_version}"),
+            *((f"built in, {part}", " ".join(names)) for part, names in build.features.items()),
+            ("GPU offload", "yes" if build.gpu_offload else "no: this build has CPU code only"),
+        ]
+        for device in build.devices:
+            memory = f", {human_bytes(device.memory_bytes)}" if device.memory_bytes else ""
+            software.append((f"{device.name} ({device.kind})", f"{device.description}{memory}"))
+    yield ("Software", software)
+    yield (
+        "Files",
+        [
+            ("cache", str(report.cache_folder)),
+            ("configuration", str(report.config_folder)),
+            *((name, str(path)) for name, path in report.models.items()),
+        ],
+    )

@@ -1,0 +1,454 @@
+"""What this machine and this build of llama.cpp can do, and whether it decodes.
+
+Importing llama.cpp proves nothing: a build for another CPU, or one that the compiler got
+wrong, dies on the first batch, and takes the process along. So every check is a child process
+(`python -m specgen.doctor --child ...`) that decodes real batches and answers with a line of
+JSON; how it ends says what is wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specgen import __version__, errors
+from specgen.backend.build import Build, Device
+from specgen.errors import BackendError, SpecgenError
+from specgen.options import ContextOptions
+
+if TYPE_CHECKING:
+    from specgen.arrays import Logits
+    from specgen.tiny import TensorType
+
+#: Starts a child; the name of a task and its arguments follow.
+CHILD_COMMAND = (sys.executable, "-m", "specgen.doctor", "--child")
+#: The quantised types decoded: those whose kernels differ most from one CPU to the next.
+TENSOR_TYPES: tuple[TensorType, ...] = ("q8_0", "q4_0")
+#: Longest wait for a child with a tiny model, and for one with the user's own.
+TINY_TIMEOUT_S = 120.0
+MODEL_TIMEOUT_S = 1800.0
+
+#: How far logits computed in two ways may be apart: the root mean square of the difference
+#: over the standard deviation of the logits. Rounded activations make 0.02, on some models
+#: 0.05; a kernel that computes something else makes 1.
+TOLERANCE = 0.1
+
+_REINSTALL = "pip install --force-reinstall --no-cache-dir llama-cpp-python"
+#: The cure for builds that GCC 12 got wrong on CPUs with AMX.
+REBUILD = f'CMAKE_ARGS="-DCMAKE_CXX_FLAGS=-fno-dse" {_REINSTALL}'
+
+_TEXT = (
+    "The quick brown fox jumps over the lazy dog; 0123456789 (and so on).\n"
+    "What comes next is for the model to say, one token after the other."
+)
+
+
+# --- the report -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What specgen runs on."""
+
+    system: str
+    python: str
+    cpu: str
+    n_physical_cores: int | None
+    n_logical_cores: int | None
+    memory_bytes: int
+    available_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Something that was tried."""
+
+    name: str
+    passed: bool
+    #: What came out, or what went wrong, in a line.
+    message: str
+    #: What to do about it.
+    hint: str | None = None
+    #: The class in `specgen.errors` of what went wrong.
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that `specgen doctor` finds."""
+
+    version: str
+    machine: Machine
+    #: None if llama.cpp could not be loaded.
+    build: Build | None
+    cache_folder: Path
+    config_folder: Path
+    #: The files of the known models that are on this disk, by name.
+    models: Mapping[str, Path]
+    checks: tuple[Check, ...]
+
+    @property
+    def healthy(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    def raise_first_error(self) -> None:
+        """Raise what the first failed check came upon; do nothing if there is none."""
+        for check in self.checks:
+            if not check.passed:
+                raise _error_named(check.error, f"{check.name}: {check.message}", check.hint)
+
+    def to_json_object(self) -> dict[str, Any]:
+        """The report as a JSON-ready dict."""
+        values = {**dataclasses.asdict(self), "healthy": self.healthy}
+        if self.build is not None:
+            values["build"]["features"] = self.build.features
+        ready: dict[str, Any] = json.loads(json.dumps(values, default=str))
+        return ready
+
+
+def examine(
+    model: Path | None = None,
+    *,
+    child: Sequence[str] | None = None,
+    on_check: Callable[[str], None] | None = None,
+) -> Report:
+    """Look at everything, and decode with tiny models and with `model`.
+
+    `child` is the command that starts a child process (by default `CHILD_COMMAND`). `on_check`
+    is told what is being tried.
+    """
+    from specgen.models import cache_folder, config_folder
+
+    found, problem = _models_on_disk()
+    build, checks = _decode_checks(model, child or CHILD_COMMAND, on_check or (lambda _name: None))
+    return Report(
+        version=__version__,
+        machine=look_at_machine(),
+        build=build,
+        cache_folder=cache_folder(),
+        config_folder=config_folder(),
+        models=found,
+        checks=(*checks, *([problem] if problem else [])),
+    )
+
+
+def _models_on_disk() -> tuple[dict[str, Path], Check | None]:
+    from specgen.models import load_registry, locate
+
+    try:
+        registry = load_registry()
+    except SpecgenError as error:
+        return {}, _failed("the list of models", error)
+    places = {name: locate(model) for name, model in registry.models.items()}
+    return {name: path for name, path in places.items() if path is not None}, None
+
+
+def look_at_machine() -> Machine:
+    """The machine and the Python that runs on it."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return Machine(
+        system=f"{platform.system()} {platform.release()} ({platform.machine()})",
+        python=f"{platform.python_implementation()} {platform.python_version()}",
+        cpu=cpu_name(),
+        n_physical_cores=psutil.cpu_count(logical=False),
+        n_logical_cores=psutil.cpu_count(),
+        memory_bytes=memory.total,
+        available_bytes=memory.available,
+    )
+
+
+def cpu_name() -> str:
+    """The name that the CPU gives itself, where the system tells it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in {"model name", "Model"} and value.strip():
+                return value.strip()
+    if platform.system() == "Darwin":
+        command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+        try:
+            answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        except (OSError, subprocess.SubprocessError):
+            pass
+        else:
+            return answer.stdout.strip()
+    return platform.processor() or platform.machine()
+
+
+# --- the checks, seen from the parent -------------------------------------------------------
+
+
+def _decode_checks(
+    model: Path | None, child: Sequence[str], on_check: Callable[[str], None]
+) -> tuple[Build | None, list[Check]]:
+    """Load llama.cpp, then decode each tensor type on each kind of device, then the model."""
+    name = "loading llama.cpp"
+    on_check(name)
+    try:
+        build = _build_of(run_child([*child, "build"], TINY_TIMEOUT_S))
+    except SpecgenError as error:
+        return None, [_failed(name, error)]
+    places = {"CPU": "0"}
+    if build.gpu_offload and any("gpu" in device.kind for device in build.devices):
+        places["GPU"] = "-1"
+    checks = []
+    with tempfile.TemporaryDirectory(prefix="specgen-doctor-") as folder:
+        for tensor_type in TENSOR_TYPES:
+            for place, n_gpu_layers in places.items():
+                name = f"{tensor_type} on the {place}"
+                on_check(name)
+                task = ["tiny", tensor_type, n_gpu_layers, folder]
+                checks.append(_decode_check(name, [*child, *task], TINY_TIMEOUT_S))
+    if model is not None:
+        on_check(model.name)
+        task = ["model", os.fspath(model), list(places.values())[-1]]
+        checks.append(_decode_check(model.name, [*child, *task], MODEL_TIMEOUT_S))
+    return build, checks
+
+
+def _decode_check(name: str, command: Sequence[str], timeout_s: float) -> Check:
+    try:
+        answer = run_child(command, timeout_s)
+    except SpecgenError as error:
+        return _failed(name, error)
+    return Check(name=name, passed=True, message=str(answer["message"]))
+
+
+def _failed(name: str, error: SpecgenError) -> Check:
+    return Check(
+        name=name,
+        passed=False,
+        message=error.message,
+        hint=error.hint,
+        error=type(error).__name__,
+    )
+
+
+def run_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
+    """Run a command and return the JSON object that it prints.
+
+    Raises the `SpecgenError` that the child reports, and `BackendError` if it dies, does not
+    answer in time, or answers something else; the hint says what to do.
+    """
+    try:
+        ended = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise BackendError(
+            f"no answer within {timeout_s:.0f} s",
+            hint="if the machine is not merely busy, build llama.cpp again: " + _REINSTALL,
+        ) from None
+    except OSError as error:
+        raise BackendError(f"{command[0]} cannot be started: {error.strerror}") from error
+    if ended.returncode != 0:
+        raise _death(ended.returncode, ended.stderr)
+    try:
+        answer = json.loads(ended.stdout)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise BackendError(f"the check gave no answer: {_last_line(ended.stdout)}")
+    if "error" in answer:
+        raise _error_named(answer["error"], answer["message"], answer["hint"])
+    return answer
+
+
+def _death(returncode: int, stderr: str) -> BackendError:
+    """What the end of a child says, and what helps against it."""
+    name, description = _cause_of_death(returncode)
+    last_words = _last_line(stderr)
+    message = f"llama.cpp died of {name}" if name else f"the check ended with code {returncode}"
+    if description:
+        message += f" ({description.lower()})"
+    if last_words:
+        message += f": {last_words}"
+    if name == "SIGILL":
+        hint = (
+            "it was built for another CPU, or by GCC 12, which gets the code for AMX wrong; "
+            f"build it again, here: {REBUILD}"
+        )
+    elif name == "SIGKILL":
+        hint = "most likely the memory ran out: free some, or take a smaller model"
+    else:
+        hint = f"build llama.cpp again: {_REINSTALL}"
+    return BackendError(message, hint=hint)
+
+
+#: How Windows reports what is a signal elsewhere.
+_WINDOWS_STATUS = {
+    0xC000001D: signal.SIGILL,
+    0xC0000005: signal.SIGSEGV,
+    0xC0000409: signal.SIGABRT,
+}
+
+
+def _cause_of_death(returncode: int) -> tuple[str, str]:
+    """Name and description of the signal that ended a process; empty if it was none."""
+    number = _WINDOWS_STATUS.get(returncode & 0xFFFFFFFF, 0)
+    if not number:
+        # A shell in between reports signals as 128 + number.
+        number = -returncode if returncode < 0 else max(0, returncode - 128)
+    try:
+        return signal.Signals(number).name, signal.strsignal(number) or ""
+    except ValueError:
+        return "", ""
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1].strip() if lines else ""
+
+
+def _error_named(name: str | None, message: str, hint: str | None) -> SpecgenError:
+    kind = getattr(errors, name or "", BackendError)
+    error: SpecgenError = kind(message, hint)
+    return error
+
+
+def _build_of(answer: Mapping[str, Any]) -> Build:
+    devices = tuple(Device(**device) for device in answer["devices"])
+    return Build(**{**answer, "devices": devices})
+
+
+# --- the checks, in the child ---------------------------------------------------------------
+
+
+def child_main(arguments: Sequence[str]) -> None:
+    """Carry out a task and print its result as JSON."""
+    task, *rest = arguments
+    tasks: dict[str, Callable[..., dict[str, Any]]] = {
+        "build": _load,
+        "tiny": _decode_tiny,
+        "model": _decode_model,
+    }
+    try:
+        answer = tasks[task](*rest)
+    except SpecgenError as error:
+        answer = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
+    sys.stdout.write(json.dumps(answer) + "\n")
+
+
+def _load() -> dict[str, Any]:
+    from specgen.backend import llama
+
+    return dataclasses.asdict(llama.build())
+
+
+def _decode_tiny(tensor_type: TensorType, n_gpu_layers: str, folder: str) -> dict[str, Any]:
+    """Decode a model whose matrices are large enough for every kernel.
+
+    The batch is compared with its tokens one by one, and with a model of the same numbers in
+    f32, whose kernels are others.
+    """
+    from specgen.tiny import TinyConfig, write_tiny_model
+
+    config = TinyConfig(
+        n_vocab=512, n_embd=256, n_head=4, n_ff=512, tensor_type=tensor_type, seed=1
+    )
+    exact = dataclasses.replace(config, tensor_type="f32", rounded_to=tensor_type)
+    # One thread: waiting for each other, several take far longer on a busy machine.
+    options = ContextOptions(n_gpu_layers=int(n_gpu_layers), n_threads=1)
+    path = write_tiny_model(Path(folder) / f"{tensor_type}.gguf", config)
+    together, one_by_one = _decode_both_ways(path, options)
+    path = write_tiny_model(Path(folder) / f"{tensor_type}-exact.gguf", exact)
+    reference, _ = _decode_both_ways(path, options)
+    return _agreement(
+        len(together),
+        {
+            "single tokens": deviation(together, one_by_one),
+            "the same weights in f32": deviation(together, reference),
+        },
+    )
+
+
+def _decode_model(model: str, n_gpu_layers: str) -> dict[str, Any]:
+    options = ContextOptions(n_gpu_layers=int(n_gpu_layers))
+    together, one_by_one = _decode_both_ways(Path(model), options)
+    return _agreement(len(together), {"single tokens": deviation(together, one_by_one)})
+
+
+def _decode_both_ways(path: Path, options: ContextOptions) -> tuple[Logits, Logits]:
+    """Logits[n_tokens, n_vocab] of a text decoded in one batch, and token by token."""
+    import numpy as np
+
+    from specgen.backend.base import Batch
+    from specgen.backend.llama import LlamaBackend, LlamaModel
+
+    n_tokens = 24
+    model = LlamaModel(path, n_gpu_layers=options.n_gpu_layers)
+    backend = LlamaBackend(model, options, n_ctx=256, clock=time.perf_counter, n_outputs=n_tokens)
+    tokens = model.vocabulary.tokenize(_TEXT, add_special=True, parse_special=False)[:n_tokens]
+
+    def decode(start: int, end: int) -> Logits:
+        batch = Batch()
+        for position in range(start, end):
+            batch.add(tokens[position], position, (0,), True)
+        return backend.decode(batch).copy()
+
+    together = decode(0, len(tokens))
+    backend.remove(0)
+    one_by_one = np.concatenate([decode(at, at + 1) for at in range(len(tokens))])
+    backend.close()
+    model.close()
+    return together, one_by_one
+
+
+def deviation(logits: Logits, others: Logits) -> float:
+    """How far apart two tables of logits are; see `TOLERANCE`. Infinite if one is not finite."""
+    import numpy as np
+
+    if not (np.isfinite(logits).all() and np.isfinite(others).all()):
+        return float("inf")
+    return float(np.sqrt(np.mean((logits - others) ** 2)) / max(float(np.std(others)), 1e-12))
+
+
+def _agreement(n_tokens: int, deviations: Mapping[str, float]) -> dict[str, Any]:
+    """Raises `BackendError` if the logits of a batch are not what they are compared with."""
+    for other, found in deviations.items():
+        if not found <= TOLERANCE:
+            raise BackendError(
+                f"the logits of {n_tokens} tokens in a batch differ from those of {other} by "
+                f"{found:.0%} of their spread",
+                hint=f"this build computes nonsense; build llama.cpp again: {REBUILD}",
+            )
+    apart = ", ".join(f"by {found:.1%} from {other}" for other, found in deviations.items())
+    return {"message": f"decodes (a batch of {n_tokens} tokens differs {apart})"}
+
+
+__all__ = [
+    "CHILD_COMMAND",
+    "REBUILD",
+    "Check",
+    "Machine",
+    "Report",
+    "child_main",
+    "cpu_name",
+    "deviation",
+    "examine",
+    "look_at_machine",
+    "run_child",
+]
+
+if __name__ == "__main__":
+    child_main(sys.argv[sys.argv.index("--child") + 1 :])

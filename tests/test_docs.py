@@ -1,0 +1,213 @@
+"""The generated documents are up to date, and the schema describes the events that there are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from scripts import make_docs
+from specgen import events
+from specgen.errors import SpecgenError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def validator() -> Draft202012Validator:
+    schema = json.loads((ROOT / "docs" / "events.schema.json").read_text(encoding="utf-8"))
+    Draft202012Validator.check_schema(schema)
+    return Draft202012Validator(schema)
+
+
+PIECE = events.Piece(token_id=5, text=" é", kind="accepted", origin="model")
+NODE = events.DraftNode(token_id=5, text=" \ufffd", parent=-1, origin="model", probability=0.5)
+SAMPLES: list[events.Event] = [
+    events.PromptEvent(
+        sequence=0,
+        time_s=0.0,
+        text="Once",
+        n_prompt_tokens=1,
+        target="target.gguf",
+        draft="none",
+        n_ctx=512,
+        temperature=0.7,
+        top_k=40,
+        top_p=0.95,
+        min_p=0.05,
+        seed=1,
+    ),
+    events.DraftedEvent(
+        sequence=0,
+        time_s=0.1,
+        round=1,
+        nodes=(NODE, dataclasses.replace(NODE, parent=0, probability=None)),
+    ),
+    events.DraftedEvent(sequence=0, time_s=0.1, round=1, nodes=()),
+    events.VerifiedEvent(
+        sequence=0,
+        time_s=0.2,
+        round=1,
+        accepted=(0,),
+        rejected=(events.RejectedBranch(nodes=(1,), text="no"),),
+        next_token_id=7,
+        next_kind="corrected",
+    ),
+    events.CommittedEvent(sequence=0, time_s=0.3, round=1, pieces=(PIECE,), text=" é", n_tokens=1),
+    events.NoticeEvent(sequence=0, time_s=0.3, message="drafting stopped"),
+    events.FinishedEvent(
+        sequence=0,
+        time_s=1.0,
+        text=" é",
+        token_ids=(5,),
+        finish_reason="stop",
+        stopped_by=None,
+        n_prompt_tokens=1,
+        n_tokens=1,
+        n_rounds=1,
+        n_drafted=0,
+        n_accepted=0,
+        acceptance_rate=None,
+        mean_accepted_length=1.0,
+        accepted_by_depth=(),
+        drafted_by_depth=(),
+        tokens_per_s=None,
+        time_to_first_token_s=0.1,
+        prompt_s=0.1,
+        draft_s=0.0,
+        target_s=0.2,
+        loop_s=0.0,
+        wall_s=0.2,
+    ),
+]
+
+
+def as_line(event: events.Event) -> dict[str, Any]:
+    """The event as a reader of a line of JSON gets it."""
+    line: dict[str, Any] = json.loads(json.dumps(events.to_json_object(event)))
+    return line
+
+
+def test_generated_documents_are_up_to_date() -> None:
+    stale = [
+        path.name for path, text in make_docs.pages().items() if make_docs.is_stale(path, text)
+    ]
+    assert not stale, "run `make docs`"
+
+
+def test_there_is_a_sample_of_every_event() -> None:
+    assert {type(event) for event in SAMPLES} == set(events.EVENT_TYPES)
+
+
+@pytest.mark.parametrize("event", SAMPLES, ids=lambda event: str(event.event))
+def test_every_event_is_valid(event: events.Event, validator: Draft202012Validator) -> None:
+    validator.validate(as_line(event))
+
+
+@pytest.mark.parametrize("event", SAMPLES, ids=lambda event: str(event.event))
+def test_no_field_may_be_missing_extra_or_of_another_type(
+    event: events.Event, validator: Draft202012Validator
+) -> None:
+    line = as_line(event)
+    assert not validator.is_valid(line | {"surprise": 1})
+    for name in line:
+        assert not validator.is_valid({key: line[key] for key in line if key != name}), name
+        assert not validator.is_valid(line | {name: {"an": "object"}}), name
+
+
+@pytest.mark.parametrize(
+    ("event", "wrong"),
+    [
+        (SAMPLES[1], {"nodes": [{"token_id": 5}]}),
+        (SAMPLES[3], {"next_kind": "guessed"}),
+        (SAMPLES[3], {"accepted": ["0"]}),
+        (SAMPLES[4], {"n_tokens": 1.5}),
+        (SAMPLES[4], {"event": "finished"}),
+        (SAMPLES[6], {"finish_reason": "tired"}),
+        (SAMPLES[6], {"text": None}),
+    ],
+)
+def test_wrong_values_are_invalid(
+    event: events.Event, wrong: dict[str, Any], validator: Draft202012Validator
+) -> None:
+    assert not validator.is_valid(as_line(event) | wrong)
+
+
+def test_comments_describe_the_fields_below_them() -> None:
+    source = '''
+#: What it is.
+Kind: TypeAlias = Literal["a", "b"]
+
+
+class First:
+    """The first."""
+
+    event: ClassVar[str] = "first"
+    #: How many,
+    #: counted ``twice``.
+    count: int
+    #: Low and high.
+    low: float
+    high: float
+    kind: Kind
+
+
+class Second:
+    count: int
+    low: float
+    #: Its own.
+    high: float
+    firsts: tuple[First, ...]
+    odd: int
+'''
+    assert make_docs.named_comments(source) == {"Kind": "What it is."}
+    described = {
+        name: [(field.names, make_docs.flowing(field.description)) for field in fields]
+        for name, fields in make_docs.fields_of_classes(source).items()
+    }
+    assert described == {
+        "First": [
+            (("count",), "How many, counted `twice`."),
+            (("low", "high"), "Low and high."),
+            (("kind",), "What it is."),
+        ],
+        "Second": [
+            (("count",), "How many, counted `twice`."),
+            (("low",), "Low and high."),
+            (("high",), "Its own."),
+            (("firsts",), "The first."),
+            (("odd",), ""),
+        ],
+    }
+
+
+def test_paragraphs_and_lists_flow() -> None:
+    text = "One\nline.\n\n- first\n  item\n- second"
+    assert make_docs.flowing(text) == "One line.\n\n- first item\n- second"
+
+
+def test_a_stale_file_is_shown_as_a_difference(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(make_docs, "ROOT", tmp_path)
+    path = tmp_path / "page.md"
+    assert make_docs.is_stale(path, "new\n")
+    path.write_text("old\n")
+    assert make_docs.is_stale(path, "new\n")
+    difference = "".join(make_docs.difference(path, "new\n"))
+    assert "-old\n+new\n" in difference
+    path.write_text("new\n")
+    assert not make_docs.is_stale(path, "new\n")
+
+
+def test_every_error_has_its_exit_code_in_the_table() -> None:
+    page = make_docs.exit_codes_page()
+    assert "| 5 | `PairError` | Target and draft do not share a vocabulary. |" in page
+    assert all(f"`{error.__name__}`" in page for error in make_docs.raised_errors())
+    assert all(issubclass(error, SpecgenError) for error in make_docs.raised_errors())
+    assert "| 130 |" in page
+    assert "| 141 |" in page
