@@ -188,14 +188,14 @@ def test_an_interruption_keeps_the_text_so_far(after: int) -> None:
     assert (finished(events).n_tokens == 0) == (after == 0)
 
 
-def test_an_interruption_releases_text_that_was_held_back() -> None:
+@pytest.mark.parametrize("after", range(12))
+def test_an_interruption_releases_text_that_was_held_back(after: int) -> None:
     text = Setup().run()[0].text.text
     options = GenerationOptions(max_tokens=40, stop=(text[5:9] + "?",))
-    for after in range(12):
-        calls = iter(range(1000))
-        fast, events = Setup(options=options).run(lambda calls=calls: next(calls) >= after)  # type: ignore[misc]
-        shown = "".join(event.text for event in events if isinstance(event, CommittedEvent))
-        assert shown == fast.text.text == text[: fast.n_answer]
+    calls = iter(range(1000))
+    fast, events = Setup(options=options).run(lambda: next(calls) >= after)
+    shown = "".join(event.text for event in events if isinstance(event, CommittedEvent))
+    assert shown == fast.text.text == text[: fast.n_answer]
 
 
 def test_ignore_eos_never_chooses_an_end_token() -> None:

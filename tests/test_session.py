@@ -34,7 +34,7 @@ from tests.goodness import p_value
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 #: Peaked enough that a difference in rounding does not change the most likely token.
 TARGET = TinyConfig(logit_scale=6.0, control_scale=1.0, n_vocab=384)
-NOW = datetime.datetime(2025, 1, 2, 3, 4, 5)
+NOW = datetime.datetime(2025, 1, 2, tzinfo=datetime.timezone.utc)
 
 
 @pytest.fixture(scope="module")

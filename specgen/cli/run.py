@@ -180,7 +180,7 @@ def _apply_template(
     """The prompt as the model is to see it, and whether it went through a chat template."""
     if chat is False:
         return prompt, False
-    text = session.chat_prompt(prompt, system, datetime.datetime.now())
+    text = session.chat_prompt(prompt, system, datetime.datetime.now().astimezone())
     if text is not None:
         return text, True
     if chat or system is not None:

@@ -102,16 +102,17 @@ class ModelDrafter:
 
     def _catch_up(self, context: Sequence[int]) -> Logits:
         """Bring the cache to `context`; returns the logits after it, float32[n_vocab]."""
-        n_kept = 0
         # The last token is always decoded here, since its logits are what a draft begins with.
-        for drafted, committed in zip(self._ahead, context[self._n_agreed : -1], strict=False):
-            if drafted != committed:
-                break
-            n_kept += 1
-        if n_kept < len(self._ahead):
-            self._backend.remove(self._sequence, self._n_agreed + n_kept)
+        n_kept = min(self._n_agreed, len(context) - 1)
+        if n_kept == self._n_agreed:
+            for drafted, committed in zip(self._ahead, context[n_kept:-1], strict=False):
+                if drafted != committed:
+                    break
+                n_kept += 1
+        if n_kept < self._n_agreed + len(self._ahead):
+            self._backend.remove(self._sequence, n_kept)
         self._ahead.clear()
-        row = self._decode(context[self._n_agreed + n_kept :])
+        row = self._decode(context[n_kept:])
         self._n_agreed = len(context)
         return row
 

@@ -1,0 +1,197 @@
+"""Prompt lookup and the draft model, by themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specgen.backend.fake import FakeVocabulary, random_language
+from specgen.draft import NO_DRAFT, ROOT, Draft
+from specgen.drafters import NgramDrafter
+from specgen.options import DraftOptions, SamplerOptions
+from specgen.policy import FixedPolicy
+from specgen.sampling import distribution
+from tests.fakes import N_VOCAB, model_drafter
+
+LANGUAGE = random_language(N_VOCAB, seed=2)
+LETTERS = FakeVocabulary.letters(N_VOCAB)
+
+
+def policy(max_tokens: int = 4, **options: float) -> FixedPolicy:
+    return FixedPolicy(DraftOptions(max_tokens=max_tokens, **options))  # type: ignore[arg-type]
+
+
+def lookup(context: list[int], n_max: int, ngram_min: int = 1, ngram_max: int = 3) -> list[int]:
+    """The definition, by searching: the longest match, the latest among equally long ones."""
+    for size in range(min(ngram_max, len(context)), ngram_min - 1, -1):
+        for end in range(len(context) - 1, size - 1, -1):
+            if context[end - size : end] == context[len(context) - size :]:
+                tokens = list(context)
+                for index in range(end, end + n_max):
+                    tokens.append(tokens[index])
+                return tokens[len(context) :]
+    return []
+
+
+# --- prompt lookup
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 6))
+def test_lookup_takes_the_longest_then_the_latest_match(context: list[int], n_max: int) -> None:
+    drafter = NgramDrafter(1, 3)
+    # Whether the text comes at once or grows token by token makes no difference.
+    for length in range(1, len(context)):
+        drafter.propose(context[:length], n_max, policy())
+    assert list(drafter.propose(context, n_max, policy()).tokens) == lookup(context, n_max)
+    fresh = NgramDrafter(1, 3)
+    assert list(fresh.propose(context, n_max, policy()).tokens) == lookup(context, n_max)
+
+
+def test_lookup_needs_a_match_of_the_shortest_length() -> None:
+    assert NgramDrafter(2, 3).propose([1, 2, 3, 9, 3], 4, policy()) is NO_DRAFT
+    assert NgramDrafter(2, 3).propose([1, 2, 3, 1, 2], 2, policy()).tokens == (3, 1)
+    assert NgramDrafter(1, 3).propose([7], 4, policy()) is NO_DRAFT
+    with pytest.raises(ValueError, match="3 to 2"):
+        NgramDrafter(3, 2)
+
+
+def test_lookup_forgets_on_reset() -> None:
+    drafter = NgramDrafter(1, 2)
+    assert len(drafter.propose([1, 2, 1], 1, policy())) == 1
+    drafter.reset()
+    assert drafter.propose([2, 1], 1, policy()) is NO_DRAFT
+
+
+def test_the_cost_of_a_lookup_does_not_grow_with_the_text() -> None:
+    """Counted in index operations, not in time."""
+
+    class Counting(dict[tuple[int, ...], int]):
+        n = 0
+
+        def get(self, key: tuple[int, ...], default: int | None = None) -> int | None:  # type: ignore[override]
+            Counting.n += 1
+            return super().get(key, default)
+
+        def __setitem__(self, key: tuple[int, ...], value: int) -> None:
+            Counting.n += 1
+            super().__setitem__(key, value)
+
+    drafter = NgramDrafter(1, 4)
+    drafter._followers = Counting()
+    context = [i * i % 11 for i in range(3000)]
+    drafter.propose(context, 4, policy())
+    for _ in range(50):
+        Counting.n = 0
+        context.append(len(context) % 7)
+        drafter.propose(context, 4, policy())
+        assert Counting.n <= 8
+
+
+# --- a draft model
+
+
+def test_a_greedy_draft_is_what_the_model_would_say() -> None:
+    drafter, backend = model_drafter(LANGUAGE, LETTERS)
+    context = [1, 2, 3]
+    draft = drafter.propose(context, 4, policy())
+    text = list(context)
+    for token in draft.tokens:
+        assert token == int(LANGUAGE(tuple(text)).argmax())
+        text.append(token)
+    assert draft.is_chain
+    assert not draft.is_drawn
+    assert backend.length(0) == len(context) + 3  # the last drafted token waits
+
+
+def test_a_drawn_draft_carries_the_distributions_it_was_drawn_from() -> None:
+    options = SamplerOptions(temperature=1.2, top_k=5, top_p=0.9, min_p=0.01)
+    drafter, _ = model_drafter(LANGUAGE, LETTERS, options)
+    draft = drafter.propose([1, 2, 3], 4, policy())
+    assert draft.is_drawn
+    for node, source in enumerate(draft.distributions):
+        assert source is not None
+        text = (1, 2, 3, *draft.tokens[:node])
+        expected = distribution(LANGUAGE(text), options)
+        assert source.token_ids.tolist() == expected.token_ids.tolist()
+        assert source.probs == pytest.approx(expected.probs)
+        assert draft.probabilities[node] == source.probability(draft.tokens[node]) > 0
+
+
+def test_drafting_stops_where_the_model_is_unsure() -> None:
+    for p_min in (0.2, 0.4, 0.6, 0.9):
+        drafter, _ = model_drafter(LANGUAGE, LETTERS)
+        draft = drafter.propose([1, 2, 3], 16, policy(16, p_min=p_min))
+        text = [1, 2, 3]
+        for token in draft.tokens:
+            row = LANGUAGE(tuple(text)).astype(np.float64)
+            assert 1 / np.exp(row - row.max()).sum() >= p_min
+            text.append(token)
+        row = LANGUAGE(tuple(text)).astype(np.float64)
+        assert len(draft) == 16 or 1 / np.exp(row - row.max()).sum() < p_min
+
+
+def test_drafting_ends_with_an_end_token_and_skips_what_is_excluded() -> None:
+    first = int(LANGUAGE((1, 2, 3)).argmax())
+    ending = FakeVocabulary.letters(N_VOCAB, ends=[first])
+    drafter, _ = model_drafter(LANGUAGE, ending)
+    assert drafter.propose([1, 2, 3], 8, policy(8)).tokens == (first,)
+    drafter, _ = model_drafter(LANGUAGE, ending)
+    drafter._excluded = [first]
+    draft = drafter.propose([1, 2, 3], 8, policy(8))
+    assert len(draft) == 8
+    assert first not in draft.tokens
+    drafter, _ = model_drafter(LANGUAGE, LETTERS)
+    drafter._n_shared_tokens = 4
+    assert max(drafter.propose([1, 2, 3], 8, policy(8)).tokens) < 4
+
+
+def test_proposing_twice_for_one_text_gives_the_same_draft() -> None:
+    drafter, backend = model_drafter(LANGUAGE, LETTERS)
+    once = drafter.propose([1, 2, 3], 4, policy())
+    again = drafter.propose([1, 2, 3], 4, policy())
+    assert once == again
+    shorter = drafter.propose([1, 2, 3, int(once.tokens[0])], 3, policy())
+    assert shorter.tokens == once.tokens[1:]
+    assert backend.text(0)[:4] == (1, 2, 3, once.tokens[0])
+
+
+def test_a_reset_drafter_begins_anew() -> None:
+    drafter, backend = model_drafter(LANGUAGE, LETTERS)
+    drafter.propose([1, 2, 3, 4], 4, policy())
+    drafter.reset()
+    assert backend.length(0) == 0
+    fresh, _ = model_drafter(LANGUAGE, LETTERS)
+    assert drafter.propose([5, 6], 4, policy()) == fresh.propose([5, 6], 4, policy())
+    drafter.close()
+    assert backend.closed
+
+
+# --- policies
+
+
+def test_short_drafts_are_dropped_unless_they_were_drawn_at_random() -> None:
+    fixed = policy(4, min_tokens=3)
+    assert not fixed.admits(Draft.chain([1, 2], "ngram"))
+    assert fixed.admits(Draft.chain([1, 2, 3], "ngram"))
+    source = distribution(LANGUAGE((1,)), SamplerOptions(temperature=1.0))
+    assert fixed.admits(Draft.chain([1], "model", distributions=[source]))
+
+
+# --- trees
+
+
+def test_a_draft_is_a_tree_and_nothing_else() -> None:
+    tree = Draft((1, 2, 3, 4), (ROOT, 0, ROOT, 1), ("t",) * 4, (None,) * 4, (None,) * 4)
+    assert tree.children(ROOT) == [0, 2]
+    assert tree.path(3) == [0, 1, 3]
+    assert tree.leaves() == [2, 3]
+    assert tree.depths() == [0, 1, 0, 2]
+    assert not tree.is_chain
+    assert tree.first(2) == Draft.chain([1, 2], "t")
+    assert tree.first(9) is tree
+    with pytest.raises(ValueError, match="parents come first"):
+        Draft((1, 2), (ROOT, 1), ("t",) * 2, (None,) * 2, (None,) * 2)
+    with pytest.raises(ValueError, match="each of its fields"):
+        Draft((1, 2), (ROOT, 0), ("t",), (None,) * 2, (None,) * 2)

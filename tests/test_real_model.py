@@ -1,0 +1,105 @@
+"""SmolLM2-135M: real text, a real tokenizer, quantised weights."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specgen.backend.base import Batch
+from specgen.backend.llama import LlamaBackend
+from specgen.events import FinishedEvent
+from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.session import Session, SessionOptions
+
+pytestmark = pytest.mark.real_model
+
+NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
+PROMPTS = (
+    "Repeat after me, three times: the quick brown fox jumps over the lazy dog.",
+    "Write the numbers from one to twenty, a comma between them.",
+    "用中文数到十,再加一个表情 😀",
+    "for i in range(10):\n\tprint(i)\n",
+)
+
+
+def options(path: Path, **changes: object) -> SessionOptions:
+    # With flash attention and this quantisation a row rounds alike in batches of every size,
+    # on the processors that we know.
+    context = ContextOptions(flash_attention="on")
+    plain = SessionOptions(
+        target=path,
+        draft="none",
+        drafting=DraftOptions(max_tokens=4, ngram_min=1),
+        generation=GenerationOptions(max_tokens=48),
+        target_context=context,
+        draft_context=context,
+    )
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def answer(options: SessionOptions, prompt: str) -> FinishedEvent:
+    with Session(options, time.perf_counter) as session:
+        text = session.chat_prompt(prompt, None, NOW)
+        assert text is not None
+        *_, last = session.generate(text, parse_special=True)
+    assert isinstance(last, FinishedEvent)
+    return last
+
+
+def assert_equal_or_tied(
+    path: Path, prompt: str, plain: FinishedEvent, fast: FinishedEvent
+) -> None:
+    """The answers are equal, or part at a near-tie that a batch's rounding may turn."""
+    if fast.token_ids == plain.token_ids:
+        assert fast.text == plain.text
+        return
+    pairs = enumerate(zip(plain.token_ids, fast.token_ids, strict=False))
+    position, (ours, theirs) = next((i, pair) for i, pair in pairs if len(set(pair)) == 2)
+    with Session(options(path), time.perf_counter) as session:
+        text = session.chat_prompt(prompt, None, NOW)
+        assert text is not None
+        tokens = session.tokenize(text, parse_special=True) + list(plain.token_ids[:position])
+        backend = LlamaBackend(
+            session.target_model,
+            options(path).target_context,
+            n_ctx=len(tokens),
+            clock=time.perf_counter,
+        )
+        batch = Batch()
+        for index, token in enumerate(tokens):
+            batch.add(token, index, (0,), index + 1 == len(tokens))
+        row = backend.decode(batch)[0]
+        assert row[ours] - row[theirs] < 0.5, f"token {position}: {ours}, {theirs}"
+        backend.close()
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_answers_are_those_of_plain_decoding(smollm2: Path, prompt: str) -> None:
+    plain = answer(options(smollm2), prompt)
+    assert plain.n_tokens > 3
+    guess = answer(options(smollm2, draft="ngram"), prompt)
+    assert guess.n_drafted > 0
+    assert_equal_or_tied(smollm2, prompt, plain, guess)
+    itself = answer(options(smollm2, draft=smollm2), prompt)
+    assert_equal_or_tied(smollm2, prompt, plain, itself)
+    assert itself.acceptance_rate is not None
+    assert itself.acceptance_rate > 0.9
+
+
+def test_a_seeds_answer_is_the_same_with_n_grams(smollm2: Path) -> None:
+    sampler = SamplerOptions(temperature=0.8, seed=3)
+    plain = answer(options(smollm2, sampler=sampler), PROMPTS[0])
+    fast = answer(options(smollm2, sampler=sampler, draft="ngram"), PROMPTS[0])
+    assert fast.n_drafted > 0
+    assert fast.token_ids == plain.token_ids
+
+
+def test_the_answer_is_text(smollm2: Path) -> None:
+    found = answer(options(smollm2, draft="ngram"), "hi")
+    assert "Hello" in found.text
+    assert found.finish_reason == "stop"
+    assert found.stopped_by == "<|im_end|>"
