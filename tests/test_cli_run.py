@@ -142,6 +142,14 @@ def test_chat_uses_the_models_template_unless_raw(cli: Cli) -> None:
     assert prompt(target="target") == "Hi"
 
 
+def test_control_tokens_in_a_raw_prompt_are_control_tokens(cli: Cli) -> None:
+    def n_tokens(prompt: str) -> int:
+        result = cli.run("--json", "--raw", prompt, target="chat", draft="none")
+        return int(json.loads(result.out.splitlines()[0])["n_prompt_tokens"])
+
+    assert n_tokens("<|im_end|>") == n_tokens("x")
+
+
 def test_json_lines_tell_the_whole_story(cli: Cli) -> None:
     result = cli.run(PROMPT, "--json", "--draft-max", "4")
     assert result.code == 0

@@ -157,6 +157,19 @@ def test_proposing_twice_for_one_text_gives_the_same_draft() -> None:
     assert backend.text(0)[:4] == (1, 2, 3, once.tokens[0])
 
 
+def test_the_cache_follows_a_text_that_went_another_way() -> None:
+    first, second, third, _ = model_drafter(LANGUAGE, LETTERS)[0].propose(
+        [1, 2, 3], 4, policy()
+    ).tokens
+    other = (first + 1) % N_VOCAB
+    for context in ([1, 2, 3, other, second, third, 5], [1, 2, 3, first, other, third, 7]):
+        drafter, backend = model_drafter(LANGUAGE, LETTERS)
+        drafter.propose([1, 2, 3], 4, policy())
+        fresh, _ = model_drafter(LANGUAGE, LETTERS)
+        assert drafter.propose(context, 1, policy()) == fresh.propose(context, 1, policy())
+        assert backend.text(0) == tuple(context)
+
+
 def test_a_reset_drafter_begins_anew() -> None:
     drafter, backend = model_drafter(LANGUAGE, LETTERS)
     drafter.propose([1, 2, 3, 4], 4, policy())

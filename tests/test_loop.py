@@ -162,6 +162,9 @@ def test_the_draft_model_never_decodes_a_token_twice(noise: float, n_draft: int)
     # last token of each draft not at all unless it was accepted.
     n_rejected = finished(events).n_drafted - finished(events).n_accepted
     assert backend.n_decoded_rows <= len(generation.tokens) + n_rejected
+    # And what it holds is the text: a draft that follows something else is only slower.
+    drafts.propose(generation.tokens, 1, generation.policy)
+    assert backend.text(0) == tuple(generation.tokens)
 
 
 def test_a_failing_drafter_ends_drafting_and_not_the_answer() -> None:

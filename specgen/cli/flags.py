@@ -66,7 +66,7 @@ Pair = Annotated[
 PromptArgument = Annotated[
     str | None,
     typer.Argument(
-        metavar="[PROMPT]", help="The prompt; - reads it from standard input.", show_default=False
+        metavar="PROMPT", help="The prompt; - reads it from standard input.", show_default=False
     ),
 ]
 PromptOption = Annotated[

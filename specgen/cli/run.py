@@ -99,11 +99,9 @@ def run(
         gpu_layers_draft=gpu_layers_draft,
     )
     with _log_shown(verbose), _open_session(options, quiet=quiet or verbose) as session:
-        text, is_chat = _apply_template(session, prompt, chat, system)
         return _answer(
             session,
-            text,
-            parse_special=is_chat,
+            _apply_template(session, prompt, chat, system),
             show=show,
             stats=stats if stats is not None else not (json or quiet),
             json=json,
@@ -176,27 +174,26 @@ def _open_session(options: SessionOptions, *, quiet: bool) -> Session:
 
 def _apply_template(
     session: Session, prompt: str, chat: bool | None, system: str | None
-) -> tuple[str, bool]:
-    """The prompt as the model is to see it, and whether it went through a chat template."""
+) -> str:
+    """The prompt as the model is to see it."""
     if chat is False:
-        return prompt, False
+        return prompt
     text = session.chat_prompt(prompt, system, datetime.datetime.now().astimezone())
     if text is not None:
-        return text, True
+        return text
     if chat or system is not None:
         wanted = "--chat" if chat else "--system"
         raise UsageError(
             f"{session.target_model.name} has no chat template, which {wanted} needs",
             hint=f"leave {wanted} out: the prompt is then continued as it is",
         )
-    return prompt, False
+    return prompt
 
 
 def _answer(
     session: Session,
     prompt: str,
     *,
-    parse_special: bool,
     show: flags.Show,
     stats: bool,
     json: bool,
@@ -222,7 +219,7 @@ def _answer(
     with interrupt, renderer:
         for event in session.generate(
             prompt,
-            parse_special=parse_special,
+            parse_special=True,  # as llama.cpp reads prompts: names of control tokens are these
             interrupted=interrupt,
             estimate_gain=stats or json,
         ):

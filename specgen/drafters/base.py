@@ -29,8 +29,8 @@ class Drafter(Protocol):
     def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
         """A draft of at most n_max >= 1 tokens to follow `context`; it may be empty.
 
-        `context` is all committed tokens, prompt and answer. It is the caller's list, which
-        grows: read it, do not keep it.
+        `context` is all committed tokens, prompt and answer. It is the caller's list: read it,
+        do not keep it. From call to call it only grows; `reset` comes before another text.
         """
         ...
 
