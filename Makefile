@@ -4,7 +4,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-PROMPT ?= Write a Python function that returns the n-th Fibonacci number, with a docstring.
+PROMPT ?= Write a Python unittest class with eight test methods for a function add(a, b).
 ARGS ?=
 PYTEST_ARGS ?=
 

@@ -53,8 +53,8 @@ class DraftOptions:
     #: temperature 1).
     p_min: float = 0.0
     #: Prompt lookup: the longest and the shortest run of tokens to look for.
-    ngram_max: int = 4
-    ngram_min: int = 2
+    ngram_max: int = 8
+    ngram_min: int = 4
 
 
 @dataclass(frozen=True, slots=True)

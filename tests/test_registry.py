@@ -64,7 +64,7 @@ def builtin(user_file: Path) -> Registry:
 
 
 def test_default_pair_and_all_references_resolve(builtin: Registry) -> None:
-    assert builtin.default_pair == "qwen2.5-coder"
+    assert builtin.default_pair == "qwen2.5-coder-ngram"
     for pair in builtin.pairs.values():
         models = builtin.models_of(pair.name)
         assert [model.name for model in models] == [pair.target, pair.draft][: len(models)]
@@ -144,7 +144,7 @@ def test_user_file_replaces_a_model_whole(user_file: Path) -> None:
     registry = load_registry()
     assert registry.model("smollm2-135m").file == "mine.gguf"
     assert registry.model("smollm2-135m").pypi is None
-    assert registry.default_pair == "qwen2.5-coder"
+    assert registry.default_pair == "qwen2.5-coder-ngram"
 
 
 def test_user_file_given_by_path_wins_over_the_usual_place(user_file: Path, tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_installed_package_reads_the_file_beside_it(tmp_path: Path) -> None:
         REPOSITORY / "specgen", tmp_path / "specgen", ignore=shutil.ignore_patterns("__pycache__")
     )
     text = (REPOSITORY / "models.toml").read_text(encoding="utf-8")
-    text = text.replace('default_pair = "qwen2.5-coder"', 'default_pair = "smollm2"')
+    text = text.replace('default_pair = "qwen2.5-coder-ngram"', 'default_pair = "smollm2"')
     (tmp_path / "specgen" / "models.toml").write_text(text, encoding="utf-8")
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
