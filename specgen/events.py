@@ -46,10 +46,13 @@ class PromptEvent:
     draft: str
     #: Size of the target's context, in tokens.
     n_ctx: int
-    #: Temperature (0 is greedy), and the samplers in the order they are applied.
+    #: Temperature; 0 is greedy. It is applied after the three samplers that follow.
     temperature: float
+    #: As many of the most likely tokens are kept; 0 keeps all.
     top_k: int
+    #: The most likely tokens that together reach this mass are kept; 1 keeps all.
     top_p: float
+    #: Tokens at least this likely, relative to the most likely one, are kept; 0 keeps all.
     min_p: float
     #: The seed in use, also when it was chosen at random.
     seed: int
@@ -175,6 +178,7 @@ class FinishedEvent:
     #: The stop string or end-of-text token that ended the answer, else null.
     stopped_by: str | None
     n_prompt_tokens: int
+    #: Tokens of the answer.
     n_tokens: int
     #: Decodes of the target after the prompt's; each committed at least one token.
     n_rounds: int
