@@ -1,0 +1,65 @@
+"""Showing a generation: what consumes the events of the loop.
+
+Names are loaded when they are first used, so that importing this package costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specgen.render.base import Renderer, Show, Tee
+    from specgen.render.jsonl import JsonlRenderer
+    from specgen.render.live import LiveRenderer
+    from specgen.render.notes import Notes
+    from specgen.render.plain import ColourStreamRenderer, DumbTerminalRenderer, PlainRenderer
+    from specgen.render.replay import from_json_object, read_events
+    from specgen.render.select import make_console, make_renderer
+    from specgen.render.summary import SummaryRenderer, print_summary
+
+__all__ = [
+    "ColourStreamRenderer",
+    "DumbTerminalRenderer",
+    "JsonlRenderer",
+    "LiveRenderer",
+    "Notes",
+    "PlainRenderer",
+    "Renderer",
+    "Show",
+    "SummaryRenderer",
+    "Tee",
+    "from_json_object",
+    "make_console",
+    "make_renderer",
+    "print_summary",
+    "read_events",
+]
+
+_MODULES = {
+    "ColourStreamRenderer": "plain",
+    "DumbTerminalRenderer": "plain",
+    "JsonlRenderer": "jsonl",
+    "LiveRenderer": "live",
+    "Notes": "notes",
+    "PlainRenderer": "plain",
+    "Renderer": "base",
+    "Show": "base",
+    "SummaryRenderer": "summary",
+    "Tee": "base",
+    "from_json_object": "replay",
+    "make_console": "select",
+    "make_renderer": "select",
+    "print_summary": "summary",
+    "read_events": "replay",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,118 @@
+"""What a renderer is, and what all renderers share."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+from specgen.errors import OutputError
+from specgen.events import Event
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+#: What the text views show of a draft besides the answer: rejected tokens until the next
+#: round (``accepted``), for good (``all``), or no marks at all (``none``).
+Show: TypeAlias = Literal["accepted", "all", "none"]
+
+
+class Renderer(Protocol):
+    """Shows the events of one generation. Used as a context manager."""
+
+    def handle(self, event: Event) -> None:
+        """Show one event. Whatever is to be seen of it is written when this returns.
+
+        Raises:
+            BrokenPipeError: the reader of the output went away.
+            OutputError: the output could not be written for another reason.
+        """
+
+    def close(self) -> None:
+        """Finish the output and leave the terminal as it was; further calls do nothing."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+
+
+class BaseRenderer(ABC):
+    """A renderer that closes once, however it is left."""
+
+    _closed = False
+
+    @abstractmethod
+    def handle(self, event: Event) -> None:
+        """Show one event."""
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._finish()
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """What `close` does the first time."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # While another exception is on its way, a second one from a broken output would
+        # only hide it.
+        hidden = () if kind is None else (OSError, OutputError)
+        with contextlib.suppress(*hidden):
+            self.close()
+
+
+class Tee(BaseRenderer):
+    """Hands every event to several renderers, in order."""
+
+    def __init__(self, renderers: Sequence[Renderer]) -> None:
+        self._renderers = tuple(renderers)
+
+    def handle(self, event: Event) -> None:
+        for renderer in self._renderers:
+            renderer.handle(event)
+
+    def _finish(self) -> None:
+        with contextlib.ExitStack() as stack:  # closes all of them, also after an error
+            for renderer in reversed(self._renderers):
+                stack.callback(renderer.close)
+
+
+@contextlib.contextmanager
+def output_errors() -> Iterator[None]:
+    """Translate what goes wrong while writing the answer.
+
+    Raises:
+        BrokenPipeError: as it is; also for what Windows reports instead (EINVAL).
+        OutputError: for every other `OSError`.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if os.name == "nt" and error.errno == errno.EINVAL:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from error
+        reason = error.strerror or str(error) or type(error).__name__
+        hint = "make room on the disk" if error.errno == errno.ENOSPC else None
+        raise OutputError(f"the answer could not be written: {reason}", hint) from error
+
+
+__all__ = ["BaseRenderer", "Renderer", "Show", "Tee", "output_errors"]

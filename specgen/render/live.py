@@ -1,0 +1,212 @@
+"""The view for a terminal: the text as it comes about, round by round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from rich.console import Console
+
+from specgen.events import (
+    CommittedEvent,
+    DraftedEvent,
+    Event,
+    FinishedEvent,
+    NoticeEvent,
+    PromptEvent,
+    VerifiedEvent,
+)
+from specgen.render.base import BaseRenderer, Show, output_errors
+from specgen.render.flow import Flow
+from specgen.render.layout import Row, wrap
+from specgen.render.marks import MARKS, Round, RoundReader, Run
+from specgen.render.notes import Notes
+from specgen.render.region import Line, Region
+from specgen.render.text import Cell, append_cells, can_encode, clean_line
+from specgen.render.theme import coded, pens, row_codes
+
+#: Rows of the unfinished line that are painted anew with each round, and that are laid out
+#: anew when the window changes; what is further up is the terminal's. Up to so many more if
+#: the line is broken inside words, so that it can be copied in one piece.
+_MOVING_ROWS = 3
+_MOST_MOVING_ROWS = 12
+
+
+class LiveRenderer(BaseRenderer):
+    """Shows one generation on a terminal that understands escape codes.
+
+    Text that can no longer change is printed and scrolls away. Below it, the end of the
+    text is painted anew with each round; after it, struck through, stands what this round
+    refused (`show` is ``accepted``); at the bottom a line with the legend and the speed.
+    The cost of a round does not depend on the length of the answer.
+    """
+
+    def __init__(
+        self, console: Console, show: Show = "accepted", notes: Notes | None = None
+    ) -> None:
+        self._console = console
+        self._show = show
+        self._notes = notes
+        self._pens = pens(console)
+        self._rounds = RoundReader()
+        self._region = Region(self._write)
+        self._flow = Flow(max(2, console.width), console.encoding)
+        self._status = _Status()
+        self._rejected: tuple[str, ...] = ()
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, FinishedEvent):
+            self.close()
+            return
+        if isinstance(event, NoticeEvent):
+            if self._notes is None:
+                return
+            self._region.erase()
+            self._notes.show(event)
+        self._status.update(event)
+        completed = self._rounds.read(event)
+        if completed is not None:
+            self._add(completed)
+        if not isinstance(event, (DraftedEvent, VerifiedEvent)):
+            self._paint()
+
+    def _add(self, completed: Round) -> None:
+        self._fit()
+        runs = completed.runs(with_rejected=self._show == "all")
+        if self._show == "none":
+            runs = (Run(text, "plain") for text, _ in runs)
+        self._flow.feed(runs)
+        if self._show == "accepted":
+            self._rejected = tuple(text for _, text in completed.rejected if text)
+
+    def _finish(self) -> None:
+        self._fit()
+        self._region.close(self._lines(self._flow.finish()))
+
+    def _fit(self) -> None:
+        """Lay the text out anew if the window is not as wide as it was. To be called before
+        text is added: what becomes settled must have been laid out for this width."""
+        columns = max(2, self._console.width)
+        if columns != self._flow.columns:
+            self._flow.resize(columns)
+
+    def _paint(self) -> None:
+        self._fit()
+        height = self._console.height
+        # A row between the text and the status line keeps the latter in its place when
+        # rejected text needs a second row.
+        n_spare, n_status = (0, 0) if self._show == "none" else (height >= 6, height >= 4)
+        room = max(1, height - n_spare - n_status - 1)
+        rows = self._flow.take_settled(min(room, _MOVING_ROWS), min(room, _MOST_MOVING_ROWS))
+        settled = self._lines(rows)
+        moving = self._lines(self._flow.rows)
+        first, second = self._rejected_codes(self._flow.columns - 1, self._flow.rows[-1])
+        if first:
+            moving[-1] = Line(moving[-1].codes + first)
+        if n_spare:
+            moving.append(Line(second))
+        if n_status:
+            moving.append(Line(self._status_codes(self._flow.columns - 1)))
+        self._region.paint(settled, moving)
+
+    def _lines(self, rows: Sequence[Row]) -> list[Line]:
+        columns = self._flow.columns
+        return [Line(row_codes(row, self._pens), row.width >= columns, row.joined) for row in rows]
+
+    def _rejected_codes(self, columns: int, last: Row) -> tuple[str, str]:
+        """What this round refused: behind the text's last row, and in the one below it; of
+        so many columns both."""
+        cells: list[Cell] = []
+        for text in self._rejected:
+            if cells:
+                append_cells(cells, "  ", "plain", join=False)
+            append_cells(cells, clean_line(text, self._console.encoding), "rejected", join=False)
+        if not cells:
+            return "", ""
+        room = max(0, columns - last.width)
+        first, *others = wrap(cells, max(1, columns - 1), first_columns=room)
+        second = row_codes(others[0], self._pens) if others else ""
+        if len(others) > 1:
+            more = "…" if can_encode("…", self._console.encoding) else "."
+            second += coded(more, self._pens["faint"])
+        return row_codes(first, self._pens), second
+
+    def _status_codes(self, columns: int) -> str:
+        legend = "  ".join(coded(mark, self._pens[mark]) for mark in MARKS)
+        for choice in self._status.choices():
+            if choice.width <= columns:
+                parts = [legend] if choice.legend else []
+                if choice.text:
+                    parts.append(coded(choice.text, self._pens["faint"]))
+                return _GAP.join(parts)
+        return ""
+
+    def _write(self, codes: str) -> None:
+        with output_errors():
+            self._console.file.write(codes)
+            self._console.file.flush()
+
+
+_GAP = "    "
+_LEGEND_WIDTH = len("  ".join(MARKS))
+
+
+class _Choice(NamedTuple):
+    """One way to fill the status line."""
+
+    legend: bool
+    text: str
+
+    @property
+    def width(self) -> int:
+        gap = len(_GAP) if self.legend and self.text else 0
+        return (_LEGEND_WIDTH if self.legend else 0) + gap + len(self.text)
+
+
+class _Status:
+    """What the status line says."""
+
+    def __init__(self) -> None:
+        self._phase: Literal["prompt", "answer"] = "prompt"
+        self._n_prompt_tokens = 0
+        self._has_draft = True
+        self._first: CommittedEvent | None = None
+        self._last: CommittedEvent | None = None
+        self._n_drafted = 0
+        self._n_accepted = 0
+
+    def update(self, event: Event) -> None:
+        if isinstance(event, PromptEvent):
+            self._n_prompt_tokens = event.n_prompt_tokens
+            self._has_draft = event.draft != "none"
+        elif isinstance(event, DraftedEvent):
+            self._n_drafted += len(event.nodes)
+        elif isinstance(event, VerifiedEvent):
+            self._n_accepted += len(event.accepted)
+        elif isinstance(event, CommittedEvent):
+            self._first = self._first or event
+            self._last = event
+
+    def choices(self) -> list[_Choice]:
+        """Ways to say it, from the fullest to the shortest."""
+        if self._first is None or self._last is None:
+            n = self._n_prompt_tokens
+            return [
+                _Choice(legend=False, text=text)
+                for text in (f"reading {n} prompt tokens", "reading", "")
+            ]
+        count = self._last.n_tokens
+        figures = [f"{count} tokens"]
+        seconds = self._last.time_s - self._first.time_s
+        if seconds > 0:
+            figures.append(f"{(count - self._first.n_tokens) / seconds:.1f}/s")
+        if self._n_drafted:
+            figures.append(f"{100 * self._n_accepted / self._n_drafted:.0f}% accepted")
+        texts = ["  ".join(figures[:n]) for n in range(len(figures), 0, -1)]
+        choices = [_Choice(legend=False, text=text) for text in (*texts, str(count), "")]
+        if not self._has_draft:
+            return choices
+        return [_Choice(legend=True, text=text) for text in (*texts, "")] + choices
+
+
+__all__ = ["LiveRenderer"]

@@ -1,0 +1,93 @@
+"""What each stretch of text is: accepted, rejected, corrected, and so on.
+
+The three events of a round are brought together here, so that the views need not know how
+a draft's tree relates to the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+from specgen.events import (
+    CommittedEvent,
+    DraftedEvent,
+    Event,
+    Piece,
+    RejectedBranch,
+    TokenKind,
+    VerifiedEvent,
+)
+
+#: How a stretch of text came about.
+Mark: TypeAlias = TokenKind | Literal["rejected"]
+
+#: In the order of a legend.
+MARKS: tuple[Mark, ...] = ("accepted", "corrected", "bonus", "plain", "rejected")
+
+
+class Run(NamedTuple):
+    """A stretch of text with one mark."""
+
+    text: str
+    mark: Mark
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one round added to the answer, and what it lost."""
+
+    pieces: tuple[Piece, ...]
+    #: (index of the piece that took its place, text) for each lost branch of the draft.
+    rejected: tuple[tuple[int, str], ...]
+
+    def runs(self, *, with_rejected: bool) -> Iterator[Run]:
+        """The text in order; with the lost branches each where it was refused, if asked."""
+        for index, piece in enumerate(self.pieces):
+            if with_rejected:
+                for position, text in self.rejected:
+                    if position == index and text:
+                        yield Run(text, "rejected")
+            if piece.text:
+                yield Run(piece.text, piece.kind)
+
+
+class RoundReader:
+    """Puts the events of a round together."""
+
+    def __init__(self) -> None:
+        self._drafted: DraftedEvent | None = None
+        self._verified: VerifiedEvent | None = None
+
+    def read(self, event: Event) -> Round | None:
+        """The round, with the event that completes it."""
+        if isinstance(event, DraftedEvent):
+            self._drafted = event
+        elif isinstance(event, VerifiedEvent):
+            self._verified = event
+        elif isinstance(event, CommittedEvent):
+            drafted, verified = self._drafted, self._verified
+            self._drafted = self._verified = None
+            rejected: tuple[tuple[int, str], ...] = ()
+            if verified is not None:
+                rejected = tuple(
+                    (_position(branch, verified, drafted), branch.text)
+                    for branch in verified.rejected
+                )
+            return Round(event.pieces, rejected)
+        return None
+
+
+def _position(branch: RejectedBranch, verified: VerifiedEvent, drafted: DraftedEvent | None) -> int:
+    """Index of the committed piece at the place where a branch left the accepted path."""
+    n_accepted = len(verified.accepted)
+    if drafted is None or not branch.nodes:
+        return n_accepted
+    parent = drafted.nodes[branch.nodes[0]].parent
+    if parent < 0:
+        return 0
+    return verified.accepted.index(parent) + 1 if parent in verified.accepted else n_accepted
+
+
+__all__ = ["MARKS", "Mark", "Round", "RoundReader", "Run"]

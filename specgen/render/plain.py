@@ -1,0 +1,135 @@
+"""The answer as a stream of text that is only ever added to."""
+
+from __future__ import annotations
+
+import re
+from typing import BinaryIO
+
+from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent
+from specgen.render.base import BaseRenderer, Show, output_errors
+from specgen.render.marks import RoundReader
+from specgen.render.notes import Notes
+from specgen.render.text import Cleaner, clean_line
+from specgen.render.theme import Pens, coded
+
+_SPACES = re.compile(r"(\s+)")
+
+
+class _StreamRenderer(BaseRenderer):
+    """Writes text to a binary stream with each round."""
+
+    def __init__(self, stream: BinaryIO, notes: Notes | None) -> None:
+        self._stream = stream
+        self._notes = notes
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, NoticeEvent):
+            if self._notes is not None:
+                self._make_room()
+                self._notes.show(event)
+        elif isinstance(event, FinishedEvent):
+            self.close()
+        else:
+            self._show_round(event)
+
+    def _show_round(self, event: Event) -> None:
+        raise NotImplementedError
+
+    def _make_room(self) -> None:
+        """Called before something else is printed on the same terminal."""
+
+    def _put(self, text: str) -> None:
+        if text:
+            with output_errors():
+                self._stream.write(text.encode("utf-8", "replace"))
+                self._stream.flush()
+
+    def _finish(self) -> None:
+        with output_errors():
+            self._stream.flush()
+
+
+class PlainRenderer(_StreamRenderer):
+    """Writes the answer and nothing else: its characters in UTF-8, whatever the locale, with
+    no line feed added or changed. For pipes and files."""
+
+    def __init__(self, stream: BinaryIO, notes: Notes | None = None) -> None:
+        super().__init__(stream, notes)
+
+    def _show_round(self, event: Event) -> None:
+        if isinstance(event, CommittedEvent):
+            self._put(event.text)
+
+
+class DumbTerminalRenderer(_StreamRenderer):
+    """Writes the answer to a terminal that has no escape codes, or whose codes are unknown.
+
+    Control characters are replaced by their signs, and the last line is ended.
+    """
+
+    def __init__(self, stream: BinaryIO, encoding: str, notes: Notes | None = None) -> None:
+        super().__init__(stream, notes)
+        self._encoding = encoding
+        self._cleaner = Cleaner(encoding)
+        self._in_line = False
+
+    def _show_round(self, event: Event) -> None:
+        if isinstance(event, CommittedEvent):
+            self._put_clean(self._cleaner.feed(event.text))
+
+    def _make_room(self) -> None:
+        if self._in_line:
+            self._put_clean("\n")
+
+    def _put_clean(self, text: str) -> None:
+        if text:
+            self._in_line = not text.endswith("\n")
+            with output_errors():
+                self._stream.write(text.encode(self._encoding, "replace"))
+                self._stream.flush()
+
+    def _finish(self) -> None:
+        self._put_clean(self._cleaner.finish())
+        self._make_room()
+        super()._finish()
+
+
+class ColourStreamRenderer(_StreamRenderer):
+    """Writes the answer with colours but without moving the cursor: for FORCE_COLOR, when
+    something else than a terminal reads (a pager, the log of a build).
+
+    Rejected text is shown only if `show` is ``all``: it could not be taken away again.
+    """
+
+    def __init__(
+        self, stream: BinaryIO, pens: Pens, show: Show = "accepted", notes: Notes | None = None
+    ) -> None:
+        super().__init__(stream, notes)
+        self._pens = pens
+        self._show = show
+        self._rounds = RoundReader()
+        self._cleaner = Cleaner()
+
+    def _show_round(self, event: Event) -> None:
+        completed = self._rounds.read(event)
+        if completed is None:
+            return
+        parts: list[str] = []
+        for text, mark in completed.runs(with_rejected=self._show == "all"):
+            pen = self._pens[mark]
+            if mark == "rejected":
+                parts.append(coded(clean_line(text), pen))
+                continue
+            # Codes do not reach over spaces and line ends, where they would underline them.
+            parts += (
+                part if part.isspace() else coded(part, pen)
+                for part in _SPACES.split(self._cleaner.feed(text))
+            )
+        self._put("".join(parts))
+
+    def _finish(self) -> None:
+        self._put(self._cleaner.finish())
+        super()._finish()
+
+
+__all__ = ["ColourStreamRenderer", "DumbTerminalRenderer", "PlainRenderer"]

@@ -1,0 +1,104 @@
+"""Which renderer suits where the output goes and what was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import BinaryIO, TextIO
+
+from rich.console import Console
+
+from specgen.render.base import Renderer, Show, Tee
+from specgen.render.jsonl import JsonlRenderer
+from specgen.render.live import LiveRenderer
+from specgen.render.notes import Notes
+from specgen.render.plain import ColourStreamRenderer, DumbTerminalRenderer, PlainRenderer
+from specgen.render.summary import SummaryRenderer
+from specgen.render.theme import pens
+
+
+class TerminalConsole(Console):
+    """A Rich console that reports a closed pipe instead of ending the program."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def make_console(stream: TextIO, environ: Mapping[str, str]) -> Console:
+    """A console for one of the standard streams. It prints text as it is: no markup, no
+    emoji codes, nothing highlighted."""
+    ignored = set() if environ.get("FORCE_COLOR") else {"FORCE_COLOR"}
+    if stream.isatty():  # the terminal knows its size better, also when that changes
+        ignored |= {"COLUMNS", "LINES"}
+    return TerminalConsole(
+        file=stream,
+        markup=False,
+        emoji=False,
+        highlight=False,
+        no_color=bool(environ.get("NO_COLOR")),
+        _environ={name: value for name, value in environ.items() if name not in ignored},
+    )
+
+
+def make_renderer(
+    *,
+    stdout: TextIO,
+    stderr: TextIO,
+    environ: Mapping[str, str],
+    json: bool = False,
+    show: Show = "accepted",
+    stats: bool = True,
+    quiet: bool = False,
+    verbose: bool = False,
+) -> Renderer:
+    """The renderer of one generation.
+
+    The answer goes to `stdout`, notices and the summary to `stderr`. Text streams are taken
+    for what they know about themselves; what is not for a capable terminal is written to
+    the binary stream below (`buffer`).
+
+    Args:
+        stdout: where the answer goes.
+        stderr: where everything else goes.
+        environ: the environment; TERM, NO_COLOR and FORCE_COLOR count.
+        json: write the events as JSON Lines instead, the notices among them.
+        show: which marks the text carries.
+        stats: write the summary at the end.
+        quiet: nothing on stderr.
+        verbose: notices with their details.
+    """
+    error_console = make_console(stderr, environ)
+    if json:
+        answer: Renderer = JsonlRenderer(_binary(stdout))
+        coloured = False
+    else:
+        notes = None if quiet else Notes(error_console, verbose=verbose)
+        console = make_console(stdout, environ)
+        answer, coloured = _answer_renderer(stdout, console, environ, show, notes)
+    if not stats:
+        return answer
+    show_legend = coloured and error_console.is_terminal
+    return Tee((answer, SummaryRenderer(error_console, show_legend=show_legend)))
+
+
+def _answer_renderer(
+    stdout: TextIO, console: Console, environ: Mapping[str, str], show: Show, notes: Notes | None
+) -> tuple[Renderer, bool]:
+    """What shows the answer, and whether it marks tokens."""
+    marked = show != "none"
+    terminal = stdout.isatty()
+    dumb = environ.get("TERM", "").lower() in ("dumb", "unknown") or console.legacy_windows
+    if terminal and not dumb:
+        return LiveRenderer(console, show, notes), marked
+    if marked and environ.get("FORCE_COLOR") and not environ.get("NO_COLOR"):
+        return ColourStreamRenderer(_binary(stdout), pens(console, forced=True), show, notes), True
+    if terminal:
+        return DumbTerminalRenderer(_binary(stdout), console.encoding, notes), False
+    return PlainRenderer(_binary(stdout), notes), False
+
+
+def _binary(stream: TextIO) -> BinaryIO:
+    stream.flush()  # what was printed before comes first
+    return stream.buffer
+
+
+__all__ = ["TerminalConsole", "make_console", "make_renderer"]

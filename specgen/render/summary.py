@@ -1,0 +1,195 @@
+"""What a run was like, in a few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+from rich.console import Console
+from rich.text import Text
+
+from specgen.events import Event, FinishedEvent, PromptEvent
+from specgen.render.base import BaseRenderer
+from specgen.render.notes import say
+from specgen.render.text import can_encode, clean_line
+from specgen.render.theme import FAINT, legend
+
+_BARS = "▁▂▃▄▅▆▇█"
+#: Below this width the labels stand above what they are about.
+_NARROW_COLUMNS = 40
+#: Speeds that differ by no more than this share are called the same.
+_NOISE = 0.03
+
+
+class SummaryRenderer(BaseRenderer):
+    """Prints the summary of a finished generation, on stderr.
+
+    `show_legend` explains the colours once more; for when some were shown.
+    """
+
+    def __init__(self, console: Console, *, show_legend: bool = False) -> None:
+        self._console = console
+        self._show_legend = show_legend
+        self._prompt: PromptEvent | None = None
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, PromptEvent):
+            self._prompt = event
+        elif isinstance(event, FinishedEvent):
+            print_summary(
+                self._console,
+                event,
+                draft=self._prompt.draft if self._prompt else None,
+                show_legend=self._show_legend,
+            )
+
+    def _finish(self) -> None:
+        pass
+
+
+def print_summary(
+    console: Console,
+    finished: FinishedEvent,
+    *,
+    draft: str | None = None,
+    show_legend: bool = False,
+) -> None:
+    """Print the summary.
+
+    On a terminal in two columns; elsewhere a line for each item, so that it can be searched.
+    `draft` is what drafted, as the prompt's event names it.
+    """
+    items = list(summary_items(finished, draft=draft, encoding=console.encoding))
+    if show_legend and finished.n_drafted:
+        items.append(("legend", legend()))
+    if not console.is_terminal:
+        for label, text in items:
+            say(console, Text.assemble(f"{label}: ", text))
+        return
+    narrow = console.width < _NARROW_COLUMNS
+    indent = 0 if narrow else 2 + max(len(label) for label, _ in items)
+    say(console, Text())
+    for label, text in items:
+        if narrow:
+            say(console, Text(label, FAINT))
+        heading = Text(label.ljust(indent), FAINT) if indent else Text()
+        for line in text.wrap(console, console.width - indent):
+            line.rstrip()
+            say(console, Text.assemble(heading, line))
+            heading = Text(" " * indent)
+
+
+def summary_items(
+    finished: FinishedEvent, *, draft: str | None = None, encoding: str = "utf-8"
+) -> Iterator[tuple[str, Text]]:
+    """(label, text) for everything that is known."""
+    yield "answer", Text(", ".join(_answer(finished)))
+    if finished.tokens_per_s is not None or finished.time_to_first_token_s is not None:
+        yield "speed", Text(", ".join(_speed(finished)))
+    if finished.n_drafted:
+        yield "drafts", Text(", ".join(_drafts(finished)))
+        yield "by depth", Text(by_depth(finished, encoding))
+    elif finished.n_rounds and draft not in (None, "none"):
+        yield "drafts", Text("nothing was drafted")
+    if finished.wall_s > 0:
+        yield "time", Text(", ".join(_time(finished)))
+    if finished.estimated_speedup is not None:
+        yield "gain", _gain(finished, draft)
+    yield "end", Text(_end(finished, encoding))
+
+
+def _answer(finished: FinishedEvent) -> Iterator[str]:
+    yield _count(finished.n_tokens, "token")
+    yield _count(finished.n_rounds, "round")
+    if finished.mean_accepted_length is not None:
+        yield f"mean accepted length {finished.mean_accepted_length:.2f}"
+
+
+def _speed(finished: FinishedEvent) -> Iterator[str]:
+    if finished.tokens_per_s is not None:
+        yield f"{_figure(finished.tokens_per_s)} tokens/s"
+    if finished.time_to_first_token_s is not None:
+        prompt = _count(finished.n_prompt_tokens, "prompt token")
+        yield f"first token after {_seconds(finished.time_to_first_token_s)} ({prompt})"
+
+
+def _drafts(finished: FinishedEvent) -> Iterator[str]:
+    if finished.acceptance_rate is not None:
+        yield f"acceptance rate {finished.acceptance_rate:.0%}"
+    yield f"{finished.n_accepted} of {_count(finished.n_drafted, 'token')} accepted"
+
+
+def by_depth(finished: FinishedEvent, encoding: str = "utf-8") -> str:
+    """Share of the tokens drafted at each depth that was accepted, as bars and numbers."""
+    # Depths where nothing was ever accepted may be missing at the end.
+    counts = zip_longest(finished.accepted_by_depth, finished.drafted_by_depth, fillvalue=0)
+    shares = [accepted / drafted if drafted else 0.0 for accepted, drafted in counts]
+    numbers = " ".join(f"{share:.0%}" for share in shares)
+    bars = "".join(_BARS[min(7, int(share * 8))] for share in shares)
+    return f"{bars}  {numbers}" if can_encode(bars, encoding) else numbers
+
+
+def _time(finished: FinishedEvent) -> Iterator[str]:
+    yield _seconds(finished.wall_s)
+    for name, part_s in (
+        ("draft", finished.draft_s),
+        ("target", finished.target_s),
+        ("specgen", finished.loop_s),
+    ):
+        if part_s > 0:
+            share = part_s / finished.wall_s
+            yield f"{name} {share:.0%}" if share >= 0.01 else f"{name} under 1%"
+
+
+def _gain(finished: FinishedEvent, draft: str | None) -> Text:
+    """How drafting compares with plain decoding, and what to try if it is slower."""
+    speedup = round(finished.estimated_speedup or 0.0, 2)
+    details = []
+    if finished.plain_tokens_per_s is not None:
+        details.append(f"{_figure(finished.plain_tokens_per_s)} tokens/s")
+    if finished.estimate:
+        details.append(f"estimated {finished.estimate}")
+    about = f" ({', '.join(details)})" if details else ""
+    if speedup > 1 + _NOISE:
+        return Text(f"{speedup:.2f} times as fast as plain decoding{about}")
+    if speedup >= 1 - _NOISE:
+        return Text(f"about as fast as plain decoding: {speedup:.2f} times{about}")
+    advice = ["`--draft none`", "`--draft ngram`", "a smaller `--draft-max`"]
+    if draft == "ngram":
+        del advice[1]
+    slower = f"drafting made this slower: {speedup:.2f} times the speed of plain decoding"
+    return Text.assemble((slower, "bold"), f"{about}; try {_either(advice)}")
+
+
+def _end(finished: FinishedEvent, encoding: str) -> str:
+    if finished.finish_reason == "stop":
+        if finished.stopped_by is None:
+            return "the model ended the text"
+        return f"stopped at {clean_line(finished.stopped_by, encoding)!r}"
+    if finished.finish_reason == "length":
+        return "as many tokens as --max-tokens allows"
+    if finished.finish_reason == "context":
+        return "the context is full"
+    return "interrupted"
+
+
+def _either(choices: Sequence[str]) -> str:
+    return f"{', '.join(choices[:-1])} or {choices[-1]}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _figure(value: float) -> str:
+    """Three digits, or all before the point."""
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1000:.0f} ms" if value < 0.9995 else f"{_figure(value)} s"
+
+
+__all__ = ["SummaryRenderer", "by_depth", "print_summary", "summary_items"]

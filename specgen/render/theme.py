@@ -1,0 +1,85 @@
+"""How the marks look.
+
+The colours are the terminal's own sixteen, so that they fit a dark and a light background
+alike. The attributes say the same without colours: underlined is what the draft got right,
+bold is what the target chose itself, and a bonus token is both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TypeAlias
+
+from rich.color import ColorSystem
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+from specgen.render.layout import Row
+from specgen.render.marks import MARKS
+
+#: By mark.
+STYLES: Mapping[str, Style] = MappingProxyType(
+    {
+        "accepted": Style(color="green", underline=True),
+        "corrected": Style(color="magenta", bold=True),
+        "bonus": Style(color="cyan", bold=True, underline=True),
+        "plain": Style.null(),
+        "rejected": Style(color="red", strike=True),
+    }
+)
+
+#: What is not the answer: the status line, labels of the summary.
+FAINT = Style(dim=True)
+
+#: Escape codes before and after a stretch of text.
+Pen: TypeAlias = tuple[str, str]
+#: By mark; besides these, "faint" for what is not the answer.
+Pens: TypeAlias = Mapping[str, Pen]
+
+
+def pens(console: Console, *, forced: bool = False) -> Pens:
+    """The escape codes for each mark on this console; none where it has none, unless `forced`.
+
+    Without colours (NO_COLOR) the attributes stay, and rejected text is also dimmed: not
+    every terminal strikes text through.
+    """
+    styles: dict[str, Style] = {**STYLES, "faint": FAINT}
+    if console.no_color:
+        styles["rejected"] += FAINT
+        styles = {mark: style.without_color for mark, style in styles.items()}
+    plain = console.color_system is None and not forced
+    found = {"": ("", "")}
+    for mark, style in styles.items():
+        coded = style.render("\0", color_system=None if plain else ColorSystem.STANDARD)
+        before, _, after = coded.partition("\0")
+        found[mark] = (before, after)
+    return MappingProxyType(found)
+
+
+def coded(text: str, pen: Pen) -> str:
+    """Text with its codes; nothing for no text."""
+    before, after = pen
+    return f"{before}{text}{after}" if text else ""
+
+
+def row_codes(row: Row, codes: Pens) -> str:
+    """A row as it is written to a terminal."""
+    return "".join([coded(text, codes[mark]) for text, mark in row.runs()])
+
+
+def row_text(row: Row) -> Text:
+    """A row for Rich to print."""
+    text = Text(no_wrap=True, end="")
+    for part, mark in row.runs():
+        text.append(part, STYLES.get(mark))
+    return text
+
+
+def legend() -> Text:
+    """The names of the marks, each as it looks."""
+    return Text("  ").join(Text(mark, STYLES[mark]) for mark in MARKS)
+
+
+__all__ = ["FAINT", "STYLES", "Pen", "Pens", "coded", "legend", "pens", "row_codes", "row_text"]

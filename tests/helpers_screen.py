@@ -1,0 +1,261 @@
+"""A terminal in memory, to see what a person would see."""
+
+from __future__ import annotations
+
+import io
+import unicodedata
+from collections.abc import Sequence
+from typing import IO, TypeAlias, cast
+
+import pyte
+from pyte.screens import StaticDefaultDict
+from rich.console import Console
+from wcwidth import wcwidth
+
+_Row: TypeAlias = "StaticDefaultDict[int, pyte.screens.Char]"
+
+
+class _Screen(pyte.HistoryScreen):
+    """pyte's screen made stricter where it is kinder than terminals are, and able to do what
+    most of them can: show a sequence of code points as one character, and lay its rows out
+    anew when the window changes."""
+
+    def __init__(self, columns: int, rows: int, *, joins_emoji: bool) -> None:
+        self._joins_emoji = joins_emoji
+        super().__init__(columns, rows, history=100_000)
+        self.set_mode(pyte.modes.LNM)  # the line discipline makes CR LF of a line feed
+
+    def draw(self, data: str) -> None:
+        for character in data:
+            before = self._cell_before()
+            if wcwidth(character) <= 0 or (self._joins_emoji and self._joins(before, character)):
+                self._attach(character)
+                continue
+            if pyte.modes.DECAWM not in self.mode:
+                self.cursor.x = min(self.cursor.x, self.columns - wcwidth(character))
+            elif self.cursor.x + wcwidth(character) > self.columns:
+                _set_wrapped(self.buffer[self.cursor.y], wrapped=True)
+                self.cursor.x = self.columns
+            super().draw(character)
+
+    def erase_in_line(self, how: int = 0, private: bool = False) -> None:
+        self._leave_margin()
+        _set_wrapped(self.buffer[self.cursor.y], wrapped=False)
+        super().erase_in_line(how, private=private)
+
+    def erase_in_display(self, how: int = 0, *args: object, **kwargs: object) -> None:
+        self._leave_margin()
+        for y in range(self.cursor.y, self.lines):
+            _set_wrapped(self.buffer[y], wrapped=False)
+        super().erase_in_display(how, *args, **kwargs)
+
+    def reflow(self, columns: int) -> None:
+        """Change the width as most terminals do: what was one line stays one line, and the
+        cursor stays on its character."""
+        cursor_row = len(self.history.top) + self.cursor.y
+        rows = [*self.history.top, *(self.buffer[y] for y in range(self.lines))]
+        laid_out: list[_Row] = []
+        new_cursor = (0, 0)
+        while rows and not rows[-1] and len(rows) - 1 > cursor_row:
+            rows.pop()
+        line: list[pyte.screens.Char] = []
+        cursor_at: int | None = None
+        for index, row in enumerate(rows):
+            if index == cursor_row:
+                cursor_at = len(line) + min(self.cursor.x, self.columns - 1)
+            width = self.columns if _wrapped(row) else max(row, default=-1) + 1
+            line += [row[x] for x in range(width)]
+            if _wrapped(row):
+                continue
+            if cursor_at is not None:
+                before = _split(line[:cursor_at], columns, self.default_char)
+                down, x = divmod(max(before[-1], default=-1) + 1, columns)
+                new_cursor = (len(laid_out) + len(before) - 1 + down, x)
+                cursor_at = None
+            while line and line[-1] == self.default_char:
+                line.pop()
+            laid_out += _split(line, columns, self.default_char)
+            line = []
+        self.columns = columns
+        n_above = max(0, len(laid_out) - self.lines)
+        n_above = min(n_above, new_cursor[0])
+        self.history.top.clear()
+        self.history.top.extend(laid_out[:n_above])
+        self.buffer.clear()
+        for y, row in enumerate(laid_out[n_above : n_above + self.lines]):
+            self.buffer[y] = row
+        self.cursor.y, self.cursor.x = new_cursor[0] - n_above, new_cursor[1]
+
+    def _leave_margin(self) -> None:
+        """After a character in the last column the cursor is still on it; erasing hits it."""
+        self.cursor.x = min(self.cursor.x, self.columns - 1)
+
+    def _cell_before(self) -> tuple[int, int] | None:
+        x, y = self.cursor.x - 1, self.cursor.y
+        while x > 0 and self.buffer[y][x].data == "":
+            x -= 1
+        return (x, y) if x >= 0 else None
+
+    def _attach(self, character: str) -> None:
+        before = self._cell_before()
+        if before is not None:
+            x, y = before
+            cell = self.buffer[y][x]
+            self.buffer[y][x] = cell._replace(data=cell.data + character)
+
+    def _joins(self, before: tuple[int, int] | None, character: str) -> bool:
+        if before is None:
+            return False
+        text = self.buffer[before[1]][before[0]].data
+        flag = _is_flag_letter(character) and len(text) == 1 and _is_flag_letter(text)
+        tone = 0x1F3FB <= ord(character) <= 0x1F3FF
+        return text.endswith("\u200d") or flag or tone
+
+
+class Terminal(io.TextIOBase):
+    """A window of a terminal. Write to it as to stdout; look at it with the methods."""
+
+    encoding = "utf-8"
+
+    def __init__(self, columns: int = 80, rows: int = 24, *, joins_emoji: bool = True) -> None:
+        self.screen = _Screen(columns, rows, joins_emoji=joins_emoji)
+        self._stream = pyte.Stream(self.screen)
+        #: All that was ever written.
+        self.written = ""
+        self.console = Console(
+            file=cast("IO[str]", self),
+            force_terminal=True,
+            color_system="standard",
+            width=columns,
+            height=rows,
+            legacy_windows=False,
+        )
+
+    def write(self, text: str) -> int:
+        self.written += text
+        self._stream.feed(text)
+        return len(text)
+
+    def isatty(self) -> bool:
+        return True
+
+    def resize(self, columns: int, *, reflow: bool = True, tell: bool = True) -> None:
+        """Change the window's width; some terminals lay text out anew, some cut it off, and
+        programs may be told of it late (`tell`)."""
+        if reflow:
+            self.screen.reflow(columns)
+        else:
+            self.screen.resize(self.screen.lines, columns)
+        if tell:
+            self.tell_size()
+
+    def tell_size(self) -> None:
+        """Let programs know the window's size."""
+        self.console.size = (self.screen.columns, self.screen.lines)
+
+    @property
+    def visible(self) -> list[str]:
+        """The rows of the window, without the empty ones at its end."""
+        return _without_end(
+            [self._row(self.screen.buffer[y]) for y in range(self.screen.lines)],
+        )
+
+    @property
+    def rows(self) -> list[str]:
+        """Everything that can be scrolled to."""
+        above = [self._row(row) for row in self.screen.history.top]
+        here = [self._row(self.screen.buffer[y]) for y in range(self.screen.lines)]
+        return _without_end([*above, *here])
+
+    @property
+    def lines(self) -> list[str]:
+        """What copying everything would give: rows that the terminal broke are joined."""
+        buffer = [self.screen.buffer[y] for y in range(self.screen.lines)]
+        joined = [""]
+        for row in (*self.screen.history.top, *buffer):
+            joined[-1] += self._row(row, strip=not _wrapped(row))
+            if not _wrapped(row):
+                joined.append("")
+        return _without_end(joined)
+
+    @property
+    def cursor_hidden(self) -> bool:
+        return bool(self.screen.cursor.hidden)
+
+    def struck(self) -> str:
+        """The text in the window that is struck through."""
+        return self._having("strikethrough")
+
+    def _having(self, attribute: str) -> str:
+        cells = [
+            self.screen.buffer[y][x]
+            for y in range(self.screen.lines)
+            for x in range(self.screen.columns)
+        ]
+        return "".join(cell.data for cell in cells if getattr(cell, attribute))
+
+    def look(self, text: str) -> tuple[str, ...]:
+        """The colour and the attributes of a word in the window."""
+        for y in range(self.screen.lines):
+            x = self._row(self.screen.buffer[y]).find(text)
+            if x >= 0:
+                cell = self.screen.buffer[y][x]
+                names = ("bold", "italics", "underscore", "strikethrough")
+                return (cell.fg, *(name for name in names if getattr(cell, name)))
+        raise AssertionError(f"{text!r} is not on the screen")
+
+    def _row(self, row: _Row, *, strip: bool = True) -> str:
+        text = "".join(row[x].data for x in range(self.screen.columns))
+        return text.rstrip(" ") if strip else text
+
+
+def letters(text: str) -> str:
+    """Text without what wrapping and terminals may change: spaces, invisible signs, and what
+    is no character (yet)."""
+    return "".join(
+        character
+        for character in text
+        if not character.isspace() and unicodedata.category(character) not in ("Cf", "Cn")
+    )
+
+
+#: Where a row notes that the terminal itself broke the line at its end.
+_WRAPPED = -1
+
+
+def _wrapped(row: _Row) -> bool:
+    return _WRAPPED in row
+
+
+def _set_wrapped(row: _Row, *, wrapped: bool) -> None:
+    if wrapped:
+        row[_WRAPPED] = row.default
+    else:
+        row.pop(_WRAPPED, None)
+
+
+def _is_flag_letter(character: str) -> bool:
+    return 0x1F1E6 <= ord(character) <= 0x1F1FF
+
+
+def _split(
+    line: Sequence[pyte.screens.Char], columns: int, default: pyte.screens.Char
+) -> list[_Row]:
+    """One line of cells as rows; wide characters (a cell and an empty one) stay whole."""
+    rows: list[_Row] = [StaticDefaultDict(default)]
+    x = 0
+    for index, cell in enumerate(line):
+        wide = index + 1 < len(line) and line[index + 1].data == ""
+        if x + 1 + wide > columns and cell.data != "":
+            _set_wrapped(rows[-1], wrapped=True)
+            rows.append(StaticDefaultDict(default))
+            x = 0
+        rows[-1][x] = cell
+        x += 1
+    return rows
+
+
+def _without_end(rows: list[str]) -> list[str]:
+    while rows and not rows[-1]:
+        rows.pop()
+    return rows

@@ -1,0 +1,268 @@
+"""Text from a model: made harmless, cut into cells, laid out in rows."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from wcwidth import wcwidth
+
+from specgen.render.flow import Flow
+from specgen.render.layout import Row, wrap
+from specgen.render.marks import Mark, Run
+from specgen.render.text import (
+    Cell,
+    Cleaner,
+    append_cells,
+    clean,
+    clean_line,
+    text_width,
+)
+
+FAMILY = "👩‍👩‍👧‍👦"
+#: Characters that terminals, or programs that write to them, stumble over.
+DIFFICULT = st.sampled_from(
+    [
+        *"\x1b\r\n\t\x00\x07\x7f\x9b\x85 \u00a0\u0301\u200b\u200d\ufe0f\u202e\u2028\u3000",
+        *("漢", "字", "、", "。", "한", "\u1112", "\u1161", "\u11ab", "\udc80"),
+        *(FAMILY, "🇩🇪", "👍🏽", "❤️", "e\u0301", "1️⃣"),
+        *("[bold]", ":smile:", "\x1b[31m", "\r\n"),
+    ]
+)
+TEXTS = st.lists(DIFFICULT | st.text(max_size=8) | st.sampled_from(["word ", "a", " "])).map(
+    "".join
+)
+
+
+def cells_of(text: str) -> list[Cell]:
+    cells: list[Cell] = []
+    append_cells(cells, text, "plain")
+    return cells
+
+
+def texts(cells: list[Cell]) -> list[str]:
+    return [cell.text for cell in cells]
+
+
+@given(TEXTS)
+def test_clean_text_holds_nothing_that_a_terminal_obeys(text: str) -> None:
+    cleaned = clean(text)
+    forbidden = {chr(code) for code in (*range(0x20), *range(0x7F, 0xA0))} - {"\n", "\t"}
+    assert not forbidden & set(cleaned)
+    assert not {"\u202a", "\u202b", "\u202d", "\u202e", "\u2066", "\u2069"} & set(cleaned)
+    cleaned.encode()  # and nothing that UTF-8 lacks
+
+
+@given(TEXTS, st.data())
+def test_cleaning_does_not_depend_on_how_the_text_arrives(text: str, data: st.DataObject) -> None:
+    cut = data.draw(st.integers(0, len(text)))
+    cleaner = Cleaner()
+    assert cleaner.feed(text[:cut]) + cleaner.feed(text[cut:]) + cleaner.finish() == clean(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a\x1b[2Jb", "a␛[2Jb"),
+        ("a\r\nb", "a\nb"),
+        ("a\rb", "a␍b"),
+        ("a\r\r\nb", "a␍\nb"),
+        ("a\u2028b", "a\nb"),
+        ("a\x9b31mb", "a\ufffd31mb"),
+        ("tab\tstays", "tab\tstays"),
+        ("[bold]x[/bold] :smile:", "[bold]x[/bold] :smile:"),
+    ],
+)
+def test_what_stands_for_control_characters(text: str, expected: str) -> None:
+    assert clean(text) == expected
+
+
+def test_what_the_terminals_encoding_lacks_becomes_a_question_mark() -> None:
+    assert clean("naïve 漢 ␛", "latin-1") == "naïve ? ?"
+
+
+def test_a_cleaned_line_has_signs_for_line_feeds() -> None:
+    assert clean_line("a\nb\tc") == "a↵b    c"
+    assert clean_line("a\nb", "ascii") == "a\\nb"
+
+
+@pytest.mark.parametrize(
+    "character",
+    [FAMILY, "🇩🇪", "👍🏽", "❤️", "1️⃣", "e\u0301", "\u1112\u1161\u11ab", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "ก็", "🏳️\u200d🌈"],
+)
+def test_what_one_sees_as_one_character_is_one_cell(character: str) -> None:
+    assert texts(cells_of(f"a{character}b")) == ["a", character, "b"]
+
+
+def test_flags_pair_up() -> None:
+    assert texts(cells_of("🇩🇪🇫🇷🇯")) == ["🇩🇪", "🇫🇷", "🇯"]
+
+
+def test_a_cell_may_arrive_in_pieces() -> None:
+    cells: list[Cell] = []
+    for character in FAMILY:
+        append_cells(cells, character, "accepted")
+    assert texts(cells) == [FAMILY]
+
+
+def test_a_mark_without_a_letter_stands_on_a_space() -> None:
+    assert texts(cells_of("\u0301a")) == [" \u0301", "a"]
+
+
+def test_a_tower_of_marks_is_cut() -> None:
+    assert max(len(cell.text) for cell in cells_of("e" + "\u0301" * 500)) <= 25
+
+
+@given(st.text())
+def test_no_character_is_wider_than_assumed(text: str) -> None:
+    cleaned = clean(text).replace("\n", "").replace("\t", "")
+    for cell in cells_of(cleaned):
+        assert sum(max(0, wcwidth(character)) for character in cell.text) <= cell.width
+        assert not cell.exact or sum(map(wcwidth, cell.text)) == cell.width
+
+
+def test_width_of_text() -> None:
+    assert text_width("abc") == 3
+    assert text_width("漢字") == 4
+    assert text_width("e\u0301") == 1
+
+
+def rows_of(text: str, columns: int) -> list[str]:
+    return [row.text for row in wrap(cells_of(text), columns)]
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ("", [""]),
+        ("one two", ["one two"]),
+        ("one two three", ["one two ", "three"]),
+        ("0123456789", ["0123456789"]),
+        ("0123456789 ab", ["0123456789", "ab"]),
+        ("0123456789abc", ["0123456789", "abc"]),
+        ("ab 0123456789abc", ["ab ", "0123456789", "abc"]),
+        ("    indented text", ["    ", "indented ", "text"]),
+        ("漢字漢字漢字", ["漢字漢字漢", "字"]),
+        ("a漢字漢字漢字", ["a漢字漢字", "漢字"]),
+        ("漢字漢字漢、字", ["漢字漢字", "漢、字"]),
+        ("漢字漢字「漢」", ["漢字漢字", "「漢」"]),
+        ("ab" + " " * 20 + "cd", ["ab        ", "cd"]),
+    ],
+)
+def test_where_rows_end(text: str, rows: list[str]) -> None:
+    assert rows_of(text, 10) == rows
+
+
+def test_rows_that_the_terminal_may_join_are_full_and_broken_inside_a_word() -> None:
+    def joined(text: str) -> list[bool]:
+        return [row.joined for row in wrap(cells_of(text), 10)]
+
+    assert joined("0123456789abcdefghijkl") == [True, True, False]
+    assert joined("0123 5678 next") == [True, False]  # the space is in the row
+    assert joined("0123456789 next") == [False, False]  # the space hangs over
+    assert joined("漢字漢字漢字漢") == [True, False]
+    assert joined("👍👍👍👍👍👍") == [False, False]  # terminals may disagree about the width
+
+
+@given(TEXTS, st.integers(2, 40))
+def test_wrapping_loses_nothing_and_fits(text: str, columns: int) -> None:
+    cells = cells_of(clean(text).replace("\n", "").replace("\t", " "))
+    rows = wrap(cells, columns)
+    assert [cell for row in rows for cell in row.cells] == cells
+    for row in rows:
+        assert all(cell.is_space for cell in row.cells[row.n_painted :])
+        exact = all(cell.exact for cell in row.cells)
+        limit = columns if exact else columns - 1
+        assert row.width <= limit or len(row.cells) == 1
+        assert row.width == sum(cell.width for cell in row.cells[: row.n_painted])
+
+
+@given(
+    st.lists(st.tuples(TEXTS, st.sampled_from(["plain", "accepted"])), max_size=12),
+    st.integers(2, 40),
+    st.data(),
+)
+def test_a_growing_text_loses_nothing(
+    pieces: list[tuple[str, Mark]], columns: int, data: st.DataObject
+) -> None:
+    flow = Flow(columns)
+    rows: list[Row] = []
+    for text, mark in pieces:
+        flow.feed([Run(text, mark)])
+        rows += flow.take_settled(data.draw(st.integers(1, 4)), 4)
+        assert len(flow.rows) >= 1
+        if data.draw(st.booleans()):
+            flow.resize(data.draw(st.integers(2, 40)))
+    rows += flow.finish()
+    shown = "".join(cell.text for row in rows for cell in row.cells)
+    whole = clean("".join(text for text, _ in pieces))
+    assert without_tabs(shown) == without_tabs(whole.replace("\n", ""))
+
+
+def without_tabs(text: str) -> str:
+    """Tabs are as many spaces as their place wants, and stray marks get a space."""
+    return text.replace("\t", "").replace(" ", "")
+
+
+def test_tabs_go_to_the_next_stop() -> None:
+    flow = Flow(40)
+    flow.feed([Run("a\tb", "plain"), Run("c\td\n\te", "accepted")])
+    assert [row.text for row in flow.finish()] == ["a       bc      d", "        e"]
+
+
+def test_tab_stops_go_on_where_a_line_is_wrapped() -> None:
+    flow = Flow(10)
+    flow.feed([Run("0123456789ab", "plain")])
+    assert len(flow.take_settled(1, 1)) == 1
+    flow.feed([Run("\tc", "plain")])
+    assert [row.text for row in flow.finish()] == ["ab    c"]
+
+
+def test_rows_that_were_one_word_are_settled_together() -> None:
+    flow = Flow(10)
+    flow.feed([Run("one " + "0123456789" * 3, "plain")])
+    assert [row.text for row in flow.take_settled(1, 4)] == ["one "]
+    flow.feed([Run("0123456789 two", "plain")])
+    assert len(flow.take_settled(1, 4)) == 4
+    flow.feed([Run("0123456789" * 6, "plain")])
+    assert len(flow.rows) == 7
+    assert len(flow.take_settled(1, 4)) == 6
+
+
+def test_resizing_lays_the_rows_that_are_left_out_anew() -> None:
+    flow = Flow(10)
+    flow.feed([Run("one two three four", "plain")])
+    assert [row.text for row in flow.rows] == ["one two ", "three four"]
+    flow.resize(20)
+    assert [row.text for row in flow.rows] == ["one two three four"]
+    flow.resize(6)
+    assert [row.text for row in flow.rows] == ["one ", "two ", "three ", "four"]
+
+
+def test_rejected_text_neither_breaks_a_line_nor_joins_a_character() -> None:
+    flow = Flow(40)
+    flow.feed([Run("e", "plain"), Run("\u0301\n\tx", "rejected"), Run("\u0301", "corrected")])
+    (row,) = flow.finish()
+    assert row.text == "e \u0301↵    x \u0301"
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"), [("", []), ("a", ["a"]), ("a\n", ["a"]), ("\n", [""]), ("a\n\n", ["a", ""])]
+)
+def test_a_line_feed_at_the_end_does_not_begin_a_row(text: str, rows: list[str]) -> None:
+    flow = Flow(10)
+    flow.feed([Run(text, "plain")])
+    assert [row.text for row in flow.finish()] == rows
+
+
+def test_words_are_underlined_and_the_spaces_between_them_are_not() -> None:
+    cells: list[Cell] = []
+    append_cells(cells, "a b", "accepted")
+    append_cells(cells, " c", "rejected")
+    (row,) = wrap(cells, 10)
+    assert list(row.runs()) == [
+        ("a", "accepted"),
+        (" ", ""),
+        ("b", "accepted"),
+        (" c", "rejected"),
+    ]
