@@ -1,6 +1,6 @@
-"""Draft settings against plain decoding, on a pair of real models.
+r"""Draft settings against plain decoding, on a pair of real models.
 
-    python benchmarks/settings.py --target big.gguf --prompts benchmarks/prompts.jsonl \\
+    python benchmarks/settings.py --target big.gguf --prompts benchmarks/prompts.jsonl \
         small.gguf:draft_max=3 small.gguf:draft_max=8,draft_p_min=0.75 ngram:ngram_min=3
 
 Each prompt is answered plainly and with every setting, one after the other, so that a machine

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-#: Ctrl-C: the text so far was kept (128 + SIGINT, as a shell reports it).
+#: Ctrl-C: the text so far was kept (128 + SIGINT, as a shell reports it); 143 for SIGTERM.
 EXIT_INTERRUPTED = 130
 #: The reader of stdout went away (128 + SIGPIPE, as a shell reports it).
 EXIT_BROKEN_PIPE = 141

@@ -360,6 +360,17 @@ def test_ctrl_c_keeps_the_text_and_prints_the_summary(tiny_models: Path) -> None
 
 
 @posix
+def test_being_terminated_ends_the_answer_properly_too(tiny_models: Path) -> None:
+    process = start(command(tiny_models, "--ignore-eos", n=3900))
+    assert process.stdout is not None
+    assert process.stdout.read(1)
+    process.terminate()
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert b"interrupted" in err
+
+
+@posix
 def test_ctrl_c_ends_json_with_a_finished_event(tiny_models: Path) -> None:
     process = start(command(tiny_models, "--ignore-eos", "--json", n=3900))
     assert process.stdout is not None

@@ -158,9 +158,9 @@ def test_proposing_twice_for_one_text_gives_the_same_draft() -> None:
 
 
 def test_the_cache_follows_a_text_that_went_another_way() -> None:
-    first, second, third, _ = model_drafter(LANGUAGE, LETTERS)[0].propose(
-        [1, 2, 3], 4, policy()
-    ).tokens
+    first, second, third, _ = (
+        model_drafter(LANGUAGE, LETTERS)[0].propose([1, 2, 3], 4, policy()).tokens
+    )
     other = (first + 1) % N_VOCAB
     for context in ([1, 2, 3, other, second, third, 5], [1, 2, 3, first, other, third, 7]):
         drafter, backend = model_drafter(LANGUAGE, LETTERS)

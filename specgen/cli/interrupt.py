@@ -1,34 +1,46 @@
-"""Ctrl-C during an answer: the first ends it properly, the second at once."""
+"""Signals that end an answer: the first ends it properly, a second one at once."""
 
 from __future__ import annotations
 
 import signal
 from types import FrameType
 
+#: Ctrl-C; what `kill` sends; a closed terminal (not on Windows).
+_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
+
 
 class Interrupt:
-    """A context manager in which the first SIGINT only sets a flag.
+    """A context manager in which the first signal only sets a flag.
 
     llama.cpp's decode cannot be stopped in the middle, so the answer ends with the round that
-    is going on. A second SIGINT raises KeyboardInterrupt as usual.
+    is going on. A second signal raises KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
-        self._requested = False
-        self._previous: object = None
+        self._received: int | None = None
+        self._previous: dict[int, object] = {}
 
     def __call__(self) -> bool:
-        """Whether the user wants the answer to end."""
-        return self._requested
+        """Whether the answer is to end."""
+        return self._received is not None
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell reports the signal: 128 and its number; 0 if there was none."""
+        return 0 if self._received is None else 128 + self._received
 
     def __enter__(self) -> Interrupt:
-        self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        for number in _SIGNALS:
+            self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._previous)  # type: ignore[arg-type]
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _on_signal(self, signal_number: int, frame: FrameType | None) -> None:
-        if self._requested:
+        if self._received is not None:
             raise KeyboardInterrupt
-        self._requested = True
+        self._received = signal_number

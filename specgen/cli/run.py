@@ -16,7 +16,7 @@ from specgen.cli import flags
 from specgen.cli.interrupt import Interrupt
 from specgen.cli.prompt import read_prompt
 from specgen.cli.sources import Sources, resolve
-from specgen.errors import EXIT_INTERRUPTED, UsageError
+from specgen.errors import UsageError
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
 
 if TYPE_CHECKING:
@@ -172,9 +172,7 @@ def _open_session(options: SessionOptions, *, quiet: bool) -> Session:
         return Session(options, time.perf_counter)
 
 
-def _apply_template(
-    session: Session, prompt: str, chat: bool | None, system: str | None
-) -> str:
+def _apply_template(session: Session, prompt: str, chat: bool | None, system: str | None) -> str:
     """The prompt as the model is to see it."""
     if chat is False:
         return prompt
@@ -226,4 +224,4 @@ def _answer(
             renderer.handle(event)
             if isinstance(event, FinishedEvent):
                 finish_reason = event.finish_reason
-    return EXIT_INTERRUPTED if finish_reason == "interrupted" else 0
+    return interrupt.exit_code if finish_reason == "interrupted" else 0
