@@ -11,6 +11,7 @@ Everything here is a pure function of its arguments.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,8 @@ from specgen.options import SamplerOptions
 
 #: Size of the groups whose maxima bound the k-th largest logit from below.
 _GROUP = 64
+#: Below every finite logit is only minus infinity.
+_LOWEST = float(np.finfo(np.float32).min)
 #: How many candidates to sort at first for top-p over a whole vocabulary.
 _NUCLEUS_START = 512
 
@@ -100,22 +103,24 @@ def distribution(logits: Logits, options: SamplerOptions) -> Distribution:
     """
     if options.greedy:
         return Distribution.certain(argmax(logits))
-    _check_finite(float(logits.max()))  # the maximum is NaN if any logit is
+    top = float(logits.max())  # NaN if any logit is
+    _check_finite(top)
     if 0 < options.top_k < len(logits):
         token_ids, scores = top_k(logits, options.top_k)
         token_ids, scores = top_p(token_ids, scores, options.top_p)
+        token_ids, scores = min_p(token_ids, scores, options.min_p)
     elif options.top_p < 1.0:
         token_ids, scores = _top_p_of_all(logits, options.top_p)
-    else:
-        token_ids = np.flatnonzero(logits > -np.inf)
+        token_ids, scores = min_p(token_ids, scores, options.min_p)
+    else:  # nothing that needs an order
+        token_ids = np.flatnonzero(logits >= max(_least(top, options.min_p), _LOWEST))
         scores = logits[token_ids].astype(np.float64)
-    token_ids, scores = min_p(token_ids, scores, options.min_p)
-    scaled = scores / options.temperature
-    probs = np.exp(scaled - scaled.max())
-    probs /= probs.sum()
+    probs = np.exp((scores - top) / options.temperature)
     order = token_ids.argsort(kind="stable")
-    positive = order[probs[order] > 0.0]
-    return Distribution(token_ids[positive], probs[positive])
+    token_ids, probs = token_ids[order], probs[order] / probs.sum()
+    if not probs.all():  # too unlikely to have a probability
+        token_ids, probs = token_ids[probs > 0.0], probs[probs > 0.0]
+    return Distribution(token_ids, probs)
 
 
 def top_k(logits: Logits, k: int) -> tuple[TokenArray, ProbArray]:
@@ -132,10 +137,12 @@ def top_k(logits: Logits, k: int) -> tuple[TokenArray, ProbArray]:
         k = n_vocab
         candidates = np.arange(n_vocab)
     scores = logits[candidates].astype(np.float64)
-    order = np.lexsort((candidates, -scores))[:k]
+    order = (-scores).argsort(kind="stable")[:k]  # candidates ascend, so equals keep that order
     token_ids, scores = candidates[order], scores[order]
-    n_finite = int(np.count_nonzero(scores > -np.inf))
-    return token_ids[:n_finite], scores[:n_finite]
+    if scores[-1] == -np.inf:
+        n_finite = int(np.count_nonzero(scores > -np.inf))
+        return token_ids[:n_finite], scores[:n_finite]
+    return token_ids, scores
 
 
 def top_p(token_ids: TokenArray, scores: ProbArray, p: float) -> tuple[TokenArray, ProbArray]:
@@ -144,22 +151,25 @@ def top_p(token_ids: TokenArray, scores: ProbArray, p: float) -> tuple[TokenArra
     """
     if p >= 1.0:
         return token_ids, scores
-    probs = np.exp(scores - scores[0])
-    cumulative = probs.cumsum()
-    n_kept = int((cumulative < p * cumulative[-1]).sum()) + 1
+    cumulative = np.exp(scores - scores[0]).cumsum()
+    n_kept = int(cumulative.searchsorted(p * cumulative[-1])) + 1
     return token_ids[:n_kept], scores[:n_kept]
 
 
 def min_p(token_ids: TokenArray, scores: ProbArray, p: float) -> tuple[TokenArray, ProbArray]:
     """Tokens at least p times as likely as the most likely one (arXiv:2407.01082).
 
-    The order of the tokens is kept and does not matter; p <= 0 keeps all.
+    Expects and returns tokens sorted by descending logit; p <= 0 keeps all.
     """
+    n_kept = len(scores) - int(scores[::-1].searchsorted(_least(float(scores[0]), p)))
+    return token_ids[:n_kept], scores[:n_kept]
+
+
+def _least(top: float, p: float) -> float:
+    """The smallest logit that min-p keeps beside a largest one of `top`."""
     if p <= 0.0:
-        return token_ids, scores
-    top = scores.max()
-    kept = scores >= min(top + np.log(p), top)
-    return token_ids[kept], scores[kept]
+        return -math.inf
+    return min(top + math.log(p), top)
 
 
 def _top_p_of_all(logits: Logits, p: float) -> tuple[TokenArray, ProbArray]:
@@ -170,7 +180,7 @@ def _top_p_of_all(logits: Logits, p: float) -> tuple[TokenArray, ProbArray]:
         token_ids, scores = top_k(logits, n_candidates)
         cumulative = np.exp(scores - scores[0]).cumsum()
         if cumulative[-1] >= p * total:
-            n_kept = int((cumulative < p * total).sum()) + 1
+            n_kept = int(cumulative.searchsorted(p * total)) + 1
             return token_ids[:n_kept], scores[:n_kept]
         n_candidates *= 8
     return top_p(*top_k(logits, 0), p)
@@ -188,7 +198,7 @@ def _lower_bound(logits: Logits, k: int) -> np.float32:
 
 
 def _check_finite(logit: float) -> None:
-    if not np.isfinite(logit):
+    if not math.isfinite(logit):
         raise BackendError(
             f"the model's largest logit is {logit}: the file is damaged, or this build of "
             "llama.cpp computes wrongly on this machine",
