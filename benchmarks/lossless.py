@@ -76,7 +76,7 @@ def session_options(arguments: argparse.Namespace, draft: DraftSource) -> Sessio
     return SessionOptions(
         target=arguments.target,
         draft=draft,
-        drafting=DraftOptions(max_tokens=arguments.draft_max),
+        drafting=DraftOptions(max_tokens=arguments.draft_max, p_min=0.0),
         generation=GenerationOptions(max_tokens=arguments.max_tokens),
         target_context=context,
         draft_context=context,

@@ -80,7 +80,7 @@ def answer(
         target=target,
         draft=draft,
         sampler=sampler,
-        drafting=DraftOptions(max_tokens=n_draft, ngram_min=1),
+        drafting=DraftOptions(max_tokens=n_draft, p_min=1e-9, ngram_min=1),
         generation=GenerationOptions(max_tokens=N_TOKENS, ignore_eos=True),
         target_context=context,
         draft_context=context,

@@ -51,7 +51,7 @@ class DraftOptions:
     min_tokens: int = 0
     #: Stop drafting where the draft's most likely token is less likely than this (at
     #: temperature 1).
-    p_min: float = 0.0
+    p_min: float = 0.5
     #: Prompt lookup: the longest and the shortest run of tokens to look for.
     ngram_max: int = 8
     ngram_min: int = 4

@@ -196,7 +196,7 @@ class Setup:
     vocabulary: FakeVocabulary = field(default_factory=lambda: FakeVocabulary.letters(N_VOCAB))
     drafter: Drafter | None = None
     sampler: SamplerOptions = GREEDY
-    drafting: DraftOptions = field(default_factory=lambda: DraftOptions(max_tokens=4))
+    drafting: DraftOptions = field(default_factory=lambda: DraftOptions(max_tokens=4, p_min=0.0))
     options: GenerationOptions = field(default_factory=lambda: GenerationOptions(max_tokens=40))
     n_ctx: int = 256
     n_batch: int = 64

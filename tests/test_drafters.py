@@ -20,7 +20,7 @@ LETTERS = FakeVocabulary.letters(N_VOCAB)
 
 
 def policy(max_tokens: int = 4, **options: float) -> FixedPolicy:
-    return FixedPolicy(DraftOptions(max_tokens=max_tokens, **options))  # type: ignore[arg-type]
+    return FixedPolicy(DraftOptions(**{"max_tokens": max_tokens, "p_min": 0.0, **options}))  # type: ignore[arg-type]
 
 
 def lookup(context: list[int], n_max: int, ngram_min: int = 1, ngram_max: int = 3) -> list[int]:

@@ -79,7 +79,7 @@ def options(
         target=models / f"{target}.gguf",
         draft=source,
         sampler=sampler or SamplerOptions(),
-        drafting=DraftOptions(max_tokens=n_draft, ngram_min=1),
+        drafting=DraftOptions(max_tokens=n_draft, p_min=0.0, ngram_min=1),
         generation=GenerationOptions(**{"max_tokens": 40, **generation}),  # type: ignore[arg-type]
         target_context=context,
         draft_context=context,
@@ -195,7 +195,7 @@ def test_sampled_text_fits_the_targets_distribution(models: Path, draft: str) ->
             options=GenerationOptions(max_tokens=4),
             n_ctx=256,
             drafter=drafter,
-            policy=FixedPolicy(DraftOptions(max_tokens=2)),
+            policy=FixedPolicy(DraftOptions(max_tokens=2, p_min=0.0)),
             verifier=AutoVerifier(sampler),
             rng=np.random.default_rng(seed),
         )

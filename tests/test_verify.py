@@ -70,7 +70,7 @@ def draw(
     sampler: SamplerOptions,
     make_drafter: Callable[[int], Drafter | None],
     verifier: Verifier | None = None,
-    drafting: DraftOptions = DraftOptions(max_tokens=2),
+    drafting: DraftOptions = DraftOptions(max_tokens=2, p_min=0.0),
 ) -> Counter[tuple[int, ...]]:
     """The first tokens of many answers.
 
@@ -112,7 +112,7 @@ def test_residual_sampling_of_drawn_siblings_fits(quality: str) -> None:
     counts = draw(
         options,
         lambda seed: SiblingDrafter(DRAFTS[quality], options, 2, 2, np.random.default_rng(seed)),
-        drafting=DraftOptions(max_tokens=6),
+        drafting=DraftOptions(max_tokens=6, p_min=0.0),
     )
     assert p_value(counts, exact(options)) > LEVEL
 
