@@ -1,0 +1,73 @@
+"""Imports point one way, downwards, and one module imports llama.cpp."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "specgen"
+
+#: From the bottom up; a module imports from its own layer and from those below it only.
+LAYERS = (
+    ("errors", "options", "arrays", "events"),
+    ("sampling", "text", "chat", "pair", "tiny"),
+    ("draft",),
+    ("backend", "packing", "policy", "verify", "tally"),
+    ("drafters",),
+    ("generation",),
+    ("loop",),
+    ("session",),
+    ("models", "render"),
+    ("doctor",),
+    ("cli",),
+)
+
+
+def layer(name: str) -> int:
+    return next(number for number, names in enumerate(LAYERS) if name in names)
+
+
+def imported(path: Path) -> set[str]:
+    """Full names of what a module imports, wherever in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def modules() -> dict[str, set[str]]:
+    """What each module imports, by its path within the package."""
+    return {path.relative_to(PACKAGE).as_posix(): imported(path) for path in PACKAGE.rglob("*.py")}
+
+
+def test_imports_point_downwards() -> None:
+    for path, names in modules().items():
+        own = path.removesuffix(".py").split("/")[0]
+        if own in ("__init__", "__main__"):
+            continue
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "specgen" and len(parts) > 1 and parts[1] != "__version__":
+                assert layer(parts[1]) <= layer(own), f"{path} imports {name}"
+
+
+def test_one_module_imports_llama_cpp() -> None:
+    users = [
+        path
+        for path, names in modules().items()
+        if any(name.split(".")[0] == "llama_cpp" for name in names)
+    ]
+    assert users == ["backend/llama.py"]
+
+
+def test_nothing_below_the_renderers_prints_or_reads_the_clock() -> None:
+    for path, names in modules().items():
+        own = path.removesuffix(".py").split("/")[0]
+        if own in ("__init__", "__main__") or layer(own) > layer("session"):
+            continue
+        assert not names & {"time", "rich", "sys"}, path
+        text = (PACKAGE / path).read_text(encoding="utf-8")
+        assert "print(" not in text, path
