@@ -90,7 +90,32 @@ def test_greedy_answers_are_those_of_plain_decoding(smollm2: Path, prompt: str) 
     assert itself.acceptance_rate > 0.9
 
 
+def rounds_alike(path: Path) -> bool:
+    """Whether a row's logits are the same in a batch and alone, on this processor."""
+    with Session(options(path), time.perf_counter) as session:
+        tokens = session.tokenize(PROMPTS[0], parse_special=False)
+        backend = LlamaBackend(
+            session.target_model,
+            options(path).target_context,
+            n_ctx=len(tokens),
+            clock=time.perf_counter,
+            n_outputs=4,
+        )
+        rows = []
+        for size in (1, 4):
+            backend.remove(0)
+            for start in range(0, 12, size):
+                batch = Batch()
+                for index in range(start, start + size):
+                    batch.add(tokens[index], index, (0,), True)
+                rows += list(backend.decode(batch).copy())
+        backend.close()
+    return all((alone == beside).all() for alone, beside in zip(rows[:12], rows[12:], strict=True))
+
+
 def test_a_seeds_answer_is_the_same_with_n_grams(smollm2: Path) -> None:
+    if not rounds_alike(smollm2):
+        pytest.skip("llama.cpp rounds batches differently on this processor")
     sampler = SamplerOptions(temperature=0.8, seed=3)
     plain = answer(options(smollm2, sampler=sampler), PROMPTS[0])
     fast = answer(options(smollm2, sampler=sampler, draft="ngram"), PROMPTS[0])
