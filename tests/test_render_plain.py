@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from specgen.errors import OutputError
-from specgen.render.base import BaseRenderer, Renderer, Show, Tee
+from specgen.options import Show
+from specgen.render.base import BaseRenderer, Renderer, Tee
 from specgen.render.notes import Notes
 from specgen.render.plain import ColourStreamRenderer, DumbTerminalRenderer, PlainRenderer
 from specgen.render.text import clean

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import specgen.render
+from specgen.options import Show
 from specgen.render import make_console, make_renderer
-from specgen.render.base import Show
 from tests.helpers_events import Script
 
 

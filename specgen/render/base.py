@@ -8,17 +8,13 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 from specgen.errors import OutputError
 from specgen.events import Event
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-#: What the text views show of a draft besides the answer: rejected tokens until the next
-#: round (``accepted``), for good (``all``), or no marks at all (``none``).
-Show: TypeAlias = Literal["accepted", "all", "none"]
 
 
 class Renderer(Protocol):
@@ -115,4 +111,4 @@ def output_errors() -> Iterator[None]:
         raise OutputError(f"the answer could not be written: {reason}", hint) from error
 
 
-__all__ = ["BaseRenderer", "Renderer", "Show", "Tee", "output_errors"]
+__all__ = ["BaseRenderer", "Renderer", "Tee", "output_errors"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 
@@ -16,7 +16,8 @@ from specgen.events import (
     PromptEvent,
     VerifiedEvent,
 )
-from specgen.render.base import BaseRenderer, Show, output_errors
+from specgen.options import Show
+from specgen.render.base import BaseRenderer, output_errors
 from specgen.render.flow import Flow
 from specgen.render.layout import Row, wrap
 from specgen.render.marks import MARKS, Round, RoundReader, Run
@@ -167,7 +168,6 @@ class _Status:
     """What the status line says."""
 
     def __init__(self) -> None:
-        self._phase: Literal["prompt", "answer"] = "prompt"
         self._n_prompt_tokens = 0
         self._has_draft = True
         self._first: CommittedEvent | None = None

@@ -6,7 +6,8 @@ import re
 from typing import BinaryIO
 
 from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent
-from specgen.render.base import BaseRenderer, Show, output_errors
+from specgen.options import Show
+from specgen.render.base import BaseRenderer, output_errors
 from specgen.render.marks import RoundReader
 from specgen.render.notes import Notes
 from specgen.render.text import Cleaner, clean_line

@@ -7,7 +7,8 @@ from typing import BinaryIO, TextIO
 
 from rich.console import Console
 
-from specgen.render.base import Renderer, Show, Tee
+from specgen.options import Show
+from specgen.render.base import Renderer, Tee
 from specgen.render.jsonl import JsonlRenderer
 from specgen.render.live import LiveRenderer
 from specgen.render.notes import Notes
