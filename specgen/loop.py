@@ -165,16 +165,7 @@ class Loop:
         if not text:
             return []
         piece = Piece(generation.tokens[-1], text, "plain", "target")
-        return [
-            CommittedEvent(
-                sequence=generation.index,
-                time_s=self.now_s,
-                round=generation.tally.n_rounds,
-                pieces=(piece,),
-                text=text,
-                n_tokens=generation.n_answer,
-            )
-        ]
+        return [_committed(generation, self.now_s, [piece])]
 
     def _decode_prompt(self, generation: Generation) -> Logits | None:
         """Decode the prompt in batches; returns the logits after it, float32[1, n_vocab], or
@@ -260,16 +251,7 @@ class Loop:
                     next_kind=next_kind,
                 )
             )
-        events.append(
-            CommittedEvent(
-                sequence=generation.index,
-                time_s=now_s,
-                round=number,
-                pieces=tuple(pieces),
-                text="".join(piece.text for piece in pieces),
-                n_tokens=generation.n_answer,
-            )
-        )
+        events.append(_committed(generation, now_s, pieces))
         return events
 
 
@@ -279,6 +261,17 @@ def _next_kind(draft: Draft, verdict: Verdict) -> TokenKind:
         return "plain"
     last = verdict.path[-1] if verdict.path else ROOT
     return "corrected" if draft.children(last) else "bonus"
+
+
+def _committed(generation: Generation, now_s: float, pieces: Sequence[Piece]) -> CommittedEvent:
+    return CommittedEvent(
+        sequence=generation.index,
+        time_s=now_s,
+        round=generation.tally.n_rounds,
+        pieces=tuple(pieces),
+        text="".join(piece.text for piece in pieces),
+        n_tokens=generation.n_answer,
+    )
 
 
 def _describe(generation: Generation, draft: Draft) -> tuple[DraftNode, ...]:

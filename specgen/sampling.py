@@ -106,11 +106,10 @@ def distribution(logits: Logits, options: SamplerOptions) -> Distribution:
     top = float(logits.max())  # NaN if any logit is
     _check_finite(top)
     if 0 < options.top_k < len(logits):
-        token_ids, scores = top_k(logits, options.top_k)
-        token_ids, scores = top_p(token_ids, scores, options.top_p)
+        token_ids, scores = top_p(*top_k(logits, options.top_k), options.top_p)
         token_ids, scores = min_p(token_ids, scores, options.min_p)
     elif options.top_p < 1.0:
-        token_ids, scores = _top_p_of_all(logits, options.top_p)
+        token_ids, scores = _top_p_of_all(logits, top, options.top_p)
         token_ids, scores = min_p(token_ids, scores, options.min_p)
     else:  # nothing that needs an order
         token_ids = np.flatnonzero(logits >= max(_least(top, options.min_p), _LOWEST))
@@ -172,9 +171,10 @@ def _least(top: float, p: float) -> float:
     return min(top + math.log(p), top)
 
 
-def _top_p_of_all(logits: Logits, p: float) -> tuple[TokenArray, ProbArray]:
-    """`top_p` of a whole row without sorting it: more candidates until their mass suffices."""
-    total = float(np.exp(logits - logits.max()).sum(dtype=np.float64))
+def _top_p_of_all(logits: Logits, top: float, p: float) -> tuple[TokenArray, ProbArray]:
+    """`top_p` of a whole row, whose maximum is `top`, without sorting it: more candidates
+    until their mass suffices."""
+    total = float(np.exp(logits - np.float32(top)).sum(dtype=np.float64))
     n_candidates = _NUCLEUS_START
     while n_candidates < len(logits):
         token_ids, scores = top_k(logits, n_candidates)

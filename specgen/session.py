@@ -227,13 +227,13 @@ class Session:
         target_seed, draft_seed = np.random.SeedSequence(seed).spawn(2)
         drafter: Drafter | None = None
         if draft is not None:
-            ends = target.vocabulary.end_tokens()
+            ignore_eos = self._options.generation.ignore_eos
             drafter = ModelDrafter(
                 draft,
                 sampler,
                 np.random.default_rng(draft_seed),
                 n_shared_tokens=self._n_shared_tokens,
-                excluded=ends if self._options.generation.ignore_eos else (),
+                excluded=target.vocabulary.end_tokens() if ignore_eos else (),
             )
         elif self._options.draft == "ngram" and target.can_roll_back:
             drafter = NgramDrafter(drafting.ngram_min, drafting.ngram_max)

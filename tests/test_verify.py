@@ -18,7 +18,7 @@ import pytest
 
 from specgen.arrays import Logits
 from specgen.backend.fake import FakeVocabulary, Language, noisy, random_language
-from specgen.draft import ROOT, Draft
+from specgen.draft import Draft
 from specgen.drafters import Drafter, NgramDrafter
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.sampling import Distribution, distribution
@@ -170,28 +170,6 @@ def test_residual_sampling_accepts_what_the_distributions_share() -> None:
     assert n_accepted / n == pytest.approx(shared, abs=5 * np.sqrt(0.25 / n))
 
 
-class SkippedResidual:
-    """Bug: after a refusal, draw from the target itself and not from the residual."""
-
-    def __init__(self, options: SamplerOptions) -> None:
-        self._options = options
-
-    def verify(self, draft: Draft, logits: Logits, rng: np.random.Generator) -> Verdict:
-        node = ROOT
-        path: list[int] = []
-        while True:
-            target = distribution(logits[node + 1], self._options)
-            for child in draft.children(node):
-                token = draft.tokens[child]
-                source = draft.distributions[child] or Distribution.certain(token)
-                if rng.random() * source.probability(token) < target.probability(token):
-                    break
-            else:
-                return Verdict(tuple(path), target.draw(rng))
-            node = child
-            path.append(child)
-
-
 class ReusedRow:
     """Bug: the bonus token drawn from the row before the last accepted token's."""
 
@@ -207,14 +185,26 @@ class ReusedRow:
         return Verdict(verdict.path, wrong)
 
 
-@pytest.mark.parametrize("biased", [SkippedResidual, ReusedRow])
-def test_known_bugs_of_verifiers_are_caught(biased: Callable[[SamplerOptions], Verifier]) -> None:
+def drawn_with_a_good_draft(verifier: Verifier) -> Counter[tuple[int, ...]]:
     options = SAMPLERS["plain"]
-    counts = draw(
+    return draw(
         options,
         lambda seed: model_drafter(DRAFTS["good"], LETTERS, options, seed=seed)[0],
-        biased(options),
+        verifier,
     )
+
+
+def test_a_bonus_token_from_the_wrong_row_is_caught() -> None:
+    options = SAMPLERS["plain"]
+    counts = drawn_with_a_good_draft(ReusedRow(options))
+    assert p_value(counts, exact(options)) < LEVEL
+
+
+def test_a_skipped_residual_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: after a refusal, draw from the target itself and not from the residual."""
+    options = SAMPLERS["plain"]
+    monkeypatch.setattr(Distribution, "minus", lambda target, draft: target)
+    counts = drawn_with_a_good_draft(ResidualVerifier(options))
     assert p_value(counts, exact(options)) < LEVEL
 
 

@@ -95,11 +95,7 @@ class LlamaVocabulary:
         self._vocab = llama_cpp.llama_model_get_vocab(model)
         self._n_tokens: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
         self._pieces: dict[int, bytes] = {}
-        self._ends = frozenset(
-            token_id
-            for token_id in range(self._n_tokens)
-            if llama_cpp.llama_vocab_is_eog(self._vocab, token_id)
-        )
+        self._ends: list[int] | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -154,10 +150,12 @@ class LlamaVocabulary:
         return int(llama_cpp.llama_vocab_get_attr(self._vocab, token_id))
 
     def is_end(self, token_id: int) -> bool:
-        return token_id in self._ends
+        return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token_id))
 
     def end_tokens(self) -> Sequence[int]:
-        return sorted(self._ends)
+        if self._ends is None:  # llama.cpp has no list of them: a pass over the vocabulary
+            self._ends = [token_id for token_id in range(self._n_tokens) if self.is_end(token_id)]
+        return self._ends
 
     def control_text(self, token_id: int) -> str:
         """A token as text, control tokens by their names: what chat templates write."""
