@@ -14,13 +14,13 @@ Prints a line a prompt on stderr and one JSON object on stdout.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.answers import answer, chat_text, read_prompts
 from specgen.arrays import Logits
 from specgen.backend.base import Batch
 from specgen.backend.llama import LlamaBackend
@@ -38,8 +38,10 @@ def main() -> int:
     fast = session_options(arguments, draft)
     results = []
     with Session(plain, time.perf_counter) as alone, Session(fast, time.perf_counter) as pair:
-        for number, (category, prompt) in enumerate(read_prompts(arguments.prompts, arguments.n)):
-            expected, found = answer(alone, prompt), answer(pair, prompt)
+        prompts = some_of_each(read_prompts(arguments.prompts), arguments.n)
+        for number, (category, prompt) in enumerate(prompts):
+            text = chat_text(alone, prompt)
+            expected, found = answer(alone, text), answer(pair, text)
             result: dict[str, object] = {
                 "prompt": number,
                 "category": category,
@@ -50,7 +52,7 @@ def main() -> int:
                 "loop_share": found.loop_s / found.wall_s,
             }
             if not result["equal"]:
-                result["difference"] = difference(alone, prompt, expected, found)
+                result["difference"] = difference(alone, text, expected, found)
             print(json.dumps(result), file=sys.stderr, flush=True)
             results.append(result)
     n_equal = sum(bool(result["equal"]) for result in results)
@@ -83,39 +85,23 @@ def session_options(arguments: argparse.Namespace, draft: DraftSource) -> Sessio
     )
 
 
-def read_prompts(path: Path, n: int) -> list[tuple[str, str]]:
+def some_of_each(prompts: list[tuple[str, str]], n: int) -> list[tuple[str, str]]:
     """Take `n` (category, prompt) pairs, going round the categories."""
     by_category: dict[str, list[str]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        prompt = record["turns"][0] if "turns" in record else record["prompt"]
-        by_category.setdefault(record.get("category", ""), []).append(prompt)
+    for category, prompt in prompts:
+        by_category.setdefault(category, []).append(prompt)
     rounds = max(map(len, by_category.values()))
     in_turn = [
-        (category, prompts[number])
+        (category, of_category[number])
         for number in range(rounds)
-        for category, prompts in by_category.items()
-        if number < len(prompts)
+        for category, of_category in by_category.items()
+        if number < len(of_category)
     ]
     return in_turn[:n]
 
 
-def chat_text(session: Session, prompt: str) -> str:
-    text = session.chat_prompt(
-        prompt, None, datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
-    )
-    return prompt if text is None else text
-
-
-def answer(session: Session, prompt: str) -> FinishedEvent:
-    events = session.generate(chat_text(session, prompt), parse_special=True, estimate_gain=False)
-    *_, last = events
-    assert isinstance(last, FinishedEvent)
-    return last
-
-
 def difference(
-    session: Session, prompt: str, expected: FinishedEvent, found: FinishedEvent
+    session: Session, text: str, expected: FinishedEvent, found: FinishedEvent
 ) -> dict[str, object]:
     """The first differing token, and the logits that plain decoding gives to both."""
     position = next(
@@ -126,7 +112,7 @@ def difference(
         ),
         min(expected.n_tokens, found.n_tokens),
     )
-    tokens = session.tokenize(chat_text(session, prompt), parse_special=True)
+    tokens = session.tokenize(text, parse_special=True)
     row = logits_after(session, tokens, expected.token_ids[:position])
     ends = session.target_model.vocabulary.end_tokens()
 

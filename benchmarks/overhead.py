@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks import answers
 from specgen.events import FinishedEvent
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
 from specgen.session import DraftSource, Session, SessionOptions
@@ -86,9 +87,7 @@ def answer(
         draft_context=context,
     )
     with Session(options, time.perf_counter) as session:
-        *_, last = session.generate(PROMPT, parse_special=False, estimate_gain=False)
-    assert isinstance(last, FinishedEvent)
-    return last
+        return answers.answer(session, PROMPT)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import math
 import sys
@@ -21,7 +20,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from specgen.events import FinishedEvent
+from benchmarks.answers import answer, chat_text, read_prompts
 from specgen.options import DraftOptions, GenerationOptions
 from specgen.session import DraftSource, Session, SessionOptions
 
@@ -32,7 +31,6 @@ _FIELDS = {
     "ngram_min": ("ngram_min", int),
     "ngram_max": ("ngram_max", int),
 }
-_NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
 
 
 def main() -> int:
@@ -42,7 +40,6 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("settings", nargs="+", help="DRAFT[:option=value,...]")
     arguments = parser.parse_args()
-    records = [json.loads(line) for line in arguments.prompts.read_text("utf-8").splitlines()]
     speedups: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     results = []
     with contextlib.ExitStack() as stack:
@@ -50,12 +47,11 @@ def main() -> int:
             setting: stack.enter_context(open_session(arguments, setting))
             for setting in ("none", *arguments.settings)
         }
-        for record in records:
-            category = record.get("category", "")
-            prompt = record["turns"][0] if "turns" in record else record["prompt"]
-            plain = answer(sessions["none"], prompt)
+        for category, prompt in read_prompts(arguments.prompts):
+            text = chat_text(sessions["none"], prompt)
+            plain = answer(sessions["none"], text)
             for setting in arguments.settings:
-                fast = answer(sessions[setting], prompt)
+                fast = answer(sessions[setting], text, estimate_gain=True)
                 if plain.tokens_per_s is None or fast.tokens_per_s is None:
                     continue
                 speedup = fast.tokens_per_s / plain.tokens_per_s
@@ -103,13 +99,6 @@ def open_session(arguments: argparse.Namespace, setting: str) -> Session:
         generation=GenerationOptions(max_tokens=arguments.max_tokens),
     )
     return Session(options, time.perf_counter)
-
-
-def answer(session: Session, prompt: str) -> FinishedEvent:
-    text = session.chat_prompt(prompt, None, _NOW) or prompt
-    *_, last = session.generate(text, parse_special=True)
-    assert isinstance(last, FinishedEvent)
-    return last
 
 
 def geometric_mean(values: list[float]) -> float:
