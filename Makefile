@@ -4,7 +4,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-PROMPT ?= Write a Python unittest class with eight test methods for a function add(a, b).
+PROMPT ?= Turn this into a JSON array of objects: name,population,country; Lyon,522000,France; Turin,848000,Italy; Ghent,265000,Belgium; Bremen,569000,Germany; Bilbao,346000,Spain; Porto,231000,Portugal
 ARGS ?=
 PYTEST_ARGS ?=
 
