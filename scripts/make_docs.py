@@ -314,6 +314,7 @@ _JSON_TYPES: dict[Any, str] = {
     int: "integer",
     str: "string",
     type(None): "null",
+    dict[str, Any]: "object",
 }
 
 

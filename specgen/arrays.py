@@ -14,3 +14,5 @@ Logits: TypeAlias = npt.NDArray[np.float32]
 TokenArray: TypeAlias = npt.NDArray[np.int64]
 #: float64[n]: probabilities.
 ProbArray: TypeAlias = npt.NDArray[np.float64]
+#: bool[n].
+BoolArray: TypeAlias = npt.NDArray[np.bool_]

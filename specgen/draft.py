@@ -95,6 +95,12 @@ class Draft:
             node = self.parents[node]
         return nodes[::-1]
 
+    def text(self, node: int) -> tuple[int, ...]:
+        """The tokens from the root down to `node`, both ends included; none for `ROOT`."""
+        if self.is_chain:
+            return self.tokens[: node + 1]
+        return tuple(self.tokens[i] for i in self.path(node))
+
     def leaves(self) -> list[int]:
         """The nodes without children, in order."""
         inner = set(self.parents)
@@ -102,14 +108,19 @@ class Draft:
 
     def first(self, n: int) -> Draft:
         """The first n nodes; what remains is a tree, since parents come first."""
-        if n >= len(self):
+        return self.only(range(min(n, len(self))))
+
+    def only(self, nodes: Sequence[int]) -> Draft:
+        """These nodes, in ascending order; the parents of all must be among them."""
+        if len(nodes) == len(self):
             return self
+        index = {ROOT: ROOT} | {node: number for number, node in enumerate(nodes)}
         return Draft(
-            self.tokens[:n],
-            self.parents[:n],
-            self.origins[:n],
-            self.probabilities[:n],
-            self.distributions[:n],
+            tuple(self.tokens[node] for node in nodes),
+            tuple(index[self.parents[node]] for node in nodes),
+            tuple(self.origins[node] for node in nodes),
+            tuple(self.probabilities[node] for node in nodes),
+            tuple(self.distributions[node] for node in nodes),
         )
 
 

@@ -12,7 +12,8 @@ The tree::
     ├── MemoryLimitError         8   the context does not fit
     ├── BackendError             9   llama.cpp is missing, broken, or refused to decode
     │   └── RollbackError        9   the cache could not drop tokens
-    └── OutputError             10   the answer could not be written
+    ├── OutputError             10   the answer could not be written
+    └── DefectError             11   `specgen verify` found text that the target would not say
 
 A message is one line: what happened, with the value; the hint, where there is one, is
 what to do about it. Whatever is not a `SpecgenError` is a bug and keeps its traceback.
@@ -98,3 +99,9 @@ class OutputError(SpecgenError):
     """The answer could not be written."""
 
     exit_code = 10
+
+
+class DefectError(SpecgenError):
+    """`specgen verify` found a defect: text that the target alone would not have said."""
+
+    exit_code = 11

@@ -22,8 +22,9 @@ FinishReason: TypeAlias = Literal["stop", "length", "context", "interrupted"]
 #: - ``accepted``: drafted, and kept by the target;
 #: - ``corrected``: chosen by the target where it refused the draft;
 #: - ``bonus``: chosen by the target after the whole draft was accepted;
-#: - ``plain``: chosen by the target in a round without a draft.
-TokenKind: TypeAlias = Literal["accepted", "corrected", "bonus", "plain"]
+#: - ``plain``: chosen by the target in a round without a draft;
+#: - ``forced``: the only token that the grammar allows: no model was asked.
+TokenKind: TypeAlias = Literal["accepted", "corrected", "bonus", "plain", "forced"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +47,13 @@ class PromptEvent:
     draft: str
     #: Size of the target's context, in tokens.
     n_ctx: int
-    #: Temperature; 0 is greedy. It is applied after the three samplers that follow.
-    temperature: float
-    #: As many of the most likely tokens are kept; 0 keeps all.
-    top_k: int
-    #: The most likely tokens that together reach this mass are kept; 1 keeps all.
-    top_p: float
-    #: Tokens at least this likely, relative to the most likely one, are kept; 0 keeps all.
-    min_p: float
-    #: The seed in use, also when it was chosen at random.
-    seed: int
+    #: Every setting of the samplers by the name of its option, `temperature` and `samplers`
+    #: (their order) among them, and the `seed` in use, also when it was chosen at random.
+    sampler: dict[str, Any]
+    #: How drafts are judged: ``auto``, ``match``, ``residual`` or ``block``.
+    verifier: str
+    #: The grammar (GBNF) that the answer follows; null without one.
+    grammar: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +113,17 @@ class VerifiedEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token that the target thought possible, with `--logprobs`."""
+
+    token_id: int
+    #: The token's own bytes as text; an incomplete character shows as U+FFFD.
+    text: str
+    #: Natural logarithm of its probability at temperature 1, before samplers and grammar.
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """One committed token as shown."""
 
@@ -122,8 +131,13 @@ class Piece:
     #: The characters that this token completes; may be empty.
     text: str
     kind: TokenKind
-    #: The drafter of an accepted token; ``target`` otherwise.
+    #: The drafter of an accepted token; ``grammar`` for a forced one; ``target`` otherwise.
     origin: str
+    #: With `--logprobs`, the natural logarithm of the target's probability of this token at
+    #: temperature 1, before samplers and grammar; null without, and for forced tokens.
+    logprob: float | None = None
+    #: With `--logprobs N`, the N most likely tokens in this place, the likeliest first.
+    top_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +201,8 @@ class FinishedEvent:
     n_accepted: int
     #: n_accepted / n_drafted; null when nothing was drafted.
     acceptance_rate: float | None
-    #: Tokens committed per round of the target (accepted ones and the target's own one);
-    #: null before the first round.
+    #: Tokens committed per round of the target (accepted ones and the target's own one, not
+    #: those that the grammar forced); null before the first round.
     mean_accepted_length: float | None
     #: Accepted and drafted counts by depth in the draft (index 0 is the first drafted token).
     accepted_by_depth: tuple[int, ...]
@@ -211,6 +225,8 @@ class FinishedEvent:
     plain_tokens_per_s: float | None = None
     estimated_speedup: float | None = None
     estimate: str | None = None
+    #: Tokens of the answer that the grammar forced, without a model's part.
+    n_forced: int = 0
 
 
 Event: TypeAlias = (
@@ -245,6 +261,7 @@ __all__ = [
     "PromptEvent",
     "RejectedBranch",
     "TokenKind",
+    "TokenLogprob",
     "VerifiedEvent",
     "to_json_object",
 ]

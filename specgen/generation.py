@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +12,7 @@ from specgen.events import FinishedEvent, FinishReason
 from specgen.options import GenerationOptions
 from specgen.packing import Slot
 from specgen.policy import Policy
+from specgen.state import Shaper, TextState
 from specgen.tally import Tally
 from specgen.text import TextStream
 from specgen.verify import Verifier
@@ -21,42 +21,49 @@ from specgen.verify import Verifier
 @dataclass(slots=True)
 class Generation:
     """The state of one sequence. The loop changes it; `n_ctx` is the most tokens that may be
-    decoded, prompt and answer together.
+    decoded, prompt and answer together. `state` begins with the prompt.
 
     `drafter` is None for plain decoding, and becomes None when drafting fails.
     """
 
     vocabulary: Vocabulary
-    prompt: Sequence[int]
     options: GenerationOptions
     n_ctx: int
     drafter: Drafter | None
     policy: Policy
     verifier: Verifier
+    #: The target's samplers over `state`.
+    shaper: Shaper
+    #: The committed text, prompt and answer; the drafter may share it.
+    state: TextState
     rng: np.random.Generator
     slot: Slot = field(default_factory=Slot)
     #: Which of several parallel generations this is, in events.
     index: int = 0
-    #: All committed tokens, prompt and answer.
-    tokens: list[int] = field(init=False)
     text: TextStream = field(init=False)
     tally: Tally = field(default_factory=Tally)
     finish_reason: FinishReason | None = None
     stopped_by: str | None = None
+    n_prompt: int = field(init=False)
     #: The last token of `tokens` ends the text and is not part of the answer.
     _has_end_token: bool = False
 
     def __post_init__(self) -> None:
-        if not self.prompt:
+        self.n_prompt = len(self.state.tokens)
+        if not self.n_prompt:
             raise ValueError("a generation needs at least one prompt token")
-        self.tokens = list(self.prompt)
         self.text = TextStream(self.options.stop)
         if self.options.max_tokens == 0:
             self.finish_reason = "length"
 
     @property
-    def n_prompt(self) -> int:
-        return len(self.prompt)
+    def tokens(self) -> list[int]:
+        """All committed tokens, prompt and answer."""
+        return self.state.tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
 
     @property
     def answer(self) -> list[int]:
@@ -87,7 +94,7 @@ class Generation:
         where an answer ends by what it contains, one token at a time, so that a draft cannot
         move the end.
         """
-        self.tokens.append(token)
+        self.state.commit(token)
         if self.vocabulary.is_end(token):
             self._has_end_token = True
             self.finish("stop", self.vocabulary.token_text(token))
@@ -126,6 +133,7 @@ class Generation:
             n_prompt_tokens=self.n_prompt,
             n_tokens=self.n_answer,
             n_rounds=tally.n_rounds,
+            n_forced=tally.n_forced,
             n_drafted=tally.n_drafted,
             n_accepted=tally.n_accepted,
             acceptance_rate=tally.acceptance_rate,

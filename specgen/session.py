@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
+import math
 import secrets
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from specgen import chat
 from specgen.backend.base import Backend
-from specgen.backend.llama import LlamaBackend, LlamaModel
+from specgen.backend.llama import LlamaBackend, LlamaGrammar, LlamaModel
 from specgen.drafters import Drafter, ModelDrafter, NgramDrafter
-from specgen.errors import ModelFileError, PromptError
+from specgen.errors import PromptError, UsageError
 from specgen.events import Event, NoticeEvent, PromptEvent
 from specgen.generation import Generation
+from specgen.grammar import GrammarState
 from specgen.loop import Loop
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
 from specgen.pair import check_pair
 from specgen.policy import FixedPolicy
-from specgen.verify import AutoVerifier
+from specgen.sampling import DryBreakers, Sampler
+from specgen.state import Shaper, TextState
+from specgen.verify import make_verifier
 
 #: What drafts: a model file, n-grams of the text so far, or nothing.
 DraftSource: TypeAlias = Path | Literal["ngram", "none"]
@@ -60,11 +65,16 @@ class Session:
         self._resources = contextlib.ExitStack()
         self._draft_model: LlamaModel | None = None
         self._n_shared_tokens = 0
+        self._grammar: GrammarState | None = None
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
             self._target_model = self._load(options.target, options.target_context)
             if isinstance(options.draft, Path):
                 self._open_draft_model(options.draft)
+            vocabulary = self._target_model.vocabulary
+            if options.generation.grammar is not None:
+                self._grammar = LlamaGrammar(vocabulary, options.generation.grammar).start
+            self._make_samplers()
             on_error.pop_all()
 
     def __enter__(self) -> Session:
@@ -80,6 +90,24 @@ class Session:
     @property
     def target_model(self) -> LlamaModel:
         return self._target_model
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        return self._clock
+
+    @property
+    def options(self) -> SessionOptions:
+        return self._options
+
+    @property
+    def sampler(self) -> Sampler:
+        """The target's samplers."""
+        return self._sampler
+
+    @property
+    def n_rows_max(self) -> int:
+        """The most rows of a round's batch: the draft, and the token before it."""
+        return 1 + max(0, self._options.drafting.max_tokens)
 
     @property
     def draft_name(self) -> str:
@@ -131,15 +159,11 @@ class Session:
         """
         options = self._options
         tokens = self.tokenize(prompt, parse_special=parse_special)
-        n_ctx = self._context_size(len(tokens))
+        n_ctx = self.context_size(len(tokens))
         seed = options.sampler.seed if options.sampler.seed >= 0 else secrets.randbits(32)
-        with contextlib.ExitStack() as stack:
-            target = stack.enter_context(contextlib.closing(self._target_context(n_ctx)))
-            draft = self._draft_context(n_ctx)
-            if draft is not None:
-                stack.callback(draft.close)
+        with self.contexts(n_ctx) as (target, draft):
             loop = Loop(target, self._clock, interrupted)
-            generation = self._generation(tokens, n_ctx, target, draft, seed)
+            generation = self.generation(tokens, n_ctx, draft, seed)
             yield PromptEvent(
                 sequence=0,
                 time_s=loop.now_s,
@@ -148,16 +172,14 @@ class Session:
                 target=self._target_model.name,
                 draft=self.draft_name,
                 n_ctx=n_ctx,
-                temperature=options.sampler.temperature,
-                top_k=options.sampler.top_k,
-                top_p=options.sampler.top_p,
-                min_p=options.sampler.min_p,
-                seed=seed,
+                sampler=_settings(replace(options.sampler, seed=seed)),
+                verifier=options.drafting.verifier,
+                grammar=options.generation.grammar,
             )
-            for message in self._notices(target, n_ctx):
+            for message in self._notices(n_ctx):
                 yield NoticeEvent(sequence=0, time_s=loop.now_s, message=message)
             yield from loop.start(generation)
-            while generation.finish_reason is None:
+            while not generation.is_finished:
                 yield from loop.round([generation])
             yield from loop.finish(generation, estimate_gain=estimate_gain)
 
@@ -168,11 +190,6 @@ class Session:
 
     def _open_draft_model(self, path: Path) -> None:
         draft = self._load(path, self._options.draft_context)
-        if not draft.can_roll_back:
-            raise ModelFileError(
-                f"{path}: a recurrent model cannot take tokens back, so it cannot draft",
-                hint="take another draft, or --draft ngram",
-            )
         self._n_shared_tokens = check_pair(
             self._target_model.vocabulary,
             draft.vocabulary,
@@ -181,7 +198,7 @@ class Session:
         )
         self._draft_model = draft
 
-    def _context_size(self, n_prompt: int) -> int:
+    def context_size(self, n_prompt: int) -> int:
         """The target's context in tokens. Raises `PromptError` if the prompt is longer."""
         n_train = self._target_model.n_ctx_train
         wanted = self._options.target_context.n_ctx
@@ -199,61 +216,125 @@ class Session:
             raise PromptError(f"the prompt has {n_prompt} tokens, the context {n_ctx}", hint)
         return n_ctx
 
-    def _target_context(self, n_ctx: int) -> LlamaBackend:
-        return LlamaBackend(
-            self._target_model,
-            self._options.target_context,
-            n_ctx=n_ctx,
-            clock=self._clock,
-            n_outputs=1 + max(0, self._options.drafting.max_tokens),
-        )
+    @contextlib.contextmanager
+    def contexts(
+        self, n_ctx: int, *, drafts: bool = True
+    ) -> Iterator[tuple[LlamaBackend, LlamaBackend | None]]:
+        """Contexts of n_ctx tokens of the target and, if there is one and `drafts` asks for
+        it, of the draft model. Raises `MemoryLimitError`."""
+        with contextlib.ExitStack() as stack:
+            target = LlamaBackend(
+                self._target_model,
+                self._options.target_context,
+                n_ctx=n_ctx,
+                clock=self._clock,
+                n_outputs=self.n_rows_max,
+            )
+            stack.callback(target.close)
+            draft = None
+            if drafts and self._draft_model is not None:
+                n_train = self._draft_model.n_ctx_train
+                draft = LlamaBackend(
+                    self._draft_model,
+                    self._options.draft_context,
+                    n_ctx=min(n_ctx, n_train) if n_train > 0 else n_ctx,
+                    clock=self._clock,
+                )
+                stack.callback(draft.close)
+            yield target, draft
 
-    def _draft_context(self, n_ctx: int) -> LlamaBackend | None:
-        if self._draft_model is None or not self._target_model.can_roll_back:
-            return None
-        n_train = self._draft_model.n_ctx_train
-        return LlamaBackend(
-            self._draft_model,
-            self._options.draft_context,
-            n_ctx=min(n_ctx, n_train) if n_train > 0 else n_ctx,
-            clock=self._clock,
-        )
+    def text(self, prompt: Sequence[int]) -> TextState:
+        """A text that begins with `prompt`, and its grammar at the start."""
+        return TextState(prompt, self._grammar)
 
-    def _generation(
-        self, tokens: list[int], n_ctx: int, target: Backend, draft: Backend | None, seed: int
+    def shaper(self, text: TextState) -> Shaper:
+        """The target's samplers over a text."""
+        return Shaper(self._sampler, text)
+
+    def generation(
+        self,
+        tokens: Sequence[int],
+        n_ctx: int,
+        draft: Backend | None,
+        seed: int,
+        *,
+        plain: bool = False,
+        make_shaper: Callable[[Sampler, TextState], Shaper] = Shaper,
     ) -> Generation:
-        sampler, drafting = self._options.sampler, self._options.drafting
+        """An answer to begin after `tokens`; `draft` is the draft model's context, if there is
+        one. With `plain`, nothing drafts."""
+        drafting = self._options.drafting
         # The draft draws from a stream of its own: what it draws must not move the target's.
         target_seed, draft_seed = np.random.SeedSequence(seed).spawn(2)
+        state = self.text(tokens)
         drafter: Drafter | None = None
-        if draft is not None:
-            ignore_eos = self._options.generation.ignore_eos
+        if plain:
+            pass
+        elif draft is not None:
             drafter = ModelDrafter(
                 draft,
-                sampler,
+                make_shaper(self._draft_sampler, state),
                 np.random.default_rng(draft_seed),
+                draws=self._draws,
                 n_shared_tokens=self._n_shared_tokens,
-                excluded=target.vocabulary.end_tokens() if ignore_eos else (),
             )
-        elif self._options.draft == "ngram" and target.can_roll_back:
+        elif self._options.draft == "ngram":
             drafter = NgramDrafter(drafting.ngram_min, drafting.ngram_max)
         return Generation(
-            vocabulary=target.vocabulary,
-            prompt=tokens,
+            vocabulary=self._target_model.vocabulary,
             options=self._options.generation,
             n_ctx=n_ctx,
             drafter=drafter,
             policy=FixedPolicy(drafting),
-            verifier=AutoVerifier(sampler),
+            verifier=make_verifier(drafting.verifier),
+            shaper=make_shaper(self._sampler, state),
+            state=state,
             rng=np.random.default_rng(target_seed),
         )
 
-    def _notices(self, target: Backend, n_ctx: int) -> Iterator[str]:
-        if self._options.draft != "none" and not target.can_roll_back:
-            yield (
-                f"{self._target_model.name} is a recurrent model, whose cache cannot take "
-                "refused tokens back: decoding without a draft"
+    def _make_samplers(self) -> None:
+        """The target's chain of samplers, and the draft's, which is the same but for what
+        makes its drafts likelier to be accepted."""
+        options, vocabulary = self._options, self._target_model.vocabulary
+        sampler = options.sampler
+        for token, _ in sampler.logit_bias:
+            if not 0 <= token < vocabulary.n_tokens:
+                raise UsageError(
+                    f"--logit-bias: there is no token {token}: "
+                    f"{self._target_model.name} has {vocabulary.n_tokens}"
+                )
+        if options.generation.ignore_eos:
+            never = tuple((token, -math.inf) for token in vocabulary.end_tokens())
+            sampler = replace(sampler, logit_bias=sampler.logit_bias + never)
+        breakers = None
+        if sampler.dry_multiplier > 0.0:
+            breakers = DryBreakers.of(vocabulary, sampler.dry_breakers)
+        self._sampler = Sampler(sampler, breakers)
+        self._draws = (
+            self._sampler.is_random and make_verifier(options.drafting.verifier).wants_draws
+        )
+        if not self._draws:  # the most likely text is accepted most
+            # A temperature that is not among the samplers, or a dynamic one, would not be 0.
+            order = tuple(dict.fromkeys((*sampler.samplers, "temperature")))
+            shaped = replace(
+                sampler,
+                temperature=0.0,
+                dynatemp_range=0.0,
+                xtc_probability=0.0,
+                samplers=order,
             )
+        else:
+            drafting = options.drafting
+            shaped = replace(
+                sampler,
+                temperature=sampler.temperature
+                if drafting.temperature is None
+                else drafting.temperature,
+                top_k=sampler.top_k if drafting.top_k is None else drafting.top_k,
+            )
+        self._draft_sampler = Sampler(shaped, breakers)
+
+    def _notices(self, n_ctx: int) -> Iterator[str]:
         for model in (self._target_model, self._draft_model):
             if model is not None and 0 < model.n_ctx_train < n_ctx:
                 what = "drafting ends there" if model is self._draft_model else "expect poor text"
@@ -261,3 +342,13 @@ class Session:
                     f"{model.name} was trained with {model.n_ctx_train} tokens of context, "
                     f"{n_ctx} are asked for: {what}"
                 )
+
+
+def _settings(options: SamplerOptions) -> dict[str, Any]:
+    """The samplers' options as JSON can have them."""
+    settings = dataclasses.asdict(options)
+    # JSON has no infinity.
+    settings["logit_bias"] = [
+        [token, bias if math.isfinite(bias) else str(bias)] for token, bias in options.logit_bias
+    ]
+    return settings

@@ -20,6 +20,8 @@ class Tally:
     n_rounds: int = 0
     #: Tokens committed in these rounds.
     n_round_tokens: int = 0
+    #: Tokens that the grammar forced, the end of the text among them.
+    n_forced: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
     drafted_by_depth: list[int] = field(default_factory=list)
@@ -31,6 +33,10 @@ class Tally:
     wall_s: float = 0.0
     #: `wall_s` when the first token was there.
     first_token_s: float | None = None
+    #: `wall_s` when the prompt was decoded and its token committed, and how many tokens there
+    #: were then: a grammar may have forced some before and after it.
+    start_s: float = 0.0
+    n_start_tokens: int = 0
     #: The target's decode times by the number of rows.
     target_s_by_rows: defaultdict[int, list[float]] = field(
         default_factory=lambda: defaultdict(list)
@@ -64,10 +70,10 @@ class Tally:
         return self.n_round_tokens / self.n_rounds if self.n_rounds else None
 
     def tokens_per_s(self, n_tokens: int) -> float | None:
-        """Tokens per second after the first one."""
-        if n_tokens < 2 or self.first_token_s is None or self.wall_s <= self.first_token_s:
+        """Tokens per second after the prompt's decode and what came with it."""
+        if n_tokens <= self.n_start_tokens or self.wall_s <= self.start_s:
             return None
-        return (n_tokens - 1) / (self.wall_s - self.first_token_s)
+        return (n_tokens - self.n_start_tokens) / (self.wall_s - self.start_s)
 
     def plain_token_s(self) -> float | None:
         """Median time of the target's single-row decodes; None if there were too few."""

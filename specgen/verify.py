@@ -2,20 +2,25 @@
 
 Every verifier here is exact: what it keeps is distributed as the target alone would have
 written it. The legend for all of them: *target* is the distribution that the target's logits
-give at a node after the samplers, *draft* the one that a drafted token was drawn from.
+give after a node, samplers and grammar included; *draft* the one that a drafted token was
+drawn from.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from specgen.arrays import Logits
 from specgen.draft import ROOT, Draft
-from specgen.options import SamplerOptions
-from specgen.sampling import Distribution, argmax, distribution
+from specgen.options import VerifierName
+from specgen.sampling import Distribution
+
+#: The target's distribution after a node of the draft, or after `ROOT`. Each call costs a run
+#: of the samplers: ask for what is needed, once.
+Target: TypeAlias = Callable[[int], Distribution]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +33,15 @@ class Verdict:
 
 
 class Verifier(Protocol):
-    """Judges a draft. `logits` is float32[1 + len(draft), n_vocab]: the target's logits
-    after the root, then after each node."""
+    """Judges a draft."""
 
-    def verify(self, draft: Draft, logits: Logits, rng: np.random.Generator) -> Verdict: ...
+    @property
+    def wants_draws(self) -> bool:
+        """Whether it accepts more of a draft that was drawn at random, with its distributions
+        on record, than of the draft model's most likely tokens."""
+        ...
+
+    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict: ...
 
 
 class MatchVerifier:
@@ -44,14 +54,13 @@ class MatchVerifier:
     for a draft that was not drawn at random.
     """
 
-    def __init__(self, options: SamplerOptions) -> None:
-        self._options = options
+    wants_draws = False
 
-    def verify(self, draft: Draft, logits: Logits, rng: np.random.Generator) -> Verdict:
+    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
         node = ROOT
         path: list[int] = []
         while True:
-            token = self._choose(logits[node + 1], rng)
+            token = target(node).draw(rng)
             for child in draft.children(node):
                 if draft.tokens[child] == token:
                     break
@@ -59,11 +68,6 @@ class MatchVerifier:
                 return Verdict(tuple(path), token)
             node = child
             path.append(child)
-
-    def _choose(self, row: Logits, rng: np.random.Generator) -> int:
-        if self._options.greedy:
-            return argmax(row)
-        return distribution(row, self._options).draw(rng)
 
 
 class ResidualVerifier:
@@ -77,40 +81,105 @@ class ResidualVerifier:
     distribution has all its mass on the token.
     """
 
-    def __init__(self, options: SamplerOptions) -> None:
-        self._options = options
+    wants_draws = True
 
-    def verify(self, draft: Draft, logits: Logits, rng: np.random.Generator) -> Verdict:
+    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
         node = ROOT
         path: list[int] = []
         while True:
-            target = distribution(logits[node + 1], self._options)
+            remaining = target(node)
             for child in draft.children(node):
+                drawn_from = _drawn_from(draft, child)
                 token = draft.tokens[child]
-                draft_distribution = draft.distributions[child] or Distribution.certain(token)
-                target_prob = target.probability(token)
-                if rng.random() * draft_distribution.probability(token) < target_prob:
+                if rng.random() * drawn_from.probability(token) < remaining.probability(token):
                     break
-                # Nothing remains only if the two are equal up to rounding, where a refusal
+                # Nothing is left only if the two are equal up to rounding, where a refusal
                 # has no chance but for rounding: the target itself is then the right choice.
-                target = target.minus(draft_distribution) or target
+                remaining = remaining.minus(drawn_from) or remaining
             else:
-                return Verdict(tuple(path), target.draw(rng))
+                return Verdict(tuple(path), remaining.draw(rng))
             node = child
             path.append(child)
 
 
+class BlockVerifier:
+    """Judge a drawn chain as a whole: never fewer accepted tokens than by judging them one by
+    one, in expectation (Sun et al., arXiv:2403.10444, Algorithm 2).
+
+    Token by token, a token less likely under the target than under the draft may end the
+    block although those after it would make up for it. Here the ratio of the probabilities
+    of whole prefixes decides: with r(0) = 1 and r(i) = min(1, r(i-1) target(x_i) / draft(x_i)),
+    the prefix of length i is accepted with probability h(i) = s(i) / (s(i) + 1 - r(i)), where
+    s(i) = sum over x of max(0, r(i) target(x) - draft(x)) after that prefix; the whole chain
+    with h = r. The longest accepted prefix is kept, and the token after it drawn from
+    normalize(max(0, r target - draft)).
+
+    It holds for chains whose length depends on the drafted tokens, as long as the decision to
+    stop was made before the next draw. A tree with siblings is judged by recursive rejection.
+    """
+
+    wants_draws = True
+
+    def __init__(self) -> None:
+        self._residual = ResidualVerifier()
+
+    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
+        if not draft.is_chain:
+            return self._residual.verify(draft, target, rng)
+        after = kept_after = target(ROOT)
+        ratio = kept_ratio = 1.0
+        n_kept = 0
+        for node, token in enumerate(draft.tokens):
+            ratio *= after.probability(token) / _drawn_from(draft, node).probability(token)
+            if ratio == 0.0:  # no longer prefix can be accepted either
+                break
+            ratio = min(1.0, ratio)
+            after = target(node)
+            if node + 1 == len(draft):
+                chance = ratio
+            else:
+                excess = after.excess(_drawn_from(draft, node + 1), ratio)
+                # 0 / 0 where target and draft are equal and nothing was lost so far: the next
+                # prefix is then accepted with certainty, so it does not matter.
+                chance = excess / (excess + 1.0 - ratio) if excess > 0.0 else 0.0
+            if rng.random() < chance:
+                n_kept, kept_ratio, kept_after = node + 1, ratio, after
+        if n_kept < len(draft):
+            drawn_from = _drawn_from(draft, n_kept)
+            kept_after = kept_after.minus(drawn_from, kept_ratio) or kept_after
+        return Verdict(tuple(range(n_kept)), kept_after.draw(rng))
+
+
 class AutoVerifier:
-    """Residual sampling where a draft was drawn at random, matching everywhere else.
+    """The verifier that accepts most of the draft at hand: a drawn one is judged as a block,
+    any other by matching.
 
     Which of the two judges a round depends on how the draft was made, never on its tokens,
     so the choice biases nothing.
     """
 
-    def __init__(self, options: SamplerOptions) -> None:
-        self._match = MatchVerifier(options)
-        self._residual = ResidualVerifier(options)
+    wants_draws = True
 
-    def verify(self, draft: Draft, logits: Logits, rng: np.random.Generator) -> Verdict:
-        verifier = self._residual if draft.is_drawn else self._match
-        return verifier.verify(draft, logits, rng)
+    def __init__(self) -> None:
+        self._match = MatchVerifier()
+        self._block = BlockVerifier()
+
+    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
+        verifier = self._block if draft.is_drawn else self._match
+        return verifier.verify(draft, target, rng)
+
+
+def make_verifier(name: VerifierName) -> Verifier:
+    """The verifier of that name."""
+    kinds: dict[VerifierName, Callable[[], Verifier]] = {
+        "auto": AutoVerifier,
+        "match": MatchVerifier,
+        "residual": ResidualVerifier,
+        "block": BlockVerifier,
+    }
+    return kinds[name]()
+
+
+def _drawn_from(draft: Draft, node: int) -> Distribution:
+    """What a node's token was drawn from; a token chosen without chance was certain."""
+    return draft.distributions[node] or Distribution.certain(draft.tokens[node])

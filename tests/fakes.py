@@ -13,11 +13,13 @@ from specgen.draft import NO_DRAFT, ROOT, Draft
 from specgen.drafters import Drafter, ModelDrafter, NgramDrafter
 from specgen.events import Event
 from specgen.generation import Generation
+from specgen.grammar import GrammarState
 from specgen.loop import Loop
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.packing import Slot
 from specgen.policy import FixedPolicy, Policy, RoundReport
-from specgen.sampling import Distribution, distribution
+from specgen.sampling import Distribution, Sampler, distribution
+from specgen.state import Shaper, TextState
 from specgen.verify import AutoVerifier, Verifier
 
 GREEDY = SamplerOptions()
@@ -74,7 +76,7 @@ class TreeDrafter:
     def observe(self, report: RoundReport) -> None:
         pass
 
-    def reset(self) -> None:
+    def rewind(self, n_tokens: int) -> None:
         pass
 
     def close(self) -> None:
@@ -127,7 +129,7 @@ class SiblingDrafter:
     def observe(self, report: RoundReport) -> None:
         pass
 
-    def reset(self) -> None:
+    def rewind(self, n_tokens: int) -> None:
         pass
 
     def close(self) -> None:
@@ -162,8 +164,8 @@ class FailingDrafter:
     def observe(self, report: RoundReport) -> None:
         self.inner.observe(report)
 
-    def reset(self) -> None:
-        self.inner.reset()
+    def rewind(self, n_tokens: int) -> None:
+        self.inner.rewind(n_tokens)
 
     def close(self) -> None:
         self.inner.close()
@@ -181,7 +183,7 @@ class NoDrafter:
     def observe(self, report: RoundReport) -> None:
         pass
 
-    def reset(self) -> None:
+    def rewind(self, n_tokens: int) -> None:
         pass
 
     def close(self) -> None:
@@ -194,8 +196,10 @@ class Setup:
 
     language: Language = field(default_factory=lambda: random_language(N_VOCAB, seed=7))
     vocabulary: FakeVocabulary = field(default_factory=lambda: FakeVocabulary.letters(N_VOCAB))
-    drafter: Drafter | None = None
+    #: A drafter, or what makes one that sees the text.
+    drafter: Drafter | Callable[[TextState], Drafter] | None = None
     sampler: SamplerOptions = GREEDY
+    grammar: GrammarState | None = None
     drafting: DraftOptions = field(default_factory=lambda: DraftOptions(max_tokens=4, p_min=0.0))
     options: GenerationOptions = field(default_factory=lambda: GenerationOptions(max_tokens=40))
     n_ctx: int = 256
@@ -207,14 +211,16 @@ class Setup:
     target: FakeBackend = field(init=False)
 
     def generation(self, index: int = 0) -> Generation:
+        state = TextState(self.prompt, self.grammar)
         return Generation(
             vocabulary=self.vocabulary,
-            prompt=self.prompt,
             options=self.options,
             n_ctx=self.n_ctx,
-            drafter=self.drafter,
+            drafter=self.drafter(state) if callable(self.drafter) else self.drafter,
             policy=FixedPolicy(self.drafting),
-            verifier=self.verifier or AutoVerifier(self.sampler),
+            verifier=self.verifier or AutoVerifier(),
+            shaper=Shaper(Sampler(self.sampler), state),
+            state=state,
             rng=np.random.default_rng(self.seed),
             slot=Slot(first=index * self.n_branches, n_branches=self.n_branches),
             index=index,
@@ -250,12 +256,16 @@ def model_drafter(
     n_ctx: int = 256,
     n_batch: int = 64,
     seed: int = 99,
+    state: TextState | None = None,
 ) -> tuple[ModelDrafter, FakeBackend]:
+    """A drafter and its backend. It needs the text's state where samplers look back."""
     backend = FakeBackend(vocabulary, language, n_ctx=n_ctx, n_batch=n_batch, n_sequences=1)
+    chain = Sampler(sampler)
     drafter = ModelDrafter(
         backend,
-        sampler,
+        Shaper(chain, state or TextState(PROMPT)),
         np.random.default_rng(seed),
+        draws=chain.is_random,
         n_shared_tokens=vocabulary.n_tokens,
     )
     return drafter, backend

@@ -45,7 +45,7 @@ class Script:
 
     def prompt(self, n_tokens: int = 12) -> Script:
         event = PromptEvent(
-            0, 0.0, "Say hello.", n_tokens, "t.gguf", self.draft, 512, 0.0, 40, 0.95, 0.05, 1
+            0, 0.0, "Say hello.", n_tokens, "t.gguf", self.draft, 512, {"seed": 1}, "auto", None
         )
         return self._add(event)
 

@@ -35,11 +35,9 @@ SAMPLES: list[events.Event] = [
         target="target.gguf",
         draft="none",
         n_ctx=512,
-        temperature=0.7,
-        top_k=40,
-        top_p=0.95,
-        min_p=0.05,
-        seed=1,
+        sampler={"temperature": 0.7, "logit_bias": [[3, "-inf"]]},
+        verifier="auto",
+        grammar=None,
     ),
     events.DraftedEvent(
         sequence=0,
@@ -56,6 +54,19 @@ SAMPLES: list[events.Event] = [
         rejected=(events.RejectedBranch(nodes=(1,), text="no"),),
         next_token_id=7,
         next_kind="corrected",
+    ),
+    events.CommittedEvent(
+        sequence=0,
+        time_s=0.3,
+        round=1,
+        pieces=(
+            dataclasses.replace(
+                PIECE, logprob=-0.1, top_logprobs=(events.TokenLogprob(5, " é", -0.1),)
+            ),
+            dataclasses.replace(PIECE, kind="forced", origin="grammar"),
+        ),
+        text=" é é",
+        n_tokens=2,
     ),
     events.CommittedEvent(sequence=0, time_s=0.3, round=1, pieces=(PIECE,), text=" é", n_tokens=1),
     events.NoticeEvent(sequence=0, time_s=0.3, message="drafting stopped"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -57,11 +59,28 @@ def test_lookup_needs_a_match_of_the_shortest_length() -> None:
         NgramDrafter(3, 2)
 
 
-def test_lookup_forgets_on_reset() -> None:
+def test_lookup_forgets_when_rewound() -> None:
     drafter = NgramDrafter(1, 2)
     assert len(drafter.propose([1, 2, 1], 1, policy())) == 1
-    drafter.reset()
+    drafter.rewind(0)
     assert drafter.propose([2, 1], 1, policy()) is NO_DRAFT
+
+
+@given(
+    st.lists(st.integers(0, 2), min_size=1, max_size=20),
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), max_size=4),
+    st.data(),
+)
+def test_a_rewound_lookup_is_as_if_it_had_never_gone_further(
+    text: list[int], endings: list[list[int]], data: st.DataObject
+) -> None:
+    drafter = NgramDrafter(1, 3)
+    drafter.propose(text, 2, policy())
+    for ending in endings:
+        n_kept = data.draw(st.integers(0, len(text)))
+        drafter.rewind(n_kept)
+        text = text[:n_kept] + ending
+        assert drafter.propose(text, 3, policy()) == NgramDrafter(1, 3).propose(text, 3, policy())
 
 
 def test_the_cost_of_a_lookup_does_not_grow_with_the_text() -> None:
@@ -86,7 +105,7 @@ def test_the_cost_of_a_lookup_does_not_grow_with_the_text() -> None:
         Counting.n = 0
         context.append(len(context) % 7)
         drafter.propose(context, 4, policy())
-        assert Counting.n <= 8
+        assert Counting.n <= 12
 
 
 # --- a draft model
@@ -132,13 +151,12 @@ def test_drafting_stops_where_the_model_is_unsure() -> None:
         assert len(draft) == 16 or 1 / np.exp(row - row.max()).sum() < p_min
 
 
-def test_drafting_ends_with_an_end_token_and_skips_what_is_excluded() -> None:
+def test_drafting_ends_with_an_end_token_and_skips_what_is_biased_away() -> None:
     first = int(LANGUAGE((1, 2, 3)).argmax())
     ending = FakeVocabulary.letters(N_VOCAB, ends=[first])
     drafter, _ = model_drafter(LANGUAGE, ending)
     assert drafter.propose([1, 2, 3], 8, policy(8)).tokens == (first,)
-    drafter, _ = model_drafter(LANGUAGE, ending)
-    drafter._excluded = [first]
+    drafter, _ = model_drafter(LANGUAGE, ending, SamplerOptions(logit_bias=((first, -math.inf),)))
     draft = drafter.propose([1, 2, 3], 8, policy(8))
     assert len(draft) == 8
     assert first not in draft.tokens
@@ -170,10 +188,22 @@ def test_the_cache_follows_a_text_that_went_another_way() -> None:
         assert backend.text(0) == tuple(context)
 
 
-def test_a_reset_drafter_begins_anew() -> None:
+@pytest.mark.parametrize("n_kept", range(6))
+def test_a_rewound_drafter_goes_on_as_a_fresh_one(n_kept: int) -> None:
     drafter, backend = model_drafter(LANGUAGE, LETTERS)
     drafter.propose([1, 2, 3, 4], 4, policy())
-    drafter.reset()
+    drafter.propose([1, 2, 3, 4, 5, 6], 4, policy())
+    drafter.rewind(n_kept)
+    text = [*[1, 2, 3, 4, 5, 6][:n_kept], 9, 8]
+    fresh, _ = model_drafter(LANGUAGE, LETTERS)
+    assert drafter.propose(text, 3, policy()) == fresh.propose(text, 3, policy())
+    assert backend.text(0)[: len(text)] == tuple(text)
+
+
+def test_a_drafter_rewound_to_the_beginning_begins_anew() -> None:
+    drafter, backend = model_drafter(LANGUAGE, LETTERS)
+    drafter.propose([1, 2, 3, 4], 4, policy())
+    drafter.rewind(0)
     assert backend.length(0) == 0
     fresh, _ = model_drafter(LANGUAGE, LETTERS)
     assert drafter.propose([5, 6], 4, policy()) == fresh.propose([5, 6], 4, policy())

@@ -16,7 +16,7 @@ from specgen.arrays import Logits
 from specgen.backend.base import Batch
 from specgen.backend.llama import LlamaBackend, LlamaModel
 from specgen.draft import ROOT, Draft
-from specgen.errors import BackendError, MemoryLimitError, ModelFileError, RollbackError, UsageError
+from specgen.errors import BackendError, MemoryLimitError, ModelFileError, UsageError
 from specgen.options import ContextOptions
 from specgen.packing import Slot, keep_path, pack
 from specgen.tiny import TinyConfig, write_tiny_model
@@ -156,18 +156,6 @@ def test_what_cannot_be_decoded_is_an_error_with_the_position(model: LlamaModel)
         backend.decode(greedy)
     backend.close()
     backend.close()
-
-
-def test_a_recurrent_models_refusal_to_roll_back_is_not_ignored(tmp_path: Path) -> None:
-    path = write_tiny_model(tmp_path / "mamba.gguf", TinyConfig(architecture="mamba"))
-    model = LlamaModel(path)
-    assert not model.can_roll_back
-    backend = context(model, n_sequences=1)
-    decode(backend, TEXT)
-    with pytest.raises(RollbackError, match="from position 3"):
-        backend.remove(0, 3)
-    backend.close()
-    model.close()
 
 
 def test_the_vocabulary_is_byte_exact(model: LlamaModel) -> None:

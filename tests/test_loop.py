@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -201,13 +203,16 @@ def test_an_interruption_releases_text_that_was_held_back(after: int) -> None:
     assert shown == fast.text.text == text[: fast.n_answer]
 
 
-def test_ignore_eos_never_chooses_an_end_token() -> None:
+def test_a_biased_end_token_is_never_chosen() -> None:
     vocabulary = FakeVocabulary.letters(N_VOCAB, ends=[0, 3, 4])
-    options = GenerationOptions(max_tokens=50, ignore_eos=True)
-    for sampler in (SamplerOptions(), SamplerOptions(temperature=1.0, top_k=0, min_p=0, top_p=1)):
+    never = tuple((token, -math.inf) for token in (0, 3, 4))
+    for sampler in (
+        SamplerOptions(logit_bias=never),
+        SamplerOptions(temperature=1.0, top_k=0, min_p=0, top_p=1, logit_bias=never),
+    ):
         fast, _ = Setup(
             vocabulary=vocabulary,
-            options=options,
+            options=GenerationOptions(max_tokens=50),
             sampler=sampler,
             drafter=model_drafter(LANGUAGE, vocabulary, sampler)[0],
         ).run()

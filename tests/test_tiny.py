@@ -13,7 +13,7 @@ import pytest
 from specgen.arrays import Logits
 from specgen.backend.base import Batch
 from specgen.backend.llama import LlamaBackend, LlamaModel
-from specgen.errors import ModelFileError, RollbackError
+from specgen.errors import ModelFileError
 from specgen.options import ContextOptions
 from specgen.tiny import (
     CHATML_TEMPLATE,
@@ -34,6 +34,13 @@ GENERATING = [
     pytest.param(TinyConfig(architecture="qwen2", n_head_kv=1), id="qwen2"),
     pytest.param(TinyConfig(architecture="mamba"), id="mamba"),
     pytest.param(TinyConfig(architecture="mamba", tensor_type="q8_0"), id="mamba-q8_0"),
+    pytest.param(TinyConfig(architecture="gemma3", sliding_window=8), id="gemma3"),
+    pytest.param(TinyConfig(architecture="gemma3", n_head_kv=1), id="gemma3-no-window"),
+    pytest.param(TinyConfig(architecture="mamba2"), id="mamba2"),
+    pytest.param(TinyConfig(architecture="jamba", n_head_kv=1), id="jamba"),
+    pytest.param(TinyConfig(architecture="lfm2", n_head_kv=1), id="lfm2"),
+    pytest.param(TinyConfig(architecture="qwen35", n_head_kv=1), id="qwen35"),
+    pytest.param(TinyConfig(architecture="qwen35", n_layer=4, tensor_type="q8_0"), id="qwen35-4"),
 ]
 
 
@@ -258,19 +265,38 @@ def test_chat_template_is_the_models_own(tmp_path: Path) -> None:
         assert backend.model.chat_template() is None
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mamba"])
-def test_only_the_recurrent_model_cannot_roll_back(
-    tmp_path: Path, architecture: Architecture
+@pytest.mark.parametrize(
+    ("architecture", "has_state"),
+    [
+        ("llama", False),
+        ("qwen2", False),
+        ("gemma3", False),
+        ("mamba", True),
+        ("mamba2", True),
+        ("jamba", True),
+        ("lfm2", True),
+        ("qwen35", True),
+    ],
+)
+def test_llama_cpp_sees_the_state_of_those_that_have_one(
+    tmp_path: Path, architecture: Architecture, has_state: bool
 ) -> None:
     with opened(tmp_path, TinyConfig(architecture=architecture)) as backend:
-        decode(backend, list(b"abcdef"))
-        assert backend.can_roll_back == (architecture == "llama")
-        if architecture == "llama":
-            backend.remove(0, 3)
-            assert backend.length(0) == 3
-        else:
-            with pytest.raises(RollbackError):
-                backend.remove(0, 3)
+        assert backend.model.has_recurrent_state == has_state
+
+
+def test_a_sliding_window_hides_what_is_before_it(tmp_path: Path) -> None:
+    """In one layer of two, so that the other one's keys show what it missed."""
+    tokens = list(range(40, 80))
+    rows = []
+    for n_layer in (1, 2):
+        config = TinyConfig(architecture="gemma3", sliding_window=8, n_layer=n_layer)
+        with opened(tmp_path, config) as backend:
+            logits = decode(backend, tokens)[-1]
+            changed = decode(backend, [*tokens[:20], 100, *tokens[21:]])[-1]
+        rows.append(np.abs(changed - logits).max())
+    assert rows[0] == 0
+    assert rows[1] > 0.01
 
 
 def test_the_encoder_is_a_whole_model_that_does_not_generate(tmp_path: Path) -> None:

@@ -16,13 +16,19 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from specgen.arrays import Logits
 from specgen.backend.fake import FakeVocabulary, Language, noisy, random_language
 from specgen.draft import Draft
 from specgen.drafters import Drafter, NgramDrafter
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.sampling import Distribution, distribution
-from specgen.verify import MatchVerifier, ResidualVerifier, Verdict, Verifier
+from specgen.verify import (
+    BlockVerifier,
+    MatchVerifier,
+    ResidualVerifier,
+    Target,
+    Verdict,
+    Verifier,
+)
 from tests.fakes import Setup, SiblingDrafter, TreeDrafter, model_drafter
 from tests.goodness import p_value
 
@@ -98,10 +104,14 @@ def draw(
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("quality", DRAFTS)
-def test_residual_sampling_of_a_drawn_chain_fits(quality: str, sampler: str) -> None:
+@pytest.mark.parametrize("verifier", [ResidualVerifier, BlockVerifier])
+def test_a_drawn_chain_fits(verifier: Callable[[], Verifier], quality: str, sampler: str) -> None:
     options = SAMPLERS[sampler]
     counts = draw(
-        options, lambda seed: model_drafter(DRAFTS[quality], LETTERS, options, seed=seed)[0]
+        options,
+        lambda seed: model_drafter(DRAFTS[quality], LETTERS, options, seed=seed)[0],
+        verifier(),
+        DraftOptions(max_tokens=3, p_min=0.0),
     )
     assert p_value(counts, exact(options)) > LEVEL
 
@@ -118,17 +128,15 @@ def test_residual_sampling_of_drawn_siblings_fits(quality: str) -> None:
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("verifier", [MatchVerifier, ResidualVerifier])
-def test_deterministic_drafts_fit(
-    verifier: Callable[[SamplerOptions], Verifier], sampler: str
-) -> None:
+@pytest.mark.parametrize("verifier", [MatchVerifier, ResidualVerifier, BlockVerifier])
+def test_deterministic_drafts_fit(verifier: Callable[[], Verifier], sampler: str) -> None:
     options = SAMPLERS[sampler]
 
     def tree(seed: int) -> Drafter:
         return TreeDrafter(DRAFTS["good"], 4, 0.8, np.random.default_rng(seed))
 
-    assert p_value(draw(options, tree, verifier(options)), exact(options)) > LEVEL
-    counts = draw(options, lambda seed: NgramDrafter(1, 3), verifier(options))
+    assert p_value(draw(options, tree, verifier()), exact(options)) > LEVEL
+    counts = draw(options, lambda seed: NgramDrafter(1, 3), verifier())
     assert p_value(counts, exact(options)) > LEVEL
 
 
@@ -137,7 +145,7 @@ def test_matching_of_a_drawn_chain_fits() -> None:
     counts = draw(
         options,
         lambda seed: model_drafter(DRAFTS["bad"], LETTERS, options, seed=seed)[0],
-        MatchVerifier(options),
+        MatchVerifier(),
     )
     assert p_value(counts, exact(options)) > LEVEL
 
@@ -157,15 +165,15 @@ def test_residual_sampling_accepts_what_the_distributions_share() -> None:
     """The chance to accept is the sum of min(target, draft), over the text's own contexts."""
     options = SAMPLERS["plain"]
     rng = np.random.default_rng(1)
-    verifier = ResidualVerifier(options)
-    target_row, draft_row = TARGET(PROMPT), DRAFTS["good"](PROMPT)
-    target, draft = distribution(target_row, options), distribution(draft_row, options)
+    verifier = ResidualVerifier()
+    target = distribution(TARGET(PROMPT), options)
+    draft = distribution(DRAFTS["good"](PROMPT), options)
     shared = float(np.minimum(target.probs, draft.probs).sum())
     n = 20_000
     n_accepted = 0
     for _ in range(n):
         chain = Draft.chain([draft.draw(rng)], "model", distributions=[draft])
-        verdict = verifier.verify(chain, np.stack([target_row, target_row]), rng)
+        verdict = verifier.verify(chain, lambda node: target, rng)
         n_accepted += len(verdict.path)
     assert n_accepted / n == pytest.approx(shared, abs=5 * np.sqrt(0.25 / n))
 
@@ -173,16 +181,16 @@ def test_residual_sampling_accepts_what_the_distributions_share() -> None:
 class ReusedRow:
     """Bug: the bonus token drawn from the row before the last accepted token's."""
 
-    def __init__(self, options: SamplerOptions) -> None:
-        self._inner = ResidualVerifier(options)
-        self._options = options
+    wants_draws = True
 
-    def verify(self, draft: Draft, logits: Logits, rng: np.random.Generator) -> Verdict:
-        verdict = self._inner.verify(draft, logits, rng)
+    def __init__(self) -> None:
+        self._inner = ResidualVerifier()
+
+    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
+        verdict = self._inner.verify(draft, target, rng)
         if len(verdict.path) < len(draft) or not verdict.path:
             return verdict
-        wrong = distribution(logits[verdict.path[-1]], self._options).draw(rng)
-        return Verdict(verdict.path, wrong)
+        return Verdict(verdict.path, target(verdict.path[-1] - 1).draw(rng))
 
 
 def drawn_with_a_good_draft(verifier: Verifier) -> Counter[tuple[int, ...]]:
@@ -195,16 +203,15 @@ def drawn_with_a_good_draft(verifier: Verifier) -> Counter[tuple[int, ...]]:
 
 
 def test_a_bonus_token_from_the_wrong_row_is_caught() -> None:
-    options = SAMPLERS["plain"]
-    counts = drawn_with_a_good_draft(ReusedRow(options))
-    assert p_value(counts, exact(options)) < LEVEL
+    counts = drawn_with_a_good_draft(ReusedRow())
+    assert p_value(counts, exact(SAMPLERS["plain"])) < LEVEL
 
 
 def test_a_skipped_residual_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: after a refusal, draw from the target itself and not from the residual."""
     options = SAMPLERS["plain"]
     monkeypatch.setattr(Distribution, "minus", lambda target, draft: target)
-    counts = drawn_with_a_good_draft(ResidualVerifier(options))
+    counts = drawn_with_a_good_draft(ResidualVerifier())
     assert p_value(counts, exact(options)) < LEVEL
 
 
@@ -222,7 +229,7 @@ def test_a_top_token_tested_as_if_drawn_is_caught() -> None:
             return Draft.chain([top], "top", distributions=[source])
 
         def observe(self, report: object) -> None: ...
-        def reset(self) -> None: ...
+        def rewind(self, n_tokens: int) -> None: ...
         def close(self) -> None: ...
 
     counts = draw(options, lambda seed: TopToken())  # type: ignore[arg-type,return-value]

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from specgen.arrays import Logits
+
+#: How the end of a sequence is dropped: cell by cell (attention, with sliding windows too),
+#: by going back to one of the states after the last few rows, or to a copy of the state at
+#: the checkpoint, from where tokens are decoded again.
+Rollback: TypeAlias = Literal["cells", "snapshots", "states"]
 
 
 @dataclass(slots=True)
@@ -105,18 +110,24 @@ class Backend(Protocol):
         ...
 
     @property
-    def can_roll_back(self) -> bool:
-        """Whether the cache can drop the end of a sequence. Recurrent models cannot."""
+    def rollback(self) -> Rollback:
+        """How the end of a sequence is dropped."""
+        ...
+
+    @property
+    def can_branch(self) -> bool:
+        """Whether sequences may share cells, as a tree needs. A recurrent state is one
+        sequence's alone."""
         ...
 
     @property
     def decode_s(self) -> float:
-        """Seconds spent in decoding so far."""
+        """Seconds spent in decoding so far, and in rolling back where that takes time."""
         ...
 
     @property
     def n_decoded_rows(self) -> int:
-        """Rows decoded so far."""
+        """Rows decoded so far, those included that a rollback made to be decoded again."""
         ...
 
     def decode(self, batch: Batch) -> Logits:
@@ -132,15 +143,21 @@ class Backend(Protocol):
         """The number of tokens in a sequence: the position of its next one."""
         ...
 
+    def checkpoint(self, sequence: int) -> None:
+        """What is decoded from here on may be dropped again: `remove` has to succeed, and be
+        cheap, from this position on. To be said again before each draft is decoded."""
+        ...
+
     def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
         """Let the cells of `source` from `start` to `end` (-1: the end) belong to
-        `destination` too."""
+        `destination` too. Raises `BackendError` if sequences cannot share (`can_branch`)."""
         ...
 
     def remove(self, sequence: int, start: int = 0) -> None:
         """Drop a sequence's cells from position `start` on.
 
-        Raises `RollbackError` if the cache cannot; it is then in no known state.
+        Raises `RollbackError` if the cache cannot, now or in the next decode of the sequence;
+        it is then in no known state.
         """
         ...
 

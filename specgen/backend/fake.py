@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from specgen.arrays import Logits
-from specgen.backend.base import Batch
+from specgen.backend.base import Batch, Rollback
 from specgen.errors import BackendError, RollbackError
 
 #: Logits of the token after a text: float32[n_vocab].
@@ -103,8 +103,8 @@ class _Cell:
 
 @dataclass(slots=True)
 class FakeBackend:
-    """See the module's docstring. `can_roll_back=False` plays a recurrent model: its cache
-    refuses to drop the end of a sequence, as llama.cpp's does."""
+    """See the module's docstring. `recurrent=True` plays a model with a recurrent state: a
+    sequence goes back to its checkpoint at most, or is dropped whole, and shares nothing."""
 
     vocabulary: FakeVocabulary
     language: Language
@@ -112,7 +112,7 @@ class FakeBackend:
     n_batch: int = 64
     n_outputs: int = 64
     n_sequences: int = 8
-    can_roll_back: bool = True
+    recurrent: bool = False
     decode_s: float = 0.0
     n_decoded_rows: int = 0
     #: Every row decoded so far, in order: what a test counts and compares.
@@ -120,10 +120,19 @@ class FakeBackend:
     n_decodes: int = 0
     closed: bool = False
     _cells: list[_Cell] = field(default_factory=list)
+    _checkpoints: dict[int, int] = field(default_factory=dict)
 
     @property
     def n_vocab(self) -> int:
         return self.vocabulary.n_tokens
+
+    @property
+    def rollback(self) -> Rollback:
+        return "states" if self.recurrent else "cells"
+
+    @property
+    def can_branch(self) -> bool:
+        return not self.recurrent
 
     def decode(self, batch: Batch) -> Logits:
         n_max = max(self.n_batch, self.n_outputs)
@@ -136,6 +145,8 @@ class FakeBackend:
         )
         next_position = {s: self.length(s) for s in {s for row in rows for s in row[2]}}
         for token, position, sequences, _ in rows:
+            if self.recurrent and len(sequences) != 1:
+                raise BackendError(f"a row of sequences {sequences}; a state belongs to one")
             for sequence in sequences:
                 if not 0 <= sequence < self.n_sequences:
                     raise BackendError(f"sequence {sequence} of {self.n_sequences}")
@@ -169,7 +180,12 @@ class FakeBackend:
         positions = [cell.position for cell in self._cells if sequence in cell.sequences]
         return max(positions, default=-1) + 1
 
+    def checkpoint(self, sequence: int) -> None:
+        self._checkpoints[sequence] = self.length(sequence)
+
     def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
+        if self.recurrent:
+            raise BackendError(f"sequences {source} and {destination} cannot share a state")
         for cell in self._cells:
             if (
                 source in cell.sequences
@@ -179,8 +195,15 @@ class FakeBackend:
                 cell.sequences.add(destination)
 
     def remove(self, sequence: int, start: int = 0) -> None:
-        if start > 0 and start < self.length(sequence) and not self.can_roll_back:
-            raise RollbackError(f"the cache cannot drop sequence {sequence} from {start} on")
+        if self.recurrent and 0 < start < self.length(sequence):
+            checkpoint = self._checkpoints.get(sequence)
+            if checkpoint is None or start < checkpoint:
+                raise RollbackError(
+                    f"sequence {sequence} cannot go back to {start}: "
+                    + ("no checkpoint" if checkpoint is None else f"checkpoint at {checkpoint}")
+                )
+        if start <= 0:
+            self._checkpoints.pop(sequence, None)
         for cell in self._cells:
             if cell.position >= start:
                 cell.sequences.discard(sequence)

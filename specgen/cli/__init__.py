@@ -15,6 +15,7 @@ from specgen import __version__
 from specgen.cli import models
 from specgen.cli.doctor import doctor
 from specgen.cli.run import run
+from specgen.cli.verify import verify
 from specgen.errors import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, OutputError, SpecgenError
 
 
@@ -51,6 +52,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(run)
+app.command()(verify)
 app.add_typer(models.app, name="models")
 app.command()(doctor)
 

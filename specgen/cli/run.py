@@ -2,67 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import sys
-import time
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.cli import flags
 from specgen.cli.interrupt import Interrupt
+from specgen.cli.opening import find_models, log_shown, open_session, session_options
 from specgen.cli.prompt import read_prompt
-from specgen.cli.sources import Sources, resolve
 from specgen.errors import UsageError
-from specgen.options import (
-    ContextOptions,
-    DraftOptions,
-    GenerationOptions,
-    SamplerOptions,
-    Show,
-)
+from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, Show
 
 if TYPE_CHECKING:
-    from specgen.session import Session, SessionOptions
-
-_SAMPLER, _DRAFT = SamplerOptions(), DraftOptions()
-_CONTEXT, _GENERATION = ContextOptions(), GenerationOptions()
+    from specgen.session import Session
 
 
+@flags.takes(
+    models=flags.models,
+    answer=flags.answer,
+    grammar=flags.constraint,
+    sampling=flags.sampling,
+    drafting=flags.drafting,
+    machine=flags.machine,
+)
 def run(
+    models: flags.ModelChoice,
+    answer: GenerationOptions,
+    grammar: flags.Constraint,
+    sampling: SamplerOptions,
+    drafting: DraftOptions,
+    machine: flags.Contexts,
     prompt_argument: flags.PromptArgument = None,
-    target: flags.Target = None,
-    draft: flags.Draft = None,
-    pair: flags.Pair = None,
     prompt_option: flags.PromptOption = None,
     prompt_file: flags.PromptFile = None,
     chat: flags.Chat = None,
     system: flags.System = None,
-    max_tokens: flags.MaxTokens = _GENERATION.max_tokens,
-    stop: flags.Stop = None,
-    ignore_eos: flags.IgnoreEos = _GENERATION.ignore_eos,
-    temperature: flags.Temperature = _SAMPLER.temperature,
-    top_k: flags.TopK = _SAMPLER.top_k,
-    top_p: flags.TopP = _SAMPLER.top_p,
-    min_p: flags.MinP = _SAMPLER.min_p,
-    seed: flags.Seed = _SAMPLER.seed,
-    draft_max: flags.DraftMax = _DRAFT.max_tokens,
-    draft_min: flags.DraftMin = _DRAFT.min_tokens,
-    draft_p_min: flags.DraftPMin = _DRAFT.p_min,
-    ngram_min: flags.NgramMin = _DRAFT.ngram_min,
-    ngram_max: flags.NgramMax = _DRAFT.ngram_max,
-    ctx_size: flags.CtxSize = _CONTEXT.n_ctx,
-    batch_size: flags.BatchSize = _CONTEXT.n_batch,
-    threads: flags.Threads = _CONTEXT.n_threads,
-    threads_batch: flags.ThreadsBatch = _CONTEXT.n_threads_batch,
-    gpu_layers: flags.GpuLayers = _CONTEXT.n_gpu_layers,
-    gpu_layers_draft: flags.GpuLayersDraft = _CONTEXT.n_gpu_layers,
-    flash_attn: flags.FlashAttn = _CONTEXT.flash_attention,
-    cache_type_k: flags.CacheTypeK = _CONTEXT.cache_type_k,
-    cache_type_v: flags.CacheTypeV = _CONTEXT.cache_type_v,
     show: flags.ShowOption = "accepted",
     stats: flags.Stats = None,
     json: flags.Json = False,
@@ -76,35 +52,24 @@ def run(
     """
     if quiet and verbose:
         raise UsageError("--quiet and --verbose exclude each other", hint="take one of them")
-    if ngram_min > ngram_max:
-        raise UsageError(
-            f"--ngram-min {ngram_min} is larger than --ngram-max {ngram_max}",
-            hint="n-grams are looked for from the longest to the shortest",
-        )
-    if stop is not None and "" in stop:
-        raise UsageError("--stop '' is empty: every answer would end before it began")
     if system is not None and chat is False:
         raise UsageError("--system needs the chat template, --raw does without")
+    if answer.logprobs is not None and not json:
+        raise UsageError("--logprobs needs --json, in whose events they are")
+    if grammar.grammar is not None and answer.ignore_eos:
+        raise UsageError("--ignore-eos and a grammar exclude each other: its text has an end")
+    if grammar.note is not None and not quiet:
+        print(f"note: {grammar.note}", file=sys.stderr)
     prompt = read_prompt(prompt_argument, prompt_option, prompt_file)
 
-    options = _session_options(
-        sources=_find_models(target, draft, pair, quiet=quiet),
-        sampler=SamplerOptions(temperature, top_k, top_p, min_p, seed),
-        drafting=DraftOptions(draft_max, draft_min, draft_p_min, ngram_max, ngram_min),
-        generation=GenerationOptions(max_tokens, tuple(stop or ()), ignore_eos),
-        context=ContextOptions(
-            n_ctx=ctx_size,
-            n_batch=batch_size,
-            n_threads=threads,
-            n_threads_batch=threads_batch,
-            n_gpu_layers=gpu_layers,
-            flash_attention=flash_attn,
-            cache_type_k=cache_type_k,
-            cache_type_v=cache_type_v,
-        ),
-        gpu_layers_draft=gpu_layers_draft,
+    options = session_options(
+        find_models(models, quiet=quiet),
+        sampling,
+        drafting,
+        replace(answer, grammar=grammar.grammar),
+        machine,
     )
-    with _log_shown(verbose), _open_session(options, quiet=quiet or verbose) as session:
+    with log_shown(verbose), open_session(options, quiet=quiet or verbose) as session:
         return _answer(
             session,
             _apply_template(session, prompt, chat, system),
@@ -114,68 +79,6 @@ def run(
             quiet=quiet,
             verbose=verbose,
         )
-
-
-def _find_models(
-    target: str | None, draft: str | None, pair: str | None, *, quiet: bool
-) -> Sources:
-    """The files of the run, fetched if need be, with progress on standard error."""
-    from specgen.models import SilentProgress, fetch, load_registry, stderr_progress
-
-    registry = load_registry()
-
-    def get(name: str) -> Path:
-        progress = SilentProgress() if quiet else stderr_progress()
-        return fetch(registry.model(name), progress=progress)
-
-    return resolve(target, draft, pair, registry, get)
-
-
-def _session_options(
-    *,
-    sources: Sources,
-    sampler: SamplerOptions,
-    drafting: DraftOptions,
-    generation: GenerationOptions,
-    context: ContextOptions,
-    gpu_layers_draft: int,
-) -> SessionOptions:
-    from specgen.session import SessionOptions
-
-    return SessionOptions(
-        target=sources.target,
-        draft=sources.draft,
-        sampler=sampler,
-        drafting=drafting,
-        generation=generation,
-        target_context=context,
-        draft_context=replace(context, n_gpu_layers=gpu_layers_draft),
-    )
-
-
-@contextlib.contextmanager
-def _log_shown(wanted: bool) -> Iterator[None]:
-    """Show llama.cpp's log on standard error, if wanted."""
-    if not wanted:
-        yield
-        return
-    from specgen.backend.llama import logging_to
-
-    with logging_to(lambda text: print(text, end="", file=sys.stderr, flush=True)):
-        yield
-
-
-def _open_session(options: SessionOptions, *, quiet: bool) -> Session:
-    """Load the models; on a terminal, say so while it lasts."""
-    from specgen.session import Session
-
-    if quiet or not sys.stderr.isatty():
-        return Session(options, time.perf_counter)
-    from specgen.render import make_console
-
-    console = make_console(sys.stderr, os.environ)
-    with console.status(f"loading {options.target.name}"):
-        return Session(options, time.perf_counter)
 
 
 def _apply_template(session: Session, prompt: str, chat: bool | None, system: str | None) -> str:

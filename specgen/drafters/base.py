@@ -30,7 +30,7 @@ class Drafter(Protocol):
         """A draft of at most n_max >= 1 tokens to follow `context`; it may be empty.
 
         `context` is all committed tokens, prompt and answer. It is the caller's list: read it,
-        do not keep it. From call to call it only grows; `reset` comes before another text.
+        do not keep it. From call to call it only grows, unless `rewind` comes between.
         """
         ...
 
@@ -38,8 +38,8 @@ class Drafter(Protocol):
         """What became of the last proposal."""
         ...
 
-    def reset(self) -> None:
-        """Forget the text: another one begins."""
+    def rewind(self, n_tokens: int) -> None:
+        """Forget the text from its first `n_tokens` on: another one goes on from there."""
         ...
 
     def close(self) -> None:

@@ -9,17 +9,19 @@ import numpy as np
 from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
 from specgen.draft import NO_DRAFT, Draft
-from specgen.options import SamplerOptions
 from specgen.policy import Policy, RoundReport
-from specgen.sampling import Distribution, argmax, distribution, top_probability
+from specgen.sampling import Distribution, NoTokenAllowedError, top_probability
+from specgen.state import Shaper
 
 
 class ModelDrafter:
     """Drafts a chain with a model that shares the target's vocabulary.
 
-    At temperature 0 it drafts its most likely tokens; above, it draws them, from its logits
-    under the same samplers as the target's, so that residual sampling accepts as many as the
-    two distributions share.
+    With `draws`, each token is drawn from what `shaper` makes of the model's logits, and the
+    distribution goes on record, for verifiers that weigh it against the target's. Without, the
+    shaper is expected to be greedy, and the draft is the model's most likely text. The shaper
+    sees the target's own text: the grammar and the penalties hold within the draft too, so
+    that nothing is drafted that cannot be accepted.
 
     The model's cache is cut back to what was kept and never to less, so no token is decoded
     twice: the next proposal begins with one batch of what was committed since (usually the
@@ -27,25 +29,24 @@ class ModelDrafter:
     reason to be decoded before).
 
     `n_shared_tokens`: tokens from this id on exist in only one of the two vocabularies
-    (padding); they are never drafted. `excluded` are tokens never to draft, `ends` those to
-    draft nothing after. The drafter owns the backend and closes it.
+    (padding); they are never drafted. The drafter owns the backend and closes it.
     """
 
     def __init__(
         self,
         backend: Backend,
-        options: SamplerOptions,
+        shaper: Shaper,
         rng: np.random.Generator,
         *,
+        draws: bool,
         n_shared_tokens: int,
-        excluded: Sequence[int] = (),
         sequence: int = 0,
     ) -> None:
         self._backend = backend
-        self._options = options
+        self._shaper = shaper
         self._rng = rng
+        self._draws = draws
         self._n_shared_tokens = n_shared_tokens
-        self._excluded = list(excluded)
         self._sequence = sequence
         #: The cache agrees with the text on so many tokens; behind them it holds `_ahead`.
         self._n_agreed = 0
@@ -65,23 +66,22 @@ class ModelDrafter:
         if n_max < 1:
             return NO_DRAFT
         row = self._catch_up(context)
+        self._backend.checkpoint(self._sequence)
         tokens: list[int] = []
         probabilities: list[float | None] = []
         distributions: list[Distribution | None] = []
         while True:
-            row = self._draftable(row)
-            top = top_probability(row) if policy.needs_probability else 1.0
-            if not policy.wants_more(len(tokens), top):
+            row = row[: self._n_shared_tokens]
+            top = top_probability(row) if policy.needs_probability else None
+            if not policy.wants_more(len(tokens), 1.0 if top is None else top):
                 break
-            if self._options.greedy:
-                token = argmax(row)
-                probabilities.append(top if policy.needs_probability else None)
-                distributions.append(None)
-            else:
-                drawn_from = distribution(row, self._options)
-                token = drawn_from.draw(self._rng)
-                probabilities.append(drawn_from.probability(token))
-                distributions.append(drawn_from)
+            try:
+                source = self._shaper.distribution(row, tokens)
+            except NoTokenAllowedError:  # none, or none of those that the models share
+                break
+            token = source.draw(self._rng)
+            probabilities.append(source.probability(token) if self._draws else top)
+            distributions.append(source if self._draws else None)
             tokens.append(token)
             if len(tokens) == n_max or self._backend.vocabulary.is_end(token):
                 break
@@ -92,10 +92,11 @@ class ModelDrafter:
     def observe(self, report: RoundReport) -> None:
         pass
 
-    def reset(self) -> None:
-        self._backend.remove(self._sequence)
-        self._n_agreed = 0
-        self._ahead.clear()
+    def rewind(self, n_tokens: int) -> None:
+        if n_tokens < self._n_agreed:
+            self._backend.remove(self._sequence, n_tokens)
+            self._ahead.clear()
+            self._n_agreed = n_tokens
 
     def close(self) -> None:
         self._backend.close()
@@ -131,9 +132,3 @@ class ModelDrafter:
         assert logits is not None, "at least one token is decoded"
         row: Logits = logits[-1]
         return row
-
-    def _draftable(self, row: Logits) -> Logits:
-        """The row without what must not be drafted."""
-        if self._excluded:
-            row[self._excluded] = -np.inf
-        return row[: self._n_shared_tokens]

@@ -26,6 +26,9 @@ class NgramDrafter:
         self._sizes = range(ngram_min, ngram_max + 1)
         #: From an n-gram to the index of the token that followed it last.
         self._followers: dict[tuple[int, ...], int] = {}
+        #: What each entry replaced, oldest first, for going back: the index of the token that
+        #: was entered, the n-gram, and the follower that it had before.
+        self._replaced: list[tuple[int, tuple[int, ...], int | None]] = []
         self._n_indexed = 0
 
     @property
@@ -52,12 +55,18 @@ class NgramDrafter:
     def observe(self, report: RoundReport) -> None:
         pass
 
-    def reset(self) -> None:
-        self._followers.clear()
-        self._n_indexed = 0
+    def rewind(self, n_tokens: int) -> None:
+        while self._replaced and self._replaced[-1][0] >= n_tokens:
+            _, ngram, before = self._replaced.pop()
+            if before is None:
+                del self._followers[ngram]
+            else:
+                self._followers[ngram] = before
+        self._n_indexed = min(self._n_indexed, n_tokens)
 
     def close(self) -> None:
-        self.reset()
+        self._followers.clear()
+        self._replaced.clear()
 
     def _index(self, context: Sequence[int]) -> None:
         """Enter the n-grams that tokens since the last call follow."""
@@ -65,7 +74,9 @@ class NgramDrafter:
             for size in self._sizes:
                 if size > end:
                     break
-                self._followers[tuple(context[end - size : end])] = end
+                ngram = tuple(context[end - size : end])
+                self._replaced.append((end, ngram, self._followers.get(ngram)))
+                self._followers[ngram] = end
         self._n_indexed = len(context)
 
     def _find(self, context: Sequence[int]) -> int | None:

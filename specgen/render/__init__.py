@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from specgen.render.notes import Notes
     from specgen.render.plain import ColourStreamRenderer, DumbTerminalRenderer, PlainRenderer
     from specgen.render.replay import from_json_object, read_events
+    from specgen.render.report import print_report
     from specgen.render.select import make_console, make_renderer
     from specgen.render.summary import SummaryRenderer, print_summary
 
@@ -31,6 +32,7 @@ __all__ = [
     "from_json_object",
     "make_console",
     "make_renderer",
+    "print_report",
     "print_summary",
     "read_events",
 ]
@@ -48,6 +50,7 @@ _MODULES = {
     "from_json_object": "replay",
     "make_console": "select",
     "make_renderer": "select",
+    "print_report": "report",
     "print_summary": "summary",
     "read_events": "replay",
 }

@@ -24,7 +24,7 @@ from specgen.events import (
 Mark: TypeAlias = TokenKind | Literal["rejected"]
 
 #: In the order of a legend.
-MARKS: tuple[Mark, ...] = ("accepted", "corrected", "bonus", "plain", "rejected")
+MARKS: tuple[Mark, ...] = ("accepted", "corrected", "bonus", "plain", "forced", "rejected")
 
 
 class Run(NamedTuple):

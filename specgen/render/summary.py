@@ -103,6 +103,8 @@ def _answer(finished: FinishedEvent) -> Iterator[str]:
     yield _count(finished.n_rounds, "round")
     if finished.mean_accepted_length is not None:
         yield f"mean accepted length {finished.mean_accepted_length:.2f}"
+    if finished.n_forced:
+        yield f"{finished.n_forced} forced by the grammar"
 
 
 def _speed(finished: FinishedEvent) -> Iterator[str]:

@@ -26,6 +26,7 @@ STYLES: Mapping[str, Style] = MappingProxyType(
         "corrected": Style(color="magenta", bold=True),
         "bonus": Style(color="cyan", bold=True, underline=True),
         "plain": Style.null(),
+        "forced": Style(color="blue"),
         "rejected": Style(color="red", strike=True),
     }
 )
@@ -78,8 +79,9 @@ def row_text(row: Row) -> Text:
 
 
 def legend() -> Text:
-    """The names of the marks, each as it looks."""
-    return Text("  ").join(Text(mark, STYLES[mark]) for mark in MARKS)
+    """The names of the marks, each as it looks; without what only a grammar brings about."""
+    marks = [mark for mark in MARKS if mark != "forced"]
+    return Text("  ").join(Text(mark, STYLES[mark]) for mark in marks)
 
 
 __all__ = ["FAINT", "STYLES", "Pen", "Pens", "coded", "legend", "pens", "row_codes", "row_text"]

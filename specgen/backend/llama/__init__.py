@@ -1,0 +1,28 @@
+"""llama.cpp as a backend, through llama-cpp-python's low-level API.
+
+The only package that imports llama_cpp: ctypes and its untyped values stay in here, native
+failures become `SpecgenError`s here, and whoever imports this package pays for it (a quarter
+of a second), so it is imported when a model is needed and not before.
+"""
+
+from specgen.backend.llama.context import LlamaBackend
+from specgen.backend.llama.devices import build
+from specgen.backend.llama.grammar import LlamaGrammar
+from specgen.backend.llama.library import LogSink, logging_to
+from specgen.backend.llama.model import LlamaModel
+from specgen.backend.llama.opening import default_threads
+from specgen.backend.llama.schema import json_schema_to_gbnf, unenforced_keywords
+from specgen.backend.llama.vocabulary import LlamaVocabulary
+
+__all__ = [
+    "LlamaBackend",
+    "LlamaGrammar",
+    "LlamaModel",
+    "LlamaVocabulary",
+    "LogSink",
+    "build",
+    "default_threads",
+    "json_schema_to_gbnf",
+    "logging_to",
+    "unenforced_keywords",
+]

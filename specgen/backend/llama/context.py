@@ -1,0 +1,245 @@
+"""A context of a model: its cache, and the decoding of batches."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from specgen.arrays import Logits
+from specgen.backend.base import Batch, Rollback
+from specgen.backend.llama.cache import Cache, SavedStates, SharedStates, StateCopies
+from specgen.backend.llama.library import last_error, llama_cpp
+from specgen.backend.llama.model import LlamaModel
+from specgen.backend.llama.opening import ContextSize, open_context
+from specgen.backend.llama.rewind import Rewinder
+from specgen.backend.llama.vocabulary import LlamaVocabulary
+from specgen.errors import BackendError, ModelFileError
+from specgen.options import ContextOptions
+
+
+class LlamaBackend:
+    """A context of a model: its KV cache, and the decoding of batches.
+
+    `n_ctx` is in tokens, `n_sequences` the number of sequence ids, `n_outputs` the most rows
+    of logits that one batch may ask for (memory is set aside for them). `n_rollback` is how
+    many rows of a batch are likely to be dropped again at most, for models with a recurrent
+    state: some keep a snapshot for each. `clock` gives seconds and is read before and after
+    each decode. Raises `MemoryLimitError` if the cache does not fit, `UsageError` if the cache
+    types exclude each other, `BackendError` otherwise.
+    """
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        options: ContextOptions,
+        *,
+        n_ctx: int,
+        clock: Callable[[], float],
+        n_sequences: int = 1,
+        n_outputs: int = 1,
+        n_rollback: int | None = None,
+    ) -> None:
+        self._model = model
+        self._clock = clock
+        self._handle: Any = None
+        self._n_ctx = n_ctx
+        self._n_batch = min(options.n_batch, n_ctx)
+        self._n_sequences = n_sequences
+        self._n_outputs = n_outputs
+        self._decode_s = 0.0
+        self._n_decoded_rows = 0
+        self._n_vocab = model.vocabulary.n_tokens
+
+        size = ContextSize(n_ctx, max(self._n_batch, n_outputs), n_outputs, n_sequences)
+        if n_rollback is None:
+            n_rollback = n_outputs - 1
+        self._handle, self._n_snapshots = open_context(model, options, size, n_rollback)
+        self._cache = Cache(model.name, self._handle, model.n_window)
+        if not self._cache:
+            self.close()
+            raise ModelFileError(f"{model.path}: the model keeps no cache: it does not generate")
+        self._rows = _RowBuffers(size.n_rows, n_sequences, n_outputs)
+        self._rewinder: Rewinder | None = None
+        if model.has_recurrent_state:
+            copies: StateCopies = SavedStates(self._cache)
+            if not self._n_snapshots:
+                copies = SharedStates(self._cache, n_sequences)
+            self._rewinder = Rewinder(
+                self._cache,
+                copies,
+                self._decode_rows,
+                n_rows=size.n_rows,
+                n_snapshots=self._n_snapshots,
+            )
+
+    @property
+    def vocabulary(self) -> LlamaVocabulary:
+        return self._model.vocabulary
+
+    @property
+    def model(self) -> LlamaModel:
+        return self._model
+
+    @property
+    def n_vocab(self) -> int:
+        return self._n_vocab
+
+    @property
+    def n_ctx(self) -> int:
+        return self._n_ctx
+
+    @property
+    def n_batch(self) -> int:
+        return self._n_batch
+
+    @property
+    def n_outputs(self) -> int:
+        return self._n_outputs
+
+    @property
+    def n_sequences(self) -> int:
+        return self._n_sequences
+
+    @property
+    def rollback(self) -> Rollback:
+        if self._rewinder is None:
+            return "cells"
+        return "snapshots" if self._n_snapshots else "states"
+
+    @property
+    def can_branch(self) -> bool:
+        return self._rewinder is None
+
+    @property
+    def decode_s(self) -> float:
+        return self._decode_s
+
+    @property
+    def n_decoded_rows(self) -> int:
+        return self._n_decoded_rows
+
+    def decode(self, batch: Batch) -> Logits:
+        if self._rewinder is None:
+            return self._decode_rows(batch)
+        self._rows.check(batch)
+        # Going back, and decoding again what was before, are decoding too.
+        started, before_s = self._clock(), self._decode_s
+        try:
+            return self._rewinder.decode(batch)
+        finally:
+            self._decode_s = before_s + self._clock() - started
+
+    def _decode_rows(self, batch: Batch) -> Logits:
+        n_wanted = self._rows.fill(batch)
+        started = self._clock()
+        status: int = llama_cpp.llama_decode(self._handle, self._rows.native)
+        # The GPU works on after llama_decode returns: its time is decoding too.
+        llama_cpp.llama_synchronize(self._handle)
+        self._decode_s += self._clock() - started
+        if status != 0:
+            raise BackendError(
+                f"{self._model.name}: llama.cpp could not decode {len(batch)} tokens at "
+                f"position {batch.positions[0]} of {self._n_ctx} ({_DECODE_ERRORS.get(status)}, "
+                f"status {status}): {last_error()}"
+            )
+        self._n_decoded_rows += len(batch)
+        if n_wanted == 0:
+            return np.empty((0, self._n_vocab), np.float32)
+        pointer = llama_cpp.llama_get_logits(self._handle)
+        address = ctypes.cast(pointer, ctypes.c_void_p).value
+        if address is None:
+            raise BackendError(f"{self._model.name}: llama.cpp gave no logits")
+        memory = (ctypes.c_float * (n_wanted * self._n_vocab)).from_address(address)
+        return np.ctypeslib.as_array(memory).reshape(n_wanted, self._n_vocab)
+
+    def length(self, sequence: int) -> int:
+        if self._rewinder is not None:
+            return self._rewinder.length(sequence)
+        return self._cache.length(sequence)
+
+    def checkpoint(self, sequence: int) -> None:
+        if self._rewinder is not None:
+            self._rewinder.checkpoint(sequence)
+
+    def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
+        if self._rewinder is not None:
+            raise BackendError(
+                f"{self._model.name}: sequence {source} has a recurrent state, which sequence "
+                f"{destination} cannot share"
+            )
+        self._cache.copy(source, destination, start, end)
+
+    def remove(self, sequence: int, start: int = 0) -> None:
+        if self._rewinder is not None:
+            self._rewinder.remove(sequence, start)
+            return
+        if start > 0 and self._cache.n_window:
+            self._cache.check_window(sequence, start)
+        self._cache.remove(sequence, start)
+
+    def close(self) -> None:
+        if self._handle:
+            llama_cpp.llama_free(self._handle)
+            self._handle = None
+
+
+_DECODE_ERRORS = {
+    1: "no room in the cache",
+    2: "aborted",
+    -1: "a batch that makes no sense",
+    -2: "memory could not be allocated",
+    -3: "computing failed",
+}
+
+
+class _RowBuffers:
+    """The memory behind llama.cpp's batch, allocated once and written through NumPy."""
+
+    def __init__(self, n_rows: int, n_sequences: int, n_outputs: int) -> None:
+        self._n_outputs = n_outputs
+        self._tokens = np.zeros(n_rows, np.int32)
+        self._positions = np.zeros(n_rows, np.int32)
+        self._n_sequences = np.zeros(n_rows, np.int32)
+        self._sequences = np.zeros((n_rows, n_sequences), np.int32)
+        self._wants_logits = np.zeros(n_rows, np.int8)
+        row_bytes = self._sequences.strides[0]
+        first = self._sequences.ctypes.data
+        self._pointers = np.array([first + i * row_bytes for i in range(n_rows)], np.uintp)
+        int32_p = ctypes.POINTER(ctypes.c_int32)
+        self.native = llama_cpp.llama_batch(
+            n_tokens=0,
+            token=self._tokens.ctypes.data_as(int32_p),
+            embd=None,
+            pos=self._positions.ctypes.data_as(int32_p),
+            n_seq_id=self._n_sequences.ctypes.data_as(int32_p),
+            seq_id=self._pointers.ctypes.data_as(ctypes.POINTER(int32_p)),
+            logits=self._wants_logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        )
+
+    def check(self, batch: Batch) -> int:
+        """How many rows want logits. Raises `BackendError` if the batch is too large."""
+        n = len(batch)
+        n_wanted = sum(batch.wants_logits)
+        if not 0 < n <= len(self._tokens):
+            raise BackendError(f"a batch of {n} rows; 1 to {len(self._tokens)} can be decoded")
+        if n_wanted > self._n_outputs:
+            raise BackendError(
+                f"a batch wants {n_wanted} rows of logits; {self._n_outputs} at most"
+            )
+        return n_wanted
+
+    def fill(self, batch: Batch) -> int:
+        """Write a batch; returns how many rows want logits. Raises `BackendError`."""
+        n_wanted = self.check(batch)
+        n = len(batch)
+        self._tokens[:n] = batch.tokens
+        self._positions[:n] = batch.positions
+        self._wants_logits[:n] = batch.wants_logits
+        for row, sequences in enumerate(batch.sequences):
+            self._n_sequences[row] = len(sequences)
+            self._sequences[row, : len(sequences)] = sequences
+        self.native.n_tokens = n
+        return n_wanted

@@ -1,0 +1,412 @@
+"""Grammars (GBNF) that llama.cpp follows, as states that are values.
+
+llama.cpp answers which tokens may come next; this module keeps it from being asked what it need
+not be (0.1 microseconds a token, for 152 thousand of them) and what it must not be: a wrong
+token in `accept` and an unknown one in `apply` end the process.
+
+Beyond llama.cpp's rules, a token is refused if the text would not be UTF-8 with it (llama.cpp
+reads over wrong bytes within a token), if it contains a NUL (llama.cpp would read as far as
+that), and if it adds nothing to the text (llama.cpp takes a control token for its name).
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specgen.arrays import BoolArray, TokenArray
+from specgen.backend.llama.library import forget_log, last_error, llama_cpp
+from specgen.backend.llama.utf8 import BOUNDARY, INVALID, utf8_state
+from specgen.backend.llama.vocabulary import LlamaVocabulary
+from specgen.errors import UsageError
+from specgen.gbnf import Gbnf, read_gbnf
+from specgen.grammar import GrammarState
+
+#: llama_token_data of llama.h.
+_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+#: From how many tokens on to ask first which first bytes may come.
+_MANY = 512
+#: From how many on to ask about one token of each kind that the grammar can tell apart.
+_VERY_MANY = 8192
+#: Tokens to ask about at once while looking for a second one that is allowed.
+_CHUNK = 64
+#: In place of a first byte: none, as the token adds nothing to the text.
+_NO_BYTE = 256
+
+
+class LlamaGrammar:
+    """A grammar over the tokens of a vocabulary, which must stay open as long as it is used.
+
+    `start` is where every text begins. May be used by several threads; they take turns.
+
+    Raises `UsageError` if the grammar is not one, or not one that llama.cpp can follow.
+    """
+
+    def __init__(self, vocabulary: LlamaVocabulary, gbnf: str, root: str = "root") -> None:
+        grammar = read_gbnf(gbnf, root)
+        self.vocabulary = vocabulary
+        self.table = _token_table(vocabulary)
+        self._grammar = grammar
+        self._kinds: npt.NDArray[np.int32] | None = None
+        self._asker = _Asker(vocabulary.n_tokens)
+        #: bool[n_tokens]: may follow a text that ends with a whole character.
+        self.usable: BoolArray = self.table.ends_in(BOUNDARY) != INVALID
+        self.usable[self.table.end_tokens] = True
+        self.probed = self._probed_bytes()
+        forget_log()
+        pointer = llama_cpp.llama_sampler_init_grammar(
+            vocabulary.handle, gbnf.encode(), root.encode()
+        )
+        if not pointer:
+            raise UsageError(f"llama.cpp does not take the grammar: {last_error()}")
+        self._sampler = _Sampler(pointer)
+
+    @property
+    def start(self) -> GrammarState:
+        """Where a text begins. A new state each time: who keeps it keeps what follows."""
+        return _LlamaState(self, self._sampler, BOUNDARY)
+
+    def ask(self, sampler: _Sampler, token_ids: npt.NDArray[np.integer[Any]]) -> BoolArray:
+        """What llama.cpp says about tokens, which must exist."""
+        return self._asker.ask(sampler, token_ids)
+
+    def kinds(self) -> npt.NDArray[np.int32]:
+        """int32[n_tokens]: for each token the first one that is the same to the grammar.
+
+        Two texts are the same if their characters are, one by one, of the same class. Holds
+        for tokens of whole characters after a text that ends with one.
+        """
+        if self._kinds is None:
+            self._kinds = self._find_kinds()
+        return self._kinds
+
+    def _find_kinds(self) -> npt.NDArray[np.int32]:
+        kinds = np.arange(self.vocabulary.n_tokens, dtype=np.int32)
+        classes = _Classes(self._grammar)
+        first: dict[str, int] = {}
+        whole = self.table.ends_in(BOUNDARY) == BOUNDARY
+        for token_id in np.flatnonzero(whole).tolist():
+            text = self.table.pieces[token_id].decode().translate(classes)
+            kinds[token_id] = first.setdefault(text, token_id)
+        return kinds
+
+    def _probed_bytes(self) -> BoolArray:
+        """bool[257]: whether the token of this byte alone stands for all that begin with it.
+
+        llama.cpp takes a byte that begins a character if some character of its range is
+        allowed; but none for ``[^é]``, as soon as one of them is excluded.
+        """
+        probed = self.table.single >= 0
+        if any(
+            characters.negated and any(high >= 0x80 for _, high in characters.ranges)
+            for characters in self._grammar.characters()
+        ):
+            probed[0x80:] = False
+        return probed
+
+
+class _Sampler:
+    """Owns one of llama.cpp's grammar samplers. Freeing it does not touch the model, which may
+    be gone by then."""
+
+    __slots__ = ("pointer",)
+
+    def __init__(self, pointer: Any) -> None:
+        self.pointer = pointer
+
+    def advanced(self, token_id: int) -> _Sampler:
+        """A copy that has accepted a token. The token must be allowed."""
+        copy = _Sampler(llama_cpp.llama_sampler_clone(self.pointer))
+        llama_cpp.llama_sampler_accept(copy.pointer, token_id)
+        return copy
+
+    def __del__(self, free: Callable[[Any], None] = llama_cpp.llama_sampler_free) -> None:
+        free(self.pointer)
+
+
+class _Asker:
+    """The memory for llama.cpp's candidates, allocated once."""
+
+    def __init__(self, n_tokens: int) -> None:
+        self._candidates = np.zeros(n_tokens, _CANDIDATE)
+        self._ids = self._candidates["id"]
+        self._logits = self._candidates["logit"]
+        self._lock = threading.Lock()  # ctypes lets other threads run meanwhile
+        self._native = llama_cpp.llama_token_data_array(
+            data=self._candidates.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_token_data)),
+            size=0,
+            selected=-1,
+            sorted=False,
+        )
+        self._reference = ctypes.byref(self._native)
+
+    def ask(self, sampler: _Sampler, token_ids: npt.NDArray[np.integer[Any]]) -> BoolArray:
+        n = len(token_ids)
+        with self._lock:
+            self._ids[:n] = token_ids
+            self._logits[:n] = 0.0
+            self._native.size = n
+            llama_cpp.llama_sampler_apply(sampler.pointer, self._reference)
+            answer: BoolArray = self._logits[:n] == 0.0  # the others are at minus infinity
+        return answer
+
+
+class _LlamaState:
+    """A grammar after a text, and how much of a character that text ends with."""
+
+    __slots__ = ("_children", "_first_bytes", "_forced", "_grammar", "_sampler", "pending")
+
+    def __init__(self, grammar: LlamaGrammar, sampler: _Sampler, pending: int) -> None:
+        self._grammar = grammar
+        self._sampler = sampler
+        self.pending = pending
+        self._children: dict[int, GrammarState] = {}
+        self._first_bytes: BoolArray | None = None
+        self._forced: int | None = -1  # not known yet
+
+    def allows(self, token_ids: TokenArray) -> BoolArray:
+        token_ids = np.asarray(token_ids, np.int64)
+        allowed = np.zeros(len(token_ids), np.bool_)
+        if not len(token_ids):
+            return allowed
+        self._check_exist(int(token_ids.min()), int(token_ids.max()))
+        wanted = self._usable()[token_ids]
+        if self.pending == BOUNDARY and (self._first_bytes is not None or len(token_ids) >= _MANY):
+            wanted &= self.may_begin()[self._grammar.table.first[token_ids]]
+        places = wanted.nonzero()[0]
+        if len(places):
+            allowed[places] = self._ask(token_ids[places])
+        return allowed
+
+    def after(self, token_id: int) -> GrammarState:
+        child = self._children.get(token_id)
+        if child is None:
+            self._check_exist(token_id, token_id)
+            if not (self._usable()[token_id] and self._ask(np.array([token_id]))[0]):
+                raise ValueError(f"the grammar does not allow token {token_id} here")
+            child = self._children[token_id] = self._make_child(token_id)
+        return child
+
+    def forced(self) -> int | None:
+        if self._forced == -1:
+            self._forced = self._find_forced()
+        return self._forced
+
+    def _make_child(self, token_id: int) -> GrammarState:
+        table = self._grammar.table
+        if table.is_end[token_id]:
+            return _Ended(len(table.is_end))
+        pending = int(table.ends_in(self.pending)[token_id])
+        return _LlamaState(self._grammar, self._sampler.advanced(token_id), pending)
+
+    def _check_exist(self, lowest: int, highest: int) -> None:
+        n_tokens = len(self._grammar.usable)
+        if lowest < 0 or highest >= n_tokens:
+            wrong = lowest if lowest < 0 else highest
+            raise ValueError(f"there is no token {wrong}: the vocabulary has {n_tokens}")
+
+    def _usable(self) -> BoolArray:
+        """bool[n_tokens]: what may come as far as UTF-8 is concerned."""
+        if self.pending == BOUNDARY:
+            return self._grammar.usable
+        return self._grammar.table.continues(self.pending)
+
+    def _ask(self, token_ids: TokenArray) -> BoolArray:
+        """What llama.cpp says; of very many tokens it sees one of each kind."""
+        if len(token_ids) < _VERY_MANY or self.pending != BOUNDARY:
+            return self._grammar.ask(self._sampler, token_ids)
+        kinds = self._grammar.kinds()[token_ids]
+        answers = np.zeros(len(self._grammar.usable), np.bool_)
+        answers[kinds] = True
+        asked = answers.nonzero()[0]
+        answers[asked] = self._grammar.ask(self._sampler, asked)
+        allowed: BoolArray = answers[kinds]
+        return allowed
+
+    def may_begin(self) -> BoolArray:
+        """bool[257]: whether an allowed token can begin with this byte (`_NO_BYTE`: with none).
+        Only after whole characters."""
+        if self._first_bytes is None:
+            table, probed = self._grammar.table, self._grammar.probed
+            possible = np.ones(257, np.bool_)
+            possible[:256] = table.begins
+            asked = (probed & possible).nonzero()[0]
+            if len(asked):
+                possible[asked] = self._grammar.ask(self._sampler, table.single[asked])
+            self._first_bytes = possible
+        return self._first_bytes
+
+    def _find_forced(self) -> int | None:
+        """In order of cost: end tokens, tokens of one byte, and, where these leave a single
+        first byte, what begins with it."""
+        ends = self._allowed_ends()
+        found: list[int] = []
+        for token_ids in self._candidates():
+            found += token_ids[self.allows(token_ids)].tolist()
+            if len(found) > 1 or (found and ends):
+                return None
+        return next(iter(found + ends), None)
+
+    def _allowed_ends(self) -> list[int]:
+        ends = self._grammar.table.end_tokens
+        return ends[self.allows(ends)].tolist() if len(ends) else []
+
+    def _candidates(self) -> Iterator[TokenArray]:
+        """All tokens that might be allowed, but for end tokens, in portions."""
+        table, grammar = self._grammar.table, self._grammar
+        if self.pending != BOUNDARY:
+            yield from _portions(self._usable().nonzero()[0])
+            return
+        possible = self.may_begin()
+        single = table.single[(possible & grammar.probed).nonzero()[0]]
+        yield single[:2]  # all of them are allowed, and two are enough
+        if len(single) == 1:
+            yield from _portions(self._beginning_with(int(single[0])))
+        rest = possible & ~grammar.probed
+        if rest[:256].any():
+            among = rest[table.first] & grammar.usable & ~table.is_end
+            yield from _portions(among.nonzero()[0])
+
+    def _beginning_with(self, single: int) -> TokenArray:
+        """The other tokens that begin with a token of one byte, and go on as the state after
+        it may."""
+        table = self._grammar.table
+        then = self.after(single)
+        seconds = np.ones(256, np.bool_)
+        if isinstance(then, _LlamaState) and then.pending == BOUNDARY:
+            seconds = then.may_begin()[:256]
+        return table.beginning_with(single, seconds)
+
+
+class _Ended:
+    """After an end-of-text token."""
+
+    __slots__ = ("_n_tokens",)
+
+    def __init__(self, n_tokens: int) -> None:
+        self._n_tokens = n_tokens
+
+    def allows(self, token_ids: TokenArray) -> BoolArray:
+        return np.zeros(len(token_ids), np.bool_)
+
+    def after(self, token_id: int) -> GrammarState:
+        raise ValueError(f"the text has ended: the grammar does not allow token {token_id}")
+
+    def forced(self) -> int | None:
+        return None
+
+
+class _TokenTable:
+    """What the tokens of a vocabulary add to the text, in forms that are quick to search."""
+
+    def __init__(self, vocabulary: LlamaVocabulary) -> None:
+        n = vocabulary.n_tokens
+        self.pieces = [vocabulary.token_bytes(token_id) for token_id in range(n)]
+        self.end_tokens = np.array(vocabulary.end_tokens(), np.int64)
+        #: bool[n_tokens].
+        self.is_end = np.zeros(n, np.bool_)
+        self.is_end[self.end_tokens] = True
+        #: int16[n_tokens]: the first byte; `_NO_BYTE` where there is none, and for end tokens.
+        self.first = np.array([piece[0] if piece else _NO_BYTE for piece in self.pieces], np.int16)
+        self.first[self.is_end] = _NO_BYTE
+        self._ends_in: dict[int, npt.NDArray[np.uint8]] = {}
+        self._continues: dict[int, BoolArray] = {}
+        #: Two-byte keys and the tokens that have them, in ascending order.
+        self._by_two_bytes: tuple[npt.NDArray[np.int64], TokenArray] | None = None
+        usable = self.ends_in(BOUNDARY) != INVALID
+        #: bool[256]: whether a token that may follow whole characters begins with the byte.
+        self.begins = np.zeros(257, np.bool_)
+        self.begins[self.first[usable]] = True
+        self.begins = self.begins[:256]
+        #: int64[257]: the token that is just this byte; -1 where there is none.
+        self.single = np.full(257, -1, np.int64)
+        for token_id in usable.nonzero()[0].tolist():
+            piece = self.pieces[token_id]
+            if len(piece) == 1 and self.single[piece[0]] < 0:
+                self.single[piece[0]] = token_id
+
+    def ends_in(self, pending: int) -> npt.NDArray[np.uint8]:
+        """uint8[n_tokens]: the UTF-8 state after each token that follows a text in the state
+        `pending`; INVALID where the text would not be UTF-8, contain a NUL, or be the same."""
+        states = self._ends_in.get(pending)
+        if states is None:
+            states = np.full(len(self.pieces), INVALID, np.uint8)
+            among = self.first < _NO_BYTE
+            if pending != BOUNDARY:
+                among &= (self.first >= 0x80) & (self.first < 0xC0)
+            for token_id in among.nonzero()[0].tolist():
+                states[token_id] = utf8_state(self.pieces[token_id], pending)
+            self._ends_in[pending] = states
+        return states
+
+    def continues(self, pending: int) -> BoolArray:
+        """bool[n_tokens]: may follow a text that ends within a character."""
+        usable = self._continues.get(pending)
+        if usable is None:
+            usable = self._continues[pending] = self.ends_in(pending) != INVALID
+        return usable
+
+    def beginning_with(self, single: int, seconds: BoolArray) -> TokenArray:
+        """The other tokens that begin with the byte of this one, first those that are no longer
+        (SentencePiece may have the letter and the byte), then those whose second byte is one of
+        `seconds`, bool[256]."""
+        if self._by_two_bytes is None:
+            self._by_two_bytes = self._sort_by_two_bytes()
+        keys, token_ids = self._by_two_bytes
+        byte = self.pieces[single][0]
+        begin, end = keys.searchsorted([_key(byte), _key(byte + 1)]).tolist()
+        keys, token_ids = keys[begin:end] - _key(byte), token_ids[begin:end]
+        wanted = np.concatenate(([True], seconds))[keys] & (token_ids != single)
+        found: TokenArray = token_ids[wanted]
+        return found
+
+    def _sort_by_two_bytes(self) -> tuple[npt.NDArray[np.int64], TokenArray]:
+        token_ids = (self.ends_in(BOUNDARY) != INVALID).nonzero()[0]
+        keys = np.array([_key(*self.pieces[token][:2]) for token in token_ids.tolist()], np.int64)
+        order = keys.argsort(kind="stable")
+        return keys[order], token_ids[order]
+
+
+def _key(first: int, second: int = -1) -> int:
+    """A number that sorts as the bytes do; without a second one before all that have one."""
+    return first * 257 + second + 1
+
+
+class _Classes(dict[int, int]):
+    """From a code point to its class, as `str.translate` wants it."""
+
+    def __init__(self, grammar: Gbnf) -> None:
+        super().__init__()
+        stretches = grammar.character_classes()
+        self._starts = [start for start, _ in stretches]
+        self._numbers = [number for _, number in stretches]
+
+    def __missing__(self, code_point: int) -> int:
+        number = self._numbers[bisect.bisect_right(self._starts, code_point) - 1]
+        self[code_point] = number
+        return number
+
+
+_tables: weakref.WeakKeyDictionary[LlamaVocabulary, _TokenTable] = weakref.WeakKeyDictionary()
+
+
+def _token_table(vocabulary: LlamaVocabulary) -> _TokenTable:
+    table = _tables.get(vocabulary)
+    if table is None:
+        table = _tables[vocabulary] = _TokenTable(vocabulary)
+    return table
+
+
+def _portions(token_ids: TokenArray) -> Iterator[TokenArray]:
+    """A few first: if two of them are allowed, nobody asks about the rest."""
+    start, size = 0, _CHUNK
+    while start < len(token_ids):
+        yield token_ids[start : start + size]
+        start, size = start + size, size * 8

@@ -1,0 +1,210 @@
+"""The weights of a GGUF file, and what is wrong with files that are no models."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from specgen.backend.llama.library import forget_log, last_error, llama_cpp
+from specgen.backend.llama.vocabulary import LlamaVocabulary
+from specgen.errors import BackendError, ModelFileError
+from specgen.options import CacheType
+
+#: GGML type and size in bytes a value of each KV cache type.
+CACHE_TYPES: dict[CacheType, tuple[int, float]] = {
+    "f32": (0, 4.0),
+    "f16": (1, 2.0),
+    "q4_0": (2, 18 / 32),
+    "q4_1": (3, 20 / 32),
+    "q5_0": (6, 22 / 32),
+    "q5_1": (7, 24 / 32),
+    "q8_0": (8, 34 / 32),
+    "iq4_nl": (20, 18 / 32),
+    "bf16": (30, 2.0),
+}
+_GGUF_MAGIC = b"GGUF"
+
+
+class LlamaModel:
+    """The weights and the vocabulary of a GGUF file; contexts are made from it.
+
+    Raises `ModelFileError` if the file cannot be used to generate text.
+    """
+
+    def __init__(self, path: Path, *, n_gpu_layers: int = -1) -> None:
+        _check_file(path)
+        self.path = path
+        self._handle: Any = None
+        params = llama_cpp.llama_model_default_params()
+        params.n_gpu_layers = n_gpu_layers
+        forget_log()
+        self._handle = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
+        if not self._handle:
+            raise ModelFileError(
+                f"{path}: llama.cpp cannot load this model: {last_error()}",
+                hint="if the download was cut short, fetch the file again; if the model is "
+                "newer than this llama-cpp-python, upgrade it",
+            )
+        try:
+            self._check_generates()
+            self.vocabulary = LlamaVocabulary(self._handle)
+            if self.vocabulary.kind == 0:
+                raise ModelFileError(f"{path}: the model has no vocabulary")
+        except ModelFileError:
+            self.close()
+            raise
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def handle(self) -> Any:
+        """The native model; raises `BackendError` once it is closed."""
+        if not self._handle:
+            raise BackendError(f"{self.name} is closed")
+        return self._handle
+
+    @property
+    def n_ctx_train(self) -> int:
+        """The context that the model was trained with, in tokens."""
+        return int(llama_cpp.llama_model_n_ctx_train(self.handle))
+
+    @property
+    def has_recurrent_state(self) -> bool:
+        """Whether it keeps a state that every token changes, alone or beside a cache of cells:
+        recurrent and hybrid models."""
+        return bool(
+            llama_cpp.llama_model_is_recurrent(self.handle)
+            or llama_cpp.llama_model_is_hybrid(self.handle)
+        )
+
+    @property
+    def n_window(self) -> int:
+        """Tokens that its layers with a sliding window see; 0 if it has none."""
+        return int(llama_cpp.llama_model_n_swa(self.handle))
+
+    @property
+    def description(self) -> str:
+        """Architecture, size and quantisation in llama.cpp's words."""
+        buffer = ctypes.create_string_buffer(256)
+        llama_cpp.llama_model_desc(self.handle, buffer, len(buffer))
+        return buffer.value.decode("utf-8", "replace")
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all tensors."""
+        return int(llama_cpp.llama_model_size(self.handle))
+
+    def metadata(self, key: str) -> str | None:
+        """A value of the file's metadata as text; None where there is none."""
+        capacity = 256
+        while True:
+            buffer = ctypes.create_string_buffer(capacity)
+            n: int = llama_cpp.llama_model_meta_val_str(self.handle, key.encode(), buffer, capacity)
+            if n < 0:
+                return None
+            if n < capacity:
+                return buffer.value.decode("utf-8", "replace")
+            capacity = n + 1
+
+    def chat_template(self) -> str | None:
+        """The model's own chat template (Jinja); None for models without one."""
+        template = llama_cpp.llama_model_chat_template(self.handle, None)
+        return template.decode("utf-8", "replace") if template else None
+
+    def cache_bytes(self, n_ctx: int, type_k: CacheType, type_v: CacheType) -> int:
+        """An estimate of the KV cache's size for a context of n_ctx tokens.
+
+        As if each layer were like the first: too little for hybrid models that begin with a
+        recurrent layer, since llama.cpp does not tell of the others. A sliding window saves
+        nothing (see `LlamaBackend`).
+        """
+        n_head = int(llama_cpp.llama_model_n_head(self.handle)) or 1
+        n_head_kv = int(llama_cpp.llama_model_n_head_kv(self.handle))
+        n_layer = int(llama_cpp.llama_model_n_layer(self.handle))
+        head_size = int(llama_cpp.llama_model_n_embd(self.handle)) // n_head
+        size_k = self._number("attention.key_length") or head_size
+        size_v = self._number("attention.value_length") or head_size
+        a_token = size_k * CACHE_TYPES[type_k][1] + size_v * CACHE_TYPES[type_v][1]
+        return int(n_ctx * n_layer * n_head_kv * a_token)
+
+    def state_bytes(self) -> int:
+        """An estimate of the size of one recurrent state; 0 for models without one.
+
+        As if each layer had a part of it, but where the metadata says how many do not.
+        """
+        if not self.has_recurrent_state:
+            return 0
+        n_embd = int(llama_cpp.llama_model_n_embd(self.handle))
+        n_layer = int(llama_cpp.llama_model_n_layer(self.handle))
+        if interval := self._number("full_attention_interval"):
+            n_layer -= n_layer // interval
+        inner, state = self._number("ssm.inner_size"), self._number("ssm.state_size")
+        convolved = inner + 2 * self._number("ssm.group_count") * state
+        a_layer = inner * state + max(0, self._number("ssm.conv_kernel") - 1) * convolved
+        a_layer += max(0, self._number("shortconv.l_cache") - 1) * n_embd
+        a_layer += self._number("wkv.head_size") * n_embd
+        return 4 * n_layer * a_layer
+
+    def _number(self, key: str) -> int:
+        """A number of the architecture's metadata; 0 where there is none."""
+        value = self.metadata(f"{self.metadata('general.architecture')}.{key}") or ""
+        return int(value) if value.isdecimal() else 0
+
+    def close(self) -> None:
+        """Free the weights. Contexts made from the model must be closed before."""
+        if self._handle:
+            llama_cpp.llama_model_free(self._handle)
+            self._handle = None
+
+    def _check_generates(self) -> None:
+        architecture = self.metadata("general.architecture") or "unknown"
+        pooling = self.metadata(f"{architecture}.pooling_type") or "0"
+        causal = self.metadata(f"{architecture}.attention.causal") or "true"
+        if llama_cpp.llama_model_has_encoder(self.handle):
+            what = "an encoder-decoder or encoder-only model"
+        elif llama_cpp.llama_model_is_diffusion(self.handle):
+            what = "a diffusion model"
+        elif not llama_cpp.llama_model_has_decoder(self.handle):
+            what = "a model without a decoder"
+        elif pooling != "0" or causal == "false":
+            what = "an embedding model"
+        else:
+            return
+        raise ModelFileError(
+            f"{self.path}: {what} ({architecture}); specgen generates text, token by token",
+            hint="give a model that generates text",
+        )
+
+
+def _check_file(path: Path) -> None:
+    """Say what is wrong with a model file before llama.cpp says less."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise ModelFileError(
+            f"{path}: no such file",
+            hint="give the path of a .gguf file, or a name that `specgen models list` shows",
+        ) from None
+    except OSError as error:
+        raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
+    if stat.S_ISDIR(mode):
+        inside = sorted(child.name for child in path.glob("*.gguf"))[:3]
+        hint = f"name the file: {', '.join(inside)}" if inside else "it holds no .gguf file"
+        raise ModelFileError(f"{path}: a directory, not a model file", hint=hint)
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(_GGUF_MAGIC))
+    except OSError as error:
+        raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
+    if not magic:
+        raise ModelFileError(f"{path}: the file is empty", hint="fetch it again")
+    if magic != _GGUF_MAGIC:
+        raise ModelFileError(
+            f"{path}: not a GGUF file (it begins with {magic!r})",
+            hint="llama.cpp's convert_hf_to_gguf.py turns Hugging Face models into GGUF",
+        )

@@ -1,0 +1,138 @@
+"""Making a native context that fits."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from specgen.backend.llama.library import forget_log, last_error, llama_cpp
+from specgen.backend.llama.model import CACHE_TYPES, LlamaModel
+from specgen.errors import MemoryLimitError, UsageError
+from specgen.options import ContextOptions
+
+_FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
+#: What a context needs beside its cache: graph, scratch, one batch of activations.
+_CONTEXT_OVERHEAD_BYTES = 100 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ContextSize:
+    """What a context has room for."""
+
+    #: Tokens in the cache.
+    n_ctx: int
+    #: Rows of a batch, and those among them that want logits.
+    n_rows: int
+    n_outputs: int
+    n_sequences: int
+
+
+def open_context(
+    model: LlamaModel, options: ContextOptions, size: ContextSize, n_rollback: int
+) -> tuple[Any, int]:
+    """A native context, and how many tokens its snapshots go back.
+
+    Without snapshots, a context for a model with a recurrent state has twice as many
+    sequences, for copies (see `SharedStates`). Snapshots for `n_rollback` tokens are taken
+    where the model's architecture has them and they fit; 0 asks for none. Raises
+    `MemoryLimitError` or `UsageError`.
+    """
+    _check_cache_types(options)
+    # llama.cpp aborts if a snapshot of each row of a batch is asked for, and one more.
+    n_snapshots = min(n_rollback, size.n_rows - 2)
+    if model.has_recurrent_state and n_snapshots > 0:
+        needed = _needed_bytes(model, options, size, size.n_sequences * (1 + n_snapshots))
+        if needed <= _available_bytes(options):
+            handle = _make(model, options, size, size.n_sequences, n_snapshots)
+            if handle and llama_cpp.llama_n_rs_seq(handle) == n_snapshots:
+                return handle, n_snapshots
+            if handle:  # an architecture without snapshots
+                llama_cpp.llama_free(handle)
+
+    n_sequences = size.n_sequences * (2 if model.has_recurrent_state else 1)
+    needed, available = (
+        _needed_bytes(model, options, size, n_sequences),
+        _available_bytes(options),
+    )
+    if needed > available:
+        raise MemoryLimitError(
+            f"{model.name}: a context of {size.n_ctx} tokens needs about "
+            f"{needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free",
+            hint="take a smaller --ctx-size, or a smaller KV cache (--cache-type-k q8_0 "
+            "--cache-type-v q8_0)",
+        )
+    handle = _make(model, options, size, n_sequences, 0)
+    if not handle:
+        raise MemoryLimitError(
+            f"{model.name}: llama.cpp cannot make a context of {size.n_ctx} tokens: {last_error()}",
+            hint="try a smaller --ctx-size",
+        )
+    return handle, 0
+
+
+def _make(
+    model: LlamaModel,
+    options: ContextOptions,
+    size: ContextSize,
+    n_sequences: int,
+    n_snapshots: int,
+) -> Any:
+    """A native context; None if llama.cpp cannot make it."""
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx = size.n_ctx
+    params.n_batch = size.n_rows
+    params.n_ubatch = size.n_rows
+    params.n_seq_max = n_sequences
+    params.n_rs_seq = n_snapshots
+    # llama.cpp aborts where a sequence could be left without an output.
+    params.n_outputs_max = max(size.n_outputs, n_sequences)
+    params.n_threads = options.n_threads or default_threads()
+    params.n_threads_batch = options.n_threads_batch or params.n_threads
+    params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
+    params.type_k = CACHE_TYPES[options.cache_type_k][0]
+    params.type_v = CACHE_TYPES[options.cache_type_v][0]
+    params.kv_unified = True  # branches of a tree share cells
+    params.swa_full = True  # a sliding window would forget what a rollback needs
+    params.no_perf = True
+    forget_log()
+    return llama_cpp.llama_init_from_model(model.handle, params)
+
+
+def default_threads() -> int:
+    """The number of physical cores: hyper-threads do not help matrix products."""
+    return psutil.cpu_count(logical=False) or os.cpu_count() or 1
+
+
+def _check_cache_types(options: ContextOptions) -> None:
+    quantised = options.cache_type_v not in ("f32", "f16", "bf16")
+    if quantised and options.flash_attention == "off":
+        raise UsageError(
+            f"--cache-type-v {options.cache_type_v} needs flash attention",
+            hint="leave out --flash-attn off, or take --cache-type-v f16",
+        )
+
+
+def _needed_bytes(
+    model: LlamaModel, options: ContextOptions, size: ContextSize, n_states: int
+) -> int:
+    """An estimate of a context's size, with so many recurrent states."""
+    cells = model.cache_bytes(size.n_ctx, options.cache_type_k, options.cache_type_v)
+    return cells + n_states * model.state_bytes() + _CONTEXT_OVERHEAD_BYTES
+
+
+def _available_bytes(options: ContextOptions) -> float:
+    """The memory that a context may take.
+
+    What the machine does not have llama.cpp would allocate (Linux promises it), clear, and be
+    killed, or fail an assertion and abort: either way without a word to the user. A GPU's
+    allocator reports failure properly, so there it is left to try.
+    """
+    if options.n_gpu_layers != 0 and llama_cpp.llama_supports_gpu_offload():
+        return float("inf")
+    return float(psutil.virtual_memory().available)
+
+
+__all__ = ["ContextSize", "default_threads", "open_context"]

@@ -1,0 +1,102 @@
+"""The tokens of a GGUF model."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+from specgen.backend.llama.library import llama_cpp
+from specgen.errors import BackendError
+
+
+class LlamaVocabulary:
+    """The tokens of a GGUF model. Valid while the model is open."""
+
+    def __init__(self, model: Any) -> None:
+        self._vocab = llama_cpp.llama_model_get_vocab(model)
+        self._n_tokens: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
+        self._pieces: dict[int, bytes] = {}
+        self._ends: list[int] | None = None
+
+    @property
+    def handle(self) -> Any:
+        """llama.cpp's vocabulary, for the other modules of this package."""
+        return self._vocab
+
+    @property
+    def n_tokens(self) -> int:
+        return self._n_tokens
+
+    @property
+    def add_bos(self) -> bool:
+        return bool(llama_cpp.llama_vocab_get_add_bos(self._vocab))
+
+    @property
+    def kind(self) -> int:
+        """llama.cpp's vocabulary type: SPM, BPE, WPM, ... as a number; 0 is none."""
+        return int(llama_cpp.llama_vocab_type(self._vocab))
+
+    def special_tokens(self) -> dict[str, int]:
+        """The special tokens by role; -1 where there is none."""
+        return {
+            "bos": llama_cpp.llama_vocab_bos(self._vocab),
+            "eos": llama_cpp.llama_vocab_eos(self._vocab),
+            "eot": llama_cpp.llama_vocab_eot(self._vocab),
+        }
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        data = text.encode()
+        capacity = len(data) + 8
+        while True:
+            buffer = (llama_cpp.llama_token * capacity)()
+            n: int = llama_cpp.llama_tokenize(
+                self._vocab, data, len(data), buffer, capacity, add_special, parse_special
+            )
+            if n >= 0:
+                return list(buffer[:n])
+            if -n <= capacity:
+                raise BackendError(f"llama.cpp could not tokenize {len(data)} bytes of text")
+            capacity = -n
+
+    def token_bytes(self, token_id: int) -> bytes:
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._read_piece(token_id, special=False)
+        return piece
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_entry(token_id).decode("utf-8", "replace")
+
+    def token_entry(self, token_id: int) -> bytes:
+        """The entry in the token table as it stands in the file."""
+        return llama_cpp.llama_vocab_get_text(self._vocab, token_id) or b""
+
+    def token_attributes(self, token_id: int) -> int:
+        """llama.cpp's attribute bits: unknown, unused, normal, control, ..."""
+        return int(llama_cpp.llama_vocab_get_attr(self._vocab, token_id))
+
+    def is_end(self, token_id: int) -> bool:
+        return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token_id))
+
+    def end_tokens(self) -> Sequence[int]:
+        if self._ends is None:  # llama.cpp has no list of them: a pass over the vocabulary
+            self._ends = [token_id for token_id in range(self._n_tokens) if self.is_end(token_id)]
+        return self._ends
+
+    def control_text(self, token_id: int) -> str:
+        """A token as text, control tokens by their names: what chat templates write."""
+        if token_id < 0:
+            return ""
+        return self._read_piece(token_id, special=True).decode("utf-8", "replace")
+
+    def _read_piece(self, token_id: int, *, special: bool) -> bytes:
+        capacity = 64
+        while True:
+            buffer = ctypes.create_string_buffer(capacity)
+            n: int = llama_cpp.llama_token_to_piece(
+                self._vocab, token_id, buffer, capacity, 0, special
+            )
+            if n >= 0:
+                return buffer.raw[:n]
+            capacity = -n

@@ -1,0 +1,140 @@
+"""The options that commands take, each with its spellings and its help.
+
+The readable form comes first, llama.cpp's spelling beside it. Defaults are not here: they
+stand in `specgen.options`. What several commands take comes in groups (`groups.takes`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specgen.cli.flags.answer import Constraint, answer, constraint
+from specgen.cli.flags.drafting import drafting
+from specgen.cli.flags.groups import takes
+from specgen.cli.flags.machine import Contexts, machine
+from specgen.cli.flags.models import ModelChoice, models
+from specgen.cli.flags.sampling import sampling
+from specgen.options import Show
+
+_PROMPT = "Prompt"
+_OUTPUT = "Output"
+
+# --- prompt
+
+PromptArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="PROMPT", help="The prompt; - reads it from standard input.", show_default=False
+    ),
+]
+PromptOption = Annotated[
+    str | None,
+    typer.Option(
+        "--prompt",
+        "-p",
+        metavar="TEXT",
+        help="The prompt, for those who are used to -p.",
+        rich_help_panel=_PROMPT,
+    ),
+]
+PromptFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--file",
+        "-f",
+        help="Read the prompt from a file; a newline at its end is dropped.",
+        rich_help_panel=_PROMPT,
+    ),
+]
+Chat = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--raw",
+        help="Put the prompt into the model's own chat template, or take it as it is.",
+        show_default="chat, if the model has a template",
+        rich_help_panel=_PROMPT,
+    ),
+]
+System = Annotated[
+    str | None,
+    typer.Option(
+        "--system",
+        "-sys",
+        metavar="TEXT",
+        help="A system message for the chat template.",
+        rich_help_panel=_PROMPT,
+    ),
+]
+
+# --- output
+
+ShowOption = Annotated[
+    Show,
+    typer.Option(
+        "--show",
+        help="On a terminal: colour the tokens, rejected ones going with the next round "
+        "(accepted), colour them and keep the rejected ones (all), or plain text (none).",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+Stats = Annotated[
+    bool | None,
+    typer.Option(
+        "--stats/--no-stats",
+        help="A summary on standard error after the answer.",
+        show_default="stats, but not with --json or --quiet",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="Print events as JSON, one a line, in place of the answer.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+Quiet = Annotated[
+    bool,
+    typer.Option(
+        "--quiet",
+        "-q",
+        help="Nothing on standard error but errors.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose",
+        "-v",
+        help="llama.cpp's own log and more detail, on standard error.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+
+__all__ = [
+    "Chat",
+    "Constraint",
+    "Contexts",
+    "Json",
+    "ModelChoice",
+    "PromptArgument",
+    "PromptFile",
+    "PromptOption",
+    "Quiet",
+    "ShowOption",
+    "Stats",
+    "System",
+    "Verbose",
+    "answer",
+    "constraint",
+    "drafting",
+    "machine",
+    "models",
+    "sampling",
+    "takes",
+]

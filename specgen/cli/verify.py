@@ -1,0 +1,324 @@
+"""``specgen verify``: losslessness, shown on the user's own pair."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json as json_module
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from specgen.cli import flags
+from specgen.cli.interrupt import Interrupt
+from specgen.cli.opening import find_models, log_shown, open_session, session_options
+from specgen.errors import DefectError, UsageError
+from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
+
+if TYPE_CHECKING:
+    from specgen.proof import GreedyResult, Report, SampledPlan, SampledResult
+    from specgen.session import Session, SessionOptions
+
+_CHECKS = "Checks"
+#: Where no temperature is given, sampled text is checked at llama.cpp's own default.
+_TEMPERATURE = 0.8
+
+Progress = Callable[[str, int, int], None]
+
+
+@flags.takes(
+    models=flags.models,
+    grammar=flags.constraint,
+    sampling=flags.sampling,
+    drafting=flags.drafting,
+    machine=flags.machine,
+)
+def verify(
+    models: flags.ModelChoice,
+    grammar: flags.Constraint,
+    sampling: SamplerOptions,
+    drafting: DraftOptions,
+    machine: flags.Contexts,
+    check: Annotated[
+        Literal["both", "greedy", "sampled"],
+        typer.Option("--check", help="What to check.", rich_help_panel=_CHECKS),
+    ] = "both",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            help='Prompts to check with: JSON Lines with "prompt" or "turns".',
+            show_default="a few of our own",
+            rich_help_panel=_CHECKS,
+        ),
+    ] = None,
+    n_prompts: Annotated[
+        int,
+        typer.Option(
+            "--count",
+            "-N",
+            min=1,
+            help="Greedy: how many prompts, evenly from the file.",
+            rich_help_panel=_CHECKS,
+        ),
+    ] = 16,
+    max_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-tokens",
+            "--predict",
+            "-n",
+            min=1,
+            help="Greedy: how many tokens of each answer are compared.",
+            rich_help_panel=_CHECKS,
+        ),
+    ] = 64,
+    n_places: Annotated[
+        int,
+        typer.Option(
+            "--places",
+            min=1,
+            help="Sampled: at how many places, each in another prompt's answer, to draw.",
+            rich_help_panel=_CHECKS,
+        ),
+    ] = 3,
+    depth: Annotated[
+        int,
+        typer.Option(
+            "--depth",
+            min=1,
+            max=4,
+            help="Sampled: how many tokens are drawn and tested jointly.",
+            rich_help_panel=_CHECKS,
+        ),
+    ] = 3,
+    deviation: Annotated[
+        float,
+        typer.Option(
+            "--deviation",
+            min=0.001,
+            max=0.5,
+            help="Sampled: draw as often as it takes to find a total variation distance of this, "
+            "with 99 % probability.",
+            rich_help_panel=_CHECKS,
+        ),
+    ] = 0.03,
+    n_draws: Annotated[
+        int | None,
+        typer.Option(
+            "--draws",
+            min=100,
+            help="Sampled: draw so often at each place.",
+            show_default="from --deviation",
+            rich_help_panel=_CHECKS,
+        ),
+    ] = None,
+    false_alarm: Annotated[
+        float,
+        typer.Option(
+            "--false-alarm",
+            min=1e-9,
+            max=0.2,
+            help="Sampled: the probability that any test fails although nothing is wrong.",
+            rich_help_panel=_CHECKS,
+        ),
+    ] = 1e-4,
+    chat: flags.Chat = None,
+    seeded_bug: Annotated[str | None, typer.Option("--seeded-bug", hidden=True)] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the whole report as one JSON object.")
+    ] = False,
+    quiet: flags.Quiet = False,
+    verbose: flags.Verbose = False,
+) -> int:
+    """Show that drafting does not change what your model says.
+
+    Greedy: answers with and without drafts are compared token by token; a difference is traced
+    to a near-tie that llama.cpp's rounding in batches turns, or is a defect. Sampled: draws are
+    tested against the target's exact distribution. Exit code 0 means that no defect was found.
+    """
+    from specgen.proof import BUGS, SampledPlan, split_level
+
+    if quiet and verbose:
+        raise UsageError("--quiet and --verbose exclude each other", hint="take one of them")
+    if seeded_bug is not None and seeded_bug not in BUGS:
+        raise UsageError(f"--seeded-bug {seeded_bug}: one of {', '.join(BUGS)}")
+    if models.draft == "none":
+        raise UsageError("--draft none drafts nothing, so there is nothing to verify")
+    texts = _prompts(prompts)
+    plan = SampledPlan(
+        depth=depth,
+        deviation=deviation,
+        level=split_level(false_alarm, depth * n_places),
+        n_draws=n_draws,
+    )
+    sources = find_models(models, quiet=quiet)
+    answer = GenerationOptions(max_tokens=max_tokens, grammar=grammar.grammar)
+    options = session_options(sources, sampling, drafting, answer, machine)
+    with log_shown(verbose), _progress(quiet=quiet or verbose) as progress, Interrupt() as stop:
+        job = _Job(options, texts, chat, progress, stop, quiet or verbose, seeded_bug)
+        greedy = job.greedy(n_prompts) if check != "sampled" else ()
+        sampled = job.sampled(plan, n_places) if check != "greedy" else ()
+    report = job.report(greedy, sampled)
+    _show(report, json=json)
+    if stop():
+        return stop.exit_code
+    if report.is_defect:
+        raise DefectError(
+            "the text is not always the target's own: see the report",
+            hint="please report it, with the command and the two models' names",
+        )
+    return 0
+
+
+def _prompts(path: Path | None) -> list[str]:
+    from specgen.proof import OWN_PROMPTS, read_prompts
+
+    return list(OWN_PROMPTS) if path is None else read_prompts(path)
+
+
+class _Job:
+    """The checks of one command."""
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        prompts: list[str],
+        chat: bool | None,
+        progress: Progress,
+        stop: Interrupt,
+        quiet: bool,
+        seeded_bug: str | None,
+    ) -> None:
+        from specgen.proof import BUGS
+
+        self._options = options
+        self._prompts = prompts
+        self._chat = chat
+        self._progress = progress
+        self._stop = stop
+        self._quiet = quiet
+        self._bug = BUGS[seeded_bug] if seeded_bug is not None else None
+        sampler = options.sampler
+        if sampler.temperature <= 0.0:
+            sampler = replace(sampler, temperature=_TEMPERATURE)
+        self._sampler = replace(sampler, seed=max(0, sampler.seed))
+
+    def greedy(self, n_prompts: int) -> tuple[GreedyResult, ...]:
+        from specgen.proof import check_greedy, spread
+
+        sampler = replace(self._options.sampler, temperature=0.0, xtc_probability=0.0)
+        results = []
+        with self._open(replace(self._options, sampler=sampler)) as session:
+            prompts = [self._tokens(session, text) for text in spread(self._prompts, n_prompts)]
+            self._progress("greedy", 0, len(prompts))
+            for result in check_greedy(session, prompts, interrupted=self._stop, bug=self._bug):
+                results.append(result)
+                self._progress("greedy", len(results), len(prompts))
+        return tuple(results)
+
+    def sampled(self, plan: SampledPlan, n_places: int) -> tuple[SampledResult, ...]:
+        from specgen.proof import check_sampled
+
+        results: list[SampledResult] = []
+        with self._open(replace(self._options, sampler=self._sampler)) as session:
+            for number, text in enumerate(self._prompts):
+                if len(results) == n_places or self._stop():
+                    break
+                result = check_sampled(
+                    session,
+                    self._tokens(session, text),
+                    plan,
+                    seed=self._sampler.seed + number,
+                    number=number,
+                    progress=lambda done, total: self._progress(
+                        f"sampled, place {len(results) + 1} of {n_places}", done, total
+                    ),
+                    interrupted=self._stop,
+                    bug=self._bug,
+                )
+                if result is not None:
+                    results.append(result)
+        return tuple(results)
+
+    def report(
+        self, greedy: tuple[GreedyResult, ...], sampled: tuple[SampledResult, ...]
+    ) -> Report:
+        from specgen.proof import Report
+
+        draft = self._options.draft
+        return Report(
+            target=self._options.target.name,
+            draft=draft.name if isinstance(draft, Path) else draft,
+            verifier=self._options.drafting.verifier,
+            draft_max=self._options.drafting.max_tokens,
+            sampler=self._sampler,
+            seeded_bug=self._bug.name if self._bug is not None else None,
+            greedy=greedy,
+            sampled=sampled,
+        )
+
+    def _open(self, options: SessionOptions) -> Session:
+        return open_session(options, quiet=self._quiet)
+
+    def _tokens(self, session: Session, text: str) -> list[int]:
+        """A prompt as the model is to see it; the date in a template must not matter."""
+        now = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
+        whole = None if self._chat is False else session.chat_prompt(text, None, now)
+        return session.tokenize(text if whole is None else whole, parse_special=True)
+
+
+def _nothing(_what: str, _done: int, _total: int) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def _progress(*, quiet: bool) -> Iterator[Progress]:
+    """Tells on standard error how far the checks are, on a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield _nothing
+        return
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    from specgen.render import make_console
+
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=make_console(sys.stderr, os.environ),
+        transient=True,
+    )
+    with bar:
+        tasks: dict[str, object] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                for task in bar.task_ids:
+                    bar.update(task, visible=False)
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)  # type: ignore[arg-type]
+
+        yield show
+
+
+def _show(report: Report, *, json: bool) -> None:
+    from specgen.proof import to_json_object
+    from specgen.render import make_console, print_report
+
+    if json:
+        print(json_module.dumps(to_json_object(report), ensure_ascii=False))
+    else:
+        print_report(report, make_console(sys.stdout, os.environ))

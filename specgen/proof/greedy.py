@@ -1,0 +1,301 @@
+"""Is the text at temperature 0 that of plain decoding, and if not, why not?
+
+llama.cpp may round a row of logits differently in a batch than alone. Where two tokens are all
+but equally likely, that can turn the choice, and the texts part for good: a *near-tie*, which
+another build or another batch size would turn as well. A *defect* is anything else: a token
+kept that the target did not choose, a cache that holds what was refused.
+
+They are told apart by two questions. Did the target, in the speculative run, choose the token
+that the text has there? And is the row that it chose from as close to plain decoding's as
+batches alone leave rows? (`specgen.proof.rows`) The second is asked of all rows, not only where
+texts part: a wrong cache shows long before it turns a choice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from specgen.arrays import Logits
+from specgen.generation import Generation
+from specgen.loop import Loop
+from specgen.proof.bugs import Bug
+from specgen.proof.rows import batch_sizes, is_moved, movement, plain_rows
+from specgen.proof.told import check_drafting, tokens_told
+from specgen.sampling import Distribution
+from specgen.session import Session
+from specgen.state import Shaper, TextState
+
+#: Memory for the rows of one plain answer; those after that are not compared.
+_N_BYTES_MAX = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A token that one of the two took: its logit in plain decoding, one token at a time, and
+    in the round of the speculative run. `token_id` is -1 where that text ended."""
+
+    token_id: int
+    text: str
+    plain_logit: float
+    speculative_logit: float
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first place where the texts part.
+
+    `position` counts the answer's tokens from 0. `was_chosen` tells whether the target, in the
+    speculative run, really chose the token that the text has there. `gap` is by how much plain
+    decoding prefers its token, in logits. `moved_by` is how far the speculative run's row is
+    from that of plain decoding, `batches_move` the most that batches alone move any row of this
+    answer (see `specgen.proof.rows.movement`). `same_in_batches_of` is the smallest size of
+    batches in which plain decoding itself takes the other token here; None if it never does.
+    """
+
+    position: int
+    plain: Choice
+    speculative: Choice
+    was_chosen: bool
+    gap: float
+    moved_by: float
+    batches_move: float
+    same_in_batches_of: int | None
+
+    @property
+    def is_defect(self) -> bool:
+        """Whether rounding in batches does not explain it."""
+        return not self.was_chosen or is_moved(self.moved_by, self.batches_move)
+
+
+@dataclass(frozen=True, slots=True)
+class GreedyResult:
+    """One prompt. `n_tokens` of plain decoding were compared; there is no `difference` if all
+    are equal. `n_rows` rows of logits, up to where the texts part, were compared too: the
+    furthest is `moved_by` from plain decoding's, and batches alone move them by up to
+    `batches_move`."""
+
+    prompt: int
+    n_tokens: int
+    n_drafted: int
+    n_accepted: int
+    n_rows: int
+    moved_by: float
+    batches_move: float
+    difference: Difference | None
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether batches do not explain how far the rows are from plain decoding's."""
+        return is_moved(self.moved_by, self.batches_move)
+
+    @property
+    def is_defect(self) -> bool:
+        return self.is_moved or (self.difference is not None and self.difference.is_defect)
+
+
+def check_greedy(
+    session: Session,
+    prompts: Sequence[Sequence[int]],
+    *,
+    interrupted: Callable[[], bool] = lambda: False,
+    bug: Bug | None = None,
+) -> Iterator[GreedyResult]:
+    """Compare speculative and plain decoding, prompt by prompt.
+
+    The session's temperature must be 0. `prompts` are token ids. Ends early when
+    `interrupted` says so. `bug` is built into the speculative side: the check must find it.
+    """
+    if not prompts:
+        return
+    n_ctx = max(session.context_size(len(prompt)) for prompt in prompts)
+    n_rows_max = max(1, _N_BYTES_MAX // (4 * session.target_model.vocabulary.n_tokens))
+    with session.contexts(n_ctx) as (target, draft):
+        for number, prompt in enumerate(prompts):
+            loop = Loop(target, session.clock, interrupted)
+            target.remove(0)
+            plain = session.generation(prompt, n_ctx, None, 0, plain=True)
+            keeper = _Keeper(plain.shaper, plain.state, n_rows_max)
+            plain.shaper = keeper
+            expected = _tokens(loop, plain)
+            if interrupted():
+                return
+
+            target.remove(0)
+            if draft is not None:
+                draft.remove(0)
+            fast = session.generation(prompt, n_ctx, draft, 0)
+            watch = _Watch(fast.shaper, fast.state, expected, keeper.rows)
+            fast.shaper = watch
+            if bug is not None:
+                bug.plant(fast)
+            found = _tokens(loop, fast, loses_bonus=bug is not None and bug.loses_bonus)
+            if interrupted():
+                return
+            batches_move = _batches_move(session, n_ctx, prompt, expected, keeper.rows)
+            yield GreedyResult(
+                prompt=number,
+                n_tokens=len(expected),
+                n_drafted=fast.tally.n_drafted,
+                n_accepted=fast.tally.n_accepted,
+                n_rows=len(watch.moved_by),
+                moved_by=max(watch.moved_by.values(), default=0.0),
+                batches_move=batches_move,
+                difference=_difference(
+                    session, n_ctx, prompt, expected, found, watch, batches_move
+                ),
+            )
+
+
+def _tokens(loop: Loop, generation: Generation, *, loses_bonus: bool = False) -> list[int]:
+    """Generate; the answer's tokens, the one that ended it too."""
+    events = loop.start(generation)
+    while not generation.is_finished:
+        events += loop.round([generation])
+    check_drafting(events)
+    return list(tokens_told(events, loses_bonus=loses_bonus))
+
+
+class _Keeper(Shaper):
+    """A shaper that keeps the rows of plain decoding, by their position in the answer."""
+
+    def __init__(self, inner: Shaper, state: TextState, n_max: int) -> None:
+        self._inner = inner
+        self._kept_of = state
+        self._n_prompt = len(state.tokens)
+        self._n_max = n_max
+        self.rows: dict[int, Logits] = {}
+
+    def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
+        if len(self.rows) < self._n_max:
+            self.rows[len(self._kept_of.tokens) - self._n_prompt] = logits.copy()
+        return self._inner.distribution(logits, path)
+
+
+class _Watch(Shaper):
+    """A shaper that compares the speculative run's rows with the plain ones, as long as the
+    text is that of plain decoding, and notes what the target chooses."""
+
+    def __init__(
+        self,
+        inner: Shaper,
+        state: TextState,
+        expected: Sequence[int],
+        rows: dict[int, Logits],
+    ) -> None:
+        self._inner = inner
+        self._watched = state
+        self._n_prompt = len(state.tokens)
+        self._expected = list(expected)
+        self._rows = rows
+        #: By position in the answer: how far the row is from the plain one, and the choice.
+        self.moved_by: dict[int, float] = {}
+        self.choices: dict[int, int] = {}
+        #: The first row with another choice than the expected one, and its position.
+        self.turned: tuple[int, Logits] | None = None
+
+    def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
+        found = self._inner.distribution(logits, path)
+        text = [*self._watched.tokens[self._n_prompt :], *path]
+        position = len(text)
+        if position < len(self._expected) and text == self._expected[:position]:
+            choice = self.choices[position] = _best(found)
+            if position in self._rows:
+                self.moved_by[position] = movement(logits, self._rows[position])
+            if self.turned is None and choice != self._expected[position]:
+                self.turned = position, logits.copy()
+        return found
+
+
+def _batches_move(
+    session: Session,
+    n_ctx: int,
+    prompt: Sequence[int],
+    expected: Sequence[int],
+    rows: dict[int, Logits],
+) -> float:
+    """How far batches alone move the rows of an answer, at most: without drafts, and without
+    ever dropping a token."""
+    sizes = batch_sizes(session)
+    # The largest batches, and pairs where those are something else.
+    return max(
+        movement(row, rows[position])
+        for size in {sizes[-1], min(2, sizes[-1])}
+        for position, row in enumerate(plain_rows(session, n_ctx, prompt, expected[:-1], size))
+        if position in rows
+    )
+
+
+def _difference(
+    session: Session,
+    n_ctx: int,
+    prompt: Sequence[int],
+    expected: Sequence[int],
+    found: Sequence[int],
+    watch: _Watch,
+    batches_move: float,
+) -> Difference | None:
+    if expected == found:
+        return None
+    position = next(
+        (i for i, pair in enumerate(zip(expected, found, strict=False)) if pair[0] != pair[1]),
+        min(len(expected), len(found)),
+    )
+    if position == min(len(expected), len(found)):
+        # One text goes on where the other stops: no choice of a token does that.
+        return _of_length(session, position, expected, found)
+    ours, theirs = expected[position], found[position]
+    shaper = session.shaper(_text(session, prompt, expected[:position]))
+    alone: Logits | None = None
+    same_in_batches_of = None
+    for size in batch_sizes(session):
+        for row in plain_rows(session, n_ctx, prompt, expected[:position], size):
+            last = row
+        if alone is None:
+            alone = last.copy()
+        batches_move = max(batches_move, movement(last, alone))
+        if same_in_batches_of is None and _best(shaper.distribution(last)) == theirs:
+            same_in_batches_of = size
+    assert alone is not None, "a batch has one row at least"
+    turned = watch.turned if watch.turned is not None and watch.turned[0] == position else None
+    seen = alone if turned is None else turned[1]
+
+    def choice(token: int) -> Choice:
+        text = session.target_model.vocabulary.token_text(token)
+        return Choice(token, text, float(alone[token]), float(seen[token]))
+
+    return Difference(
+        position=position,
+        plain=choice(ours),
+        speculative=choice(theirs),
+        was_chosen=turned is not None and watch.choices[position] == theirs,
+        gap=float(alone[ours]) - float(alone[theirs]),
+        moved_by=movement(seen, alone) if turned is not None else watch.moved_by.get(position, 0.0),
+        batches_move=batches_move,
+        same_in_batches_of=same_in_batches_of,
+    )
+
+
+def _of_length(
+    session: Session, position: int, expected: Sequence[int], found: Sequence[int]
+) -> Difference:
+    def choice(tokens: Sequence[int]) -> Choice:
+        if position == len(tokens):
+            return Choice(-1, "", math.nan, math.nan)
+        token = tokens[position]
+        text = session.target_model.vocabulary.token_text(token)
+        return Choice(token, text, math.nan, math.nan)
+
+    return Difference(position, choice(expected), choice(found), False, math.inf, 0.0, 0.0, None)
+
+
+def _best(distribution: Distribution) -> int:
+    return int(distribution.token_ids[distribution.probs.argmax()])
+
+
+def _text(session: Session, prompt: Sequence[int], answer: Iterable[int]) -> TextState:
+    state = session.text(prompt)
+    for token in answer:
+        state.commit(token)
+    return state

@@ -1,0 +1,91 @@
+"""A distribution over tokens, held sparsely: the tokens that can be drawn, and how likely."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from specgen.arrays import ProbArray, TokenArray
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A probability distribution over token ids, by its support.
+
+    `token_ids` is int64[m], strictly increasing; `probs` is float64[m], positive, and sums
+    to 1 up to rounding.
+    """
+
+    token_ids: TokenArray
+    probs: ProbArray
+
+    def probability(self, token_id: int) -> float:
+        """The probability of one token; 0 outside the support."""
+        index = int(self.token_ids.searchsorted(token_id))
+        if index < len(self.token_ids) and self.token_ids[index] == token_id:
+            return float(self.probs[index])
+        return 0.0
+
+    def draw(self, rng: np.random.Generator) -> int:
+        """One token, by inverting the cumulative distribution: one uniform number a token,
+        and none where there is only one token to draw.
+
+        The uniform is all the randomness there is, so plain and speculative decoding that
+        draw from equal distributions with generators in equal states draw equal tokens. A
+        certain token (greedy, or the only one that a grammar allows) leaves the generator
+        where it was.
+        """
+        if len(self.token_ids) == 1:
+            return int(self.token_ids[0])
+        cumulative = self.probs.cumsum()
+        index = int(cumulative.searchsorted(rng.random() * cumulative[-1], side="right"))
+        return int(self.token_ids[min(index, len(self.token_ids) - 1)])
+
+    def minus(self, other: Distribution, scale: float = 1.0) -> Distribution | None:
+        """normalize(max(0, scale * self - other)): the residual of a refused draft.
+
+        None if nothing is left; with a scale of 1, that is, if the two are equal. (Leviathan
+        et al., arXiv:2211.17192, Algorithm 1; Chen et al., arXiv:2302.01318, Algorithm 2.)
+        """
+        remaining = self._excess(other, scale)
+        kept = remaining > 0.0
+        if not kept.any():
+            return None
+        remaining = remaining[kept]
+        return Distribution(self.token_ids[kept], remaining / remaining.sum())
+
+    def excess(self, other: Distribution, scale: float = 1.0) -> float:
+        """The mass of max(0, scale * self - other)."""
+        return float(np.maximum(self._excess(other, scale), 0.0).sum())
+
+    def _excess(self, other: Distribution, scale: float) -> ProbArray:
+        """What is left of scale * self without other, on the support of self: float64[m]."""
+        difference = self.probs * scale
+        position = other.token_ids.searchsorted(self.token_ids)
+        position[position == len(other.token_ids)] = 0
+        shared = other.token_ids[position] == self.token_ids
+        difference[shared] -= other.probs[position[shared]]
+        return difference
+
+    @staticmethod
+    def certain(token_id: int) -> Distribution:
+        """All the mass on one token."""
+        return Distribution(np.array([token_id], np.int64), np.ones(1))
+
+    @staticmethod
+    def mixture(weight: float, first: Distribution, second: Distribution) -> Distribution:
+        """A draw from `first` with probability `weight`, from `second` otherwise."""
+        if weight <= 0.0:
+            return second
+        if weight >= 1.0:
+            return first
+        token_ids = np.concatenate((first.token_ids, second.token_ids))
+        probs = np.concatenate((weight * first.probs, (1.0 - weight) * second.probs))
+        order = token_ids.argsort(kind="stable")  # merges two runs in linear time
+        token_ids, probs = token_ids[order], probs[order]
+        twice = np.flatnonzero(token_ids[1:] == token_ids[:-1])
+        probs[twice] += probs[twice + 1]
+        kept = np.ones(len(probs), np.bool_)
+        kept[twice + 1] = False
+        return Distribution(token_ids[kept], probs[kept])

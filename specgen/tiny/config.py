@@ -1,0 +1,108 @@
+"""What a tiny model is like."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Architecture: TypeAlias = Literal[
+    "llama", "qwen2", "gemma3", "mamba", "mamba2", "lfm2", "qwen35", "jamba", "bert"
+]
+TokenizerKind: TypeAlias = Literal["bpe", "spm"]
+TensorType: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
+
+#: The template of the ChatML family; its markers are among the control tokens.
+CHATML_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TinyConfig:
+    """What to write. The defaults make a model of 0.5 MB that decodes a token in well under 1 ms."""
+
+    #: ``llama``, ``qwen2`` (with biases) and ``gemma3`` (every other layer with a sliding
+    #: window) are transformers; ``mamba`` and ``mamba2`` keep a recurrent state, which cannot
+    #: drop a suffix; ``lfm2`` (short convolutions), ``qwen35`` (gated delta nets) and
+    #: ``jamba`` (mamba) do so in every other layer and attend in those between, and
+    #: llama.cpp keeps snapshots of the first two; ``bert`` is an encoder and cannot generate.
+    architecture: Architecture = "llama"
+    #: ``bpe`` is GPT-2's byte-level kind, ``spm`` SentencePiece's with bytes to fall back on.
+    #: ``bert`` always has a WordPiece vocabulary.
+    tokenizer: TokenizerKind = "bpe"
+    #: Tokens in all; what the tokenizer does not need is unused padding at the end. None adds
+    #: no padding.
+    n_vocab: int | None = None
+    n_embd: int = 64
+    n_layer: int = 2
+    n_head: int = 2
+    #: Heads of keys and values; None is as many as `n_head`.
+    n_head_kv: int | None = None
+    n_ff: int = 128
+    #: Tokens that a layer with a sliding window sees; 0 is no window. For ``gemma3`` and
+    #: ``lfm2``.
+    sliding_window: int = 0
+    n_ctx_train: int = 4096
+    #: How the matrices are stored; vectors are always f32. Quantised types need dimensions that
+    #: are multiples of 32.
+    tensor_type: TensorType = "f32"
+    #: Round the matrices to this type before they are stored as `tensor_type`: a model of the
+    #: very same numbers that runs through other kernels.
+    rounded_to: TensorType | None = None
+    #: Seed of the weights. Each tensor has a generator of its own, so models that differ only
+    #: in `n_layer` or `n_vocab` share the weights they both have.
+    seed: int = 0
+    #: Share of other random weights (from `noise_seed`) mixed in: 0 none, 1 as much as of the
+    #: model's own; the weights keep their scale.
+    noise: float = 0.0
+    noise_seed: int = 1
+    #: Standard deviation of the logits over the vocabulary: 0 is a flat distribution, 3 leaves
+    #: the likeliest token some 0.2, 10 is all but deterministic.
+    logit_scale: float = 3.0
+    #: The same for control tokens (end of text among them), relative to the others: at 0 they
+    #: are very unlikely, at 1 like any token.
+    control_scale: float = 0.0
+    #: The same for tokens that are no printable ASCII text: at 0 the text is readable.
+    unprintable_scale: float = 1.0
+    #: Begin every prompt with the first control token.
+    add_bos: bool = True
+    #: A Jinja template, for example `CHATML_TEMPLATE`.
+    chat_template: str | None = None
+    name: str = "tiny"
+
+    def draft(self, noise: float, noise_seed: int = 1, *, n_layer: int | None = None) -> TinyConfig:
+        """A model with the same vocabulary that agrees with this one the less, the more noise.
+
+        With 0.01 the two have the same likeliest token nine times in ten, with 0.1 every other
+        time, with 0.3 every seventh, and from 1 on by chance only. A draft of fewer layers
+        without noise hits it every fifth time.
+        """
+        return dataclasses.replace(
+            self,
+            noise=noise,
+            noise_seed=noise_seed,
+            n_layer=self.n_layer if n_layer is None else n_layer,
+            name=f"{self.name}-draft",
+        )
+
+
+def check(config: TinyConfig) -> None:
+    """Raise ValueError for a configuration that no model can have."""
+    n_head_kv = config.n_head if config.n_head_kv is None else config.n_head_kv
+    if config.n_embd % config.n_head or config.n_head % n_head_kv:
+        raise ValueError(
+            f"n_embd ({config.n_embd}) must be a multiple of n_head ({config.n_head}), "
+            f"and that one of n_head_kv ({n_head_kv})"
+        )
+    if (config.n_embd // config.n_head) % 2:
+        raise ValueError(f"a head of {config.n_embd // config.n_head} values cannot be rotated")
+    quantised = {config.tensor_type, config.rounded_to} - {"f32", "f16", "bf16", None}
+    if quantised and (config.n_embd % 32 or config.n_ff % 32):
+        raise ValueError(
+            f"{'/'.join(sorted(map(str, quantised)))} needs dimensions that are multiples of 32, "
+            f"not n_embd {config.n_embd} and n_ff {config.n_ff}"
+        )

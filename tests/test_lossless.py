@@ -1,0 +1,160 @@
+"""Lossless in every mode: drafter x verifier x samplers x kind of cache, on tiny models.
+
+At temperature 0 the text must be plain decoding's, token by token. Above, draws must fit the
+target's exact joint distribution of the next three tokens (G-tests, as `specgen verify` makes
+them); with matching, a seed's text must also be plain decoding's.
+
+The tests that could fail by chance have a false-alarm level that sums to `OVERALL_LEVEL` over
+the whole matrix: a correct specgen would fail somewhere in it with that probability, were the
+seeds drawn anew. They are fixed, so what passes goes on passing.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    GenerationOptions,
+    SamplerOptions,
+    VerifierName,
+)
+from specgen.proof import SampledPlan, check_greedy, check_sampled, split_level
+from specgen.session import DraftSource, Session, SessionOptions
+from specgen.tiny import Architecture, TinyConfig, write_tiny_model
+
+OVERALL_LEVEL = 1e-3
+DEPTH = 3
+N_DRAWS = 1200
+#: Whatever a tiny model says was said before, so that one token makes an n-gram.
+PROMPT = "".join(map(chr, range(32, 127))) + " the cat is in the else for with that it be not self"
+#: Two or three letters, a mark that is forced after three, and so on.
+GRAMMAR = """
+root ::= word word word word word word word word+ "."
+word ::= [a-h] [a-h] ([a-h] "-" | "," | ";")
+"""
+
+#: How each kind of cache drops what was refused: cells, also of sliding windows; snapshots of
+#: recurrent states; and copies of the state with decoding again.
+CACHES: dict[str, Architecture] = {
+    "attention": "llama",
+    "sliding window": "gemma3",
+    "recurrent": "mamba",
+    "hybrid, snapshots": "lfm2",
+    "hybrid, copies": "jamba",
+}
+DRAFTERS = ("model", "ngram")
+VERIFIERS: tuple[VerifierName, ...] = ("auto", "match", "residual", "block")
+FLAT = SamplerOptions(temperature=1.0, top_k=4, top_p=1.0, min_p=0.0)
+AGAINST_REPETITION = {
+    "repeat_penalty": 1.3,
+    "presence_penalty": 0.2,
+    "frequency_penalty": 0.1,
+    "dry_multiplier": 0.6,
+    "dry_allowed_length": 1,
+}
+GREEDY = {
+    "greedy": SamplerOptions(),
+    "greedy, penalties": SamplerOptions(**AGAINST_REPETITION),  # type: ignore[arg-type]
+    "greedy, typical": SamplerOptions(typical_p=0.4, top_k=12, logit_bias=((70, 1.5),)),
+    "greedy, grammar": SamplerOptions(),
+}
+SAMPLED = {
+    "top-k": FLAT,
+    "default chain": SamplerOptions(temperature=0.8, top_k=5),
+    "penalties": replace(FLAT, **AGAINST_REPETITION),  # type: ignore[arg-type]
+    "others": replace(FLAT, typical_p=0.8, top_n_sigma=2.0, dynatemp_range=0.5, temperature=0.9),
+    "XTC": replace(FLAT, xtc_probability=0.5, xtc_threshold=0.12),
+    "grammar": FLAT,
+}
+N_TESTS = len(CACHES) * len(DRAFTERS) * len(VERIFIERS) * len(SAMPLED) * DEPTH
+LEVEL = split_level(OVERALL_LEVEL, N_TESTS)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name, architecture in CACHES.items():
+        config = TinyConfig(architecture=architecture, logit_scale=2.0, unprintable_scale=0.0)
+        write_tiny_model(folder / f"{name}.gguf", config)
+        write_tiny_model(folder / f"{name} draft.gguf", config.draft(0.1))
+    return folder
+
+
+def session(
+    models: Path, cache: str, drafter: str, verifier: VerifierName, samplers: str, seed: int = 0
+) -> Session:
+    draft: DraftSource = "ngram" if drafter == "ngram" else models / f"{cache} draft.gguf"
+    # f32 and no flash attention: rows are then equal in batches of every shape.
+    context = ContextOptions(
+        n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32"
+    )
+    sampler = GREEDY.get(samplers) or SAMPLED[samplers]
+    options = SessionOptions(
+        target=models / f"{cache}.gguf",
+        draft=draft,
+        sampler=replace(sampler, seed=seed),
+        drafting=DraftOptions(max_tokens=3, p_min=0.0, ngram_min=1, ngram_max=3, verifier=verifier),
+        generation=GenerationOptions(
+            max_tokens=40, grammar=GRAMMAR if "grammar" in samplers else None
+        ),
+        target_context=context,
+        draft_context=context,
+    )
+    return Session(options, time.perf_counter)
+
+
+everywhere = pytest.mark.parametrize("cache", CACHES)
+with_every_drafter = pytest.mark.parametrize("drafter", DRAFTERS)
+with_every_verifier = pytest.mark.parametrize("verifier", VERIFIERS)
+
+
+@everywhere
+@with_every_drafter
+@with_every_verifier
+@pytest.mark.parametrize("samplers", GREEDY)
+def test_greedy_text_is_that_of_plain_decoding(
+    models: Path, cache: str, drafter: str, verifier: VerifierName, samplers: str
+) -> None:
+    with session(models, cache, drafter, verifier, samplers) as opened:
+        prompt = opened.tokenize(PROMPT, parse_special=False)
+        (result,) = check_greedy(opened, [prompt])
+    assert result.difference is None
+    assert result.n_drafted > 0
+
+
+@everywhere
+@with_every_drafter
+@with_every_verifier
+@pytest.mark.parametrize("samplers", SAMPLED)
+def test_sampled_text_fits_the_targets_distribution(
+    models: Path, cache: str, drafter: str, verifier: VerifierName, samplers: str
+) -> None:
+    plan = SampledPlan(depth=DEPTH, level=LEVEL, n_draws=N_DRAWS)
+    with session(models, cache, drafter, verifier, samplers) as opened:
+        prompt = opened.tokenize(PROMPT, parse_special=False)
+        result = check_sampled(opened, prompt, plan, seed=5)
+    assert result is not None
+    assert result.fits, [depth.test for depth in result.depths]
+    assert not result.rows.is_defect, result.rows
+    assert result.n_impossible == 0
+    assert result.n_drafted > N_DRAWS / 2
+    assert result.depths[-1].test.n_cells >= 5
+
+
+@everywhere
+@with_every_drafter
+@pytest.mark.parametrize("samplers", SAMPLED)
+def test_matching_keeps_a_seeds_text(models: Path, cache: str, drafter: str, samplers: str) -> None:
+    for seed in range(3):
+        with session(models, cache, drafter, "match", samplers, seed) as opened:
+            fast = list(opened.generate(PROMPT, parse_special=False))[-1]
+            plain_options = replace(opened.options, draft="none")
+        with Session(plain_options, time.perf_counter) as opened:
+            plain = list(opened.generate(PROMPT, parse_special=False))[-1]
+        assert fast.token_ids == plain.token_ids  # type: ignore[union-attr]
