@@ -207,7 +207,8 @@ class FinishedEvent:
     #: Accepted and drafted counts by depth in the draft (index 0 is the first drafted token).
     accepted_by_depth: tuple[int, ...]
     drafted_by_depth: tuple[int, ...]
-    #: Tokens per second after the first token; null with fewer than two tokens.
+    #: Tokens per second after the first one (and those that a grammar forced beside it); null
+    #: without more tokens.
     tokens_per_s: float | None
     #: From the start of the prompt's decode to the first token; null without a token.
     time_to_first_token_s: float | None

@@ -44,6 +44,17 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """SmolLM2-135M, fetched into the user's own cache on first use (98 MB)."""
+    return _fetched("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Path:
+    """Gemma 3 270M, most of whose layers have a sliding window of 512 tokens (253 MB)."""
+    return _fetched("gemma-3-270m")
+
+
+def _fetched(model: str) -> Path:
+    """A real model in the user's own cache."""
     from specgen.models import fetch, load_registry
 
     with pytest.MonkeyPatch.context() as environment:
@@ -52,4 +63,4 @@ def smollm2() -> Path:
                 environment.setenv(name, _OWN_ENVIRONMENT[name])
             else:
                 environment.delenv(name, raising=False)
-        return fetch(load_registry().model("smollm2-135m"))
+        return fetch(load_registry().model(model))

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -178,6 +179,271 @@ def test_a_seed_repeats_an_answer(cli: Cli) -> None:
     hot = ("--temp", "1.5", "--seed", "7")
     assert cli.run(PROMPT, *hot).out == cli.run(PROMPT, *hot).out
     assert cli.run(PROMPT, *hot).out != cli.run(PROMPT, "--temp", "1.5", "--seed", "8").out
+
+
+def events_of(result: Result) -> list[dict[str, Any]]:
+    """The events of a --json run, each of which conforms to the schema."""
+    assert result.code == 0, result.err
+    schema = json.loads((ROOT / "docs" / "events.schema.json").read_text(encoding="utf-8"))
+    jsonschema = pytest.importorskip("jsonschema")
+    events = [json.loads(line, parse_constant=pytest.fail) for line in result.out.splitlines()]
+    for event in events:
+        jsonschema.validate(event, schema)
+    return events
+
+
+# --- constrained answers
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "numbers": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 3},
+        "kind": {"enum": ["a long name of a kind", "another long name of a kind"]},
+    },
+    "required": ["name", "numbers", "kind"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_answers_conform_to_a_schema_with_and_without_drafts(
+    cli: Cli, tmp_path: Path, temperature: str
+) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    file = tmp_path / "schema.json"
+    file.write_text("\ufeff" + json.dumps(SCHEMA), encoding="utf-8")  # some editors write a BOM
+    own = ("-n", "400", "--temp", temperature, "--seed", "5", "--verifier", "match")
+    plain = cli.run(PROMPT, *own, "--json-schema", json.dumps(SCHEMA), draft="none")
+    assert plain.code == 0, plain.err
+    jsonschema.validate(json.loads(plain.out), SCHEMA)
+    for draft in ("draft", "bad", "ngram"):
+        for given in (("-j", json.dumps(SCHEMA)), ("-jf", str(file))):
+            result = cli.run(PROMPT, *own, *given, draft=draft)
+            assert result.out == plain.out
+    # With any verifier, seed by seed another text of the same form.
+    for verifier in ("auto", "residual", "block"):
+        result = cli.run(PROMPT, *own, "-jf", str(file), "--verifier", verifier)
+        jsonschema.validate(json.loads(result.out), SCHEMA)
+
+
+def test_an_empty_schema_is_any_object(cli: Cli) -> None:
+    result = cli.run(PROMPT, "--json-schema", "{}", "-n", "30", "--temp", "1", "--seed", "2")
+    assert result.out.startswith("{")
+
+
+def test_answers_follow_a_grammar(cli: Cli, tmp_path: Path) -> None:
+    gbnf = 'root ::= "It is " ("yes" | "no") ", and that is all."'
+    file = tmp_path / "grammar.gbnf"
+    file.write_text(gbnf + "\n", encoding="utf-8")
+    plain = cli.run(PROMPT, "--grammar", gbnf, draft="none")
+    assert plain.out in {f"It is {word}, and that is all." for word in ("yes", "no")}
+    for draft in ("draft", "bad", "ngram"):
+        assert cli.run(PROMPT, "--grammar", gbnf, draft=draft).out == plain.out
+        assert cli.run(PROMPT, "--grammar-file", str(file), draft=draft).out == plain.out
+    assert cli.run(PROMPT, "--grammar", gbnf, "--stop", ", and").out == plain.out[:-18]
+    assert plain.out.startswith(cli.run(PROMPT, "--grammar", gbnf, "-n", "3").out)
+    whole = cli.run(PROMPT, "--grammar", 'root ::= "all of it"', "--no-stats")
+    assert (whole.code, whole.out, whole.err) == (0, "all of it", "")
+
+
+def test_the_prompt_event_tells_the_samplers_the_verifier_and_the_grammar(cli: Cli) -> None:
+    gbnf = "root ::= [a-e ]+"
+    result = cli.run(
+        *(PROMPT, "--json", "--grammar", gbnf, "--verifier", "residual", "--seed", "3"),
+        *("--logit-bias", "70-inf", "-l", "71+0.5", "--samplers", "top-k;temp", "--temp", "0.5"),
+    )
+    first, *_, last = events_of(result)
+    assert (first["verifier"], first["grammar"]) == ("residual", gbnf)
+    assert first["sampler"]["samplers"] == ["top_k", "temperature"]
+    assert first["sampler"]["seed"] == 3
+    assert first["sampler"]["temperature"] == 0.5
+    assert first["sampler"]["logit_bias"] == [[70, "-inf"], [71, 0.5]]
+    assert last["n_forced"] == 0
+    first, *_ = events_of(cli.run(PROMPT, "--json", "--ignore-eos"))
+    assert (first["verifier"], first["grammar"]) == ("auto", None)
+    assert first["sampler"]["logit_bias"] == []
+
+
+def test_events_of_a_constrained_answer_tell_what_was_forced(cli: Cli) -> None:
+    gbnf = 'root ::= "It is " [a-f]+ " and no more"'
+    events = events_of(cli.run(PROMPT, "--json", "--grammar", gbnf, "-n", "60", "--logprobs", "2"))
+    pieces = [p for event in events if event["event"] == "committed" for p in event["pieces"]]
+    kinds = [piece["kind"] for piece in pieces]
+    # After "It" comes a blank, or a token of a blank and more.
+    assert [(p["text"], p["kind"]) for p in pieces[:2]] == [("I", "forced"), ("t", "forced")]
+    assert events[-1]["n_forced"] == kinds.count("forced") > 0
+    for piece in pieces:
+        assert (piece["origin"] == "grammar") == (piece["kind"] == "forced")
+        assert (piece["logprob"] is None) == (piece["kind"] == "forced")
+        assert len(piece["top_logprobs"]) == (0 if piece["kind"] == "forced" else 2)
+
+
+def test_what_a_grammar_cannot_enforce_is_noted(cli: Cli) -> None:
+    loose = json.dumps({"type": "object", "properties": {"n": {"type": "string", "not": {}}}})
+    noted = cli.run(PROMPT, "-j", loose, "--no-stats")
+    assert noted.code == 0
+    assert noted.err == "note: a grammar cannot enforce all of the schema: not not\n"
+    assert cli.run(PROMPT, "-j", loose, "--quiet").err == ""
+    assert cli.run(PROMPT, "-j", json.dumps(SCHEMA), "--no-stats").err == ""
+    assert events_of(cli.run(PROMPT, "-j", loose, "--json"))
+
+
+def test_wrong_grammars_exit_with_2(cli: Cli, tmp_path: Path) -> None:
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"root ::= \xff")
+    for arguments, message in (
+        (["--grammar", "root ::= ("], "grammar"),
+        (["--grammar", ""], "grammar"),
+        (["--grammar", "other ::= [a]"], "root"),
+        (["--grammar", "root ::= missing"], "missing"),
+        (["--grammar", 'root ::= root "a"'], "root"),
+        (["--json-schema", "{"], "not JSON"),
+        (["--json-schema", "[]"], "not an object"),
+        (["--json-schema", ""], "not JSON"),
+        (["-j", '{"$ref": "http://example.com/schema"}'], "leads out of the schema"),
+        (["--grammar-file", str(tmp_path / "none")], "--grammar-file"),
+        (["--grammar-file", str(tmp_path)], "--grammar-file"),
+        (["--grammar-file", str(binary)], "it is not UTF-8"),
+        (["-jf", str(tmp_path / "none")], "cannot be read: No such file"),
+        (["--grammar", "root ::= [a]", "-j", "{}"], "exclude each other"),
+        (["--grammar-file", "x", "-jf", "y"], "--grammar-file and --json-schema-file"),
+        (["--grammar", "root ::= [a]", "--ignore-eos"], "--ignore-eos"),
+        (["-j", "{}", "--ignore-eos"], "--ignore-eos"),
+    ):
+        assert message in complaint(cli.run(PROMPT, *arguments), 2), arguments
+
+
+# --- log-probabilities, verifiers, samplers
+
+
+def test_logprobs_are_in_the_events(cli: Cli) -> None:
+    def pieces(*arguments: str) -> list[dict[str, Any]]:
+        events = events_of(cli.run(PROMPT, "--json", *arguments))
+        return [p for event in events if event["event"] == "committed" for p in event["pieces"]]
+
+    for n in (0, 1, 4):
+        for piece in pieces("--logprobs", str(n)):
+            assert piece["logprob"] <= 0
+            assert len(piece["top_logprobs"]) == n
+            # At temperature 0 the token is the likeliest one.
+            assert [t["token_id"] for t in piece["top_logprobs"][:1]] == [piece["token_id"]][:n]
+            assert [t["logprob"] for t in piece["top_logprobs"][:1]] == [piece["logprob"]][:n]
+    for piece in pieces():
+        assert (piece["logprob"], piece["top_logprobs"]) == (None, [])
+    assert "--json" in complaint(cli.run(PROMPT, "--logprobs", "2"), 2)
+    assert "--logprobs" in complaint(cli.run(PROMPT, "--json", "--logprobs", "-1"), 2)
+    assert "--logprobs" in complaint(cli.run(PROMPT, "--json", "--logprobs", "x"), 2)
+
+
+def test_every_verifier_keeps_the_text_at_temperature_0(cli: Cli) -> None:
+    expected = cli.run(PROMPT, draft="none").out
+    for verifier in ("auto", "match", "residual", "block"):
+        for draft in ("draft", "ngram"):
+            assert cli.run(PROMPT, "--verifier", verifier, draft=draft).out == expected
+    hot = ("--temp", "1.2", "--seed", "4")
+    assert (
+        cli.run(PROMPT, *hot, "--verifier", "match").out
+        == cli.run(PROMPT, *hot, draft="none").out
+        != expected
+    )
+    assert "'match'" in complaint(cli.run(PROMPT, "--verifier", "best"), 2)
+
+
+@pytest.mark.parametrize(
+    "samplers",
+    [
+        ("--dynatemp-range", "0.5", "--temp", "1"),
+        ("--samplers", "top_k;top_p"),
+        ("--xtc-probability", "0.5", "--temp", "0"),
+        ("--typical", "0.7", "--temp", "1"),
+    ],
+)
+def test_for_matching_a_draft_model_drafts_its_likeliest_text(
+    cli: Cli, samplers: tuple[str, ...]
+) -> None:
+    """Whatever makes the target's choice random: drafts drawn at random match it less."""
+    own = ("--json", "--verifier", "match", "--draft-p-min", "0", *samplers)
+    drafts = set()
+    for seed in range(4):
+        events = events_of(cli.run(PROMPT, *own, "--seed", str(seed), "-n", "3"))
+        drafted = next(event for event in events if event["event"] == "drafted")
+        start = next(event for event in events if event["event"] == "committed")
+        drafts.add((start["text"], tuple(node["token_id"] for node in drafted["nodes"])))
+    texts = [text for text, _ in drafts]
+    assert len(texts) == len(set(texts))  # one draft for each text
+
+
+def test_samplers_by_name_and_by_letter(cli: Cli) -> None:
+    def order(*arguments: str) -> list[str]:
+        first = events_of(cli.run(PROMPT, "--json", "-n", "2", *arguments))[0]
+        return list(first["sampler"]["samplers"])
+
+    default = order()
+    assert order("--sampler-seq", "edskypmxt") == default
+    assert order("--sampling-seq", "tk") == ["temperature", "top_k"]
+    assert order("--samplers", "Temperature; top-k,NUCLEUS") == ["temperature", "top_k", "top_p"]
+    assert order("--samplers", "") == order("--sampler-seq", "") == []
+    for arguments, message in (
+        (["--samplers", "topp;best"], "there is no sampler 'best'"),
+        (["--sampler-seq", "kq"], "--sampler-seq: no sampler has the letter 'q'"),
+        (["--samplers", "top_k", "--sampler-seq", "k"], "exclude each other"),
+    ):
+        assert message in complaint(cli.run(PROMPT, *arguments), 2)
+
+
+def test_logit_biases(cli: Cli) -> None:
+    first = events_of(cli.run(PROMPT, "--json", "-n", "1"))[-1]["token_ids"][0]
+
+    def begins(*biases: str) -> int:
+        own = [argument for bias in biases for argument in ("-l", bias)]
+        return int(events_of(cli.run(PROMPT, "--json", "-n", "1", *own))[-1]["token_ids"][0])
+
+    assert begins(f"{first}-inf") != first
+    assert begins(f"{first}-1e3") != first
+    assert begins(f"{first}+0.5") == first
+    assert begins("7+1e3") == begins("7-1", "7+1e3") == 7
+    assert begins("7+1e3", "7-inf") == first
+    for bias in ("7", "7+", "+1", "-1+1", "x+1", "7+x", "7+nan", "7+inf", "7+1e39", "7*2", ""):
+        complaint(cli.run(PROMPT, "-l", bias), 2)
+    for token in ("100000", "99999999999999999999"):
+        assert f"no token {token}" in complaint(cli.run(PROMPT, "-l", f"{token}+1"), 2)
+
+
+def test_dry_breakers_are_read_with_their_escapes(cli: Cli) -> None:
+    def breakers(*texts: str) -> list[str]:
+        own = [argument for text in texts for argument in ("--dry-sequence-breaker", text)]
+        result = cli.run(PROMPT, "--json", "-n", "2", "--dry-multiplier", "0.8", *own)
+        return list(events_of(result)[0]["sampler"]["dry_breakers"])
+
+    assert breakers() == ["\n", ":", '"', "*"]
+    assert breakers("none") == breakers("x", "none") == []
+    assert breakers(r"\n", r"\t", "ab", r"\\n", r"\q", r"\"") == [
+        "\n",
+        "\t",
+        "ab",
+        r"\n",
+        r"\q",
+        '"',
+    ]
+    assert "--dry-sequence-breaker ''" in complaint(
+        cli.run(PROMPT, "--dry-sequence-breaker", ""), 2
+    )
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e300"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("--temp", "--top-p", "--min-p", "--typical", "--top-nsigma", "--repeat-penalty"),
+        *("--presence-penalty", "--frequency-penalty", "--dry-multiplier", "--dry-base"),
+        *("--xtc-probability", "--xtc-threshold", "--dynatemp-range", "--dynatemp-exp"),
+        *("--draft-p-min", "--draft-temp"),
+    ],
+)
+def test_values_that_are_no_numbers_exit_with_2(cli: Cli, option: str, value: str) -> None:
+    if (option, value) != ("--draft-temp", "1e300"):  # as good as none: draws anything
+        assert option in complaint(cli.run(PROMPT, option, value), 2)
 
 
 # --- bad input

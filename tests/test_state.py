@@ -147,7 +147,9 @@ def test_what_is_forced_along_a_path_is_certain(options: SamplerOptions) -> None
 
 
 @given(prompt=TOKENS.filter(bool), path=TOKENS)
-def test_a_path_is_judged_as_the_committed_text_would_be(prompt: list[int], path: list[int]) -> None:
+def test_a_path_is_judged_as_the_committed_text_would_be(
+    prompt: list[int], path: list[int]
+) -> None:
     sampler = Sampler(LOOKS_BACK)
     on_path = TextState(prompt)
     committed = TextState(prompt)

@@ -17,11 +17,18 @@ import typer
 from specgen.cli import flags
 from specgen.cli.interrupt import Interrupt
 from specgen.cli.opening import find_models, log_shown, open_session, session_options
-from specgen.errors import DefectError, UsageError
+from specgen.errors import DefectError, PromptError, UsageError
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 
 if TYPE_CHECKING:
-    from specgen.proof import GreedyResult, Report, SampledPlan, SampledResult
+    from specgen.proof import (
+        Check,
+        GreedyResult,
+        Report,
+        SampledPlan,
+        SampledResult,
+        SkippedPrompt,
+    )
     from specgen.session import Session, SessionOptions
 
 _CHECKS = "Checks"
@@ -107,7 +114,7 @@ def verify(
             "with 99 % probability.",
             rich_help_panel=_CHECKS,
         ),
-    ] = 0.03,
+    ] = 0.08,
     n_draws: Annotated[
         int | None,
         typer.Option(
@@ -150,6 +157,8 @@ def verify(
         raise UsageError(f"--seeded-bug {seeded_bug}: one of {', '.join(BUGS)}")
     if models.draft == "none":
         raise UsageError("--draft none drafts nothing, so there is nothing to verify")
+    if drafting.max_tokens == 0:
+        raise UsageError("--draft-max 0 drafts nothing, so there is nothing to verify")
     texts = _prompts(prompts)
     plan = SampledPlan(
         depth=depth,
@@ -164,14 +173,16 @@ def verify(
         job = _Job(options, texts, chat, progress, stop, quiet or verbose, seeded_bug)
         greedy = job.greedy(n_prompts) if check != "sampled" else ()
         sampled = job.sampled(plan, n_places) if check != "greedy" else ()
-    report = job.report(greedy, sampled)
+    report = job.report(check, greedy, sampled)
     _show(report, json=json)
     if stop():
         return stop.exit_code
     if report.is_defect:
         raise DefectError(
             "the text is not always the target's own: see the report",
-            hint="please report it, with the command and the two models' names",
+            hint=None
+            if report.seeded_bug
+            else "please report it, with the command and the two models' names",
         )
     return 0
 
@@ -208,6 +219,8 @@ class _Job:
         if sampler.temperature <= 0.0:
             sampler = replace(sampler, temperature=_TEMPERATURE)
         self._sampler = replace(sampler, seed=max(0, sampler.seed))
+        #: By number.
+        self._skipped: dict[int, SkippedPrompt] = {}
 
     def greedy(self, n_prompts: int) -> tuple[GreedyResult, ...]:
         from specgen.proof import check_greedy, spread
@@ -215,24 +228,32 @@ class _Job:
         sampler = replace(self._options.sampler, temperature=0.0, xtc_probability=0.0)
         results = []
         with self._open(replace(self._options, sampler=sampler)) as session:
-            prompts = [self._tokens(session, text) for text in spread(self._prompts, n_prompts)]
-            self._progress("greedy", 0, len(prompts))
-            for result in check_greedy(session, prompts, interrupted=self._stop, bug=self._bug):
-                results.append(result)
-                self._progress("greedy", len(results), len(prompts))
+            chosen = spread(enumerate(self._prompts, 1), n_prompts)
+            prompts = {number: self._tokens(session, number, text, 0) for number, text in chosen}
+            fitting = {number: tokens for number, tokens in prompts.items() if tokens is not None}
+            self._progress("greedy", 0, len(fitting))
+            checked = check_greedy(
+                session, list(fitting.values()), interrupted=self._stop, bug=self._bug
+            )
+            for number, result in zip(fitting, checked, strict=False):
+                results.append(replace(result, prompt=number))
+                self._progress("greedy", len(results), len(fitting))
         return tuple(results)
 
     def sampled(self, plan: SampledPlan, n_places: int) -> tuple[SampledResult, ...]:
-        from specgen.proof import check_sampled
+        from specgen.proof import check_sampled, room
 
         results: list[SampledResult] = []
         with self._open(replace(self._options, sampler=self._sampler)) as session:
-            for number, text in enumerate(self._prompts):
+            for number, text in enumerate(self._prompts, 1):
                 if len(results) == n_places or self._stop():
                     break
+                tokens = self._tokens(session, number, text, room(plan))
+                if tokens is None:
+                    continue
                 result = check_sampled(
                     session,
-                    self._tokens(session, text),
+                    tokens,
                     plan,
                     seed=self._sampler.seed + number,
                     number=number,
@@ -247,10 +268,20 @@ class _Job:
         return tuple(results)
 
     def report(
-        self, greedy: tuple[GreedyResult, ...], sampled: tuple[SampledResult, ...]
+        self,
+        check: Check,
+        greedy: tuple[GreedyResult, ...],
+        sampled: tuple[SampledResult, ...],
     ) -> Report:
+        """What was found. Raises `PromptError` if no prompt could be checked with."""
         from specgen.proof import Report
 
+        skipped = tuple(self._skipped[number] for number in sorted(self._skipped))
+        if skipped and not greedy and not sampled and not self._stop():
+            raise PromptError(
+                f"no prompt fits the context; prompt {skipped[0].prompt}: {skipped[0].reason}",
+                hint="take a larger --ctx-size, or shorter prompts",
+            )
         draft = self._options.draft
         return Report(
             target=self._options.target.name,
@@ -259,18 +290,31 @@ class _Job:
             draft_max=self._options.drafting.max_tokens,
             sampler=self._sampler,
             seeded_bug=self._bug.name if self._bug is not None else None,
+            check=check,
             greedy=greedy,
             sampled=sampled,
+            skipped=skipped,
+            is_interrupted=self._stop(),
         )
 
     def _open(self, options: SessionOptions) -> Session:
         return open_session(options, quiet=self._quiet)
 
-    def _tokens(self, session: Session, text: str) -> list[int]:
-        """A prompt as the model is to see it; the date in a template must not matter."""
+    def _tokens(self, session: Session, number: int, text: str, n_more: int) -> list[int] | None:
+        """A prompt as the model is to see it; None, and a note, if the context has no room for
+        it and `n_more` tokens. (The date in a template must not matter.)"""
+        from specgen.proof import SkippedPrompt
+
         now = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
         whole = None if self._chat is False else session.chat_prompt(text, None, now)
-        return session.tokenize(text if whole is None else whole, parse_special=True)
+        tokens = session.tokenize(text if whole is None else whole, parse_special=True)
+        try:
+            session.context_size(len(tokens) + n_more + 1)
+        except PromptError:
+            reason = f"the context has no room for its {len(tokens)} tokens and an answer"
+            self._skipped[number] = SkippedPrompt(number, reason)
+            return None
+        return tokens
 
 
 def _nothing(_what: str, _done: int, _total: int) -> None:

@@ -71,7 +71,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class GreedyResult:
-    """One prompt. `n_tokens` of plain decoding were compared; there is no `difference` if all
+    """One prompt; they are counted from 1. `n_tokens` of plain decoding were compared; there is no `difference` if all
     are equal. `n_rows` rows of logits, up to where the texts part, were compared too: the
     furthest is `moved_by` from plain decoding's, and batches alone move them by up to
     `batches_move`."""
@@ -112,7 +112,7 @@ def check_greedy(
     n_ctx = max(session.context_size(len(prompt)) for prompt in prompts)
     n_rows_max = max(1, _N_BYTES_MAX // (4 * session.target_model.vocabulary.n_tokens))
     with session.contexts(n_ctx) as (target, draft):
-        for number, prompt in enumerate(prompts):
+        for number, prompt in enumerate(prompts, 1):
             loop = Loop(target, session.clock, interrupted)
             target.remove(0)
             plain = session.generation(prompt, n_ctx, None, 0, plain=True)
@@ -250,10 +250,11 @@ def _difference(
     alone: Logits | None = None
     same_in_batches_of = None
     for size in batch_sizes(session):
-        for row in plain_rows(session, n_ctx, prompt, expected[:position], size):
-            last = row
+        *_, last = (
+            row.copy() for row in plain_rows(session, n_ctx, prompt, expected[:position], size)
+        )
         if alone is None:
-            alone = last.copy()
+            alone = last
         batches_move = max(batches_move, movement(last, alone))
         if same_in_batches_of is None and _best(shaper.distribution(last)) == theirs:
             same_in_batches_of = size

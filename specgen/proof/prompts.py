@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from specgen.errors import PromptError
+
+T = TypeVar("T")
 
 #: Of many kinds, so that drafts are good at some and bad at others.
 OWN_PROMPTS = (
@@ -63,7 +66,7 @@ def _prompt(line: str, where: str) -> str:
     raise PromptError(f"{where}: no prompt in it", hint)
 
 
-def spread(prompts: Iterable[str], n: int) -> list[str]:
+def spread(prompts: Iterable[T], n: int) -> list[T]:
     """`n` of the prompts, evenly from the whole list; all if there are no more."""
     whole = list(prompts)
     if n >= len(whole):

@@ -5,11 +5,22 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from specgen.options import SamplerOptions
 from specgen.proof.greedy import GreedyResult
 from specgen.proof.sampled import SampledResult
+
+Check: TypeAlias = Literal["both", "greedy", "sampled"]
+Verdict: TypeAlias = Literal["lossless", "defect", "interrupted", "nothing drafted"]
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedPrompt:
+    """A prompt, counted from 1, that was not checked with, and why."""
+
+    prompt: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +34,12 @@ class Report:
     #: As used for the sampled check; the greedy one has temperature 0.
     sampler: SamplerOptions
     seeded_bug: str | None
+    check: Check
     greedy: tuple[GreedyResult, ...]
     sampled: tuple[SampledResult, ...]
+    skipped: tuple[SkippedPrompt, ...] = ()
+    #: Whether the checks ended before their time.
+    is_interrupted: bool = False
 
     @property
     def differences(self) -> list[GreedyResult]:
@@ -33,7 +48,7 @@ class Report:
 
     @property
     def is_defect(self) -> bool:
-        greedy = any(r.difference.is_defect for r in self.greedy if r.difference is not None)
+        greedy = any(result.is_defect for result in self.greedy)
         return greedy or any(result.is_defect for result in self.sampled)
 
     @property
@@ -43,21 +58,45 @@ class Report:
         return greedy + sum(result.n_drafted for result in self.sampled)
 
     @property
-    def verdict(self) -> Literal["lossless", "defect", "nothing drafted"]:
+    def verdict(self) -> Verdict:
         if self.is_defect:
             return "defect"
+        if self.is_interrupted:
+            return "interrupted"
         return "lossless" if self.n_drafted else "nothing drafted"
 
 
 def to_json_object(report: Report) -> dict[str, Any]:
-    """The report as a JSON-ready dict; what is infinite or no number is null."""
+    """The report as a JSON-ready dict; what is infinite or no number is null.
+
+    - `verdict`: "lossless" (no defect found), "defect", "interrupted" (none in what was
+      checked) or "nothing drafted" (so nothing was shown).
+    - `target`, `draft`: file names, or "ngram". `verifier`, `draft_max`, `sampler`: the
+      settings, as `SamplerOptions` names them. `check`: "both", "greedy" or "sampled".
+      `seeded_bug`: the name of the bug that was built in, or null. `is_interrupted`.
+    - `skipped`: prompts that were not checked with: `prompt`, `reason`. Prompts are counted
+      from 1, in the order of their file.
+    - `greedy`: for each prompt the fields of `GreedyResult` (`prompt`, `n_tokens`, `n_drafted`,
+      `n_accepted`, `n_rows`, `moved_by`, `batches_move`) and `is_defect`; `difference` is null
+      or the fields of `Difference` and `is_defect`, its `plain` and `speculative` those of
+      `Choice`.
+    - `sampled`: for each place the fields of `SampledResult` (`prompt`, `n_prompt`, `n_answer`,
+      `n_draws`, `n_impossible`, `n_rounds`, `n_drafted`, `n_accepted`, `n_decodes`, `level`),
+      `is_tested`, `fits` and `is_defect`; `rows`: `n_rows`, `moved_by`, `batches_move`,
+      `is_defect`; `depths`: for 1, 2, ... tokens `n_tokens`, `detectable`, `test` (`statistic`,
+      `degrees_of_freedom`, `p_value`, `n_pooled`, `n_cells`) and `distance` (`measured`,
+      `if_exact`, `lower`, `upper`, `confidence`).
+    """
     whole = {"verdict": report.verdict, **dataclasses.asdict(report)}
     for record, result in zip(whole["greedy"], report.greedy, strict=True):
+        record["is_defect"] = result.is_defect
         if result.difference is not None:
             record["difference"]["is_defect"] = result.difference.is_defect
-    for record, sampled in zip(whole["sampled"], report.sampled, strict=True):
-        record |= {"fits": sampled.fits, "is_defect": sampled.is_defect}
-        record["rows"]["is_defect"] = sampled.rows.is_defect
+    for record, place in zip(whole["sampled"], report.sampled, strict=True):
+        record |= {"is_tested": place.is_tested, "fits": place.fits, "is_defect": place.is_defect}
+        record["rows"]["is_defect"] = place.rows.is_defect
+        for depth_record, depth in zip(record["depths"], place.depths, strict=True):
+            depth_record["test"]["n_cells"] = depth.test.n_cells
     found: dict[str, Any] = _finite(whole)
     return found
 

@@ -8,28 +8,29 @@ distribution of two and three follows. The draws must fit it.
 Both models' logits are remembered (`MemoBackend`): the tokens repeat, so all but the first
 few rounds cost microseconds, and the draws and the exact distribution rest on the same rows.
 What a remembered row hides, a cache that holds what was refused, is looked for apart: rows
-that rounds computed are compared with the same text decoded token by token.
+that rounds computed are compared with the same texts decoded without drafts.
 """
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
 from specgen.backend.memo import MemoBackend
-from specgen.draft import Draft
+from specgen.draft import ROOT, Draft
 from specgen.drafters import Drafter
 from specgen.generation import Generation
 from specgen.loop import Loop
 from specgen.policy import Policy, RoundReport
 from specgen.proof.bugs import Bug
+from specgen.proof.rows import batch_sizes, is_moved, movement, plain_rows
 from specgen.proof.statistics import (
     Cells,
     Distance,
@@ -45,9 +46,10 @@ from specgen.sampling import Distribution
 from specgen.session import Session
 from specgen.state import Mark, RememberingShaper, Shaper, TextState
 from specgen.tally import Tally
+from specgen.verify import Target, Verdict, Verifier
 
 #: Memory for the rows of each model.
-_N_BYTES_MAX = 2 * 2**30
+_N_BYTES_MAX = 2**29
 #: Prefixes less likely than this are not followed further: each costs a decode.
 _MIN_PREFIX = 0.004
 _MAX_PREFIXES = 300
@@ -59,10 +61,9 @@ _ANY = -1
 _N_PILOT = 200
 #: Tokens of an answer in which to look for a place that tells much.
 _N_SEARCHED = 48
-#: Rows that are compared with rows decoded token by token.
-_N_COMPARED = 24
-#: How far a row may move beside what batch shapes alone move it: a factor, and a distance.
-_SLACK, _SMALL = 3.0, 0.02
+#: Drawn texts whose rows are compared with those of plain decoding; each costs two more
+#: decodes of the prompt.
+_N_COMPARED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class SampledPlan:
     """
 
     depth: int = 3
-    deviation: float = 0.03
+    deviation: float = 0.08
     power: float = 0.99
     level: float = 1e-5
     n_draws: int | None = None
@@ -95,23 +96,23 @@ class DepthResult:
 
 @dataclass(frozen=True, slots=True)
 class RowsResult:
-    """How far rows that rounds computed are from the same texts decoded token by token: the
-    largest total variation distance after the samplers, beside the largest that batch shapes
-    alone make."""
+    """How far `n_rows` rows of logits that rounds computed are from those of plain decoding, one
+    token at a time: the largest movement, beside the largest that batches alone make (see
+    `specgen.proof.rows`)."""
 
     n_rows: int
-    largest: float
-    by_batches: float
+    moved_by: float
+    batches_move: float
 
     @property
     def is_defect(self) -> bool:
-        return self.largest > _SLACK * self.by_batches + _SMALL
+        return is_moved(self.moved_by, self.batches_move)
 
 
 @dataclass(frozen=True, slots=True)
 class SampledResult:
-    """One place. `n_prompt` and `n_answer` say where: after so many tokens of the prompt and
-    of an answer to it."""
+    """One place. `prompt`, `n_prompt` and `n_answer` say where: in an answer to which prompt,
+    counted from 1, and after so many tokens of the prompt and of the answer."""
 
     prompt: int
     n_prompt: int
@@ -133,8 +134,18 @@ class SampledResult:
         return all(depth.test.p_value > self.level for depth in self.depths)
 
     @property
+    def is_tested(self) -> bool:
+        """Whether there was anything that could fail: a draft, and more than one cell."""
+        return self.n_drafted > 0 and any(depth.test.n_cells > 1 for depth in self.depths)
+
+    @property
     def is_defect(self) -> bool:
         return not self.fits or self.rows.is_defect
+
+
+def room(plan: SampledPlan) -> int:
+    """How many tokens of the context the check needs behind a prompt."""
+    return _N_SEARCHED + plan.depth
 
 
 def check_sampled(
@@ -143,19 +154,19 @@ def check_sampled(
     plan: SampledPlan,
     *,
     seed: int,
-    number: int = 0,
+    number: int = 1,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
     interrupted: Callable[[], bool] = lambda: False,
     bug: Bug | None = None,
 ) -> SampledResult | None:
     """Draw and test at one place of an answer to `prompt` (token ids).
 
-    The place is the one, among the first tokens of an answer, where something is drafted and
-    the target is least sure. None if nothing was ever drafted there, or if interrupted.
-    `progress` is told how many draws of how many are done. `bug` is built into the
+    The place is the one, among the first tokens of an answer, where a mistake in judging drafts
+    would show most: see `_find_place`. None if nothing was ever drafted there, or if interrupted.
+    `number` is the prompt's, for the result. `progress` is told how many draws of how many are done. `bug` is built into the
     speculative side: the check must find it.
     """
-    n_ctx = session.context_size(len(prompt) + _N_SEARCHED + plan.depth)
+    n_ctx = session.context_size(len(prompt) + room(plan))
     with session.contexts(n_ctx) as (target_cache, draft_cache):
         target = MemoBackend(target_cache, n_bytes_max=_N_BYTES_MAX)
         draft = None if draft_cache is None else MemoBackend(draft_cache, n_bytes_max=_N_BYTES_MAX)
@@ -169,10 +180,10 @@ def check_sampled(
             drawer.draw()
         generation.state.rewind(place)
         # From rounds, all of them: what decodes plainly comes after.
-        drawn_rows = [
-            text[place.n_tokens :] for text, _ in target.rows() if len(text) >= place.n_tokens
-        ]
-        exact = Exact(target, generation.shaper, generation.state, plan.depth)
+        drawn = [text[len(prompt) :] for text, _ in target.rows() if len(text) > place.n_tokens]
+        # A shaper of its own: that of the draws remembers what they saw, right or wrong.
+        shaper = session.shaper(generation.state)
+        exact = Exact(target, shaper, generation.state, plan.depth)
         cells = exact.cells()
         n_draws = plan.n_draws or _n_draws(cells, plan)
         outcomes: Counter[tuple[int, ...]] = Counter()
@@ -200,43 +211,57 @@ def check_sampled(
             n_decodes=target.n_decodes,
             level=plan.level,
             depths=tuple(depths),
-            rows=_compare_rows(session, n_ctx, target, generation, drawn_rows),
+            rows=_compare_rows(session, n_ctx, target, prompt, drawn),
         )
 
 
 # --- where to draw --------------------------------------------------------------------------
 
 
-class _Noting(Shaper):
-    """A shaper that notes how unsure the target is at the root of each round."""
+class _Scout:
+    """A verifier that first looks how much a mistake would show in the round."""
 
-    def __init__(self, inner: Shaper) -> None:
+    def __init__(self, inner: Verifier) -> None:
         self._inner = inner
-        self.root_entropy = 0.0
+        #: Of the last round: how likely the draft's first token is accepted, or refused, or
+        #: how likely the target is to say another than its favourite; the least of the three.
+        self.chance = 0.0
 
-    def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
-        found = self._inner.distribution(logits, path)
-        if not path:
-            self.root_entropy = float(-(found.probs * np.log(found.probs)).sum())
-        return found
+    @property
+    def wants_draws(self) -> bool:
+        return self._inner.wants_draws
+
+    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
+        children = draft.children(ROOT)
+        if children:
+            wanted, first = target(ROOT), children[0]
+            drawn_from = draft.distributions[first] or Distribution.certain(draft.tokens[first])
+            refused = distance(wanted, drawn_from)
+            self.chance = min(refused, 1.0 - refused, 1.0 - float(wanted.probs.max()))
+        return self._inner.verify(draft, target, rng)
 
 
 def _find_place(loop: Loop, generation: Generation) -> Mark | None:
-    """The place before the round in which a draft was verified and the target was least sure."""
-    noting = _Noting(generation.shaper)
+    """The place before the round in which a mistake in judging drafts would show most.
+
+    Nothing shows where the target is certain, where all drafts are accepted, or none. So it
+    is the place where the least of these is largest: the chances that the first drafted token
+    is accepted, that it is refused, and that the target does not say its favourite token.
+    """
+    scout = _Scout(generation.verifier)
     answering = replace(
         generation,
-        shaper=noting,
+        verifier=scout,
         options=replace(generation.options, max_tokens=_N_SEARCHED, stop=()),
     )
     best: Mark | None = None
-    best_entropy = -1.0
+    best_chance = -1.0
     loop.start(answering)
     while not answering.is_finished:
         place, n_drafted = answering.state.mark(), answering.tally.n_drafted
-        loop.round([answering])
-        if answering.tally.n_drafted > n_drafted and noting.root_entropy > best_entropy:
-            best, best_entropy = place, noting.root_entropy
+        check_drafting(loop.round([answering]))
+        if answering.tally.n_drafted > n_drafted and scout.chance > best_chance:
+            best, best_chance = place, scout.chance
     return best
 
 
@@ -258,8 +283,8 @@ class Exact:
         self._depth = depth
         self._text = list(state.tokens)
         self._n_followed = 0
-        #: By prefix, the tokens that share a cell after it.
-        self._unlikely: dict[tuple[int, ...], set[int]] = {}
+        #: By prefix, a bit for each token: whether it shares the cell of the unlikely ones.
+        self._unlikely: dict[tuple[int, ...], npt.NDArray[np.uint8]] = {}
 
     def cells(self) -> Cells:
         """The outcomes and their probabilities."""
@@ -281,14 +306,17 @@ class Exact:
             ):
                 heapq.heappush(open_prefixes, (-prob * p, (*prefix, token)))
             if not likely.all():
-                self._unlikely[prefix] = set(step.token_ids[~likely].tolist())
+                unlikely = np.zeros(self._target.n_vocab, np.bool_)
+                unlikely[step.token_ids[~likely]] = True
+                self._unlikely[prefix] = np.packbits(unlikely)
                 found[(*prefix, _ANY)] = prob * float(step.probs[~likely].sum())
         return Cells.of(found)
 
     def cell(self, outcome: tuple[int, ...]) -> tuple[int, ...]:
         """A drawn outcome as the cells have it."""
         for length, token in enumerate(outcome):
-            if token in self._unlikely.get(outcome[:length], ()):
+            bits = self._unlikely.get(outcome[:length])
+            if bits is not None and bits[token >> 3] >> (7 - (token & 7)) & 1:
                 return (*outcome[:length], _ANY)
         return outcome
 
@@ -417,12 +445,15 @@ def _shorten(cells: Cells, n_tokens: int) -> Cells:
 
 
 def _n_draws(cells: Cells, plan: SampledPlan) -> int:
-    """As many as the plan's deviation asks for; the pooling depends on the number."""
-    n = 1000
-    for _ in range(8):
-        n_cells = max(2, n_cells_tested(cells.probs, n))
-        n = draws_needed(plan.deviation, plan.level, plan.power, n_cells)
-    return n
+    """As many as the plan's deviation asks for. More draws leave more cells after pooling, and
+    more cells need more draws, until there are no more."""
+    n = 0
+    while True:
+        n_cells = max(2, n_cells_tested(cells.probs, max(1000, n)))
+        n_needed = draws_needed(plan.deviation, plan.level, plan.power, n_cells)
+        if n_needed <= n:
+            return n
+        n = n_needed
 
 
 def _test(
@@ -444,46 +475,27 @@ def _compare_rows(
     session: Session,
     n_ctx: int,
     target: MemoBackend,
-    generation: Generation,
-    drawn_rows: Sequence[tuple[int, ...]],
+    prompt: Sequence[int],
+    drawn: Sequence[tuple[int, ...]],
 ) -> RowsResult:
-    """Compare remembered rows with rows decoded anew, one token at a time."""
-    text = list(generation.state.tokens)
-    # Without the grammar, which allows nothing after some drafted tokens.
-    shape = Shaper(session.sampler, TextState(text)).distribution
-    largest = by_batches = 0.0
-    compared = drawn_rows[:_N_COMPARED]
-    with contextlib.ExitStack() as stack:
-        fresh, _ = stack.enter_context(session.contexts(n_ctx, drafts=False))
-        n_batch = fresh.n_batch
-        for start in range(0, len(text) - 1, n_batch):
-            batch = Batch()
-            for position in range(start, min(start + n_batch, len(text) - 1)):
-                batch.add(text[position], position, (0,), False)
-            fresh.decode(batch)
-        for prefix in compared:
-            seen = target.remembered([*text, *prefix])
-            if seen is None:  # it had to make room for others
-                continue
-            whole = [*text, *prefix]
-            one_by_one = shape(_decode_singly(fresh, whole, len(text) - 1), prefix)
-            n_kept = min(len(text) - 1, max(0, len(whole) - session.n_rows_max))
-            in_a_batch = shape(_decode_after(fresh, whole, n_kept), prefix)
-            largest = max(largest, distance(shape(seen.copy(), prefix), one_by_one))
-            by_batches = max(by_batches, distance(in_a_batch, one_by_one))
-    return RowsResult(len(compared), largest, by_batches)
-
-
-def _decode_singly(backend: Backend, text: Sequence[int], n_kept: int) -> Logits:
-    row: Logits | None = None
-    backend.remove(0, n_kept)
-    backend.checkpoint(0)
-    for position in range(backend.length(0), len(text)):
-        batch = Batch()
-        batch.add(text[position], position, (0,), True)
-        row = backend.decode(batch)[-1]
-    assert row is not None, "the text is longer than what is kept"
-    return row.copy()
+    """Compare remembered rows with those of plain decoding, along a few of the `drawn` answers;
+    none of those is decoded in a cache from which anything was dropped."""
+    beginnings = {text[:-1] for text in drawn}
+    whole = [text for text in drawn if text not in beginnings]
+    sizes = batch_sizes(session)
+    n_rows, moved_by, batches_move = 0, 0.0, 0.0
+    for text in whole[:: max(1, len(whole) // _N_COMPARED)][:_N_COMPARED]:
+        plain = [row.copy() for row in plain_rows(session, n_ctx, prompt, text, 1)]
+        for size in {sizes[-1], min(2, sizes[-1])}:
+            in_batches = plain_rows(session, n_ctx, prompt, text, size)
+            for row, alone in zip(in_batches, plain, strict=True):
+                batches_move = max(batches_move, movement(row, alone))
+        for length, alone in enumerate(plain):
+            seen = target.remembered([*prompt, *text[:length]])
+            if seen is not None:  # there is none before what a grammar forced
+                n_rows += 1
+                moved_by = max(moved_by, movement(seen, alone))
+    return RowsResult(n_rows, moved_by, batches_move)
 
 
 def distance(one: Distribution, other: Distribution) -> float:

@@ -20,7 +20,7 @@ from specgen.options import Show
 from specgen.render.base import BaseRenderer, output_errors
 from specgen.render.flow import Flow
 from specgen.render.layout import Row, wrap
-from specgen.render.marks import MARKS, Round, RoundReader, Run
+from specgen.render.marks import LEGEND, Round, RoundReader, Run
 from specgen.render.notes import Notes
 from specgen.render.region import Line, Region
 from specgen.render.text import Cell, append_cells, can_encode, clean_line
@@ -133,7 +133,7 @@ class LiveRenderer(BaseRenderer):
         return row_codes(first, self._pens), second
 
     def _status_codes(self, columns: int) -> str:
-        legend = "  ".join(coded(mark, self._pens[mark]) for mark in MARKS)
+        legend = "  ".join(coded(mark, self._pens[mark]) for mark in LEGEND)
         for choice in self._status.choices():
             if choice.width <= columns:
                 parts = [legend] if choice.legend else []
@@ -149,7 +149,7 @@ class LiveRenderer(BaseRenderer):
 
 
 _GAP = "    "
-_LEGEND_WIDTH = len("  ".join(MARKS))
+_LEGEND_WIDTH = len("  ".join(LEGEND))
 
 
 class _Choice(NamedTuple):

@@ -25,6 +25,8 @@ Mark: TypeAlias = TokenKind | Literal["rejected"]
 
 #: In the order of a legend.
 MARKS: tuple[Mark, ...] = ("accepted", "corrected", "bonus", "plain", "forced", "rejected")
+#: What a legend explains: all but what only a grammar brings about.
+LEGEND: tuple[Mark, ...] = ("accepted", "corrected", "bonus", "plain", "rejected")
 
 
 class Run(NamedTuple):
@@ -90,4 +92,4 @@ def _position(branch: RejectedBranch, verified: VerifiedEvent, drafted: DraftedE
     return verified.accepted.index(parent) + 1 if parent in verified.accepted else n_accepted
 
 
-__all__ = ["MARKS", "Mark", "Round", "RoundReader", "Run"]
+__all__ = ["LEGEND", "MARKS", "Mark", "Round", "RoundReader", "Run"]

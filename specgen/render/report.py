@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rich import box
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -11,151 +10,188 @@ from rich.text import Text
 from specgen.proof import Difference, GreedyResult, Report, SampledResult
 from specgen.render.text import clean_line
 
-#: Wide enough for the tables where output goes to a file.
-_WIDTH = 110
+#: Wide enough to read where output goes to a file.
+_WIDTH = 100
+_HEADING = "bold"
+_DEFECT = "bold red"
+_EXPLANATION = "dim"
 
 
 def print_report(report: Report, console: Console) -> None:
     """Print what was checked, what was found, and what it comes to."""
     if not console.is_terminal:
         console.width = _WIDTH
-    console.print(
-        Text(
-            f"{report.target}, drafted for by {report.draft}: at most {report.draft_max} tokens a "
-            f"draft, verifier {report.verifier}"
-        )
+    _print(
+        console,
+        f"{report.target}, drafted for by {report.draft}: at most "
+        f"{_count(report.draft_max, 'token')} a draft, verifier {report.verifier}",
     )
     if report.seeded_bug is not None:
-        console.print(Text(f"with a bug built in: {report.seeded_bug}", "bold"))
+        _print(console, f"with a bug built in: {report.seeded_bug}", style=_HEADING)
+    for skipped in report.skipped:
+        _print(console, f"prompt {skipped.prompt} was skipped: {skipped.reason}")
     if report.greedy:
         _print_greedy(report, console)
     if report.sampled:
         _print_sampled(report, console)
+    elif report.check != "greedy" and not report.is_interrupted:
+        console.print()
+        _print(console, "Sampled", style=_HEADING)
+        _print(console, "nothing was drafted in any answer: no place to draw at", indent=2)
     console.print()
     console.print(_verdict(report))
 
 
+def _print(console: Console, text: str | Text, *, indent: int = 0, style: str = "") -> None:
+    """Print a paragraph whose lines are all indented."""
+    paragraph = Text(text, style) if isinstance(text, str) else text
+    console.print(Padding(paragraph, (0, 0, 0, indent), expand=False))
+
+
+# --- greedy ---------------------------------------------------------------------------------
+
+
 def _print_greedy(report: Report, console: Console) -> None:
     results, differing = report.greedy, report.differences
+    near_ties = [r for r in differing if r.difference is not None and not r.is_defect]
+    n_defects = sum(result.is_defect for result in results)
+    n_equal = sum(r.difference is None and not r.is_defect for r in results)
     n_tokens = sum(result.n_tokens for result in results)
-    defects = [r for r in differing if r.difference is not None and r.difference.is_defect]
     console.print()
-    console.print(Text("Greedy", "bold"))
-    console.print(
-        f"  {_count(len(results), 'prompt')}, {_count(n_tokens, 'token')}; "
-        f"{_drafts(results)}\n"
-        f"  {len(results) - len(differing)} equal, "
-        f"{_count(len(differing) - len(defects), 'near-tie')}, {_count(len(defects), 'defect')}",
-        highlight=False,
+    _print(console, "Greedy: the same text with and without drafts?", style=_HEADING)
+    _print(
+        console,
+        f"{_count(len(results), 'prompt')}, {_count(n_tokens, 'token')}; {_drafts(results)}",
+        indent=2,
     )
-    if differing:
-        console.print(Padding(_differences(differing, console.encoding), (0, 2)))
-
-
-def _differences(results: list[GreedyResult], encoding: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("prompt", justify="right")
-    table.add_column("token", justify="right")
-    table.add_column("plain, logit")
-    table.add_column("speculative, logit")
-    table.add_column("gap", justify="right")
-    table.add_column("moved by", justify="right")
-    table.add_column("batches alone move", justify="right")
-    table.add_column("")
+    _print(
+        console,
+        f"{n_equal} equal, {_count(len(near_ties), 'near-tie')}, {_count(n_defects, 'defect')}",
+        indent=2,
+    )
     for result in results:
-        difference = result.difference
-        if difference is None:
-            continue
-        plain, other = difference.plain, difference.speculative
-        table.add_row(
-            str(result.prompt),
-            str(difference.position),
-            Text(f"{_token(plain.text, encoding)} {plain.plain_logit:.3f}"),
-            Text(f"{_token(other.text, encoding)} {other.plain_logit:.3f}"),
-            f"{difference.gap:.3f}",
-            f"{difference.moved:.3f}",
-            f"{difference.batches_move:.3f}",
-            _why(difference),
+        if result.difference is not None:
+            _print(console, _difference(result, result.difference, console.encoding), indent=2)
+    worst = max(results, key=lambda r: (r.is_moved, r.moved_by))
+    _print(
+        console,
+        _moved(
+            sum(result.n_rows for result in results),
+            worst.moved_by,
+            worst.batches_move,
+            is_defect=worst.is_moved,
+        ),
+        indent=2,
+    )
+
+
+def _difference(result: GreedyResult, difference: Difference, encoding: str) -> Text:
+    plain, other = difference.plain, difference.speculative
+    where = f"prompt {result.prompt}, token {difference.position + 1}: "
+    if -1 in (plain.token_id, other.token_id):
+        shorter = "plain" if plain.token_id == -1 else "speculative"
+        return Text.assemble(where, ("defect", _DEFECT), f": the {shorter} text ends here")
+    taken = (
+        f"plain takes {_token(plain.text, encoding)}, speculative "
+        f"{_token(other.text, encoding)}; the gap is {difference.gap:.2g} logits; "
+    )
+    if not difference.was_chosen:
+        why = "the target did not choose that token"
+    else:
+        why = (
+            f"the row moved by {difference.moved_by:.2g}, batches alone move rows by up to "
+            f"{difference.batches_move:.2g}"
         )
-    return table
-
-
-def _why(difference: Difference) -> Text:
-    if difference.is_defect:
-        return Text("defect", "bold red")
     if difference.same_in_batches_of is not None:
-        return Text(f"plain too, in batches of {difference.same_in_batches_of}")
-    return Text("near-tie")
+        why += f" (so does plain decoding in batches of {difference.same_in_batches_of})"
+    verdict = ("defect", _DEFECT) if difference.is_defect else ("near-tie", "")
+    return Text.assemble(where, verdict, f": {taken}{why}")
+
+
+# --- sampled --------------------------------------------------------------------------------
 
 
 def _print_sampled(report: Report, console: Console) -> None:
     console.print()
-    console.print(Text(f"Sampled, temperature {report.sampler.temperature:g}", "bold"))
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    for name in (
-        "place", "draws", "accepted", "tokens", "cells", "G", "p", "distance", "95 %",
-        "if exact", "finds",
-    ):  # fmt: skip
-        table.add_column(name, justify="right")
-    table.add_column("")
+    heading = f"Sampled at temperature {report.sampler.temperature:g}: the target's distribution?"
+    _print(console, heading, style=_HEADING)
     for result in report.sampled:
-        for depth in result.depths:
-            first = depth is result.depths[0]
-            distance, test = depth.distance, depth.test
-            failed = test.p_value <= result.level
-            table.add_row(
-                f"{result.prompt}+{result.n_answer}" if first else "",
-                str(result.n_draws) if first else "",
-                _rate(result) if first else "",
-                str(depth.n_tokens),
-                str(test.n_cells),
-                f"{test.statistic:.1f}",
-                f"{test.p_value:.2g}",
-                f"{distance.measured:.3f}",
-                f"{distance.lower:.3f} to {distance.upper:.3f}",
-                f"{distance.if_exact:.3f}",
-                f"{depth.detectable:.3f}",
-                Text("defect", "bold red") if failed else Text("fits"),
-            )
-    console.print(Padding(table, (0, 2)))
-    for result in report.sampled:
+        _print(
+            console,
+            f"prompt {result.prompt}, after {_count(result.n_answer, 'token')} of its answer: "
+            f"{result.n_draws} draws, {_drafts((result,))}",
+            indent=2,
+        )
+        console.print(Padding(_tests(result), (0, 0, 0, 4), expand=False))
+        if result.n_impossible:
+            impossible = f"{_count(result.n_impossible, 'draw')} that the target never says"
+            _print(console, Text(impossible, _DEFECT), indent=4)
         rows = result.rows
-        console.print(
-            Text.assemble(
-                f"  place {result.prompt}+{result.n_answer}: {rows.n_rows} rows of rounds are within "
-                f"{rows.largest:.4f} of plain ones; batches alone move them by {rows.by_batches:.4f}",
-                (" defect", "bold red") if rows.is_defect else "",
-            )
+        moved = _moved(rows.n_rows, rows.moved_by, rows.batches_move, is_defect=rows.is_defect)
+        _print(console, moved, indent=4)
+    level = report.sampled[0].level
+    _print(
+        console,
+        f"A test fails below p = {level:.1g}. Distances are total variation distances of the joint "
+        "distribution of so many tokens: measured, with a 95 % interval, and what an exact sampler "
+        "shows on average; one of `detects` or more is found with 99 % probability.",
+        indent=2,
+        style=_EXPLANATION,
+    )
+
+
+def _tests(result: SampledResult) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style=_EXPLANATION)
+    for name in ("tokens", "cells", "p", "distance", "95 %", "if exact", "detects"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for depth in result.depths:
+        distance, test = depth.distance, depth.test
+        verdict = Text("fits")
+        if test.p_value <= result.level:
+            verdict = Text("defect", _DEFECT)
+        elif test.n_cells == 1:
+            verdict = Text("no test")
+        table.add_row(
+            str(depth.n_tokens),
+            str(test.n_cells),
+            f"{test.p_value:.2g}",
+            f"{distance.measured:.3f}",
+            f"{distance.lower:.3f}-{distance.upper:.3f}",
+            f"{distance.if_exact:.3f}",
+            f"{depth.detectable:.3f}" if test.n_cells > 1 else "nothing",
+            verdict,
         )
-    console.print(
-        Text(
-            "  A test fails below p = "
-            f"{report.sampled[0].level:.1g}. Distances are total variation distances of the joint "
-            "distribution of that many tokens, with a 95 % interval; `if exact` is what an exact "
-            "sampler shows on average, and a distance of `finds` is found with 99 % probability.",
-            "dim",
-        )
+    return table
+
+
+# --- both -----------------------------------------------------------------------------------
+
+
+def _moved(n_rows: int, by: float, by_batches: float, *, is_defect: bool) -> Text:
+    return Text.assemble(
+        f"{_count(n_rows, 'row')} of logits moved by up to {by:.2g}; batches alone move them by "
+        f"up to {by_batches:.2g}",
+        (": defect", _DEFECT) if is_defect else "",
     )
 
 
 def _verdict(report: Report) -> Text:
     if report.verdict == "defect":
-        return Text("Not lossless: at least one defect.", "bold red")
+        return Text("Not lossless: at least one defect.", _DEFECT)
+    if report.verdict == "interrupted":
+        return Text("Interrupted: no defect in what was checked.", "bold")
     if report.verdict == "nothing drafted":
-        return Text("Nothing was drafted, so nothing was shown; try more prompts.", "bold")
+        return Text("Nothing was drafted, so nothing was shown; try other prompts.", "bold")
     return Text("Lossless: no defect found.", "bold green")
 
 
-def _drafts(results: tuple[GreedyResult, ...]) -> str:
+def _drafts(results: tuple[GreedyResult, ...] | tuple[SampledResult, ...]) -> str:
     n_drafted = sum(result.n_drafted for result in results)
     n_accepted = sum(result.n_accepted for result in results)
     if not n_drafted:
         return "nothing was drafted"
-    return f"{n_accepted} of {_count(n_drafted, 'drafted token')} accepted"
-
-
-def _rate(result: SampledResult) -> str:
-    return f"{result.n_accepted / result.n_drafted:.0%}" if result.n_drafted else "none"
+    return f"{n_accepted / n_drafted:.0%} of {_count(n_drafted, 'drafted token')} accepted"
 
 
 def _token(text: str, encoding: str) -> str:

@@ -17,7 +17,7 @@ from rich.style import Style
 from rich.text import Text
 
 from specgen.render.layout import Row
-from specgen.render.marks import MARKS
+from specgen.render.marks import LEGEND
 
 #: By mark.
 STYLES: Mapping[str, Style] = MappingProxyType(
@@ -79,9 +79,8 @@ def row_text(row: Row) -> Text:
 
 
 def legend() -> Text:
-    """The names of the marks, each as it looks; without what only a grammar brings about."""
-    marks = [mark for mark in MARKS if mark != "forced"]
-    return Text("  ").join(Text(mark, STYLES[mark]) for mark in marks)
+    """The names of the marks, each as it looks."""
+    return Text("  ").join(Text(mark, STYLES[mark]) for mark in LEGEND)
 
 
 __all__ = ["FAINT", "STYLES", "Pen", "Pens", "coded", "legend", "pens", "row_codes", "row_text"]

@@ -283,9 +283,11 @@ def _check_sizes(options: SamplerOptions) -> None:
         value = getattr(options, field.name)
         if isinstance(value, float) and not abs(value) <= _LARGEST:
             hint = typing.get_type_hints(sampling, include_extras=True)[field.name]
-            option = hint.__metadata__[0].param_decls[0]
+            option = hint.__metadata__[0].default  # where typer keeps the first spelling
             raise UsageError(
-                f"{option} {value} is too large" if math.isfinite(value) else f"{option} is {value}",
+                f"{option} {value} is too large"
+                if math.isfinite(value)
+                else f"{option} is {value}",
                 hint=f"give a number between {-_LARGEST:g} and {_LARGEST:g}",
             )
 
