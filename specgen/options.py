@@ -170,6 +170,11 @@ def parse_sampler_letters(text: str) -> tuple[SamplerName, ...]:
     return tuple(_LETTERS[letter] for letter in text)
 
 
+#: Temperature of a draft model's draws, relative to the target's. Where a small model is
+#: likely to be right it is less sure than a large one: a little colder, the two share more.
+DRAFT_TEMPERATURE = 0.85
+
+
 @dataclass(frozen=True, slots=True)
 class DraftOptions:
     """How much is drafted in a round, and how drafts are judged."""
@@ -187,8 +192,8 @@ class DraftOptions:
     ngram_min: int = 4
     #: ``auto`` takes, of the others, the one that accepts most of the draft at hand.
     verifier: VerifierName = "auto"
-    #: Temperature and top-k of a draft model's draws; None takes the target's. They change
-    #: how much is accepted, never what is said.
+    #: Temperature and top-k of a draft model's draws; None takes `DRAFT_TEMPERATURE` times the
+    #: target's temperature, and its top-k. They change how much is accepted, never what is said.
     temperature: float | None = None
     top_k: int | None = None
 

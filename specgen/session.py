@@ -23,7 +23,13 @@ from specgen.events import Event, NoticeEvent, PromptEvent
 from specgen.generation import Generation
 from specgen.grammar import GrammarState
 from specgen.loop import Loop
-from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.options import (
+    DRAFT_TEMPERATURE,
+    ContextOptions,
+    DraftOptions,
+    GenerationOptions,
+    SamplerOptions,
+)
 from specgen.pair import check_pair
 from specgen.policy import FixedPolicy
 from specgen.sampling import DryBreakers, Sampler
@@ -313,25 +319,7 @@ class Session:
         self._draws = (
             self._sampler.is_random and make_verifier(options.drafting.verifier).wants_draws
         )
-        if not self._draws:  # the most likely text is accepted most
-            # A temperature that is not among the samplers, or a dynamic one, would not be 0.
-            order = tuple(dict.fromkeys((*sampler.samplers, "temperature")))
-            shaped = replace(
-                sampler,
-                temperature=0.0,
-                dynatemp_range=0.0,
-                xtc_probability=0.0,
-                samplers=order,
-            )
-        else:
-            drafting = options.drafting
-            shaped = replace(
-                sampler,
-                temperature=sampler.temperature
-                if drafting.temperature is None
-                else drafting.temperature,
-                top_k=sampler.top_k if drafting.top_k is None else drafting.top_k,
-            )
+        shaped = _draft_sampling(sampler, options.drafting, draws=self._draws)
         self._draft_sampler = Sampler(shaped, breakers)
 
     def _notices(self, n_ctx: int) -> Iterator[str]:
@@ -342,6 +330,23 @@ class Session:
                     f"{model.name} was trained with {model.n_ctx_train} tokens of context, "
                     f"{n_ctx} are asked for: {what}"
                 )
+
+
+def _draft_sampling(
+    target: SamplerOptions, drafting: DraftOptions, *, draws: bool
+) -> SamplerOptions:
+    """The samplers of a draft model: the target's, shaped so that more of its drafts is
+    accepted. Penalties and biases stay, since they decide what the target can accept."""
+    if not draws:  # the most likely text is accepted most
+        # A temperature that is not among the samplers, or a dynamic one, would not be 0.
+        order = tuple(dict.fromkeys((*target.samplers, "temperature")))
+        return replace(
+            target, temperature=0.0, dynatemp_range=0.0, xtc_probability=0.0, samplers=order
+        )
+    temperature, top_k = drafting.temperature, drafting.top_k
+    if temperature is None:
+        temperature = DRAFT_TEMPERATURE * target.temperature
+    return replace(target, temperature=temperature, top_k=target.top_k if top_k is None else top_k)
 
 
 def _settings(options: SamplerOptions) -> dict[str, Any]:

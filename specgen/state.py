@@ -83,9 +83,11 @@ class TextState:
                 state = state.after(token)
         return state
 
-    def forced(self) -> int | None:
-        """The only token that the grammar lets follow the text, if there is just one."""
-        return self._grammar.forced() if self._grammar is not None else None
+    def forced(self, path: Sequence[int] = ()) -> int | None:
+        """The only token that the grammar lets follow the text and `path`, if there is just
+        one."""
+        grammar = self.grammar(path)
+        return grammar.forced() if grammar is not None else None
 
     def _reserve(self, n: int) -> None:
         """Make room for n tokens behind the text."""
@@ -109,7 +111,7 @@ class Shaper:
         if not self._looks_back:
             return self._sampler.distribution(logits)
         grammar = self._state.grammar(path)
-        forced = grammar.forced() if grammar is not None else None
+        forced = self._state.forced(path)
         if forced is not None:
             # Not always what the mask alone would give: where a text can only end, one of
             # several end tokens is taken, and which one must not depend on who asks.
@@ -119,6 +121,10 @@ class Shaper:
             self._state.history(path, self._sampler.n_history),
             grammar.allows if grammar is not None else None,
         )
+
+    def is_forced(self, path: Sequence[int] = ()) -> bool:
+        """Whether the grammar leaves one token only, whatever the model says."""
+        return self._state.forced(path) is not None
 
 
 class RememberingShaper(Shaper):

@@ -72,7 +72,7 @@ class ModelDrafter:
         distributions: list[Distribution | None] = []
         while True:
             row = row[: self._n_shared_tokens]
-            top = top_probability(row) if policy.needs_probability else None
+            top = self._top_probability(row, tokens) if policy.needs_probability else None
             if not policy.wants_more(len(tokens), 1.0 if top is None else top):
                 break
             try:
@@ -100,6 +100,11 @@ class ModelDrafter:
 
     def close(self) -> None:
         self._backend.close()
+
+    def _top_probability(self, row: Logits, path: Sequence[int]) -> float:
+        """How sure the model can be of the token after `path`: entirely, if the grammar leaves
+        no other; else by its logits, float32[n_vocab]."""
+        return 1.0 if self._shaper.is_forced(path) else top_probability(row)
 
     def _catch_up(self, context: Sequence[int]) -> Logits:
         """Bring the cache to `context`; returns the logits after it, float32[n_vocab]."""

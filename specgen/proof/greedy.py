@@ -21,7 +21,7 @@ from specgen.arrays import Logits
 from specgen.generation import Generation
 from specgen.loop import Loop
 from specgen.proof.bugs import Bug
-from specgen.proof.rows import batch_sizes, is_moved, movement, plain_rows
+from specgen.proof.rows import batch_sizes, batches_move, is_moved, movement, plain_rows
 from specgen.proof.told import check_drafting, tokens_told
 from specgen.sampling import Distribution
 from specgen.session import Session
@@ -133,7 +133,7 @@ def check_greedy(
             found = _tokens(loop, fast, loses_bonus=bug is not None and bug.loses_bonus)
             if interrupted():
                 return
-            batches_move = _batches_move(session, n_ctx, prompt, expected, keeper.rows)
+            by_batches = batches_move(session, n_ctx, prompt, expected[:-1], keeper.rows)
             yield GreedyResult(
                 prompt=number,
                 n_tokens=len(expected),
@@ -141,10 +141,8 @@ def check_greedy(
                 n_accepted=fast.tally.n_accepted,
                 n_rows=len(watch.moved_by),
                 moved_by=max(watch.moved_by.values(), default=0.0),
-                batches_move=batches_move,
-                difference=_difference(
-                    session, n_ctx, prompt, expected, found, watch, batches_move
-                ),
+                batches_move=by_batches,
+                difference=_difference(session, n_ctx, prompt, expected, found, watch, by_batches),
             )
 
 
@@ -208,25 +206,6 @@ class _Watch(Shaper):
         return found
 
 
-def _batches_move(
-    session: Session,
-    n_ctx: int,
-    prompt: Sequence[int],
-    expected: Sequence[int],
-    rows: dict[int, Logits],
-) -> float:
-    """How far batches alone move the rows of an answer, at most: without drafts, and without
-    ever dropping a token."""
-    sizes = batch_sizes(session)
-    # The largest batches, and pairs where those are something else.
-    return max(
-        movement(row, rows[position])
-        for size in {sizes[-1], min(2, sizes[-1])}
-        for position, row in enumerate(plain_rows(session, n_ctx, prompt, expected[:-1], size))
-        if position in rows
-    )
-
-
 def _difference(
     session: Session,
     n_ctx: int,
@@ -234,7 +213,7 @@ def _difference(
     expected: Sequence[int],
     found: Sequence[int],
     watch: _Watch,
-    batches_move: float,
+    by_batches: float,
 ) -> Difference | None:
     if expected == found:
         return None
@@ -251,11 +230,11 @@ def _difference(
     same_in_batches_of = None
     for size in batch_sizes(session):
         *_, last = (
-            row.copy() for row in plain_rows(session, n_ctx, prompt, expected[:position], size)
+            row.copy() for _, row in plain_rows(session, n_ctx, prompt, expected[:position], size)
         )
         if alone is None:
             alone = last
-        batches_move = max(batches_move, movement(last, alone))
+        by_batches = max(by_batches, movement(last, alone))
         if same_in_batches_of is None and _best(shaper.distribution(last)) == theirs:
             same_in_batches_of = size
     assert alone is not None, "a batch has one row at least"
@@ -273,7 +252,7 @@ def _difference(
         was_chosen=turned is not None and watch.choices[position] == theirs,
         gap=float(alone[ours]) - float(alone[theirs]),
         moved_by=movement(seen, alone) if turned is not None else watch.moved_by.get(position, 0.0),
-        batches_move=batches_move,
+        batches_move=by_batches,
         same_in_batches_of=same_in_batches_of,
     )
 

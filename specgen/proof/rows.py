@@ -9,7 +9,7 @@ batches alone move rows of this model on this machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,17 +49,46 @@ def batch_sizes(session: Session) -> range:
     return range(1, min(session.n_rows_max, _MAX_ROWS) + 1)
 
 
+def batches_move(
+    session: Session,
+    n_ctx: int,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    alone: Mapping[int, Logits],
+) -> float:
+    """How far batches alone move the rows of an answer, at most. `alone` are its rows by plain
+    decoding, one token at a time, by the number of the answer's tokens before them."""
+    sizes = batch_sizes(session)
+    # Pairs, the largest batches, and those of which only one row is asked for: a recurrent
+    # state that is brought up to date, or what a grammar forced. Kernels differ with these.
+    ways = {(min(2, sizes[-1]), True), (sizes[-1], True), (max(2, sizes[-1]), False)}
+    return max(
+        movement(row, alone[n_before])
+        for size, wants_all in ways
+        for n_before, row in plain_rows(session, n_ctx, prompt, answer, size, wants_all=wants_all)
+        if n_before in alone
+    )
+
+
 def plain_rows(
-    session: Session, n_ctx: int, prompt: Sequence[int], answer: Sequence[int], n_rows: int
-) -> Iterator[Logits]:
-    """Decode a text without drafts, the answer in batches of `n_rows`: the row after the
-    prompt and the one after each token of the answer, float32[n_vocab] each, valid until the
-    next."""
+    session: Session,
+    n_ctx: int,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    n_rows: int,
+    *,
+    wants_all: bool = True,
+) -> Iterator[tuple[int, Logits]]:
+    """Decode a text without drafts, the answer in batches of `n_rows`: how many of the
+    answer's tokens come before a row, and the row, float32[n_vocab], valid until the next. The
+    last row of each batch only, unless it `wants_all`."""
     with session.contexts(n_ctx, drafts=False) as (target, _):
-        yield decode(target, prompt, 0)[-1]
+        yield 0, decode(target, prompt, 0)[-1]
         for start in range(0, len(answer), n_rows):
             piece = answer[start : start + n_rows]
-            yield from decode(target, piece, len(prompt) + start, wants_all=True)
+            rows = decode(target, piece, len(prompt) + start, wants_all=wants_all)
+            end = start + len(piece)
+            yield from zip(range(end - len(rows) + 1, end + 1), rows, strict=True)
 
 
 def decode(

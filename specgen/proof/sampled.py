@@ -30,7 +30,7 @@ from specgen.generation import Generation
 from specgen.loop import Loop
 from specgen.policy import Policy, RoundReport
 from specgen.proof.bugs import Bug
-from specgen.proof.rows import batch_sizes, is_moved, movement, plain_rows
+from specgen.proof.rows import batches_move, is_moved, movement, plain_rows
 from specgen.proof.statistics import (
     Cells,
     Distance,
@@ -185,7 +185,9 @@ def check_sampled(
         shaper = session.shaper(generation.state)
         exact = Exact(target, shaper, generation.state, plan.depth)
         cells = exact.cells()
-        n_draws = plan.n_draws or _n_draws(cells, plan)
+        by_depth = [_shorten(cells, n) for n in range(1, plan.depth + 1)]
+        # Pooling may leave a deeper test fewer cells than one before it.
+        n_draws = plan.n_draws or max(_n_draws(shorter, plan) for shorter in by_depth)
         outcomes: Counter[tuple[int, ...]] = Counter()
         for done in range(n_draws):
             outcomes[exact.cell(drawer.draw())] += 1
@@ -195,7 +197,7 @@ def check_sampled(
                     return None
         progress(n_draws, n_draws)
         generation.state.rewind(place)
-        depths = [_test(_shorten(cells, n), outcomes, n, plan) for n in range(1, plan.depth + 1)]
+        depths = [_test(shorter, outcomes, n, plan) for n, shorter in enumerate(by_depth, 1)]
         n_impossible = n_draws - sum(
             count for outcome, count in outcomes.items() if cells.find(outcome) is not None
         )
@@ -482,20 +484,16 @@ def _compare_rows(
     none of those is decoded in a cache from which anything was dropped."""
     beginnings = {text[:-1] for text in drawn}
     whole = [text for text in drawn if text not in beginnings]
-    sizes = batch_sizes(session)
-    n_rows, moved_by, batches_move = 0, 0.0, 0.0
+    n_rows, moved_by, by_batches = 0, 0.0, 0.0
     for text in whole[:: max(1, len(whole) // _N_COMPARED)][:_N_COMPARED]:
-        plain = [row.copy() for row in plain_rows(session, n_ctx, prompt, text, 1)]
-        for size in {sizes[-1], min(2, sizes[-1])}:
-            in_batches = plain_rows(session, n_ctx, prompt, text, size)
-            for row, alone in zip(in_batches, plain, strict=True):
-                batches_move = max(batches_move, movement(row, alone))
-        for length, alone in enumerate(plain):
+        plain = {n: row.copy() for n, row in plain_rows(session, n_ctx, prompt, text, 1)}
+        by_batches = max(by_batches, batches_move(session, n_ctx, prompt, text, plain))
+        for length, alone in plain.items():
             seen = target.remembered([*prompt, *text[:length]])
             if seen is not None:  # there is none before what a grammar forced
                 n_rows += 1
                 moved_by = max(moved_by, movement(seen, alone))
-    return RowsResult(n_rows, moved_by, batches_move)
+    return RowsResult(n_rows, moved_by, by_batches)
 
 
 def distance(one: Distribution, other: Distribution) -> float:

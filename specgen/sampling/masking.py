@@ -34,7 +34,10 @@ class NoTokenAllowedError(BackendError):
     """A grammar that allows no token at all."""
 
     def __init__(self) -> None:
-        super().__init__("the grammar allows no token here")
+        super().__init__(
+            "the grammar allows no token here",
+            hint="it leads into a dead end: some rule cannot be finished in this model's tokens",
+        )
 
 
 def allowed_top_k(scores: Scores, allows: Allows, k: int) -> Candidates:

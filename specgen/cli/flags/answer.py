@@ -73,7 +73,7 @@ def constraint(
         from specgen.backend.llama import json_schema_to_gbnf, unenforced_keywords
 
         loose = unenforced_keywords(json_schema)
-        note = f"a grammar cannot enforce all of the schema: not {', '.join(loose)}"
+        note = f"what a grammar cannot enforce of the schema: {', '.join(map(repr, loose))}"
         return Constraint(json_schema_to_gbnf(json_schema), note if loose else None)
     return Constraint(grammar)
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from specgen.errors import UsageError
-from specgen.options import DraftOptions, VerifierName
+from specgen.options import DRAFT_TEMPERATURE, DraftOptions, VerifierName
 
 _DEFAULT = DraftOptions()
 _DRAFTING = "Drafting"
@@ -53,7 +53,7 @@ def drafting(
             "--draft-temp",
             min=0.01,
             help="Temperature of a draft model's draws; the answer does not depend on it.",
-            show_default="the target's",
+            show_default=f"{DRAFT_TEMPERATURE} times the target's",
             rich_help_panel=_DRAFTING,
         ),
     ] = _DEFAULT.temperature,
