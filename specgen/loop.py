@@ -7,7 +7,6 @@ target and judged one by one. The loop knows nothing of files, options or screen
 
 from __future__ import annotations
 
-import dataclasses
 import traceback
 from collections.abc import Callable, Sequence
 
@@ -18,22 +17,18 @@ from specgen.backend.base import Backend, Batch
 from specgen.draft import NO_DRAFT, ROOT, Draft
 from specgen.errors import SpecgenError
 from specgen.events import (
-    CommittedEvent,
     DraftedEvent,
-    DraftNode,
     Event,
     NoticeEvent,
     Piece,
-    RejectedBranch,
     TokenKind,
-    TokenLogprob,
     VerifiedEvent,
 )
 from specgen.generation import Generation
-from specgen.logprobs import log_probabilities, most_likely
 from specgen.packing import keep_path, pack
 from specgen.policy import RoundReport
 from specgen.sampling import Distribution, NoTokenAllowedError
+from specgen.telling import committed, describe, next_kind, rejected_branches, with_logprobs
 from specgen.verify import Verdict
 
 #: Single-token decodes timed by `plain_token_s`.
@@ -79,7 +74,7 @@ class Loop:
         forced = _commit_forced(generation)
         if forced:
             tally.first_token_s = self._clock() - started
-            events.append(_committed(generation, self.now_s, forced))
+            events.append(committed(generation, self.now_s, forced))
         logits = None if generation.is_finished else self._decode_prompt(generation)
         if logits is not None:
             verdict = self._verify(generation, NO_DRAFT, logits)
@@ -183,7 +178,7 @@ class Loop:
         if not text:
             return []
         piece = Piece(generation.tokens[-1], text, "plain", "target")
-        return [_committed(generation, self.now_s, [piece])]
+        return [committed(generation, self.now_s, [piece])]
 
     def _decode_prompt(self, generation: Generation) -> Logits | None:
         """Decode the text, which is the prompt and what the grammar forces after it, in
@@ -271,17 +266,17 @@ class Loop:
     ) -> list[Event]:
         """Make the accepted path, the target's token and what the grammar forces after it part
         of the text, up to its end, and let the cache hold the accepted part of it."""
-        rejected = _rejected_branches(generation, draft, verdict)
+        rejected = rejected_branches(generation, draft, verdict)
         kinds: list[tuple[int, TokenKind, str]] = [
             (draft.tokens[node], "accepted", draft.origins[node]) for node in verdict.path
         ]
-        next_kind = _next_kind(draft, verdict)
-        kinds.append((verdict.next_token, next_kind, "target"))
+        own_kind = next_kind(draft, verdict)
+        kinds.append((verdict.next_token, own_kind, "target"))
 
         pieces: list[Piece] = []
         for node, (token, kind, origin) in zip((ROOT, *verdict.path), kinds, strict=True):
             piece = Piece(token, generation.commit(token), kind, origin)
-            pieces.append(_with_logprobs(generation, piece, logits[node + 1]))
+            pieces.append(with_logprobs(generation, piece, logits[node + 1]))
             if generation.is_finished:
                 break
         n_accepted = min(len(verdict.path), len(pieces))
@@ -293,7 +288,7 @@ class Loop:
         if len(draft):
             generation.tally.add_draft(draft, n_accepted)
             events.append(
-                DraftedEvent(generation.index, now_s, number, _describe(generation, draft))
+                DraftedEvent(generation.index, now_s, number, describe(generation, draft))
             )
             events.append(
                 VerifiedEvent(
@@ -303,19 +298,11 @@ class Loop:
                     accepted=verdict.path,
                     rejected=rejected,
                     next_token_id=verdict.next_token,
-                    next_kind=next_kind,
+                    next_kind=own_kind,
                 )
             )
-        events.append(_committed(generation, now_s, pieces))
+        events.append(committed(generation, now_s, pieces))
         return events
-
-
-def _next_kind(draft: Draft, verdict: Verdict) -> TokenKind:
-    """What the target's own token is: alone, a correction, or a bonus after a whole branch."""
-    if len(draft) == 0:
-        return "plain"
-    last = verdict.path[-1] if verdict.path else ROOT
-    return "corrected" if draft.children(last) else "bonus"
 
 
 def _within_grammar(generation: Generation, draft: Draft) -> Draft:
@@ -345,68 +332,3 @@ def _commit_forced(generation: Generation) -> list[Piece]:
         pieces.append(Piece(token, generation.commit(token), "forced", "grammar"))
     generation.tally.n_forced += len(pieces)
     return pieces
-
-
-def _with_logprobs(generation: Generation, piece: Piece, row: Logits) -> Piece:
-    """The piece with the target's log-probabilities, if they were asked for; `row` is
-    float32[n_vocab]."""
-    n_top = generation.options.logprobs
-    if n_top is None:
-        return piece
-    top = most_likely(row, n_top)
-    own, *others = log_probabilities(row, [piece.token_id, *top])
-    token_bytes = generation.vocabulary.token_bytes
-    return dataclasses.replace(
-        piece,
-        logprob=own,
-        top_logprobs=tuple(
-            TokenLogprob(token, token_bytes(token).decode("utf-8", "replace"), logprob)
-            for token, logprob in zip(top, others, strict=True)
-        ),
-    )
-
-
-def _committed(generation: Generation, now_s: float, pieces: Sequence[Piece]) -> CommittedEvent:
-    return CommittedEvent(
-        sequence=generation.index,
-        time_s=now_s,
-        round=generation.tally.n_rounds,
-        pieces=tuple(pieces),
-        text="".join(piece.text for piece in pieces),
-        n_tokens=generation.n_answer,
-    )
-
-
-def _describe(generation: Generation, draft: Draft) -> tuple[DraftNode, ...]:
-    token_bytes = generation.vocabulary.token_bytes
-    return tuple(
-        DraftNode(
-            token_id=token,
-            text=token_bytes(token).decode("utf-8", "replace"),
-            parent=draft.parents[node],
-            origin=draft.origins[node],
-            probability=draft.probabilities[node],
-        )
-        for node, token in enumerate(draft.tokens)
-    )
-
-
-def _rejected_branches(
-    generation: Generation, draft: Draft, verdict: Verdict
-) -> tuple[RejectedBranch, ...]:
-    """The lost parts of a draft, each from the node where it left the path to its leaf.
-
-    Asked before the commit: where the accepted path ends in the middle of a character, the
-    branch's text begins there.
-    """
-    kept = set(verdict.path)
-    token_bytes = generation.vocabulary.token_bytes
-    branches = []
-    for leaf in draft.leaves():
-        path = draft.path(leaf)
-        lost = tuple(node for node in path if node not in kept)
-        if lost:
-            before = b"".join(token_bytes(draft.tokens[node]) for node in path[: -len(lost)])
-            data = b"".join(token_bytes(draft.tokens[node]) for node in lost)
-            branches.append(RejectedBranch(lost, generation.text.preview(before, data)))
-    return tuple(branches)

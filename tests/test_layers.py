@@ -15,7 +15,7 @@ LAYERS = (
     ("backend", "packing", "policy", "verify", "tally"),
     ("drafters",),
     ("generation",),
-    ("loop",),
+    ("telling", "loop"),
     ("session",),
     ("proof",),
     ("models", "render"),
