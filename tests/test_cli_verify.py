@@ -219,6 +219,36 @@ def test_ctrl_c_shows_what_was_found_so_far(tiny_models: Path, tmp_path: Path) -
     assert 0 < len(report["sampled"]) < 400
 
 
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX terminals")
+@pytest.mark.parametrize("quiet", [False, True])
+def test_progress_shows_on_a_terminals_standard_error_only(tiny_models: Path, quiet: bool) -> None:
+    import pty
+
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "specgen", *arguments(tiny_models)]
+    process = subprocess.Popen(
+        [*command, "--quiet"] if quiet else command,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while chunk := os.read(ours, 65536):
+            shown += chunk
+    except OSError:  # the other end is closed
+        pass
+    os.close(ours)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert (shown == b"") == quiet
+    assert (b"place 1 of 1" in shown) != quiet
+    assert b"\x1b" not in out
+    assert out.startswith(b"target.gguf, drafted for by")
+
+
 # --- what it refuses
 
 
@@ -356,7 +386,7 @@ def test_a_report_in_a_file_has_the_same_width_everywhere() -> None:
 def test_defects_are_called_by_their_name() -> None:
     report = _report()
     moved = replace(report.greedy[0], moved_by=0.8)
-    assert "batches alone move them by up to 0.0041: defect" in shown(
+    assert "batches alone move them by up to 0.41%: defect" in shown(
         replace(report, greedy=(moved,)), 110
     )
     difference = report.greedy[1].difference

@@ -49,8 +49,8 @@ class Difference:
     `position` counts the answer's tokens from 0. `was_chosen` tells whether the target, in the
     speculative run, really chose the token that the text has there. `gap` is by how much plain
     decoding prefers its token, in logits. `moved_by` is how far the speculative run's row is
-    from that of plain decoding, `batches_move` the most that batches alone move any row of this
-    answer (see `specgen.proof.rows.movement`). `same_in_batches_of` is the smallest size of
+    from that of plain decoding, `batches_move` the most that batches alone were
+    seen to move a row so far (see `specgen.proof.rows.movement`). `same_in_batches_of` is the smallest size of
     batches in which plain decoding itself takes the other token here; None if it never does.
     """
 
@@ -111,6 +111,7 @@ def check_greedy(
         return
     n_ctx = max(session.context_size(len(prompt)) for prompt in prompts)
     n_rows_max = max(1, _N_BYTES_MAX // (4 * session.target_model.vocabulary.n_tokens))
+    by_batches = 0.0
     with session.contexts(n_ctx) as (target, draft):
         for number, prompt in enumerate(prompts, 1):
             loop = Loop(target, session.clock, interrupted)
@@ -133,14 +134,17 @@ def check_greedy(
             found = _tokens(loop, fast, loses_bonus=bug is not None and bug.loses_bonus)
             if interrupted():
                 return
-            by_batches = batches_move(session, n_ctx, prompt, expected[:-1], keeper.rows)
+            moved_by = max(watch.moved_by.values(), default=0.0)
+            if is_moved(moved_by, by_batches):  # further than batches did so far: measure here
+                here = batches_move(session, n_ctx, prompt, expected[:-1], keeper.rows)
+                by_batches = max(by_batches, here)
             yield GreedyResult(
                 prompt=number,
                 n_tokens=len(expected),
                 n_drafted=fast.tally.n_drafted,
                 n_accepted=fast.tally.n_accepted,
                 n_rows=len(watch.moved_by),
-                moved_by=max(watch.moved_by.values(), default=0.0),
+                moved_by=moved_by,
                 batches_move=by_batches,
                 difference=_difference(session, n_ctx, prompt, expected, found, watch, by_batches),
             )

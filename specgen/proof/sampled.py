@@ -225,8 +225,9 @@ class _Scout:
 
     def __init__(self, inner: Verifier) -> None:
         self._inner = inner
-        #: Of the last round: how likely the draft's first token is accepted, or refused, or
-        #: how likely the target is to say another than its favourite; the least of the three.
+        #: Of the last round: how likely the draft's first token is accepted, or refused, how
+        #: likely the target is to say another than its favourite, and the same of what the
+        #: token was drawn from; the least of these.
         self.chance = 0.0
 
     @property
@@ -239,7 +240,12 @@ class _Scout:
             wanted, first = target(ROOT), children[0]
             drawn_from = draft.distributions[first] or Distribution.certain(draft.tokens[first])
             refused = distance(wanted, drawn_from)
-            self.chance = min(refused, 1.0 - refused, 1.0 - float(wanted.probs.max()))
+            unsure = [wanted]
+            if draft.distributions[first] is not None:
+                unsure.append(drawn_from)
+            self.chance = min(
+                refused, 1.0 - refused, *(1.0 - float(each.probs.max()) for each in unsure)
+            )
         return self._inner.verify(draft, target, rng)
 
 
@@ -248,7 +254,8 @@ def _find_place(loop: Loop, generation: Generation) -> Mark | None:
 
     Nothing shows where the target is certain, where all drafts are accepted, or none. So it
     is the place where the least of these is largest: the chances that the first drafted token
-    is accepted, that it is refused, and that the target does not say its favourite token.
+    is accepted, that it is refused, that the target does not say its favourite token, and that
+    a drawn draft is not the draft model's favourite.
     """
     scout = _Scout(generation.verifier)
     answering = replace(
@@ -486,7 +493,10 @@ def _compare_rows(
     whole = [text for text in drawn if text not in beginnings]
     n_rows, moved_by, by_batches = 0, 0.0, 0.0
     for text in whole[:: max(1, len(whole) // _N_COMPARED)][:_N_COMPARED]:
-        plain = {n: row.copy() for n, row in plain_rows(session, n_ctx, prompt, text, 1)}
+        plain = {
+            n_before - len(prompt): row.copy()
+            for n_before, row in plain_rows(session, n_ctx, prompt, text, 1)
+        }
         by_batches = max(by_batches, batches_move(session, n_ctx, prompt, text, plain))
         for length, alone in plain.items():
             seen = target.remembered([*prompt, *text[:length]])

@@ -99,8 +99,8 @@ def _difference(result: GreedyResult, difference: Difference, encoding: str) -> 
         why = "the target did not choose that token"
     else:
         why = (
-            f"the row moved by {difference.moved_by:.2g}, batches alone move rows by up to "
-            f"{difference.batches_move:.2g}"
+            f"the row moved by {difference.moved_by:.2%}, batches alone move rows by up to "
+            f"{difference.batches_move:.2%}"
         )
     if difference.same_in_batches_of is not None:
         why += f" (so does plain decoding in batches of {difference.same_in_batches_of})"
@@ -170,8 +170,8 @@ def _tests(result: SampledResult) -> Table:
 
 def _moved(n_rows: int, by: float, by_batches: float, *, is_defect: bool) -> Text:
     return Text.assemble(
-        f"{_count(n_rows, 'row')} of logits moved by up to {by:.2g}; batches alone move them by "
-        f"up to {by_batches:.2g}",
+        f"{_count(n_rows, 'row')} of logits moved by up to {by:.2%}; batches alone move them by "
+        f"up to {by_batches:.2%}",
         (": defect", _DEFECT) if is_defect else "",
     )
 
