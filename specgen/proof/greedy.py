@@ -49,9 +49,9 @@ class Difference:
     `position` counts the answer's tokens from 0. `was_chosen` tells whether the target, in the
     speculative run, really chose the token that the text has there. `gap` is by how much plain
     decoding prefers its token, in logits. `moved_by` is how far the speculative run's row is
-    from that of plain decoding, `batches_move` the most that batches alone were
-    seen to move a row so far (see `specgen.proof.rows.movement`). `same_in_batches_of` is the smallest size of
-    batches in which plain decoding itself takes the other token here; None if it never does.
+    from that of plain decoding, `batches_move` the most that batches alone were seen to move a
+    row so far (see `specgen.proof.rows.movement`). `same_in_batches_of` is the smallest size
+    of batches in which plain decoding itself takes the other token here; None if it never does.
     """
 
     position: int
@@ -71,10 +71,13 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class GreedyResult:
-    """One prompt; they are counted from 1. `n_tokens` of plain decoding were compared; there is no `difference` if all
-    are equal. `n_rows` rows of logits, up to where the texts part, were compared too: the
-    furthest is `moved_by` from plain decoding's, and batches alone move them by up to
-    `batches_move`."""
+    """One prompt; they are counted from 1.
+
+    `n_tokens` of plain decoding were compared; there is no `difference` if all are equal.
+    `n_rows` rows of logits, up to where the texts part, were compared too: the furthest is
+    `moved_by` from plain decoding's, and batches alone were seen to move rows by up to
+    `batches_move`; 0 as long as nothing made it necessary to measure that.
+    """
 
     prompt: int
     n_tokens: int
