@@ -2,10 +2,15 @@
 
     python benchmarks/acceptance.py --target big.gguf --draft small.gguf --prompts prompts.jsonl
 
-At many places of answers that the target sampled itself, the draft model drafts: once by
-drawing, once its most likely tokens. The target's distributions along the draft then give the
-*expected* number of accepted tokens exactly, for every rule at once; no luck of the draw is
-left but that of the places and of the drafted tokens.
+Two measurements, on the same prompts:
+
+*Runs*: answers are generated with each verifier, and accepted tokens counted. Rounds begin where
+the last draft ended, which is often where the draft is bad.
+
+*Places*: at evenly spaced places of answers that the target sampled itself, the draft model
+drafts: once by drawing, once its most likely tokens. The target's distributions along the draft
+then give the *expected* number of accepted tokens exactly, for every rule at once; no luck of the
+draw is left but that of the places and of the drafted tokens.
 
 - residual, block: the drawn draft, judged token by token or as a whole;
 - match: the most likely draft, matched with the target's draws (what llama.cpp does);
@@ -30,15 +35,22 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.answers import chat_text
+from benchmarks.answers import answer, chat_text
 from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
 from specgen.loop import Loop
-from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    GenerationOptions,
+    SamplerOptions,
+    VerifierName,
+)
 from specgen.proof import read_prompts, spread
 from specgen.sampling import Distribution, Sampler, argmax
 from specgen.session import Session, SessionOptions
 
+VERIFIERS: tuple[VerifierName, ...] = ("match", "residual", "block")
 #: Draft temperatures relative to the target's, and top-k, of the sweep.
 RELATIVE_TEMPERATURES = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5)
 TOP_K = (1, 2, 4, 10, 40, 0)
@@ -47,8 +59,12 @@ TOP_K = (1, 2, 4, 10, 40, 0)
 def main() -> int:
     arguments = parse_arguments()
     prompts = spread(read_prompts(arguments.prompts), arguments.n)
-    results = [measure(arguments, prompts, temperature) for temperature in arguments.temp]
-    print(json.dumps({"draft_max": arguments.draft_max, "results": results}))
+    result: dict[str, object] = {"draft_max": arguments.draft_max, "n_prompts": len(prompts)}
+    if arguments.measure != "places":
+        result["runs"] = [run(arguments, prompts, t, v) for t in arguments.temp for v in VERIFIERS]
+    if arguments.measure != "runs":
+        result["places"] = [measure(arguments, prompts, t) for t in arguments.temp]
+    print(json.dumps(result))
     return 0
 
 
@@ -57,6 +73,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--target", required=True, type=Path)
     parser.add_argument("--draft", required=True, type=Path)
     parser.add_argument("--prompts", required=True, type=Path)
+    parser.add_argument("--measure", choices=("both", "runs", "places"), default="both")
     parser.add_argument("--temp", type=float, nargs="+", default=[0.6, 0.8, 1.0])
     parser.add_argument("-n", type=int, default=24, help="number of prompts")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens of each answer")
@@ -66,27 +83,58 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(
-    arguments: argparse.Namespace, prompts: Sequence[str], temperature: float
-) -> dict[str, object]:
+def options(
+    arguments: argparse.Namespace, temperature: float, verifier: VerifierName = "auto"
+) -> SessionOptions:
     context = ContextOptions(n_threads=arguments.threads)
-    options = SamplerOptions(temperature=temperature)
-    session_options = SessionOptions(
+    return SessionOptions(
         target=arguments.target,
         draft=arguments.draft,
-        sampler=options,
-        drafting=DraftOptions(max_tokens=arguments.draft_max),
+        sampler=SamplerOptions(temperature=temperature, seed=1),
+        drafting=DraftOptions(max_tokens=arguments.draft_max, p_min=0.0, verifier=verifier),
         generation=GenerationOptions(max_tokens=arguments.max_tokens),
         target_context=context,
         draft_context=context,
     )
+
+
+def run(
+    arguments: argparse.Namespace,
+    prompts: Sequence[str],
+    temperature: float,
+    verifier: VerifierName,
+) -> dict[str, object]:
+    """Generate an answer to each prompt and count."""
+    n_tokens = n_rounds = n_drafted = n_accepted = 0
+    with Session(options(arguments, temperature, verifier), time.perf_counter) as session:
+        for prompt in prompts:
+            found = answer(session, chat_text(session, prompt))
+            n_tokens += found.n_tokens
+            n_rounds += found.n_rounds
+            n_drafted += found.n_drafted
+            n_accepted += found.n_accepted
+    result: dict[str, object] = {
+        "temperature": temperature,
+        "verifier": verifier,
+        "n_tokens": n_tokens,
+        "acceptance_rate": n_accepted / n_drafted,
+        "mean_accepted_length": 1.0 + n_accepted / n_rounds,
+    }
+    print(json.dumps(result), file=sys.stderr, flush=True)
+    return result
+
+
+def measure(
+    arguments: argparse.Namespace, prompts: Sequence[str], temperature: float
+) -> dict[str, object]:
+    chosen = options(arguments, temperature)
     accepted: defaultdict[str, list[float]] = defaultdict(list)
     shaped: defaultdict[str, list[float]] = defaultdict(list)
     rng = np.random.default_rng(1)
-    sampler = Sampler(options)
-    sweep = {f"temperature x {t}": Sampler(at(options, t)) for t in RELATIVE_TEMPERATURES}
-    sweep |= {f"top-k {k}": Sampler(replace(options, top_k=k)) for k in TOP_K}
-    with Session(session_options, time.perf_counter) as session:
+    sampler = Sampler(chosen.sampler)
+    sweep = {f"temperature x {t}": Sampler(at(chosen.sampler, t)) for t in RELATIVE_TEMPERATURES}
+    sweep |= {f"top-k {k}": Sampler(replace(chosen.sampler, top_k=k)) for k in TOP_K}
+    with Session(chosen, time.perf_counter) as session:
         for number, prompt in enumerate(prompts):
             tokens = session.tokenize(chat_text(session, prompt), parse_special=True)
             n_ctx = session.context_size(len(tokens))
@@ -120,8 +168,8 @@ def measure(
     }
 
 
-def at(options: SamplerOptions, relative: float) -> SamplerOptions:
-    return replace(options, temperature=options.temperature * relative)
+def at(sampler: SamplerOptions, relative: float) -> SamplerOptions:
+    return replace(sampler, temperature=sampler.temperature * relative)
 
 
 class Place:

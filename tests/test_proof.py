@@ -41,8 +41,8 @@ from specgen.proof import (
     spread,
     to_json_object,
 )
+from specgen.proof.exact import Exact
 from specgen.proof.rows import movement
-from specgen.proof.sampled import Exact
 from specgen.session import DraftSource, Session, SessionOptions
 from specgen.state import TextState
 from specgen.tiny import TinyConfig, write_tiny_model

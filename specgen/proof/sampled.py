@@ -13,23 +13,16 @@ that rounds computed are compared with the same texts decoded without drafts.
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-from specgen.arrays import Logits
-from specgen.backend.base import Backend, Batch
 from specgen.backend.memo import MemoBackend
-from specgen.draft import ROOT, Draft
-from specgen.drafters import Drafter
-from specgen.generation import Generation
 from specgen.loop import Loop
-from specgen.policy import Policy, RoundReport
 from specgen.proof.bugs import Bug
+from specgen.proof.drawing import Drawer
+from specgen.proof.exact import Exact
+from specgen.proof.places import N_SEARCHED, find_place
 from specgen.proof.rows import batches_move, is_moved, movement, plain_rows
 from specgen.proof.statistics import (
     Cells,
@@ -41,26 +34,13 @@ from specgen.proof.statistics import (
     n_cells_tested,
     total_variation,
 )
-from specgen.proof.told import check_drafting, tokens_told
-from specgen.sampling import Distribution
 from specgen.session import Session
-from specgen.state import Mark, RememberingShaper, Shaper, TextState
-from specgen.tally import Tally
-from specgen.verify import Target, Verdict, Verifier
+from specgen.state import RememberingShaper
 
 #: Memory for the rows of each model.
 _N_BYTES_MAX = 2**29
-#: Prefixes less likely than this are not followed further: each costs a decode.
-_MIN_PREFIX = 0.004
-_MAX_PREFIXES = 300
-#: Outcomes less likely than this are told apart only by what they begin with.
-_MIN_OUTCOME = 1e-4
-#: In an outcome: any of the tokens that are too unlikely to be told apart.
-_ANY = -1
 #: Draws before the counted ones, in which rounds fill the memory with their rows.
 _N_PILOT = 200
-#: Tokens of an answer in which to look for a place that tells much.
-_N_SEARCHED = 48
 #: Drawn texts whose rows are compared with those of plain decoding; each costs two more
 #: decodes of the prompt.
 _N_COMPARED = 3
@@ -145,7 +125,7 @@ class SampledResult:
 
 def room(plan: SampledPlan) -> int:
     """How many tokens of the context the check needs behind a prompt."""
-    return _N_SEARCHED + plan.depth
+    return N_SEARCHED + plan.depth
 
 
 def check_sampled(
@@ -162,9 +142,9 @@ def check_sampled(
     """Draw and test at one place of an answer to `prompt` (token ids).
 
     The place is the one, among the first tokens of an answer, where a mistake in judging drafts
-    would show most: see `_find_place`. None if nothing was ever drafted there, or if interrupted.
-    `number` is the prompt's, for the result. `progress` is told how many draws of how many are done. `bug` is built into the
-    speculative side: the check must find it.
+    would show most: see `find_place`. None if nothing was ever drafted there, or if interrupted.
+    `number` is the prompt's, for the result. `progress` is told how many draws of how many are
+    done. `bug` is built into the speculative side: the check must find it.
     """
     n_ctx = session.context_size(len(prompt) + room(plan))
     with session.contexts(n_ctx) as (target_cache, draft_cache):
@@ -172,7 +152,7 @@ def check_sampled(
         draft = None if draft_cache is None else MemoBackend(draft_cache, n_bytes_max=_N_BYTES_MAX)
         loop = Loop(target, session.clock, interrupted)
         generation = session.generation(prompt, n_ctx, draft, seed, make_shaper=RememberingShaper)
-        place = _find_place(loop, generation)
+        place = find_place(loop, generation)
         if place is None or interrupted():
             return None
         drawer = Drawer(loop, target, generation, place, plan.depth, bug)
@@ -215,234 +195,6 @@ def check_sampled(
             depths=tuple(depths),
             rows=_compare_rows(session, n_ctx, target, prompt, drawn),
         )
-
-
-# --- where to draw --------------------------------------------------------------------------
-
-
-class _Scout:
-    """A verifier that first looks how much a mistake would show in the round."""
-
-    def __init__(self, inner: Verifier) -> None:
-        self._inner = inner
-        #: Of the last round: how likely the draft's first token is accepted, or refused, how
-        #: likely the target is to say another than its favourite, and the same of what the
-        #: token was drawn from; the least of these.
-        self.chance = 0.0
-
-    @property
-    def wants_draws(self) -> bool:
-        return self._inner.wants_draws
-
-    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
-        children = draft.children(ROOT)
-        if children:
-            wanted, first = target(ROOT), children[0]
-            drawn_from = draft.distributions[first] or Distribution.certain(draft.tokens[first])
-            refused = distance(wanted, drawn_from)
-            unsure = [wanted]
-            if draft.distributions[first] is not None:
-                unsure.append(drawn_from)
-            self.chance = min(
-                refused, 1.0 - refused, *(1.0 - float(each.probs.max()) for each in unsure)
-            )
-        return self._inner.verify(draft, target, rng)
-
-
-def _find_place(loop: Loop, generation: Generation) -> Mark | None:
-    """The place before the round in which a mistake in judging drafts would show most.
-
-    Nothing shows where the target is certain, where all drafts are accepted, or none. So it
-    is the place where the least of these is largest: the chances that the first drafted token
-    is accepted, that it is refused, that the target does not say its favourite token, and that
-    a drawn draft is not the draft model's favourite.
-    """
-    scout = _Scout(generation.verifier)
-    answering = replace(
-        generation,
-        verifier=scout,
-        options=replace(generation.options, max_tokens=_N_SEARCHED, stop=()),
-    )
-    best: Mark | None = None
-    best_chance = -1.0
-    loop.start(answering)
-    while not answering.is_finished:
-        place, n_drafted = answering.state.mark(), answering.tally.n_drafted
-        check_drafting(loop.round([answering]))
-        if answering.tally.n_drafted > n_drafted and scout.chance > best_chance:
-            best, best_chance = place, scout.chance
-    return best
-
-
-# --- what the target says -------------------------------------------------------------------
-
-
-class Exact:
-    """The target's joint distribution of the next `depth` tokens after a text.
-
-    Prefixes are followed in the order of their probability; those that are too unlikely stay
-    whole, a cell each. So are, after each prefix, the tokens that are too unlikely: with a
-    vocabulary that no sampler truncates there would be millions of cells.
-    """
-
-    def __init__(self, target: MemoBackend, shaper: Shaper, state: TextState, depth: int) -> None:
-        self._target = target
-        self._shaper = shaper
-        self._state = state
-        self._depth = depth
-        self._text = list(state.tokens)
-        self._n_followed = 0
-        #: By prefix, a bit for each token: whether it shares the cell of the unlikely ones.
-        self._unlikely: dict[tuple[int, ...], npt.NDArray[np.uint8]] = {}
-
-    def cells(self) -> Cells:
-        """The outcomes and their probabilities."""
-        is_end = self._target.vocabulary.is_end
-        found: dict[tuple[int, ...], float] = {}
-        open_prefixes: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
-        while open_prefixes:
-            negative, prefix = heapq.heappop(open_prefixes)
-            prob = -negative
-            is_whole = len(prefix) == self._depth or (prefix and is_end(prefix[-1]))
-            too_many = prob < _MIN_PREFIX or self._n_followed >= _MAX_PREFIXES
-            if is_whole or (prefix and too_many):
-                found[prefix] = prob
-                continue
-            step = self._after(prefix)
-            likely = step.probs * prob >= _MIN_OUTCOME
-            for token, p in zip(
-                step.token_ids[likely].tolist(), step.probs[likely].tolist(), strict=True
-            ):
-                heapq.heappush(open_prefixes, (-prob * p, (*prefix, token)))
-            if not likely.all():
-                unlikely = np.zeros(self._target.n_vocab, np.bool_)
-                unlikely[step.token_ids[~likely]] = True
-                self._unlikely[prefix] = np.packbits(unlikely)
-                found[(*prefix, _ANY)] = prob * float(step.probs[~likely].sum())
-        return Cells.of(found)
-
-    def cell(self, outcome: tuple[int, ...]) -> tuple[int, ...]:
-        """A drawn outcome as the cells have it."""
-        for length, token in enumerate(outcome):
-            bits = self._unlikely.get(outcome[:length])
-            if bits is not None and bits[token >> 3] >> (7 - (token & 7)) & 1:
-                return (*outcome[:length], _ANY)
-        return outcome
-
-    def _after(self, prefix: tuple[int, ...]) -> Distribution:
-        grammar = self._state.grammar(prefix)
-        forced = grammar.forced() if grammar is not None else None
-        if forced is not None:  # no row is needed
-            return Distribution.certain(forced)
-        self._n_followed += 1
-        return self._shaper.distribution(self._row(prefix), prefix)
-
-    def _row(self, prefix: tuple[int, ...]) -> Logits:
-        """The target's logits after a prefix, float32[n_vocab]."""
-        text = [*self._text, *prefix]
-        known = self._target.remembered(text)
-        if known is None:
-            return _decode_after(self._target, text, len(self._text) - 1)
-        return known.copy()
-
-
-def _decode_after(backend: Backend, text: Sequence[int], n_kept: int) -> Logits:
-    """Decode a text behind its first `n_kept` tokens, which are cached, in one batch; returns
-    the last row, float32[n_vocab]."""
-    backend.remove(0, n_kept)
-    backend.checkpoint(0)
-    batch = Batch()
-    start = backend.length(0)
-    for position in range(start, len(text)):
-        batch.add(text[position], position, (0,), position + 1 == len(text))
-    row: Logits = backend.decode(batch)[-1]
-    return row
-
-
-# --- what is drawn --------------------------------------------------------------------------
-
-
-class _UpTo:
-    """A policy whose drafts are cut at a length that each draw has anew."""
-
-    def __init__(self, inner: Policy) -> None:
-        self._inner = inner
-        self.limit = 1
-
-    @property
-    def needs_probability(self) -> bool:
-        return self._inner.needs_probability
-
-    def room(self) -> int:
-        return min(self.limit, self._inner.room())
-
-    def wants_more(self, n_drafted: int, top_probability: float) -> bool:
-        return self._inner.wants_more(n_drafted, top_probability)
-
-    def admits(self, draft: Draft) -> bool:
-        return self._inner.admits(draft)
-
-    def observe(self, report: RoundReport) -> None:
-        self._inner.observe(report)
-
-
-class Drawer:
-    """Generates the next few tokens after a place, again and again.
-
-    Drafts are of at most one token in one draw, two in the next, and so on in turn: the token
-    after a wholly accepted draft, which is none of the draft's, then is among those that are
-    tested, whatever the longest draft.
-    """
-
-    def __init__(
-        self,
-        loop: Loop,
-        target: Backend,
-        generation: Generation,
-        place: Mark,
-        depth: int,
-        bug: Bug | None,
-    ) -> None:
-        self._loop = loop
-        self._target = target
-        self._place = place
-        self._depth = depth
-        self._loses_bonus = bug is not None and bug.loses_bonus
-        self._policy = _UpTo(generation.policy)
-        self._n_lengths = max(1, min(depth, generation.policy.room()))
-        self._generation = replace(
-            generation,
-            policy=self._policy,
-            # Room for whole drafts to the last.
-            options=replace(generation.options, max_tokens=2 * depth + 2, stop=()),
-        )
-        if bug is not None:
-            bug.plant(self._generation)
-        #: Counts over all draws.
-        self.tally = Tally()
-
-    def draw(self) -> tuple[int, ...]:
-        """The tokens of one draw; fewer than `depth` if the text ended."""
-        place = self._place
-        self._policy.limit = 1 + self._policy.limit % self._n_lengths
-        self._generation.state.rewind(place)
-        self._target.remove(0, place.n_tokens - 1)
-        drafter: Drafter | None = self._generation.drafter
-        if drafter is not None:
-            drafter.rewind(place.n_tokens)
-        once = replace(self._generation, tally=Tally(), finish_reason=None)
-        told: list[int] = []
-        while len(told) < self._depth and not once.is_finished:
-            events = self._loop.round([once])
-            check_drafting(events)
-            told += tokens_told(events, loses_bonus=self._loses_bonus)
-        self.tally.n_rounds += once.tally.n_rounds
-        self.tally.n_drafted += once.tally.n_drafted
-        self.tally.n_accepted += once.tally.n_accepted
-        return tuple(told[: self._depth])
-
-
-# --- the comparison -------------------------------------------------------------------------
 
 
 def _shorten(cells: Cells, n_tokens: int) -> Cells:
@@ -504,12 +256,3 @@ def _compare_rows(
                 n_rows += 1
                 moved_by = max(moved_by, movement(seen, alone))
     return RowsResult(n_rows, moved_by, by_batches)
-
-
-def distance(one: Distribution, other: Distribution) -> float:
-    """The total variation distance of two distributions."""
-    token_ids = np.union1d(one.token_ids, other.token_ids)
-    probs = np.zeros((2, len(token_ids)))
-    for row, distribution in zip(probs, (one, other), strict=True):
-        row[token_ids.searchsorted(distribution.token_ids)] = distribution.probs
-    return 0.5 * float(np.abs(probs[0] - probs[1]).sum())

@@ -1,0 +1,96 @@
+"""Speculative draws from one place in a text, by the loop that `specgen run` uses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from specgen.backend.base import Backend
+from specgen.draft import Draft
+from specgen.drafters import Drafter
+from specgen.generation import Generation
+from specgen.loop import Loop
+from specgen.policy import Policy, RoundReport
+from specgen.proof.bugs import Bug
+from specgen.proof.told import check_drafting, tokens_told
+from specgen.state import Mark
+from specgen.tally import Tally
+
+
+class _UpTo:
+    """A policy whose drafts are cut at a length that each draw has anew."""
+
+    def __init__(self, inner: Policy) -> None:
+        self._inner = inner
+        self.limit = 1
+
+    @property
+    def needs_probability(self) -> bool:
+        return self._inner.needs_probability
+
+    def room(self) -> int:
+        return min(self.limit, self._inner.room())
+
+    def wants_more(self, n_drafted: int, top_probability: float) -> bool:
+        return self._inner.wants_more(n_drafted, top_probability)
+
+    def admits(self, draft: Draft) -> bool:
+        return self._inner.admits(draft)
+
+    def observe(self, report: RoundReport) -> None:
+        self._inner.observe(report)
+
+
+class Drawer:
+    """Generates the next few tokens after a place, again and again.
+
+    Drafts are of at most one token in one draw, two in the next, and so on in turn: the token
+    after a wholly accepted draft, which is none of the draft's, then is among those that are
+    tested, whatever the longest draft.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        target: Backend,
+        generation: Generation,
+        place: Mark,
+        depth: int,
+        bug: Bug | None,
+    ) -> None:
+        self._loop = loop
+        self._target = target
+        self._place = place
+        self._depth = depth
+        self._loses_bonus = bug is not None and bug.loses_bonus
+        self._policy = _UpTo(generation.policy)
+        self._n_lengths = max(1, min(depth, generation.policy.room()))
+        self._generation = replace(
+            generation,
+            policy=self._policy,
+            # Room for whole drafts to the last.
+            options=replace(generation.options, max_tokens=2 * depth + 2, stop=()),
+        )
+        if bug is not None:
+            bug.plant(self._generation)
+        #: Counts over all draws.
+        self.tally = Tally()
+
+    def draw(self) -> tuple[int, ...]:
+        """The tokens of one draw; fewer than `depth` if the text ended."""
+        place = self._place
+        self._policy.limit = 1 + self._policy.limit % self._n_lengths
+        self._generation.state.rewind(place)
+        self._target.remove(0, place.n_tokens - 1)
+        drafter: Drafter | None = self._generation.drafter
+        if drafter is not None:
+            drafter.rewind(place.n_tokens)
+        once = replace(self._generation, tally=Tally(), finish_reason=None)
+        told: list[int] = []
+        while len(told) < self._depth and not once.is_finished:
+            events = self._loop.round([once])
+            check_drafting(events)
+            told += tokens_told(events, loses_bonus=self._loses_bonus)
+        self.tally.n_rounds += once.tally.n_rounds
+        self.tally.n_drafted += once.tally.n_drafted
+        self.tally.n_accepted += once.tally.n_accepted
+        return tuple(told[: self._depth])

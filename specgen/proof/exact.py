@@ -1,0 +1,106 @@
+"""What the target alone would say next, exactly."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from specgen.arrays import Logits
+from specgen.backend.base import Backend, Batch
+from specgen.backend.memo import MemoBackend
+from specgen.proof.statistics import Cells
+from specgen.sampling import Distribution
+from specgen.state import Shaper, TextState
+
+#: Prefixes less likely than this are not followed further: each costs a decode.
+_MIN_PREFIX = 0.004
+_MAX_PREFIXES = 300
+#: Outcomes less likely than this are told apart only by what they begin with.
+_MIN_OUTCOME = 1e-4
+#: In an outcome: any of the tokens that are too unlikely to be told apart.
+_ANY = -1
+
+
+class Exact:
+    """The target's joint distribution of the next `depth` tokens after a text.
+
+    Prefixes are followed in the order of their probability; those that are too unlikely stay
+    whole, a cell each. So are, after each prefix, the tokens that are too unlikely: with a
+    vocabulary that no sampler truncates there would be millions of cells.
+    """
+
+    def __init__(self, target: MemoBackend, shaper: Shaper, state: TextState, depth: int) -> None:
+        self._target = target
+        self._shaper = shaper
+        self._state = state
+        self._depth = depth
+        self._text = list(state.tokens)
+        self._n_followed = 0
+        #: By prefix, a bit for each token: whether it shares the cell of the unlikely ones.
+        self._unlikely: dict[tuple[int, ...], npt.NDArray[np.uint8]] = {}
+
+    def cells(self) -> Cells:
+        """The outcomes and their probabilities."""
+        is_end = self._target.vocabulary.is_end
+        found: dict[tuple[int, ...], float] = {}
+        open_prefixes: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
+        while open_prefixes:
+            negative, prefix = heapq.heappop(open_prefixes)
+            prob = -negative
+            is_whole = len(prefix) == self._depth or (prefix and is_end(prefix[-1]))
+            too_many = prob < _MIN_PREFIX or self._n_followed >= _MAX_PREFIXES
+            if is_whole or (prefix and too_many):
+                found[prefix] = prob
+                continue
+            step = self._after(prefix)
+            likely = step.probs * prob >= _MIN_OUTCOME
+            for token, p in zip(
+                step.token_ids[likely].tolist(), step.probs[likely].tolist(), strict=True
+            ):
+                heapq.heappush(open_prefixes, (-prob * p, (*prefix, token)))
+            if not likely.all():
+                unlikely = np.zeros(self._target.n_vocab, np.bool_)
+                unlikely[step.token_ids[~likely]] = True
+                self._unlikely[prefix] = np.packbits(unlikely)
+                found[(*prefix, _ANY)] = prob * float(step.probs[~likely].sum())
+        return Cells.of(found)
+
+    def cell(self, outcome: tuple[int, ...]) -> tuple[int, ...]:
+        """A drawn outcome as the cells have it."""
+        for length, token in enumerate(outcome):
+            bits = self._unlikely.get(outcome[:length])
+            if bits is not None and bits[token >> 3] >> (7 - (token & 7)) & 1:
+                return (*outcome[:length], _ANY)
+        return outcome
+
+    def _after(self, prefix: tuple[int, ...]) -> Distribution:
+        grammar = self._state.grammar(prefix)
+        forced = grammar.forced() if grammar is not None else None
+        if forced is not None:  # no row is needed
+            return Distribution.certain(forced)
+        self._n_followed += 1
+        return self._shaper.distribution(self._row(prefix), prefix)
+
+    def _row(self, prefix: tuple[int, ...]) -> Logits:
+        """The target's logits after a prefix, float32[n_vocab]."""
+        text = [*self._text, *prefix]
+        known = self._target.remembered(text)
+        if known is None:
+            return _decode_after(self._target, text, len(self._text) - 1)
+        return known.copy()
+
+
+def _decode_after(backend: Backend, text: Sequence[int], n_kept: int) -> Logits:
+    """Decode a text behind its first `n_kept` tokens, which are cached, in one batch; returns
+    the last row, float32[n_vocab]."""
+    backend.remove(0, n_kept)
+    backend.checkpoint(0)
+    batch = Batch()
+    start = backend.length(0)
+    for position in range(start, len(text)):
+        batch.add(text[position], position, (0,), position + 1 == len(text))
+    row: Logits = backend.decode(batch)[-1]
+    return row
