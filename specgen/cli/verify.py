@@ -46,11 +46,8 @@ Progress = Callable[[str, int, int], None]
     machine=flags.machine,
 )
 def verify(
+    *,
     models: flags.ModelChoice,
-    grammar: flags.Constraint,
-    sampling: SamplerOptions,
-    drafting: DraftOptions,
-    machine: flags.Contexts,
     check: Annotated[
         Literal["both", "greedy", "sampled"],
         typer.Option("--check", help="What to check.", rich_help_panel=_CHECKS),
@@ -136,6 +133,10 @@ def verify(
         ),
     ] = 1e-4,
     chat: flags.Chat = None,
+    grammar: flags.Constraint,
+    sampling: SamplerOptions,
+    drafting: DraftOptions,
+    machine: flags.Contexts,
     seeded_bug: Annotated[str | None, typer.Option("--seeded-bug", hidden=True)] = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print the whole report as one JSON object.")

@@ -84,7 +84,7 @@ def sampling(
             "--samplers",
             metavar="NAMES",
             help="The samplers to use, in order, separated by ;",
-            show_default=";".join(_DEFAULT.samplers),
+            show_default="; ".join(_DEFAULT.samplers),
             rich_help_panel=_SAMPLING,
         ),
     ] = None,
