@@ -61,7 +61,9 @@ def main() -> int:
     prompts = spread(read_prompts(arguments.prompts), arguments.n)
     result: dict[str, object] = {"draft_max": arguments.draft_max, "n_prompts": len(prompts)}
     if arguments.measure != "places":
-        result["runs"] = [run(arguments, prompts, t, v) for t in arguments.temp for v in VERIFIERS]
+        result["runs"] = [
+            run(arguments, prompts, t, v) for t in arguments.temp for v in arguments.verifiers
+        ]
     if arguments.measure != "runs":
         result["places"] = [measure(arguments, prompts, t) for t in arguments.temp]
     print(json.dumps(result))
@@ -75,6 +77,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", required=True, type=Path)
     parser.add_argument("--measure", choices=("both", "runs", "places"), default="both")
     parser.add_argument("--temp", type=float, nargs="+", default=[0.6, 0.8, 1.0])
+    parser.add_argument("--verifiers", nargs="+", choices=VERIFIERS, default=VERIFIERS)
     parser.add_argument("-n", type=int, default=24, help="number of prompts")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens of each answer")
     parser.add_argument("--every", type=int, default=4, help="a place every so many tokens")
