@@ -7,7 +7,7 @@ Importing this module costs nothing (no NumPy, no llama.cpp).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 CacheType: TypeAlias = Literal[
     "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"
@@ -22,7 +22,7 @@ SourceChoice: TypeAlias = Literal["auto", "hub", "pypi"]
 Show: TypeAlias = Literal["accepted", "all", "none"]
 
 
-#: The samplers by llama.cpp's names.
+#: The samplers by llama.cpp's names, in its order.
 SamplerName: TypeAlias = Literal[
     "penalties",
     "dry",
@@ -35,18 +35,8 @@ SamplerName: TypeAlias = Literal[
     "temperature",
 ]
 
-#: llama.cpp's order.
-DEFAULT_SAMPLERS: tuple[SamplerName, ...] = (
-    "penalties",
-    "dry",
-    "top_n_sigma",
-    "top_k",
-    "typ_p",
-    "top_p",
-    "min_p",
-    "xtc",
-    "temperature",
-)
+#: llama.cpp's order, which is that of the names above.
+DEFAULT_SAMPLERS: tuple[SamplerName, ...] = get_args(SamplerName)
 
 #: llama.cpp's letters for them.
 _LETTERS: dict[str, SamplerName] = {
