@@ -21,6 +21,8 @@ Scores: TypeAlias = npt.NDArray[np.floating[Any]]
 
 #: Size of the groups whose maxima bound the n-th largest score from below.
 _GROUP = 64
+#: A vocabulary so small is partitioned at once.
+_SMALL = 2048
 
 
 class Candidates(NamedTuple):
@@ -95,7 +97,7 @@ def best(scores: Scores, n: int) -> TokenArray:
 def _candidates(scores: Scores, n: int) -> TokenArray:
     """Ascending positions of some scores, the n largest (0 < n < m) among them."""
     group = min(_GROUP, len(scores) // (2 * n))
-    if group < 4:
+    if group < 4 or len(scores) < _SMALL:
         bound = np.partition(scores, len(scores) - n)[len(scores) - n]
         return np.flatnonzero(scores >= bound)
     # A group is a column, not a stretch of the row: the maxima are then taken by whole SIMD

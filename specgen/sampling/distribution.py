@@ -8,6 +8,10 @@ import numpy as np
 
 from specgen.arrays import ProbArray, TokenArray
 
+#: The probabilities of a certain token: greedy decoding makes one a token.
+_ALL: ProbArray = np.ones(1)
+_ALL.flags.writeable = False
+
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
@@ -71,7 +75,7 @@ class Distribution:
     @staticmethod
     def certain(token_id: int) -> Distribution:
         """All the mass on one token."""
-        return Distribution(np.array([token_id], np.int64), np.ones(1))
+        return Distribution(np.array((token_id,), np.int64), _ALL)
 
     @staticmethod
     def mixture(weight: float, first: Distribution, second: Distribution) -> Distribution:
