@@ -76,6 +76,10 @@ class Draft:
         """Whether any token was drawn at random."""
         return any(distribution is not None for distribution in self.distributions)
 
+    def drawn_from(self, node: int) -> Distribution:
+        """What a node's token was drawn from; a token chosen without chance was certain."""
+        return self.distributions[node] or Distribution.certain(self.tokens[node])
+
     def children(self, node: int) -> list[int]:
         """The nodes below `node` (or `ROOT`), in the order they were drafted."""
         return [child for child in range(node + 1, len(self)) if self.parents[child] == node]

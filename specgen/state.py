@@ -111,7 +111,7 @@ class Shaper:
         if not self._looks_back:
             return self._sampler.distribution(logits)
         grammar = self._state.grammar(path)
-        forced = self._state.forced(path)
+        forced = grammar.forced() if grammar is not None else None
         if forced is not None:
             # Not always what the mask alone would give: where a text can only end, one of
             # several end tokens is taken, and which one must not depend on who asks.

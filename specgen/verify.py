@@ -89,7 +89,7 @@ class ResidualVerifier:
         while True:
             remaining = target(node)
             for child in draft.children(node):
-                drawn_from = _drawn_from(draft, child)
+                drawn_from = draft.drawn_from(child)
                 token = draft.tokens[child]
                 if rng.random() * drawn_from.probability(token) < remaining.probability(token):
                     break
@@ -130,7 +130,7 @@ class BlockVerifier:
         ratio = kept_ratio = 1.0
         n_kept = 0
         for node, token in enumerate(draft.tokens):
-            ratio *= after.probability(token) / _drawn_from(draft, node).probability(token)
+            ratio *= after.probability(token) / draft.drawn_from(node).probability(token)
             if ratio == 0.0:  # no longer prefix can be accepted either
                 break
             ratio = min(1.0, ratio)
@@ -138,14 +138,14 @@ class BlockVerifier:
             if node + 1 == len(draft):
                 chance = ratio
             else:
-                excess = after.excess(_drawn_from(draft, node + 1), ratio)
+                excess = after.excess(draft.drawn_from(node + 1), ratio)
                 # 0 / 0 where target and draft are equal and nothing was lost so far: the next
                 # prefix is then accepted with certainty, so it does not matter.
                 chance = excess / (excess + 1.0 - ratio) if excess > 0.0 else 0.0
             if rng.random() < chance:
                 n_kept, kept_ratio, kept_after = node + 1, ratio, after
         if n_kept < len(draft):
-            drawn_from = _drawn_from(draft, n_kept)
+            drawn_from = draft.drawn_from(n_kept)
             kept_after = kept_after.minus(drawn_from, kept_ratio) or kept_after
         return Verdict(tuple(range(n_kept)), kept_after.draw(rng))
 
@@ -178,8 +178,3 @@ def make_verifier(name: VerifierName) -> Verifier:
         "block": BlockVerifier,
     }
     return kinds[name]()
-
-
-def _drawn_from(draft: Draft, node: int) -> Distribution:
-    """What a node's token was drawn from; a token chosen without chance was certain."""
-    return draft.distributions[node] or Distribution.certain(draft.tokens[node])

@@ -60,8 +60,7 @@ class _TopToken:
         draft = self._inner.propose(context, n_max, policy)
         if not len(draft) or draft.distributions[0] is None:
             return draft
-        drawn_from = draft.distributions[0]
-        top = int(drawn_from.token_ids[drawn_from.probs.argmax()])
+        top = draft.drawn_from(0).mode
         # What was drafted after the token that was really drawn does not follow this one.
         return replace(draft.first(1), tokens=(top,))
 
@@ -89,7 +88,7 @@ class _Residual:
         while draft.children(node):
             child = draft.children(node)[0]
             token = draft.tokens[child]
-            drawn_from = draft.distributions[child] or Distribution.certain(token)
+            drawn_from = draft.drawn_from(child)
             wanted = target(node)
             if not self.accepts(wanted, drawn_from, token, rng):
                 return Verdict(tuple(path), self.residual(wanted, drawn_from).draw(rng))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from specgen.arrays import Logits
-from specgen.backend.base import Backend, Batch
 from specgen.backend.memo import MemoBackend
+from specgen.proof.rows import decode
 from specgen.proof.statistics import Cells
 from specgen.sampling import Distribution
 from specgen.state import Shaper, TextState
@@ -77,8 +76,7 @@ class Exact:
         return outcome
 
     def _after(self, prefix: tuple[int, ...]) -> Distribution:
-        grammar = self._state.grammar(prefix)
-        forced = grammar.forced() if grammar is not None else None
+        forced = self._state.forced(prefix)
         if forced is not None:  # no row is needed
             return Distribution.certain(forced)
         self._n_followed += 1
@@ -88,19 +86,9 @@ class Exact:
         """The target's logits after a prefix, float32[n_vocab]."""
         text = [*self._text, *prefix]
         known = self._target.remembered(text)
-        if known is None:
-            return _decode_after(self._target, text, len(self._text) - 1)
-        return known.copy()
-
-
-def _decode_after(backend: Backend, text: Sequence[int], n_kept: int) -> Logits:
-    """Decode a text behind its first `n_kept` tokens, which are cached, in one batch; returns
-    the last row, float32[n_vocab]."""
-    backend.remove(0, n_kept)
-    backend.checkpoint(0)
-    batch = Batch()
-    start = backend.length(0)
-    for position in range(start, len(text)):
-        batch.add(text[position], position, (0,), position + 1 == len(text))
-    row: Logits = backend.decode(batch)[-1]
-    return row
+        if known is not None:
+            return known.copy()
+        self._target.remove(0, len(self._text) - 1)
+        n_cached = self._target.length(0)
+        ((_, row),) = decode(self._target, text[n_cached:], n_cached, 1)
+        return row

@@ -23,7 +23,7 @@ from specgen.loop import Loop
 from specgen.proof.bugs import Bug
 from specgen.proof.rows import batch_sizes, batches_move, is_moved, movement, plain_rows
 from specgen.proof.told import check_drafting, tokens_told
-from specgen.sampling import Distribution
+from specgen.sampling import Distribution, Sampler
 from specgen.session import Session
 from specgen.state import Shaper, TextState
 
@@ -120,7 +120,7 @@ def check_greedy(
             loop = Loop(target, session.clock, interrupted)
             target.remove(0)
             plain = session.generation(prompt, n_ctx, None, 0, plain=True)
-            keeper = _Keeper(plain.shaper, plain.state, n_rows_max)
+            keeper = _Keeper(session.sampler, plain.state, n_rows_max)
             plain.shaper = keeper
             expected = _tokens(loop, plain)
             if interrupted():
@@ -130,7 +130,7 @@ def check_greedy(
             if draft is not None:
                 draft.remove(0)
             fast = session.generation(prompt, n_ctx, draft, 0)
-            watch = _Watch(fast.shaper, fast.state, expected, keeper.rows)
+            watch = _Watch(session.sampler, fast.state, expected, keeper.rows)
             fast.shaper = watch
             if bug is not None:
                 bug.plant(fast)
@@ -165,17 +165,16 @@ def _tokens(loop: Loop, generation: Generation, *, loses_bonus: bool = False) ->
 class _Keeper(Shaper):
     """A shaper that keeps the rows of plain decoding, by their position in the answer."""
 
-    def __init__(self, inner: Shaper, state: TextState, n_max: int) -> None:
-        self._inner = inner
-        self._kept_of = state
+    def __init__(self, sampler: Sampler, state: TextState, n_max: int) -> None:
+        super().__init__(sampler, state)
         self._n_prompt = len(state.tokens)
         self._n_max = n_max
         self.rows: dict[int, Logits] = {}
 
     def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
         if len(self.rows) < self._n_max:
-            self.rows[len(self._kept_of.tokens) - self._n_prompt] = logits.copy()
-        return self._inner.distribution(logits, path)
+            self.rows[len(self._state.tokens) - self._n_prompt] = logits.copy()
+        return super().distribution(logits, path)
 
 
 class _Watch(Shaper):
@@ -184,13 +183,12 @@ class _Watch(Shaper):
 
     def __init__(
         self,
-        inner: Shaper,
+        sampler: Sampler,
         state: TextState,
         expected: Sequence[int],
         rows: dict[int, Logits],
     ) -> None:
-        self._inner = inner
-        self._watched = state
+        super().__init__(sampler, state)
         self._n_prompt = len(state.tokens)
         self._expected = list(expected)
         self._rows = rows
@@ -201,11 +199,11 @@ class _Watch(Shaper):
         self.turned: tuple[int, Logits] | None = None
 
     def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
-        found = self._inner.distribution(logits, path)
-        text = [*self._watched.tokens[self._n_prompt :], *path]
+        found = super().distribution(logits, path)
+        text = [*self._state.tokens[self._n_prompt :], *path]
         position = len(text)
         if position < len(self._expected) and text == self._expected[:position]:
-            choice = self.choices[position] = _best(found)
+            choice = self.choices[position] = found.mode
             if position in self._rows:
                 self.moved_by[position] = movement(logits, self._rows[position])
             if self.turned is None and choice != self._expected[position]:
@@ -242,7 +240,7 @@ def _difference(
         if alone is None:
             alone = last
         by_batches = max(by_batches, movement(last, alone))
-        if same_in_batches_of is None and _best(shaper.distribution(last)) == theirs:
+        if same_in_batches_of is None and shaper.distribution(last).mode == theirs:
             same_in_batches_of = size
     assert alone is not None, "a batch has one row at least"
     turned = watch.turned if watch.turned is not None and watch.turned[0] == position else None
@@ -275,10 +273,6 @@ def _of_length(
         return Choice(token, text, math.nan, math.nan)
 
     return Difference(position, choice(expected), choice(found), False, math.inf, 0.0, 0.0, None)
-
-
-def _best(distribution: Distribution) -> int:
-    return int(distribution.token_ids[distribution.probs.argmax()])
 
 
 def _text(session: Session, prompt: Sequence[int], answer: Iterable[int]) -> TextState:

@@ -10,7 +10,6 @@ from specgen.draft import ROOT, Draft
 from specgen.generation import Generation
 from specgen.loop import Loop
 from specgen.proof.told import check_drafting
-from specgen.sampling import Distribution
 from specgen.state import Mark
 from specgen.verify import Target, Verdict, Verifier
 
@@ -36,7 +35,7 @@ class _Scout:
         children = draft.children(ROOT)
         if children:
             wanted, first = target(ROOT), children[0]
-            drawn_from = draft.distributions[first] or Distribution.certain(draft.tokens[first])
+            drawn_from = draft.drawn_from(first)
             refused = wanted.excess(drawn_from)
             unsure = [wanted]
             if draft.distributions[first] is not None:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specgen.proof import Difference, GreedyResult, Report, SampledResult
-from specgen.render.text import clean_line
+from specgen.render.text import clean_line, counted
 
 #: Wide enough to read where output goes to a file.
 _WIDTH = 100
@@ -24,7 +24,7 @@ def print_report(report: Report, console: Console) -> None:
     _print(
         console,
         f"{report.target}, drafted for by {report.draft}: at most "
-        f"{_count(report.draft_max, 'token')} a draft, verifier {report.verifier}",
+        f"{counted(report.draft_max, 'token')} a draft, verifier {report.verifier}",
     )
     if report.seeded_bug is not None:
         _print(console, f"with a bug built in: {report.seeded_bug}", style=_HEADING)
@@ -61,12 +61,12 @@ def _print_greedy(report: Report, console: Console) -> None:
     _print(console, "Greedy: the same text with and without drafts?", style=_HEADING)
     _print(
         console,
-        f"{_count(len(results), 'prompt')}, {_count(n_tokens, 'token')}; {_drafts(results)}",
+        f"{counted(len(results), 'prompt')}, {counted(n_tokens, 'token')}; {_drafts(results)}",
         indent=2,
     )
     _print(
         console,
-        f"{n_equal} equal, {_count(len(near_ties), 'near-tie')}, {_count(n_defects, 'defect')}",
+        f"{n_equal} equal, {counted(len(near_ties), 'near-tie')}, {counted(n_defects, 'defect')}",
         indent=2,
     )
     for result in results:
@@ -118,13 +118,13 @@ def _print_sampled(report: Report, console: Console) -> None:
     for result in report.sampled:
         _print(
             console,
-            f"prompt {result.prompt}, after {_count(result.n_answer, 'token')} of its answer: "
+            f"prompt {result.prompt}, after {counted(result.n_answer, 'token')} of its answer: "
             f"{result.n_draws} draws, {_drafts((result,))}",
             indent=2,
         )
         console.print(Padding(_tests(result), (0, 0, 0, 4), expand=False))
         if result.n_impossible:
-            impossible = f"{_count(result.n_impossible, 'draw')} that the target never says"
+            impossible = f"{counted(result.n_impossible, 'draw')} that the target never says"
             _print(console, Text(impossible, _DEFECT), indent=4)
         rows = result.rows
         moved = _moved(rows.n_rows, rows.moved_by, rows.batches_move, is_defect=rows.is_defect)
@@ -170,7 +170,7 @@ def _tests(result: SampledResult) -> Table:
 
 def _moved(n_rows: int, by: float, by_batches: float, *, is_defect: bool) -> Text:
     return Text.assemble(
-        f"{_count(n_rows, 'row')} of logits moved by up to {by:.2%}; batches alone move them by "
+        f"{counted(n_rows, 'row')} of logits moved by up to {by:.2%}; batches alone move them by "
         f"up to {by_batches:.2%}",
         (": defect", _DEFECT) if is_defect else "",
     )
@@ -191,15 +191,11 @@ def _drafts(results: tuple[GreedyResult, ...] | tuple[SampledResult, ...]) -> st
     n_accepted = sum(result.n_accepted for result in results)
     if not n_drafted:
         return "nothing was drafted"
-    return f"{n_accepted / n_drafted:.0%} of {_count(n_drafted, 'drafted token')} accepted"
+    return f"{n_accepted / n_drafted:.0%} of {counted(n_drafted, 'drafted token')} accepted"
 
 
 def _token(text: str, encoding: str) -> str:
     return repr(clean_line(text.replace("Ġ", " ").replace("▁", " "), encoding))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 __all__ = ["print_report"]

@@ -11,7 +11,7 @@ from rich.text import Text
 from specgen.events import Event, FinishedEvent, PromptEvent
 from specgen.render.base import BaseRenderer
 from specgen.render.notes import say
-from specgen.render.text import can_encode, clean_line
+from specgen.render.text import can_encode, clean_line, counted
 from specgen.render.theme import FAINT, legend
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -99,8 +99,8 @@ def summary_items(
 
 
 def _answer(finished: FinishedEvent) -> Iterator[str]:
-    yield _count(finished.n_tokens, "token")
-    yield _count(finished.n_rounds, "round")
+    yield counted(finished.n_tokens, "token")
+    yield counted(finished.n_rounds, "round")
     if finished.mean_accepted_length is not None:
         yield f"mean accepted length {finished.mean_accepted_length:.2f}"
     if finished.n_forced:
@@ -111,14 +111,14 @@ def _speed(finished: FinishedEvent) -> Iterator[str]:
     if finished.tokens_per_s is not None:
         yield f"{_figure(finished.tokens_per_s)} tokens/s"
     if finished.time_to_first_token_s is not None:
-        prompt = _count(finished.n_prompt_tokens, "prompt token")
+        prompt = counted(finished.n_prompt_tokens, "prompt token")
         yield f"first token after {_seconds(finished.time_to_first_token_s)} ({prompt})"
 
 
 def _drafts(finished: FinishedEvent) -> Iterator[str]:
     if finished.acceptance_rate is not None:
         yield f"acceptance rate {finished.acceptance_rate:.0%}"
-    yield f"{finished.n_accepted} of {_count(finished.n_drafted, 'token')} accepted"
+    yield f"{finished.n_accepted} of {counted(finished.n_drafted, 'token')} accepted"
 
 
 def by_depth(finished: FinishedEvent, encoding: str = "utf-8") -> str:
@@ -177,10 +177,6 @@ def _end(finished: FinishedEvent, encoding: str) -> str:
 
 def _either(choices: Sequence[str]) -> str:
     return f"{', '.join(choices[:-1])} or {choices[-1]}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _figure(value: float) -> str:

@@ -239,6 +239,11 @@ def _belongs(character: str, text: str, last: int) -> bool:
     return False
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 __all__ = [
     "TAB_COLUMNS",
     "Cell",
@@ -247,5 +252,6 @@ __all__ = [
     "can_encode",
     "clean",
     "clean_line",
+    "counted",
     "text_width",
 ]

@@ -31,6 +31,11 @@ class Distribution:
             return float(self.probs[index])
         return 0.0
 
+    @property
+    def mode(self) -> int:
+        """The most likely token; the lowest id among equals."""
+        return int(self.token_ids[self.probs.argmax()])
+
     def draw(self, rng: np.random.Generator) -> int:
         """One token, by inverting the cumulative distribution: one uniform number a token,
         and none where there is only one token to draw.
