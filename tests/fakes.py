@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +11,8 @@ import numpy as np
 
 from specgen.backend.fake import FakeBackend, FakeVocabulary, Language, random_language
 from specgen.draft import NO_DRAFT, ROOT, Draft
-from specgen.drafters import Drafter, ModelDrafter, NgramDrafter
+from specgen.drafters import Drafter, ModelDrafter, NgramDrafter, TranslatedDrafter
+from specgen.drafting import Translated, draft_sampling
 from specgen.events import Event
 from specgen.generation import Generation
 from specgen.grammar import GrammarState
@@ -20,6 +22,7 @@ from specgen.packing import Slot
 from specgen.policy import FixedPolicy, Policy, RoundReport
 from specgen.sampling import Distribution, Sampler, distribution
 from specgen.state import Shaper, TextState
+from specgen.translation import BeginningShaper, SharedShaper, Translation
 from specgen.verify import AutoVerifier, Verifier
 
 GREEDY = SamplerOptions()
@@ -269,6 +272,38 @@ def model_drafter(
         n_shared_tokens=vocabulary.n_tokens,
     )
     return drafter, backend
+
+
+def translated_drafter(
+    translation: Translation,
+    language: Language,
+    vocabulary: FakeVocabulary,
+    mode: Translated,
+    state: TextState,
+    sampler: SamplerOptions = GREEDY,
+    *,
+    draws: bool = False,
+    ignore_eos: bool = False,
+    draft_prompt: Sequence[int] | None = None,
+    n_ctx: int = 256,
+    n_batch: int = 64,
+    seed: int = 99,
+) -> tuple[TranslatedDrafter, FakeBackend]:
+    """A drafter whose model has another vocabulary, as `DraftModel` makes it, and its backend.
+    `sampler` is what the target's logits go through; with `draws`, the draft's do so too."""
+    backend = FakeBackend(vocabulary, language, n_ctx=n_ctx, n_batch=n_batch, n_sequences=1)
+    text = translation.text(state.tokens, draft_prompt)
+    rng = np.random.default_rng(seed)
+    if mode == "string":
+        ends = vocabulary.end_tokens() if ignore_eos else ()
+        never = SamplerOptions(logit_bias=tuple((token, -math.inf) for token in ends))
+        shaper = BeginningShaper(Sampler(never), translation.draft_lexicon)
+        inner = ModelDrafter(backend, shaper, rng, draws=False, n_shared_tokens=vocabulary.n_tokens)
+        return TranslatedDrafter(inner, translation, text, shaper), backend
+    shaped = draft_sampling(sampler, DraftOptions(), draws=draws)
+    shared = SharedShaper(translation.shared, Shaper(Sampler(shaped), state))
+    inner = ModelDrafter(backend, shared, rng, draws=draws, n_shared_tokens=vocabulary.n_tokens)
+    return TranslatedDrafter(inner, translation, text, None), backend
 
 
 def ngram_drafter() -> NgramDrafter:

@@ -69,6 +69,11 @@ class Vocabulary(Protocol):
         """The token's entry in the table, for comparing and for messages."""
         ...
 
+    def special_tokens(self) -> dict[str, int]:
+        """The tokens that begin a text (bos), end it (eos) and end a turn (eot); -1 for one
+        that there is not."""
+        ...
+
     def is_end(self, token_id: int) -> bool:
         """Whether the token ends a text or a turn."""
         ...

@@ -9,8 +9,10 @@ branch that sees its sibling, a token at a wrong position: each changes the outp
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -49,49 +51,123 @@ def noisy(language: Language, noise: float, *, seed: int = 1) -> Language:
     return logits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, repr=False)
 class FakeVocabulary:
-    """Token i stands for `pieces[i]`; `ends` end a text."""
+    """Token i stands for `pieces[i]`; for `ends`, which end a text, and for the other
+    `controls`, that is only a name. Text that has no tokens is left out by the tokenizer.
+    """
 
     pieces: tuple[bytes, ...]
     ends: frozenset[int] = frozenset()
     add_bos: bool = False
+    controls: frozenset[int] = frozenset()
+    bos: int = -1
+    #: The end of a text; None takes the first of `ends`.
+    eos: int | None = None
+    eot: int = -1
+    #: Put a space before each text, as SentencePiece does.
+    adds_space: bool = False
+    #: Merge neighbours, those first that make the token with the lowest id, as BPE does;
+    #: otherwise the longest piece is taken at each place of the text.
+    merges: bool = False
 
     @classmethod
     def letters(cls, n_tokens: int, ends: Sequence[int] = ()) -> FakeVocabulary:
         """Tokens that read as letters, digits and so on, one character each."""
         return cls(tuple(chr(97 + i).encode() for i in range(n_tokens)), frozenset(ends))
 
+    def __repr__(self) -> str:
+        """Without the single bytes, of which there may be hundreds."""
+        pieces = {i: piece for i, piece in enumerate(self.pieces) if len(piece) != 1}
+        return f"<{self.n_tokens} tokens, {pieces}, ends {set(self.ends)}, {self._flags}>"
+
     @property
     def n_tokens(self) -> int:
         return len(self.pieces)
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """The longest piece first, at each place of the text."""
-        data, tokens = text.encode(), []
-        by_length = sorted(range(self.n_tokens), key=lambda i: -len(self.pieces[i]))
-        while data:
-            for token_id in by_length:
-                piece = self.pieces[token_id]
-                if piece and data.startswith(piece):
-                    tokens.append(token_id)
-                    data = data[len(piece) :]
-                    break
-            else:
-                raise ValueError(f"no token for {data[:8]!r}")
+        tokens = [self.bos] if add_special and self.add_bos and self.bos >= 0 else []
+        for number, part in enumerate(self._names.split(text) if parse_special else [text]):
+            if number % 2:
+                tokens.append(self._named[part])
+            elif part:
+                data = (" " if self.adds_space else "").encode() + part.encode()
+                tokens += self._merged(data) if self.merges else self._longest(data)
         return tokens
 
     def token_bytes(self, token_id: int) -> bytes:
-        return b"" if token_id in self.ends else self.pieces[token_id]
+        return b"" if self._is_control(token_id) else self.pieces[token_id]
 
     def token_text(self, token_id: int) -> str:
         return self.pieces[token_id].decode(errors="replace")
+
+    def special_tokens(self) -> dict[str, int]:
+        eos = min(self.ends, default=-1) if self.eos is None else self.eos
+        return {"bos": self.bos, "eos": eos, "eot": self.eot}
 
     def is_end(self, token_id: int) -> bool:
         return token_id in self.ends
 
     def end_tokens(self) -> Sequence[int]:
         return sorted(self.ends)
+
+    def _is_control(self, token_id: int) -> bool:
+        return token_id in self.ends or token_id in self.controls
+
+    @property
+    def _flags(self) -> str:
+        names = ("bos", "eos", "eot", "add_bos", "adds_space", "merges")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+
+    @cached_property
+    def _named(self) -> dict[str, int]:
+        named = {self.token_text(token_id): token_id for token_id in self.ends | self.controls}
+        return {name: token_id for name, token_id in named.items() if name}
+
+    @cached_property
+    def _names(self) -> re.Pattern[str]:
+        names = sorted(map(re.escape, self._named), key=len, reverse=True)
+        return re.compile(f"({'|'.join(names)})" if names else "(?!)")
+
+    @cached_property
+    def _tokens(self) -> dict[bytes, int]:
+        """Text tokens by their bytes; the last of those that stand for the same."""
+        return {
+            piece: token_id
+            for token_id, piece in enumerate(self.pieces)
+            if piece and not self._is_control(token_id)
+        }
+
+    @cached_property
+    def _n_longest(self) -> int:
+        return max(map(len, self._tokens), default=0)
+
+    def _longest(self, data: bytes) -> list[int]:
+        tokens: list[int] = []
+        start = 0
+        while start < len(data):
+            for length in range(self._n_longest, 0, -1):
+                token_id = self._tokens.get(data[start : start + length])
+                if token_id is not None:
+                    tokens.append(token_id)
+                    start += len(self.pieces[token_id])
+                    break
+            else:
+                start += 1
+        return tokens
+
+    def _merged(self, data: bytes) -> list[int]:
+        parts = [data[i : i + 1] for i in range(len(data))]
+        while True:
+            found = [
+                (token_id, i)
+                for i in range(len(parts) - 1)
+                if (token_id := self._tokens.get(parts[i] + parts[i + 1])) is not None
+            ]
+            if not found:
+                return [self._tokens[part] for part in parts if part in self._tokens]
+            _, i = min(found)
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
 
 
 @dataclass(slots=True)

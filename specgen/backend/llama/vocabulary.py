@@ -17,6 +17,7 @@ class LlamaVocabulary:
         self._vocab = llama_cpp.llama_model_get_vocab(model)
         self._n_tokens: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
         self._pieces: dict[int, bytes] = {}
+        self._buffer = ctypes.create_string_buffer(64)
         self._ends: list[int] | None = None
 
     @property
@@ -91,12 +92,11 @@ class LlamaVocabulary:
         return self._read_piece(token_id, special=True).decode("utf-8", "replace")
 
     def _read_piece(self, token_id: int, *, special: bool) -> bytes:
-        capacity = 64
         while True:
-            buffer = ctypes.create_string_buffer(capacity)
+            capacity = len(self._buffer)
             n: int = llama_cpp.llama_token_to_piece(
-                self._vocab, token_id, buffer, capacity, 0, special
+                self._vocab, token_id, self._buffer, capacity, 0, special
             )
             if n >= 0:
-                return buffer.raw[:n]
-            capacity = -n
+                return self._buffer.raw[:n]
+            self._buffer = ctypes.create_string_buffer(-n)
