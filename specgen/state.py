@@ -15,7 +15,7 @@ import numpy as np
 
 from specgen.arrays import Logits, TokenArray
 from specgen.grammar import GrammarState
-from specgen.sampling import Distribution, Sampler
+from specgen.sampling import Distribution, Sampler, top_probability
 
 #: Tokens to make room for behind the text; more where a text outgrows it.
 _ROOM = 512
@@ -122,9 +122,10 @@ class Shaper:
             grammar.allows if grammar is not None else None,
         )
 
-    def is_forced(self, path: Sequence[int] = ()) -> bool:
-        """Whether the grammar leaves one token only, whatever the model says."""
-        return self._state.forced(path) is not None
+    def top_probability(self, logits: Logits, path: Sequence[int] = ()) -> float:
+        """How sure the model can be of the token after the text and `path`: entirely, if the
+        grammar leaves no other; else by its logits there, float32[n_vocab], at temperature 1."""
+        return 1.0 if self._state.forced(path) is not None else top_probability(logits)
 
 
 class RememberingShaper(Shaper):
