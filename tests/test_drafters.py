@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.backend.fake import FakeVocabulary, random_language
+from specgen.backend.fake import FakeBackend, FakeVocabulary, random_language
 from specgen.draft import NO_DRAFT, ROOT, Draft
 from specgen.drafters import NgramDrafter
 from specgen.options import DraftOptions, SamplerOptions
@@ -209,6 +210,114 @@ def test_a_drafter_rewound_to_the_beginning_begins_anew() -> None:
     assert drafter.propose([5, 6], 4, policy()) == fresh.propose([5, 6], 4, policy())
     drafter.close()
     assert backend.closed
+
+
+# --- a text that outgrows the draft model's context
+
+
+def grown(
+    n_ctx: int, n_tokens: int, n_max: int = 4, n_step: int = 1
+) -> Iterator[tuple[list[int], Draft, FakeBackend, int]]:
+    """A text of random tokens that grows by `n_step` of them; after each step, the text, the
+    draft, the backend and how many rows the proposal decoded."""
+    drafter, backend = model_drafter(LANGUAGE, LETTERS, n_ctx=n_ctx, n_batch=8)
+    tokens = np.random.default_rng(3).integers(0, N_VOCAB, n_tokens).tolist()
+    for length in range(1, n_tokens + 1, n_step):
+        n_before = backend.n_decoded_rows
+        draft = drafter.propose(tokens[:length], n_max, policy(n_max))
+        yield tokens[:length], draft, backend, backend.n_decoded_rows - n_before
+
+
+@pytest.mark.parametrize("n_ctx", [10, 11, 16, 33, 64])
+@pytest.mark.parametrize("n_max", [1, 4, 8, 40])
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_drafting_goes_on_when_the_text_outgrows_the_context(
+    n_ctx: int, n_max: int, n_step: int
+) -> None:
+    n_rows = n_drafted = 0
+    is_whole = True
+    for context, draft, backend, n_decoded in grown(n_ctx, 5 * n_ctx, n_max, n_step):
+        held = backend.text(0)
+        n_ahead = max(0, len(draft) - 1)
+        assert len(held) <= n_ctx
+        seen = held[: len(held) - n_ahead]
+        # The text's first few tokens and the latest; all of it while there is room.
+        n_latest = len(seen) - 4
+        is_whole = seen == tuple(context)
+        assert is_whole or seen == (*context[:4], *context[len(context) - n_latest :])
+        assert is_whole or len(seen) >= n_ctx // 2
+        # What follows is the most likely text after what the model sees.
+        assert 1 <= len(draft) <= n_max
+        assert len(draft) == n_max or len(draft) >= max(1, n_ctx // 4)
+        for node, token in enumerate(draft.tokens):
+            assert token == int(LANGUAGE((*seen, *draft.tokens[:node])).argmax())
+        n_drafted += len(draft)
+        n_rows += n_decoded
+    assert not is_whole
+    # What was drafted, the text, and half a context each time that the rest was used up.
+    assert n_rows <= n_drafted + (1 + (n_ctx / 2) / max(1, n_ctx / 4 - 4)) * 5 * n_ctx
+
+
+def test_the_window_slides_by_half_the_context() -> None:
+    refills = []
+    for context, _, backend, n_decoded in grown(64, 400):
+        if n_decoded > 8:
+            assert n_decoded == 32 + 3
+            assert backend.text(0)[:32] == (*context[:4], *context[-28:])
+            refills.append(len(context))
+    assert refills[0] == 62
+    assert set(np.diff(refills)) == {30}
+
+
+@pytest.mark.parametrize("n_ctx", range(1, 10))
+def test_a_tiny_context_is_used_while_it_lasts(n_ctx: int) -> None:
+    """There is no room for a beginning and an end."""
+    lengths = [
+        (len(context), len(draft)) for context, draft, _, _ in grown(n_ctx, 24) if len(draft)
+    ]
+    assert lengths[0][0] == 1
+    assert max(context for context, _ in lengths) >= n_ctx - max(1, n_ctx // 4)
+    assert all(context <= n_ctx for context, _ in lengths)
+
+
+def test_a_long_prompt_is_seen_by_its_ends() -> None:
+    drafter, backend = model_drafter(LANGUAGE, LETTERS, n_ctx=32)
+    prompt = [i % N_VOCAB for i in range(500)]
+    assert len(drafter.propose(prompt, 4, policy())) == 4
+    assert backend.text(0)[:16] == (*prompt[:4], *prompt[-12:])
+    assert backend.n_decoded_rows == 16 + 3
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), min_size=1, max_size=8))
+def test_a_window_that_is_rewound_agrees_with_the_text(steps: list[tuple[int, int]]) -> None:
+    rng = np.random.default_rng(4)
+    drafter, backend = model_drafter(LANGUAGE, LETTERS, n_ctx=24)
+    text: list[int] = []
+    for n_kept, n_new in steps:
+        if n_kept < len(text):
+            drafter.rewind(n_kept)
+            del text[n_kept:]
+        text += rng.integers(0, N_VOCAB, n_new).tolist()
+        draft = drafter.propose(text, 3, policy(3))
+        assert len(draft) == 3
+        seen = backend.text(0)[:-2]
+        n_latest = len(seen) - 4
+        assert seen in (tuple(text), (*text[:4], *text[len(text) - n_latest :]))
+        assert draft.tokens[0] == int(LANGUAGE(seen).argmax())
+
+
+def test_a_rewind_within_the_window_costs_nothing() -> None:
+    drafter, backend = model_drafter(LANGUAGE, LETTERS, n_ctx=32)
+    text = [i % N_VOCAB for i in range(40)]
+    drafter.propose(text, 4, policy())
+    n_rows = backend.n_decoded_rows
+    drafter.rewind(36)
+    drafter.propose([*text[:36], 7], 1, policy(1))
+    assert backend.n_decoded_rows == n_rows + 1
+    assert backend.text(0) == (*text[:4], *text[28:36], 7)
+    drafter.rewind(20)  # below it
+    drafter.propose([*text[:20], 7], 1, policy(1))
+    assert backend.text(0) == (*text[:20], 7)
 
 
 # --- policies

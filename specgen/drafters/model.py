@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -10,12 +11,24 @@ from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
 from specgen.draft import NO_DRAFT, Draft
 from specgen.policy import Policy, RoundReport
-from specgen.sampling import Distribution, NoTokenAllowedError, top_probability
-from specgen.state import Shaper
+from specgen.sampling import Distribution, NoTokenAllowedError
+
+#: Tokens at the beginning of the text that a window keeps: attention rests on the first few,
+#: whatever they say (Xiao et al., arXiv:2309.17453).
+_N_SINK = 4
+
+
+class DraftShaper(Protocol):
+    """What makes rows of a draft model's logits, float32[n_vocab], into distributions over its
+    tokens; `path` are the drafted tokens before. A `Shaper` is one."""
+
+    def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution: ...
+
+    def top_probability(self, logits: Logits, path: Sequence[int] = ()) -> float: ...
 
 
 class ModelDrafter:
-    """Drafts a chain with a model that shares the target's vocabulary.
+    """Drafts a chain with a model.
 
     With `draws`, each token is drawn from what `shaper` makes of the model's logits, and the
     distribution goes on record, for verifiers that weigh it against the target's. Without, the
@@ -26,7 +39,9 @@ class ModelDrafter:
     The model's cache is cut back to what was kept and never to less, so no token is decoded
     twice: the next proposal begins with one batch of what was committed since (usually the
     target's own token; after a full acceptance also the last drafted token, which had no
-    reason to be decoded before).
+    reason to be decoded before). The exception is a text that outgrows the model's context:
+    the cache is then filled anew with the text's first few tokens and its latest half, so that
+    drafting goes on at the price of about one more token of prompt for each drafted-for token.
 
     `n_shared_tokens`: tokens from this id on exist in only one of the two vocabularies
     (padding); they are never drafted. The drafter owns the backend and closes it.
@@ -35,7 +50,7 @@ class ModelDrafter:
     def __init__(
         self,
         backend: Backend,
-        shaper: Shaper,
+        shaper: DraftShaper,
         rng: np.random.Generator,
         *,
         draws: bool,
@@ -51,6 +66,8 @@ class ModelDrafter:
         #: The cache agrees with the text on so many tokens; behind them it holds `_ahead`.
         self._n_agreed = 0
         self._ahead: list[int] = []
+        #: So many tokens of the text, behind the first few, are left out of the cache.
+        self._n_skipped = 0
 
     @property
     def name(self) -> str:
@@ -61,8 +78,7 @@ class ModelDrafter:
         return self._backend.decode_s
 
     def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
-        # The last drafted token is not decoded, so n tokens need n - 1 cells after the text.
-        n_max = min(n_max, self._backend.n_ctx - len(context) + 1)
+        n_max = self._make_room(len(context), n_max)
         if n_max < 1:
             return NO_DRAFT
         row = self._catch_up(context)
@@ -72,7 +88,7 @@ class ModelDrafter:
         distributions: list[Distribution | None] = []
         while True:
             row = row[: self._n_shared_tokens]
-            top = self._top_probability(row, tokens) if policy.needs_probability else None
+            top = self._shaper.top_probability(row, tokens) if policy.needs_probability else None
             if not policy.wants_more(len(tokens), 1.0 if top is None else top):
                 break
             try:
@@ -93,18 +109,37 @@ class ModelDrafter:
         pass
 
     def rewind(self, n_tokens: int) -> None:
-        if n_tokens < self._n_agreed:
-            self._backend.remove(self._sequence, n_tokens)
-            self._ahead.clear()
-            self._n_agreed = n_tokens
+        if n_tokens >= self._n_agreed:
+            return
+        if self._n_skipped and n_tokens < _N_SINK + self._n_skipped:
+            self._empty()
+            return
+        self._backend.remove(self._sequence, n_tokens - self._n_skipped)
+        self._ahead.clear()
+        self._n_agreed = n_tokens
 
     def close(self) -> None:
         self._backend.close()
 
-    def _top_probability(self, row: Logits, path: Sequence[int]) -> float:
-        """How sure the model can be of the token after `path`: entirely, if the grammar leaves
-        no other; else by its logits, float32[n_vocab]."""
-        return 1.0 if self._shaper.is_forced(path) else top_probability(row)
+    def _empty(self) -> None:
+        self._backend.remove(self._sequence)
+        self._ahead.clear()
+        self._n_agreed = self._n_skipped = 0
+
+    def _make_room(self, n_context: int, n_max: int) -> int:
+        """Slide the window, if the text and a draft of n_max tokens do not fit the cache;
+        returns how many tokens may be drafted."""
+        n_ctx = self._backend.n_ctx
+        # The last drafted token is not decoded, so n tokens need n - 1 cells after the text.
+        n_room = n_ctx - (n_context - self._n_skipped) + 1
+        if n_room < min(n_max, max(1, n_ctx // 4)):
+            n_window = n_ctx // 2
+            if n_window <= _N_SINK:  # too small for a beginning and an end
+                return 0
+            self._empty()
+            self._n_skipped = max(0, n_context - n_window)
+            n_room = n_ctx - (n_context - self._n_skipped) + 1
+        return min(n_max, n_room)
 
     def _catch_up(self, context: Sequence[int]) -> Logits:
         """Bring the cache to `context`; returns the logits after it, float32[n_vocab]."""
@@ -116,9 +151,12 @@ class ModelDrafter:
                     break
                 n_kept += 1
         if n_kept < self._n_agreed + len(self._ahead):
-            self._backend.remove(self._sequence, n_kept)
+            self._backend.remove(self._sequence, n_kept - self._n_skipped)
         self._ahead.clear()
-        row = self._decode(context[n_kept:])
+        missing = context[n_kept:]
+        if self._n_skipped and n_kept == 0:
+            missing = [*context[:_N_SINK], *context[_N_SINK + self._n_skipped :]]
+        row = self._decode(missing)
         self._n_agreed = len(context)
         return row
 
