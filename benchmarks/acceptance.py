@@ -35,7 +35,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.answers import answer, chat_text
+from benchmarks.answers import answer, begin
 from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
 from specgen.loop import Loop
@@ -111,7 +111,7 @@ def run(
     n_tokens = n_rounds = n_drafted = n_accepted = 0
     with Session(options(arguments, temperature, verifier), time.perf_counter) as session:
         for prompt in prompts:
-            found = answer(session, chat_text(session, prompt))
+            found = answer(session, prompt)
             n_tokens += found.n_tokens
             n_rounds += found.n_rounds
             n_drafted += found.n_drafted
@@ -139,15 +139,16 @@ def measure(
     sweep |= {f"top-k {k}": Sampler(replace(chosen.sampler, top_k=k)) for k in TOP_K}
     with Session(chosen, time.perf_counter) as session:
         for number, prompt in enumerate(prompts):
-            tokens = session.tokenize(chat_text(session, prompt), parse_special=True)
-            n_ctx = session.context_size(len(tokens))
+            begun = begin(session, prompt)
+            n_prompt = len(begun.tokens)
+            n_ctx = session.context_size(n_prompt)
             with session.contexts(n_ctx) as (target, draft):
                 assert draft is not None
-                generation = session.generation(tokens, n_ctx, None, number, plain=True)
+                generation = session.generation(begun, n_ctx, None, number, plain=True)
                 loop = Loop(target, time.perf_counter)
                 loop.start(generation)
                 while generation.finish_reason is None:
-                    if (len(generation.tokens) - len(tokens)) % arguments.every == 1:
+                    if (len(generation.tokens) - n_prompt) % arguments.every == 1:
                         place = Place(target, draft, generation.tokens, arguments.draft_max)
                         for rule, expected in place.accepted(sampler, rng).items():
                             accepted[rule].append(expected)

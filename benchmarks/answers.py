@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from specgen.events import FinishedEvent
-from specgen.session import Session
+from specgen.session import Prompt, Session
 
 #: Some chat templates write the date; it must not change between runs.
 _NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
@@ -22,14 +22,13 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
     ]
 
 
-def chat_text(session: Session, prompt: str) -> str:
+def begin(session: Session, prompt: str) -> Prompt:
     """The prompt in the model's chat template; as it is for a model without one."""
-    text = session.chat_prompt(prompt, None, _NOW)
-    return prompt if text is None else text
+    return session.prompt(prompt, now=_NOW)
 
 
-def answer(session: Session, text: str, *, estimate_gain: bool = False) -> FinishedEvent:
-    """Generate; `text` is what the model sees."""
-    *_, last = session.generate(text, parse_special=True, estimate_gain=estimate_gain)
+def answer(session: Session, prompt: str, *, estimate_gain: bool = False) -> FinishedEvent:
+    """Generate an answer to a prompt."""
+    *_, last = session.generate(begin(session, prompt), estimate_gain=estimate_gain)
     assert isinstance(last, FinishedEvent)
     return last

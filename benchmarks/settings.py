@@ -4,8 +4,8 @@ r"""Draft settings against plain decoding, on a pair of real models.
         small.gguf:draft_max=3 small.gguf:draft_max=8,draft_p_min=0.75 ngram:ngram_min=3
 
 Each prompt is answered plainly and with every setting, one after the other, so that a machine
-that slows down slows all of them; greedy, in the model's chat template. Compared are tokens
-per second after the first token. Prints the speed-up over plain decoding by category (means
+that slows down slows all of them; in the model's chat template, greedily unless there is a
+--temp. Compared are tokens per second after the first token. Prints the speed-up over plain decoding by category (means
 over the prompts) on stderr, and one JSON object on stdout.
 """
 
@@ -17,19 +17,24 @@ import json
 import math
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from benchmarks.answers import answer, chat_text, read_prompts
-from specgen.options import DraftOptions, GenerationOptions
+from benchmarks.answers import answer, read_prompts
+from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
 from specgen.session import DraftSource, Session, SessionOptions
 
-_FIELDS = {
+_FIELDS: dict[str, tuple[str, Callable[[str], object]]] = {
     "draft_max": ("max_tokens", int),
     "draft_min": ("min_tokens", int),
     "draft_p_min": ("p_min", float),
     "ngram_min": ("ngram_min", int),
     "ngram_max": ("ngram_max", int),
+    "translate": ("translate", str),
+    "verifier": ("verifier", str),
+    "ngrams": ("ngrams", lambda value: value == "on"),
 }
 
 
@@ -38,6 +43,9 @@ def main() -> int:
     parser.add_argument("--target", required=True, type=Path)
     parser.add_argument("--prompts", required=True, type=Path)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--temp", type=float, default=0.0)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--count", type=int, default=0, help="prompts of each category; 0: all")
     parser.add_argument("settings", nargs="+", help="DRAFT[:option=value,...]")
     arguments = parser.parse_args()
     speedups: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -47,11 +55,10 @@ def main() -> int:
             setting: stack.enter_context(open_session(arguments, setting))
             for setting in ("none", *arguments.settings)
         }
-        for category, prompt in read_prompts(arguments.prompts):
-            text = chat_text(sessions["none"], prompt)
-            plain = answer(sessions["none"], text)
+        for category, prompt in some(read_prompts(arguments.prompts), arguments.count):
+            plain = answer(sessions["none"], prompt)
             for setting in arguments.settings:
-                fast = answer(sessions[setting], text, estimate_gain=True)
+                fast = answer(sessions[setting], prompt, estimate_gain=True)
                 if plain.tokens_per_s is None or fast.tokens_per_s is None:
                     continue
                 speedup = fast.tokens_per_s / plain.tokens_per_s
@@ -66,6 +73,9 @@ def main() -> int:
                         "estimated_speedup": fast.estimated_speedup,
                         "acceptance_rate": fast.acceptance_rate,
                         "mean_accepted_length": fast.mean_accepted_length,
+                        "n_rounds": fast.n_rounds,
+                        "n_drafted": fast.n_drafted,
+                        "n_accepted": fast.n_accepted,
                         "loop_share": fast.loop_s / fast.wall_s,
                         "equal": fast.token_ids == plain.token_ids,
                     }
@@ -82,9 +92,22 @@ def main() -> int:
     return 0
 
 
+def some(prompts: list[tuple[str, str]], n: int) -> list[tuple[str, str]]:
+    """The first n prompts of each category, or all of them."""
+    if not n:
+        return prompts
+    seen: Counter[str] = Counter()
+    chosen = []
+    for category, prompt in prompts:
+        seen[category] += 1
+        if seen[category] <= n:
+            chosen.append((category, prompt))
+    return chosen
+
+
 def open_session(arguments: argparse.Namespace, setting: str) -> Session:
     name, _, values = setting.partition(":")
-    changes = {}
+    changes: dict[str, Any] = {}
     for assignment in filter(None, values.split(",")):
         key, _, value = assignment.partition("=")
         field, kind = _FIELDS[key]
@@ -96,7 +119,10 @@ def open_session(arguments: argparse.Namespace, setting: str) -> Session:
         target=arguments.target,
         draft=draft,
         drafting=DraftOptions(**changes),
+        sampler=SamplerOptions(temperature=arguments.temp, seed=1),
         generation=GenerationOptions(max_tokens=arguments.max_tokens),
+        target_context=ContextOptions(n_threads=arguments.threads),
+        draft_context=ContextOptions(n_threads=arguments.threads),
     )
     return Session(options, time.perf_counter)
 

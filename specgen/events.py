@@ -45,6 +45,9 @@ class PromptEvent:
     target: str
     #: What drafts: a model's file name, ``ngram``, or ``none``.
     draft: str
+    #: How the drafts of a model with another vocabulary are translated, ``string`` or
+    #: ``tokens``; null where nothing needs to be.
+    translation: str | None
     #: Size of the target's context, in tokens.
     n_ctx: int
     #: Every setting of the samplers by the name of its option, `temperature` and `samplers`

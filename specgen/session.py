@@ -14,27 +14,23 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from specgen import chat
 from specgen.backend.base import Backend
 from specgen.backend.llama import LlamaBackend, LlamaGrammar, LlamaModel
-from specgen.drafters import Drafter, ModelDrafter, NgramDrafter
+from specgen.drafters import CascadeDrafter, Drafter, NgramDrafter
+from specgen.drafting import DraftModel, MakeShaper
 from specgen.errors import PromptError, UsageError
 from specgen.events import Event, NoticeEvent, PromptEvent
 from specgen.generation import Generation
 from specgen.grammar import GrammarState
 from specgen.loop import Loop
-from specgen.options import (
-    DRAFT_TEMPERATURE,
-    ContextOptions,
-    DraftOptions,
-    GenerationOptions,
-    SamplerOptions,
-)
-from specgen.pair import check_pair
+from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
 from specgen.policy import FixedPolicy
+from specgen.prompting import Prompt, chat_text, draft_chat_tokens, messages_of, tokenize
 from specgen.sampling import DryBreakers, Sampler
 from specgen.state import Shaper, TextState
 from specgen.verify import make_verifier
+
+__all__ = ["DraftSource", "Prompt", "Session", "SessionOptions"]
 
 #: What drafts: a model file, n-grams of the text so far, or nothing.
 DraftSource: TypeAlias = Path | Literal["ngram", "none"]
@@ -69,18 +65,20 @@ class Session:
         self._options = options
         self._clock = clock
         self._resources = contextlib.ExitStack()
-        self._draft_model: LlamaModel | None = None
-        self._n_shared_tokens = 0
+        self._draft_source: DraftSource = "none"
+        self._draft: DraftModel | None = None
         self._grammar: GrammarState | None = None
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
-            self._target_model = self._load(options.target, options.target_context)
-            if isinstance(options.draft, Path):
-                self._open_draft_model(options.draft)
+            self._target_model = LlamaModel(
+                options.target, n_gpu_layers=options.target_context.n_gpu_layers
+            )
+            self._resources.callback(self._target_model.close)
+            self._make_sampler()
+            self.change_draft(options.draft)
             vocabulary = self._target_model.vocabulary
             if options.generation.grammar is not None:
                 self._grammar = LlamaGrammar(vocabulary, options.generation.grammar).start
-            self._make_samplers()
             on_error.pop_all()
 
     def __enter__(self) -> Session:
@@ -91,7 +89,30 @@ class Session:
 
     def close(self) -> None:
         """Free the models. May be called twice."""
+        self._close_draft()
         self._resources.close()
+
+    def change_draft(self, source: DraftSource) -> None:
+        """Let another draft take the place of the present one, which is closed; there must be
+        no context of it. Raises `ModelFileError` or `PairError`; there is then no draft."""
+        self._close_draft()
+        if isinstance(source, Path):
+            options = self._options
+            self._draft = DraftModel(
+                source,
+                self._target_model,
+                options.draft_context,
+                self._shaped,
+                options.drafting,
+                options.generation,
+                self._breakers,
+            )
+        self._draft_source = source
+
+    def _close_draft(self) -> None:
+        if self._draft is not None:
+            self._draft.close()
+        self._draft, self._draft_source = None, "none"
 
     @property
     def target_model(self) -> LlamaModel:
@@ -117,42 +138,49 @@ class Session:
 
     @property
     def draft_name(self) -> str:
-        return self._draft_model.name if self._draft_model else str(self._options.draft)
+        return self._draft.model.name if self._draft else str(self._draft_source)
 
-    def chat_prompt(self, text: str, system: str | None, now: datetime.datetime) -> str | None:
-        """`text` as a user's turn in the model's own template; None if it has no template."""
-        template = self._target_model.chat_template()
-        if template is None:
-            return None
-        vocabulary = self._target_model.vocabulary
-        special = vocabulary.special_tokens()
-        messages = [chat.Message("user", text)]
-        if system is not None:
-            messages.insert(0, chat.Message("system", system))
-        return chat.render(
-            template,
-            messages,
-            bos_token=vocabulary.control_text(special["bos"]),
-            eos_token=vocabulary.control_text(special["eos"]),
-            now=now,
-        )
+    def prompt(
+        self,
+        text: str,
+        *,
+        chat: bool | None = None,
+        system: str | None = None,
+        now: datetime.datetime | None = None,
+    ) -> Prompt:
+        """What an answer to `text` begins after.
 
-    def tokenize(self, prompt: str, *, parse_special: bool) -> list[int]:
-        """The prompt's tokens. Raises `PromptError` if there are none."""
-        vocabulary = self._target_model.vocabulary
-        bos = vocabulary.control_text(vocabulary.special_tokens()["bos"])
-        # A chat template may have written the beginning-of-text token already.
-        add_special = not (parse_special and bos and prompt.startswith(bos))
-        tokens = vocabulary.tokenize(prompt, add_special=add_special, parse_special=parse_special)
+        With `chat`, the text is a user's turn in the target's own template, and in that of a
+        draft with another vocabulary; without, it is continued as it is; None takes the
+        template if there is one. Some templates write the date: `now`, by default the present
+        time. Names of control tokens in the text are read as these, as llama.cpp does.
+
+        Raises `UsageError` if there is no template for `chat` or `system`, `PromptError` if the
+        prompt is empty or the template does not accept it.
+        """
+        model = self._target_model
+        messages = messages_of(text, system)
+        now = now or datetime.datetime.now().astimezone()
+        whole = chat_text(model, messages, now) if chat is not False else None
+        if whole is None and (chat or system is not None):
+            wanted = "--chat" if chat else "--system"
+            raise UsageError(
+                f"{model.name} has no chat template, which {wanted} needs",
+                hint=f"leave {wanted} out: the prompt is then continued as it is",
+            )
+        shown = text if whole is None else whole
+        tokens = tokenize(model.vocabulary, shown, parse_special=True)
         if not tokens:
             raise PromptError("the prompt is empty", hint="give some text to continue")
-        return tokens
+        draft_tokens = None
+        if whole is not None and self._draft is not None and self._draft.has_own_vocabulary:
+            draft_tokens = draft_chat_tokens(self._draft.model, messages, now)
+        return Prompt(shown, tuple(tokens), draft_tokens)
 
     def generate(
         self,
-        prompt: str,
+        prompt: Prompt,
         *,
-        parse_special: bool,
         interrupted: Callable[[], bool] = lambda: False,
         estimate_gain: bool = True,
     ) -> Iterator[Event]:
@@ -164,19 +192,19 @@ class Session:
         if the context does not fit the memory.
         """
         options = self._options
-        tokens = self.tokenize(prompt, parse_special=parse_special)
-        n_ctx = self.context_size(len(tokens))
+        n_ctx = self.context_size(len(prompt.tokens))
         seed = options.sampler.seed if options.sampler.seed >= 0 else secrets.randbits(32)
         with self.contexts(n_ctx) as (target, draft):
             loop = Loop(target, self._clock, interrupted)
-            generation = self.generation(tokens, n_ctx, draft, seed)
+            generation = self.generation(prompt, n_ctx, draft, seed)
             yield PromptEvent(
                 sequence=0,
                 time_s=loop.now_s,
-                text=prompt,
-                n_prompt_tokens=len(tokens),
+                text=prompt.text,
+                n_prompt_tokens=len(prompt.tokens),
                 target=self._target_model.name,
                 draft=self.draft_name,
+                translation=self._draft.translated if self._draft else None,
                 n_ctx=n_ctx,
                 sampler=_settings(replace(options.sampler, seed=seed)),
                 verifier=options.drafting.verifier,
@@ -188,21 +216,6 @@ class Session:
             while not generation.is_finished:
                 yield from loop.round([generation])
             yield from loop.finish(generation, estimate_gain=estimate_gain)
-
-    def _load(self, path: Path, context: ContextOptions) -> LlamaModel:
-        model = LlamaModel(path, n_gpu_layers=context.n_gpu_layers)
-        self._resources.callback(model.close)
-        return model
-
-    def _open_draft_model(self, path: Path) -> None:
-        draft = self._load(path, self._options.draft_context)
-        self._n_shared_tokens = check_pair(
-            self._target_model.vocabulary,
-            draft.vocabulary,
-            self._target_model.name,
-            draft.name,
-        )
-        self._draft_model = draft
 
     def context_size(self, n_prompt: int) -> int:
         """The target's context in tokens. Raises `PromptError` if the prompt is longer."""
@@ -238,16 +251,24 @@ class Session:
             )
             stack.callback(target.close)
             draft = None
-            if drafts and self._draft_model is not None:
-                n_train = self._draft_model.n_ctx_train
+            if drafts and self._draft is not None:
                 draft = LlamaBackend(
-                    self._draft_model,
+                    self._draft.model,
                     self._options.draft_context,
-                    n_ctx=min(n_ctx, n_train) if n_train > 0 else n_ctx,
+                    n_ctx=self._draft_context_size(n_ctx),
                     clock=self._clock,
                 )
                 stack.callback(draft.close)
             yield target, draft
+
+    def _draft_context_size(self, n_ctx: int) -> int:
+        """The draft's context in tokens, for a context of n_ctx tokens of the target. A draft
+        whose context is too small for a text sees the latest part of it."""
+        assert self._draft is not None
+        if self._draft.has_own_vocabulary:  # it may need more tokens for the same text
+            n_ctx = -(-n_ctx * 3 // 2 // _CONTEXT_STEP) * _CONTEXT_STEP
+        n_train = self._draft.model.n_ctx_train
+        return min(n_ctx, n_train) if n_train > 0 else n_ctx
 
     def text(self, prompt: Sequence[int]) -> TextState:
         """A text that begins with `prompt`, and its grammar at the start."""
@@ -259,32 +280,30 @@ class Session:
 
     def generation(
         self,
-        tokens: Sequence[int],
+        prompt: Prompt,
         n_ctx: int,
         draft: Backend | None,
         seed: int,
         *,
         plain: bool = False,
-        make_shaper: Callable[[Sampler, TextState], Shaper] = Shaper,
+        make_shaper: MakeShaper = Shaper,
     ) -> Generation:
-        """An answer to begin after `tokens`; `draft` is the draft model's context, if there is
+        """An answer to begin after `prompt`; `draft` is the draft model's context, if there is
         one. With `plain`, nothing drafts."""
         drafting = self._options.drafting
         # The draft draws from a stream of its own: what it draws must not move the target's.
         target_seed, draft_seed = np.random.SeedSequence(seed).spawn(2)
-        state = self.text(tokens)
+        state = self.text(prompt.tokens)
         drafter: Drafter | None = None
         if plain:
             pass
-        elif draft is not None:
-            drafter = ModelDrafter(
-                draft,
-                make_shaper(self._draft_sampler, state),
-                np.random.default_rng(draft_seed),
-                draws=self._draws,
-                n_shared_tokens=self._n_shared_tokens,
-            )
-        elif self._options.draft == "ngram":
+        elif self._draft is not None and draft is not None:
+            rng = np.random.default_rng(draft_seed)
+            drafter = self._draft.drafter(prompt, draft, state, rng, make_shaper)
+            if drafting.ngrams:
+                ngrams = NgramDrafter(drafting.ngram_min, drafting.ngram_max)
+                drafter = CascadeDrafter((ngrams, drafter))
+        elif self._draft_source == "ngram":
             drafter = NgramDrafter(drafting.ngram_min, drafting.ngram_max)
         return Generation(
             vocabulary=self._target_model.vocabulary,
@@ -298,9 +317,8 @@ class Session:
             rng=np.random.default_rng(target_seed),
         )
 
-    def _make_samplers(self) -> None:
-        """The target's chain of samplers, and the draft's, which is the same but for what
-        makes its drafts likelier to be accepted."""
+    def _make_sampler(self) -> None:
+        """The target's chain of samplers."""
         options, vocabulary = self._options, self._target_model.vocabulary
         sampler = options.sampler
         for token, _ in sampler.logit_bias:
@@ -312,41 +330,25 @@ class Session:
         if options.generation.ignore_eos:
             never = tuple((token, -math.inf) for token in vocabulary.end_tokens())
             sampler = replace(sampler, logit_bias=sampler.logit_bias + never)
-        breakers = None
+        self._breakers: DryBreakers | None = None
         if sampler.dry_multiplier > 0.0:
-            breakers = DryBreakers.of(vocabulary, sampler.dry_breakers)
-        self._sampler = Sampler(sampler, breakers)
-        self._draws = (
-            self._sampler.is_random and make_verifier(options.drafting.verifier).wants_draws
-        )
-        shaped = _draft_sampling(sampler, options.drafting, draws=self._draws)
-        self._draft_sampler = Sampler(shaped, breakers)
+            self._breakers = DryBreakers.of(vocabulary, sampler.dry_breakers)
+        self._shaped = sampler
+        self._sampler = Sampler(sampler, self._breakers)
 
     def _notices(self, n_ctx: int) -> Iterator[str]:
-        for model in (self._target_model, self._draft_model):
-            if model is not None and 0 < model.n_ctx_train < n_ctx:
-                what = "drafting ends there" if model is self._draft_model else "expect poor text"
-                yield (
-                    f"{model.name} was trained with {model.n_ctx_train} tokens of context, "
-                    f"{n_ctx} are asked for: {what}"
-                )
-
-
-def _draft_sampling(
-    target: SamplerOptions, drafting: DraftOptions, *, draws: bool
-) -> SamplerOptions:
-    """The samplers of a draft model: the target's, shaped so that more of its drafts is
-    accepted. Penalties and biases stay, since they decide what the target can accept."""
-    if not draws:  # the most likely text is accepted most
-        # A temperature that is not among the samplers, or a dynamic one, would not be 0.
-        order = tuple(dict.fromkeys((*target.samplers, "temperature")))
-        return replace(
-            target, temperature=0.0, dynatemp_range=0.0, xtc_probability=0.0, samplers=order
-        )
-    temperature, top_k = drafting.temperature, drafting.top_k
-    if temperature is None:
-        temperature = DRAFT_TEMPERATURE * target.temperature
-    return replace(target, temperature=temperature, top_k=target.top_k if top_k is None else top_k)
+        target, n_train = self._target_model, self._target_model.n_ctx_train
+        if 0 < n_train < n_ctx:
+            yield (
+                f"{target.name} was trained with {n_train} tokens of context, "
+                f"{n_ctx} are asked for: expect poor text"
+            )
+        draft = self._draft.model if self._draft else None
+        if draft is not None and 0 < draft.n_ctx_train < n_ctx:
+            yield (
+                f"{draft.name} was trained with {draft.n_ctx_train} tokens of context, "
+                f"{n_ctx} are asked for: of a longer text it sees the latest part"
+            )
 
 
 def _settings(options: SamplerOptions) -> dict[str, Any]:

@@ -45,7 +45,17 @@ class Script:
 
     def prompt(self, n_tokens: int = 12) -> Script:
         event = PromptEvent(
-            0, 0.0, "Say hello.", n_tokens, "t.gguf", self.draft, 512, {"seed": 1}, "auto", None
+            sequence=0,
+            time_s=0.0,
+            text="Say hello.",
+            n_prompt_tokens=n_tokens,
+            target="t.gguf",
+            draft=self.draft,
+            translation=None,
+            n_ctx=512,
+            sampler={"seed": 1},
+            verifier="auto",
+            grammar=None,
         )
         return self._add(event)
 

@@ -684,7 +684,7 @@ def test_long_forced_runs_on_tiny_models(tmp_path: Path, architecture: Architect
         for draft in ("none", "ngram", tmp_path / "draft.gguf"):
             changed = replace(options, sampler=sampler, draft=draft)
             with Session(changed, time.perf_counter) as session:
-                texts[str(draft)] = list(session.generate("a", parse_special=False))[-1]  # type: ignore[assignment]
+                texts[str(draft)] = list(session.generate(session.prompt("a", chat=False)))[-1]  # type: ignore[assignment]
         for other in texts.values():
             assert other.token_ids == texts["none"].token_ids
         assert texts["none"].n_forced > 40

@@ -34,6 +34,7 @@ SAMPLES: list[events.Event] = [
         n_prompt_tokens=1,
         target="target.gguf",
         draft="none",
+        translation=None,
         n_ctx=512,
         sampler={"temperature": 0.7, "logit_bias": [[3, "-inf"]]},
         verifier="auto",

@@ -9,15 +9,16 @@ PACKAGE = Path(__file__).parent.parent / "specgen"
 
 #: From the bottom up; a module imports from its own layer and from those below it only.
 LAYERS = (
-    ("errors", "options", "arrays", "events", "grammar"),
+    ("errors", "options", "arrays", "events", "grammar", "atomic"),
     ("sampling", "logprobs", "text", "chat", "pair", "tiny", "gbnf"),
     ("draft", "state"),
-    ("backend", "packing", "policy", "verify", "tally"),
+    ("backend", "packing", "policy", "verify", "tally", "translation"),
     ("drafters",),
     ("generation",),
     ("telling", "loop"),
+    ("prompting", "drafting"),
     ("session",),
-    ("proof",),
+    ("proof", "trial", "costs"),
     ("models", "render"),
     ("doctor",),
     ("cli",),

@@ -210,9 +210,9 @@ def answer(
         draft_context=context,
     )
     with Session(options, time.perf_counter) as session:
-        events = list(session.generate(TEXT, parse_special=False))
+        events = list(session.generate(session.prompt(TEXT, chat=False)))
         pieces = pieces_of(events)
-        prompt = session.tokenize(TEXT, parse_special=False)
+        prompt = session.prompt(TEXT, chat=False).tokens
         rows = []
         with session.contexts(256, drafts=False) as (target, _):
             batch = Batch()

@@ -1,5 +1,10 @@
 """Lossless in every mode: drafter x verifier x samplers x kind of cache, on tiny models.
 
+Drafts in another vocabulary are translated before any verifier sees them, and what judges them
+then is the same code, whatever the cache. So they take part in what they could break: greedy
+text on every cache; sampled text with every sampler and, where drafts carry distributions,
+every verifier on one cache; and once on each of the others.
+
 At temperature 0 the text must be plain decoding's, token by token. Above, draws must fit the
 target's exact joint distribution of the next three tokens (G-tests, as `specgen verify` makes
 them); with matching, a seed's text must also be plain decoding's.
@@ -22,11 +27,13 @@ from specgen.options import (
     DraftOptions,
     GenerationOptions,
     SamplerOptions,
+    TranslateMode,
     VerifierName,
 )
 from specgen.proof import SampledPlan, check_greedy, check_sampled, split_level
 from specgen.session import DraftSource, Session, SessionOptions
 from specgen.tiny import Architecture, TinyConfig, write_tiny_model
+from tests.helpers_tiny import write_respelled_model
 
 OVERALL_LEVEL = 1e-3
 DEPTH = 3
@@ -48,7 +55,7 @@ CACHES: dict[str, Architecture] = {
     "hybrid, snapshots": "lfm2",
     "hybrid, copies": "jamba",
 }
-DRAFTERS = ("model", "ngram")
+DRAFTERS = ("draft", "ngram")
 VERIFIERS: tuple[VerifierName, ...] = ("auto", "match", "residual", "block")
 FLAT = SamplerOptions(temperature=1.0, top_k=4, top_p=1.0, min_p=0.0)
 AGAINST_REPETITION = {
@@ -72,7 +79,28 @@ SAMPLED = {
     "XTC": replace(FLAT, xtc_probability=0.5, xtc_threshold=0.12),
     "grammar": FLAT,
 }
+#: How drafts in another vocabulary are translated, and what judges them: those that are
+#: translated as text were chosen without chance, whoever drafted them.
+TRANSLATED: dict[TranslateMode, tuple[VerifierName, ...]] = {
+    "string": ("auto",),
+    "tokens": VERIFIERS,
+}
+#: The byte-level target with a SentencePiece draft is on every cache; this is the reverse.
+REVERSED = "attention, reversed"
+TRANSLATED_SAMPLED = [
+    ("attention", translate, verifier, samplers)
+    for translate, verifiers in TRANSLATED.items()
+    for verifier in verifiers
+    for samplers in SAMPLED
+    # What is translated as text was drafted without knowing of the grammar, which leaves none of it.
+    if (translate, samplers) != ("string", "grammar")
+] + [
+    (cache, translate, verifiers[0], "top-k")
+    for translate, verifiers in TRANSLATED.items()
+    for cache in (*list(CACHES)[1:], REVERSED)
+]
 N_TESTS = len(CACHES) * len(DRAFTERS) * len(VERIFIERS) * len(SAMPLED) * DEPTH
+N_TESTS += len(TRANSLATED_SAMPLED) * DEPTH
 LEVEL = split_level(OVERALL_LEVEL, N_TESTS)
 
 
@@ -83,13 +111,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config = TinyConfig(architecture=architecture, logit_scale=2.0, unprintable_scale=0.0)
         write_tiny_model(folder / f"{name}.gguf", config)
         write_tiny_model(folder / f"{name} draft.gguf", config.draft(0.1))
+        write_respelled_model(folder / f"{name} respelled.gguf", config.draft(0.05))
+        if name == "attention":
+            write_respelled_model(folder / f"{REVERSED}.gguf", config)
+            write_tiny_model(folder / f"{REVERSED} respelled.gguf", config.draft(0.05))
     return folder
 
 
 def session(
-    models: Path, cache: str, drafter: str, verifier: VerifierName, samplers: str, seed: int = 0
+    models: Path,
+    cache: str,
+    drafter: str,
+    verifier: VerifierName,
+    samplers: str,
+    seed: int = 0,
+    translate: TranslateMode = "off",
 ) -> Session:
-    draft: DraftSource = "ngram" if drafter == "ngram" else models / f"{cache} draft.gguf"
+    draft: DraftSource = "ngram" if drafter == "ngram" else models / f"{cache} {drafter}.gguf"
     # f32 and no flash attention: rows are then equal in batches of every shape.
     context = ContextOptions(
         n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32"
@@ -99,7 +137,14 @@ def session(
         target=models / f"{cache}.gguf",
         draft=draft,
         sampler=replace(sampler, seed=seed),
-        drafting=DraftOptions(max_tokens=3, p_min=0.0, ngram_min=1, ngram_max=3, verifier=verifier),
+        drafting=DraftOptions(
+            max_tokens=3,
+            p_min=0.0,
+            ngram_min=1,
+            ngram_max=3,
+            verifier=verifier,
+            translate=translate,
+        ),
         generation=GenerationOptions(
             max_tokens=40, grammar=GRAMMAR if "grammar" in samplers else None
         ),
@@ -122,7 +167,7 @@ def test_greedy_text_is_that_of_plain_decoding(
     models: Path, cache: str, drafter: str, verifier: VerifierName, samplers: str
 ) -> None:
     with session(models, cache, drafter, verifier, samplers) as opened:
-        prompt = opened.tokenize(PROMPT, parse_special=False)
+        prompt = opened.prompt(PROMPT, chat=False)
         (result,) = check_greedy(opened, [prompt])
     assert result.difference is None
     assert result.n_drafted > 0
@@ -137,7 +182,7 @@ def test_sampled_text_fits_the_targets_distribution(
 ) -> None:
     plan = SampledPlan(depth=DEPTH, level=LEVEL, n_draws=N_DRAWS)
     with session(models, cache, drafter, verifier, samplers) as opened:
-        prompt = opened.tokenize(PROMPT, parse_special=False)
+        prompt = opened.prompt(PROMPT, chat=False)
         result = check_sampled(opened, prompt, plan, seed=5)
     assert result is not None
     assert result.fits, [depth.test for depth in result.depths]
@@ -153,8 +198,59 @@ def test_sampled_text_fits_the_targets_distribution(
 def test_matching_keeps_a_seeds_text(models: Path, cache: str, drafter: str, samplers: str) -> None:
     for seed in range(3):
         with session(models, cache, drafter, "match", samplers, seed) as opened:
-            fast = list(opened.generate(PROMPT, parse_special=False))[-1]
+            fast = list(opened.generate(opened.prompt(PROMPT, chat=False)))[-1]
             plain_options = replace(opened.options, draft="none")
         with Session(plain_options, time.perf_counter) as opened:
-            plain = list(opened.generate(PROMPT, parse_special=False))[-1]
+            plain = list(opened.generate(opened.prompt(PROMPT, chat=False)))[-1]
         assert fast.token_ids == plain.token_ids  # type: ignore[union-attr]
+
+
+# --- drafts in another vocabulary
+
+
+@pytest.mark.parametrize("cache", [*CACHES, REVERSED])
+@pytest.mark.parametrize("translate", TRANSLATED)
+@pytest.mark.parametrize("samplers", GREEDY)
+def test_greedy_text_with_translated_drafts_is_that_of_plain_decoding(
+    models: Path, cache: str, translate: TranslateMode, samplers: str
+) -> None:
+    with session(models, cache, "respelled", "auto", samplers, translate=translate) as opened:
+        prompt = opened.prompt(PROMPT, chat=False)
+        (result,) = check_greedy(opened, [prompt])
+    assert result.difference is None
+    if (translate, samplers) != ("string", "greedy, grammar"):
+        assert result.n_drafted > 0
+    if samplers == "greedy":
+        assert result.n_accepted > 0
+
+
+@pytest.mark.parametrize(("cache", "translate", "verifier", "samplers"), TRANSLATED_SAMPLED)
+def test_sampled_text_with_translated_drafts_fits_the_targets_distribution(
+    models: Path, cache: str, translate: TranslateMode, verifier: VerifierName, samplers: str
+) -> None:
+    plan = SampledPlan(depth=DEPTH, level=LEVEL, n_draws=N_DRAWS)
+    with session(models, cache, "respelled", verifier, samplers, translate=translate) as opened:
+        prompt = opened.prompt(PROMPT, chat=False)
+        result = check_sampled(opened, prompt, plan, seed=5)
+    assert result is not None
+    assert result.fits, [depth.test for depth in result.depths]
+    assert not result.rows.is_defect, result.rows
+    assert result.n_impossible == 0
+    assert result.n_drafted > N_DRAWS / 2
+    assert result.n_accepted > 0
+    assert result.depths[-1].test.n_cells >= 5
+
+
+@pytest.mark.parametrize("translate", TRANSLATED)
+@pytest.mark.parametrize("samplers", SAMPLED)
+def test_matching_translated_drafts_keeps_a_seeds_text(
+    models: Path, translate: TranslateMode, samplers: str
+) -> None:
+    with session(
+        models, "attention", "respelled", "match", samplers, translate=translate
+    ) as opened:
+        fast = list(opened.generate(opened.prompt(PROMPT, chat=False)))[-1]
+        plain_options = replace(opened.options, draft="none")
+    with Session(plain_options, time.perf_counter) as opened:
+        plain = list(opened.generate(opened.prompt(PROMPT, chat=False)))[-1]
+    assert fast.token_ids == plain.token_ids  # type: ignore[union-attr]

@@ -103,7 +103,7 @@ def opened(
 def sampled(
     session: Session, bug: str | None = None, seed: int = 1, **plan: object
 ) -> SampledResult:
-    prompt = session.tokenize(PROMPT, parse_special=False)
+    prompt = session.prompt(PROMPT, chat=False)
     wanted = replace(SampledPlan(), **plan)  # type: ignore[arg-type]
     result = check_sampled(session, prompt, wanted, seed=seed, bug=BUGS[bug] if bug else None)
     assert result is not None
@@ -111,7 +111,7 @@ def sampled(
 
 
 def greedy(session: Session, bug: str | None = None) -> list[GreedyResult]:
-    prompts = [session.tokenize(prompt, parse_special=False) for prompt in PROMPTS]
+    prompts = [session.prompt(prompt, chat=False) for prompt in PROMPTS]
     return list(check_greedy(session, prompts, bug=BUGS[bug] if bug else None))
 
 
@@ -290,7 +290,7 @@ def test_movement_ignores_what_is_added_to_all_logits_alike() -> None:
 class Exactly:
     """`Exact` of a session after the prompt, and its brute-force counterpart."""
 
-    def __init__(self, session: Session, cache: Backend, prompt: list[int], depth: int) -> None:
+    def __init__(self, session: Session, cache: Backend, prompt: Sequence[int], depth: int) -> None:
         self.memo = MemoBackend(cache)
         self.state: TextState = session.text(prompt)
         self.shaper = session.shaper(self.state)
@@ -325,7 +325,7 @@ def exactly(models: Path) -> Iterator[Callable[..., Exactly]]:
         depth: int, pair: object = 0, grammar: str | None = None, **sampler: object
     ) -> Exactly:
         session = opened(models, pair, grammar=grammar, **sampler)  # type: ignore[arg-type]
-        prompt = session.tokenize("the cat", parse_special=False)
+        prompt = session.prompt("the cat", chat=False).tokens
         contexts = session.contexts(256, drafts=False)
         target, _ = contexts.__enter__()
         sessions.append((session, contexts))
@@ -413,13 +413,13 @@ def test_a_place_where_only_one_thing_can_be_said_tests_nothing(models: Path) ->
 def test_where_nothing_is_drafted_there_is_no_place(models: Path) -> None:
     drafting = DraftOptions(ngram_min=30, ngram_max=30)
     with opened(models, 1, ngram=True, drafting=drafting) as session:
-        prompt = session.tokenize(PROMPT, parse_special=False)
+        prompt = session.prompt(PROMPT, chat=False)
         assert check_sampled(session, prompt, SampledPlan(), seed=0) is None
 
 
 def test_interrupted_checks_end_without_a_result(models: Path) -> None:
     with opened(models, 1) as session:
-        prompt = session.tokenize(PROMPT, parse_special=False)
+        prompt = session.prompt(PROMPT, chat=False)
         assert (
             check_sampled(session, prompt, SampledPlan(), seed=0, interrupted=lambda: True) is None
         )

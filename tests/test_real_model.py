@@ -44,9 +44,7 @@ def options(path: Path, **changes: object) -> SessionOptions:
 
 def answer(options: SessionOptions, prompt: str) -> FinishedEvent:
     with Session(options, time.perf_counter) as session:
-        text = session.chat_prompt(prompt, None, NOW)
-        assert text is not None
-        *_, last = session.generate(text, parse_special=True)
+        *_, last = session.generate(session.prompt(prompt, chat=True, now=NOW))
     assert isinstance(last, FinishedEvent)
     return last
 
@@ -61,9 +59,8 @@ def assert_equal_or_tied(
     pairs = enumerate(zip(plain.token_ids, fast.token_ids, strict=False))
     position, (ours, theirs) = next((i, pair) for i, pair in pairs if len(set(pair)) == 2)
     with Session(options(path), time.perf_counter) as session:
-        text = session.chat_prompt(prompt, None, NOW)
-        assert text is not None
-        tokens = session.tokenize(text, parse_special=True) + list(plain.token_ids[:position])
+        begun = session.prompt(prompt, chat=True, now=NOW)
+        tokens = [*begun.tokens, *plain.token_ids[:position]]
         backend = LlamaBackend(
             session.target_model,
             options(path).target_context,
@@ -94,7 +91,7 @@ def test_greedy_answers_are_those_of_plain_decoding(smollm2: Path, prompt: str) 
 def rounds_alike(path: Path) -> bool:
     """Whether a row's logits are the same in a batch and alone, on this processor."""
     with Session(options(path), time.perf_counter) as session:
-        tokens = session.tokenize(PROMPTS[0], parse_special=False)
+        tokens = session.prompt(PROMPTS[0], chat=False).tokens
         backend = LlamaBackend(
             session.target_model,
             options(path).target_context,
@@ -142,8 +139,8 @@ LOG = "".join(
 def test_text_beyond_a_sliding_window_is_that_of_plain_decoding(gemma3: Path, draft: str) -> None:
     source: DraftSource = "ngram" if draft == "ngram" else gemma3
     with Session(options(gemma3, draft=source), time.perf_counter) as session:
-        prompt = session.tokenize(LOG, parse_special=False)
-        assert len(prompt) > 600, "longer than the window of 512 tokens"
+        prompt = session.prompt(LOG, chat=False)
+        assert len(prompt.tokens) > 600, "longer than the window of 512 tokens"
         (result,) = check_greedy(session, [prompt])
     assert result.n_drafted > 0
     assert result.n_accepted > 0

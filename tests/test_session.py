@@ -13,6 +13,7 @@ import pytest
 from specgen.errors import (
     MemoryLimitError,
     PromptError,
+    UsageError,
 )
 from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
@@ -76,7 +77,7 @@ def options(
 
 def run(options: SessionOptions, prompt: str = PROMPT) -> list[Event]:
     with Session(options, time.perf_counter) as session:
-        return list(session.generate(prompt, parse_special=False))
+        return list(session.generate(session.prompt(prompt, chat=False)))
 
 
 def finished(events: list[Event]) -> FinishedEvent:
@@ -198,12 +199,12 @@ def test_a_larger_context_than_trained_is_noted(models: Path) -> None:
 
 def test_an_abandoned_generation_frees_its_contexts(models: Path) -> None:
     with Session(options(models, draft="good"), time.perf_counter) as session:
-        stream = session.generate(PROMPT, parse_special=False)
+        stream = session.generate(session.prompt(PROMPT, chat=False))
         for event in stream:
             if isinstance(event, CommittedEvent):
                 break
         stream.close()  # type: ignore[attr-defined]
-        again = finished(list(session.generate(PROMPT, parse_special=False)))
+        again = finished(list(session.generate(session.prompt(PROMPT, chat=False))))
     assert again.token_ids == plain_answer(models).token_ids
 
 
@@ -212,12 +213,16 @@ def test_an_abandoned_generation_frees_its_contexts(models: Path) -> None:
 
 def test_the_models_own_template_writes_the_prompt(models: Path) -> None:
     with Session(options(models, target="chat"), time.perf_counter) as session:
-        text = session.chat_prompt("Hi", "Be brief.", NOW)
-        assert text == (
+        prompt = session.prompt("Hi", system="Be brief.", now=NOW)
+        assert prompt.text == (
             "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
             "<|im_start|>assistant\n"
         )
-        tokens = session.tokenize(text, parse_special=True)
-        assert sum(session.target_model.vocabulary.is_end(token) for token in tokens) == 2
+        is_end = session.target_model.vocabulary.is_end
+        assert sum(map(is_end, prompt.tokens)) == 2
     with Session(options(models), time.perf_counter) as session:
-        assert session.chat_prompt("Hi", None, NOW) is None
+        assert session.prompt("Hi", now=NOW).text == "Hi"
+        with pytest.raises(UsageError, match="no chat template, which --chat needs"):
+            session.prompt("Hi", chat=True)
+        with pytest.raises(UsageError, match="no chat template, which --system needs"):
+            session.prompt("Hi", system="Be brief.")

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from specgen.arrays import Logits
 from specgen.generation import Generation
 from specgen.loop import Loop
+from specgen.prompting import Prompt
 from specgen.proof.bugs import Bug
 from specgen.proof.rows import batch_sizes, batches_move, is_moved, movement, plain_rows
 from specgen.proof.told import check_drafting, tokens_told
@@ -100,19 +101,18 @@ class GreedyResult:
 
 def check_greedy(
     session: Session,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     *,
     interrupted: Callable[[], bool] = lambda: False,
     bug: Bug | None = None,
 ) -> Iterator[GreedyResult]:
     """Compare speculative and plain decoding, prompt by prompt.
 
-    The session's temperature must be 0. `prompts` are token ids. Ends early when
-    `interrupted` says so. `bug` is built into the speculative side: the check must find it.
+    The session's temperature must be 0. Ends early when `interrupted` says so. `bug` is built into the speculative side: the check must find it.
     """
     if not prompts:
         return
-    n_ctx = max(session.context_size(len(prompt)) for prompt in prompts)
+    n_ctx = max(session.context_size(len(prompt.tokens)) for prompt in prompts)
     n_rows_max = max(1, _N_BYTES_MAX // (4 * session.target_model.vocabulary.n_tokens))
     by_batches = 0.0
     with session.contexts(n_ctx) as (target, draft):
@@ -139,7 +139,7 @@ def check_greedy(
                 return
             moved_by = max(watch.moved_by.values(), default=0.0)
             if is_moved(moved_by, by_batches):  # further than batches did so far: measure here
-                here = batches_move(session, n_ctx, prompt, expected[:-1], keeper.rows)
+                here = batches_move(session, n_ctx, prompt.tokens, expected[:-1], keeper.rows)
                 by_batches = max(by_batches, here)
             yield GreedyResult(
                 prompt=number,
@@ -149,7 +149,9 @@ def check_greedy(
                 n_rows=len(watch.moved_by),
                 moved_by=moved_by,
                 batches_move=by_batches,
-                difference=_difference(session, n_ctx, prompt, expected, found, watch, by_batches),
+                difference=_difference(
+                    session, n_ctx, prompt.tokens, expected, found, watch, by_batches
+                ),
             )
 
 

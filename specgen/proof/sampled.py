@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from specgen.backend.memo import MemoBackend
 from specgen.loop import Loop
+from specgen.prompting import Prompt
 from specgen.proof.bugs import Bug
 from specgen.proof.drawing import Drawer
 from specgen.proof.exact import Exact
@@ -130,7 +131,7 @@ def room(plan: SampledPlan) -> int:
 
 def check_sampled(
     session: Session,
-    prompt: Sequence[int],
+    prompt: Prompt,
     plan: SampledPlan,
     *,
     seed: int,
@@ -139,14 +140,15 @@ def check_sampled(
     interrupted: Callable[[], bool] = lambda: False,
     bug: Bug | None = None,
 ) -> SampledResult | None:
-    """Draw and test at one place of an answer to `prompt` (token ids).
+    """Draw and test at one place of an answer to `prompt`.
 
     The place is the one, among the first tokens of an answer, where a mistake in judging drafts
     would show most: see `find_place`. None if nothing was ever drafted there, or if interrupted.
     `number` is the prompt's, for the result. `progress` is told how many draws of how many are
     done. `bug` is built into the speculative side: the check must find it.
     """
-    n_ctx = session.context_size(len(prompt) + room(plan))
+    n_prompt = len(prompt.tokens)
+    n_ctx = session.context_size(n_prompt + room(plan))
     with session.contexts(n_ctx) as (target_cache, draft_cache):
         target = MemoBackend(target_cache, n_bytes_max=_N_BYTES_MAX)
         draft = None if draft_cache is None else MemoBackend(draft_cache, n_bytes_max=_N_BYTES_MAX)
@@ -160,7 +162,7 @@ def check_sampled(
             drawer.draw()
         generation.state.rewind(place)
         # From rounds, all of them: what decodes plainly comes after.
-        drawn = [text[len(prompt) :] for text, _ in target.rows() if len(text) > place.n_tokens]
+        drawn = [text[n_prompt:] for text, _ in target.rows() if len(text) > place.n_tokens]
         # A shaper of its own: that of the draws remembers what they saw, right or wrong.
         shaper = session.shaper(generation.state)
         exact = Exact(target, shaper, generation.state, plan.depth)
@@ -183,8 +185,8 @@ def check_sampled(
         )
         return SampledResult(
             prompt=number,
-            n_prompt=len(prompt),
-            n_answer=place.n_tokens - len(prompt),
+            n_prompt=n_prompt,
+            n_answer=place.n_tokens - n_prompt,
             n_draws=n_draws,
             n_impossible=n_impossible,
             n_rounds=drawer.tally.n_rounds,
@@ -193,7 +195,7 @@ def check_sampled(
             n_decodes=target.n_decodes,
             level=plan.level,
             depths=tuple(depths),
-            rows=_compare_rows(session, n_ctx, target, prompt, drawn),
+            rows=_compare_rows(session, n_ctx, target, prompt.tokens, drawn),
         )
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from specgen.errors import UsageError
-from specgen.options import DRAFT_TEMPERATURE, DraftOptions, VerifierName
+from specgen.options import DRAFT_TEMPERATURE, DraftOptions, TranslateMode, VerifierName
 
 _DEFAULT = DraftOptions()
 _DRAFTING = "Drafting"
@@ -76,12 +76,30 @@ def drafting(
             rich_help_panel=_DRAFTING,
         ),
     ] = _DEFAULT.verifier,
+    translate: Annotated[
+        TranslateMode,
+        typer.Option(
+            "--translate",
+            help="A draft model with another vocabulary: string translates what it says, tokens "
+            "drafts what both can say in one token, auto takes what accepts more, off refuses it.",
+            rich_help_panel=_DRAFTING,
+        ),
+    ] = _DEFAULT.translate,
+    ngrams: Annotated[
+        bool,
+        typer.Option(
+            "--ngrams",
+            help="Beside a draft model: continue repetitions of the text so far where there are "
+            "any, and ask the model only where there are none.",
+            rich_help_panel=_DRAFTING,
+        ),
+    ] = _DEFAULT.ngrams,
     ngram_min: Annotated[
         int,
         typer.Option(
             "--ngram-min",
             min=1,
-            help="The shortest run of tokens that --draft ngram looks for.",
+            help="The shortest run of tokens that counts as a repetition.",
             rich_help_panel=_DRAFTING,
         ),
     ] = _DEFAULT.ngram_min,
@@ -91,7 +109,7 @@ def drafting(
             "--ngram-max",
             min=1,
             max=64,
-            help="The longest run of tokens that --draft ngram looks for.",
+            help="The longest run of tokens that is looked for.",
             rich_help_panel=_DRAFTING,
         ),
     ] = _DEFAULT.ngram_max,
@@ -108,9 +126,11 @@ def drafting(
         max_tokens=draft_max,
         min_tokens=draft_min,
         p_min=draft_p_min,
+        ngrams=ngrams,
         ngram_max=ngram_max,
         ngram_min=ngram_min,
         verifier=verifier,
         temperature=draft_temperature,
         top_k=draft_top_k,
+        translate=translate,
     )

@@ -1,0 +1,165 @@
+"""A draft model beside a target: whether and how the two go together, and what drafts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from specgen.backend.base import Backend
+from specgen.backend.llama import LlamaModel
+from specgen.drafters import Drafter, ModelDrafter, TranslatedDrafter
+from specgen.errors import PairError
+from specgen.options import (
+    DRAFT_TEMPERATURE,
+    ContextOptions,
+    DraftOptions,
+    GenerationOptions,
+    SamplerOptions,
+)
+from specgen.pair import check_pair
+from specgen.prompting import Prompt
+from specgen.sampling import DryBreakers, Sampler
+from specgen.state import Shaper, TextState
+from specgen.translation import BeginningShaper, SharedShaper, Translation
+from specgen.verify import make_verifier
+
+#: How a draft with another vocabulary is translated.
+Translated: TypeAlias = Literal["string", "tokens"]
+#: Makes a shaper of a chain of samplers and a text.
+MakeShaper: TypeAlias = Callable[[Sampler, TextState], Shaper]
+#: The share of the draft's tokens from which ``auto`` draws drafts from the shared ones. (With
+#: 80 % of them, spelled text is accepted more at every temperature: BENCHMARKS.md.)
+_MOSTLY = 0.95
+
+
+class DraftModel:
+    """A draft model for a target, loaded.
+
+    Raises `ModelFileError` if the file cannot be used, and `PairError` if its vocabulary is
+    another and `translate` does not allow that, or there is nothing to translate by.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        target: LlamaModel,
+        context: ContextOptions,
+        sampler: SamplerOptions,
+        drafting: DraftOptions,
+        generation: GenerationOptions,
+        breakers: DryBreakers | None,
+    ) -> None:
+        is_random = Sampler(sampler, breakers).is_random
+        self.model = LlamaModel(path, n_gpu_layers=context.n_gpu_layers)
+        try:
+            self._pair(target, drafting)
+            self.translated = self._mode(target, drafting, is_random=is_random)
+        except PairError:
+            self.model.close()
+            raise
+        self._draws = (
+            is_random
+            and make_verifier(drafting.verifier).wants_draws
+            and self.translated != "string"
+        )
+        if self.translated == "string":
+            # The target's biases and penalties are by its own tokens.
+            ends = self.model.vocabulary.end_tokens() if generation.ignore_eos else ()
+            never = tuple((token, -math.inf) for token in ends)
+            self._sampler = Sampler(SamplerOptions(logit_bias=never))
+            assert self._translation is not None
+            self._translation.draft_lexicon.load()  # now, not in the middle of an answer
+        else:
+            shaped = draft_sampling(sampler, drafting, draws=self._draws)
+            self._sampler = Sampler(shaped, breakers)
+
+    def close(self) -> None:
+        """Free the model. May be called twice."""
+        self.model.close()
+
+    @property
+    def has_own_vocabulary(self) -> bool:
+        return self._translation is not None
+
+    def drafter(
+        self,
+        prompt: Prompt,
+        backend: Backend,
+        state: TextState,
+        rng: np.random.Generator,
+        make_shaper: MakeShaper,
+    ) -> Drafter:
+        """What drafts for one answer to `prompt`, in a context of this model. `state` is the
+        target's text."""
+        translation = self._translation
+        if translation is None:
+            shaper = make_shaper(self._sampler, state)
+            return ModelDrafter(
+                backend, shaper, rng, draws=self._draws, n_shared_tokens=self._n_shared_tokens
+            )
+        n_tokens = self.model.vocabulary.n_tokens
+        text = translation.text(prompt.tokens, prompt.draft_tokens)
+        if self.translated == "string":
+            beginning = BeginningShaper(self._sampler, translation.draft_lexicon)
+            inner = ModelDrafter(backend, beginning, rng, draws=False, n_shared_tokens=n_tokens)
+            holds_back = backend.rollback == "cells"
+            return TranslatedDrafter(inner, translation, text, beginning, holds_back=holds_back)
+        shared = SharedShaper(translation.shared, make_shaper(self._sampler, state))
+        inner = ModelDrafter(backend, shared, rng, draws=self._draws, n_shared_tokens=n_tokens)
+        return TranslatedDrafter(inner, translation, text, None)
+
+    def _pair(self, target: LlamaModel, drafting: DraftOptions) -> None:
+        self._translation: Translation | None = None
+        self._n_shared_tokens = 0
+        try:
+            self._n_shared_tokens = check_pair(
+                target.vocabulary, self.model.vocabulary, target.name, self.model.name
+            )
+        except PairError:
+            if drafting.translate == "off":
+                raise
+            self._translation = Translation(target.vocabulary, self.model.vocabulary)
+
+    def _mode(
+        self, target: LlamaModel, drafting: DraftOptions, *, is_random: bool
+    ) -> Translated | None:
+        """How drafts are translated; None if they need not be."""
+        translation = self._translation
+        if translation is None:
+            return None
+        mode = drafting.translate
+        if mode == "auto":
+            # Without chance, text that is spelled anew is never worse than tokens, since it may
+            # hold tokens that only the draft has. Drawn drafts are accepted more than argmax
+            # drafts, but not by so much that few shared tokens would do.
+            n_tokens = len(translation.draft_lexicon)
+            shares = is_random and len(translation.shared) >= _MOSTLY * n_tokens
+            mode = "tokens" if shares else "string"
+        if mode == "tokens" and not len(translation.shared):
+            raise PairError(
+                f"{self.model.name} cannot draft for {target.name} token by token: they share none",
+                hint="--translate string translates what it says",
+            )
+        return "tokens" if mode == "tokens" else "string"
+
+
+def draft_sampling(
+    target: SamplerOptions, drafting: DraftOptions, *, draws: bool
+) -> SamplerOptions:
+    """The samplers of a draft model: the target's, shaped so that more of its drafts is
+    accepted. Penalties and biases stay, since they decide what the target can accept."""
+    if not draws:  # the most likely text is accepted most
+        # A temperature that is not among the samplers, or a dynamic one, would not be 0.
+        order = tuple(dict.fromkeys((*target.samplers, "temperature")))
+        return replace(
+            target, temperature=0.0, dynatemp_range=0.0, xtc_probability=0.0, samplers=order
+        )
+    temperature, top_k = drafting.temperature, drafting.top_k
+    if temperature is None:
+        temperature = DRAFT_TEMPERATURE * target.temperature
+    return replace(target, temperature=temperature, top_k=target.top_k if top_k is None else top_k)

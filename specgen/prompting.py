@@ -1,0 +1,81 @@
+"""From what the user wrote to the tokens that the models begin with."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from specgen import chat
+from specgen.backend.llama import LlamaModel
+from specgen.backend.llama.vocabulary import LlamaVocabulary
+from specgen.errors import PromptError
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What an answer begins after: `text` as the target sees it, and its `tokens`, at least
+    one. `draft_tokens` is a draft model's own view of it, where it has one of its own; else
+    the draft is told the target's tokens."""
+
+    text: str
+    tokens: tuple[int, ...]
+    draft_tokens: tuple[int, ...] | None = None
+
+
+def messages_of(text: str, system: str | None) -> list[chat.Message]:
+    """`text` as a user's turn, after a system message if there is one."""
+    user = chat.Message("user", text)
+    return [user] if system is None else [chat.Message("system", system), user]
+
+
+def chat_text(
+    model: LlamaModel, messages: Sequence[chat.Message], now: datetime.datetime
+) -> str | None:
+    """A conversation in the model's own template; None if it has no template. Raises
+    `PromptError` if the template does not accept it."""
+    template = model.chat_template()
+    if template is None:
+        return None
+    special = model.vocabulary.special_tokens()
+    return chat.render(
+        template,
+        messages,
+        bos_token=model.vocabulary.control_text(special["bos"]),
+        eos_token=model.vocabulary.control_text(special["eos"]),
+        now=now,
+    )
+
+
+def draft_chat_tokens(
+    model: LlamaModel, messages: Sequence[chat.Message], now: datetime.datetime
+) -> tuple[int, ...]:
+    """A conversation as a draft model is to see it, in its own template as far as that goes.
+
+    A template that knows no system message gets it at the head of the first turn; a model
+    without a template that works, a base model for example, gets the turns as paragraphs.
+    """
+    for attempt in (messages, _without_system(messages)):
+        try:
+            text = chat_text(model, attempt, now)
+        except PromptError:
+            continue
+        if text is not None:
+            return tuple(tokenize(model.vocabulary, text, parse_special=True))
+    paragraphs = "".join(f"{message.content}\n\n" for message in messages)
+    return tuple(tokenize(model.vocabulary, paragraphs, parse_special=False))
+
+
+def tokenize(vocabulary: LlamaVocabulary, text: str, *, parse_special: bool) -> list[int]:
+    """A prompt's tokens, its beginning-of-text token included where the model wants one."""
+    bos = vocabulary.control_text(vocabulary.special_tokens()["bos"])
+    # A chat template may have written the beginning-of-text token already.
+    add_special = not (parse_special and bos and text.startswith(bos))
+    return vocabulary.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+
+def _without_system(messages: Sequence[chat.Message]) -> list[chat.Message]:
+    if messages[0].role != "system" or len(messages) == 1:
+        return list(messages)
+    system, first, *others = messages
+    return [replace(first, content=f"{system.content}\n\n{first.content}"), *others]
