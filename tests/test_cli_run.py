@@ -491,7 +491,7 @@ def test_wrong_options_exit_with_2(cli: Cli, arguments: list[str], message: str)
 
 
 def test_bad_prompts_exit_with_3(cli: Cli, tmp_path: Path) -> None:
-    model = ("-m", cli.model("target"), "-t", "1")
+    model = ("-m", cli.model("target"), "-md", "ngram", "-t", "1")
     assert "empty" in complaint(cli(*model, ""), 3)
     assert "empty" in complaint(cli(*model, "-", stdin=b""), 3)
     assert "empty" in complaint(cli(*model, stdin=b"\n"), 3)
@@ -500,7 +500,7 @@ def test_bad_prompts_exit_with_3(cli: Cli, tmp_path: Path) -> None:
     assert "no such file" in complaint(cli(*model, "-f", str(tmp_path / "none")), 3)
     assert "a directory" in complaint(cli(*model, "-f", str(tmp_path)), 3)
     assert "--ctx-size" in complaint(cli(*model, "-c", "3", PROMPT), 3)
-    broken = cli("-m", cli.model("broken template"), "-t", "1", PROMPT)
+    broken = cli("-m", cli.model("broken template"), "-md", "ngram", "-t", "1", PROMPT)
     assert "users only" in complaint(broken, 3)
     assert "no prompt" in complaint(cli(*model), 2)
 
@@ -523,7 +523,10 @@ def test_bad_models_exit_with_4(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_pairs_that_do_not_match_exit_with_5(cli: Cli) -> None:
-    assert "cannot draft for" in complaint(cli.run(PROMPT, draft="other"), 5)
+    # Unless it is switched off, what another vocabulary says is translated.
+    refused = cli.run(PROMPT, "--translate", "off", draft="other")
+    assert "cannot draft for" in complaint(refused, 5)
+    assert cli.run(PROMPT, draft="other").out == cli.run(PROMPT, draft="none").out
 
 
 def test_unknown_names_exit_with_6(cli: Cli) -> None:
@@ -546,10 +549,10 @@ def test_a_context_without_memory_exits_with_8(cli: Cli) -> None:
 def test_a_bug_keeps_its_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     import specgen.session
 
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(specgen.session.Session, "chat_prompt", broken)
+    monkeypatch.setattr(specgen.session.Session, "prompt", broken)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     with pytest.raises(ZeroDivisionError):
         specgen.cli.main(["run", "-m", cli.model("target"), PROMPT])

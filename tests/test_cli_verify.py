@@ -327,7 +327,7 @@ def test_prompts_longer_than_the_context_are_skipped(verify: Verify, tmp_path: P
 
 
 def test_pairs_and_models_that_cannot_be(verify: Verify) -> None:
-    assert "cannot draft for" in complaint(verify(draft="other"), 5)
+    assert "cannot draft for" in complaint(verify("--translate", "off", draft="other"), 5)
     assert "no such file" in complaint(verify(target="missing"), 4)
 
 

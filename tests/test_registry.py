@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.errors import UnknownModelError, UsageError
-from specgen.models import NGRAM, Model, Pair, Registry, human_bytes, load_registry
+from specgen.models import (
+    NGRAM,
+    FileIdentity,
+    Model,
+    Pair,
+    Registry,
+    human_bytes,
+    load_registry,
+)
 from specgen.models.registry import parse_registry_file
 from tests.helpers_fetch import REPOSITORY
 
@@ -64,7 +72,7 @@ def builtin(user_file: Path) -> Registry:
 
 
 def test_default_pair_and_all_references_resolve(builtin: Registry) -> None:
-    assert builtin.default_pair == "qwen2.5-coder-ngram"
+    assert builtin.default_pair == "qwen2.5-coder-smollm2"
     for pair in builtin.pairs.values():
         models = builtin.models_of(pair.name)
         assert [model.name for model in models] == [pair.target, pair.draft][: len(models)]
@@ -102,7 +110,8 @@ def test_model_not_under_a_usual_licence_says_where_its_terms_are(builtin: Regis
 def test_find_takes_models_and_pairs(builtin: Registry) -> None:
     assert isinstance(builtin.find("smollm2-135m"), Model)
     assert isinstance(builtin.find("smollm2"), Pair)
-    assert builtin.pairs_with(builtin.model("smollm2-135m")) == (builtin.pair("smollm2"),)
+    pairs = builtin.pairs_with(builtin.model("smollm2-135m"))
+    assert pairs == (builtin.pair("qwen2.5-coder-smollm2"), builtin.pair("smollm2"))
 
 
 def test_unknown_name_suggests_what_is_close(builtin: Registry) -> None:
@@ -144,7 +153,7 @@ def test_user_file_replaces_a_model_whole(user_file: Path) -> None:
     registry = load_registry()
     assert registry.model("smollm2-135m").file == "mine.gguf"
     assert registry.model("smollm2-135m").pypi is None
-    assert registry.default_pair == "qwen2.5-coder-ngram"
+    assert registry.default_pair == "qwen2.5-coder-smollm2"
 
 
 def test_user_file_given_by_path_wins_over_the_usual_place(user_file: Path, tmp_path: Path) -> None:
@@ -152,6 +161,39 @@ def test_user_file_given_by_path_wins_over_the_usual_place(user_file: Path, tmp_
     other = tmp_path / "other.toml"
     other.write_text(MODEL)
     assert "mine" in load_registry(other).models
+
+
+def test_general_draft_is_ours_unless_the_user_says_otherwise(user_file: Path) -> None:
+    assert load_registry().general_draft == "smollm2-135m"
+    user_file.write_text(MODEL)
+    assert load_registry().general_draft == "smollm2-135m"
+    user_file.write_text(f'general_draft = "mine"\n{MODEL}')
+    assert load_registry().general_draft == "mine"
+    assert load_registry().default_pair == "qwen2.5-coder-smollm2"
+
+
+def test_general_draft_may_be_missing() -> None:
+    parsed = parse_registry_file('default_pair = "x"', Path("models.toml"))
+    assert parsed.general_draft is None
+
+
+def test_model_is_recognised_by_file_name_and_size(user_file: Path) -> None:
+    user_file.write_text(MODEL + HUB.replace("mine.gguf", "other.gguf"))
+    registry = load_registry()
+    mine = registry.model("mine")
+    assert registry.recognise(FileIdentity("mine.gguf", 1000)) is mine
+    assert registry.recognise(FileIdentity("other.gguf", 1000)) is mine  # as the hub calls it
+    assert registry.recognise(FileIdentity("mine.gguf", 1001)) is None
+    assert registry.recognise(FileIdentity("my.gguf", 1000)) is None
+
+
+def test_pairs_for_a_target_are_the_default_one_and_then_in_the_files_order(
+    builtin: Registry,
+) -> None:
+    pairs = builtin.pairs_for(builtin.model("qwen2.5-coder-1.5b"))
+    names = ["qwen2.5-coder-smollm2", "qwen2.5-coder-ngram", "qwen2.5-coder"]
+    assert [pair.name for pair in pairs] == names
+    assert builtin.pairs_for(builtin.model("qwen2.5-coder-0.5b")) == ()
 
 
 def without(key: str) -> str:
@@ -207,6 +249,10 @@ def changed(text: str, key: str, value: str) -> str:
         (MODEL + changed(PAIR, "target", '"ngram"'), 'target: there is no model "ngram"'),
         (MODEL + changed(PAIR, "name", '"mine"'), '"mine" is the name of a model and of a pair'),
         ('default_pair = "nothing"', 'default_pair: there is no pair "nothing"'),
+        ('general_draft = "nothing"', 'general_draft: there is no model "nothing"'),
+        ('general_draft = "smollm2"', 'general_draft: there is no model "smollm2"'),
+        ('general_draft = "ngram"', 'general_draft: there is no model "ngram"'),
+        ("general_draft = 1", "general_draft: must be a line of text, not 1"),
     ],
 )
 def test_what_is_wrong_is_named_with_file_and_key(user_file: Path, text: str, problem: str) -> None:
@@ -241,7 +287,7 @@ def test_installed_package_reads_the_file_beside_it(tmp_path: Path) -> None:
         REPOSITORY / "specgen", tmp_path / "specgen", ignore=shutil.ignore_patterns("__pycache__")
     )
     text = (REPOSITORY / "models.toml").read_text(encoding="utf-8")
-    text = text.replace('default_pair = "qwen2.5-coder-ngram"', 'default_pair = "smollm2"')
+    text = text.replace('default_pair = "qwen2.5-coder-smollm2"', 'default_pair = "smollm2"')
     (tmp_path / "specgen" / "models.toml").write_text(text, encoding="utf-8")
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"

@@ -12,7 +12,7 @@ import typer
 import typer.core
 
 from specgen import __version__
-from specgen.cli import models
+from specgen.cli import draft, models
 from specgen.cli.doctor import doctor
 from specgen.cli.run import run
 from specgen.cli.verify import verify
@@ -54,6 +54,7 @@ app = typer.Typer(
 app.command()(run)
 app.command()(verify)
 app.add_typer(models.app, name="models")
+app.add_typer(draft.app, name="draft")
 app.command()(doctor)
 
 #: Typer's base of errors in the use of the command line; it has no public name.

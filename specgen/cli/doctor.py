@@ -64,7 +64,7 @@ def _model_file(name: str) -> Path:
             )
         return path
 
-    return sources.resolve(name, "none", None, registry, find).target
+    return sources.find_model(name, registry, find)
 
 
 @contextmanager

@@ -46,6 +46,7 @@ def list_models(as_json: _Json = False) -> None:
     if as_json:
         document = {
             "default_pair": registry.default_pair,
+            "general_draft": registry.general_draft,
             "models": [_model_values(registry, model, path) for model, path in found],
             "pairs": [_pair_values(registry, pair) for pair in registry.pairs.values()],
         }

@@ -6,29 +6,49 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.cli import flags
-from specgen.cli.sources import Sources, resolve
+from specgen.cli.choosing import DraftChoice
+from specgen.cli.sources import Disk, Sources, find_model, resolve
+from specgen.cli.taking import Taken, take_first
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 
 if TYPE_CHECKING:
+    from specgen.cli.sources import Fetch
+    from specgen.models import DraftSource, Registry
     from specgen.session import Session, SessionOptions
 
 
 def find_models(choice: flags.ModelChoice, *, quiet: bool) -> Sources:
     """The files of the run, fetched if need be, with progress on standard error."""
-    from specgen.models import SilentProgress, fetch, load_registry, stderr_progress
+    from specgen.models import identify, load_registry, locate, saved_draft
 
     registry = load_registry()
+    disk = Disk(locate, identify, saved_draft)
+    get = _fetch(registry, quiet=quiet)
+    return resolve(choice.target, choice.draft, choice.pair, registry, get, disk)
+
+
+def find_target(name: str, *, quiet: bool) -> Path:
+    """The file of a target, fetched if need be, with progress on standard error."""
+    from specgen.models import load_registry
+
+    registry = load_registry()
+    return find_model(name, registry, _fetch(registry, quiet=quiet))
+
+
+def _fetch(registry: Registry, *, quiet: bool) -> Fetch:
+    from specgen.models import SilentProgress, fetch, stderr_progress
 
     def get(name: str) -> Path:
         progress = SilentProgress() if quiet else stderr_progress()
         return fetch(registry.model(name), progress=progress)
 
-    return resolve(choice.target, choice.draft, choice.pair, registry, get)
+    return get
 
 
 def session_options(
@@ -64,14 +84,69 @@ def log_shown(wanted: bool) -> Iterator[None]:
         yield
 
 
-def open_session(options: SessionOptions, *, quiet: bool) -> Session:
-    """Load the models; on a terminal, say so while it lasts."""
-    from specgen.session import Session
+def open_session(
+    options: SessionOptions,
+    *,
+    quiet: bool,
+    verbose: bool = False,
+    drafts: Sequence[DraftChoice] = (),
+) -> Session:
+    """Load the models, as an `Opener` does. Raises `ModelFileError`, `PairError`."""
+    return Opener(drafts, quiet=quiet, verbose=verbose).open(options)
 
+
+class Opener:
+    """Loads models for one session after the other; on a terminal, says so while it lasts.
+
+    Of `drafts`, the first that can draft for the target and is not too dear on this machine
+    takes the place of the options' draft, and a note on standard error says why it was taken.
+    Only what the user named himself may fail: for a draft that was chosen for him there is
+    always another. Later sessions have the draft that the first one had, and nothing more is
+    said of it.
+    """
+
+    def __init__(
+        self, drafts: Sequence[DraftChoice] = (), *, quiet: bool, verbose: bool = False
+    ) -> None:
+        self._drafts = list(drafts)
+        self._quiet = quiet
+        self._verbose = verbose
+
+    @property
+    def draft(self) -> DraftSource | None:
+        """What drafts, once a session is open; None for the options' own draft."""
+        return self._drafts[0].draft if self._drafts else None
+
+    def open(self, options: SessionOptions) -> Session:
+        """Load the models. Raises `ModelFileError`, `PairError`."""
+        from specgen.session import Session
+
+        if self._drafts:
+            options = replace(options, draft=self._drafts[0].draft)
+        # What was chosen for the user is opened apart from the target: the failure of one is
+        # told from that of the other, and the target is loaded once however many are tried.
+        is_chosen = bool(self._drafts and self._drafts[0].why)
+        taken: Taken | None = None
+        with contextlib.ExitStack() as on_error:
+            with _loading(options.target.name, quiet=self._quiet or self._verbose):
+                own = replace(options, draft="none") if is_chosen else options
+                session = on_error.enter_context(Session(own, time.perf_counter))
+                if is_chosen:
+                    taken = take_first(session, self._drafts)
+                    self._drafts = [DraftChoice(taken.draft)]
+            on_error.pop_all()
+        if taken is not None and not self._quiet:
+            for note in (*(taken.measured if self._verbose else ()), taken.note):
+                print(f"note: {note}", file=sys.stderr)
+        return session
+
+
+@contextlib.contextmanager
+def _loading(name: str, *, quiet: bool) -> Iterator[None]:
     if quiet or not sys.stderr.isatty():
-        return Session(options, time.perf_counter)
+        yield
+        return
     from specgen.render import make_console
 
-    console = make_console(sys.stderr, os.environ)
-    with console.status(f"loading {options.target.name}"):
-        return Session(options, time.perf_counter)
+    with make_console(sys.stderr, os.environ).status(f"loading {name}"):
+        yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import sys
 from dataclasses import replace
@@ -16,7 +15,7 @@ from specgen.errors import UsageError
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, Show
 
 if TYPE_CHECKING:
-    from specgen.session import Session
+    from specgen.session import Prompt, Session
 
 
 @flags.takes(
@@ -63,17 +62,21 @@ def run(
         print(f"note: {grammar.note}", file=sys.stderr)
     prompt = read_prompt(prompt_argument, prompt_option, prompt_file)
 
+    sources = find_models(models, quiet=quiet)
     options = session_options(
-        find_models(models, quiet=quiet),
+        sources,
         sampling,
         drafting,
         replace(answer, grammar=grammar.grammar),
         machine,
     )
-    with log_shown(verbose), open_session(options, quiet=quiet or verbose) as session:
+    with (
+        log_shown(verbose),
+        open_session(options, quiet=quiet, verbose=verbose, drafts=sources.drafts) as session,
+    ):
         return _answer(
             session,
-            _apply_template(session, prompt, chat, system),
+            session.prompt(prompt, chat=chat, system=system),
             show=show,
             stats=stats if stats is not None else not (json or quiet),
             json=json,
@@ -82,25 +85,9 @@ def run(
         )
 
 
-def _apply_template(session: Session, prompt: str, chat: bool | None, system: str | None) -> str:
-    """The prompt as the model is to see it."""
-    if chat is False:
-        return prompt
-    text = session.chat_prompt(prompt, system, datetime.datetime.now().astimezone())
-    if text is not None:
-        return text
-    if chat or system is not None:
-        wanted = "--chat" if chat else "--system"
-        raise UsageError(
-            f"{session.target_model.name} has no chat template, which {wanted} needs",
-            hint=f"leave {wanted} out: the prompt is then continued as it is",
-        )
-    return prompt
-
-
 def _answer(
     session: Session,
-    prompt: str,
+    prompt: Prompt,
     *,
     show: Show,
     stats: bool,
@@ -127,7 +114,6 @@ def _answer(
     with interrupt, renderer:
         for event in session.generate(
             prompt,
-            parse_special=True,  # as llama.cpp reads prompts: names of control tokens are these
             interrupted=interrupt,
             estimate_gain=stats or json,
         ):

@@ -6,32 +6,55 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from specgen.cli.choosing import DraftChoice, choose_drafts
 from specgen.errors import UsageError
 
 if TYPE_CHECKING:
-    from specgen.models import Registry
+    from specgen.models import DraftSource, FileIdentity, Model, Registry, SavedDraft
 
 #: Fetches a model of the registry, given its name; returns its path.
 Fetch = Callable[[str], Path]
 
 
 @dataclass(frozen=True, slots=True)
+class Disk:
+    """What is on this disk, without a download: `locate` a model, `identify` a file, and the
+    draft that was `saved` for a target."""
+
+    locate: Callable[[Model], Path | None]
+    identify: Callable[[Path], FileIdentity | None]
+    saved: Callable[[FileIdentity], SavedDraft | None]
+
+
+@dataclass(frozen=True, slots=True)
 class Sources:
-    """The files of a run."""
+    """The files of a run: the target, and what may draft for it in the order in which it is to
+    be tried, at least one. What the user named is the only one."""
 
     target: Path
-    draft: Path | Literal["ngram", "none"]
+    drafts: tuple[DraftChoice, ...]
+
+    @property
+    def draft(self) -> DraftSource:
+        """The draft to try first."""
+        return self.drafts[0].draft
 
 
 def resolve(
-    target: str | None, draft: str | None, pair: str | None, registry: Registry, fetch: Fetch
+    target: str | None,
+    draft: str | None,
+    pair: str | None,
+    registry: Registry,
+    fetch: Fetch,
+    disk: Disk,
 ) -> Sources:
     """Find the target and the draft, fetching what is named and not on disk.
 
-    Without a target it is the named or the default pair's; without a draft it is the pair's,
-    or n-grams for a target given by itself. Raises `UsageError`, `UnknownModelError`,
+    Without a target it is the named pair's, with the pair's draft. If neither is named, it is
+    the default pair's, and as for a target given by itself the drafts are then those of
+    `choose_drafts`, the pair's among them. Raises `UsageError`, `UnknownModelError`,
     `FetchError`.
     """
     if target is not None and pair is not None:
@@ -39,22 +62,32 @@ def resolve(
             f"--target {target} and --pair {pair} exclude each other",
             hint="a pair has a target already; --draft replaces its draft",
         )
-    if target is None:
-        chosen = registry.pair(pair or registry.default_pair)
+    chosen = registry.pair(pair or registry.default_pair) if target is None else None
+    if chosen is not None:
         target = chosen.target
-        draft = draft if draft is not None else chosen.draft
+        draft = chosen.draft if draft is None and pair is not None else draft
+    assert target is not None
+    target_path = find_model(target, registry, fetch)
     if draft is None:
-        draft = "ngram"
-    target_path = _find(target, registry, fetch)
+        identity = disk.identify(target_path)
+        if identity is None:  # opening it will tell what is wrong
+            return Sources(target_path, (DraftChoice("ngram"),))
+        saved = disk.saved(identity)
+        if chosen is not None and saved is None and chosen.draft != "ngram":
+            find_model(chosen.draft, registry, fetch)
+        return Sources(target_path, choose_drafts(identity, saved, registry, disk.locate))
     if draft == "ngram":
-        return Sources(target_path, "ngram")
+        return Sources(target_path, (DraftChoice("ngram"),))
     if draft == "none":
-        return Sources(target_path, "none")
-    return Sources(target_path, _find(draft, registry, fetch))
+        return Sources(target_path, (DraftChoice("none"),))
+    return Sources(target_path, (DraftChoice(find_model(draft, registry, fetch)),))
 
 
-def _find(name: str, registry: Registry, fetch: Fetch) -> Path:
-    """A model file: a path if it is one or looks like one, a model's name otherwise."""
+def find_model(name: str, registry: Registry, fetch: Fetch) -> Path:
+    """A model file: a path if it is one or looks like one, a model's name otherwise.
+
+    Raises `UnknownModelError`, `FetchError`.
+    """
     path = Path(name).expanduser()
     separators = [os.sep, os.altsep or os.sep]
     looks_like_path = name.endswith(".gguf") or any(separator in name for separator in separators)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json as json_module
 import os
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -16,7 +14,8 @@ import typer
 
 from specgen.cli import flags
 from specgen.cli.interrupt import Interrupt
-from specgen.cli.opening import find_models, log_shown, open_session, session_options
+from specgen.cli.opening import Opener, find_models, log_shown, session_options
+from specgen.cli.progress import Progress, progress_bar
 from specgen.errors import DefectError, PromptError, UsageError
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 
@@ -29,13 +28,11 @@ if TYPE_CHECKING:
         SampledResult,
         SkippedPrompt,
     )
-    from specgen.session import Session, SessionOptions
+    from specgen.session import Prompt, Session, SessionOptions
 
 _CHECKS = "Checks"
 #: Where no temperature is given, sampled text is checked at llama.cpp's own default.
 _TEMPERATURE = 0.8
-
-Progress = Callable[[str, int, int], None]
 
 
 @flags.takes(
@@ -168,10 +165,14 @@ def verify(
         n_draws=n_draws,
     )
     sources = find_models(models, quiet=quiet)
+    if sources.draft == "none":
+        why = sources.drafts[0].why  # what was saved for this target
+        raise UsageError(f"{why}: there is nothing to verify", hint="--draft names a draft")
     answer = GenerationOptions(max_tokens=max_tokens, grammar=grammar.grammar)
     options = session_options(sources, sampling, drafting, answer, machine)
-    with log_shown(verbose), _progress(quiet=quiet or verbose) as progress, Interrupt() as stop:
-        job = _Job(options, texts, chat, progress, stop, quiet or verbose, seeded_bug)
+    with log_shown(verbose), progress_bar(quiet=quiet or verbose) as progress, Interrupt() as stop:
+        opener = Opener(sources.drafts, quiet=quiet, verbose=verbose)
+        job = _Job(options, opener, texts, chat, progress, stop, seeded_bug)
         greedy = job.greedy(n_prompts) if check != "sampled" else ()
         sampled = job.sampled(plan, n_places) if check != "greedy" else ()
     report = job.report(check, greedy, sampled)
@@ -200,21 +201,21 @@ class _Job:
     def __init__(
         self,
         options: SessionOptions,
+        opener: Opener,
         prompts: list[str],
         chat: bool | None,
         progress: Progress,
         stop: Interrupt,
-        quiet: bool,
         seeded_bug: str | None,
     ) -> None:
         from specgen.proof import BUGS
 
         self._options = options
+        self._opener = opener
         self._prompts = prompts
         self._chat = chat
         self._progress = progress
         self._stop = stop
-        self._quiet = quiet
         self._bug = BUGS[seeded_bug] if seeded_bug is not None else None
         sampler = options.sampler
         if sampler.temperature <= 0.0:
@@ -228,10 +229,10 @@ class _Job:
 
         sampler = replace(self._options.sampler, temperature=0.0, xtc_probability=0.0)
         results = []
-        with self._open(replace(self._options, sampler=sampler)) as session:
+        with self._open(sampler) as session:
             chosen = spread(enumerate(self._prompts, 1), n_prompts)
-            prompts = {number: self._tokens(session, number, text, 0) for number, text in chosen}
-            fitting = {number: tokens for number, tokens in prompts.items() if tokens is not None}
+            prompts = {number: self._prompt(session, number, text, 0) for number, text in chosen}
+            fitting = {number: prompt for number, prompt in prompts.items() if prompt is not None}
             self._progress("greedy", 0, len(fitting))
             checked = check_greedy(
                 session, list(fitting.values()), interrupted=self._stop, bug=self._bug
@@ -245,16 +246,16 @@ class _Job:
         from specgen.proof import check_sampled, room
 
         results: list[SampledResult] = []
-        with self._open(replace(self._options, sampler=self._sampler)) as session:
+        with self._open(self._sampler) as session:
             for number, text in enumerate(self._prompts, 1):
                 if len(results) == n_places or self._stop():
                     break
-                tokens = self._tokens(session, number, text, room(plan))
-                if tokens is None:
+                prompt = self._prompt(session, number, text, room(plan))
+                if prompt is None:
                     continue
                 result = check_sampled(
                     session,
-                    tokens,
+                    prompt,
                     plan,
                     seed=self._sampler.seed + number,
                     number=number,
@@ -298,65 +299,25 @@ class _Job:
             is_interrupted=self._stop(),
         )
 
-    def _open(self, options: SessionOptions) -> Session:
-        return open_session(options, quiet=self._quiet)
+    def _open(self, sampler: SamplerOptions) -> Session:
+        session = self._opener.open(replace(self._options, sampler=sampler))
+        self._options = replace(self._options, draft=self._opener.draft or "none")
+        return session
 
-    def _tokens(self, session: Session, number: int, text: str, n_more: int) -> list[int] | None:
+    def _prompt(self, session: Session, number: int, text: str, n_more: int) -> Prompt | None:
         """A prompt as the model is to see it; None, and a note, if the context has no room for
         it and `n_more` tokens. (The date in a template must not matter.)"""
         from specgen.proof import SkippedPrompt
 
         now = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
-        whole = None if self._chat is False else session.chat_prompt(text, None, now)
-        tokens = session.tokenize(text if whole is None else whole, parse_special=True)
+        prompt = session.prompt(text, chat=self._chat, now=now)
         try:
-            session.context_size(len(tokens) + n_more + 1)
+            session.context_size(len(prompt.tokens) + n_more + 1)
         except PromptError:
-            reason = f"the context has no room for its {len(tokens)} tokens and an answer"
+            reason = f"the context has no room for its {len(prompt.tokens)} tokens and an answer"
             self._skipped[number] = SkippedPrompt(number, reason)
             return None
-        return tokens
-
-
-def _nothing(_what: str, _done: int, _total: int) -> None:
-    pass
-
-
-@contextlib.contextmanager
-def _progress(*, quiet: bool) -> Iterator[Progress]:
-    """Tells on standard error how far the checks are, on a terminal."""
-    if quiet or not sys.stderr.isatty():
-        yield _nothing
-        return
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    from specgen.render import make_console
-
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=make_console(sys.stderr, os.environ),
-        transient=True,
-    )
-    with bar:
-        tasks: dict[str, object] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                for task in bar.task_ids:
-                    bar.update(task, visible=False)
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done, total=total)  # type: ignore[arg-type]
-
-        yield show
+        return prompt
 
 
 def _show(report: Report, *, json: bool) -> None:

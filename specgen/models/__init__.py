@@ -4,8 +4,17 @@ Nothing here prints, and nothing heavy (requests, huggingface_hub, rich) is impo
 it is needed.
 """
 
+from specgen.models.choices import DraftSource, SavedDraft, save_draft, saved_draft
 from specgen.models.fetching import fetch, locate
-from specgen.models.places import cache_folder, config_folder, models_folder, user_registry_file
+from specgen.models.files import FileIdentity, identify, shard_number
+from specgen.models.places import (
+    cache_folder,
+    config_folder,
+    costs_file,
+    models_folder,
+    saved_drafts_file,
+    user_registry_file,
+)
 from specgen.models.progress import (
     LineProgress,
     Progress,
@@ -26,6 +35,8 @@ from specgen.models.sizes import human_bytes
 
 __all__ = [
     "NGRAM",
+    "DraftSource",
+    "FileIdentity",
     "HubSource",
     "LineProgress",
     "Model",
@@ -34,14 +45,21 @@ __all__ = [
     "PypiSource",
     "Registry",
     "RichProgress",
+    "SavedDraft",
     "SilentProgress",
     "cache_folder",
     "config_folder",
+    "costs_file",
     "fetch",
     "human_bytes",
+    "identify",
     "load_registry",
     "locate",
     "models_folder",
+    "save_draft",
+    "saved_draft",
+    "saved_drafts_file",
+    "shard_number",
     "stderr_progress",
     "user_registry_file",
 ]

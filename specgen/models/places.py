@@ -34,6 +34,16 @@ def models_folder() -> Path:
     return cache_folder() / "models"
 
 
+def costs_file() -> Path:
+    """Return the file of what was measured of this machine; it need not exist."""
+    return cache_folder() / "costs.json"
+
+
 def user_registry_file() -> Path:
     """Return the user's own list of models, which adds to the one that specgen brings."""
     return config_folder() / "models.toml"
+
+
+def saved_drafts_file() -> Path:
+    """Return the file of the drafts that were found best; it need not exist."""
+    return config_folder() / "drafts.json"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from specgen.errors import UnknownModelError, UsageError
+from specgen.models.files import FileIdentity
 from specgen.models.places import user_registry_file
 
 if TYPE_CHECKING:
@@ -114,6 +115,8 @@ class Registry:
     pairs: Mapping[str, Pair]
     #: The name of the pair that is taken where none is asked for.
     default_pair: str
+    #: The name of the small model that may draft for targets of which no partner is known.
+    general_draft: str | None = None
 
     def model(self, name: str) -> Model:
         """Return the model called `name`, or raise UnknownModelError."""
@@ -143,6 +146,19 @@ class Registry:
         """Return the pairs in which `model` is the target or the draft."""
         return tuple(pair for pair in self.pairs.values() if model.name in pair.model_names)
 
+    def pairs_for(self, target: Model) -> tuple[Pair, ...]:
+        """Return the pairs that `target` is drafted for in, the default pair first."""
+        pairs = [pair for pair in self.pairs.values() if pair.target == target.name]
+        return tuple(sorted(pairs, key=lambda pair: pair.name != self.default_pair))
+
+    def recognise(self, file: FileIdentity) -> Model | None:
+        """Return the model that a file is by its name and size; None if it is none of these."""
+        for model in self.models.values():
+            names = {model.file} if model.hub is None else {model.file, Path(model.hub.file).name}
+            if file.size_bytes == model.size_bytes and file.name in names:
+                return model
+        return None
+
 
 def load_registry(user_file: Path | None = None) -> Registry:
     """Read the models that specgen brings and, over them, those of the user's own file.
@@ -166,6 +182,7 @@ class RegistryFile:
     models: tuple[Model, ...]
     pairs: tuple[Pair, ...]
     default_pair: str | None
+    general_draft: str | None = None
 
 
 def parse_registry_file(text: str, file: Path) -> RegistryFile:
@@ -185,6 +202,7 @@ def parse_registry_file(text: str, file: Path) -> RegistryFile:
         models=_unique([_model(table) for table in top.tables("models")], top, "models"),
         pairs=_unique([_pair(table) for table in top.tables("pairs")], top, "pairs"),
         default_pair=top.optional_text("default_pair"),
+        general_draft=top.optional_text("general_draft"),
     )
     top.end()
     return parsed
@@ -216,6 +234,7 @@ def _merge(parsed_files: Sequence[RegistryFile]) -> Registry:
     pairs: dict[str, Pair] = {}
     pair_files: dict[str, str] = {}
     default_pair: str | None = None
+    general_draft: str | None = None
     for parsed in parsed_files:
         models.update({model.name: model for model in parsed.models})
         pairs.update({pair.name: pair for pair in parsed.pairs})
@@ -228,9 +247,15 @@ def _merge(parsed_files: Sequence[RegistryFile]) -> Registry:
                 f'{parsed.file}: default_pair: there is no pair "{default_pair}"',
                 _correct(parsed.file),
             )
+        general_draft = parsed.general_draft or general_draft
+        if general_draft is not None and general_draft not in models:
+            raise UsageError(
+                f'{parsed.file}: general_draft: there is no model "{general_draft}"',
+                _correct(parsed.file),
+            )
         _check_references(models, pairs, pair_files, parsed.file)
     assert default_pair is not None
-    return Registry(models, pairs, default_pair)
+    return Registry(models, pairs, default_pair, general_draft)
 
 
 def _check_references(

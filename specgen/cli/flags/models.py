@@ -41,7 +41,8 @@ def models(
             metavar="FILE|NAME|ngram|none",
             help="What drafts: a GGUF file or a name; `ngram` continues repetitions of the text so "
             "far; `none` decodes plainly.",
-            show_default="the pair's, or ngram",
+            show_default="the pair's; for a target by itself what `specgen draft find` saved, "
+            "a partner that is on this disk, or ngram",
             rich_help_panel=_MODELS,
         ),
     ] = None,
