@@ -109,13 +109,15 @@ def find(
 ) -> int:
     """Measure what drafts best for a target, on this machine.
 
-    Tried are the files that you name, the models of `specgen models list` that are on this disk,
-    and n-grams. The target answers a few prompts once; each draft is then tried on these
-    answers, and ranked by how much faster than plain decoding it is expected to be.
+    Tried are the files that you name, the models of `specgen models list`
+    that are on this disk, and n-grams. The target answers a few prompts
+    once; each draft is then tried on these answers, and ranked by how much
+    faster than plain decoding it is expected to be.
 
-    In a pipe, one line for each draft, the best first, its columns separated by tabs: the
-    file, "ngram" or "none"; the expected speed-up over plain decoding, and that of the worst
-    prompt; tokens per second; the share of drafted tokens that is accepted; tokens a round;
+    In a pipe, one line for each draft, the best first, its columns
+    separated by tabs: the file, "ngram" or "none"; the expected speed-up
+    over plain decoding, and that of the worst prompt; tokens per second;
+    the share of drafted tokens that is accepted; tokens a round;
     milliseconds to draft a token, and to begin.
     """
     from specgen.models import identify, saved_draft
