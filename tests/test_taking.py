@@ -20,7 +20,7 @@ from specgen.costs import Costs, outlook
 from specgen.errors import BackendError, MemoryLimitError
 from specgen.models import SavedDraft, costs_file, identify, save_draft, saved_drafts_file
 from specgen.options import ContextOptions, DraftOptions
-from specgen.session import Session, SessionOptions
+from specgen.session import DraftSource, Session, SessionOptions
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 #: Batches that are nearly free, ones that no draft can pay for, and a draft as slow as a target.
@@ -107,6 +107,27 @@ def test_a_model_that_is_too_slow_gives_way_to_the_next(
     )
     assert measured.asked == ["draft.gguf", "bad.gguf"]
     assert len(taken.measured) == 2
+
+
+def test_a_model_that_is_known_to_be_too_slow_is_not_loaded_again(
+    session: Session,
+    choices: tuple[DraftChoice, ...],
+    measured: Measured,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured.costs = {"draft.gguf": SLOW_DRAFT}
+    first = take_first(session, choices)
+    loaded: list[object] = []
+    change_draft = Session.change_draft
+
+    def noted(self: Session, source: DraftSource) -> None:
+        loaded.append(source)
+        change_draft(self, source)
+
+    monkeypatch.setattr(Session, "change_draft", noted)
+    assert take_first(session, choices) == first
+    assert loaded == [choices[1].draft]
+    assert measured.asked == ["draft.gguf", "bad.gguf"]
 
 
 def test_where_batches_are_too_dear_no_other_model_is_tried(

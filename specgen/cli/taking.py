@@ -42,14 +42,18 @@ def take_first(session: Session, choices: Sequence[DraftChoice]) -> Taken:
         if checks and not may_pay:
             continue
         try:
-            session.change_draft(choice.draft)
-            costs = _costs(session, choice.draft) if checks else None
+            costs = _kept(session, Path(choice.draft)) if checks else None
+            # What is known not to pay need not be loaded.
+            if costs is None or outlook(costs).is_worth_it:
+                session.change_draft(choice.draft)
+                if checks and costs is None:
+                    costs = _measure(session, Path(choice.draft))
         except (BackendError, MemoryLimitError, ModelFileError, PairError) as error:
             said.append(error.message)
             continue
         why = choice.why
         if costs is not None:
-            draft, expected = session.draft_name, outlook(costs)
+            draft, expected = Path(choice.draft).name, outlook(costs)
             measured.append(measured_text(target, draft, costs))
             if not expected.is_worth_it:
                 said.append(refusal(draft, expected))
@@ -90,17 +94,22 @@ def measured_text(target: str, draft: str, costs: Costs) -> str:
     )
 
 
-def _costs(session: Session, draft: DraftSource) -> Costs:
-    """What the session's models cost on this machine: as it was kept, or measured now."""
-    from specgen import costs
+def _kept(session: Session, draft: Path) -> Costs | None:
+    """What the session's target and a draft model cost on this machine, if that is kept."""
+    from specgen.costs import kept_costs
     from specgen.models import costs_file
 
-    file, key = costs_file(), _key(session, Path(draft))
-    known = costs.kept_costs(file, key)
-    if known is None:
-        known = costs.measure_costs(session)
-        costs.keep_costs(file, key, known)
-    return known
+    return kept_costs(costs_file(), _key(session, draft)) if draft.is_file() else None
+
+
+def _measure(session: Session, draft: Path) -> Costs:
+    """What the session's models cost on this machine, measured now and kept."""
+    from specgen.costs import keep_costs, measure_costs
+    from specgen.models import costs_file
+
+    measured = measure_costs(session)
+    keep_costs(costs_file(), _key(session, draft), measured)
+    return measured
 
 
 def _key(session: Session, draft: Path) -> Key:
