@@ -7,8 +7,11 @@ Importing this module costs nothing (no NumPy, no llama.cpp).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
+#: What drafts: a model file, n-grams of the text so far, or nothing.
+DraftSource: TypeAlias = Path | Literal["ngram", "none"]
 CacheType: TypeAlias = Literal[
     "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"
 ]

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +23,13 @@ from specgen.events import Event, NoticeEvent, PromptEvent
 from specgen.generation import Generation
 from specgen.grammar import GrammarState
 from specgen.loop import Loop
-from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    DraftSource,
+    GenerationOptions,
+    SamplerOptions,
+)
 from specgen.policy import FixedPolicy
 from specgen.prompting import Prompt, chat_text, draft_chat_tokens, messages_of, tokenize
 from specgen.sampling import DryBreakers, Sampler
@@ -31,9 +37,6 @@ from specgen.state import Shaper, TextState
 from specgen.verify import make_verifier
 
 __all__ = ["DraftSource", "Prompt", "Session", "SessionOptions"]
-
-#: What drafts: a model file, n-grams of the text so far, or nothing.
-DraftSource: TypeAlias = Path | Literal["ngram", "none"]
 
 #: Room for an answer of unlimited length where no context size is given, in tokens.
 _ANSWER_ROOM = 4096

@@ -15,7 +15,6 @@ from specgen.cli.choosing import DraftChoice, choose_drafts
 from specgen.cli.sources import Disk, resolve
 from specgen.errors import OutputError, UsageError
 from specgen.models import (
-    DraftSource,
     FileIdentity,
     Model,
     Pair,
@@ -27,6 +26,7 @@ from specgen.models import (
     saved_drafts_file,
     shard_number,
 )
+from specgen.options import DraftSource
 
 TARGET = FileIdentity("big.gguf", 4000)
 SAVED = SavedDraft(

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from specgen.models import DraftSource, FileIdentity, Model, Registry, SavedDraft
+    from specgen.models import FileIdentity, Model, Registry, SavedDraft
+    from specgen.options import DraftSource
 
 #: The general draft is for targets that are so many times as large, in bytes: a draft that is
 #: not much quicker than its target cannot pay.
@@ -70,7 +71,7 @@ def _candidates(
         if draft is not None:
             alone = ""
             where = f"the partner of {pair.target} in the pair {pair.name}"
-            yield DraftChoice(draft, f"{gone}drafting with {_name(draft)}, {where}")
+            yield DraftChoice(draft, f"{gone}drafting with {name_of(draft)}, {where}")
             break
     if registry.general_draft is not None:
         general = registry.model(registry.general_draft)
@@ -79,7 +80,9 @@ def _candidates(
         if path is not None:
             alone = ""
             advice = "`specgen draft find` looks for a better one"
-            yield DraftChoice(path, f"{gone}drafting with {_name(path)}, the general draft", advice)
+            yield DraftChoice(
+                path, f"{gone}drafting with {name_of(path)}, the general draft", advice
+            )
     advice = "`specgen draft find` tries what is on this disk"
     yield DraftChoice("ngram", f"{gone}drafting with n-grams{alone}", advice)
 
@@ -89,9 +92,12 @@ def _saved(target: FileIdentity, saved: SavedDraft) -> DraftChoice:
     if saved.draft == "none":
         return DraftChoice("none", f"not drafting, {origin}", is_measured=True)
     figure = f" (x{saved.speedup:.2f} expected)" if saved.speedup is not None else ""
-    why = f"drafting with {_name(saved.draft)}, {origin}{figure}"
+    why = f"drafting with {name_of(saved.draft)}, {origin}{figure}"
     return DraftChoice(saved.draft, why, is_measured=True)
 
 
-def _name(draft: DraftSource) -> str:
-    return draft.name if isinstance(draft, Path) else "n-grams"
+def name_of(draft: DraftSource) -> str:
+    """What a draft is called in a table or a sentence."""
+    if isinstance(draft, Path):
+        return draft.name
+    return "n-grams" if draft == "ngram" else "none"

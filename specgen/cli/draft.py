@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specgen.cli import flags
+from specgen.cli.choosing import name_of
 from specgen.cli.interrupt import Interrupt
 from specgen.cli.opening import find_target, log_shown, open_session
 from specgen.cli.progress import Progress, progress_bar
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specgen.cli.ranking import Search
-    from specgen.models import DraftSource
+    from specgen.options import DraftSource
     from specgen.session import Session, SessionOptions
 
 _TRIALS = "Trials"
@@ -123,8 +124,7 @@ def find(
     from specgen.models import identify, saved_draft
     from specgen.proof import OWN_PROMPTS, read_prompts, spread
 
-    if quiet and verbose:
-        raise UsageError("--quiet and --verbose exclude each other", hint="take one of them")
+    flags.check_loudness(quiet=quiet, verbose=verbose)
     if drafting.max_tokens == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to find")
     texts = spread(OWN_PROMPTS if prompts is None else read_prompts(prompts), n_prompts)
@@ -176,7 +176,7 @@ def _search(
 ) -> Search | None:
     """Try everything; None if interrupted before there was anything to tell."""
     from specgen.cli.candidates import Refused, find_candidates
-    from specgen.cli.ranking import Search, Tried, name_of, ranked
+    from specgen.cli.ranking import Search, Tried, ranked
     from specgen.models import load_registry, locate
     from specgen.trial import measure_target, plain_figures, try_draft
 
@@ -256,8 +256,6 @@ def _show(search: Search, *, as_json: bool) -> None:
 
 def _tell(search: Search | None, *, save: bool) -> None:
     """What is to be said besides the ranking, on standard error."""
-    from specgen.cli.ranking import name_of
-
     notes = []
     if search is not None:
         notes += [f"{refused.file}: {refused.reason}" for refused in search.refused]

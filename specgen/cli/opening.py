@@ -19,7 +19,8 @@ from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 
 if TYPE_CHECKING:
     from specgen.cli.sources import Fetch
-    from specgen.models import DraftSource, Registry
+    from specgen.models import Registry
+    from specgen.options import DraftSource
     from specgen.session import Session, SessionOptions
 
 

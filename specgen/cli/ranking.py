@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.cli.candidates import Refused
+from specgen.cli.choosing import name_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specgen.models import DraftSource
+    from specgen.options import DraftSource
     from specgen.trial import Baseline, Figures
 
 #: Where two gain the same as far as it is shown: what needs no second model comes first, and
@@ -50,13 +51,6 @@ def ranked(tried: Iterable[Tried]) -> tuple[Tried, ...]:
         return (-round(one.figures.speedup, 2), tie)
 
     return tuple(sorted(tried, key=order))
-
-
-def name_of(draft: DraftSource) -> str:
-    """What a draft is called in a table or a sentence."""
-    if isinstance(draft, Path):
-        return draft.name
-    return "n-grams" if draft == "ngram" else "none"
 
 
 def lines(tried: Sequence[Tried]) -> list[str]:

@@ -50,8 +50,7 @@ def run(
     The answer goes to standard output, everything else to standard error. On a terminal,
     colours show which tokens were drafted and accepted, and which the target chose itself.
     """
-    if quiet and verbose:
-        raise UsageError("--quiet and --verbose exclude each other", hint="take one of them")
+    flags.check_loudness(quiet=quiet, verbose=verbose)
     if system is not None and chat is False:
         raise UsageError("--system needs the chat template, --raw does without")
     if answer.logprobs is not None and not json:

@@ -12,7 +12,8 @@ from specgen.cli.choosing import DraftChoice, choose_drafts
 from specgen.errors import UsageError
 
 if TYPE_CHECKING:
-    from specgen.models import DraftSource, FileIdentity, Model, Registry, SavedDraft
+    from specgen.models import FileIdentity, Model, Registry, SavedDraft
+    from specgen.options import DraftSource
 
 #: Fetches a model of the registry, given its name; returns its path.
 Fetch = Callable[[str], Path]

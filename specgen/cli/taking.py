@@ -13,8 +13,7 @@ from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairE
 if TYPE_CHECKING:
     from specgen.cli.choosing import DraftChoice
     from specgen.costs import Costs, Key, Outlook
-    from specgen.models import DraftSource
-    from specgen.options import ContextOptions
+    from specgen.options import ContextOptions, DraftSource
     from specgen.session import Session
 
 
@@ -31,7 +30,8 @@ class Taken:
 def take_first(session: Session, choices: Sequence[DraftChoice]) -> Taken:
     """Let a session have the first draft that can draft for its target and, if it is a model
     that nobody measured, can be expected to make it faster."""
-    from specgen.costs import outlook
+    from specgen.costs import kept_costs, outlook
+    from specgen.models import costs_file
 
     said: list[str] = []
     measured: list[str] = []
@@ -42,12 +42,13 @@ def take_first(session: Session, choices: Sequence[DraftChoice]) -> Taken:
         if checks and not may_pay:
             continue
         try:
-            costs = _kept(session, Path(choice.draft)) if checks else None
+            key = _key(session, Path(choice.draft)) if checks else None
+            costs = kept_costs(costs_file(), key) if key is not None else None
             # What is known not to pay need not be loaded.
             if costs is None or outlook(costs).is_worth_it:
                 session.change_draft(choice.draft)
                 if checks and costs is None:
-                    costs = _measure(session, Path(choice.draft))
+                    costs = _measure(session, key)
         except (BackendError, MemoryLimitError, ModelFileError, PairError) as error:
             said.append(error.message)
             continue
@@ -94,29 +95,25 @@ def measured_text(target: str, draft: str, costs: Costs) -> str:
     )
 
 
-def _kept(session: Session, draft: Path) -> Costs | None:
-    """What the session's target and a draft model cost on this machine, if that is kept."""
-    from specgen.costs import kept_costs
-    from specgen.models import costs_file
-
-    return kept_costs(costs_file(), _key(session, draft)) if draft.is_file() else None
-
-
-def _measure(session: Session, draft: Path) -> Costs:
-    """What the session's models cost on this machine, measured now and kept."""
+def _measure(session: Session, key: Key | None) -> Costs:
+    """What the session's models cost on this machine, measured now and kept under `key`."""
     from specgen.costs import keep_costs, measure_costs
     from specgen.models import costs_file
 
     measured = measure_costs(session)
-    keep_costs(costs_file(), _key(session, draft), measured)
+    if key is not None:
+        keep_costs(costs_file(), key, measured)
     return measured
 
 
-def _key(session: Session, draft: Path) -> Key:
-    """Everything that decides what the session's models cost."""
+def _key(session: Session, draft: Path) -> Key | None:
+    """Everything that decides what the session's target and a draft model cost; None if there
+    is no such file, which opening it will tell."""
     from specgen.backend.llama import build
     from specgen.doctor import look_at_machine
 
+    if not draft.is_file():
+        return None
     options, built, machine = session.options, build(), look_at_machine()
     return {
         "target": _file(options.target),

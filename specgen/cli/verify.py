@@ -149,8 +149,7 @@ def verify(
     """
     from specgen.proof import BUGS, SampledPlan, split_level
 
-    if quiet and verbose:
-        raise UsageError("--quiet and --verbose exclude each other", hint="take one of them")
+    flags.check_loudness(quiet=quiet, verbose=verbose)
     if seeded_bug is not None and seeded_bug not in BUGS:
         raise UsageError(f"--seeded-bug {seeded_bug}: one of {', '.join(BUGS)}")
     if models.draft == "none":

@@ -4,7 +4,7 @@ Nothing here prints, and nothing heavy (requests, huggingface_hub, rich) is impo
 it is needed.
 """
 
-from specgen.models.choices import DraftSource, SavedDraft, save_draft, saved_draft
+from specgen.models.choices import SavedDraft, save_draft, saved_draft
 from specgen.models.fetching import fetch, locate
 from specgen.models.files import FileIdentity, identify, shard_number
 from specgen.models.places import (
@@ -35,7 +35,6 @@ from specgen.models.sizes import human_bytes
 
 __all__ = [
     "NGRAM",
-    "DraftSource",
     "FileIdentity",
     "HubSource",
     "LineProgress",

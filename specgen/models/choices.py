@@ -12,15 +12,13 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from specgen.atomic import replace_text
 from specgen.errors import OutputError, UsageError
 from specgen.models.files import FileIdentity
 from specgen.models.places import saved_drafts_file
-
-#: What drafts: a model file, n-grams of the text so far, or nothing.
-DraftSource: TypeAlias = Path | Literal["ngram", "none"]
+from specgen.options import DraftSource
 
 _DRAFTS = "drafts"
 _FIGURES = ("speedup", "worst_speedup", "tokens_per_s", "acceptance_rate", "draft_token_s")

@@ -17,6 +17,7 @@ from specgen.cli.flags.groups import takes
 from specgen.cli.flags.machine import Contexts, machine
 from specgen.cli.flags.models import ModelChoice, models
 from specgen.cli.flags.sampling import sampling
+from specgen.errors import UsageError
 from specgen.options import Show
 
 _PROMPT = "Prompt"
@@ -138,3 +139,9 @@ __all__ = [
     "sampling",
     "takes",
 ]
+
+
+def check_loudness(*, quiet: bool, verbose: bool) -> None:
+    """Raises `UsageError` if both were given."""
+    if quiet and verbose:
+        raise UsageError("--quiet and --verbose exclude each other", hint="take one of them")
