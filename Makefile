@@ -15,7 +15,7 @@ LLAMA := $(shell sed -n 's/^ *"\(llama-cpp-python[^"]*\)",$$/\1/p' pyproject.tom
 
 export PROMPT
 
-.PHONY: help run test check lint format format-check types docs docs-check install clean FORCE
+.PHONY: help run peers test check lint format format-check types docs docs-check install clean FORCE
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' Makefile | \
@@ -53,6 +53,11 @@ docs-check: $(VENV)/.installed-dev ## Tell whether the generated part of docs/ i
 	$(BIN)/python scripts/make_docs.py --check
 
 install: $(VENV)/.installed ## Build and install specgen into VENV
+
+# With the flags of the build that is installed, unless others are asked for.
+peers: $(VENV)/.installed ## Build llama.cpp's own programs, for specgen bench --against llama.cpp
+	@CMAKE_ARGS="$${CMAKE_ARGS:-$$(sed -n 's/^cmake: //p' $(VENV)/.llama-settings)}" \
+		$(BIN)/python -m scripts.build_peers $(VENV)/peers
 
 clean: ## Remove everything that make made, llama.cpp's build (minutes) too
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

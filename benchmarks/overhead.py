@@ -7,8 +7,11 @@ sampling, verifying, text, events. Its time (`loop_s`) is measured for answers w
 several lengths, and a round's and a drafted token's shares are fitted to it by least squares:
 loop_s = n_rounds x round + n_drafted x token. Medians over several answers, after a warm-up.
 
+Drafts are of a fixed length, or as long as the cost-aware policy makes them, which here believes
+in made-up costs: drafting costs nothing, so that it drafts all that it may.
+
 Prints one JSON object: microseconds a round and a drafted token, for greedy decoding with a
-draft model and with n-grams, and for sampling at temperature 1.
+draft model, with n-grams, and with both, and for sampling at temperature 1.
 """
 
 from __future__ import annotations
@@ -24,34 +27,80 @@ import numpy as np
 
 from benchmarks import answers
 from specgen.events import FinishedEvent
-from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.memory import Memory
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    GenerationOptions,
+    PolicyName,
+    SamplerOptions,
+)
 from specgen.session import DraftSource, Session, SessionOptions
+from specgen.tables import CostTable
 from specgen.tiny import TinyConfig, write_tiny_model
 
 PROMPT = "the sum of the sum is the sum of the sum is the sum of"
 DRAFT_LENGTHS = (0, 1, 2, 4, 8, 16)
 N_RUNS = 7
 N_TOKENS = 400
+#: Made-up seconds of the target's decodes and of the draft's, whatever their sizes.
+TARGET_S, DRAFT_S = 1e-2, 1e-7
+
+
+class MadeUpCosts(CostTable):
+    """Costs that stay as they are: each decode took just as long as was expected of it."""
+
+    def observe(self, n_rows: int, seconds: float) -> None:
+        super().observe(n_rows, self.seconds(n_rows))
+
+
+class MadeUpMemory(Memory):
+    """Knows made-up costs of a target and of all other models."""
+
+    def __init__(self, target: Path) -> None:
+        super().__init__()
+        sizes = range(1, 65)
+        self._target = target
+        self._target_costs = MadeUpCosts(dict.fromkeys(sizes, TARGET_S))
+        self._draft_costs = MadeUpCosts(dict.fromkeys(sizes, DRAFT_S))
+
+    def costs(self, model: Path, context: ContextOptions, n_past: int, n_threads: int) -> CostTable:
+        return self._target_costs if model == self._target else self._draft_costs
 
 
 def main() -> int:
+    greedy, random = SamplerOptions(), SamplerOptions(1.0, seed=1)
     with tempfile.TemporaryDirectory() as folder:
         target = write_tiny_model(Path(folder) / "target.gguf", TinyConfig())
         draft = write_tiny_model(Path(folder) / "draft.gguf", TinyConfig().draft(0.02))
         result = {
-            "greedy, draft model": fit(target, draft, SamplerOptions()),
-            "greedy, n-grams": fit(target, "ngram", SamplerOptions()),
-            "temperature 1, draft model": fit(target, draft, SamplerOptions(1.0, seed=1)),
+            "greedy, draft model, fixed": fit(target, draft, greedy, "fixed"),
+            "greedy, draft model, cost": fit(target, draft, greedy, "cost"),
+            "greedy, n-grams, fixed": fit(target, "ngram", greedy, "fixed"),
+            "greedy, n-grams, cost": fit(target, "ngram", greedy, "cost"),
+            "greedy, both, cost": fit(target, draft, greedy, "cost", ngrams=True),
+            "temperature 1, draft model, fixed": fit(target, draft, random, "fixed"),
+            "temperature 1, draft model, cost": fit(target, draft, random, "cost"),
         }
     print(json.dumps(result, indent=1))
     return 0
 
 
-def fit(target: Path, draft: DraftSource, sampler: SamplerOptions) -> dict[str, object]:
+def fit(
+    target: Path,
+    draft: DraftSource,
+    sampler: SamplerOptions,
+    policy: PolicyName,
+    *,
+    ngrams: bool = False,
+) -> dict[str, object]:
     """Microseconds a round and a drafted token, and the measurements they come from."""
     rows, loop_us, runs = [], [], []
     for n_draft in DRAFT_LENGTHS:
-        finished = [answer(target, draft, sampler, n_draft) for _ in range(N_RUNS + 1)][1:]
+        drafting = DraftOptions(
+            policy=policy, max_tokens=n_draft, p_min=1e-9, ngram_min=1, ngrams=ngrams
+        )
+        finished = [answer(target, draft, sampler, drafting) for _ in range(N_RUNS + 1)][1:]
         median_s = statistics.median(event.loop_s for event in finished)
         last = finished[-1]
         rows.append((last.n_rounds, last.n_drafted))
@@ -74,19 +123,19 @@ def fit(target: Path, draft: DraftSource, sampler: SamplerOptions) -> dict[str, 
 
 
 def answer(
-    target: Path, draft: DraftSource, sampler: SamplerOptions, n_draft: int
+    target: Path, draft: DraftSource, sampler: SamplerOptions, drafting: DraftOptions
 ) -> FinishedEvent:
     context = ContextOptions(n_threads=1)
     options = SessionOptions(
         target=target,
         draft=draft,
         sampler=sampler,
-        drafting=DraftOptions(max_tokens=n_draft, p_min=1e-9, ngram_min=1),
+        drafting=drafting,
         generation=GenerationOptions(max_tokens=N_TOKENS, ignore_eos=True),
         target_context=context,
         draft_context=context,
     )
-    with Session(options, time.perf_counter) as session:
+    with Session(options, time.perf_counter, MadeUpMemory(target)) as session:
         return answers.answer(session, PROMPT)
 
 

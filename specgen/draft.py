@@ -7,7 +7,7 @@ the tree; a chain is a tree with one branch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from specgen.sampling import Distribution
 
@@ -36,12 +36,18 @@ class Draft:
     origins: tuple[str, ...]
     probabilities: tuple[float | None, ...]
     distributions: tuple[Distribution | None, ...]
+    #: Whether it has one branch only. Most drafts do, and have simple answers to most questions.
+    is_chain: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
-        fields = (self.parents, self.origins, self.probabilities, self.distributions)
-        if any(len(values) != n for values in fields):
+        n_probabilities, n_distributions = len(self.probabilities), len(self.distributions)
+        if not len(self.parents) == len(self.origins) == n_probabilities == n_distributions == n:
             raise ValueError(f"a draft of {n} tokens needs {n} of each of its fields")
+        is_chain = self.parents == tuple(range(ROOT, n - 1))
+        object.__setattr__(self, "is_chain", is_chain)
+        if is_chain:
+            return
         for node, parent in enumerate(self.parents):
             if not ROOT <= parent < node:
                 raise ValueError(f"node {node} has parent {parent}: parents come first")
@@ -68,10 +74,6 @@ class Draft:
         return len(self.tokens)
 
     @property
-    def is_chain(self) -> bool:
-        return self.parents == tuple(range(ROOT, len(self.tokens) - 1))
-
-    @property
     def is_drawn(self) -> bool:
         """Whether any token was drawn at random."""
         return any(distribution is not None for distribution in self.distributions)
@@ -82,10 +84,15 @@ class Draft:
 
     def children(self, node: int) -> list[int]:
         """The nodes below `node` (or `ROOT`), in the order they were drafted."""
-        return [child for child in range(node + 1, len(self)) if self.parents[child] == node]
+        n = len(self.tokens)
+        if self.is_chain:
+            return [node + 1] if node + 1 < n else []
+        return [child for child in range(node + 1, n) if self.parents[child] == node]
 
     def depths(self) -> list[int]:
         """Each node's depth; children of the root have depth 0."""
+        if self.is_chain:
+            return list(range(len(self.tokens)))
         depths: list[int] = []
         for parent in self.parents:
             depths.append(0 if parent == ROOT else depths[parent] + 1)
@@ -93,6 +100,8 @@ class Draft:
 
     def path(self, node: int) -> list[int]:
         """The nodes from the root down to `node`, both ends included."""
+        if self.is_chain:
+            return list(range(node + 1))
         nodes = []
         while node != ROOT:
             nodes.append(node)
@@ -107,12 +116,36 @@ class Draft:
 
     def leaves(self) -> list[int]:
         """The nodes without children, in order."""
+        n = len(self.tokens)
+        if self.is_chain:
+            return [n - 1] if n else []
         inner = set(self.parents)
-        return [node for node in range(len(self)) if node not in inner]
+        return [node for node in range(n) if node not in inner]
+
+    def followed_by(self, other: Draft) -> Draft:
+        """This chain, and another draft behind its last node."""
+        if not len(other):
+            return self
+        n = len(self)
+        return Draft(
+            self.tokens + other.tokens,
+            self.parents + tuple(n + parent for parent in other.parents),
+            self.origins + other.origins,
+            self.probabilities + other.probabilities,
+            self.distributions + other.distributions,
+        )
 
     def first(self, n: int) -> Draft:
         """The first n nodes; what remains is a tree, since parents come first."""
-        return self.only(range(min(n, len(self))))
+        if n >= len(self.tokens):
+            return self
+        return Draft(
+            self.tokens[:n],
+            self.parents[:n],
+            self.origins[:n],
+            self.probabilities[:n],
+            self.distributions[:n],
+        )
 
     def only(self, nodes: Sequence[int]) -> Draft:
         """These nodes, in ascending order; the parents of all must be among them."""

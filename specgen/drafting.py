@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from specgen.backend.base import Backend
+from specgen.backend.base import Backend, Vocabulary
 from specgen.backend.llama import LlamaModel
-from specgen.drafters import Drafter, ModelDrafter, TranslatedDrafter
+from specgen.drafters import Drafter, Guesses, ModelDrafter, TranslatedDrafter
 from specgen.errors import PairError
 from specgen.options import (
     DRAFT_TEMPERATURE,
@@ -22,9 +22,11 @@ from specgen.options import (
     SamplerOptions,
 )
 from specgen.pair import check_pair
+from specgen.policy import Policy
 from specgen.prompting import Prompt
 from specgen.sampling import DryBreakers, Sampler
 from specgen.state import Shaper, TextState
+from specgen.tables import CostTable
 from specgen.translation import BeginningShaper, SharedShaper, Translation
 from specgen.verify import make_verifier
 
@@ -32,6 +34,24 @@ from specgen.verify import make_verifier
 Translated: TypeAlias = Literal["string", "tokens"]
 #: Makes a shaper of a chain of samplers and a text.
 MakeShaper: TypeAlias = Callable[[Sampler, TextState], Shaper]
+
+
+class Known(Protocol):
+    """What was learnt of models so far, for one answer."""
+
+    def costs(self, model: Path) -> CostTable:
+        """What a draft model's decodes take."""
+        ...
+
+    def policy(self, model: Path, draft: Path | str) -> Policy:
+        """What says how much another one drafts for a draft model."""
+        ...
+
+    def ngrams(self, vocabulary: Vocabulary) -> Drafter:
+        """N-grams of texts in a vocabulary."""
+        ...
+
+
 #: The share of the draft's tokens from which ``auto`` draws drafts from the shared ones. (With
 #: 80 % of them, spelled text is accepted more at every temperature: BENCHMARKS.md.)
 _MOSTLY = 0.95
@@ -53,7 +73,9 @@ class DraftModel:
         drafting: DraftOptions,
         generation: GenerationOptions,
         breakers: DryBreakers | None,
+        helper: DraftModel | Literal["ngram"] | None = None,
     ) -> None:
+        self.helper = helper
         is_random = Sampler(sampler, breakers).is_random
         self.model = LlamaModel(path, n_gpu_layers=context.n_gpu_layers)
         try:
@@ -79,8 +101,10 @@ class DraftModel:
             self._sampler = Sampler(shaped, breakers)
 
     def close(self) -> None:
-        """Free the model. May be called twice."""
+        """Free the model and its helper's. May be called twice."""
         self.model.close()
+        if isinstance(self.helper, DraftModel):
+            self.helper.close()
 
     @property
     def has_own_vocabulary(self) -> bool:
@@ -89,29 +113,76 @@ class DraftModel:
     def drafter(
         self,
         prompt: Prompt,
-        backend: Backend,
+        backends: Sequence[Backend],
         state: TextState,
         rng: np.random.Generator,
         make_shaper: MakeShaper,
+        known: Known,
     ) -> Drafter:
-        """What drafts for one answer to `prompt`, in a context of this model. `state` is the
-        target's text."""
-        translation = self._translation
+        """What drafts for one answer to `prompt`: in a context of this model, the first of
+        `backends`, with its helper in the others, if they are there. `state` is the target's
+        text, `known` what was learnt so far."""
+        translation, backend = self._translation, backends[0]
+        costs = known.costs(self.model.path)
         if translation is None:
             shaper = make_shaper(self._sampler, state)
             return ModelDrafter(
-                backend, shaper, rng, draws=self._draws, n_shared_tokens=self._n_shared_tokens
+                backend,
+                shaper,
+                rng,
+                draws=self._draws,
+                n_shared_tokens=self._n_shared_tokens,
+                costs=costs,
+                guesses=self._guesses(prompt, backends[1:], state, rng, known),
             )
         n_tokens = self.model.vocabulary.n_tokens
         text = translation.text(prompt.tokens, prompt.draft_tokens)
+        own_prompt, own_state = Prompt(prompt.text, tuple(text.tokens)), TextState(())
+        guesses = self._guesses(own_prompt, backends[1:], own_state, rng, known)
         if self.translated == "string":
             beginning = BeginningShaper(self._sampler, translation.draft_lexicon)
-            inner = ModelDrafter(backend, beginning, rng, draws=False, n_shared_tokens=n_tokens)
+            inner = ModelDrafter(
+                backend,
+                beginning,
+                rng,
+                draws=False,
+                n_shared_tokens=n_tokens,
+                costs=costs,
+                guesses=guesses,
+            )
             holds_back = backend.rollback == "cells"
             return TranslatedDrafter(inner, translation, text, beginning, holds_back=holds_back)
         shared = SharedShaper(translation.shared, make_shaper(self._sampler, state))
-        inner = ModelDrafter(backend, shared, rng, draws=self._draws, n_shared_tokens=n_tokens)
+        inner = ModelDrafter(
+            backend,
+            shared,
+            rng,
+            draws=self._draws,
+            n_shared_tokens=n_tokens,
+            costs=costs,
+            guesses=guesses,
+        )
         return TranslatedDrafter(inner, translation, text, None)
+
+    def _guesses(
+        self,
+        prompt: Prompt,
+        backends: Sequence[Backend],
+        state: TextState,
+        rng: np.random.Generator,
+        known: Known,
+    ) -> Guesses | None:
+        """What drafts for this model, over a text in its own tokens."""
+        helper = self.helper
+        if helper is None or (helper != "ngram" and not backends):
+            return None
+        if helper == "ngram":
+            drafter: Drafter = known.ngrams(self.model.vocabulary)
+            name: Path | str = helper
+        else:
+            drafter = helper.drafter(prompt, backends, state, rng, Shaper, known)
+            name = helper.model.path
+        return Guesses(drafter, known.policy(self.model.path, name))
 
     def _pair(self, target: LlamaModel, drafting: DraftOptions) -> None:
         self._translation: Translation | None = None

@@ -17,6 +17,9 @@ from specgen.tally import Tally
 from specgen.text import TextStream
 from specgen.verify import Verifier
 
+#: How long an answer is expected to be at its beginning, in tokens.
+_N_EXPECTED = 128
+
 
 @dataclass(slots=True)
 class Generation:
@@ -86,6 +89,13 @@ class Generation:
         if self.options.max_tokens >= 0:
             n = min(n, self.options.max_tokens - self.n_answer - 1)
         return max(0, n)
+
+    @property
+    def n_expected(self) -> int:
+        """How many tokens of the answer are expected to be left: as many as it has, since long
+        answers go on for longer, and no more than there is room for."""
+        n = max(_N_EXPECTED, self.n_answer)
+        return min(n, self.n_draftable + 1)
 
     def commit(self, token: int) -> str:
         """Add the target's next token; returns the text that may now be shown.

@@ -102,9 +102,9 @@ class Loop:
         events: list[Event] = []
         drafts, draft_s = [], []
         for generation in active:
-            model_s = generation.drafter.model_s if generation.drafter else 0.0
-            drafts.append(self._propose(generation, len(active), events))
-            draft_s.append(generation.drafter.model_s - model_s if generation.drafter else 0.0)
+            draft, model_s, propose_s = self._propose(generation, len(active), events)
+            drafts.append(draft)
+            draft_s.append((model_s, propose_s))
 
         target_s, n_rows = self._target.decode_s, self._target.n_decoded_rows
         batch = Batch()
@@ -118,15 +118,17 @@ class Loop:
         n_rows = self._target.n_decoded_rows - n_rows
 
         first_row = 0
-        for generation, draft, model_s in zip(active, drafts, draft_s, strict=True):
+        for generation, draft, (model_s, propose_s) in zip(active, drafts, draft_s, strict=True):
             rows = logits[first_row : first_row + 1 + len(draft)]
             first_row += len(rows)
             tally = generation.tally
-            n_before = len(generation.tokens) - tally.n_forced
+            n_tokens = len(generation.tokens)
+            n_before = n_tokens - tally.n_forced
             verdict = self._verify(generation, draft, rows)
             tally.n_rounds += 1
             events += self._commit(generation, draft, verdict, rows)
-            report = RoundReport(draft, verdict.path, model_s, target_s, n_rows)
+            told = tuple(generation.tokens[n_tokens:])
+            report = RoundReport(draft, verdict.path, propose_s, target_s, n_rows, told)
             generation.policy.observe(report)
             if generation.drafter is not None:
                 generation.drafter.observe(report)
@@ -211,20 +213,24 @@ class Loop:
             position = len(tokens) - 1
         return tokens[position:]
 
-    def _propose(self, generation: Generation, n_active: int, events: list[Event]) -> Draft:
-        """A draft for this round. A drafter that fails ends drafting, not the answer."""
-        drafter = generation.drafter
+    def _propose(
+        self, generation: Generation, n_active: int, events: list[Event]
+    ) -> tuple[Draft, float, float]:
+        """A draft for this round, and the seconds of the model's decodes and of all drafting. A
+        drafter that fails ends drafting, not the answer."""
+        drafter, policy = generation.drafter, generation.policy
         if drafter is None:
-            return NO_DRAFT
+            return NO_DRAFT, 0.0, 0.0
         n_max = min(
-            generation.policy.room(),
+            policy.room(generation.n_expected),
             generation.n_draftable,
             self._target.n_outputs // n_active - 1,
         )
         if n_max < 1:
-            return NO_DRAFT
+            return NO_DRAFT, 0.0, 0.0
+        started, model_s = self._clock(), drafter.model_s
         try:
-            draft = drafter.propose(generation.tokens, n_max, generation.policy)
+            draft = drafter.propose(generation.tokens, n_max, policy)
         except Exception as error:  # noqa: BLE001 - a bug in a drafter too
             generation.drafter = None
             what = error.message if isinstance(error, SpecgenError) else repr(error)
@@ -236,9 +242,9 @@ class Loop:
                     detail=traceback.format_exc(),
                 )
             )
-            return NO_DRAFT
-        draft = _within_grammar(generation, draft)
-        return draft if generation.policy.admits(draft) else NO_DRAFT
+            draft = NO_DRAFT
+        draft = policy.trim(_within_grammar(generation, draft))
+        return draft, drafter.model_s - model_s, self._clock() - started
 
     def _verify(self, generation: Generation, draft: Draft, logits: Logits) -> Verdict:
         dead_ends: dict[int, NoTokenAllowedError] = {}

@@ -18,6 +18,8 @@ CacheType: TypeAlias = Literal[
 FlashAttention: TypeAlias = Literal["auto", "on", "off"]
 #: How drafts are judged; see `specgen.verify`.
 VerifierName: TypeAlias = Literal["auto", "match", "residual", "block"]
+#: How much is drafted in a round; see `specgen.policy`.
+PolicyName: TypeAlias = Literal["cost", "threshold", "fixed"]
 #: How the drafts of a model with another vocabulary are translated; see `specgen.translation`.
 TranslateMode: TypeAlias = Literal["auto", "string", "tokens", "off"]
 #: Where a model is fetched from; ``auto`` is the hub and, if that fails, the mirror.
@@ -170,23 +172,43 @@ def parse_sampler_letters(text: str) -> tuple[SamplerName, ...]:
 DRAFT_TEMPERATURE = 0.85
 
 
+#: What fixed drafts are like by default, and how long others may become. (A longer draft than
+#: that is rarely accepted whole, and each row of logits takes memory.)
+FIXED_LENGTH = 3
+FIXED_P_MIN = 0.5
+LONGEST_DRAFT = 16
+FIXED_NGRAMS = (4, 8)
+NGRAMS = (2, 32)
+
+
 @dataclass(frozen=True, slots=True)
 class DraftOptions:
     """How much is drafted in a round, and how drafts are judged."""
 
-    #: The most tokens drafted a round.
-    max_tokens: int = 3
+    #: ``cost`` drafts as long as that is expected to save time, by measured costs and by what
+    #: was accepted before; ``threshold`` until the draft as a whole becomes too unlikely, by a
+    #: bound that moves with what was accepted; ``fixed`` as much as `max_tokens` and `p_min` say.
+    policy: PolicyName = "cost"
+    #: The most tokens drafted a round; None takes `FIXED_LENGTH` for fixed drafts, and
+    #: `LONGEST_DRAFT` for the others.
+    max_tokens: int | None = None
     #: Drafts shorter than this are not used. A draft drawn at random from a draft model is
     #: always used: dropping one for what it contains would bias the answer.
     min_tokens: int = 0
     #: Stop drafting where the draft's most likely token is less likely than this (at
-    #: temperature 1).
-    p_min: float = 0.5
-    #: Beside a draft model: look for n-grams first, and ask the model where there are none.
-    ngrams: bool = False
-    #: Prompt lookup: the longest and the shortest run of tokens to look for.
-    ngram_max: int = 8
-    ngram_min: int = 4
+    #: temperature 1); None takes `FIXED_P_MIN` for fixed drafts, and 0 for the others.
+    p_min: float | None = None
+    #: Beside a draft model, let n-grams draft too; None does so where costs decide which of them.
+    ngrams: bool | None = None
+    #: Prompt lookup: the shortest run of tokens that counts as a repetition, and the longest that
+    #: counts for more than a shorter one; None takes `FIXED_NGRAMS` for fixed drafts, and
+    #: `NGRAMS` for others, which weigh how likely a short one is to go on as before.
+    ngram_max: int | None = None
+    ngram_min: int | None = None
+    #: Files and folders whose texts are looked up too.
+    lookup_files: tuple[Path, ...] = ()
+    #: Whether texts of earlier runs are looked up, and this one's kept for later.
+    lookup_store: bool = False
     #: ``auto`` takes, of the others, the one that accepts most of the draft at hand.
     verifier: VerifierName = "auto"
     #: Temperature and top-k of a draft model's draws; None takes `DRAFT_TEMPERATURE` times the
@@ -197,6 +219,35 @@ class DraftOptions:
     #: drafts the tokens that both vocabularies have, ``auto`` takes what accepts more, ``off``
     #: refuses such a pair.
     translate: TranslateMode = "auto"
+
+    @property
+    def n_max(self) -> int:
+        """The most tokens drafted a round."""
+        if self.max_tokens is not None:
+            return max(0, self.max_tokens)
+        return FIXED_LENGTH if self.policy == "fixed" else LONGEST_DRAFT
+
+    @property
+    def stops_below(self) -> float:
+        """The probability of the draft's most likely token below which drafting stops."""
+        if self.p_min is not None:
+            return self.p_min
+        return FIXED_P_MIN if self.policy == "fixed" else 0.0
+
+    @property
+    def ngrams_of(self) -> tuple[int, int]:
+        """The shortest and the longest run of tokens to look for."""
+        shortest, longest = FIXED_NGRAMS if self.policy == "fixed" else NGRAMS
+        if self.ngram_min is not None:
+            shortest, longest = self.ngram_min, max(self.ngram_min, longest)
+        if self.ngram_max is not None:
+            shortest, longest = min(shortest, self.ngram_max), self.ngram_max
+        return shortest, longest
+
+    @property
+    def adds_ngrams(self) -> bool:
+        """Whether n-grams draft beside a draft model."""
+        return self.policy == "cost" if self.ngrams is None else self.ngrams
 
 
 @dataclass(frozen=True, slots=True)

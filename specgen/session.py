@@ -7,33 +7,44 @@ import dataclasses
 import datetime
 import math
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from specgen.backend.base import Backend
-from specgen.backend.llama import LlamaBackend, LlamaGrammar, LlamaModel
-from specgen.drafters import CascadeDrafter, Drafter, NgramDrafter
+from specgen.agreement import N_KNOWN, N_TOKENS, TEXT, Walk, can_pay, sample_agreement
+from specgen.backend.base import Backend, Vocabulary
+from specgen.backend.llama import LlamaBackend, LlamaGrammar, LlamaModel, default_threads
+from specgen.backend.llama.vocabulary import LlamaVocabulary
+from specgen.chances import Chances
+from specgen.drafters import CombinedDrafter, Drafter, SuffixDrafter
 from specgen.drafting import DraftModel, MakeShaper
 from specgen.errors import PromptError, UsageError
 from specgen.events import Event, NoticeEvent, PromptEvent
 from specgen.generation import Generation
 from specgen.grammar import GrammarState
 from specgen.loop import Loop
+from specgen.measuring import batch_sizes, measure_sizes
+from specgen.memory import Memory
 from specgen.options import (
     ContextOptions,
     DraftOptions,
     DraftSource,
     GenerationOptions,
     SamplerOptions,
+    VerifierName,
 )
-from specgen.policy import FixedPolicy
+from specgen.policy import CostAwarePolicy, FixedPolicy, Policy, ThresholdPolicy
 from specgen.prompting import Prompt, chat_text, draft_chat_tokens, messages_of, tokenize
 from specgen.sampling import DryBreakers, Sampler
 from specgen.state import Shaper, TextState
+from specgen.suffixes.array import SuffixArray
+from specgen.suffixes.corpus import load_corpus
+from specgen.suffixes.store import EarlierTexts
+from specgen.tables import CostTable
+from specgen.threads import with_threads
 from specgen.verify import make_verifier
 
 __all__ = ["DraftSource", "Prompt", "Session", "SessionOptions"]
@@ -42,6 +53,14 @@ __all__ = ["DraftSource", "Prompt", "Session", "SessionOptions"]
 _ANSWER_ROOM = 4096
 #: Context sizes are rounded up to a multiple of this, as llama.cpp does.
 _CONTEXT_STEP = 256
+#: The most tokens that are guessed of a draft.
+_LONGEST_GUESS = 8
+#: A table of fewer sizes was not measured: it saw a few decodes.
+_MIN_SIZES = 3
+#: Sizes to time of a draft model: tokens one by one, what it has to catch up with, a prompt.
+_DRAFT_SIZES = (1, 2, 3, 4, 8, 16, 64)
+#: Seconds of a model's decodes in which its costs are measured, about.
+_MEASURING_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +74,25 @@ class SessionOptions:
     generation: GenerationOptions = field(default_factory=GenerationOptions)
     target_context: ContextOptions = field(default_factory=ContextOptions)
     draft_context: ContextOptions = field(default_factory=ContextOptions)
+    #: What drafts for the draft model, what drafts for that one, and so on; n-grams come last.
+    helpers: tuple[DraftSource, ...] = ()
+    #: Where what is made of texts to look up is kept; None keeps nothing.
+    cache: Path | None = None
 
 
 class Session:
     """A target and what drafts for it, loaded. Use it as a context manager.
 
     Opening it raises `ModelFileError` or `PairError`; the models' weights stay loaded until
-    it is closed, contexts are made for each generation.
+    it is closed, contexts are made for each generation. `memory` is what is known of these
+    models on this machine, and learns more; whoever keeps it saves it.
     """
 
-    def __init__(self, options: SessionOptions, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, options: SessionOptions, clock: Callable[[], float], memory: Memory | None = None
+    ) -> None:
         self._options = options
+        self._memory = memory if memory is not None else Memory()
         self._clock = clock
         self._resources = contextlib.ExitStack()
         self._draft_source: DraftSource = "none"
@@ -80,6 +107,7 @@ class Session:
             self._make_sampler()
             self.change_draft(options.draft)
             vocabulary = self._target_model.vocabulary
+            self._open_lookups(vocabulary)
             if options.generation.grammar is not None:
                 self._grammar = LlamaGrammar(vocabulary, options.generation.grammar).start
             on_error.pop_all()
@@ -100,17 +128,37 @@ class Session:
         no context of it. Raises `ModelFileError` or `PairError`; there is then no draft."""
         self._close_draft()
         if isinstance(source, Path):
-            options = self._options
-            self._draft = DraftModel(
-                source,
-                self._target_model,
-                options.draft_context,
-                self._shaped,
-                options.drafting,
-                options.generation,
-                self._breakers,
-            )
+            self._draft = self._stage((source, *self._options.helpers), self._target_model)
         self._draft_source = source
+
+    def _stage(self, sources: Sequence[DraftSource], target: LlamaModel) -> DraftModel:
+        """The first of the sources, which drafts for `target`, with the others as its helpers."""
+        source, options = sources[0], self._options
+        drafting = replace(options.drafting, verifier=self.verifier_name)
+        shaped = self._shaped
+        if target is not self._target_model:
+            shaped = replace(shaped, temperature=0.0, dynatemp_range=0.0)
+        draft = DraftModel(
+            Path(source),
+            target,
+            options.draft_context,
+            shaped,
+            drafting,
+            options.generation,
+            self._breakers,
+        )
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(draft.close)
+            if len(sources) > 1:
+                is_model = isinstance(sources[1], Path)
+                draft.helper = self._stage(sources[1:], draft.model) if is_model else "ngram"
+            on_error.pop_all()
+        return draft
+
+    def let_ngrams_draft(self, wanted: bool | None) -> None:
+        """Let n-grams draft beside a draft model, or not; None is as the policy has it."""
+        drafting = replace(self._options.drafting, ngrams=wanted)
+        self._options = replace(self._options, drafting=drafting)
 
     def _close_draft(self) -> None:
         if self._draft is not None:
@@ -137,7 +185,12 @@ class Session:
     @property
     def n_rows_max(self) -> int:
         """The most rows of a round's batch: the draft, and the token before it."""
-        return 1 + max(0, self._options.drafting.max_tokens)
+        return 1 + self._options.drafting.n_max
+
+    @property
+    def is_translated(self) -> bool:
+        """Whether the draft model has another vocabulary than the target."""
+        return self._draft is not None and self._draft.has_own_vocabulary
 
     @property
     def draft_name(self) -> str:
@@ -197,9 +250,12 @@ class Session:
         options = self._options
         n_ctx = self.context_size(len(prompt.tokens))
         seed = options.sampler.seed if options.sampler.seed >= 0 else secrets.randbits(32)
-        with self.contexts(n_ctx) as (target, draft):
+        with self.contexts(n_ctx) as (target, draft), self.helper_contexts(n_ctx) as helpers:
             loop = Loop(target, self._clock, interrupted)
-            generation = self.generation(prompt, n_ctx, draft, seed)
+            measured_s = 0.0
+            if options.drafting.policy == "cost" and self._draft_source != "none":
+                measured_s = self.measure_if_new(target, draft)
+            generation = self.generation(prompt, n_ctx, draft, seed, helpers=helpers)
             yield PromptEvent(
                 sequence=0,
                 time_s=loop.now_s,
@@ -210,14 +266,19 @@ class Session:
                 translation=self._draft.translated if self._draft else None,
                 n_ctx=n_ctx,
                 sampler=_settings(replace(options.sampler, seed=seed)),
-                verifier=options.drafting.verifier,
+                verifier=self.verifier_name,
                 grammar=options.generation.grammar,
             )
             for message in self._notices(n_ctx):
                 yield NoticeEvent(sequence=0, time_s=loop.now_s, message=message)
+            if measured_s:
+                message = f"measured what drafting costs and promises here, in {measured_s:.1f} s"
+                yield NoticeEvent(sequence=0, time_s=loop.now_s, message=message)
             yield from loop.start(generation)
             while not generation.is_finished:
                 yield from loop.round([generation])
+            if self._store is not None:
+                self._store.add(generation.tokens)
             yield from loop.finish(generation, estimate_gain=estimate_gain)
 
     def context_size(self, n_prompt: int) -> int:
@@ -227,7 +288,7 @@ class Session:
         if wanted is None:
             n_answer = self._options.generation.max_tokens
             n_ctx = n_prompt + (n_answer if n_answer >= 0 else _ANSWER_ROOM)
-            n_ctx += self._options.drafting.max_tokens
+            n_ctx += self._options.drafting.n_max
             n_ctx = -(-n_ctx // _CONTEXT_STEP) * _CONTEXT_STEP
             n_ctx = min(n_ctx, n_train) if n_train > 0 else n_ctx
             hint = f"{self._target_model.name} was trained with a context of {n_train}"
@@ -247,7 +308,7 @@ class Session:
         with contextlib.ExitStack() as stack:
             target = LlamaBackend(
                 self._target_model,
-                self._options.target_context,
+                self.context_options(),
                 n_ctx=n_ctx,
                 clock=self._clock,
                 n_outputs=self.n_rows_max,
@@ -255,23 +316,37 @@ class Session:
             stack.callback(target.close)
             draft = None
             if drafts and self._draft is not None:
-                draft = LlamaBackend(
-                    self._draft.model,
-                    self._options.draft_context,
-                    n_ctx=self._draft_context_size(n_ctx),
-                    clock=self._clock,
-                )
+                draft = self._draft_context(self._draft, n_ctx)
                 stack.callback(draft.close)
             yield target, draft
 
-    def _draft_context_size(self, n_ctx: int) -> int:
-        """The draft's context in tokens, for a context of n_ctx tokens of the target. A draft
-        whose context is too small for a text sees the latest part of it."""
-        assert self._draft is not None
-        if self._draft.has_own_vocabulary:  # it may need more tokens for the same text
+    @contextlib.contextmanager
+    def helper_contexts(self, n_ctx: int) -> Iterator[tuple[LlamaBackend, ...]]:
+        """Contexts of the models that draft for the draft model, for a context of n_ctx tokens
+        of the target. Raises `MemoryLimitError`."""
+        helper = self._draft.helper if self._draft is not None else None
+        with contextlib.ExitStack() as stack:
+            backends = []
+            while isinstance(helper, DraftModel):
+                backends.append(self._draft_context(helper, n_ctx))
+                stack.callback(backends[-1].close)
+                helper = helper.helper
+            yield tuple(backends)
+
+    def _draft_context(self, draft: DraftModel, n_ctx: int) -> LlamaBackend:
+        """A context of a draft model, for a context of n_ctx tokens of the target. A draft whose
+        context is too small for a text sees the latest part of it."""
+        if draft.has_own_vocabulary:  # it may need more tokens for the same text
             n_ctx = -(-n_ctx * 3 // 2 // _CONTEXT_STEP) * _CONTEXT_STEP
-        n_train = self._draft.model.n_ctx_train
-        return min(n_ctx, n_train) if n_train > 0 else n_ctx
+        n_train = draft.model.n_ctx_train
+        n_ctx = min(n_ctx, n_train) if n_train > 0 else n_ctx
+        return LlamaBackend(
+            draft.model,
+            self.context_options(draft.model.path),
+            n_ctx=n_ctx,
+            clock=self._clock,
+            n_outputs=1 if draft.helper is None else 1 + _LONGEST_GUESS,
+        )
 
     def text(self, prompt: Sequence[int]) -> TextState:
         """A text that begins with `prompt`, and its grammar at the start."""
@@ -288,11 +363,12 @@ class Session:
         draft: Backend | None,
         seed: int,
         *,
+        helpers: Sequence[Backend] = (),
         plain: bool = False,
         make_shaper: MakeShaper = Shaper,
     ) -> Generation:
         """An answer to begin after `prompt`; `draft` is the draft model's context, if there is
-        one. With `plain`, nothing drafts."""
+        one, and `helpers` are those of what drafts for it. With `plain`, nothing drafts."""
         drafting = self._options.drafting
         # The draft draws from a stream of its own: what it draws must not move the target's.
         target_seed, draft_seed = np.random.SeedSequence(seed).spawn(2)
@@ -302,23 +378,142 @@ class Session:
             pass
         elif self._draft is not None and draft is not None:
             rng = np.random.default_rng(draft_seed)
-            drafter = self._draft.drafter(prompt, draft, state, rng, make_shaper)
-            if drafting.ngrams:
-                ngrams = NgramDrafter(drafting.ngram_min, drafting.ngram_max)
-                drafter = CascadeDrafter((ngrams, drafter))
+            known = _Known(self, len(prompt.tokens))
+            backends = (draft, *helpers)
+            drafter = self._draft.drafter(prompt, backends, state, rng, make_shaper, known)
+            if drafting.adds_ngrams:
+                drafter = CombinedDrafter(self.ngrams(), drafter)
         elif self._draft_source == "ngram":
-            drafter = NgramDrafter(drafting.ngram_min, drafting.ngram_max)
+            drafter = self.ngrams()
         return Generation(
             vocabulary=self._target_model.vocabulary,
             options=self._options.generation,
             n_ctx=n_ctx,
             drafter=drafter,
-            policy=FixedPolicy(drafting),
-            verifier=make_verifier(drafting.verifier),
+            policy=self._policy(len(prompt.tokens)),
+            verifier=make_verifier(self.verifier_name),
             shaper=make_shaper(self._sampler, state),
             state=state,
             rng=np.random.default_rng(target_seed),
         )
+
+    @property
+    def verifier_name(self) -> VerifierName:
+        """How drafts are judged. A seed that was asked for gives the same text every time, also
+        where the lengths of drafts depend on how long decodes take: drafts are then matched."""
+        drafting = self._options.drafting
+        is_timed = drafting.policy == "cost" and self._options.sampler.seed >= 0
+        return "match" if drafting.verifier == "auto" and is_timed else drafting.verifier
+
+    def ngrams(self) -> Drafter:
+        """N-grams of the text, and of the texts that are looked up."""
+        return SuffixDrafter(*self._options.drafting.ngrams_of, self._corpora)
+
+    def _open_lookups(self, vocabulary: LlamaVocabulary) -> None:
+        """Read the texts that are looked up, as the options say. Raises `UsageError`."""
+        drafting, cache = self._options.drafting, self._options.cache
+        self._store: EarlierTexts | None = None
+        corpora: list[SuffixArray] = []
+        self._corpora: tuple[SuffixArray, ...] = ()
+        if not drafting.lookup_files and not drafting.lookup_store:
+            return
+        kind = vocabulary.digest()
+        if drafting.lookup_files:
+            folder = cache / "lookup" if cache is not None else None
+            corpora.append(load_corpus(drafting.lookup_files, vocabulary, kind, folder))
+        if drafting.lookup_store and cache is not None:
+            self._store = EarlierTexts(cache / "texts", kind)
+            corpora += self._store.arrays()
+        self._corpora = tuple(corpora)
+
+    def _policy(self, n_past: int) -> Policy:
+        drafting = self._options.drafting
+        if drafting.policy == "fixed":
+            return FixedPolicy(drafting)
+        if drafting.policy == "threshold":
+            return ThresholdPolicy(drafting)
+        return CostAwarePolicy(drafting, self.table(n_past=n_past), self.chances())
+
+    def chances(self) -> MutableMapping[str, Chances]:
+        """What is known of the present draft's chances with these samplers, by origin."""
+        sampler = self._options.sampler
+        mode = f"temp {sampler.temperature:.1f}, {self.verifier_name}"
+        draft = self._draft.model.path if self._draft else str(self._draft_source)
+        target = self._options.target
+        return self._memory.chances(target, draft, "greedy" if sampler.greedy else mode)
+
+    def context_options(self, draft: Path | None = None) -> ContextOptions:
+        """Those of contexts of the target, or of a draft model, with as many threads as were
+        found to be best where the user named no number."""
+        options = self._options
+        context = options.target_context if draft is None else options.draft_context
+        return with_threads(context, self._memory.threads(draft or options.target, context))
+
+    def table(self, draft: Path | None = None, n_past: int = 0) -> CostTable:
+        """What is known of the costs of the target, or of a draft model, in contexts with so
+        many tokens in them."""
+        model, context = draft or self._options.target, self.context_options(draft)
+        return self._memory.costs(model, context, n_past, default_threads())
+
+    def forget_costs(self, draft: Path | None = None) -> None:
+        """Let the costs of the target, or of a draft model, be measured anew. Nothing may be
+        generating."""
+        model, context = draft or self._options.target, self.context_options(draft)
+        self._memory.forget_costs(model, context, default_threads())
+
+    @property
+    def memory(self) -> Memory:
+        """What was learnt."""
+        return self._memory
+
+    def is_measured(self, draft: Path | None) -> bool:
+        """Whether the costs of the target, and of a draft model, are known."""
+        tables = [self.table()] + ([self.table(draft)] if draft is not None else [])
+        return all(len(table.known) >= _MIN_SIZES for table in tables)
+
+    def measure_if_new(self, target: Backend, draft: Backend | None) -> float:
+        """Measure what decodes cost and, where costs decide how much is drafted, how often a draft
+        model agrees with the target, unless that is known, in contexts that are empty; returns
+        how many seconds that took, 0 for none."""
+        started, path = self._clock(), self._draft_path
+        is_measured = self.is_measured(path)
+        if not is_measured:
+            sizes = batch_sizes(max(_MIN_SIZES, self.n_rows_max))
+            _measure(target, self.table(), sizes)
+            if draft is not None and path is not None:
+                _measure(draft, self.table(path), _DRAFT_SIZES)
+        is_sampled = draft is not None and self._sample_agreement(target, draft)
+        return self._clock() - started if is_sampled or not is_measured else 0.0
+
+    def _sample_agreement(self, target: Backend, draft: Backend) -> bool:
+        """See how often the draft model says what the target does, unless that is known or could
+        not matter; returns whether that was seen."""
+        path, chances = self._draft_path, self.chances()
+        is_known = "model" in chances and chances["model"].n_judged >= N_KNOWN
+        if path is None or is_known or self._options.drafting.policy != "cost":
+            return False
+        if not can_pay(self.table(), self.table(path), self._options.drafting.n_max):
+            return False
+        tokens = tokenize(self._target_model.vocabulary, TEXT, parse_special=False)[:N_TOKENS]
+        walk = self.walk(Prompt(TEXT, tuple(tokens[:1])), draft)
+        try:
+            return sample_agreement(target, walk, tokens).n_places > 0
+        finally:
+            draft.remove(0)
+
+    def walk(self, prompt: Prompt, draft: Backend) -> Walk:
+        """A walk through a text that begins with `prompt`, with the draft model in an empty
+        context, to see how often it agrees with what the target says. The user's samplers do not
+        matter: the most likely tokens are compared."""
+        assert self._draft is not None, "a draft model, whose context this is"
+        state = TextState(())
+        known, rng = _Known(self, len(prompt.tokens)), np.random.default_rng(0)
+        drafter = self._draft.drafter(prompt, (draft,), state, rng, _most_likely, known)
+        return Walk(drafter, state, self.chances(), is_translated=self._draft.has_own_vocabulary)
+
+    @property
+    def _draft_path(self) -> Path | None:
+        return self._draft.model.path if self._draft is not None else None
 
     def _make_sampler(self) -> None:
         """The target's chain of samplers."""
@@ -352,6 +547,38 @@ class Session:
                 f"{draft.name} was trained with {draft.n_ctx_train} tokens of context, "
                 f"{n_ctx} are asked for: of a longer text it sees the latest part"
             )
+
+
+class _Known:
+    """What a session knows of its models, for one answer after so many tokens."""
+
+    def __init__(self, session: Session, n_past: int) -> None:
+        self._session = session
+        self._n_past = n_past
+
+    def costs(self, model: Path) -> CostTable:
+        return self._session.table(model, self._n_past)
+
+    def policy(self, model: Path, draft: Path | str) -> Policy:
+        options = DraftOptions(max_tokens=_LONGEST_GUESS)
+        chances = self._session.memory.chances(model, draft, "guesses")
+        return CostAwarePolicy(options, self.costs(model), chances)
+
+    def ngrams(self, vocabulary: Vocabulary) -> Drafter:
+        shortest, longest = DraftOptions().ngrams_of
+        return SuffixDrafter(shortest, longest)
+
+
+def _most_likely(_sampler: Sampler, state: TextState) -> Shaper:
+    """A shaper that leaves the most likely token only."""
+    return Shaper(Sampler(SamplerOptions()), state)
+
+
+def _measure(backend: Backend, table: CostTable, sizes: Sequence[int]) -> None:
+    """Time these sizes, unless the table was measured before."""
+    if len(table.known) < _MIN_SIZES:
+        for size, seconds in measure_sizes(backend, sizes, _MEASURING_S).items():
+            table.start(size, seconds)
 
 
 def _settings(options: SamplerOptions) -> dict[str, Any]:

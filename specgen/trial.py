@@ -17,18 +17,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specgen.backend.base import Backend
-from specgen.costs import batch_sizes, rows_s, time_batch
+from specgen.costs import rows_s
 from specgen.draft import NO_DRAFT, ROOT, Draft
 from specgen.errors import PromptError
 from specgen.generation import Generation
 from specgen.loop import Loop
-from specgen.policy import RoundReport
+from specgen.measuring import batch_sizes, time_batch
+from specgen.policy import Decided, Policy, RoundReport
 
 if TYPE_CHECKING:
     from specgen.session import Prompt, Session
 
-#: How often each size of batch is timed after each prompt's answer.
+#: How often sizes of batches are timed after each prompt's answer: so many of the smaller ones,
+#: the others once.
 _N_REPEATS = 3
+_N_OFTEN = 6
 #: A template may tell the date, which must not matter.
 _NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
 
@@ -87,6 +90,8 @@ class Replay:
     draft_s: float
     target_s: float
     plain_s: float
+    #: Of the rounds, those that had a draft.
+    n_drafts: int = 0
 
     @property
     def speedup(self) -> float:
@@ -107,6 +112,8 @@ class Figures:
     mean_accepted_length: float
     draft_token_s: float | None
     start_s: float
+    #: Tokens of a draft, in the rounds that had one.
+    draft_length: float | None = None
 
 
 def measure_target(
@@ -139,8 +146,8 @@ def measure_target(
             answers.append(Answer(text, tuple(generation.tokens[generation.n_prompt :])))
             samples[1] += generation.tally.target_s_by_rows[1]
             # Right after the tokens that they are compared with: a machine's pace changes.
-            for _ in range(_N_REPEATS):
-                for size in sizes[1:]:
+            for repeat in range(_N_REPEATS):
+                for size in sizes[1 : None if repeat == 0 else _N_OFTEN]:
                     if (seconds := time_batch(target, generation.tokens, size)) is not None:
                         samples[size].append(seconds)
     if not samples[1]:
@@ -151,6 +158,8 @@ def measure_target(
             hint="take a larger --ctx-size, or a smaller --draft-max",
         )
     batch_s = {size: statistics.median(samples[size]) for size in sizes}
+    for size, seconds in batch_s.items():
+        session.table().start(size, seconds)
     return Baseline(tuple(answers), skipped, n_ctx, batch_s, chat)
 
 
@@ -165,7 +174,8 @@ def try_draft(
 
     Raises `MemoryLimitError` or `BackendError` if the draft model cannot be run.
     """
-    with session.contexts(baseline.n_ctx) as (_, draft):
+    with session.contexts(baseline.n_ctx) as (target, draft):
+        session.measure_if_new(target, draft)
         replays = _replays(session, baseline, draft, interrupted, progress)
     is_whole = len(replays) == len(baseline.answers)
     return summarise(replays, baseline.token_s) if is_whole else None
@@ -181,15 +191,16 @@ def replay(
     """
     drafter, policy = generation.drafter, generation.policy
     tokens = answer.tokens
-    n_drafted = n_accepted = n_rounds = 0
+    n_drafted = n_accepted = n_rounds = n_drafts = 0
     draft_s = target_s = 0.0
 
-    def propose(n_max: int) -> tuple[Draft, float]:
+    def propose(n_max: int, policy: Policy) -> tuple[Draft, float]:
+        n_max = min(n_max, generation.n_draftable)
         if drafter is None or n_max < 1:
             return NO_DRAFT, 0.0
         started = clock()
         draft = drafter.propose(generation.tokens, n_max, policy)
-        return draft, clock() - started
+        return policy.trim(draft), clock() - started
 
     def commit(draft: Draft, seconds: float) -> int:
         """End a round; returns how many drafted tokens are of the answer."""
@@ -198,7 +209,8 @@ def replay(
         for token in tokens[done : done + len(path) + 1]:
             generation.commit(token)
         n_rows = 1 + len(draft)
-        report = RoundReport(draft, path, seconds, baseline.rows_s(n_rows), n_rows)
+        told = tuple(tokens[done : done + len(path) + 1])
+        report = RoundReport(draft, path, seconds, baseline.rows_s(n_rows), n_rows, told)
         policy.observe(report)
         if drafter is not None:
             drafter.observe(report)
@@ -207,26 +219,36 @@ def replay(
     # The prompt's own round has no draft, and the draft model decodes the prompt in the next
     # one. Here it does so before, by proposing a token that is not asked for: what is left for
     # the rounds is what goes on as long as the answer does.
-    _, start_s = propose(min(1, policy.room(), generation.n_draftable))
-    commit(NO_DRAFT, start_s)
+    _, start_s = propose(min(1, policy.room(generation.n_expected)), Decided(policy))
+    commit(NO_DRAFT, 0.0)
     while len(generation.tokens) - generation.n_prompt < len(tokens):
-        draft, seconds = propose(min(policy.room(), generation.n_draftable))
-        if not policy.admits(draft):
-            draft = NO_DRAFT
+        draft, seconds = propose(policy.room(generation.n_expected), policy)
         n_rounds += 1
+        n_drafts += len(draft) > 0
         n_drafted += len(draft)
         draft_s += seconds
         target_s += baseline.rows_s(1 + len(draft))
         n_accepted += commit(draft, seconds)
     n_tokens = len(tokens) - 1
     plain_s = n_tokens * baseline.token_s
-    return Replay(n_tokens, n_rounds, n_drafted, n_accepted, start_s, draft_s, target_s, plain_s)
+    return Replay(
+        n_tokens,
+        n_rounds,
+        n_drafted,
+        n_accepted,
+        start_s=start_s,
+        draft_s=draft_s,
+        target_s=target_s,
+        plain_s=plain_s,
+        n_drafts=n_drafts,
+    )
 
 
 def summarise(replays: Sequence[Replay], plain_token_s: float) -> Figures:
     """The figures of all answers together; those of a single token say nothing."""
     told = [replay for replay in replays if replay.n_rounds]
     n_drafted = sum(replay.n_drafted for replay in told)
+    n_drafts = sum(replay.n_drafts for replay in told)
     n_tokens = sum(replay.n_tokens for replay in told)
     draft_s = sum(replay.draft_s for replay in told)
     seconds = draft_s + sum(replay.target_s for replay in told)
@@ -239,6 +261,7 @@ def summarise(replays: Sequence[Replay], plain_token_s: float) -> Figures:
         mean_accepted_length=n_tokens / sum(replay.n_rounds for replay in told),
         draft_token_s=draft_s / n_drafted if n_drafted else None,
         start_s=sum(replay.start_s for replay in told) / len(told),
+        draft_length=n_drafted / n_drafts if n_drafts else None,
     )
 
 
@@ -258,6 +281,12 @@ def agreeing_path(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
             break
         path.append(following[0])
     return tuple(path)
+
+
+def answered_prompt(session: Session, baseline: Baseline, answer: Answer) -> Prompt:
+    """The prompt of an answer; made anew for each draft, whose own view of the text is part of
+    it."""
+    return session.prompt(answer.prompt, chat=baseline.chat, now=_NOW)
 
 
 def _fitting(
@@ -301,8 +330,7 @@ def _replays(
         progress(len(replays), len(baseline.answers))
         if interrupted():
             break
-        # Made anew for each draft, whose own view of the text is part of it.
-        prompt = session.prompt(answer.prompt, chat=baseline.chat, now=_NOW)
+        prompt = answered_prompt(session, baseline, answer)
         if draft is not None:
             draft.remove(0)
         generation = session.generation(prompt, baseline.n_ctx, draft, 0)

@@ -22,6 +22,7 @@ from specgen.packing import Slot
 from specgen.policy import FixedPolicy, Policy, RoundReport
 from specgen.sampling import Distribution, Sampler, distribution
 from specgen.state import Shaper, TextState
+from specgen.tables import FREE, CostTable, Price
 from specgen.translation import BeginningShaper, SharedShaper, Translation
 from specgen.verify import AutoVerifier, Verifier
 
@@ -54,6 +55,9 @@ class TreeDrafter:
     name: str = "tree"
     model_s: float = 0.0
     closed: bool = False
+
+    def price(self, n_context: int) -> Price:
+        return FREE
 
     def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
         tokens: list[int] = []
@@ -107,6 +111,9 @@ class SiblingDrafter:
     name: str = "siblings"
     model_s: float = 0.0
 
+    def price(self, n_context: int) -> Price:
+        return FREE
+
     def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
         tokens: list[int] = []
         parents: list[int] = []
@@ -158,6 +165,9 @@ class FailingDrafter:
     name: str = "failing"
     model_s: float = 0.0
 
+    def price(self, n_context: int) -> Price:
+        return self.inner.price(n_context)
+
     def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
         if self.n_good == 0:
             raise self.error
@@ -179,6 +189,9 @@ class NoDrafter:
 
     name = "nothing"
     model_s = 0.0
+
+    def price(self, n_context: int) -> Price:
+        return FREE
 
     def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
         return NO_DRAFT
@@ -203,7 +216,11 @@ class Setup:
     drafter: Drafter | Callable[[TextState], Drafter] | None = None
     sampler: SamplerOptions = GREEDY
     grammar: GrammarState | None = None
-    drafting: DraftOptions = field(default_factory=lambda: DraftOptions(max_tokens=4, p_min=0.0))
+    drafting: DraftOptions = field(
+        default_factory=lambda: DraftOptions(policy="fixed", max_tokens=4, p_min=0.0)
+    )
+    #: Makes the policy of a generation; None takes fixed drafts, as `drafting` has them.
+    policy: Callable[[DraftOptions], Policy] | None = None
     options: GenerationOptions = field(default_factory=lambda: GenerationOptions(max_tokens=40))
     n_ctx: int = 256
     n_batch: int = 64
@@ -220,7 +237,7 @@ class Setup:
             options=self.options,
             n_ctx=self.n_ctx,
             drafter=self.drafter(state) if callable(self.drafter) else self.drafter,
-            policy=FixedPolicy(self.drafting),
+            policy=(self.policy or FixedPolicy)(self.drafting),
             verifier=self.verifier or AutoVerifier(),
             shaper=Shaper(Sampler(self.sampler), state),
             state=state,
@@ -260,8 +277,10 @@ def model_drafter(
     n_batch: int = 64,
     seed: int = 99,
     state: TextState | None = None,
+    costs: CostTable | None = None,
 ) -> tuple[ModelDrafter, FakeBackend]:
-    """A drafter and its backend. It needs the text's state where samplers look back."""
+    """A drafter and its backend. It needs the text's state where samplers look back, and costs
+    where drafting has a price."""
     backend = FakeBackend(vocabulary, language, n_ctx=n_ctx, n_batch=n_batch, n_sequences=1)
     chain = Sampler(sampler)
     drafter = ModelDrafter(
@@ -270,6 +289,7 @@ def model_drafter(
         np.random.default_rng(seed),
         draws=chain.is_random,
         n_shared_tokens=vocabulary.n_tokens,
+        costs=costs,
     )
     return drafter, backend
 
@@ -300,7 +320,7 @@ def translated_drafter(
         shaper = BeginningShaper(Sampler(never), translation.draft_lexicon)
         inner = ModelDrafter(backend, shaper, rng, draws=False, n_shared_tokens=vocabulary.n_tokens)
         return TranslatedDrafter(inner, translation, text, shaper), backend
-    shaped = draft_sampling(sampler, DraftOptions(), draws=draws)
+    shaped = draft_sampling(sampler, DraftOptions(policy="fixed"), draws=draws)
     shared = SharedShaper(translation.shared, Shaper(Sampler(shaped), state))
     inner = ModelDrafter(backend, shared, rng, draws=draws, n_shared_tokens=vocabulary.n_tokens)
     return TranslatedDrafter(inner, translation, text, None), backend

@@ -26,6 +26,7 @@ from specgen.policy import Policy, RoundReport
 from specgen.sampling import Distribution, NoTokenAllowedError
 from specgen.session import Session, SessionOptions
 from specgen.state import Shaper, TextState
+from specgen.tables import FREE, Price
 from specgen.tiny import Architecture, TinyConfig, write_tiny_model
 from specgen.verify import BlockVerifier, MatchVerifier, ResidualVerifier, Verifier
 from tests.fake_grammar import FakeGrammar
@@ -108,6 +109,9 @@ class GrammarTrees:
     rng: np.random.Generator
     name: str = "tree"
     model_s: float = 0.0
+
+    def price(self, n_context: int) -> Price:
+        return FREE
 
     def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
         tokens: list[int] = []
@@ -201,7 +205,7 @@ def run(
         drafter=None if make is None else lambda state: make(state, sampler),
         sampler=sampler,
         grammar=None if rules is None else rules.start,
-        drafting=DraftOptions(max_tokens=n_draft, p_min=0.0),
+        drafting=DraftOptions(policy="fixed", max_tokens=n_draft, p_min=0.0),
         options=GenerationOptions(max_tokens=max_tokens, stop=tuple(stop)),
         n_ctx=n_ctx,
         n_batch=n_batch,
@@ -673,7 +677,9 @@ def test_long_forced_runs_on_tiny_models(tmp_path: Path, architecture: Architect
     options = SessionOptions(
         target=tmp_path / "target.gguf",
         draft=tmp_path / "draft.gguf",
-        drafting=DraftOptions(max_tokens=4, p_min=0.0, ngram_min=1, verifier="match"),
+        drafting=DraftOptions(
+            policy="fixed", max_tokens=4, p_min=0.0, ngram_min=1, verifier="match"
+        ),
         generation=GenerationOptions(max_tokens=150, grammar=gbnf),
         target_context=context,
         draft_context=context,

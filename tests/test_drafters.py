@@ -22,8 +22,10 @@ LANGUAGE = random_language(N_VOCAB, seed=2)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
 
 
-def policy(max_tokens: int = 4, **options: float) -> FixedPolicy:
-    return FixedPolicy(DraftOptions(**{"max_tokens": max_tokens, "p_min": 0.0, **options}))  # type: ignore[arg-type]
+def policy(max_tokens: int = 4, *, p_min: float = 0.0, min_tokens: int = 0) -> FixedPolicy:
+    return FixedPolicy(
+        DraftOptions(policy="fixed", max_tokens=max_tokens, p_min=p_min, min_tokens=min_tokens)
+    )
 
 
 def lookup(context: list[int], n_max: int, ngram_min: int = 1, ngram_max: int = 3) -> list[int]:
@@ -325,10 +327,12 @@ def test_a_rewind_within_the_window_costs_nothing() -> None:
 
 def test_short_drafts_are_dropped_unless_they_were_drawn_at_random() -> None:
     fixed = policy(4, min_tokens=3)
-    assert not fixed.admits(Draft.chain([1, 2], "ngram"))
-    assert fixed.admits(Draft.chain([1, 2, 3], "ngram"))
+    assert fixed.trim(Draft.chain([1, 2], "ngram")) is NO_DRAFT
+    long = Draft.chain([1, 2, 3], "ngram")
+    assert fixed.trim(long) is long
     source = distribution(LANGUAGE((1,)), SamplerOptions(temperature=1.0))
-    assert fixed.admits(Draft.chain([1], "model", distributions=[source]))
+    drawn = Draft.chain([1], "model", distributions=[source])
+    assert fixed.trim(drawn) is drawn
 
 
 # --- trees

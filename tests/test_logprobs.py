@@ -114,7 +114,7 @@ def run(
         drafter=None if make is None else lambda state: make(state, sampler),  # type: ignore[arg-type,return-value]
         sampler=sampler,
         grammar=grammar.start if grammar else None,
-        drafting=DraftOptions(max_tokens=4, p_min=0.0),
+        drafting=DraftOptions(policy="fixed", max_tokens=4, p_min=0.0),
         options=GenerationOptions(max_tokens=40, logprobs=logprobs),
         verifier=verifier,
     )
@@ -204,7 +204,9 @@ def answer(
         target=models / "target.gguf",
         draft=sources.get(draft, "none"),
         sampler=sampler,
-        drafting=DraftOptions(max_tokens=4, p_min=0.0, ngram_min=1, verifier="match"),
+        drafting=DraftOptions(
+            policy="fixed", max_tokens=4, p_min=0.0, ngram_min=1, verifier="match"
+        ),
         generation=GenerationOptions(**{"max_tokens": 30, "logprobs": 5, **generation}),  # type: ignore[arg-type]
         target_context=context,
         draft_context=context,

@@ -65,7 +65,9 @@ def finished(events: list[Event]) -> FinishedEvent:
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_greedy_text_equals_plain_text(kind: str, n_draft: int) -> None:
     plain, _ = Setup().run()
-    setup = Setup(drafter=drafter(kind), drafting=DraftOptions(max_tokens=n_draft, p_min=0.0))
+    setup = Setup(
+        drafter=drafter(kind), drafting=DraftOptions(policy="fixed", max_tokens=n_draft, p_min=0.0)
+    )
     fast, events = setup.run()
     assert fast.tokens == plain.tokens
     assert fast.text.text == plain.text.text
@@ -158,7 +160,9 @@ def test_long_prompts_are_decoded_in_batches(n_batch: int) -> None:
 def test_the_draft_model_never_decodes_a_token_twice(noise: float, n_draft: int) -> None:
     drafts, backend = model_drafter(noisy(LANGUAGE, noise), LETTERS)
     generation, events = Setup(
-        drafter=drafts, drafting=DraftOptions(max_tokens=n_draft, p_min=0.0), prompt=PROMPT * 3
+        drafter=drafts,
+        drafting=DraftOptions(policy="fixed", max_tokens=n_draft, p_min=0.0),
+        prompt=PROMPT * 3,
     ).run()
     # Every token of the text at most once, and every refused draft token at most once; the
     # last token of each draft not at all unless it was accepted.

@@ -138,6 +138,7 @@ def session(
         draft=draft,
         sampler=replace(sampler, seed=seed),
         drafting=DraftOptions(
+            policy="fixed",
             max_tokens=3,
             p_min=0.0,
             ngram_min=1,

@@ -87,7 +87,9 @@ def opened(
     draft: DraftSource = "ngram" if ngram else models / f"draft {pair}.gguf"
     if drafting is None:
         # N-grams of one token: tiny models repeat nothing longer.
-        drafting = DraftOptions(ngram_min=1) if ngram else DraftOptions()
+        drafting = (
+            DraftOptions(policy="fixed", ngram_min=1) if ngram else DraftOptions(policy="fixed")
+        )
     options = SessionOptions(
         target=models / f"target {pair}.gguf",
         draft=draft,
@@ -134,7 +136,7 @@ def test_a_known_bug_fails_the_default_plan(models: Path, bug: str, pair: int) -
 @pytest.mark.parametrize("pair", range(len(PAIRS)))
 @pytest.mark.parametrize("verifier", ["auto", "residual"])
 def test_without_a_bug_the_default_plan_passes(models: Path, pair: int, verifier: str) -> None:
-    with opened(models, pair, drafting=DraftOptions(verifier=verifier)) as session:  # type: ignore[arg-type]
+    with opened(models, pair, drafting=DraftOptions(policy="fixed", verifier=verifier)) as session:  # type: ignore[arg-type]
         result = sampled(session, seed=pair + 1)
     assert not result.is_defect
     assert result.is_tested
@@ -156,7 +158,7 @@ def test_n_gram_drafts_show_the_bugs_that_need_no_draws(models: Path, bug: str |
 def test_greedy_texts_show_the_bugs_that_need_no_draws(
     models: Path, bug: str | None, ngram: bool
 ) -> None:
-    drafting = DraftOptions(p_min=0.0, ngram_min=1)
+    drafting = DraftOptions(policy="fixed", p_min=0.0, ngram_min=1)
     with opened(models, 1, ngram=ngram, temperature=0.0, drafting=drafting) as session:
         results = greedy(session, bug)
     assert all(result.n_drafted for result in results)
@@ -189,7 +191,7 @@ def dirty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("dirty_cache")
 def test_a_cache_that_keeps_what_was_refused_is_a_defect(models: Path) -> None:
-    drafting = DraftOptions(p_min=0.0)
+    drafting = DraftOptions(policy="fixed", p_min=0.0)
     with opened(models, 1, drafting=drafting, temperature=0.0) as session:
         results = greedy(session)
     assert min(result.moved_by for result in results) > 0.02
@@ -216,7 +218,7 @@ def test_a_wrong_branch_that_is_kept_is_a_defect(
             backend.decode(batch)
 
     monkeypatch.setattr(specgen.loop, "keep_path", keep_wrong)
-    drafting = DraftOptions(p_min=0.0)
+    drafting = DraftOptions(policy="fixed", p_min=0.0)
     with opened(models, 1, drafting=drafting, temperature=0.0) as session:
         assert all(result.is_defect for result in greedy(session))
     with opened(models, 1, drafting=drafting) as session:
@@ -249,7 +251,7 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 def test_rounding_in_batches_is_no_defect(models: Path, rounding: Callable[[float], None]) -> None:
     rounding(0.05)
-    drafting = DraftOptions(p_min=0.0)
+    drafting = DraftOptions(policy="fixed", p_min=0.0)
     with opened(models, 1, drafting=drafting, temperature=0.0, max_tokens=100) as session:
         results = greedy(session)
     differences = [result.difference for result in results if result.difference is not None]
@@ -273,7 +275,7 @@ def test_a_dirty_cache_is_a_defect_beside_rounding_too(
     models: Path, rounding: Callable[[float], None]
 ) -> None:
     rounding(0.05)
-    drafting = DraftOptions(p_min=0.0)
+    drafting = DraftOptions(policy="fixed", p_min=0.0)
     with opened(models, 1, drafting=drafting, temperature=0.0) as session:
         assert any(result.is_defect for result in greedy(session))
 
@@ -388,7 +390,7 @@ def test_what_a_grammar_forces_is_certain(exactly: Callable[..., Exactly]) -> No
 
 
 def test_a_large_vocabulary_without_truncation_takes_little_memory(models: Path) -> None:
-    drafting = DraftOptions(p_min=0.0)
+    drafting = DraftOptions(policy="fixed", p_min=0.0)
     with opened(models, "large", drafting=drafting, top_k=0, top_p=1.0, min_p=0.0) as session:
         tracemalloc.start()
         result = sampled(session, n_draws=1000, depth=2)
@@ -411,7 +413,7 @@ def test_a_place_where_only_one_thing_can_be_said_tests_nothing(models: Path) ->
 
 
 def test_where_nothing_is_drafted_there_is_no_place(models: Path) -> None:
-    drafting = DraftOptions(ngram_min=30, ngram_max=30)
+    drafting = DraftOptions(policy="fixed", ngram_min=30, ngram_max=30)
     with opened(models, 1, ngram=True, drafting=drafting) as session:
         prompt = session.prompt(PROMPT, chat=False)
         assert check_sampled(session, prompt, SampledPlan(), seed=0) is None

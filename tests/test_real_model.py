@@ -34,7 +34,7 @@ def options(path: Path, **changes: object) -> SessionOptions:
     plain = SessionOptions(
         target=path,
         draft="none",
-        drafting=DraftOptions(max_tokens=4, p_min=0.0, ngram_min=1),
+        drafting=DraftOptions(policy="fixed", max_tokens=4, p_min=0.0, ngram_min=1),
         generation=GenerationOptions(max_tokens=48),
         target_context=context,
         draft_context=context,

@@ -56,7 +56,9 @@ def opened(
         target=pair[0],
         draft=pair[1],
         sampler=SamplerOptions(temperature=temperature),
-        drafting=DraftOptions(max_tokens=3, p_min=0.0, translate=translate, verifier=verifier),
+        drafting=DraftOptions(
+            policy="fixed", max_tokens=3, p_min=0.0, translate=translate, verifier=verifier
+        ),
         generation=GenerationOptions(max_tokens=n_tokens),
         target_context=context,
         draft_context=context,

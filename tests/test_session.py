@@ -68,7 +68,7 @@ def options(
         target=models / f"{target}.gguf",
         draft=source,
         sampler=sampler or SamplerOptions(),
-        drafting=DraftOptions(max_tokens=n_draft, p_min=0.0, ngram_min=1),
+        drafting=DraftOptions(policy="fixed", max_tokens=n_draft, p_min=0.0, ngram_min=1),
         generation=GenerationOptions(**{"max_tokens": 40, **generation}),  # type: ignore[arg-type]
         target_context=context,
         draft_context=context,

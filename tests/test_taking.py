@@ -5,20 +5,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 import specgen.cli
 import specgen.costs
+import specgen.session
 from specgen.backend.llama import LlamaBackend
 from specgen.cli.choosing import DraftChoice
 from specgen.cli.opening import Opener
-from specgen.cli.taking import Taken, measured_text, refusal, take_first
-from specgen.costs import Costs, outlook
+from specgen.cli.taking import Taken, refusal, take_first
+from specgen.costs import Costs, known_costs, measure_costs, outlook
 from specgen.errors import BackendError, MemoryLimitError
-from specgen.models import SavedDraft, costs_file, identify, save_draft, saved_drafts_file
+from specgen.measuring import batch_sizes
+from specgen.memory import Memory
+from specgen.models import SavedDraft, identify, memory_file, save_draft, saved_drafts_file
 from specgen.options import ContextOptions, DraftOptions
 from specgen.session import DraftSource, Session, SessionOptions
 
@@ -30,24 +33,31 @@ SLOW_DRAFT = Costs(CHEAP.batch_s, 0.030)
 
 
 class Measured:
-    """Stands for `measure_costs`: says what it is told, and counts how often it is asked."""
+    """Stands for the timing of a model's decodes: says what it is told, and counts how often it
+    is asked. The target's batches are those of the first costs."""
 
     def __init__(self) -> None:
         self.costs: dict[str, Costs | Exception] = {}
         self.asked: list[str] = []
 
-    def __call__(self, session: Session) -> Costs:
-        self.asked.append(session.draft_name)
-        found = self.costs.get(session.draft_name, CHEAP)
-        if isinstance(found, Exception):
-            raise found
-        return found
+    def __call__(
+        self, backend: LlamaBackend, sizes: Iterable[int], budget_s: float
+    ) -> dict[int, float]:
+        name = backend.model.name
+        if name == "target.gguf":
+            found = [costs for costs in self.costs.values() if isinstance(costs, Costs)]
+            return dict((found[0] if found else CHEAP).batch_s)
+        self.asked.append(name)
+        costs = self.costs.get(name, CHEAP)
+        if isinstance(costs, Exception):
+            raise costs
+        return {size: size * costs.draft_token_s for size in sizes}
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     measured = Measured()
-    monkeypatch.setattr(specgen.costs, "measure_costs", measured)
+    monkeypatch.setattr(specgen.session, "measure_sizes", measured)
     return measured
 
 
@@ -56,7 +66,7 @@ def options(models: Path, **drafting: int) -> SessionOptions:
     return SessionOptions(
         models / "target.gguf",
         "none",
-        drafting=DraftOptions(**drafting),  # type: ignore[arg-type]
+        drafting=DraftOptions(policy="fixed", **drafting),  # type: ignore[arg-type]
         target_context=context,
         draft_context=context,
     )
@@ -84,11 +94,9 @@ def test_a_model_that_pays_is_taken_with_what_it_promises(
     assert taken.draft == choices[0].draft
     assert session.draft_name == "draft.gguf"
     assert taken.note == f"drafting with the partner (about x{outlook(CHEAP).speedup:.2f} expected)"
-    assert taken.measured[0].startswith(
-        "target.gguf decodes 1, 2, 3, 4 rows in 30.0, 31.0, 32.0, 33.0 ms, "
-        "draft.gguf a token in 1.0 ms; "
+    assert taken.measured == (
+        "target.gguf decodes 1, 2, 3, 4 rows in 30.0, 31.0, 32.0, 33.0 ms, draft.gguf a token in 1.0 ms",
     )
-    assert str(costs_file()) in taken.measured[0]
     assert measured.asked == ["draft.gguf"]
 
 
@@ -151,7 +159,6 @@ def test_a_gain_too_small_to_count_on_is_said_to_be_one() -> None:
         "not drafting with x.gguf: on this machine a batch of 2 costs 1.3 tokens and a drafted "
         f"token 0.23, so it would be about x{small.speedup:.2f}, too little to count on"
     )
-    assert "keeps" not in measured_text("t", "d", CHEAP)  # nothing is written yet
 
 
 def test_what_was_measured_for_the_target_is_not_checked(
@@ -185,9 +192,7 @@ def test_a_draft_whose_context_cannot_be_had_gives_way_to_the_next(
     taken = take_first(session, choices)
     assert session.draft_name == "bad.gguf"
     assert taken.note.startswith(f"{error}; drafting with the general one (")
-    measured.costs["bad.gguf"] = error
-    costs_file().unlink()
-    assert take_first(session, choices[:2]) == Taken("none", f"{error}; {error}; not drafting", ())
+    assert take_first(session, choices[:1]) == Taken("none", f"{error}; not drafting", ())
     assert session.draft_name == "none"
 
 
@@ -218,8 +223,10 @@ def test_a_pair_is_measured_once(
     tiny_models: Path, choices: tuple[DraftChoice, ...], n_decodes: Callable[[], int]
 ) -> None:
     def measures(changed: SessionOptions) -> bool:
-        with Session(changed, time.perf_counter) as session:
+        memory = Memory(memory_file(), {"cpu": "x"})
+        with Session(changed, time.perf_counter, memory) as session:
             take_first(session, choices[:1])
+        memory.save()
         return n_decodes() > 0
 
     own = options(tiny_models)
@@ -229,7 +236,6 @@ def test_a_pair_is_measured_once(
     context = own.draft_context
     for changed in (
         dataclasses.replace(own, target=tiny_models / "chat.gguf"),
-        dataclasses.replace(own, drafting=DraftOptions(max_tokens=2)),
         dataclasses.replace(own, target_context=dataclasses.replace(context, n_threads=2)),
         dataclasses.replace(own, draft_context=dataclasses.replace(context, n_threads_batch=2)),
         dataclasses.replace(own, draft_context=dataclasses.replace(context, n_gpu_layers=0)),
@@ -241,12 +247,41 @@ def test_a_pair_is_measured_once(
         assert measures(changed)
         assert not measures(changed)
     assert not measures(own)
-    costs_file().write_text("{", encoding="utf-8")
+    memory_file().write_text("{", encoding="utf-8")
     assert measures(own)
     assert not measures(own)
 
 
-def test_a_cache_that_cannot_be_written_is_measured_again_without_a_word(
+def test_two_drafts_for_a_target_have_its_batches_measured_once(
+    tiny_models: Path, choices: tuple[DraftChoice, ...], n_decodes: Callable[[], int]
+) -> None:
+    with Session(options(tiny_models), time.perf_counter) as session:
+        for choice, models in ((choices[0], 2), (choices[1], 1)):
+            path = Path(choice.draft)
+            session.change_draft(path)
+            costs = measure_costs(session, path)
+            assert costs is not None
+            # Of seven sizes of the draft's and four of the target's, three times each.
+            assert n_decodes() == (4 + 7 * 3) + (4 + 4 * 3) * (models - 1)
+            assert known_costs(session, path) == costs
+            assert n_decodes() == 0
+
+
+def test_a_longer_draft_has_its_batches_measured_too(
+    tiny_models: Path, choices: tuple[DraftChoice, ...], n_decodes: Callable[[], int]
+) -> None:
+    """What three rows cost says little of seventeen."""
+    memory, path = Memory(), Path(choices[0].draft)
+    for n_max in (2, 16):
+        with Session(options(tiny_models, max_tokens=n_max), time.perf_counter, memory) as session:
+            session.change_draft(path)
+            costs = measure_costs(session, path)
+            assert costs is not None
+            assert max(costs.batch_s) == n_max + 1
+            assert n_decodes() > 0
+
+
+def test_a_memory_that_cannot_be_written_is_measured_again_without_a_word(
     tiny_models: Path,
     choices: tuple[DraftChoice, ...],
     n_decodes: Callable[[], int],
@@ -257,17 +292,24 @@ def test_a_cache_that_cannot_be_written_is_measured_again_without_a_word(
     file.write_text("", encoding="utf-8")
     monkeypatch.setenv("SPECGEN_CACHE", str(file))
     for _ in range(2):
-        with Session(options(tiny_models), time.perf_counter) as session:
+        memory = Memory(memory_file())
+        with Session(options(tiny_models), time.perf_counter, memory) as session:
             take_first(session, choices)
+        memory.save()
         assert n_decodes() > 0
     assert file.read_text(encoding="utf-8") == ""
 
 
-def test_the_sizes_that_a_round_may_have_are_measured(tiny_models: Path) -> None:
-    own = dataclasses.replace(options(tiny_models), draft=tiny_models / "other.gguf")
-    with Session(own, time.perf_counter) as session:  # another vocabulary
-        found = specgen.costs.measure_costs(session)
-    assert {1, 2} <= set(found.batch_s) <= {1, 2, 3, 4}
+@pytest.mark.parametrize("n_max", [1, 2, 3, 16])
+def test_the_sizes_that_a_round_may_have_are_measured(tiny_models: Path, n_max: int) -> None:
+    draft = tiny_models / "other.gguf"  # another vocabulary
+    own = dataclasses.replace(options(tiny_models, max_tokens=n_max), draft=draft)
+    with Session(own, time.perf_counter) as session:
+        assert known_costs(session, draft) is None
+        found = measure_costs(session, draft)
+        assert found == known_costs(session, draft)
+    assert found is not None
+    assert set(found.batch_s) == set(batch_sizes(n_max + 1))
     assert all(seconds > 0.0 for seconds in (*found.batch_s.values(), found.draft_token_s))
 
 
@@ -344,10 +386,10 @@ def test_run_and_verify_take_a_partner_only_if_it_pays(
     assert draft == "draft.gguf"
     assert "in the pair tiny (about x" in note
     assert "drafted for by draft.gguf" in specgen_(*verify)[0]
-    assert len(measured.asked) == 2
     measured.costs = {"draft.gguf": DEAR}
-    assert drafted_by() == ("draft.gguf", [note])  # as it was kept
-    costs_file().unlink()
+    assert drafted_by()[0] == "draft.gguf"  # as it was kept
+    assert measured.asked == ["draft.gguf"]
+    memory_file().unlink()
     for _ in range(2):
         draft, (note,) = drafted_by()
         assert draft == "ngram"
@@ -363,5 +405,14 @@ def test_run_and_verify_take_a_partner_only_if_it_pays(
     save_draft(identity, SavedDraft(target.parent / "draft.gguf", speedup=1.5))
     draft, (note,) = drafted_by()
     assert (draft, "not drafting" in note) == ("draft.gguf", False)
-    assert len(measured.asked) == 4
+    assert measured.asked == 2 * ["draft.gguf"]
     assert drafted_by("--quiet") == ("draft.gguf", [])
+
+
+def test_what_verify_measured_need_not_be_measured_again(target: Path, measured: Measured) -> None:
+    models = ("-m", str(target), "-t", "1", "-fa", "off", "-n", "8")
+    for _ in range(2):
+        with pytest.raises(SystemExit) as exit_:
+            specgen.cli.main(["verify", "--check", "greedy", "-N", "1", "--quiet", *models])
+        assert exit_.value.code == 0
+        assert measured.asked == ["draft.gguf"]

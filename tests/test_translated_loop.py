@@ -30,6 +30,7 @@ from specgen.policy import FixedPolicy, Policy, RoundReport
 from specgen.proof.statistics import Cells, GTest, g_test
 from specgen.sampling import Distribution, Sampler
 from specgen.state import Shaper, TextState
+from specgen.tables import Price
 from specgen.translation import SharedTokens, Translation
 from specgen.verify import (
     BlockVerifier,
@@ -93,7 +94,7 @@ class Pair:
     prompt: str = "ab é中 a"
     sampler: SamplerOptions = GREEDY
     options: GenerationOptions = GenerationOptions(max_tokens=30)
-    drafting: DraftOptions = DraftOptions(max_tokens=4, p_min=0.0)
+    drafting: DraftOptions = DraftOptions(policy="fixed", max_tokens=4, p_min=0.0)
     seed: int = 0
 
     def prompt_tokens(self) -> list[int]:
@@ -171,6 +172,9 @@ class Watched:
     @property
     def model_s(self) -> float:
         return self.inner.model_s
+
+    def price(self, n_context: int) -> Price:
+        return self.inner.price(n_context)
 
     def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
         text = self.inner._text
@@ -361,7 +365,7 @@ def test_the_inner_drafter_is_told_which_of_its_own_tokens_were_accepted() -> No
         text = translation.text([2], None)
         made, _ = translated_drafter(translation, random_language(6), draft, mode, TextState([2]))
         drafter = TranslatedDrafter(Scripted(said), translation, text, made._beginning)
-        policy = FixedPolicy(DraftOptions(max_tokens=8))
+        policy = FixedPolicy(DraftOptions(policy="fixed", max_tokens=8))
         translated = drafter.propose([2], 8, policy)
         path = tuple(range(min(n_accepted, len(translated))))
         drafter.observe(RoundReport(translated, path, 0.0, 0.0, 1))
@@ -403,7 +407,7 @@ def test_a_rewound_answer_is_drafted_for_as_the_first_time(mode: Translated) -> 
     language = spoken(ByteLanguage(3), draft)
     prompt = target.tokenize("ab ab é中 a\nb", add_special=False, parse_special=False)
     longer = target.tokenize("ab ab é中 a\nb中é ab\n", add_special=False, parse_special=False)
-    policy = FixedPolicy(DraftOptions(max_tokens=4, p_min=0.0))
+    policy = FixedPolicy(DraftOptions(policy="fixed", max_tokens=4, p_min=0.0))
     translation = Translation(target, draft)
 
     def fresh() -> TranslatedDrafter:
@@ -602,7 +606,7 @@ def draw(
             vocabulary=SMALL_TARGET,
             drafter=drafter,
             sampler=options,
-            drafting=DraftOptions(max_tokens=3, p_min=p_min),
+            drafting=DraftOptions(policy="fixed", max_tokens=3, p_min=p_min),
             options=GenerationOptions(max_tokens=N_TOKENS + 2),
             seed=10_000 + number,
             prompt=SMALL_PROMPT,

@@ -79,7 +79,7 @@ def opened(
         target=models / f"{target}.gguf",
         draft="none" if draft == "none" else models / f"{draft}.gguf",
         sampler=sampler,
-        drafting=DraftOptions(max_tokens=n_draft, p_min=0.0, translate=translate),
+        drafting=DraftOptions(policy="fixed", max_tokens=n_draft, p_min=0.0, translate=translate),
         generation=GenerationOptions(**{"max_tokens": 32, **generation}),  # type: ignore[arg-type]
         target_context=context,
         draft_context=context,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 
 import pytest
 
 from specgen.backend.fake import FakeVocabulary, noisy, random_language
-from specgen.costs import batch_sizes
 from specgen.draft import Draft
 from specgen.drafters import Drafter
 from specgen.errors import BackendError
@@ -67,9 +65,9 @@ def drafters() -> dict[str, Callable[[], Drafter]]:
 @pytest.mark.parametrize(
     "drafting",
     [
-        DraftOptions(max_tokens=4, p_min=0.0),
-        DraftOptions(max_tokens=3, p_min=0.3),
-        DraftOptions(max_tokens=4, p_min=0.2, min_tokens=2),
+        DraftOptions(policy="fixed", max_tokens=4, p_min=0.0),
+        DraftOptions(policy="fixed", max_tokens=3, p_min=0.3),
+        DraftOptions(policy="fixed", max_tokens=4, p_min=0.2, min_tokens=2),
     ],
 )
 @pytest.mark.parametrize("max_tokens", [40, 2])
@@ -206,15 +204,6 @@ def test_what_was_not_drafted_has_no_rate() -> None:
     assert figures.speedup == 1.0
     assert figures.acceptance_rate is None
     assert figures.draft_token_s is None
-
-
-@pytest.mark.parametrize("n_max", [2, 4, 8, 9, 17, 129])
-def test_sizes_of_batches_reach_from_one_to_the_largest_in_small_steps(n_max: int) -> None:
-    sizes = batch_sizes(n_max)
-    assert sizes[0] == 1
-    assert sizes[-1] == n_max
-    assert all(a < b <= max(a + 1, 1.25 * a) for a, b in itertools.pairwise(sizes))
-    assert len(sizes) < 25
 
 
 def test_sizes_between_two_that_were_timed_are_in_proportion() -> None:

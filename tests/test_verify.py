@@ -76,7 +76,7 @@ def draw(
     sampler: SamplerOptions,
     make_drafter: Callable[[int], Drafter | None],
     verifier: Verifier | None = None,
-    drafting: DraftOptions = DraftOptions(max_tokens=2, p_min=0.0),
+    drafting: DraftOptions = DraftOptions(policy="fixed", max_tokens=2, p_min=0.0),
 ) -> Counter[tuple[int, ...]]:
     """The first tokens of many answers.
 
@@ -111,7 +111,7 @@ def test_a_drawn_chain_fits(verifier: Callable[[], Verifier], quality: str, samp
         options,
         lambda seed: model_drafter(DRAFTS[quality], LETTERS, options, seed=seed)[0],
         verifier(),
-        DraftOptions(max_tokens=3, p_min=0.0),
+        DraftOptions(policy="fixed", max_tokens=3, p_min=0.0),
     )
     assert p_value(counts, exact(options)) > LEVEL
 
@@ -122,7 +122,7 @@ def test_residual_sampling_of_drawn_siblings_fits(quality: str) -> None:
     counts = draw(
         options,
         lambda seed: SiblingDrafter(DRAFTS[quality], options, 2, 2, np.random.default_rng(seed)),
-        drafting=DraftOptions(max_tokens=6, p_min=0.0),
+        drafting=DraftOptions(policy="fixed", max_tokens=6, p_min=0.0),
     )
     assert p_value(counts, exact(options)) > LEVEL
 
@@ -157,7 +157,7 @@ def test_stopping_where_the_draft_is_unsure_does_not_bias(p_min: float) -> None:
     def with_stop(seed: int) -> Drafter:
         return model_drafter(DRAFTS["good"], LETTERS, options, seed=seed)[0]
 
-    drafting = DraftOptions(max_tokens=3, min_tokens=2, p_min=p_min)
+    drafting = DraftOptions(policy="fixed", max_tokens=3, min_tokens=2, p_min=p_min)
     assert p_value(draw(options, with_stop, drafting=drafting), exact(options)) > LEVEL
 
 

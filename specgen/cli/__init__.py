@@ -13,8 +13,10 @@ import typer.core
 
 from specgen import __version__
 from specgen.cli import draft, models
+from specgen.cli.bench import bench
 from specgen.cli.doctor import doctor
 from specgen.cli.run import run
+from specgen.cli.tune import tune
 from specgen.cli.verify import verify
 from specgen.errors import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, OutputError, SpecgenError
 
@@ -53,6 +55,8 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(verify)
+app.command()(tune)
+app.command()(bench)
 app.add_typer(models.app, name="models")
 app.add_typer(draft.app, name="draft")
 app.command()(doctor)

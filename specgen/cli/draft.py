@@ -125,7 +125,7 @@ def find(
     from specgen.proof import OWN_PROMPTS, read_prompts, spread
 
     flags.check_loudness(quiet=quiet, verbose=verbose)
-    if drafting.max_tokens == 0:
+    if drafting.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to find")
     texts = spread(OWN_PROMPTS if prompts is None else read_prompts(prompts), n_prompts)
     answer = GenerationOptions(max_tokens=max_tokens)

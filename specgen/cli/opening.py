@@ -19,6 +19,7 @@ from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 
 if TYPE_CHECKING:
     from specgen.cli.sources import Fetch
+    from specgen.memory import Memory
     from specgen.models import Registry
     from specgen.options import DraftSource
     from specgen.session import Session, SessionOptions
@@ -31,7 +32,11 @@ def find_models(choice: flags.ModelChoice, *, quiet: bool) -> Sources:
     registry = load_registry()
     disk = Disk(locate, identify, saved_draft)
     get = _fetch(registry, quiet=quiet)
-    return resolve(choice.target, choice.draft, choice.pair, registry, get, disk)
+    sources = resolve(choice.target, choice.draft, choice.pair, registry, get, disk)
+    helpers: list[DraftSource] = [
+        "ngram" if name == "ngram" else find_model(name, registry, get) for name in choice.helpers
+    ]
+    return replace(sources, helpers=tuple(helpers))
 
 
 def find_target(name: str, *, quiet: bool) -> Path:
@@ -60,6 +65,7 @@ def session_options(
     machine: flags.Contexts,
 ) -> SessionOptions:
     """Everything that decides what the session does."""
+    from specgen.models import cache_folder
     from specgen.session import SessionOptions
 
     return SessionOptions(
@@ -70,6 +76,8 @@ def session_options(
         generation=answer,
         target_context=machine.target,
         draft_context=machine.draft,
+        helpers=sources.helpers,
+        cache=cache_folder(),
     )
 
 
@@ -112,6 +120,7 @@ class Opener:
         self._drafts = list(drafts)
         self._quiet = quiet
         self._verbose = verbose
+        self._memory = open_memory()
 
     @property
     def draft(self) -> DraftSource | None:
@@ -131,7 +140,7 @@ class Opener:
         with contextlib.ExitStack() as on_error:
             with _loading(options.target.name, quiet=self._quiet or self._verbose):
                 own = replace(options, draft="none") if is_chosen else options
-                session = on_error.enter_context(Session(own, time.perf_counter))
+                session = on_error.enter_context(Session(own, time.perf_counter, self._memory))
                 if is_chosen:
                     taken = take_first(session, self._drafts)
                     self._drafts = [DraftChoice(taken.draft)]
@@ -140,6 +149,30 @@ class Opener:
             for note in (*(taken.measured if self._verbose else ()), taken.note):
                 print(f"note: {note}", file=sys.stderr)
         return session
+
+
+def open_memory() -> Memory:
+    """What was learnt on this machine with this build of llama.cpp."""
+    from specgen.backend.llama import build
+    from specgen.doctor import look_at_machine
+    from specgen.memory import Memory
+    from specgen.models import memory_file
+
+    built, machine = build(), look_at_machine()
+    about = {
+        "llama_cpp_python": built.version,
+        "features": built.system_info,
+        "devices": [device.description for device in built.devices],
+        "cores": [machine.n_physical_cores, machine.n_logical_cores, _n_usable_cores()],
+        "cpu": machine.cpu,
+    }
+    return Memory(memory_file(), about)
+
+
+def _n_usable_cores() -> int | None:
+    """How many of them this process may use, where the system tells."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else None
 
 
 @contextlib.contextmanager

@@ -119,4 +119,5 @@ def _answer(
             renderer.handle(event)
             if isinstance(event, FinishedEvent):
                 finish_reason = event.finish_reason
+    session.memory.save()
     return interrupt.exit_code if finish_reason == "interrupted" else 0

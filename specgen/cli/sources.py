@@ -36,6 +36,8 @@ class Sources:
 
     target: Path
     drafts: tuple[DraftChoice, ...]
+    #: What drafts for the draft model, what for that one, and so on.
+    helpers: tuple[DraftSource, ...] = ()
 
     @property
     def draft(self) -> DraftSource:

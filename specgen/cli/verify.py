@@ -154,7 +154,7 @@ def verify(
         raise UsageError(f"--seeded-bug {seeded_bug}: one of {', '.join(BUGS)}")
     if models.draft == "none":
         raise UsageError("--draft none drafts nothing, so there is nothing to verify")
-    if drafting.max_tokens == 0:
+    if drafting.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to verify")
     texts = _prompts(prompts)
     plan = SampledPlan(
@@ -168,6 +168,9 @@ def verify(
         why = sources.drafts[0].why  # what was saved for this target
         raise UsageError(f"{why}: there is nothing to verify", hint="--draft names a draft")
     answer = GenerationOptions(max_tokens=max_tokens, grammar=grammar.grammar)
+    if drafting.policy == "cost":
+        # What is to be tested is drafts: there are to be some, whatever they cost.
+        drafting = replace(drafting, policy="fixed")
     options = session_options(sources, sampling, drafting, answer, machine)
     with log_shown(verbose), progress_bar(quiet=quiet or verbose) as progress, Interrupt() as stop:
         opener = Opener(sources.drafts, quiet=quiet, verbose=verbose)
@@ -288,7 +291,7 @@ class _Job:
             target=self._options.target.name,
             draft=draft.name if isinstance(draft, Path) else draft,
             verifier=self._options.drafting.verifier,
-            draft_max=self._options.drafting.max_tokens,
+            draft_max=self._options.drafting.n_max,
             sampler=self._sampler,
             seeded_bug=self._bug.name if self._bug is not None else None,
             check=check,

@@ -1,9 +1,19 @@
 """What proposes drafts."""
 
 from specgen.drafters.base import Drafter
-from specgen.drafters.cascade import CascadeDrafter
+from specgen.drafters.combined import CombinedDrafter
+from specgen.drafters.guesses import Guesses
 from specgen.drafters.model import ModelDrafter
 from specgen.drafters.ngram import NgramDrafter
+from specgen.drafters.suffix import SuffixDrafter
 from specgen.drafters.translated import TranslatedDrafter
 
-__all__ = ["CascadeDrafter", "Drafter", "ModelDrafter", "NgramDrafter", "TranslatedDrafter"]
+__all__ = [
+    "CombinedDrafter",
+    "Drafter",
+    "Guesses",
+    "ModelDrafter",
+    "NgramDrafter",
+    "SuffixDrafter",
+    "TranslatedDrafter",
+]

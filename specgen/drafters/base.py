@@ -7,6 +7,9 @@ from typing import Protocol
 
 from specgen.draft import Draft
 from specgen.policy import Policy, RoundReport
+from specgen.tables import Price
+
+__all__ = ["Drafter", "Price"]
 
 
 class Drafter(Protocol):
@@ -24,6 +27,10 @@ class Drafter(Protocol):
     @property
     def model_s(self) -> float:
         """Seconds spent in a model's decodes so far; 0 for a drafter without one."""
+        ...
+
+    def price(self, n_context: int) -> Price:
+        """What it would take now to draft for a text of so many tokens."""
         ...
 
     def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:

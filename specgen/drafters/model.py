@@ -10,12 +10,17 @@ import numpy as np
 from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
 from specgen.draft import NO_DRAFT, Draft
+from specgen.drafters.guesses import Guesses
 from specgen.policy import Policy, RoundReport
 from specgen.sampling import Distribution, NoTokenAllowedError
+from specgen.tables import FREE, CostTable, Price
 
 #: Tokens at the beginning of the text that a window keeps: attention rests on the first few,
 #: whatever they say (Xiao et al., arXiv:2309.17453).
 _N_SINK = 4
+#: Tokens that a drafter that is up to date has to decode first, at most: the target's own and,
+#: if all of the last draft was accepted, the last one of that.
+_N_USUAL = 2
 
 
 class DraftShaper(Protocol):
@@ -44,7 +49,9 @@ class ModelDrafter:
     drafting goes on at the price of about one more token of prompt for each drafted-for token.
 
     `n_shared_tokens`: tokens from this id on exist in only one of the two vocabularies
-    (padding); they are never drafted. The drafter owns the backend and closes it.
+    (padding); they are never drafted. `costs` is the table of the model's decodes, which each
+    decode corrects. With `guesses`, the model is itself sped up by a cheaper drafter. The drafter
+    owns the backend and closes it.
     """
 
     def __init__(
@@ -55,6 +62,8 @@ class ModelDrafter:
         *,
         draws: bool,
         n_shared_tokens: int,
+        costs: CostTable | None = None,
+        guesses: Guesses | None = None,
         sequence: int = 0,
     ) -> None:
         self._backend = backend
@@ -62,6 +71,8 @@ class ModelDrafter:
         self._rng = rng
         self._draws = draws
         self._n_shared_tokens = n_shared_tokens
+        self._costs = costs if costs is not None else CostTable()
+        self._guesses = guesses if backend.rollback == "cells" else None
         self._sequence = sequence
         #: The cache agrees with the text on so many tokens; behind them it holds `_ahead`.
         self._n_agreed = 0
@@ -75,21 +86,36 @@ class ModelDrafter:
 
     @property
     def model_s(self) -> float:
-        return self._backend.decode_s
+        guesses_s = self._guesses.model_s if self._guesses is not None else 0.0
+        return self._backend.decode_s + guesses_s
+
+    def price(self, n_context: int) -> Price:
+        if not self._costs:
+            return FREE
+        n_behind = max(1, n_context - self._n_agreed - len(self._ahead))
+        n_usual = min(n_behind, _N_USUAL)
+        first_s = self._costs.seconds(n_usual)
+        next_s = self._costs.seconds(1)
+        if self._guesses is not None:
+            next_s = self._guesses.token_s(next_s)
+        return Price(first_s, next_s, max(0.0, self._costs.seconds(n_behind) - first_s))
 
     def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
+        if policy.prospect(self.name, self.price(len(context))) <= 0.0:
+            return NO_DRAFT
         n_max = self._make_room(len(context), n_max)
         if n_max < 1:
             return NO_DRAFT
         row = self._catch_up(context)
         self._backend.checkpoint(self._sequence)
+        ahead = _Ahead(self._ahead)
         tokens: list[int] = []
         probabilities: list[float | None] = []
         distributions: list[Distribution | None] = []
         while True:
             row = row[: self._n_shared_tokens]
-            top = self._shaper.top_probability(row, tokens) if policy.needs_probability else None
-            if not policy.wants_more(len(tokens), 1.0 if top is None else top):
+            top = self._shaper.top_probability(row, tokens) if policy.needs_confidence else None
+            if not policy.wants_more(len(tokens), 1.0 if top is None else top, self.name):
                 break
             try:
                 source = self._shaper.distribution(row, tokens)
@@ -101,14 +127,19 @@ class ModelDrafter:
             tokens.append(token)
             if len(tokens) == n_max or self._backend.vocabulary.is_end(token):
                 break
-            row = self._decode([token])
-            self._ahead.append(token)
+            if not policy.goes_on(len(tokens), self.name):
+                break
+            row = self._row_after(tokens, ahead, context, n_max)
+        if self._guesses is not None:
+            self._guesses.settle(tokens)
         return Draft.chain(tokens, self.name, probabilities, distributions)
 
     def observe(self, report: RoundReport) -> None:
         pass
 
     def rewind(self, n_tokens: int) -> None:
+        if self._guesses is not None:
+            self._guesses.rewind(n_tokens)
         if n_tokens >= self._n_agreed:
             return
         if self._n_skipped and n_tokens < _N_SINK + self._n_skipped:
@@ -120,6 +151,8 @@ class ModelDrafter:
 
     def close(self) -> None:
         self._backend.close()
+        if self._guesses is not None:
+            self._guesses.close()
 
     def _empty(self) -> None:
         self._backend.remove(self._sequence)
@@ -160,18 +193,82 @@ class ModelDrafter:
         self._n_agreed = len(context)
         return row
 
+    def _row_after(
+        self, tokens: Sequence[int], ahead: _Ahead, context: Sequence[int], n_max: int
+    ) -> Logits:
+        """The logits after the drafted tokens so far, float32[n_vocab]; all but the last of them
+        are decoded. With guesses the last one may be too, and some that come after it."""
+        found = ahead.row_after(tokens)
+        if found is not None:
+            return found
+        n_wrong = ahead.drop_from(len(tokens) - 1)
+        if n_wrong:
+            length = self._backend.length(self._sequence)
+            self._backend.remove(self._sequence, length - n_wrong)
+        guessed: Sequence[int] = ()
+        if self._guesses is not None:
+            self._guesses.settle(tokens)
+            n_room = min(n_max - len(tokens) - 1, self._backend.n_outputs - 1)
+            guessed = self._guesses.after(context, tokens, n_room)
+        before_s = self._backend.decode_s
+        rows = self._decode_rows([tokens[-1], *guessed], n_wanted=1 + len(guessed))
+        if self._guesses is not None:
+            self._guesses.decoded(self._backend.decode_s - before_s)
+        return ahead.add((tokens[-1], *guessed), rows)
+
     def _decode(self, tokens: Sequence[int]) -> Logits:
         """Decode tokens in batches; returns the logits after the last one, float32[n_vocab]."""
+        row: Logits = self._decode_rows(tokens, n_wanted=1)[-1]
+        return row
+
+    def _decode_rows(self, tokens: Sequence[int], *, n_wanted: int) -> Logits:
+        """Decode tokens in batches; returns the logits after the last ones, of the last batch at
+        most: float32[n_wanted, n_vocab]."""
         position = self._backend.length(self._sequence)
         n_batch = self._backend.n_batch
         logits: Logits | None = None
         for start in range(0, len(tokens), n_batch):
             batch = Batch()
-            for token in tokens[start : start + n_batch]:
-                batch.add(token, position, (self._sequence,), False)
+            for index, token in enumerate(tokens[start : start + n_batch], start):
+                wants_logits = index >= len(tokens) - n_wanted
+                batch.add(token, position, (self._sequence,), wants_logits)
                 position += 1
-            batch.wants_logits[-1] = start + n_batch >= len(tokens)
+            before_s = self._backend.decode_s
             logits = self._backend.decode(batch)
+            self._costs.observe(len(batch), self._backend.decode_s - before_s)
         assert logits is not None, "at least one token is decoded"
-        row: Logits = logits[-1]
+        return logits
+
+
+class _Ahead:
+    """What a cache holds behind the text (`tokens`, shared with the drafter), and the rows of
+    logits of the last decode."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+        self._rows: Logits | None = None
+        #: Row i is that after the first `_n_first + i` of the tokens.
+        self._n_first = 0
+
+    def row_after(self, drafted: Sequence[int]) -> Logits | None:
+        """The logits after what was drafted, if the cache holds just that and the rows are
+        there."""
+        n = len(drafted)
+        if self._rows is None or n > len(self._tokens) or self._tokens[n - 1] != drafted[-1]:
+            return None
+        row: Logits = self._rows[n - self._n_first]
+        return row
+
+    def drop_from(self, n: int) -> int:
+        """Forget all tokens but the first n; returns how many these were."""
+        n_wrong = len(self._tokens) - n
+        del self._tokens[n:]
+        return n_wrong
+
+    def add(self, tokens: Sequence[int], rows: Logits) -> Logits:
+        """Add what was decoded; returns the logits after the first of it."""
+        self._n_first = len(self._tokens) + 1
+        self._tokens.extend(tokens)
+        self._rows = rows
+        row: Logits = rows[0]
         return row

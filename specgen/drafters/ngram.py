@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from specgen.draft import NO_DRAFT, Draft
 from specgen.policy import Policy, RoundReport
+from specgen.tables import FREE, Price
 
 
 class NgramDrafter:
@@ -38,6 +39,9 @@ class NgramDrafter:
     @property
     def model_s(self) -> float:
         return 0.0
+
+    def price(self, n_context: int) -> Price:
+        return FREE
 
     def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
         self._index(context)

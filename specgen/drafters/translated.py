@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from specgen.draft import NO_DRAFT, ROOT, Draft
 from specgen.drafters.base import Drafter
-from specgen.policy import Policy, RoundReport
+from specgen.policy import Decided, Policy, RoundReport
+from specgen.tables import Price
 from specgen.translation import BeginningShaper, DraftText, Translation
 from specgen.translation.unicode import n_unfinished
 
@@ -58,7 +59,13 @@ class TranslatedDrafter:
     def model_s(self) -> float:
         return self._inner.model_s
 
+    def price(self, n_context: int) -> Price:
+        n_new = n_context - self._text.n_followed
+        return self._inner.price(len(self._text.tokens) + n_new)
+
     def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
+        if policy.prospect(self.name, self.price(len(context))) <= 0.0:
+            return NO_DRAFT
         text = self._text
         text.follow(context, self._drafted)
         self._drafted = NO_DRAFT
@@ -72,11 +79,11 @@ class TranslatedDrafter:
             return NO_DRAFT
         self._held_back = text.held_back
         if self._beginning is None:
-            self._drafted = self._inner.propose(text.tokens, n_max, policy)
+            self._drafted = self._inner.propose(text.tokens, n_max, Decided(policy))
             return self._translation.shared.translate(self._drafted)
         self._beginning.beginning = self._held_back
         # What is held back is drafted again before anything else is.
-        behind = _Behind(policy, n_held_back) if n_held_back else policy
+        behind = Decided(policy, n_own=n_held_back)
         self._drafted = self._inner.propose(text.tokens, n_max + n_held_back, behind)
         return self._translation.strings.translate(
             self._drafted, text.last_bytes(_BEFORE), self._held_back
@@ -123,27 +130,3 @@ class TranslatedDrafter:
                 lexicon = self._translation.draft_lexicon
                 return n_tokens if is_open and len(lexicon.beginning_with(ending)) > 1 else 0
         return 0
-
-
-class _Behind:
-    """A policy for drafts whose first tokens are none of the draft's own."""
-
-    def __init__(self, inner: Policy, n_before: int) -> None:
-        self._inner = inner
-        self._n_before = n_before
-
-    @property
-    def needs_probability(self) -> bool:
-        return self._inner.needs_probability
-
-    def room(self) -> int:
-        return self._inner.room() + self._n_before
-
-    def wants_more(self, n_drafted: int, top_probability: float) -> bool:
-        return self._inner.wants_more(max(0, n_drafted - self._n_before), top_probability)
-
-    def admits(self, draft: Draft) -> bool:
-        return self._inner.admits(draft)
-
-    def observe(self, report: RoundReport) -> None:
-        pass

@@ -34,9 +34,9 @@ def models_folder() -> Path:
     return cache_folder() / "models"
 
 
-def costs_file() -> Path:
-    """Return the file of what was measured of this machine; it need not exist."""
-    return cache_folder() / "costs.json"
+def memory_file() -> Path:
+    """Return the file of what was learnt on this machine; it need not exist."""
+    return cache_folder() / "learnt.json"
 
 
 def user_registry_file() -> Path:

@@ -17,6 +17,7 @@ from specgen.drafters import Drafter
 from specgen.generation import Generation
 from specgen.policy import Policy, RoundReport
 from specgen.sampling import Distribution
+from specgen.tables import Price
 from specgen.verify import MatchVerifier, Target, Verdict, Verifier
 
 
@@ -55,6 +56,9 @@ class _TopToken:
     @property
     def model_s(self) -> float:
         return self._inner.model_s
+
+    def price(self, n_context: int) -> Price:
+        return self._inner.price(n_context)
 
     def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
         draft = self._inner.propose(context, n_max, policy)

@@ -5,39 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 from specgen.backend.base import Backend
-from specgen.draft import Draft
 from specgen.drafters import Drafter
 from specgen.generation import Generation
 from specgen.loop import Loop
-from specgen.policy import Policy, RoundReport
+from specgen.policy import Policy, WrappedPolicy
 from specgen.proof.bugs import Bug
 from specgen.proof.told import check_drafting, tokens_told
 from specgen.state import Mark
 from specgen.tally import Tally
 
 
-class _UpTo:
+class _UpTo(WrappedPolicy):
     """A policy whose drafts are cut at a length that each draw has anew."""
 
     def __init__(self, inner: Policy) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self.limit = 1
 
-    @property
-    def needs_probability(self) -> bool:
-        return self._inner.needs_probability
-
-    def room(self) -> int:
-        return min(self.limit, self._inner.room())
-
-    def wants_more(self, n_drafted: int, top_probability: float) -> bool:
-        return self._inner.wants_more(n_drafted, top_probability)
-
-    def admits(self, draft: Draft) -> bool:
-        return self._inner.admits(draft)
-
-    def observe(self, report: RoundReport) -> None:
-        self._inner.observe(report)
+    def room(self, n_left: int) -> int:
+        return min(self.limit, super().room(n_left))
 
 
 class Drawer:
@@ -63,7 +49,7 @@ class Drawer:
         self._depth = depth
         self._loses_bonus = bug is not None and bug.loses_bonus
         self._policy = _UpTo(generation.policy)
-        self._n_lengths = max(1, min(depth, generation.policy.room()))
+        self._n_lengths = max(1, min(depth, generation.policy.room(depth)))
         self._generation = replace(
             generation,
             policy=self._policy,

@@ -127,10 +127,12 @@ def argmax(logits: Logits) -> int:
 
 def top_probability(logits: Logits) -> float:
     """The largest probability of a row at temperature 1, before any truncation."""
-    top = logits.max()
+    top = logits[logits.argmax()]
     check_finite(float(top))
     with np.errstate(over="ignore"):  # from one end of float32 to the other
-        return 1.0 / float(np.exp(logits - top).sum(dtype=np.float64))
+        masses = logits - top
+    np.exp(masses, out=masses)  # in place: another row of a large vocabulary leaves the cache
+    return 1.0 / float(masses.sum())
 
 
 def check_finite(logit: float) -> None:

@@ -196,5 +196,7 @@ def _within(
 ) -> tuple[TokenArray, ProbArray]:
     """Without tokens that are none of this row's: two models may share only a part of their
     vocabularies."""
+    if not len(token_ids) or 0 <= token_ids[0] <= token_ids[-1] < n_vocab:
+        return token_ids, amounts
     start, end = token_ids.searchsorted((0, n_vocab))
     return token_ids[start:end], amounts[start:end]

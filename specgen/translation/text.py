@@ -71,6 +71,11 @@ class DraftText:
         self._borders = [_Border(0, 0, 0, len(prompt))]
 
     @property
+    def n_followed(self) -> int:
+        """How many of the target's tokens were followed."""
+        return self._n_prompt + len(self._target_ends)
+
+    @property
     def held_back(self) -> bytes:
         """The end of the text that is in no token yet."""
         return bytes(self._bytes[self._n_told :])

@@ -19,6 +19,9 @@ from specgen.backend.llama.vocabulary import LlamaVocabulary
 from specgen.errors import BackendError, ModelFileError
 from specgen.options import ContextOptions
 
+#: GGML has no room for more.
+MAX_THREADS = 512
+
 
 class LlamaBackend:
     """A context of a model: its KV cache, and the decoding of batches.
@@ -62,6 +65,8 @@ class LlamaBackend:
             self.close()
             raise ModelFileError(f"{model.path}: the model keeps no cache: it does not generate")
         self._rows = _RowBuffers(size.n_rows, n_sequences, n_outputs)
+        self._logits = np.empty((n_outputs, 0), np.float32)
+        self._logits_address = 0
         self._rewinder: Rewinder | None = None
         if model.has_recurrent_state:
             copies: StateCopies = SavedStates(self._cache)
@@ -146,14 +151,36 @@ class LlamaBackend:
                 f"status {status}): {last_error()}"
             )
         self._n_decoded_rows += len(batch)
-        if n_wanted == 0:
+        return self._view(n_wanted)
+
+    def _view(self, n_rows: int) -> Logits:
+        """The first rows of llama.cpp's logits, without a copy: float32[n_rows, n_vocab]."""
+        if n_rows == 0:
             return np.empty((0, self._n_vocab), np.float32)
         pointer = llama_cpp.llama_get_logits(self._handle)
-        address = ctypes.cast(pointer, ctypes.c_void_p).value
-        if address is None:
+        if not pointer:
             raise BackendError(f"{self._model.name}: llama.cpp gave no logits")
-        memory = (ctypes.c_float * (n_wanted * self._n_vocab)).from_address(address)
-        return np.ctypeslib.as_array(memory).reshape(n_wanted, self._n_vocab)
+        address = ctypes.addressof(pointer.contents)
+        if address != self._logits_address:
+            # Rarely another one: what lies behind the rows of a batch is not looked at.
+            memory = (ctypes.c_float * (self._n_outputs * self._n_vocab)).from_address(address)
+            self._logits = np.ctypeslib.as_array(memory).reshape(self._n_outputs, self._n_vocab)
+            self._logits_address = address
+        return self._logits[:n_rows]
+
+    def set_threads(self, n_single: int, n_batch: int) -> None:
+        """From now on decode batches of one row with `n_single` threads, and those of more rows
+        with `n_batch`; both are 1 to `MAX_THREADS`, or this raises `ValueError`. (llama.cpp's
+        n_threads and n_threads_batch.) Layers on a GPU are not touched by it."""
+        if not (1 <= n_single <= MAX_THREADS and 1 <= n_batch <= MAX_THREADS):
+            raise ValueError(f"{n_single} and {n_batch} threads; 1 to {MAX_THREADS} can be had")
+        llama_cpp.llama_set_n_threads(self._handle, n_single, n_batch)
+
+    @property
+    def threads(self) -> tuple[int, int]:
+        """The threads for one row, and for batches."""
+        handle = self._handle
+        return int(llama_cpp.llama_n_threads(handle)), int(llama_cpp.llama_n_threads_batch(handle))
 
     def length(self, sequence: int) -> int:
         if self._rewinder is not None:
@@ -196,27 +223,28 @@ _DECODE_ERRORS = {
 
 
 class _RowBuffers:
-    """The memory behind llama.cpp's batch, allocated once and written through NumPy."""
+    """The memory behind llama.cpp's batch, allocated once."""
 
     def __init__(self, n_rows: int, n_sequences: int, n_outputs: int) -> None:
         self._n_outputs = n_outputs
-        self._tokens = np.zeros(n_rows, np.int32)
-        self._positions = np.zeros(n_rows, np.int32)
-        self._n_sequences = np.zeros(n_rows, np.int32)
-        self._sequences = np.zeros((n_rows, n_sequences), np.int32)
-        self._wants_logits = np.zeros(n_rows, np.int8)
-        row_bytes = self._sequences.strides[0]
-        first = self._sequences.ctypes.data
-        self._pointers = np.array([first + i * row_bytes for i in range(n_rows)], np.uintp)
+        # Plain ctypes arrays: NumPy takes longer to write the few numbers of a round.
+        self._tokens = (ctypes.c_int32 * n_rows)()
+        self._positions = (ctypes.c_int32 * n_rows)()
+        self._n_sequences = (ctypes.c_int32 * n_rows)()
+        self._sequences = [(ctypes.c_int32 * n_sequences)() for _ in range(n_rows)]
+        self._wants_logits = (ctypes.c_int8 * n_rows)()
         int32_p = ctypes.POINTER(ctypes.c_int32)
+        self._pointers = (int32_p * n_rows)(
+            *(ctypes.cast(sequences, int32_p) for sequences in self._sequences)
+        )
         self.native = llama_cpp.llama_batch(
             n_tokens=0,
-            token=self._tokens.ctypes.data_as(int32_p),
+            token=self._tokens,
             embd=None,
-            pos=self._positions.ctypes.data_as(int32_p),
-            n_seq_id=self._n_sequences.ctypes.data_as(int32_p),
-            seq_id=self._pointers.ctypes.data_as(ctypes.POINTER(int32_p)),
-            logits=self._wants_logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+            pos=self._positions,
+            n_seq_id=self._n_sequences,
+            seq_id=self._pointers,
+            logits=self._wants_logits,
         )
 
     def check(self, batch: Batch) -> int:
@@ -240,6 +268,6 @@ class _RowBuffers:
         self._wants_logits[:n] = batch.wants_logits
         for row, sequences in enumerate(batch.sequences):
             self._n_sequences[row] = len(sequences)
-            self._sequences[row, : len(sequences)] = sequences
+            self._sequences[row][: len(sequences)] = sequences
         self.native.n_tokens = n
         return n_wanted

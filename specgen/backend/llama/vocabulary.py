@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 from specgen.backend.llama.library import llama_cpp
 from specgen.errors import BackendError
+
+#: So many entries are looked at to tell vocabularies apart.
+_N_SAMPLED = 2048
 
 
 class LlamaVocabulary:
@@ -18,6 +22,7 @@ class LlamaVocabulary:
         self._n_tokens: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
         self._pieces: dict[int, bytes] = {}
         self._buffer = ctypes.create_string_buffer(64)
+        self._is_end: dict[int, bool] = {}
         self._ends: list[int] | None = None
 
     @property
@@ -73,12 +78,24 @@ class LlamaVocabulary:
         """The entry in the token table as it stands in the file."""
         return llama_cpp.llama_vocab_get_text(self._vocab, token_id) or b""
 
+    def digest(self) -> str:
+        """Tells vocabularies apart: their kind and size, and a sample of the entries."""
+        step = max(1, self._n_tokens // _N_SAMPLED)
+        found = hashlib.blake2b(f"{self.kind} {self._n_tokens}".encode(), digest_size=16)
+        for token_id in range(0, self._n_tokens, step):
+            found.update(self.token_entry(token_id) + b"\0")
+        return found.hexdigest()
+
     def token_attributes(self, token_id: int) -> int:
         """llama.cpp's attribute bits: unknown, unused, normal, control, ..."""
         return int(llama_cpp.llama_vocab_get_attr(self._vocab, token_id))
 
     def is_end(self, token_id: int) -> bool:
-        return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token_id))
+        is_end = self._is_end.get(token_id)
+        if is_end is None:
+            is_end = bool(llama_cpp.llama_vocab_is_eog(self._vocab, token_id))
+            self._is_end[token_id] = is_end
+        return is_end
 
     def end_tokens(self) -> Sequence[int]:
         if self._ends is None:  # llama.cpp has no list of them: a pass over the vocabulary

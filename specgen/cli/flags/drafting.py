@@ -3,26 +3,50 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from specgen.errors import UsageError
-from specgen.options import DRAFT_TEMPERATURE, DraftOptions, TranslateMode, VerifierName
+from specgen.options import (
+    DRAFT_TEMPERATURE,
+    FIXED_LENGTH,
+    FIXED_NGRAMS,
+    FIXED_P_MIN,
+    LONGEST_DRAFT,
+    NGRAMS,
+    DraftOptions,
+    PolicyName,
+    TranslateMode,
+    VerifierName,
+)
 
 _DEFAULT = DraftOptions()
 _DRAFTING = "Drafting"
 
 
 def drafting(
+    policy: Annotated[
+        PolicyName,
+        typer.Option(
+            "--policy",
+            envvar="SPECGEN_POLICY",
+            help="How much is drafted: cost (what is expected to save time, by measured costs and "
+            "what was accepted so far), threshold (until the draft as a whole becomes too unlikely, "
+            "by a bound that adapts), or fixed (--draft-max and --draft-p-min alone).",
+            rich_help_panel=_DRAFTING,
+        ),
+    ] = _DEFAULT.policy,
     draft_max: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--draft-max",
             "--draft-n",
             min=0,
             max=128,
             help="The most tokens to draft a round; 0 decodes plainly.",
+            show_default=f"{LONGEST_DRAFT}, or {FIXED_LENGTH} with --policy fixed",
             rich_help_panel=_DRAFTING,
         ),
     ] = _DEFAULT.max_tokens,
@@ -38,12 +62,13 @@ def drafting(
         ),
     ] = _DEFAULT.min_tokens,
     draft_p_min: Annotated[
-        float,
+        float | None,
         typer.Option(
             "--draft-p-min",
             min=0.0,
             max=1.0,
             help="Stop drafting where the draft's most likely token is less likely than this.",
+            show_default=f"0, or {FIXED_P_MIN} with --policy fixed",
             rich_help_panel=_DRAFTING,
         ),
     ] = _DEFAULT.p_min,
@@ -86,36 +111,61 @@ def drafting(
         ),
     ] = _DEFAULT.translate,
     ngrams: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--ngrams",
-            help="Beside a draft model: continue repetitions of the text so far where there are "
-            "any, and ask the model only where there are none.",
+            "--ngrams/--no-ngrams",
+            help="Beside a draft model, let repetitions of the text so far draft too: whichever "
+            "promises more or, where costs do not decide, repetitions first.",
+            show_default="with --policy cost",
             rich_help_panel=_DRAFTING,
         ),
     ] = _DEFAULT.ngrams,
     ngram_min: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--ngram-min",
             min=1,
             help="The shortest run of tokens that counts as a repetition.",
+            show_default=f"{NGRAMS[0]}, or {FIXED_NGRAMS[0]} with --policy fixed",
             rich_help_panel=_DRAFTING,
         ),
     ] = _DEFAULT.ngram_min,
     ngram_max: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--ngram-max",
             min=1,
             max=64,
-            help="The longest run of tokens that is looked for.",
+            help="A longer run of tokens counts as one of so many.",
+            show_default=f"{NGRAMS[1]}, or {FIXED_NGRAMS[1]} with --policy fixed",
             rich_help_panel=_DRAFTING,
         ),
     ] = _DEFAULT.ngram_max,
+    lookup_files: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--lookup-file",
+            "--lookup-cache-static",
+            "-lcs",
+            metavar="FILE|FOLDER",
+            help="Let repetitions of these texts draft too: a code base, earlier answers (JSON "
+            "Lines or text). May be given several times.",
+            show_default=False,
+            rich_help_panel=_DRAFTING,
+        ),
+    ] = None,
+    lookup_store: Annotated[
+        bool,
+        typer.Option(
+            "--lookup-store",
+            help="Keep prompts and answers on this disk, in the cache folder, and let repetitions "
+            "of earlier ones draft too. Without it nothing is kept.",
+            rich_help_panel=_DRAFTING,
+        ),
+    ] = _DEFAULT.lookup_store,
 ) -> DraftOptions:
     """The options of drafting. Raises `UsageError`."""
-    if ngram_min > ngram_max:
+    if ngram_min is not None and ngram_max is not None and ngram_min > ngram_max:
         raise UsageError(
             f"--ngram-min {ngram_min} is larger than --ngram-max {ngram_max}",
             hint="n-grams are looked for from the longest to the shortest",
@@ -123,12 +173,15 @@ def drafting(
     if draft_temperature is not None and not math.isfinite(draft_temperature):
         raise UsageError(f"--draft-temp is {draft_temperature}: give a number")
     return DraftOptions(
+        policy=policy,
         max_tokens=draft_max,
         min_tokens=draft_min,
         p_min=draft_p_min,
         ngrams=ngrams,
         ngram_max=ngram_max,
         ngram_min=ngram_min,
+        lookup_files=tuple(lookup_files or ()),
+        lookup_store=lookup_store,
         verifier=verifier,
         temperature=draft_temperature,
         top_k=draft_top_k,

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from specgen.errors import UsageError
+
 _MODELS = "Models"
 
 
@@ -17,6 +19,8 @@ class ModelChoice:
     target: str | None
     draft: str | None
     pair: str | None
+    #: What drafts for the draft, what for that one, and so on.
+    helpers: tuple[str, ...] = ()
 
 
 def models(
@@ -33,14 +37,15 @@ def models(
         ),
     ] = None,
     draft: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             "--draft",
             "--model-draft",
             "-md",
             metavar="FILE|NAME|ngram|none",
             help="What drafts: a GGUF file or a name; `ngram` continues repetitions of the text so "
-            "far; `none` decodes plainly.",
+            "far; `none` decodes plainly. Given again, what drafts for the draft: a yet smaller "
+            "model or `ngram`.",
             show_default="the pair's; for a target by itself what `specgen draft find` saved, "
             "a partner that is on this disk, or ngram",
             rich_help_panel=_MODELS,
@@ -58,4 +63,9 @@ def models(
     ] = None,
 ) -> ModelChoice:
     """The models as the user named them."""
-    return ModelChoice(target, draft, pair)
+    names = draft or []
+    if "none" in names and len(names) > 1:
+        raise UsageError("--draft none drafts nothing, so it goes with no other --draft")
+    if "ngram" in names[:-1]:
+        raise UsageError("--draft ngram needs no draft of its own: give it last, after the models")
+    return ModelChoice(target, names[0] if names else None, pair, tuple(names[1:]))

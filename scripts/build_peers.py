@@ -1,0 +1,225 @@
+"""Builds llama.cpp's own programs that speculate, for `specgen bench --against llama.cpp`.
+
+Their source is the one that the installed llama-cpp-python was built from: the source
+distribution of that version, from the package index. Its CMake project is configured as pip
+does (CMAKE_ARGS, made safe by scripts/cmake_args.py), with the examples of llama.cpp switched
+on, so that the programs and specgen compute with the same code from the same compiler::
+
+    python -m scripts.build_peers [FOLDER]
+
+`pip download` would not do: it makes the metadata of what it downloads, by its build system.
+Of llama.cpp's other programs, `llama-speculative` is an older example that is biased above
+temperature 0, and `llama-cli`, `llama-completion` and `llama-bench` have nothing to add: plain
+decoding runs in `llama-speculative-simple` too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from scripts import cmake_args
+from specgen.errors import FetchError, SpecgenError
+from specgen.models.index import ACCEPT, IndexFile, normalized, parse_page
+from specgen.models.progress import LineProgress
+from specgen.models.pypi import INDEX_VARIABLE, index_url
+
+PACKAGE = "llama-cpp-python"
+PROGRAMS = ("llama-speculative-simple", "llama-lookup")
+#: What was built, in the folder beside the programs.
+STAMP = "peers.json"
+#: On top of what the project itself sets. The programs find their libraries beside them.
+SETTINGS = (
+    "-DLLAMA_BUILD_EXAMPLES=ON",
+    "-DLLAMA_BUILD_TOOLS=OFF",
+    "-DLLAMA_BUILD_SERVER=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAVA_BUILD=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+    "-DCMAKE_BUILD_RPATH_USE_ORIGIN=ON",
+)
+
+
+class BuildError(Exception):
+    """It cannot be built; the message says why, in a line."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Build llama.cpp's own programs that speculate.")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path(sys.prefix) / "peers", help="where to"
+    )
+    parser.add_argument(
+        "--source", type=Path, help=f"an unpacked {PACKAGE} of the installed version"
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        build(arguments.folder.resolve(), arguments.source)
+    except BuildError as error:
+        sys.exit(str(error))
+    except SpecgenError as error:
+        sys.exit(f"{error.message}\nhint: {error.hint}" if error.hint else error.message)
+    except KeyboardInterrupt:
+        say("interrupted; what was compiled is kept for the next time")
+        sys.exit(130)
+
+
+def build(folder: Path, source: Path | None = None) -> None:
+    """Build the programs into `folder`, if they are not there. Raises `BuildError`, or
+    `FetchError`."""
+    version = installed_version()
+    settings = cmake_settings(os.environ)
+    if is_built(folder, version, settings if os.environ.get("CMAKE_ARGS") else None):
+        say(f"{folder} has the programs of {PACKAGE} {version}")
+        return
+    if shutil.which("cmake") is None:
+        raise BuildError("cmake is needed to build llama.cpp's programs, and cannot be found")
+    # Kept where something fails: the next time goes on from there.
+    work = folder / f"build-{version}"
+    work.mkdir(parents=True, exist_ok=True)
+    root = source.resolve() if source else fetch(version, work)
+    if not (root / "vendor" / "llama.cpp" / "CMakeLists.txt").is_file():
+        raise BuildError(f"{root} is not an unpacked {PACKAGE}: there is no vendor/llama.cpp")
+    say(f"building {', '.join(PROGRAMS)} of {PACKAGE} {version}, which takes some minutes")
+    say(f"with {' '.join(settings)}")
+    compile_programs(root, work / "cmake", settings)
+    install(work / "cmake", folder)
+    stamp = {"version": version, "settings": settings}
+    (folder / STAMP).write_text(json.dumps(stamp) + "\n", encoding="utf-8")
+    shutil.rmtree(work)
+    say(f"{folder / 'bin'} has {', '.join(PROGRAMS)}")
+
+
+def installed_version() -> str:
+    """The version of the installed llama-cpp-python, without what an index adds to it (+cu124)."""
+    try:
+        return importlib.metadata.version(PACKAGE).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError as error:
+        raise BuildError(f"{PACKAGE} is not installed: make install") from error
+
+
+def cmake_settings(environment: Mapping[str, str]) -> list[str]:
+    """What CMake is told, as scripts/cmake_args.py tells pip's build, and our own."""
+    arguments = cmake_args.split_definitions(environment.get("CMAKE_ARGS", ""))
+    if cmake_args.is_gcc(cmake_args.compiler(arguments, environment.get("CXX"))):
+        arguments = cmake_args.with_flag(arguments, environment.get("CXXFLAGS"))
+    return ["-DCMAKE_BUILD_TYPE=Release", *arguments, *SETTINGS]
+
+
+def is_built(folder: Path, version: str, settings: Sequence[str] | None) -> bool:
+    """Whether `folder` has the programs of a version, built with `settings`; None: with any."""
+    try:
+        stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    if not isinstance(stamp, dict) or stamp.get("version") != version:
+        return False
+    if settings is not None and stamp.get("settings") != list(settings):
+        return False
+    return all(find(folder / "bin", name) is not None for name in PROGRAMS)
+
+
+def find(folder: Path, program: str) -> Path | None:
+    """A program below a folder: some generators of CMake have a folder for each build type."""
+    names = {program, f"{program}.exe"}
+    return next((path for path in folder.rglob(f"{program}*") if path.name in names), None)
+
+
+def fetch(version: str, work: Path) -> Path:
+    """Download the source distribution and unpack it; the folder that it holds. Raises
+    `FetchError`."""
+    import requests
+
+    from specgen.models.transfer import Transfer
+
+    file_name = f"{PACKAGE.replace('-', '_')}-{version}"
+    root, archive = work / file_name, work / f"{file_name}.tar.gz"
+    if root.is_dir():
+        return root
+    with requests.Session() as session:
+        transfer = Transfer(session, LineProgress(sys.stderr))
+        page = transfer.page(f"{index_url()}{PACKAGE}/", ACCEPT)
+        file = find_source(parse_page(page), version) if page else None
+        if file is None or file.sha256 is None:
+            raise FetchError(
+                f"{index_url()} has no source distribution of {PACKAGE} {version} with a SHA-256",
+                f"{INDEX_VARIABLE} names another index",
+            )
+        say(f"downloading {file.name}")
+        transfer.download(file.url, archive, sha256=file.sha256, report=lambda _done, _all: None)
+    unpack(archive, root)
+    archive.unlink()
+    return root
+
+
+def find_source(files: Sequence[IndexFile], version: str) -> IndexFile | None:
+    """The source distribution of a version among the files of an index."""
+    wanted = normalized(f"{PACKAGE}-{version}")
+    for file in files:
+        stem = file.name.removesuffix(".tar.gz")
+        if stem != file.name and normalized(stem) == wanted:
+            return file
+    return None
+
+
+def unpack(archive: Path, root: Path) -> None:
+    """Make `root` of the folder of that name in an archive; it is there whole, or not at all."""
+    parts = root.with_name("unpacking")
+    shutil.rmtree(parts, ignore_errors=True)
+    try:
+        with tarfile.open(archive) as file:
+            if hasattr(tarfile, "data_filter"):
+                file.extractall(parts, filter="data")
+            else:  # Python 3.10 and 3.11 before it was brought to them
+                file.extractall(parts)
+        (parts / root.name).rename(root)
+    except (tarfile.TarError, EOFError, OSError) as error:
+        archive.unlink()
+        raise BuildError(f"{archive.name} cannot be unpacked: {error}") from error
+    shutil.rmtree(parts, ignore_errors=True)
+
+
+def compile_programs(root: Path, folder: Path, settings: Sequence[str]) -> None:
+    """Configure and compile in `folder`, with all processors unless the user said otherwise."""
+    environment = dict(os.environ)
+    environment.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count() or 1))
+    targets = ["--config", "Release", "--target", *PROGRAMS]
+    run(["cmake", "-S", str(root), "-B", str(folder), *settings], environment)
+    run(["cmake", "--build", str(folder), *targets], environment)
+
+
+def install(built: Path, folder: Path) -> None:
+    """Put the programs and their libraries into `folder`/bin, if they run."""
+    programs = [find(built / "bin", name) for name in PROGRAMS]
+    for name, program in zip(PROGRAMS, programs, strict=True):
+        if program is None:
+            raise BuildError(f"llama.cpp was built, but there is no {name} in {built / 'bin'}")
+        run([str(program), "--version"])
+    assert programs[0] is not None
+    shutil.rmtree(folder / "bin", ignore_errors=True)
+    shutil.copytree(programs[0].parent, folder / "bin", symlinks=True)
+
+
+def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    """Run a command, all that it says on stderr. Raises `BuildError` if it fails."""
+    sys.stderr.flush()
+    result = subprocess.run(command, stdout=sys.stderr, env=environment, check=False)
+    if result.returncode:
+        shown = " ".join(command[:3])
+        raise BuildError(f"`{shown} ...` failed ({result.returncode}); what it said stands above")
+
+
+def say(message: str) -> None:
+    print(message, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Who answers: plain decoding, a way to draft, another program."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from specgen.events import CommittedEvent, FinishedEvent, NoticeEvent
+
+if TYPE_CHECKING:
+    from specgen.session import Session
+
+#: A template may tell the date, which must not change between runs.
+NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
+#: Tokens of an answer that is only to warm up.
+_N_WARM_UP = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one answer; None is what a contender does not tell. Times are seconds.
+
+    `tokens_per_s` counts the tokens after the first one. `token_ids` are without the token that
+    ended the answer. Counts by depth begin with the first drafted token. `target_s`, `draft_s`
+    and `own_s` are the time after the prompt: in the target, in what drafts, and in the program
+    itself.
+    """
+
+    text: str
+    n_tokens: int
+    finish_reason: str | None
+    tokens_per_s: float | None
+    time_to_first_token_s: float | None
+    token_ids: tuple[int, ...] | None = None
+    n_rounds: int | None = None
+    n_drafted: int | None = None
+    n_accepted: int | None = None
+    mean_accepted_length: float | None = None
+    drafted_by_depth: tuple[int, ...] = ()
+    accepted_by_depth: tuple[int, ...] = ()
+    prompt_s: float | None = None
+    target_s: float | None = None
+    draft_s: float | None = None
+    own_s: float | None = None
+    #: What the user should know, such as that drafting failed.
+    notices: tuple[str, ...] = ()
+
+    @property
+    def is_interrupted(self) -> bool:
+        return self.finish_reason == "interrupted"
+
+    def says_the_same(self, other: Outcome) -> bool:
+        """Whether the two texts are equal, token by token where both tell their tokens."""
+        if self.token_ids is not None and other.token_ids is not None:
+            return self.token_ids == other.token_ids
+        return self.text == other.text
+
+
+class Contender(Protocol):
+    """Answers prompts, always in the same way.
+
+    Both methods may raise a `SpecgenError`: `PromptError` if there is no room for the prompt,
+    any other if the contender cannot go on.
+    """
+
+    @property
+    def name(self) -> str:
+        """What tables call it; no two contenders of a lineup have the same."""
+        ...
+
+    def answer(self, prompt: str) -> Outcome:
+        """Answer a prompt, given as a user types it."""
+        ...
+
+    def warm_up(self, prompt: str) -> None:
+        """Do what makes the first answer slower than others, for example a short answer."""
+        ...
+
+
+class SessionContender:
+    """A session with its models and options. It does not close the session."""
+
+    def __init__(
+        self,
+        name: str,
+        session: Session,
+        *,
+        chat: bool | None = None,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._name = name
+        self._session = session
+        self._chat = chat
+        self._interrupted = interrupted
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def answer(self, prompt: str) -> Outcome:
+        session = self._session
+        begun = session.prompt(prompt, chat=self._chat, now=NOW)
+        notices: list[str] = []
+        finished: FinishedEvent | None = None
+        for event in session.generate(begun, interrupted=self._interrupted, estimate_gain=False):
+            if isinstance(event, NoticeEvent):
+                notices.append(event.message)
+            elif isinstance(event, FinishedEvent):
+                finished = event
+        assert finished is not None, "the last event of a generation"
+        return outcome_of(finished, tuple(notices))
+
+    def warm_up(self, prompt: str) -> None:
+        session = self._session
+        begun = session.prompt(prompt, chat=self._chat, now=NOW)
+        events = session.generate(begun, interrupted=self._interrupted, estimate_gain=False)
+        # Closing what generates frees the contexts.
+        with contextlib.closing(events):  # type: ignore[type-var]
+            for event in events:
+                if isinstance(event, CommittedEvent) and event.n_tokens >= _N_WARM_UP:
+                    break
+
+
+def outcome_of(finished: FinishedEvent, notices: tuple[str, ...] = ()) -> Outcome:
+    """The outcome of a generation that ended with this event."""
+    return Outcome(
+        text=finished.text,
+        n_tokens=finished.n_tokens,
+        finish_reason=finished.finish_reason,
+        tokens_per_s=finished.tokens_per_s,
+        time_to_first_token_s=finished.time_to_first_token_s,
+        token_ids=finished.token_ids,
+        n_rounds=finished.n_rounds,
+        n_drafted=finished.n_drafted,
+        n_accepted=finished.n_accepted,
+        mean_accepted_length=finished.mean_accepted_length,
+        drafted_by_depth=finished.drafted_by_depth,
+        accepted_by_depth=finished.accepted_by_depth,
+        prompt_s=finished.prompt_s,
+        target_s=max(0.0, finished.target_s - finished.prompt_s),
+        draft_s=finished.draft_s,
+        own_s=finished.loop_s,
+        notices=notices,
+    )

@@ -1,0 +1,238 @@
+"""Foresight for real drafters: the answers of a target, its costs, and what each could do."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from specgen.bench.contenders import NOW
+from specgen.bench.foresight import Drafting, Way, best_way, run_lengths
+from specgen.bench.prompts import BenchPrompt
+from specgen.draft import ROOT, Draft
+from specgen.generation import Generation
+from specgen.trial import Answer, Baseline, agreeing_path, measure_target
+
+if TYPE_CHECKING:
+    from specgen.options import DraftSource
+    from specgen.session import Session, SessionOptions
+
+#: Every so many looks, a draft of a single token is timed too.
+_EVERY = 4
+
+#: Told what is going on, and how much of it is done, of how much.
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """The best for one prompt with the drafts of `drafters`, by name. `plain_s` and `best_s` are
+    the seconds after the first token, by the measured costs: of plain decoding, and at best.
+    """
+
+    prompt: int
+    drafters: tuple[str, ...]
+    n_tokens: int
+    n_rounds: int
+    plain_s: float
+    best_s: float
+
+    @property
+    def speedup(self) -> float:
+        """Over plain decoding: what nobody can exceed who has these drafts and costs."""
+        return self.plain_s / self.best_s
+
+
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """What could be reached for a target at temperature 0, and the costs that it was found
+    with: `batch_s`, seconds of a batch by its rows."""
+
+    target: str
+    batch_s: Mapping[int, float]
+    #: Seconds for the first token of a draft and for each further one, by the drafter's name;
+    #: medians over the answers.
+    draft_s: Mapping[str, tuple[float, float]]
+    foreseen: tuple[Foreseen, ...]
+
+    def speedups(self, drafters: Sequence[str]) -> dict[int, float]:
+        """The best with exactly these drafters, by the prompt's number."""
+        names = set(drafters)
+        return {one.prompt: one.speedup for one in self.foreseen if set(one.drafters) == names}
+
+
+def foresight_options(options: SessionOptions, n_max: int) -> SessionOptions:
+    """A session's options with which its drafters can be asked for what they could do: up to
+    `n_max` tokens, whether they are sure or not, at temperature 0."""
+    drafting = replace(
+        options.drafting, policy="fixed", max_tokens=n_max, min_tokens=0, p_min=0.0, ngrams=False
+    )
+    sampler = replace(options.sampler, temperature=0.0, xtc_probability=0.0, dynatemp_range=0.0)
+    return replace(options, draft="none", drafting=drafting, sampler=sampler)
+
+
+def foresee(
+    session: Session,
+    target: str,
+    drafts: Mapping[str, DraftSource],
+    groups: Sequence[tuple[str, ...]],
+    prompts: Sequence[BenchPrompt],
+    *,
+    chat: bool | None = None,
+    interrupted: Callable[[], bool] = lambda: False,
+    progress: Progress = lambda _what, _done, _total: None,
+) -> Foresight | None:
+    """What could be reached for these prompts with each group of the drafts, which are given by
+    name.
+
+    The session has `foresight_options`; its draft is changed. Prompts for which the context has
+    no room are left out. None if interrupted. Raises `PromptError` if there is room for none;
+    `ModelFileError`, `PairError`, `MemoryLimitError`, `BackendError`.
+    """
+    baseline = measure_target(
+        session,
+        [prompt.text for prompt in prompts],
+        chat=chat,
+        interrupted=interrupted,
+        progress=lambda done, total: progress("foresight: the target", done, total),
+    )
+    if baseline is None:
+        return None
+    numbers = [
+        prompt.number for place, prompt in enumerate(prompts, 1) if place not in baseline.skipped
+    ]
+    by_draft: dict[str, list[Drafting]] = {}
+    for name, source in drafts.items():
+        found: list[Drafting] = []
+        session.change_draft(source)
+        with session.contexts(baseline.n_ctx) as (_, draft):
+            for answer in baseline.answers:
+                progress(f"foresight: {name}", len(found), len(baseline.answers))
+                if interrupted():
+                    return None
+                if draft is not None:
+                    draft.remove(0)
+                prompt = session.prompt(answer.prompt, chat=chat, now=NOW)
+                generation = session.generation(prompt, baseline.n_ctx, draft, 0)
+                found.append(drafting_of(generation, answer, session.n_rows_max - 1, session.clock))
+        by_draft[name] = found
+    return _foresight(target, baseline, numbers, by_draft, groups)
+
+
+def _foresight(
+    target: str,
+    baseline: Baseline,
+    numbers: Sequence[int],
+    by_draft: Mapping[str, Sequence[Drafting]],
+    groups: Sequence[tuple[str, ...]],
+) -> Foresight:
+    costs = {
+        name: (
+            statistics.median(drafting.first_s for drafting in found),
+            statistics.median(drafting.next_s for drafting in found),
+        )
+        for name, found in by_draft.items()
+    }
+    foreseen: list[Foreseen] = []
+    for index, (number, answer) in enumerate(zip(numbers, baseline.answers, strict=True)):
+        n_tokens = len(answer.tokens) - 1
+        if n_tokens < 1:
+            continue
+        for names in groups:
+            # One answer's times are few: the prices are those of all answers.
+            drafters = [Drafting(by_draft[n][index].accepted, *costs[n]) for n in names]
+            way = best_way(n_tokens, baseline.rows_s, drafters)
+            foreseen.append(_foreseen(number, names, n_tokens, baseline, way))
+    return Foresight(target, dict(baseline.batch_s), costs, tuple(foreseen))
+
+
+def _foreseen(
+    number: int, names: tuple[str, ...], n_tokens: int, baseline: Baseline, way: Way
+) -> Foreseen:
+    plain_s = n_tokens * baseline.token_s
+    return Foreseen(number, names, n_tokens, len(way.steps), plain_s, way.seconds)
+
+
+def drafting_of(
+    generation: Generation, answer: Answer, n_max: int, clock: Callable[[], float]
+) -> Drafting:
+    """What the generation's drafter could do with up to `n_max` tokens a round for an answer that
+    is known, at the places after its first token.
+
+    `generation` stands at the end of the prompt; `clock` gives seconds and is read around each
+    proposal.
+    """
+    drafts = _Drafts(generation, answer.tokens, n_max, clock)
+    n_tokens = len(answer.tokens) - 1
+    if drafts.begin():
+        accepted = run_lengths(n_tokens, n_max, drafts.look)
+    else:
+        # Without a model a look costs nothing, and where it goes wrong depends on the place.
+        accepted = tuple(drafts.look(place)[1] for place in range(n_tokens))
+    return Drafting(accepted, *drafts.prices())
+
+
+class _Drafts:
+    """A drafter's proposals at the places of an answer, from the first to the last."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        tokens: Sequence[int],
+        n_max: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._generation = generation
+        self._tokens = tokens
+        self._n_max = n_max
+        self._clock = clock
+        self._n_looks = 0
+        #: Seconds of drafts of a single token, and how many were drafted in what time.
+        self._single_s: list[float] = []
+        self._longer_s: list[tuple[int, float]] = []
+
+    def begin(self) -> bool:
+        """Let the drafter read the prompt, which is in no price; returns whether it has a
+        model."""
+        drafter = self._generation.drafter
+        if drafter is None:
+            return False
+        self._propose(1)
+        self._generation.commit(self._tokens[0])
+        return drafter.model_s > 0.0
+
+    def look(self, place: int) -> tuple[int, int]:
+        """How many tokens are drafted behind the first one and `place` others, one more than
+        the right ones at most, and how many are right."""
+        generation = self._generation
+        n_done = len(generation.tokens) - generation.n_prompt
+        for token in self._tokens[n_done : 1 + place]:
+            generation.commit(token)
+        n_max = min(self._n_max, generation.n_draftable)
+        if n_max < 1 or generation.drafter is None:
+            return 0, 0
+        self._n_looks += 1
+        if self._n_looks % _EVERY == 1:
+            single, seconds = self._propose(1)
+            if len(single):
+                self._single_s.append(seconds)
+        draft, seconds = self._propose(n_max)
+        if len(draft) > 1:
+            self._longer_s.append((len(draft), seconds))
+        path = agreeing_path(draft, self._tokens[1 + place :])
+        is_wrong = bool(draft.children(path[-1] if path else ROOT))
+        return len(path) + is_wrong, len(path)
+
+    def prices(self) -> tuple[float, float]:
+        """Seconds for the first token of a draft, and for each further one; medians."""
+        first_s = statistics.median(self._single_s) if self._single_s else 0.0
+        further = [(seconds - first_s) / (n - 1) for n, seconds in self._longer_s]
+        return first_s, max(0.0, statistics.median(further)) if further else 0.0
+
+    def _propose(self, n_max: int) -> tuple[Draft, float]:
+        generation = self._generation
+        assert generation.drafter is not None, "what drafts"
+        started = self._clock()
+        draft = generation.drafter.propose(generation.tokens, n_max, generation.policy)
+        return draft, self._clock() - started

@@ -1,0 +1,171 @@
+"""Other programs as contenders of a benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from specgen.backend.llama import default_threads
+from specgen.bench.contenders import NOW, Outcome
+from specgen.bench.lookup import LookupJob, run_lookup
+from specgen.bench.peers import (
+    SETTINGS,
+    PeerJob,
+    PeerResult,
+    PeerSetting,
+    find_program,
+    peer_prompt,
+    run_peer,
+)
+
+if TYPE_CHECKING:
+    from specgen.session import Session
+
+#: llama.cpp in its usual settings, in all that are known here, or llama-cpp-python's own lookup.
+Against: TypeAlias = Literal["llama.cpp", "llama.cpp-all", "llama-cpp-python"]
+AGAINST: tuple[Against, ...] = ("llama.cpp", "llama.cpp-all", "llama-cpp-python")
+#: The settings that people use most, and that were best in some category of text.
+_USUAL = (
+    "draft 3",
+    "draft 8, p-min 0.75",
+    "ngram-simple 4/8, draft 3",
+    "ngram-simple 4/8",
+    "lookup 8",
+)
+#: llama-cpp-python's documentation has one length for CPUs and one for GPUs.
+_LOOKUP_LENGTHS = (2, 10)
+
+
+class PeerContender:
+    """One of llama.cpp's programs in one setting. The session gives prompts and options; it is
+    not closed, and its models are not used."""
+
+    def __init__(
+        self,
+        name: str,
+        program: Path,
+        setting: PeerSetting,
+        draft: Path | None,
+        session: Session,
+        *,
+        chat: bool | None,
+        interrupted: Callable[[], bool],
+    ) -> None:
+        self.name = name
+        self._program = program
+        self._setting = setting
+        self._draft = draft
+        self._session = session
+        self._chat = chat
+        self._interrupted = interrupted
+
+    def answer(self, prompt: str) -> Outcome:
+        options = self._session.options
+        begun = self._session.prompt(prompt, chat=self._chat, now=NOW)
+        job = PeerJob(
+            target=options.target,
+            prompt=peer_prompt(self._session, begun),
+            n_tokens=options.generation.max_tokens,
+            n_threads=options.target_context.n_threads or default_threads(),
+            draft=self._draft,
+            sampler=options.sampler,
+            target_context=options.target_context,
+            draft_context=options.draft_context,
+            ignore_eos=options.generation.ignore_eos,
+        )
+        return _outcome(run_peer(self._program, self._setting, job, interrupted=self._interrupted))
+
+    def warm_up(self, prompt: str) -> None:
+        """Nothing: every run loads the models and warms them up before its clock starts."""
+
+
+class LookupContender:
+    """llama-cpp-python's `LlamaPromptLookupDecoding`."""
+
+    def __init__(
+        self,
+        name: str,
+        n_drafted_max: int,
+        session: Session,
+        *,
+        chat: bool | None,
+        interrupted: Callable[[], bool],
+    ) -> None:
+        self.name = name
+        self._n_drafted_max = n_drafted_max
+        self._session = session
+        self._chat = chat
+        self._interrupted = interrupted
+
+    def answer(self, prompt: str) -> Outcome:
+        options = self._session.options
+        begun = self._session.prompt(prompt, chat=self._chat, now=NOW)
+        job = LookupJob(
+            target=str(options.target),
+            prompt=begun.tokens,
+            n_tokens=options.generation.max_tokens,
+            n_threads=options.target_context.n_threads or default_threads(),
+            n_drafted_max=self._n_drafted_max,
+            n_gpu_layers=options.target_context.n_gpu_layers,
+            flash_attention=options.target_context.flash_attention != "off",
+        )
+        return _outcome(run_lookup(job, interrupted=self._interrupted))
+
+    def warm_up(self, prompt: str) -> None:
+        """Nothing: every run warms up by itself."""
+
+
+def peers_of(
+    against: Against,
+    session: Session,
+    drafts: Mapping[str, Path],
+    *,
+    folder: Path | None,
+    chat: bool | None,
+    interrupted: Callable[[], bool],
+) -> list[PeerContender | LookupContender]:
+    """The contenders of a name, with each of these draft models where a setting needs one.
+
+    llama-cpp-python's lookup is greedy only: there is none at a temperature. Raises `PeerError`
+    if a program is not there.
+    """
+    if against == "llama-cpp-python":
+        if not session.options.sampler.greedy:
+            return []
+        return [
+            LookupContender(f"{against} lookup {n}", n, session, chat=chat, interrupted=interrupted)
+            for n in _LOOKUP_LENGTHS
+        ]
+    found: list[PeerContender | LookupContender] = []
+    for setting in SETTINGS:
+        if against == "llama.cpp" and setting.name not in _USUAL:
+            continue
+        program = find_program(setting.program, folder)
+        with_drafts: dict[str, Path | None] = {"": None}
+        if setting.needs_draft:
+            with_drafts = {f" ({name})" if len(drafts) > 1 else "": p for name, p in drafts.items()}
+        for suffix, draft in with_drafts.items():
+            name = f"llama.cpp {setting.name}{suffix}"
+            found.append(
+                PeerContender(
+                    name, program, setting, draft, session, chat=chat, interrupted=interrupted
+                )
+            )
+    return found
+
+
+def _outcome(result: PeerResult | None) -> Outcome:
+    if result is None:
+        return Outcome("", 0, "interrupted", None, None)
+    return Outcome(
+        text=result.text or "",
+        n_tokens=result.n_tokens,
+        finish_reason=None,
+        tokens_per_s=result.tokens_per_s,
+        time_to_first_token_s=None,
+        token_ids=result.token_ids,
+        n_drafted=result.n_drafted,
+        n_accepted=result.n_accepted,
+        prompt_s=result.prompt_s,
+    )

@@ -1,0 +1,143 @@
+"""From what a drafter says of its tokens to how often they are really accepted.
+
+A draft model's probability and an n-gram's match say which tokens are likelier to be accepted,
+not how likely: that depends on the pair, on the samplers and on the text. It is counted here.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specgen.arrays import ProbArray
+
+#: Upper ends of the bins of confidence, the last one excepted, which ends at 1: finer where
+#: most tokens are.
+_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
+N_BINS = len(_EDGES) + 1
+_MIDDLES = np.array(
+    [(low + high) / 2 for low, high in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True)]
+)
+#: How often each bin is thought to have been seen before anything was: a small model of a good
+#: family is sure of most tokens, and of some not at all.
+_START_SEEN = np.array([0.1, 0.3, 0.5, 0.6, 0.7, 0.7, 0.7, 0.8, 1.2, 1.4, 1.6, 4.0])
+#: So many observations a bin's start is worth.
+_N_START = 6.0
+#: Of so many observations the counts keep the memory; older ones fade.
+_MEMORY = 1500.0
+#: How fast the present text's deviation from the others' is learnt, in log-odds an observation,
+#: and how large it may become.
+_TEXT_RATE = 0.12
+_MAX_DEVIATION = 2.5
+#: Origins whose tokens come without a model.
+NGRAM_ORIGINS = ("ngram", "lookup")
+#: No chance is held to be more extreme than this.
+_LEAST = 0.002
+
+
+def model_start(confidence: float) -> float:
+    """The chance assumed of a draft model's token before anything was seen: models are less
+    often wrong when unsure, and more often when sure, than they say."""
+    return 0.15 + 0.78 * confidence
+
+
+def ngram_start(confidence: float) -> float:
+    """The same of an n-gram's token, whose confidence is fitted to texts already."""
+    return confidence
+
+
+@dataclass(slots=True)
+class Counts:
+    """What was counted of a drafter: for each bin of confidence how many tokens were judged, how
+    many of these accepted, and how often there was such a confidence; float64[N_BINS] each."""
+
+    n_judged: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
+    n_accepted: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
+    n_seen: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
+
+
+class Chances:
+    """The chance that a drafted token is accepted, those before it being accepted, by the
+    confidence in [0, 1] that its drafter has.
+
+    `counts` are those of earlier texts and go on being counted. On top of them a deviation of
+    the present text is learnt, one number: some texts suit a draft better than others.
+    """
+
+    def __init__(
+        self, counts: Counts | None = None, start: Callable[[float], float] = model_start
+    ) -> None:
+        self.counts = counts if counts is not None else Counts()
+        self._start = np.array([start(float(middle)) for middle in _MIDDLES])
+        self._deviation = 0.0
+        #: Changes when the chances may have.
+        self.version = 0
+
+    def begin_text(self) -> None:
+        """Another text begins, which deviates in its own way."""
+        self._deviation = 0.0
+        self.version += 1
+
+    def chance(self, confidence: float) -> float:
+        """The chance for such a token."""
+        return _shifted(self._kept(_bin(confidence)), self._deviation)
+
+    def curve(self) -> ProbArray:
+        """The chances by bin: float64[N_BINS]."""
+        return np.array([_shifted(self._kept(index), self._deviation) for index in range(N_BINS)])
+
+    def frequencies(self) -> ProbArray:
+        """How often each bin's confidences come, summing to 1: float64[N_BINS]."""
+        seen = self.counts.n_seen + _START_SEEN
+        frequencies: ProbArray = seen / seen.sum()
+        return frequencies
+
+    def mean(self) -> float:
+        """The chance of a token of which nothing is known yet."""
+        return float(self.curve() @ self.frequencies())
+
+    @property
+    def n_judged(self) -> float:
+        """How many tokens the counts rest on."""
+        return float(self.counts.n_judged.sum())
+
+    def see(self, confidence: float) -> None:
+        """Count a confidence, whether or not a token is drafted with it."""
+        self.counts.n_seen *= 1.0 - 1.0 / _MEMORY
+        self.counts.n_seen[_bin(confidence)] += 1.0
+
+    def judge(self, confidence: float, *, accepted: bool) -> None:
+        """Learn what became of a token whose predecessors were accepted."""
+        index, counts = _bin(confidence), self.counts
+        expected = _shifted(self._kept(index), self._deviation)
+        deviation = self._deviation + _TEXT_RATE * (accepted - expected)
+        self._deviation = min(_MAX_DEVIATION, max(-_MAX_DEVIATION, deviation))
+        # Only the bin itself fades: what was not seen for long is not less known.
+        counts.n_judged[index] = counts.n_judged[index] * (1.0 - 1.0 / _MEMORY) + 1.0
+        counts.n_accepted[index] = counts.n_accepted[index] * (1.0 - 1.0 / _MEMORY) + accepted
+        self.version += 1
+
+    def _kept(self, index: int) -> float:
+        """The chance in all texts, of a bin."""
+        n_accepted = _N_START * self._start[index] + self.counts.n_accepted[index]
+        return float(n_accepted / (_N_START + self.counts.n_judged[index]))
+
+
+def new_chances(origin: str, counts: Counts | None = None) -> Chances:
+    """The chances of a drafter's tokens, with the start that suits it."""
+    return Chances(counts, ngram_start if origin in NGRAM_ORIGINS else model_start)
+
+
+def _bin(confidence: float) -> int:
+    return bisect.bisect_left(_EDGES, confidence)
+
+
+def _shifted(chance: float, log_odds: float) -> float:
+    """A chance moved by so much log-odds."""
+    chance = min(1.0 - _LEAST, max(_LEAST, chance))
+    odds = chance / (1.0 - chance) * math.exp(log_odds)
+    return odds / (1.0 + odds)

@@ -1,0 +1,328 @@
+"""``specgen bench``: ways to draft against plain decoding, over many prompts."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specgen.cli import flags
+from specgen.cli.bench_job import Job
+from specgen.cli.bench_table import lines, print_tables
+from specgen.cli.contest import Plan, find_fields
+from specgen.cli.flags.part import without
+from specgen.cli.interrupt import Interrupt
+from specgen.cli.opening import log_shown
+from specgen.cli.progress import progress_bar
+from specgen.errors import OutputError, UsageError
+from specgen.options import DraftOptions, GenerationOptions, PolicyName, SamplerOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specgen.bench.peer_contenders import Against
+    from specgen.bench.report import Report
+
+_MODELS = "Models"
+_CONTEST = "What is measured"
+_OUTPUT = "Output"
+_POLICIES: tuple[PolicyName, ...] = ("cost", "threshold", "fixed")
+
+
+@flags.takes(
+    drafting=without(flags.drafting, "policy"),
+    sampling=without(flags.sampling, "temperature"),
+    machine=flags.machine,
+)
+def bench(
+    *,
+    targets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--target",
+            "--model",
+            "-m",
+            metavar="FILE|NAME",
+            help="A target: a GGUF file, or a name from `specgen models list`; may be given "
+            "several times.",
+            show_default="the default pair's",
+            rich_help_panel=_MODELS,
+        ),
+    ] = None,
+    drafts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--draft",
+            "--model-draft",
+            "-md",
+            metavar="FILE|NAME|ngram|none",
+            help="What drafts, for every target; may be given several times.",
+            show_default="the pair's; for a target by itself what `specgen run` would take, and "
+            "ngram",
+            rich_help_panel=_MODELS,
+        ),
+    ] = None,
+    pairs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--pair",
+            metavar="NAME",
+            help="A target with its draft from `specgen models list`; may be given several times.",
+            rich_help_panel=_MODELS,
+        ),
+    ] = None,
+    policies: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy",
+            metavar="NAMES",
+            help="How much is drafted: cost, threshold or fixed; several with commas, or given "
+            "several times.",
+            show_default=DraftOptions().policy,
+            rich_help_panel=_CONTEST,
+        ),
+    ] = None,
+    temperatures: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--temp",
+            "--temperature",
+            min=0.0,
+            max=100.0,
+            help="A temperature; may be given several times.",
+            show_default="0",
+            rich_help_panel=_CONTEST,
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            help='JSON Lines with "prompt", or "turns" (the first is taken), and "category"; or a '
+            "prompt a line.",
+            show_default="16 of our own",
+            rich_help_panel=_CONTEST,
+        ),
+    ] = None,
+    n_prompts: Annotated[
+        int | None,
+        typer.Option(
+            "--count",
+            "-N",
+            min=1,
+            help="How many prompts of each category, the first ones.",
+            show_default="all",
+            rich_help_panel=_CONTEST,
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-tokens",
+            "--predict",
+            "-n",
+            min=2,
+            help="The most tokens of an answer.",
+            rich_help_panel=_CONTEST,
+        ),
+    ] = 128,
+    n_rounds: Annotated[
+        int,
+        typer.Option(
+            "--repeat",
+            min=1,
+            help="How often to go through all prompts.",
+            rich_help_panel=_CONTEST,
+        ),
+    ] = 1,
+    foresight: Annotated[
+        bool,
+        typer.Option(
+            "--foresight",
+            help="At temperature 0, also work out how fast the same drafts could make it, if one "
+            "knew in advance what is accepted. (Every prompt is answered once more.)",
+            rich_help_panel=_CONTEST,
+        ),
+    ] = False,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--against",
+            metavar="NAME",
+            help="Compare with another program, in the same run: llama.cpp (its own programs in "
+            "their usual settings; `make peers` builds them), llama.cpp-all (in all settings), "
+            "llama-cpp-python (its prompt lookup). May be given several times.",
+            show_default=False,
+            rich_help_panel=_CONTEST,
+        ),
+    ] = None,
+    peers: Annotated[
+        Path | None,
+        typer.Option(
+            "--peers",
+            metavar="FOLDER",
+            envvar="SPECGEN_PEERS",
+            help="Where llama.cpp's programs are.",
+            show_default="where `make peers` puts them",
+            rich_help_panel=_CONTEST,
+        ),
+    ] = None,
+    chat: flags.Chat = None,
+    drafting: DraftOptions,
+    sampling: SamplerOptions,
+    machine: flags.Contexts,
+    json_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            help="Write everything that was measured as JSON; - is standard output, in place of "
+            "the table.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    html_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--html",
+            metavar="FILE",
+            help="Write a report as a page that needs nothing else.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    quiet: flags.Quiet = False,
+    verbose: flags.Verbose = False,
+) -> int:
+    """Measure what drafting gains over plain decoding, on your own prompts.
+
+    Every draft with every policy answers every prompt, at every temperature,
+    and so does plain decoding, by turns and in the same run. Speeds are
+    tokens a second after the first one.
+
+    In a pipe, a line for each contender, and one for each category behind
+    it, with columns separated by tabs: target; temperature; contender;
+    category, or "overall"; number of answers; speed-up over plain decoding
+    (geometric mean); its first and third quartile, and the worst; tokens a
+    second (median); the share of drafted tokens that is accepted; tokens a
+    round; time to the first token relative to plain decoding; answers whose
+    text is not plain decoding's; the share reached of what --foresight found.
+    """
+    from specgen.bench.prompts import first_of_each, own_prompts, read_bench_prompts
+
+    flags.check_loudness(quiet=quiet, verbose=verbose)
+    plan = Plan(
+        policies=parse_policies(policies),
+        temperatures=tuple(dict.fromkeys(temperatures or [0.0])),
+        sampling=sampling,
+        drafting=drafting,
+        answer=GenerationOptions(max_tokens=max_tokens),
+        machine=machine,
+        chat=chat,
+        against=_parse_against(against),
+        peers=peers,
+    )
+    if plan.n_max == 0:
+        raise UsageError("--draft-max 0 drafts nothing, so there is nothing to compare")
+    _check_folder(html_file, "--html")
+    if json_file != Path("-"):
+        _check_folder(json_file, "--json")
+    texts = own_prompts() if prompts is None else read_bench_prompts(prompts)
+    texts = texts if n_prompts is None else first_of_each(texts, n_prompts)
+    fields = find_fields(targets or [], pairs or [], drafts or [], quiet=quiet)
+    with log_shown(verbose), progress_bar(quiet=quiet or verbose) as progress, Interrupt() as stop:
+        job = Job(plan, texts, n_rounds, progress, stop)
+        for field in fields:
+            job.measure(field)
+        for field in fields if foresight else ():
+            job.foresee(field)
+    report = job.report(fields)
+    _write(report, json_file, html_file)
+    if not quiet:
+        _tell(report)
+    if job.error is not None:
+        raise job.error
+    return stop.exit_code
+
+
+def parse_policies(given: Sequence[str] | None) -> tuple[PolicyName, ...]:
+    """The policies of these names, each of which may be several with commas between; the default
+    one of None. Raises `UsageError`."""
+    names = [name.strip() for names in given or () for name in names.split(",")]
+    found: list[PolicyName] = []
+    for name in filter(None, names):
+        policy = next((policy for policy in _POLICIES if policy == name), None)
+        if policy is None:
+            raise UsageError(f"--policy {name}: one of {', '.join(_POLICIES)}")
+        if policy not in found:
+            found.append(policy)
+    if given and not found:
+        raise UsageError("--policy names none", hint=f"one of {', '.join(_POLICIES)}")
+    return tuple(found) or (DraftOptions().policy,)
+
+
+def _parse_against(given: Sequence[str] | None) -> tuple[Against, ...]:
+    from specgen.bench.peer_contenders import AGAINST
+
+    for name in given or ():
+        if name not in AGAINST:
+            raise UsageError(f"--against {name}: one of {', '.join(AGAINST)}")
+    return tuple(each for each in AGAINST if each in (given or ()))
+
+
+def _check_folder(path: Path | None, option: str) -> None:
+    """What cannot be written is to be known now, not after an hour."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        what = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise UsageError(f"{option} {path}: {what}", hint="give the name of a file")
+
+
+def _write(report: Report, json_file: Path | None, html_file: Path | None) -> None:
+    """Show the report, and write it where it is wanted. Raises `OutputError`."""
+    from specgen.bench.html import to_html
+    from specgen.bench.report import to_json_object
+
+    document = json.dumps(to_json_object(report), indent=1, ensure_ascii=False)
+    if json_file == Path("-"):
+        print(document)
+    elif sys.stdout.isatty():
+        from specgen.render import make_console
+
+        print_tables(report, make_console(sys.stdout, os.environ))
+    else:
+        for line in lines(report):
+            print(line)
+    if json_file is not None and json_file != Path("-"):
+        _write_file(json_file, f"{document}\n")
+    if html_file is not None:
+        _write_file(html_file, to_html(report))
+
+
+def _write_file(path: Path, text: str) -> None:
+    # A lone surrogate, from a file name that is not UTF-8, must not cost an hour's work.
+    data = text.encode("utf-8", "replace")
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _tell(report: Report) -> None:
+    """What is to be said besides the figures, on standard error."""
+    runs = report.runs
+    notes = [
+        f"{failure.contender} (temperature {failure.temperature:g}) was left out"
+        f"{'' if failure.prompt is None else f' from prompt {failure.prompt} on'}: "
+        f"{failure.message}"
+        for failure in runs.failures
+    ]
+    notes += [f"prompt {skip.prompt} was left out: {skip.reason}" for skip in runs.skipped]
+    for result in runs.results:
+        notes += [f"{result.contender}: {notice}" for notice in result.outcome.notices]
+    if report.is_interrupted:
+        notes.append("interrupted: not everything was measured")
+    for note in dict.fromkeys(notes):
+        print(f"note: {note}", file=sys.stderr)

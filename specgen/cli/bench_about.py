@@ -1,0 +1,64 @@
+"""Where and how a benchmark was made, for its report."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from specgen import __version__
+from specgen.cli.contest import Field, Plan
+
+
+def about(plan: Plan, fields: Sequence[Field]) -> dict[str, Any]:
+    """The machine, the versions, the files and all settings, as JSON can have them."""
+    from specgen.backend.llama import build
+    from specgen.doctor import look_at_machine
+
+    made = build()
+    files = [file for field in fields for file in (field.target, *field.drafts.values())]
+    settings = {
+        "temperatures": plan.temperatures,
+        "policies": plan.policies,
+        "chat": plan.chat,
+        "generation": plan.answer,
+        "drafting": plan.drafting,
+        "sampling": plan.sampling,
+        "target_context": plan.machine.target,
+        "draft_context": plan.machine.draft,
+    }
+    return {
+        "specgen": __version__,
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": shlex.join(["specgen", *sys.argv[1:]]),
+        "machine": as_json(look_at_machine()),
+        "llama_cpp": {
+            "python_package": made.version,
+            "version": made.llama_version,
+            "features": {part: list(names) for part, names in made.features.items()},
+            "devices": [device.description or device.name for device in made.devices],
+        },
+        "files": {
+            str(file): file.stat().st_size
+            for file in dict.fromkeys(files)
+            if isinstance(file, Path) and file.exists()
+        },
+        "settings": {name: as_json(value) for name, value in settings.items()},
+    }
+
+
+def as_json(value: Any) -> Any:
+    """A value of dataclasses, tuples and numbers; JSON has no infinity."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: as_json(getattr(value, name)) for name in names}
+    if isinstance(value, (list, tuple)):
+        return [as_json(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,0 +1,131 @@
+"""The measurements of `specgen bench`, one target after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from specgen.cli.bench_about import about
+from specgen.cli.contest import NGRAM, Field, Plan, describe, lineups
+from specgen.cli.interrupt import Interrupt
+from specgen.cli.progress import Progress
+from specgen.errors import SpecgenError
+
+if TYPE_CHECKING:
+    from specgen.bench.foreseen import Foresight
+    from specgen.bench.prompts import BenchPrompt
+    from specgen.bench.report import Report
+    from specgen.bench.runs import Runs
+    from specgen.options import DraftSource
+
+
+class Job:
+    """The measurements of one command. An interruption leaves what there is."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        prompts: Sequence[BenchPrompt],
+        n_rounds: int,
+        progress: Progress,
+        stop: Interrupt,
+    ) -> None:
+        from specgen.bench.runs import Runs
+
+        self._plan = plan
+        self._prompts = prompts
+        self._n_rounds = n_rounds
+        self._progress = progress
+        self._stop = stop
+        self._runs: Runs = Runs()
+        self._foresights: list[Foresight] = []
+        #: The names of other programs.
+        self._others: list[str] = []
+        #: What ended the measurements, when there were results already.
+        self.error: SpecgenError | None = None
+
+    def measure(self, field: Field) -> None:
+        """Let everything answer that drafts for a target; its models are closed afterwards."""
+        from specgen.bench.runs import run
+
+        if self._is_over:
+            return
+        with (
+            self._keeping_what_there_is(),
+            lineups(field, self._plan, self._stop, self._progress) as opened,
+        ):
+            own = {entry["name"] for entry in describe(field, self._plan)}
+            self._others += [
+                contender.name
+                for contender in (opened[0].others if opened else ())
+                if contender.name not in own and contender.name not in self._others
+            ]
+            run(
+                opened,
+                self._prompts,
+                self._runs,
+                n_rounds=self._n_rounds,
+                interrupted=self._stop,
+                progress=lambda done, total: self._progress(field.name, done, total),
+            )
+
+    def foresee(self, field: Field) -> None:
+        """What could be reached, where there is a draft and a temperature of 0."""
+        from specgen.bench.foreseen import foresee, foresight_options
+        from specgen.session import Session
+
+        plan, groups = self._plan, self._plan.groups(field)
+        if self._is_over or 0.0 not in plan.temperatures or not groups:
+            return
+        drafts: dict[str, DraftSource] = {**field.drafts}
+        if any(NGRAM in group for group in groups):
+            drafts[NGRAM] = NGRAM
+        options = foresight_options(plan.options(field), plan.n_max)
+        skipped = {skip.prompt for skip in self._runs.skipped if skip.target == field.name}
+        prompts = [prompt for prompt in self._prompts if prompt.number not in skipped]
+        with self._keeping_what_there_is(), Session(options, time.perf_counter) as session:
+            found = foresee(
+                session,
+                field.name,
+                drafts,
+                groups,
+                prompts,
+                chat=plan.chat,
+                interrupted=self._stop,
+                progress=self._progress,
+            )
+            if found is not None:
+                self._foresights.append(found)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._stop() or self.error is not None
+
+    @contextlib.contextmanager
+    def _keeping_what_there_is(self) -> Iterator[None]:
+        """An error after an hour must not cost the hour."""
+        try:
+            yield
+        except SpecgenError as error:
+            if not self._runs.results:
+                raise
+            self.error = error
+
+    def report(self, fields: Sequence[Field]) -> Report:
+        from specgen.bench.figures import figures_of
+        from specgen.bench.report import Report
+
+        return Report(
+            about=about(self._plan, fields),
+            contenders=[
+                entry for field in fields for entry in describe(field, self._plan, self._others)
+            ],
+            prompts=self._prompts,
+            n_rounds=self._n_rounds,
+            runs=self._runs,
+            figures=figures_of(self._runs.results),
+            foresights=self._foresights,
+            is_interrupted=self._stop(),
+        )

@@ -1,0 +1,210 @@
+"""What `specgen bench` lets compete: from names to lineups whose models are loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from specgen.cli.flags import Contexts, ModelChoice
+from specgen.cli.opening import find_models
+from specgen.options import DraftOptions, GenerationOptions, PolicyName, SamplerOptions
+
+if TYPE_CHECKING:
+    from specgen.bench.contenders import Contender
+    from specgen.bench.peer_contenders import Against
+    from specgen.bench.runs import Lineup
+    from specgen.cli.progress import Progress
+    from specgen.options import DraftSource
+    from specgen.session import Session, SessionOptions
+
+#: What plain decoding is called.
+PLAIN = "plain"
+NGRAM: Literal["ngram"] = "ngram"
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A target, and what drafts for it, each by the name that tables call it by."""
+
+    name: str
+    target: Path
+    drafts: Mapping[str, DraftSource]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The settings that are gone through, and those that are the same for all."""
+
+    policies: tuple[PolicyName, ...]
+    temperatures: tuple[float, ...]
+    sampling: SamplerOptions
+    drafting: DraftOptions
+    answer: GenerationOptions
+    machine: Contexts
+    chat: bool | None
+    #: Other programs to compare with, and where llama.cpp's are.
+    against: tuple[Against, ...] = ()
+    peers: Path | None = None
+
+    def options(self, field: Field, draft: DraftSource = "none") -> SessionOptions:
+        """Those of the first policy and temperature."""
+        from specgen.session import SessionOptions
+
+        return SessionOptions(
+            target=field.target,
+            draft=draft,
+            sampler=replace(self.sampling, temperature=self.temperatures[0]),
+            drafting=replace(self.drafting, policy=self.policies[0]),
+            generation=self.answer,
+            target_context=self.machine.target,
+            draft_context=self.machine.draft,
+        )
+
+    @property
+    def n_max(self) -> int:
+        """The longest draft of any policy."""
+        return max(replace(self.drafting, policy=policy).n_max for policy in self.policies)
+
+    def drafters(self, draft: str, policy: PolicyName) -> list[str]:
+        """What drafts where a draft is named: n-grams may do so beside a model."""
+        adds_ngrams = replace(self.drafting, policy=policy).adds_ngrams
+        return [draft, NGRAM] if adds_ngrams and draft != NGRAM else [draft]
+
+    def groups(self, field: Field) -> list[tuple[str, ...]]:
+        """Which draft together, and all of them."""
+        together = [
+            tuple(self.drafters(draft, policy))
+            for draft in field.drafts
+            for policy in self.policies
+        ]
+        named = tuple(dict.fromkeys(name for group in together for name in group))
+        return list(dict.fromkeys((*together, named))) if named else []
+
+    def name(self, draft: str, policy: PolicyName) -> str:
+        """What a contender is called."""
+        return draft if len(self.policies) == 1 else f"{draft}, {policy}"
+
+
+def find_fields(
+    targets: Sequence[str], pairs: Sequence[str], drafts: Sequence[str], *, quiet: bool
+) -> list[Field]:
+    """Targets and pairs with their drafts, fetched if need be.
+
+    The drafts are for every target; without any, a pair has its own, and a target what
+    `specgen run` would take for it, and n-grams. Without a target or a pair it is the default
+    pair. Raises `UsageError`, `UnknownModelError`, `FetchError`.
+    """
+    found: dict[Path, list[DraftSource]] = {}
+    named: list[tuple[str | None, str | None]] = [(target, None) for target in targets]
+    named += [(None, pair) for pair in pairs]
+    wanted: list[str | None] = [*drafts] or [None]
+    for target, pair in named or [(None, None)]:
+        for draft in wanted:
+            sources = find_models(ModelChoice(target, draft, pair), quiet=quiet)
+            own = found.setdefault(sources.target, [])
+            own.append(sources.draft)
+            if not drafts and pair is None:
+                own.append(NGRAM)
+    targets_by_name = named_apart(list(found))
+    return [Field(name, target, _drafts(found[target])) for name, target in targets_by_name.items()]
+
+
+def _drafts(sources: Sequence[DraftSource]) -> dict[str, DraftSource]:
+    """By name, once each. None is what plain decoding has anyway."""
+    kept = [source for source in dict.fromkeys(sources) if source != "none"]
+    paths = {
+        path: name
+        for name, path in named_apart([each for each in kept if isinstance(each, Path)]).items()
+    }
+    return {paths[each] if isinstance(each, Path) else each: each for each in kept}
+
+
+def named_apart(paths: Sequence[Path]) -> dict[str, Path]:
+    """Paths by their file names, or by the whole path where two files have the same name."""
+    names = [path.name for path in paths]
+    return {path.name if names.count(path.name) == 1 else str(path): path for path in paths}
+
+
+def describe(field: Field, plan: Plan, others: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """What the contenders are, as JSON has it; `others` are other programs."""
+    found: list[dict[str, Any]] = []
+    for temperature in plan.temperatures:
+        where = {"target": field.name, "temperature": temperature}
+        found.append({**where, "name": PLAIN, "policy": None, "drafters": []})
+        for draft in field.drafts:
+            for policy in plan.policies:
+                name, drafters = plan.name(draft, policy), plan.drafters(draft, policy)
+                found.append({**where, "name": name, "policy": policy, "drafters": drafters})
+        found += [{**where, "name": name, "policy": None, "drafters": []} for name in others]
+    return found
+
+
+@contextlib.contextmanager
+def lineups(
+    field: Field, plan: Plan, interrupted: Callable[[], bool], progress: Progress
+) -> Iterator[list[Lineup]]:
+    """A lineup for each temperature, with its models loaded until the end.
+
+    Each contender has a session, with weights of its own: where llama.cpp repacks weights for
+    the CPU, or keeps them on a GPU, each takes memory. Raises `ModelFileError`, `PairError`.
+    """
+    from specgen.bench.contenders import SessionContender
+    from specgen.bench.peer_contenders import peers_of
+    from specgen.bench.runs import Lineup
+    from specgen.session import Session
+
+    n_contenders = len(plan.temperatures) * (1 + len(field.drafts) * len(plan.policies))
+    opened: list[Session] = []
+    with contextlib.ExitStack() as stack:
+
+        def contender(
+            name: str, draft: DraftSource, policy: PolicyName, temperature: float
+        ) -> SessionContender:
+            progress(f"loading {field.name}", len(opened), n_contenders)
+            options = plan.options(field, draft)
+            options = replace(
+                options,
+                drafting=replace(options.drafting, policy=policy),
+                sampler=replace(options.sampler, temperature=temperature),
+            )
+            # What one session learns of what decoding costs holds for all.
+            memory = opened[0].memory if opened else None
+            session = stack.enter_context(Session(options, time.perf_counter, memory))
+            opened.append(session)
+            return SessionContender(name, session, chat=plan.chat, interrupted=interrupted)
+
+        found: list[Lineup] = []
+        for temperature in plan.temperatures:
+            plain = contender(PLAIN, "none", "fixed", temperature)
+            others: list[Contender] = [
+                contender(plan.name(name, policy), draft, policy, temperature)
+                for name, draft in field.drafts.items()
+                for policy in plan.policies
+            ]
+            session = opened[-1 - len(others)]
+            drafts = _same_vocabulary(field, opened)
+            for against in plan.against:
+                others += peers_of(
+                    against,
+                    session,
+                    drafts,
+                    folder=plan.peers,
+                    chat=plan.chat,
+                    interrupted=interrupted,
+                )
+            found.append(Lineup(field.name, temperature, plain, tuple(others)))
+        yield found
+
+
+def _same_vocabulary(field: Field, sessions: Sequence[Session]) -> dict[str, Path]:
+    """The draft models that have the target's vocabulary, by name: llama.cpp refuses others."""
+    own = {session.options.draft for session in sessions if not session.is_translated}
+    return {
+        name: draft
+        for name, draft in field.drafts.items()
+        if isinstance(draft, Path) and draft in own
+    }

@@ -1,0 +1,170 @@
+"""``specgen tune``: what drafting is worth here, and why, measured and kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specgen.cli import flags
+from specgen.cli.flags.part import without
+from specgen.cli.interrupt import Interrupt
+from specgen.cli.opening import find_models, log_shown, open_session, session_options
+from specgen.cli.progress import progress_bar
+from specgen.errors import (
+    BackendError,
+    MemoryLimitError,
+    ModelFileError,
+    PairError,
+    UsageError,
+)
+from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
+
+if TYPE_CHECKING:
+    from specgen.cli.sources import Sources
+    from specgen.session import Session
+    from specgen.tuning import Tuning
+
+_TRIALS = "Trials"
+
+
+@flags.takes(
+    models=flags.models,
+    drafting=without(flags.drafting, "policy", "ngrams"),
+    machine=flags.machine,
+)
+def tune(
+    *,
+    models: flags.ModelChoice,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            help='Prompts to try with: JSON Lines with "prompt" or "turns".',
+            show_default="a few of our own",
+            rich_help_panel=_TRIALS,
+        ),
+    ] = None,
+    n_prompts: Annotated[
+        int,
+        typer.Option(
+            "--count",
+            "-N",
+            min=1,
+            help="How many prompts, evenly from the file.",
+            rich_help_panel=_TRIALS,
+        ),
+    ] = 4,
+    max_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-tokens",
+            "--predict",
+            "-n",
+            min=2,
+            help="How many tokens of each answer to try with.",
+            rich_help_panel=_TRIALS,
+        ),
+    ] = 64,
+    chat: flags.Chat = None,
+    drafting: DraftOptions,
+    machine: flags.Contexts,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+    quiet: flags.Quiet = False,
+    verbose: flags.Verbose = False,
+) -> int:
+    """Measure what drafting is worth for your models on this machine, and say why.
+
+    Measured are the numbers of threads, what decodes cost, how often the
+    draft says what the target says, and what it would gain, alone and with
+    n-grams, beside n-grams alone and other drafts that are on this disk. It
+    takes a minute or a few. What is found is kept: `specgen run` with the
+    same models goes by it. A machine that is busy meanwhile is measured as
+    it is then: tune again to replace that.
+    """
+    from specgen.proof import OWN_PROMPTS, read_prompts, spread
+
+    flags.check_loudness(quiet=quiet, verbose=verbose)
+    if drafting.n_max == 0:
+        raise UsageError("--draft-max 0 drafts nothing, so there is nothing to tune")
+    if models.helpers:
+        raise UsageError("give one --draft: what drafts for the draft is not tuned")
+    texts = spread(OWN_PROMPTS if prompts is None else read_prompts(prompts), n_prompts)
+    sources = find_models(models, quiet=quiet)
+    answer = GenerationOptions(max_tokens=max_tokens)
+    options = session_options(sources, SamplerOptions(), drafting, answer, machine)
+    with (
+        log_shown(verbose),
+        open_session(replace(options, draft="none"), quiet=quiet, verbose=verbose) as session,
+        progress_bar(quiet=quiet or verbose) as progress,
+        Interrupt() as stop,
+    ):
+        from specgen.tuning import Tuner
+
+        draft, notes = _draft(session, sources)
+        tuner = Tuner(session, interrupted=stop, progress=progress)
+        tuning = tuner.run(draft, _others(draft, session.options.target), texts, chat=chat)
+        if tuning is not None and not tuning.is_interrupted:
+            session.memory.save()
+    if tuning is not None:
+        _show(tuning, as_json=as_json)
+    if not quiet:
+        for note in (*notes, *_notes(tuning)):
+            print(f"note: {note}", file=sys.stderr)
+    return stop.exit_code
+
+
+def _draft(session: Session, sources: Sources) -> tuple[Path | None, list[str]]:
+    """The draft model to tune, if there is one, and what is to be said of others. One that the
+    user named is it, whatever is wrong with it."""
+    notes: list[str] = []
+    for choice in sources.drafts:
+        if not isinstance(choice.draft, Path):
+            continue
+        try:
+            if choice.why:
+                session.change_draft(choice.draft)
+        except (BackendError, MemoryLimitError, ModelFileError, PairError) as error:
+            notes.append(error.message)
+            continue
+        return choice.draft, notes
+    return None, notes
+
+
+def _others(draft: Path | None, target: Path) -> list[Path]:
+    """Models on this disk, other than this draft, that may draft for a target."""
+    from specgen.cli.candidates import find_candidates
+    from specgen.models import load_registry, locate
+
+    known = [path for path in map(locate, load_registry().models.values()) if path is not None]
+    named = [] if draft is None else [draft]
+    return [path for path in find_candidates(named, known, target)[0] if path != draft]
+
+
+def _show(tuning: Tuning, *, as_json: bool) -> None:
+    from specgen.cli.advice import print_advice, to_json_object
+    from specgen.render import make_console
+
+    if as_json:
+        print(json.dumps(to_json_object(tuning), indent=2, ensure_ascii=False))
+    else:
+        print_advice(tuning, make_console(sys.stdout, os.environ))
+
+
+def _notes(tuning: Tuning | None) -> list[str]:
+    """What is to be said besides, on standard error."""
+    notes = []
+    if tuning is not None:
+        notes += [f"{file}: {reason}" for file, reason in tuning.refused]
+        notes += [
+            f"prompt {number} was left out: the context has no room for it"
+            for number in tuning.baseline.skipped
+        ]
+    if tuning is None or tuning.is_interrupted:
+        return [*notes, "interrupted: not everything was measured, nothing was kept"]
+    return [*notes, "kept: `specgen run` goes by these costs, threads and acceptance rates"]

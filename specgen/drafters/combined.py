@@ -1,0 +1,109 @@
+"""N-grams and a model, drafting together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specgen.draft import NO_DRAFT, Draft
+from specgen.drafters.base import Drafter
+from specgen.policy import Decided, Policy, RoundReport
+from specgen.tables import FREE, Price
+
+
+class CombinedDrafter:
+    """Lets the drafter begin that promises more this round, and the other one go on from there.
+
+    `free` drafts at no cost (n-grams): what it proposes is known before anything is decided.
+    `model` has to decode, so that only what it is expected to be worth is known. Whichever
+    begins, its draft may be extended by the other: n-grams look for the continuation of text
+    and draft together, and the model may read what the n-grams propose and draft on from there.
+    What a model has read of a draft that was accepted stays in its cache.
+    """
+
+    def __init__(self, free: Drafter, model: Drafter) -> None:
+        self._free = free
+        self._model = model
+        #: What the model was shown behind the text, and how long the text was then.
+        self._shown: tuple[int, ...] = ()
+        self._n_text = 0
+        #: The only one that has part in the last draft, if there is just one.
+        self._sole: Drafter | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self._free.name}+{self._model.name}"
+
+    @property
+    def model_s(self) -> float:
+        return self._free.model_s + self._model.model_s
+
+    def price(self, n_context: int) -> Price:
+        return FREE
+
+    def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
+        self._take_back(context)
+        found = policy.trim(self._free.propose(context, n_max, policy))
+        prospect = policy.prospect(self._model.name, self._model.price(len(context)))
+        if len(found) and policy.worth(found) >= prospect:
+            self._sole = self._free
+            return self._extended_by_model(context, found, n_max, policy)
+        self._sole = self._model
+        if prospect <= 0.0:
+            return NO_DRAFT
+        draft = self._model.propose(context, n_max, Decided(policy))
+        return self._extended_by_ngrams(context, draft, n_max, policy)
+
+    def observe(self, report: RoundReport) -> None:
+        if self._sole is not None:
+            self._sole.observe(report)
+
+    def rewind(self, n_tokens: int) -> None:
+        self._free.rewind(n_tokens)
+        self._model.rewind(min(n_tokens, self._n_text) if self._shown else n_tokens)
+        self._shown = ()
+
+    def close(self) -> None:
+        self._free.close()
+        self._model.close()
+
+    def _extended_by_model(
+        self, context: Sequence[int], found: Draft, n_max: int, policy: Policy
+    ) -> Draft:
+        n_room = n_max - len(found)
+        if n_room < 1 or not found.is_chain:
+            return found
+        n_text = len(context) + len(found)
+        if policy.prospect(self._model.name, self._model.price(n_text), found) <= 0.0:
+            return found
+        self._shown, self._n_text = found.tokens, len(context)
+        behind = Decided(policy, n_after=len(found))
+        more = self._model.propose([*context, *found.tokens], n_room, behind)
+        self._sole = None
+        return found.followed_by(more)
+
+    def _extended_by_ngrams(
+        self, context: Sequence[int], draft: Draft, n_max: int, policy: Policy
+    ) -> Draft:
+        n_room = n_max - len(draft)
+        if n_room < 1 or not len(draft) or not draft.is_chain:
+            return draft
+        if policy.prospect(self._free.name, FREE, draft) <= 0.0:
+            return draft
+        more = self._free.propose([*context, *draft.tokens], n_room, policy)
+        self._free.rewind(len(context))
+        if len(more):
+            self._sole = None
+        return draft.followed_by(more)
+
+    def _take_back(self, context: Sequence[int]) -> None:
+        """Let the model forget what it was shown and the text does not say."""
+        if not self._shown:
+            return
+        n_same = 0
+        for shown, token in zip(self._shown, context[self._n_text :], strict=False):
+            if shown != token:
+                break
+            n_same += 1
+        if n_same < len(self._shown):
+            self._model.rewind(self._n_text + n_same)
+        self._shown = ()

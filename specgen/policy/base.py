@@ -1,0 +1,71 @@
+"""The interface of whatever decides how much is worth drafting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from specgen.draft import NO_DRAFT, Draft
+from specgen.tables import Price
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    """What became of a round: what a policy and a drafter can learn from."""
+
+    draft: Draft
+    #: The accepted nodes.
+    path: tuple[int, ...]
+    #: Seconds of drafting and of the target's decode, and the rows that the target decoded.
+    draft_s: float
+    target_s: float
+    n_rows: int
+    #: What the round added to the text: accepted tokens, then the target's own.
+    committed: tuple[int, ...] = ()
+
+
+class Policy(Protocol):
+    """Decides, before and while a drafter drafts, how far it goes.
+
+    A round: the loop asks for `room`; a drafter that needs a model asks what the `prospect` is
+    before its first decode, whether it `wants_more` for each token, and whether it `goes_on`
+    before each further decode. What comes out is shortened by `trim`, verified, and observed.
+
+    To keep drawn drafts unbiased, `wants_more` is asked *before* a token is drawn and sees only
+    how sure the drafter can be at best, not the token; and `trim` leaves all of a draft that was
+    drawn at random.
+    """
+
+    @property
+    def needs_confidence(self) -> bool:
+        """Whether `wants_more` looks at the confidence: it costs a pass over the logits."""
+        ...
+
+    def room(self, n_left: int) -> int:
+        """The most tokens to draft in the round that begins; 0 decodes without a draft. So many
+        tokens are expected to be left of the answer."""
+        ...
+
+    def prospect(self, origin: str, price: Price, after: Draft = NO_DRAFT) -> float:
+        """What it promises to let a drafter begin at this price, `after` a chain that stands
+        already: above 0 it should. To be compared with `worth`."""
+        ...
+
+    def worth(self, draft: Draft) -> float:
+        """What it promises to verify the draft, compared with none: above 0 it should be."""
+        ...
+
+    def wants_more(self, n_drafted: int, confidence: float, origin: str = "model") -> bool:
+        """Whether to draft a token of which the drafter can be so sure at best, after
+        `n_drafted` others."""
+        ...
+
+    def goes_on(self, n_drafted: int, origin: str = "model") -> bool:
+        """Whether it is worth a model's decode to look for another token after `n_drafted`."""
+        ...
+
+    def trim(self, draft: Draft) -> Draft:
+        """The beginning of a finished draft that is worth verifying."""
+        ...
+
+    def observe(self, report: RoundReport) -> None: ...

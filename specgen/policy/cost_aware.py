@@ -1,0 +1,346 @@
+"""Drafting as long as it is expected to save time."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specgen.chances import NGRAM_ORIGINS, Chances, new_chances
+from specgen.draft import NO_DRAFT, Draft
+from specgen.options import DraftOptions
+from specgen.policy.base import RoundReport
+from specgen.policy.budget import Budget
+from specgen.policy.stopping import StoppingRule
+from specgen.tables import FREE, CostTable, Price
+
+#: Decodes of a single row to see before anything is drafted where nothing was measured.
+_N_FIRST = 2
+#: Without a single-row decode in so many rounds, one is made: what plain decoding costs is what
+#: everything is compared with.
+_MAX_STALE = 64
+#: The part of the prospective gain that what a drafter has to read first is weighed against: the
+#: answer may end sooner, or suit the draft less.
+_CAUTION = 0.5
+#: How many times its cost a draft of n-grams has to be expected to gain, at an answer's beginning
+#: and when much was saved. (In replays of 31 answers, no margin gained as much on average, and
+#: lost three times as much on the worst answer.)
+_FIRST_MARGIN, _LAST_MARGIN = 1.9, 1.1
+#: A stopping rule is worked out anew when prices have changed by so much, or after so many
+#: judged tokens.
+_NEWS = 0.05
+_N_NEWS = 12
+#: How fast the present time per token follows the rounds.
+_RATE = 0.06
+
+
+@dataclass(slots=True)
+class _Rule:
+    """A stopping rule and what it was worked out for."""
+
+    rule: StoppingRule
+    version: int
+    next_s: float
+    token_s: float
+    row_s: float
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """Tokens that were proposed and not verified, and wait for the text to tell about them."""
+
+    tokens: list[int] = field(default_factory=list)
+    signals: list[tuple[str, float]] = field(default_factory=list)
+
+
+class CostAwarePolicy:
+    """Drafts the tokens that are expected to save more time than they take.
+
+    The time of an answer is what counts, so a token that a round adds is worth the time in which
+    it would otherwise come: a plain decode's, or less, if rounds lately were quicker. Against
+    that stand the draft's decodes and the dearer batch of the target, by tables of what was
+    measured (`CostTable`). How many tokens a draft of n adds is the sum of the chances that its
+    tokens are accepted, each with all before it; the chances are learnt (`Chances`). To draft
+    nothing is a legal answer.
+
+    A draft that is known as a whole is cut where its value is highest. One that a model makes
+    token by token is an optimal stopping problem (`StoppingRule`), which also says what to
+    expect of the model before it is run. (The rule for a fixed length is Leviathan et al.'s,
+    arXiv:2211.17192, section 3.4; for a tree's nodes, "decode the tree that maximises expected
+    tokens per second", Sequoia's, arXiv:2402.12374.)
+
+    What is learnt costs nothing where it can: a proposed token that was not worth verifying is
+    compared with the text as it comes. Beyond that a model that does not promise anything is
+    tried as often as a small budget allows, and one that loses time against what it promised
+    is put aside for a while.
+
+    `costs` is the target's table; what is observed goes into it. `chances` are by origin.
+    """
+
+    def __init__(
+        self,
+        options: DraftOptions,
+        costs: CostTable,
+        chances: MutableMapping[str, Chances] | None = None,
+    ) -> None:
+        self._n_max = options.n_max
+        self._p_min = options.stops_below
+        self._costs = costs
+        self._chances = {} if chances is None else chances
+        for known in self._chances.values():
+            known.begin_text()
+        self._rules: dict[str, _Rule] = {}
+        self._price = FREE
+        self._budget = Budget()
+        self._n_stale = 0
+        self._n_left = 0
+        #: Seconds for a token in the rounds of late, and tokens a round; None before the first.
+        self._token_s: float | None = None
+        self._tokens_a_round = 1.0
+        #: The chances that the draft in the making is accepted up to and with each token.
+        self._path: list[float] = []
+        #: Whether this round tries a model that promises nothing, and which drafter began.
+        self._is_trial = False
+        self._began: str | None = None
+        self._invested_s = 0.0
+        self._waiting: dict[str, _Waiting] = {}
+        #: How sure the model was at each place that it was asked to draft.
+        self._confidences: list[float] = []
+
+    # --- before and while drafting -----------------------------------------------------------
+
+    @property
+    def needs_confidence(self) -> bool:
+        return True
+
+    def room(self, n_left: int) -> int:
+        self._n_left = n_left
+        self._path.clear()
+        self._confidences.clear()
+        self._is_trial = False
+        self._began, self._invested_s = None, 0.0
+        self._budget.begin_round()
+        if not self._costs or (self._costs.n_seen(1) < _N_FIRST and 1 not in self._costs.known):
+            return 0
+        self._n_stale += 1
+        if self._n_stale > _MAX_STALE:
+            return 0
+        return self._n_max
+
+    def prospect(self, origin: str, price: Price, after: Draft = NO_DRAFT) -> float:
+        if price == FREE:  # what it finds is looked at when it is known
+            return 1e-9
+        self._price = price
+        n, chance = len(after), self._chance_of(after)
+        if n >= self._n_max:
+            return 0.0
+        value = self._rule(origin).value(n, chance) + price.next_s - price.first_s
+        if price.backlog_s > 0.0:
+            n_rounds = max(1.0, self._n_left / max(1.0, self._tokens_a_round))
+            value -= price.backlog_s / (_CAUTION * n_rounds)
+        if n == 0 and self._budget.is_put_aside(origin):
+            value = min(value, 0.0)
+        if value <= 0.0 and n == 0:
+            self._is_trial = self._may_try(origin, price)
+        if value > 0.0 or self._is_trial:
+            self._began, self._invested_s = origin, price.backlog_s
+            return max(value, 1e-9)
+        return value
+
+    def worth(self, draft: Draft) -> float:
+        return self._best(draft)[1]
+
+    def wants_more(self, n_drafted: int, confidence: float, origin: str = "model") -> bool:
+        if n_drafted >= self._n_max or confidence < self._p_min:
+            return False
+        chances = self._of(origin)
+        chances.see(confidence)
+        before = self._path[n_drafted - 1] if n_drafted else 1.0
+        chance = before * chances.chance(confidence)
+        self._path[n_drafted:] = [chance]
+        self._confidences[n_drafted:] = [confidence]
+        if self._is_trial:
+            return n_drafted < self._budget.n_tokens
+        return self._rule(origin).takes(n_drafted, chance) > 0.0
+
+    def goes_on(self, n_drafted: int, origin: str = "model") -> bool:
+        if n_drafted >= self._n_max:
+            return False
+        if self._is_trial:
+            return n_drafted < self._budget.n_tokens
+        chance = self._path[n_drafted - 1] if 0 < n_drafted <= len(self._path) else 1.0
+        return self._rule(origin).value(n_drafted, chance) > 0.0
+
+    def trim(self, draft: Draft) -> Draft:
+        self._wait_for(draft)
+        if not draft.is_chain or len(draft) == 0:
+            return draft
+        if self._is_trial and self._began is not None:
+            return draft
+        n_drawn = max(
+            (n + 1 for n, source in enumerate(draft.distributions) if source is not None), default=0
+        )
+        # What was drawn at random is not dropped for what it says.
+        kept = draft.first(max(n_drawn, self._best(draft)[0]))
+        if self._began is None and len(kept):
+            self._began = kept.origins[0]
+        return kept
+
+    # --- afterwards --------------------------------------------------------------------------
+
+    def observe(self, report: RoundReport) -> None:
+        self._costs.observe(report.n_rows, report.target_s)
+        if not len(report.draft):
+            self._n_stale = 0
+        n_committed = max(1, len(report.committed), len(report.path) + 1)
+        self._judge(report)
+        if 1 not in self._costs.known:
+            return
+        plain_s = self._costs.seconds(1)
+        # What was read in advance serves the rounds to come.
+        round_s = max(0.0, report.draft_s - self._invested_s) + report.target_s
+        self._budget.spend(
+            self._began,
+            saved_s=n_committed * plain_s - round_s,
+            elapsed_s=round_s,
+            plain_s=plain_s,
+            is_trial=self._is_trial,
+        )
+        if self._token_s is None:
+            self._token_s = plain_s
+        # Seconds and tokens are averaged apart: the mean of their ratios is another thing.
+        round_tokens = self._tokens_a_round
+        mean_round_s = self._token_s * round_tokens
+        mean_round_s += _RATE * (round_s - mean_round_s)
+        round_tokens += _RATE * (n_committed - round_tokens)
+        self._token_s, self._tokens_a_round = mean_round_s / round_tokens, round_tokens
+
+    def _judge(self, report: RoundReport) -> None:
+        """Count what was accepted: of the draft, and of what waits for the text."""
+        draft = report.draft
+        if draft.is_drawn and draft.is_chain:
+            # How sure the model was before the draw, not how likely the drawn token is, says
+            # what to expect.
+            for node, confidence in enumerate(self._confidences[: len(report.path) + 1]):
+                if node < len(draft) and draft.distributions[node] is not None:
+                    accepted = node < len(report.path)
+                    self._of(draft.origins[node]).judge(confidence, accepted=accepted)
+        for key in list(self._waiting):
+            waiting = self._waiting[key]
+            for token in report.committed:
+                accepted = waiting.tokens.pop(0) == token
+                origin, confidence = waiting.signals.pop(0)
+                self._of(origin).judge(confidence, accepted=accepted)
+                if not accepted or not waiting.tokens:
+                    del self._waiting[key]
+                    break
+
+    def _wait_for(self, draft: Draft) -> None:
+        """Remember what a drafter proposed, whether or not it is verified."""
+        if not len(draft) or not draft.is_chain or draft.is_drawn:
+            return
+        signals = [
+            (origin, 1.0 if confidence is None else confidence)
+            for origin, confidence in zip(draft.origins, draft.probabilities, strict=True)
+        ]
+        self._waiting[draft.origins[0]] = _Waiting(list(draft.tokens), signals)
+
+    # --- what is expected --------------------------------------------------------------------
+
+    @property
+    def token_s(self) -> float:
+        """What a token is worth, in seconds."""
+        plain_s = self._costs.seconds(1)
+        return plain_s if self._token_s is None else min(plain_s, self._token_s)
+
+    def _token_worth_s(self, origin: str) -> float:
+        """What an expected token of a drafter is taken for, in seconds: for n-grams less than it
+        is worth, as long as little was saved in this answer.
+
+        A gain is a matter of chance and a cost is not: at first only what is clearly worth it is
+        drafted, so that a short answer, or one that suits no draft, loses little. A model tells
+        by itself how sure it is, and is better believed.
+        """
+        if origin not in NGRAM_ORIGINS:
+            return self.token_s
+        credit = self._budget.credit_s / self._costs.seconds(1)
+        if credit < 0.0:
+            margin = _FIRST_MARGIN + min(-credit, 1.0) / 2.0
+        else:
+            margin = _LAST_MARGIN + (_FIRST_MARGIN - _LAST_MARGIN) / (1.0 + credit)
+        return self.token_s / margin
+
+    def _of(self, origin: str) -> Chances:
+        chances = self._chances.get(origin)
+        if chances is None:
+            chances = self._chances[origin] = new_chances(origin)
+        return chances
+
+    def _chance_of(self, draft: Draft) -> float:
+        """The chance that a chain is accepted whole; its tokens' chances become the path."""
+        chance = 1.0
+        for node, (origin, confidence) in enumerate(
+            zip(draft.origins, draft.probabilities, strict=True)
+        ):
+            chance *= self._of(origin).chance(1.0 if confidence is None else confidence)
+            self._path[node:] = [chance]
+        return chance
+
+    def _best(self, draft: Draft) -> tuple[int, float]:
+        """The length at which a chain's beginning is worth most, and what it is worth."""
+        if not len(draft) or not draft.is_chain:
+            return len(draft), 0.0
+        if self._budget.is_put_aside(draft.origins[0]):
+            return 0, 0.0
+        token_s, plain_s = self._token_worth_s(draft.origins[0]), self._costs.seconds(1)
+        best_n, best_s, chance, gain_s = 0, 0.0, 1.0, 0.0
+        for node, (origin, confidence) in enumerate(
+            zip(draft.origins, draft.probabilities, strict=True)
+        ):
+            chance *= self._of(origin).chance(1.0 if confidence is None else confidence)
+            gain_s += chance * token_s
+            value_s = gain_s - (self._costs.seconds(node + 2) - plain_s)
+            if value_s > best_s:
+                best_n, best_s = node + 1, value_s
+        return best_n, best_s
+
+    def _rule(self, origin: str) -> StoppingRule:
+        """The stopping rule for a drafter at the present prices."""
+        chances, token_s = self._of(origin), self._token_worth_s(origin)
+        row_s = self._costs.seconds(2) - self._costs.seconds(1)
+        known = self._rules.get(origin)
+        if (
+            known is not None
+            and chances.version - known.version < _N_NEWS
+            and abs(known.next_s - self._price.next_s) <= _NEWS * known.token_s
+            and abs(known.token_s - token_s) <= _NEWS * known.token_s
+            and abs(known.row_s - row_s) <= _NEWS * known.token_s
+        ):
+            return known.rule
+        batch_s = np.array([self._costs.seconds(n + 1) for n in range(self._n_max + 1)])
+        rule = StoppingRule(
+            batch_s, self._price.next_s, token_s, chances.frequencies(), chances.curve()
+        )
+        self._rules[origin] = _Rule(rule, chances.version, self._price.next_s, token_s, row_s)
+        return rule
+
+    # --- trials ------------------------------------------------------------------------------
+
+    def _may_try(self, origin: str, price: Price) -> bool:
+        """Whether a drafter that promises nothing is tried all the same, to learn whether that
+        is still so: not if it could not pay even if it were always right."""
+        n = min(self._budget.n_tokens, self._n_max)
+        plain_s = self._costs.seconds(1)
+        ideal_s = max(
+            k * plain_s
+            - (self._costs.seconds(k + 1) - plain_s)
+            - price.first_s
+            - (k - 1) * price.next_s
+            for k in range(1, self._n_max + 1)
+        )
+        if ideal_s <= 0.0:
+            return False
+        cost_s = price.first_s + price.backlog_s + (n - 1) * price.next_s
+        cost_s += self._costs.seconds(n + 1) - plain_s
+        return self._budget.allows(cost_s)

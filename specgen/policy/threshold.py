@@ -1,0 +1,92 @@
+"""Drafting until the draft as a whole becomes too unlikely."""
+
+from __future__ import annotations
+
+import math
+
+from specgen.draft import NO_DRAFT, Draft
+from specgen.options import DraftOptions
+from specgen.policy.base import RoundReport
+from specgen.tables import Price
+
+#: The share of drafted tokens that may be refused: the bound falls while less is, and rises when
+#: more is.
+_REFUSED = 0.25
+#: How fast, in log-probability for a draft that is refused whole.
+_RATE = 0.4
+_START, _LEAST, _MOST = 0.3, 0.01, 0.9
+
+
+class ThresholdPolicy:
+    """Drafts while the product of the tokens' probabilities stays above a bound, which adapts.
+
+    The product is how likely the draft is to be accepted whole, as far as its model knows. A
+    bound on it lets a sure draft grow long and stops an unsure one early, where a bound on each
+    token's own probability would let many fairly sure ones follow each other. After each round
+    the bound moves so that a fixed share of the drafted tokens is refused in the long run: as
+    much is drafted as pays where decoding a row more costs little. (The idea of a confidence
+    bound that follows what was accepted: Mamou et al., arXiv:2405.04304, and the dynamic
+    thresholds of Hugging Face's assisted generation.) It knows nothing of costs.
+    """
+
+    def __init__(self, options: DraftOptions) -> None:
+        self._n_max = options.n_max
+        self._n_min = options.min_tokens
+        self._p_min = options.stops_below
+        self._log_bound = math.log(_START)
+        #: The log-probability of the draft in the making, up to and with each token.
+        self._log_chances: list[float] = []
+
+    @property
+    def bound(self) -> float:
+        """The present bound on a draft's probability."""
+        return math.exp(self._log_bound)
+
+    @property
+    def needs_confidence(self) -> bool:
+        return True
+
+    def room(self, n_left: int) -> int:
+        self._log_chances.clear()
+        return self._n_max
+
+    def prospect(self, origin: str, price: Price, after: Draft = NO_DRAFT) -> float:
+        return 0.0 if len(after) else 1.0
+
+    def worth(self, draft: Draft) -> float:
+        return math.inf if len(draft) else 0.0
+
+    def wants_more(self, n_drafted: int, confidence: float, origin: str = "model") -> bool:
+        if n_drafted >= self._n_max or confidence < self._p_min:
+            return False
+        before = self._log_chances[n_drafted - 1] if n_drafted else 0.0
+        log_chance = before + math.log(max(confidence, 1e-12))
+        self._log_chances[n_drafted:] = [log_chance]
+        return log_chance >= self._log_bound
+
+    def goes_on(self, n_drafted: int, origin: str = "model") -> bool:
+        return n_drafted < self._n_max
+
+    def trim(self, draft: Draft) -> Draft:
+        if draft.is_drawn:  # what was drawn is not dropped for what it says
+            return draft
+        log_chance, n_kept = 0.0, 0
+        for confidence in draft.probabilities:
+            log_chance += math.log(max(1.0 if confidence is None else confidence, 1e-12))
+            if log_chance < self._log_bound:
+                break
+            n_kept += 1
+        kept = draft.first(n_kept) if draft.is_chain else draft
+        return kept if len(kept) >= self._n_min else NO_DRAFT
+
+    def observe(self, report: RoundReport) -> None:
+        if not len(report.draft):
+            # Nothing was sure enough: without a draft now and then, nothing would be learnt.
+            self._move(-0.1 * _REFUSED)
+            return
+        refused = 1.0 - len(report.path) / len(report.draft)
+        self._move(refused - _REFUSED)
+
+    def _move(self, difference: float) -> None:
+        moved = self._log_bound + _RATE * difference
+        self._log_bound = min(math.log(_MOST), max(math.log(_LEAST), moved))

@@ -1,0 +1,67 @@
+"""Policies around policies."""
+
+from __future__ import annotations
+
+import math
+
+from specgen.draft import NO_DRAFT, Draft
+from specgen.policy.base import Policy, RoundReport
+from specgen.tables import Price
+
+
+class WrappedPolicy:
+    """Does as another policy does, but for what a subclass changes."""
+
+    def __init__(self, inner: Policy) -> None:
+        self._inner = inner
+
+    @property
+    def needs_confidence(self) -> bool:
+        return self._inner.needs_confidence
+
+    def room(self, n_left: int) -> int:
+        return self._inner.room(n_left)
+
+    def prospect(self, origin: str, price: Price, after: Draft = NO_DRAFT) -> float:
+        return self._inner.prospect(origin, price, after)
+
+    def worth(self, draft: Draft) -> float:
+        return self._inner.worth(draft)
+
+    def wants_more(self, n_drafted: int, confidence: float, origin: str = "model") -> bool:
+        return self._inner.wants_more(n_drafted, confidence, origin)
+
+    def goes_on(self, n_drafted: int, origin: str = "model") -> bool:
+        return self._inner.goes_on(n_drafted, origin)
+
+    def trim(self, draft: Draft) -> Draft:
+        return self._inner.trim(draft)
+
+    def observe(self, report: RoundReport) -> None:
+        self._inner.observe(report)
+
+
+class Decided(WrappedPolicy):
+    """A policy for a drafter that is asked by another one: whether it begins is decided already.
+
+    The first `n_own` tokens of what it is about to draft are no choice, and none of the draft's;
+    `n_after` tokens stand in the draft before its first one.
+    """
+
+    def __init__(self, inner: Policy, *, n_own: int = 0, n_after: int = 0) -> None:
+        super().__init__(inner)
+        self._n_own = n_own
+        self._offset = n_after - n_own
+
+    def prospect(self, origin: str, price: Price, after: Draft = NO_DRAFT) -> float:
+        return math.inf
+
+    def wants_more(self, n_drafted: int, confidence: float, origin: str = "model") -> bool:
+        if n_drafted < self._n_own:
+            return True
+        return self._inner.wants_more(n_drafted + self._offset, confidence, origin)
+
+    def goes_on(self, n_drafted: int, origin: str = "model") -> bool:
+        if n_drafted < self._n_own:
+            return True
+        return self._inner.goes_on(n_drafted + self._offset, origin)

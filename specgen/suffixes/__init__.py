@@ -1,0 +1,1 @@
+"""Longest matches: in the text itself, in files, in earlier answers."""

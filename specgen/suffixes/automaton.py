@@ -1,0 +1,182 @@
+"""What the text says again: a suffix automaton of its tokens.
+
+(Blumer et al., "The smallest automaton recognizing the subwords of a text", 1985; for drafts:
+Hu et al., "SAM Decoding", arXiv:2411.10666.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+#: The state of the empty string.
+_START = 0
+_NONE = -1
+#: The states, from the longest on, whose counts a new token updates. More there are only where
+#: a text repeats itself so often in a row; of the shorter strings some occurrences are then
+#: not counted.
+N_COUNTED = 64
+
+
+class Cursor(NamedTuple):
+    """A place in the automaton: a string of `length` tokens that stands in the text, as one of
+    those of `state`. The strings of a state end at the same places of the text."""
+
+    state: int
+    length: int
+
+
+NOWHERE = Cursor(_START, 0)
+
+
+class SuffixAutomaton:
+    """All strings of a growing text, each with the tokens that followed it and how often.
+
+    A token more takes constant time (amortised), as does a step of a cursor, however long the
+    text is; the automaton has at most two states and three transitions a token. Taking tokens
+    back undoes exactly what adding them did, and costs as much.
+    """
+
+    def __init__(self, tokens: Iterable[int] = (), *, n_counted: int = N_COUNTED) -> None:
+        self._n_counted = n_counted
+        # Of each state: what follows it, the state of the longest suffix that ends at other
+        # places too, the length of its longest string, how often it occurs, and the index of
+        # the last token of its latest occurrence.
+        self._followers: list[dict[int, int]] = [{}]
+        self._links = [_NONE]
+        self._lengths = [0]
+        self._counts = [0]
+        self._ends = [_NONE]
+        # Of each token, for going back: itself, the state of the whole text up to it, the state
+        # that it split into two, if any (its shorter part is the one after the text's state),
+        # and how long `_replaced_ends` was before it.
+        self._tokens: list[int] = []
+        self._states: list[int] = []
+        self._split_states: list[int] = []
+        self._n_replaced: list[int] = []
+        #: What new ends of states took the place of.
+        self._replaced_ends: list[int] = []
+        for token in tokens:
+            self.extend(token)
+
+    def __len__(self) -> int:
+        """Tokens in the text."""
+        return len(self._tokens)
+
+    def extend(self, token: int) -> None:
+        """Add a token to the end of the text."""
+        all_followers, links, lengths = self._followers, self._links, self._lengths
+        counts, ends = self._counts, self._ends
+        index = len(self._tokens)
+        state = self._states[-1] if index else _START
+        new = len(links)
+        all_followers.append({})
+        lengths.append(index + 1)
+        counts.append(1)
+        ends.append(index)
+        while state >= 0:
+            followers = all_followers[state]
+            if token in followers:
+                break
+            followers[token] = new
+            state = links[state]
+        link, split = _START, _NONE
+        if state >= 0:
+            link = all_followers[state][token]
+            length = lengths[state] + 1
+            if lengths[link] != length:
+                # Of that state's strings only those up to this length end here too.
+                split, link = link, new + 1
+                all_followers.append(all_followers[split].copy())
+                lengths.append(length)
+                counts.append(counts[split])
+                ends.append(ends[split])
+        links.append(link)
+        if split >= 0:
+            links.append(links[split])
+            links[split] = link
+            while state >= 0 and all_followers[state].get(token) == split:
+                all_followers[state][token] = link
+                state = links[state]
+        self._tokens.append(token)
+        self._states.append(new)
+        self._split_states.append(split)
+        replaced = self._replaced_ends
+        self._n_replaced.append(len(replaced))
+        for _ in range(self._n_counted):
+            if link <= 0:
+                break
+            replaced.append(ends[link])
+            ends[link] = index
+            counts[link] += 1
+            link = links[link]
+
+    def rewind(self, n_tokens: int) -> None:
+        """Take back the text's tokens from its first `n_tokens` on."""
+        while len(self._tokens) > max(0, n_tokens):
+            self._take_back()
+
+    def cursor(self) -> Cursor:
+        """The longest ending of the text that stands earlier in it too, followed by something."""
+        if not self._states:
+            return NOWHERE
+        state = self._links[self._states[-1]]
+        return Cursor(state, self._lengths[state])
+
+    def advance(self, cursor: Cursor, token: int) -> Cursor:
+        """The longest ending of the cursor's string and `token` that stands in the text, followed
+        by something."""
+        state, length = cursor
+        links, lengths = self._links, self._lengths
+        while (next_state := self._followers[state].get(token)) is None:
+            state = links[state]
+            if state < 0:
+                return NOWHERE
+            length = lengths[state]
+        if next_state == self._states[-1]:  # only the text's end, which nothing follows
+            next_state = links[next_state]
+            return Cursor(next_state, min(length + 1, lengths[next_state]))
+        return Cursor(next_state, length + 1)
+
+    def shorter(self, cursor: Cursor) -> Cursor:
+        """The longest ending of the cursor's string that stands at more places than it."""
+        state = self._links[cursor.state]
+        return Cursor(state, self._lengths[state]) if state >= 0 else NOWHERE
+
+    def followers(self, cursor: Cursor) -> Mapping[int, int]:
+        """The tokens that follow the cursor's string in the text, each with the state of the
+        two, for `count` and `end`. It is the automaton's own: read it."""
+        return self._followers[cursor.state]
+
+    def count(self, state: int) -> int:
+        """How often a state's strings stand in the text."""
+        return self._counts[state]
+
+    def end(self, state: int) -> int:
+        """The index of the last token of the latest occurrence of a state's strings."""
+        return self._ends[state]
+
+    def _take_back(self) -> None:
+        """Undo the last `extend`, in the opposite order."""
+        all_followers, links, ends = self._followers, self._links, self._ends
+        token, new = self._tokens.pop(), self._states.pop()
+        split, n_replaced = self._split_states.pop(), self._n_replaced.pop()
+        replaced = self._replaced_ends
+        state = links[new]
+        for index in range(n_replaced, len(replaced)):
+            ends[state] = replaced[index]
+            self._counts[state] -= 1
+            state = links[state]
+        del replaced[n_replaced:]
+        state = self._states[-1] if self._states else _START
+        while state >= 0 and all_followers[state].get(token) == new:
+            del all_followers[state][token]
+            state = links[state]
+        if split >= 0:
+            part = new + 1
+            while state >= 0 and all_followers[state].get(token) == part:
+                all_followers[state][token] = split
+                state = links[state]
+            links[split] = links[part]
+        for values in (all_followers, links, self._lengths, self._counts, ends):
+            del values[new:]

@@ -1,0 +1,120 @@
+"""What decoding costs: measured seconds by the number of rows, and what a draft is priced at.
+
+No formula: the curves are jagged (one more row may double the time, or cost nothing), and they
+differ between models, quantisations, builds and machines.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+#: How much of a deviation from what was expected is put down to the size of the batch, and how
+#: much to the machine's present pace, which all sizes share.
+_OWN_SHARE = 0.12
+_PACE_SHARE = 0.12
+#: A single decode changes the expectation as if it had been off by so much at most: a machine
+#: that is busy for a moment says nothing about the model.
+_MAX_DEVIATION = 1.5
+#: Observations of a size after which it counts like the others; before, it moves faster.
+_N_NEW = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What a drafter asks for, in seconds: for the first drafted token, for each further one,
+    and once for what it has not read of the text yet, beyond the tokens of the last round."""
+
+    first_s: float
+    next_s: float
+    backlog_s: float = 0.0
+
+
+#: What costs nothing worth counting.
+FREE = Price(0.0, 0.0)
+
+
+class CostTable:
+    """Seconds in which a model decodes batches, by their rows; corrected by every decode.
+
+    `seconds` are what is known so far. Sizes between two known ones are interpolated, beyond the
+    largest one they cost in proportion.
+    """
+
+    def __init__(self, seconds: Mapping[int, float] | None = None) -> None:
+        self._seconds = {n: s for n, s in sorted((seconds or {}).items()) if n > 0 and s > 0.0}
+        self._sizes = list(self._seconds)
+        self._pace = 1.0
+        self._n_observed: dict[int, int] = {}
+
+    def __bool__(self) -> bool:
+        """Whether anything is known."""
+        return bool(self._sizes)
+
+    @property
+    def known(self) -> dict[int, float]:
+        """Seconds of the sizes that were measured or seen, at the present pace."""
+        return {size: seconds * self._pace for size, seconds in self._seconds.items()}
+
+    def knows(self, n_rows: int) -> bool:
+        """Whether decodes of so many rows were measured or seen."""
+        return n_rows in self._seconds
+
+    def n_seen(self, n_rows: int) -> int:
+        """How many decodes of so many rows were observed, apart from the table's beginning."""
+        return self._n_observed.get(n_rows, 0)
+
+    def seconds(self, n_rows: int) -> float:
+        """Expected seconds of a batch of so many rows; 0 for none. Raises `LookupError` if
+        nothing is known at all."""
+        if n_rows <= 0:
+            return 0.0
+        if not self._sizes:
+            raise LookupError("no decode was measured")
+        known = self._seconds.get(n_rows)
+        return self._pace * (self._between(n_rows) if known is None else known)
+
+    def start(self, n_rows: int, seconds: float) -> None:
+        """Take what was measured for a size as it is."""
+        if n_rows > 0 and seconds > 0.0:
+            self._learn(n_rows, seconds / self._pace)
+
+    def observe(self, n_rows: int, seconds: float) -> None:
+        """Learn from a decode of so many rows."""
+        if n_rows <= 0 or not seconds > 0.0:
+            return
+        n_seen = self._n_observed.get(n_rows, 0)
+        self._n_observed[n_rows] = n_seen + 1
+        if not self._sizes:
+            self._learn(n_rows, seconds)
+            return
+        deviation = seconds / self.seconds(n_rows)
+        deviation = min(_MAX_DEVIATION, max(1.0 / _MAX_DEVIATION, deviation))
+        is_known = n_rows in self._seconds
+        # The other sizes say what to expect of a new one only roughly.
+        own = _OWN_SHARE if is_known and n_seen >= _N_NEW else 0.5
+        before = self._seconds[n_rows] if is_known else self._between(n_rows)
+        self._learn(n_rows, before * deviation**own)
+        if is_known:
+            self._pace *= deviation**_PACE_SHARE
+
+    def _learn(self, n_rows: int, seconds: float) -> None:
+        if n_rows not in self._seconds:
+            bisect.insort(self._sizes, n_rows)
+        self._seconds[n_rows] = seconds
+
+    def _between(self, n_rows: int) -> float:
+        """For a size that is not known."""
+        sizes = self._sizes
+        index = bisect.bisect_left(sizes, n_rows)
+        if index == len(sizes):
+            largest = sizes[-1]
+            return self._seconds[largest] * n_rows / largest
+        above = self._seconds[sizes[index]]
+        if index == 0:
+            # Fewer rows than any that is known: not more than the smallest one that is.
+            return above
+        below_size, above_size = sizes[index - 1], sizes[index]
+        share = (n_rows - below_size) / (above_size - below_size)
+        return self._seconds[below_size] * (1.0 - share) + above * share

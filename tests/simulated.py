@@ -1,0 +1,146 @@
+"""Made-up worlds in which drafting has known costs and known chances, for tests of policies.
+
+No clock and no model: what a decode takes is looked up in a table, and whether a drafted token is
+accepted was drawn before anything is drafted, so that all policies face the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specgen.arrays import ProbArray
+from specgen.draft import NO_DRAFT, Draft
+from specgen.policy import Policy, RoundReport
+from specgen.tables import Price
+
+#: A token that is never right.
+WRONG = -1
+
+
+@dataclass(frozen=True)
+class World:
+    """A text of `n_tokens` tokens, and what it costs to come by them.
+
+    `target_s` are the seconds of a target's batch by its rows. A model's decode takes
+    `draft_s`; at each place of the text its confidence and whether it is right there are known
+    beforehand: `confidences` and `rights`. Where it was wrong it goes on as if it had been right.
+    """
+
+    target_s: Callable[[int], float]
+    draft_s: float
+    confidences: ProbArray
+    rights: ProbArray
+    n_max: int = 16
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.rights)
+
+    @property
+    def plain_s(self) -> float:
+        """Seconds without drafts."""
+        return self.n_tokens * self.target_s(1)
+
+    def table(self) -> dict[int, float]:
+        """What a measurement of the target says."""
+        return {n: self.target_s(n) for n in range(1, self.n_max + 2)}
+
+    def fixed_s(self, n_draft: int) -> float:
+        """Seconds with drafts of a fixed length."""
+        seconds, place = 0.0, 0
+        while place < self.n_tokens:
+            n = min(n_draft, self.n_tokens - place - 1)
+            seconds += n * self.draft_s + self.target_s(n + 1)
+            place += self.n_right(place, n) + 1
+        return seconds
+
+    def best_fixed(self) -> tuple[int, float]:
+        """The best of all fixed lengths, none among them, and its seconds."""
+        seconds = {n: self.fixed_s(n) for n in range(self.n_max + 1)}
+        best = min(seconds, key=lambda n: seconds[n])
+        return best, seconds[best]
+
+    def n_right(self, place: int, n: int) -> int:
+        """How many of n drafted tokens after the first `place` of the text are accepted."""
+        wrong = np.flatnonzero(self.rights[place : place + n] == 0)
+        return int(wrong[0]) if len(wrong) else n
+
+
+@dataclass
+class Run:
+    """What became of a policy in a world."""
+
+    seconds: float = 0.0
+    n_rounds: int = 0
+    #: Drafted tokens by the number of rounds with so many, and decodes of the draft model.
+    lengths: list[int] = field(default_factory=list)
+    n_looks: int = 0
+
+
+def run(world: World, policy: Policy, *, backlog_s: float = 0.0, seed: int = 0) -> Run:
+    """Let a policy decide about a model's drafts through the whole text. `backlog_s` is what the
+    model has to read first, once."""
+    found = Run()
+    place, behind_s = 0, backlog_s
+    while place < world.n_tokens:
+        n_left = world.n_tokens - place
+        n_max = min(policy.room(n_left), n_left - 1)
+        draft, draft_s = NO_DRAFT, 0.0
+        price = Price(world.draft_s, world.draft_s, behind_s)
+        if n_max >= 1 and policy.prospect("model", price) > 0.0:
+            draft_s, behind_s = behind_s, 0.0
+            draft, n_looks = _drafted(world, policy, place, n_max)
+            draft_s += n_looks * world.draft_s
+            found.n_looks += n_looks
+        draft = policy.trim(draft)
+        n_right = world.n_right(place, len(draft))
+        target_s = world.target_s(len(draft) + 1)
+        told = tuple(range(place, place + n_right + 1))
+        policy.observe(
+            RoundReport(draft, tuple(range(n_right)), draft_s, target_s, len(draft) + 1, told)
+        )
+        place += n_right + 1
+        found.seconds += draft_s + target_s
+        found.n_rounds += 1
+        found.lengths.append(len(draft))
+    return found
+
+
+def _drafted(world: World, policy: Policy, place: int, n_max: int) -> tuple[Draft, int]:
+    """What a model drafts, and how many decodes that took."""
+    tokens: list[int] = []
+    confidences: list[float] = []
+    n_looks = 0
+    while True:
+        n_looks += 1
+        at = place + len(tokens)
+        confidence = float(world.confidences[at])
+        if not policy.wants_more(len(tokens), confidence, "model"):
+            break
+        tokens.append(at if world.rights[at] else WRONG)
+        confidences.append(confidence)
+        if len(tokens) == n_max or not policy.goes_on(len(tokens), "model"):
+            break
+    return Draft.chain(tokens, "model", confidences), n_looks
+
+
+def text(
+    n_tokens: int, chance: Callable[[float], float], *, sureness: float = 1.0, seed: int = 0
+) -> tuple[ProbArray, ProbArray]:
+    """Confidences and what is right: each confidence is right with its chance. The higher
+    `sureness`, the more confidences are near 0 or 1; at 0 all are alike."""
+    rng = np.random.default_rng(seed)
+    confidences = np.full(n_tokens, 0.75)
+    if sureness > 0.0:
+        confidences = rng.beta(1.5 / sureness, 0.5 / sureness, n_tokens)
+    rights = rng.random(n_tokens) < np.array([chance(float(c)) for c in confidences])
+    return confidences, rights.astype(np.float64)
+
+
+def steps(table: Mapping[int, float]) -> Callable[[int], float]:
+    """A jagged curve: each number of rows costs what the largest one not above it does."""
+    sizes = sorted(table)
+    return lambda n: table[max(size for size in sizes if size <= n)]

@@ -1,0 +1,696 @@
+"""How much is drafted: fixed lengths, an adapting bound, and what measured costs say."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specgen.backend.fake import FakeVocabulary, noisy, random_language
+from specgen.chances import Chances
+from specgen.draft import NO_DRAFT, ROOT, Draft
+from specgen.options import FIXED_LENGTH, FIXED_P_MIN, LONGEST_DRAFT, DraftOptions, SamplerOptions
+from specgen.policy import (
+    CostAwarePolicy,
+    Decided,
+    FixedPolicy,
+    Policy,
+    RoundReport,
+    ThresholdPolicy,
+    WrappedPolicy,
+)
+from specgen.sampling import distribution
+from specgen.tables import FREE, CostTable, Price
+from tests.fakes import N_VOCAB, model_drafter
+from tests.simulated import World, run, steps, text
+
+LANGUAGE = random_language(N_VOCAB, seed=3)
+LETTERS = FakeVocabulary.letters(N_VOCAB)
+FLAT = dict.fromkeys(range(1, 18), 1.0)
+
+
+def cost_aware(
+    table: dict[int, float] | None = None,
+    chances: dict[str, Chances] | None = None,
+    max_tokens: int | None = None,
+    p_min: float | None = None,
+) -> CostAwarePolicy:
+    options = DraftOptions(max_tokens=max_tokens, p_min=p_min)
+    return CostAwarePolicy(options, CostTable(FLAT if table is None else table), chances)
+
+
+def fixed(max_tokens: int = 4, p_min: float = 0.0, min_tokens: int = 0) -> FixedPolicy:
+    return FixedPolicy(
+        DraftOptions(policy="fixed", max_tokens=max_tokens, p_min=p_min, min_tokens=min_tokens)
+    )
+
+
+def threshold(max_tokens: int = 16, min_tokens: int = 0) -> ThresholdPolicy:
+    return ThresholdPolicy(
+        DraftOptions(policy="threshold", max_tokens=max_tokens, min_tokens=min_tokens)
+    )
+
+
+def report(
+    draft: Draft, n_accepted: int, target_s: float = 1.0, draft_s: float = 0.0, own: int = 99
+) -> RoundReport:
+    path = tuple(range(n_accepted))
+    told = (*draft.tokens[:n_accepted], own)
+    return RoundReport(draft, path, draft_s, target_s, 1 + len(draft), told)
+
+
+def chain(*probabilities: float | None, origin: str = "model") -> Draft:
+    return Draft.chain(range(len(probabilities)), origin, probabilities)
+
+
+def drawn(*probabilities: float, origin: str = "model") -> Draft:
+    source = distribution(LANGUAGE((1,)), SamplerOptions(temperature=1.0))
+    n = len(probabilities)
+    return Draft.chain(range(n), origin, probabilities, [source] * n)
+
+
+def tree() -> Draft:
+    return Draft((1, 2, 3), (ROOT, ROOT, 0), ("t",) * 3, (0.9,) * 3, (None,) * 3)
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "fixed": lambda: fixed(8, p_min=0.4),
+    "threshold": threshold,
+    "cost": cost_aware,
+}
+
+
+# --- what all of them hold to
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=16), st.data())
+def test_what_was_drawn_at_random_is_never_dropped(
+    name: str, probabilities: list[float], data: st.DataObject
+) -> None:
+    """To drop it for what it says would bias the answer."""
+    policy = POLICIES[name]()
+    assert policy.room(100) > 0
+    draft = drawn(*probabilities)
+    assert policy.trim(draft) == draft
+    # What stands before it has to stay too; what comes after it need not.
+    mixed = (
+        chain(*[0.01] * data.draw(st.integers(0, 4)), origin="ngram")
+        .followed_by(draft)
+        .followed_by(chain(*[0.01] * data.draw(st.integers(0, 4)), origin="ngram"))
+    )
+    n_drawn = max(n + 1 for n in range(len(mixed)) if mixed.distributions[n] is not None)
+    kept = policy.trim(mixed)
+    assert len(kept) >= n_drawn
+    assert kept == mixed.first(len(kept))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_trimmed_draft_is_the_beginning_of_it(name: str) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        policy = POLICIES[name]()
+        policy.room(100)
+        draft = chain(*rng.random(int(rng.integers(0, 17))).tolist())
+        kept = policy.trim(draft)
+        assert kept == draft.first(len(kept))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_tree_is_verified_whole(name: str) -> None:
+    policy = POLICIES[name]()
+    policy.room(100)
+    assert policy.trim(tree()) == tree()
+    policy.observe(report(tree(), 1))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("noise", [0.5, 2.0])
+def test_whether_a_token_is_drafted_is_decided_before_it_is_drawn(name: str, noise: float) -> None:
+    """Of drafts that begin alike, all go on or none does; otherwise it would be the token that
+    decides whether it is drafted."""
+    sampler = SamplerOptions(temperature=1.5, top_k=4, top_p=1.0, min_p=0.0)
+    policy = POLICIES[name]()
+    language = noisy(LANGUAGE, noise)
+    n_texts = 0
+    for context in ([1, 2, 3], [5, 4], [7, 7, 1], [2]):
+        drafts: list[Draft] = []
+        for seed in range(150):
+            drafter, _ = model_drafter(language, LETTERS, sampler, seed=seed)
+            asked = copy.deepcopy(policy)
+            n_max = min(6, asked.room(50))
+            drafts.append(asked.trim(drafter.propose(context, n_max, asked)))
+        texts = {draft.tokens for draft in drafts}
+        ended = {tokens for tokens in texts if len(tokens) < 6}
+        for tokens, n in itertools.product(texts, range(6)):
+            assert len(tokens) <= n or tokens[:n] not in ended
+        n_texts += len(texts)
+        # The policy is in another state for the next text.
+        for draft in drafts[:10]:
+            policy.observe(report(draft, len(draft) // 2))
+    assert n_texts > 50
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_draft_is_longer_than_the_longest(name: str) -> None:
+    options = DraftOptions(policy="fixed" if name == "fixed" else "cost", max_tokens=3, p_min=0.0)
+    policy: Policy = FixedPolicy(options)
+    if name == "threshold":
+        policy = ThresholdPolicy(options)
+    elif name == "cost":
+        policy = CostAwarePolicy(options, CostTable(FLAT))
+    assert policy.room(100) == 3
+    assert [policy.wants_more(n, 1.0) for n in range(5)] == [True, True, True, False, False]
+    assert not policy.goes_on(3)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_draft_below_the_bound_on_each_token_goes_no_further(name: str) -> None:
+    options = DraftOptions(policy="fixed" if name == "fixed" else "cost", p_min=0.6)
+    policy: Policy = FixedPolicy(options)
+    if name == "threshold":
+        policy = ThresholdPolicy(options)
+    elif name == "cost":
+        policy = CostAwarePolicy(options, CostTable(FLAT))
+    policy.room(100)
+    assert policy.wants_more(0, 0.9)
+    assert not policy.wants_more(1, 0.59)
+
+
+def test_the_lengths_where_the_user_names_none_are_those_of_the_policy() -> None:
+    assert FixedPolicy(DraftOptions(policy="fixed")).room(100) == FIXED_LENGTH
+    assert ThresholdPolicy(DraftOptions(policy="threshold")).room(100) == LONGEST_DRAFT
+    assert cost_aware().room(100) == LONGEST_DRAFT
+    assert DraftOptions(policy="fixed").stops_below == FIXED_P_MIN
+    assert DraftOptions().stops_below == 0.0
+    assert DraftOptions(policy="fixed", p_min=0.1).stops_below == 0.1
+    assert (DraftOptions().adds_ngrams, DraftOptions(policy="fixed").adds_ngrams) == (True, False)
+    assert not DraftOptions(ngrams=False).adds_ngrams
+    assert DraftOptions().policy == "cost"
+
+
+# --- fixed lengths
+
+
+def test_fixed_drafts_look_at_nothing_but_the_bound() -> None:
+    policy = fixed(4, p_min=0.5)
+    assert policy.needs_confidence
+    assert not fixed(4).needs_confidence
+    assert policy.prospect("model", Price(1e9, 1e9, 1e9)) > 0.0
+    assert policy.prospect("model", FREE, chain(0.9)) == 0.0  # what another began is not extended
+    assert policy.worth(chain(0.1, origin="ngram")) > policy.prospect("model", FREE)
+    assert policy.worth(NO_DRAFT) == 0.0
+    for _ in range(20):
+        assert policy.room(1) == 4
+        assert policy.wants_more(0, 0.5)
+        assert not policy.wants_more(0, 0.49)
+        policy.observe(report(chain(0.5), 0, target_s=1e6))
+
+
+def test_short_fixed_drafts_are_dropped() -> None:
+    policy = fixed(4, min_tokens=3)
+    assert policy.trim(chain(0.9, 0.9)) is NO_DRAFT
+    assert len(policy.trim(chain(0.1, 0.1, 0.1))) == 3
+
+
+# --- an adapting bound
+
+
+def test_the_bound_falls_when_all_is_accepted_and_rises_when_all_is_refused() -> None:
+    policy = threshold()
+    start = policy.bound
+    draft = chain(0.9, 0.9, 0.9, 0.9)
+    policy.observe(report(draft, 4))
+    assert policy.bound < start
+    # Of a share of a quarter that is refused nothing follows.
+    middle = policy.bound
+    policy.observe(report(draft, 3))
+    assert policy.bound == pytest.approx(middle)
+    # The bound moves by what differs from that share: all refused is three times as far from it.
+    policy.observe(report(draft, 0))
+    risen = math.log(policy.bound) - math.log(middle)
+    assert risen == pytest.approx(3.0 * (math.log(start) - math.log(middle)))
+
+
+def test_the_bound_stays_within_its_limits_and_falls_slowly_where_nothing_is_drafted() -> None:
+    policy = threshold()
+    draft = chain(0.9)
+    for _ in range(100):
+        policy.observe(report(draft, 0))
+    assert policy.bound == pytest.approx(0.9)
+    before = policy.bound
+    policy.observe(report(NO_DRAFT, 0))
+    assert 0.95 * before < policy.bound < before
+    for _ in range(500):
+        policy.observe(report(draft, 1))
+    assert policy.bound == pytest.approx(0.01)
+    for _ in range(500):
+        policy.observe(report(NO_DRAFT, 0))
+    assert policy.bound == pytest.approx(0.01)
+
+
+def test_the_bound_is_on_the_draft_as_a_whole() -> None:
+    policy = threshold()
+    bound = policy.bound
+    n = int(math.log(bound) / math.log(0.8))  # tokens of 0.8 that are above it together
+    policy.room(100)
+    assert [policy.wants_more(i, 0.8) for i in range(n + 1)] == [True] * n + [False]
+    assert len(policy.trim(chain(*[0.8] * 16))) == n
+    # A sure draft grows long, an unsure one not at all.
+    policy.room(100)
+    assert all(policy.wants_more(i, 0.999) for i in range(16))
+    policy.room(100)
+    assert not policy.wants_more(0, 0.9 * bound)
+    # Each round begins anew.
+    policy.room(100)
+    assert policy.wants_more(0, 0.8)
+
+
+def test_an_n_gram_whose_probability_nobody_knows_is_not_cut() -> None:
+    assert len(threshold().trim(chain(*[None] * 16, origin="ngram"))) == 16
+
+
+def test_short_drafts_are_dropped_where_the_bound_leaves_too_little() -> None:
+    policy = threshold(min_tokens=3)
+    assert policy.trim(chain(0.9, 0.9, 0.01)) is NO_DRAFT
+    assert len(policy.trim(chain(0.9, 0.9, 0.9))) == 3
+
+
+@pytest.mark.parametrize("over", [0.0, 0.15, -0.15])
+def test_a_fixed_share_of_what_is_drafted_is_refused_in_the_long_run(over: float) -> None:
+    """Whatever a model's probabilities are worth. (Rounds without a draft lower the bound a
+    little, so that the share is larger where there are many.)"""
+    confidences, rights = text(20_000, lambda c: min(1.0, max(0.0, c + over)), seed=4)
+    world = World(lambda _: 1.0, 0.0, confidences, rights)
+    policy = threshold()
+    refused: list[float] = []
+    bounds: list[float] = []
+    observe = policy.observe
+
+    def observed(told: RoundReport) -> None:
+        if len(told.draft):
+            refused.append(1.0 - len(told.path) / len(told.draft))
+        observe(told)
+        bounds.append(policy.bound)
+
+    policy.observe = observed  # type: ignore[method-assign]
+    n_rounds = run(world, policy).n_rounds
+    share = float(np.mean(refused))
+    expected = 0.25 + 0.025 * (n_rounds - len(refused)) / len(refused)
+    if max(bounds) < 0.89:
+        assert share == pytest.approx(expected, abs=0.02)
+    else:  # a bound as high as it may be is not always high enough
+        assert expected - 0.02 < share < 0.4
+
+
+# --- costs: how well it does
+
+CURVES: dict[str, Callable[[int], float]] = {
+    "flat": lambda _: 1.0,
+    "gentle": lambda n: 0.9 + 0.1 * n,
+    "linear": lambda n: 0.6 + 0.4 * n,
+    "steep": lambda n: 0.3 + 0.7 * n,
+    "steps of four": steps({1: 1.0, 5: 2.0, 9: 3.0, 13: 4.0}),
+    "a cliff": steps({1: 1.0, 9: 3.0}),
+    "jagged": steps({1: 1.0, 2: 1.6, 3: 1.7, 5: 2.4, 8: 2.5, 9: 4.0}),
+    "in proportion": lambda n: 1.0 * n,
+}
+TRUTHS: dict[str, Callable[[float], float]] = {
+    "honest": lambda c: c,
+    "better than it says": lambda c: 0.1 + 0.88 * c,
+    "half as good": lambda c: 0.1 + 0.5 * c,
+    "too sure": lambda c: c**3,
+    "says nothing": lambda _: 0.7,
+}
+
+
+@pytest.mark.parametrize("sureness", [0.0, 1.0])
+@pytest.mark.parametrize("truth", TRUTHS)
+@pytest.mark.parametrize("curve", CURVES)
+def test_in_the_long_run_it_is_about_as_quick_as_the_best_fixed_length(
+    curve: str, truth: str, sureness: float
+) -> None:
+    ratios = []
+    for draft_s in (0.02, 0.1, 0.3):
+        table, chances = CostTable(), dict[str, Chances]()
+        for seed in (1, 2):  # the first text is to learn from
+            confidences, rights = text(1200, TRUTHS[truth], sureness=sureness, seed=seed)
+            world = World(CURVES[curve], draft_s, confidences, rights)
+            if not table:
+                table = CostTable(world.table())
+            found = run(world, CostAwarePolicy(DraftOptions(), table, chances))
+        best, best_s = world.best_fixed()
+        ratios.append(best_s / found.seconds)
+        assert ratios[-1] > (0.94 if world.plain_s > 1.2 * best_s else 0.88), (draft_s, best)
+        assert world.plain_s / found.seconds > 0.98
+    assert np.mean(ratios) > 0.94
+
+
+@pytest.mark.parametrize("curve", ["flat", "gentle", "linear"])
+def test_where_the_model_knows_what_it_knows_it_is_quicker_than_any_fixed_length(
+    curve: str,
+) -> None:
+    table, chances = CostTable(), dict[str, Chances]()
+    for seed in (1, 2):
+        confidences, rights = text(3000, lambda c: c, sureness=2.0, seed=seed)
+        world = World(CURVES[curve], 0.1, confidences, rights)
+        if not table:
+            table = CostTable(world.table())
+        found = run(world, CostAwarePolicy(DraftOptions(), table, chances))
+    assert found.seconds < 0.97 * world.best_fixed()[1]
+
+
+HOPELESS: dict[str, tuple[Callable[[float], float], float]] = {
+    "always wrong": (lambda _: 0.0, 0.1),
+    "random": (lambda _: 0.05, 0.1),
+    "hardly ever right and nearly free": (lambda _: 0.03, 0.01),
+    "as dear as the target": (lambda c: c, 1.0),
+    "dearer than the target": (lambda _: 0.95, 1.5),
+}
+
+
+@pytest.mark.parametrize("sureness", [0.0, 1.0])
+@pytest.mark.parametrize("kind", HOPELESS)
+@pytest.mark.parametrize("curve", CURVES)
+def test_a_draft_that_cannot_pay_costs_next_to_nothing(
+    curve: str, kind: str, sureness: float
+) -> None:
+    """Of a first text of which nothing is known, too."""
+    truth, draft_s = HOPELESS[kind]
+    confidences, rights = text(1200, truth, sureness=sureness, seed=3)
+    world = World(CURVES[curve], draft_s, confidences, rights)
+    if world.plain_s > 1.02 * world.best_fixed()[1]:
+        pytest.skip("it pays after all")
+    for backlog_s in (0.0, 5.0):
+        found = run(world, cost_aware(world.table()), backlog_s=backlog_s)
+        assert (world.plain_s + backlog_s) / found.seconds > 0.98, backlog_s
+
+
+def test_what_costs_more_than_it_could_ever_gain_is_not_begun() -> None:
+    confidences, rights = text(400, lambda _: 1.0, sureness=0.0)
+    for curve, draft_s in (("flat", 1.5), ("in proportion", 0.1), ("gentle", 0.95)):
+        world = World(CURVES[curve], draft_s, confidences, rights)
+        assert run(world, cost_aware(world.table())).n_looks == 0, curve
+
+
+def test_what_the_model_has_to_read_first_is_weighed_against_the_rest_of_the_answer() -> None:
+    confidences, rights = text(60, lambda _: 0.8, sureness=0.0)
+    world = World(CURVES["flat"], 0.1, confidences, rights)
+    assert run(world, cost_aware(world.table()), backlog_s=500.0).n_looks == 0
+    assert run(world, cost_aware(world.table()), backlog_s=2.0).n_looks > 0
+    policy = cost_aware()
+    prospects = []
+    for n_left in (4, 40, 400, 4000):
+        policy.room(n_left)
+        prospects.append(policy.prospect("model", Price(0.1, 0.1, 10.0)))
+    assert prospects == sorted(prospects)
+    assert prospects[0] <= 0.0 < prospects[-1]
+
+
+def test_the_steps_of_a_jagged_table_are_made_use_of() -> None:
+    """Up to four rows cost the same, and four more cost as much again: drafts of 3 and 7."""
+    table = {n: CURVES["steps of four"](n) for n in range(1, 18)}
+    chances = {"model": Chances()}
+    for _ in range(300):
+        chances["model"].judge(0.93, accepted=True)
+        chances["model"].judge(0.55, accepted=False)
+    policy = cost_aware(table, chances)
+    policy.room(100)
+    assert len(policy.trim(chain(*[0.93] * 15))) in (3, 7, 11, 15)
+    # Where the third token is the last one worth a row, the edge comes first.
+    policy.room(100)
+    assert len(policy.trim(chain(*[0.93] * 5, *[0.55] * 11))) == 3
+    confidences, rights = text(2000, lambda _: 0.85, sureness=0.0)
+    world = World(CURVES["steps of four"], 0.02, confidences, rights)
+    lengths = Counter(run(world, CostAwarePolicy(DraftOptions(), CostTable(table))).lengths)
+    assert sum(lengths[n] for n in (0, 3, 7, 11, 15)) > 0.9 * lengths.total()
+    assert lengths[3] + lengths[7] > 0.5 * lengths.total()
+
+
+def test_a_chain_that_is_known_is_cut_where_it_is_worth_most() -> None:
+    """Against a search over all lengths, once the margin is that of an answer that goes well."""
+    rng = np.random.default_rng(5)
+    for _ in range(20):
+        seconds = np.cumsum(rng.uniform(0.0, 0.6, 17)) + 1.0
+        table = dict(enumerate(seconds.tolist(), 1))
+        policy = cost_aware(table)
+        policy.room(100)
+        draft = chain(*rng.uniform(0.3, 1.0, 16).tolist(), origin="ngram")
+        n_kept = len(policy.trim(draft))
+        assert policy.worth(draft.first(n_kept)) == pytest.approx(policy.worth(draft))
+        values = [policy.worth(draft.first(n)) for n in range(17)]
+        assert values == sorted(values)  # of each, its best beginning counts
+        assert values[n_kept] == pytest.approx(values[-1])
+        assert n_kept == 0 or values[n_kept - 1] < values[n_kept]
+
+
+def test_to_draft_nothing_is_a_legal_answer() -> None:
+    policy = cost_aware({n: 1.0 * n for n in range(1, 18)})
+    policy.room(100)
+    assert len(policy.trim(chain(*[0.99] * 8))) == 0
+    assert policy.worth(chain(0.99)) == 0.0
+    assert not policy.wants_more(0, 1.0)
+    assert policy.worth(NO_DRAFT) == 0.0
+
+
+def test_before_anything_was_measured_the_first_decodes_are_plain() -> None:
+    policy = CostAwarePolicy(DraftOptions(), CostTable())
+    assert policy.room(100) == 0
+    policy.observe(report(NO_DRAFT, 0, target_s=1.0))
+    assert policy.room(100) == LONGEST_DRAFT
+
+
+def test_what_plain_decoding_costs_does_not_go_stale() -> None:
+    confidences, rights = text(4000, lambda _: 1.0, sureness=0.0)
+    world = World(CURVES["flat"], 0.01, confidences, rights)
+    lengths = run(world, cost_aware(world.table())).lengths
+    gaps = np.diff([0, *np.flatnonzero(np.array(lengths) == 0)])
+    assert lengths.count(0) < 0.05 * len(lengths)
+    assert gaps.max() <= 70
+
+
+def test_a_machine_that_is_not_what_it_was_is_found_out() -> None:
+    """Batches cost nothing more by the table, and as much as their rows in truth."""
+    confidences, rights = text(3000, lambda _: 0.8, sureness=0.0)
+    world = World(CURVES["in proportion"], 0.1, confidences, rights)
+    found = run(world, cost_aware(FLAT))
+    assert world.plain_s / found.seconds > 0.95
+    assert np.mean(found.lengths[-200:]) < 0.5
+
+
+def test_a_text_that_changes_is_followed() -> None:
+    """A draft that is right in the first half and the last quarter only."""
+    rng = np.random.default_rng(6)
+    right = np.concatenate([rng.random(1000) < p for p in (0.85, 0.85, 0.0, 0.85)])
+    world = World(CURVES["gentle"], 0.1, np.full(4000, 0.75), right.astype(np.float64))
+    found = run(world, cost_aware(world.table()))
+    apart = sum(
+        World(
+            world.target_s, 0.1, world.confidences[i : i + 1000], world.rights[i : i + 1000]
+        ).best_fixed()[1]
+        for i in range(0, 4000, 1000)
+    )
+    assert found.seconds < 1.12 * apart
+
+
+def test_a_text_that_suits_no_draft_says_nothing_about_the_next() -> None:
+    table, chances = CostTable(World(CURVES["flat"], 0.1, *text(1, lambda c: c)).table()), {}
+    good = World(CURVES["flat"], 0.1, *text(600, lambda _: 0.85, sureness=0.0, seed=1))
+    bad = World(CURVES["flat"], 0.1, *text(300, lambda _: 0.1, sureness=0.0, seed=2))
+    before = run(good, CostAwarePolicy(DraftOptions(), table, chances)).seconds
+    run(bad, CostAwarePolicy(DraftOptions(), table, chances))
+    assert run(good, CostAwarePolicy(DraftOptions(), table, chances)).seconds < 1.1 * before
+
+
+# --- costs: what is learnt
+
+
+def judged(policy: CostAwarePolicy, chances: dict[str, Chances], act: Callable[[], None]) -> float:
+    """By how many judged tokens the model's counts grow."""
+    before = chances["model"].n_judged if "model" in chances else 0.0
+    act()
+    return round(chances["model"].n_judged - before, 1) if "model" in chances else 0.0
+
+
+@pytest.mark.parametrize(("n_accepted", "n_judged"), [(0, 1), (1, 2), (3, 4), (4, 4)])
+def test_a_token_is_judged_only_if_those_before_it_were_accepted(
+    n_accepted: int, n_judged: int
+) -> None:
+    chances: dict[str, Chances] = {}
+    policy = cost_aware(chances=chances)
+    policy.room(100)
+    draft = policy.trim(chain(0.95, 0.95, 0.95, 0.95))
+    assert len(draft) == 4
+    grown = judged(policy, chances, lambda: policy.observe(report(draft, n_accepted)))
+    assert grown == n_judged
+    accepted = chances["model"].counts.n_accepted.sum()
+    assert accepted == pytest.approx(n_accepted, abs=0.1)
+
+
+def test_what_was_not_worth_verifying_is_compared_with_the_text_as_it_comes() -> None:
+    chances: dict[str, Chances] = {}
+    policy = cost_aware({n: 1.0 * n for n in range(1, 18)}, chances)
+    for tokens, n_judged in (((0, 1), 2), ((2, 7), 2), ((5,), 0)):
+        policy.room(100)
+        if tokens == (0, 1):
+            assert len(policy.trim(chain(0.9, 0.9, 0.9, 0.9, 0.9))) == 0
+        told = RoundReport(NO_DRAFT, (), 0.0, 1.0, 1, tokens)
+        assert judged(policy, chances, lambda told=told: policy.observe(told)) == n_judged  # type: ignore[misc]
+    assert chances["model"].counts.n_accepted.sum() == pytest.approx(3.0, abs=0.1)
+
+
+def test_of_a_drawn_draft_it_counts_how_sure_the_model_was_before_the_draw() -> None:
+    chances: dict[str, Chances] = {}
+    policy = cost_aware(chances=chances)
+    policy.room(100)
+    for n, confidence in enumerate((0.93, 0.55)):
+        policy.wants_more(n, confidence)
+    # The tokens that were drawn are unlikely ones.
+    draft = policy.trim(drawn(0.05, 0.15))
+    policy.observe(report(draft, 1))
+    counts = chances["model"].counts
+    assert np.flatnonzero(counts.n_judged).tolist() == [5, 9]
+    assert np.flatnonzero(counts.n_accepted).tolist() == [9]
+
+
+def test_of_a_drawn_draft_behind_n_grams_it_counts_the_same() -> None:
+    chances: dict[str, Chances] = {}
+    policy = cost_aware(chances=chances)
+    policy.room(100)
+    found = policy.trim(chain(None, None, None, origin="ngram"))
+    assert len(found) == 3
+    policy.prospect("model", Price(0.01, 0.01), found)
+    behind = Decided(policy, n_after=3)
+    for n, confidence in enumerate((0.93, 0.55)):
+        behind.wants_more(n, confidence)
+    draft = policy.trim(found.followed_by(drawn(0.05, 0.15)))
+    assert len(draft) == 5
+    policy.observe(report(draft, 4))
+    counts = chances["model"].counts
+    assert np.flatnonzero(counts.n_judged).tolist() == [5, 9]
+    assert np.flatnonzero(counts.n_accepted).tolist() == [9]
+    assert chances["ngram"].counts.n_judged.sum() == pytest.approx(3.0, abs=0.1)
+
+
+def test_a_drafts_end_that_was_cut_off_is_learnt_of_when_it_is_trimmed_twice() -> None:
+    """A drafter that combines others trims what one of them found; the loop trims it again."""
+    chances: dict[str, Chances] = {}
+    policy = cost_aware({1: 1.0, 2: 1.0, 3: 50.0}, chances)
+    policy.room(100)
+    once = policy.trim(chain(0.95, 0.95, 0.95))
+    assert len(once) == 1
+    assert policy.trim(once) == once
+    policy.observe(RoundReport(once, (0,), 0.0, 1.0, 2, (0, 1)))
+    policy.room(100)
+    policy.observe(RoundReport(NO_DRAFT, (), 0.0, 1.0, 1, (7,)))
+    assert chances["model"].n_judged == pytest.approx(3.0, abs=0.1)
+    assert chances["model"].counts.n_accepted.sum() == pytest.approx(2.0, abs=0.1)
+
+
+def test_drafters_are_learnt_about_apart() -> None:
+    chances: dict[str, Chances] = {}
+    policy = cost_aware(chances=chances)
+    for _ in range(30):
+        policy.room(100)
+        draft = policy.trim(chain(0.9, 0.9, origin="ngram"))
+        policy.observe(report(draft, 0))
+    assert set(chances) == {"ngram"}
+    policy.room(100)
+    assert policy.worth(chain(0.9, 0.9, origin="ngram")) < policy.worth(chain(0.9, 0.9))
+
+
+def test_every_decode_corrects_the_table() -> None:
+    table = CostTable({1: 1.0, 2: 1.1, 3: 1.2})
+    policy = CostAwarePolicy(DraftOptions(), table)
+    policy.room(100)
+    policy.observe(report(chain(0.9, 0.9), 2, target_s=1.8))
+    assert table.n_seen(3) == 1
+    assert table.seconds(3) > 1.2
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.floats(0.001, 10.0), min_size=1, max_size=17),
+    st.lists(
+        st.tuples(
+            st.lists(st.floats(0.0, 1.0), max_size=6), st.integers(0, 6), st.floats(1e-4, 100.0)
+        ),
+        max_size=30,
+    ),
+    st.floats(0.0, 5.0),
+)
+def test_whatever_happens_its_answers_are_finite(
+    seconds: list[float],
+    rounds: Sequence[tuple[list[float], int, float]],
+    draft_s: float,
+) -> None:
+    policy = cost_aware(dict(enumerate(seconds, 1)))
+    for confidences, n_right, target_s in rounds:
+        n_max = policy.room(50)
+        assert math.isfinite(policy.prospect("model", Price(draft_s, draft_s, draft_s)))
+        kept: list[float] = []
+        for confidence in confidences[:n_max]:
+            if not policy.wants_more(len(kept), confidence):
+                break
+            kept.append(confidence)
+            policy.goes_on(len(kept))
+        draft = policy.trim(chain(*kept))
+        assert math.isfinite(policy.worth(draft))
+        policy.observe(report(draft, min(n_right, len(draft)), target_s, draft_s))
+        assert 0.0 < policy.token_s < math.inf
+
+
+# --- policies around policies
+
+
+class Asked(WrappedPolicy):
+    """Notes what it is asked."""
+
+    def __init__(self, inner: Policy) -> None:
+        super().__init__(inner)
+        self.questions: list[tuple[str, int]] = []
+
+    def wants_more(self, n_drafted: int, confidence: float, origin: str = "model") -> bool:
+        self.questions.append(("wants_more", n_drafted))
+        return super().wants_more(n_drafted, confidence, origin)
+
+    def goes_on(self, n_drafted: int, origin: str = "model") -> bool:
+        self.questions.append(("goes_on", n_drafted))
+        return super().goes_on(n_drafted, origin)
+
+
+def test_a_wrapped_policy_does_as_the_one_within() -> None:
+    inner = fixed(4, p_min=0.5, min_tokens=2)
+    policy = WrappedPolicy(inner)
+    assert policy.needs_confidence
+    assert policy.room(9) == 4
+    assert policy.prospect("model", FREE) == 1.0
+    assert policy.worth(chain(0.9)) == math.inf
+    assert (policy.wants_more(0, 0.5), policy.wants_more(0, 0.4)) == (True, False)
+    assert (policy.goes_on(3), policy.goes_on(4)) == (True, False)
+    assert policy.trim(chain(0.9)) is NO_DRAFT
+    adapting = threshold()
+    before = adapting.bound
+    WrappedPolicy(adapting).observe(report(chain(0.9), 0))
+    assert adapting.bound > before
+
+
+def test_what_is_no_choice_is_not_asked_about_and_places_are_those_of_the_whole_draft() -> None:
+    asked = Asked(fixed(5))
+    assert Decided(asked).prospect("model", Price(1e9, 1e9)) > 0.0
+    policy = Decided(asked, n_own=2)
+    assert [policy.wants_more(n, 0.0) for n in range(8)] == [True] * 7 + [False]
+    assert [policy.goes_on(n) for n in range(8)] == [True] * 7 + [False]
+    assert asked.questions[0] == ("wants_more", 0)
+    assert max(n for _, n in asked.questions) == 5
+    asked.questions.clear()
+    behind = Decided(asked, n_after=3)
+    assert [behind.wants_more(n, 0.0) for n in range(3)] == [True, True, False]
+    assert asked.questions == [("wants_more", n) for n in (3, 4, 5)]
