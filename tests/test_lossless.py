@@ -92,7 +92,7 @@ TRANSLATED_SAMPLED = [
     for translate, verifiers in TRANSLATED.items()
     for verifier in verifiers
     for samplers in SAMPLED
-    # What is translated as text was drafted without knowing of the grammar, which leaves none of it.
+    # What is translated as text was drafted without knowing of the grammar: none of it is left.
     if (translate, samplers) != ("string", "grammar")
 ] + [
     (cache, translate, verifiers[0], "top-k")

@@ -154,7 +154,7 @@ def _download(source: HubSource, host: str, progress: Progress) -> Path:
 
 
 def _check_content(path: Path, model: Model, progress: Progress) -> None:
-    """Compare the file with its SHA-256; a wrong one leaves the cache, or it would be found there."""
+    """Compare the file with its SHA-256; a wrong one leaves the cache, where it would be found."""
     digest = file_sha256(path, progress.update)
     if digest == model.sha256 and has_size(path, model.size_bytes):
         return

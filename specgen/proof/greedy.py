@@ -108,7 +108,8 @@ def check_greedy(
 ) -> Iterator[GreedyResult]:
     """Compare speculative and plain decoding, prompt by prompt.
 
-    The session's temperature must be 0. Ends early when `interrupted` says so. `bug` is built into the speculative side: the check must find it.
+    The session's temperature must be 0. Ends early when `interrupted` says so. `bug` is built
+    into the speculative side: the check must find it.
     """
     if not prompts:
         return

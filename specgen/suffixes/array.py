@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from specgen.suffixes.saving import replace_bytes
+from specgen.atomic import replace_bytes
 
 #: int32[n]: token ids, or places.
 IntArray: TypeAlias = npt.NDArray[np.int32]

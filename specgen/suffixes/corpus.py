@@ -16,7 +16,8 @@ from specgen.suffixes.array import SuffixArray
 
 #: Larger files in folders are left out: they are hardly written by people.
 MAX_FILE_BYTES = 4 << 20
-#: More than this altogether is refused: it would take long to tokenize, and a hundred bytes of memory a token while it is sorted.
+#: More than this altogether is refused: it would take long to tokenize, and a hundred bytes of
+#: memory a token while it is sorted.
 MAX_BYTES = 16 << 20
 #: What a record may have of text, in the order in which it is taken.
 FIELDS = ("prompt", "turns", "content", "text", "answer")

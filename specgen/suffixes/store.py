@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from specgen.atomic import replace_bytes
 from specgen.suffixes.array import IntArray, SuffixArray
-from specgen.suffixes.saving import replace_bytes
 
 #: What a store holds at most, in bytes and in texts.
 MAX_BYTES = 8 << 20

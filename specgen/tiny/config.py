@@ -23,7 +23,7 @@ CHATML_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class TinyConfig:
-    """What to write. The defaults make a model of 0.5 MB that decodes a token in well under 1 ms."""
+    """What to write. The defaults make a model of 0.5 MB, a token of which takes well under 1 ms."""
 
     #: ``llama``, ``qwen2`` (with biases) and ``gemma3`` (every other layer with a sliding
     #: window) are transformers; ``mamba`` and ``mamba2`` keep a recurrent state, which cannot

@@ -1,9 +1,10 @@
 """JSON schemas as grammars, by llama-cpp-python's converter.
 
 The converter refuses with bare assertions, takes a reference for the rule that happens to have
-the name, reads patterns in a way of its own (see `pattern`), and writes a rule for strings that allows raw line breaks,
-which JSON does not. All of that is dealt with here, on the schema before and on the grammar
-after, and what it passes over in silence can be asked for with `unenforced_keywords`.
+the name, reads patterns in a way of its own (see `pattern`), and writes a rule for strings that
+allows raw line breaks, which JSON does not. All of that is dealt with here, on the schema before
+and on the grammar after, and what it passes over in silence can be asked for with
+`unenforced_keywords`.
 """
 
 from __future__ import annotations
