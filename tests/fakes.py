@@ -11,7 +11,7 @@ import numpy as np
 
 from specgen.backend.fake import FakeBackend, FakeVocabulary, Language, random_language
 from specgen.draft import NO_DRAFT, ROOT, Draft
-from specgen.drafters import Drafter, ModelDrafter, NgramDrafter, TranslatedDrafter
+from specgen.drafters import Drafter, ModelDrafter, SuffixDrafter, TranslatedDrafter
 from specgen.drafting import Translated, draft_sampling
 from specgen.events import Event
 from specgen.generation import Generation
@@ -326,5 +326,5 @@ def translated_drafter(
     return TranslatedDrafter(inner, translation, text, None), backend
 
 
-def ngram_drafter() -> NgramDrafter:
-    return NgramDrafter(1, 3)
+def ngram_drafter() -> SuffixDrafter:
+    return SuffixDrafter(1, 3)

@@ -1,4 +1,4 @@
-"""Prompt lookup and the draft model, by themselves."""
+"""The draft model, by itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from specgen.backend.fake import FakeBackend, FakeVocabulary, random_language
 from specgen.draft import NO_DRAFT, ROOT, Draft
-from specgen.drafters import NgramDrafter
 from specgen.options import DraftOptions, SamplerOptions
 from specgen.policy import FixedPolicy
 from specgen.sampling import distribution
@@ -26,89 +25,6 @@ def policy(max_tokens: int = 4, *, p_min: float = 0.0, min_tokens: int = 0) -> F
     return FixedPolicy(
         DraftOptions(policy="fixed", max_tokens=max_tokens, p_min=p_min, min_tokens=min_tokens)
     )
-
-
-def lookup(context: list[int], n_max: int, ngram_min: int = 1, ngram_max: int = 3) -> list[int]:
-    """The definition, by searching: the longest match, the latest among equally long ones."""
-    for size in range(min(ngram_max, len(context)), ngram_min - 1, -1):
-        for end in range(len(context) - 1, size - 1, -1):
-            if context[end - size : end] == context[len(context) - size :]:
-                tokens = list(context)
-                for index in range(end, end + n_max):
-                    tokens.append(tokens[index])
-                return tokens[len(context) :]
-    return []
-
-
-# --- prompt lookup
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 6))
-def test_lookup_takes_the_longest_then_the_latest_match(context: list[int], n_max: int) -> None:
-    drafter = NgramDrafter(1, 3)
-    # Whether the text comes at once or grows token by token makes no difference.
-    for length in range(1, len(context)):
-        drafter.propose(context[:length], n_max, policy())
-    assert list(drafter.propose(context, n_max, policy()).tokens) == lookup(context, n_max)
-    fresh = NgramDrafter(1, 3)
-    assert list(fresh.propose(context, n_max, policy()).tokens) == lookup(context, n_max)
-
-
-def test_lookup_needs_a_match_of_the_shortest_length() -> None:
-    assert NgramDrafter(2, 3).propose([1, 2, 3, 9, 3], 4, policy()) is NO_DRAFT
-    assert NgramDrafter(2, 3).propose([1, 2, 3, 1, 2], 2, policy()).tokens == (3, 1)
-    assert NgramDrafter(1, 3).propose([7], 4, policy()) is NO_DRAFT
-    with pytest.raises(ValueError, match="3 to 2"):
-        NgramDrafter(3, 2)
-
-
-def test_lookup_forgets_when_rewound() -> None:
-    drafter = NgramDrafter(1, 2)
-    assert len(drafter.propose([1, 2, 1], 1, policy())) == 1
-    drafter.rewind(0)
-    assert drafter.propose([2, 1], 1, policy()) is NO_DRAFT
-
-
-@given(
-    st.lists(st.integers(0, 2), min_size=1, max_size=20),
-    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), max_size=4),
-    st.data(),
-)
-def test_a_rewound_lookup_is_as_if_it_had_never_gone_further(
-    text: list[int], endings: list[list[int]], data: st.DataObject
-) -> None:
-    drafter = NgramDrafter(1, 3)
-    drafter.propose(text, 2, policy())
-    for ending in endings:
-        n_kept = data.draw(st.integers(0, len(text)))
-        drafter.rewind(n_kept)
-        text = text[:n_kept] + ending
-        assert drafter.propose(text, 3, policy()) == NgramDrafter(1, 3).propose(text, 3, policy())
-
-
-def test_the_cost_of_a_lookup_does_not_grow_with_the_text() -> None:
-    """Counted in index operations, not in time."""
-
-    class Counting(dict[tuple[int, ...], int]):
-        n = 0
-
-        def get(self, key: tuple[int, ...], default: int | None = None) -> int | None:  # type: ignore[override]
-            Counting.n += 1
-            return super().get(key, default)
-
-        def __setitem__(self, key: tuple[int, ...], value: int) -> None:
-            Counting.n += 1
-            super().__setitem__(key, value)
-
-    drafter = NgramDrafter(1, 4)
-    drafter._followers = Counting()
-    context = [i * i % 11 for i in range(3000)]
-    drafter.propose(context, 4, policy())
-    for _ in range(50):
-        Counting.n = 0
-        context.append(len(context) % 7)
-        drafter.propose(context, 4, policy())
-        assert Counting.n <= 12
 
 
 # --- a draft model

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from specgen.arrays import TokenArray
 from specgen.backend.fake import FakeBackend, FakeVocabulary, Language, random_language
 from specgen.draft import Draft
-from specgen.drafters import Drafter, ModelDrafter, NgramDrafter, TranslatedDrafter
+from specgen.drafters import Drafter, ModelDrafter, SuffixDrafter, TranslatedDrafter
 from specgen.drafting import Translated
 from specgen.events import CommittedEvent, Event, NoticeEvent
 from specgen.generation import Generation
@@ -349,7 +349,7 @@ def test_the_inner_drafter_is_told_which_of_its_own_tokens_were_accepted() -> No
     draft = vocabulary([b"a", b"b", b"c", b"bc", b" "], ["<|eos|>"])
     seen: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
-    class Scripted(NgramDrafter):
+    class Scripted(SuffixDrafter):
         def __init__(self, tokens: Sequence[int]) -> None:
             super().__init__(1, 1)
             self.tokens = tokens
@@ -391,7 +391,7 @@ def test_any_drafter_may_be_translated() -> None:
 
     def make(state: TextState) -> Drafter:
         return TranslatedDrafter(
-            NgramDrafter(1, 4), translation, translation.text(state.tokens, None), None
+            SuffixDrafter(1, 4), translation, translation.text(state.tokens, None), None
         )
 
     setup.drafter = make

@@ -18,7 +18,7 @@ import pytest
 
 from specgen.backend.fake import FakeVocabulary, Language, noisy, random_language
 from specgen.draft import Draft
-from specgen.drafters import Drafter, NgramDrafter
+from specgen.drafters import Drafter, SuffixDrafter
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.sampling import Distribution, distribution
 from specgen.verify import (
@@ -136,7 +136,7 @@ def test_deterministic_drafts_fit(verifier: Callable[[], Verifier], sampler: str
         return TreeDrafter(DRAFTS["good"], 4, 0.8, np.random.default_rng(seed))
 
     assert p_value(draw(options, tree, verifier()), exact(options)) > LEVEL
-    counts = draw(options, lambda seed: NgramDrafter(1, 3), verifier())
+    counts = draw(options, lambda seed: SuffixDrafter(1, 3), verifier())
     assert p_value(counts, exact(options)) > LEVEL
 
 

@@ -4,7 +4,6 @@ from specgen.drafters.base import Drafter
 from specgen.drafters.combined import CombinedDrafter
 from specgen.drafters.guesses import Guesses
 from specgen.drafters.model import ModelDrafter
-from specgen.drafters.ngram import NgramDrafter
 from specgen.drafters.suffix import SuffixDrafter
 from specgen.drafters.translated import TranslatedDrafter
 
@@ -13,7 +12,6 @@ __all__ = [
     "Drafter",
     "Guesses",
     "ModelDrafter",
-    "NgramDrafter",
     "SuffixDrafter",
     "TranslatedDrafter",
 ]
