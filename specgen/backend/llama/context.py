@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -233,6 +234,8 @@ class _RowBuffers:
         self._n_sequences = (ctypes.c_int32 * n_rows)()
         self._sequences = [(ctypes.c_int32 * n_sequences)() for _ in range(n_rows)]
         self._wants_logits = (ctypes.c_int8 * n_rows)()
+        #: What stands in `_sequences`: mostly what the next batch needs too.
+        self._written: list[tuple[int, ...]] = [()] * n_rows
         int32_p = ctypes.POINTER(ctypes.c_int32)
         self._pointers = (int32_p * n_rows)(
             *(ctypes.cast(sequences, int32_p) for sequences in self._sequences)
@@ -263,11 +266,14 @@ class _RowBuffers:
         """Write a batch; returns how many rows want logits. Raises `BackendError`."""
         n_wanted = self.check(batch)
         n = len(batch)
-        self._tokens[:n] = batch.tokens
-        self._positions[:n] = batch.positions
-        self._wants_logits[:n] = batch.wants_logits
+        struct.pack_into(f"{n}i", self._tokens, 0, *batch.tokens)
+        struct.pack_into(f"{n}i", self._positions, 0, *batch.positions)
+        struct.pack_into(f"{n}?", self._wants_logits, 0, *batch.wants_logits)
         for row, sequences in enumerate(batch.sequences):
-            self._n_sequences[row] = len(sequences)
-            self._sequences[row][: len(sequences)] = sequences
+            if sequences != self._written[row]:
+                n_written = len(sequences)
+                struct.pack_into(f"{n_written}i", self._sequences[row], 0, *sequences)
+                self._n_sequences[row] = n_written
+                self._written[row] = sequences
         self.native.n_tokens = n
         return n_wanted
