@@ -29,6 +29,7 @@ _START_SEEN = np.array([0.1, 0.3, 0.5, 0.6, 0.7, 0.7, 0.7, 0.8, 1.2, 1.4, 1.6, 4
 _N_START = 6.0
 #: Of so many observations the counts keep the memory; older ones fade.
 _MEMORY = 1500.0
+_FADING = 1.0 - 1.0 / _MEMORY
 #: How fast the present text's deviation from the others' is learnt, in log-odds an observation,
 #: and how large it may become.
 _TEXT_RATE = 0.12
@@ -72,23 +73,26 @@ class Chances:
         self, counts: Counts | None = None, start: Callable[[float], float] = model_start
     ) -> None:
         self.counts = counts if counts is not None else Counts()
-        self._start = np.array([start(float(middle)) for middle in _MIDDLES])
+        self._start = [start(float(middle)) for middle in _MIDDLES]
         self._deviation = 0.0
         #: Changes when the chances may have.
         self.version = 0
+        #: The chances that were asked for since then.
+        self._by_bin: dict[int, float] = {}
 
     def begin_text(self) -> None:
         """Another text begins, which deviates in its own way."""
         self._deviation = 0.0
         self.version += 1
+        self._by_bin.clear()
 
     def chance(self, confidence: float) -> float:
         """The chance for such a token."""
-        return _shifted(self._kept(_bin(confidence)), self._deviation)
+        return self._of_bin(bisect.bisect_left(_EDGES, confidence))
 
     def curve(self) -> ProbArray:
         """The chances by bin: float64[N_BINS]."""
-        return np.array([_shifted(self._kept(index), self._deviation) for index in range(N_BINS)])
+        return np.array([self._of_bin(index) for index in range(N_BINS)])
 
     def frequencies(self) -> ProbArray:
         """How often each bin's confidences come, summing to 1: float64[N_BINS]."""
@@ -107,24 +111,35 @@ class Chances:
 
     def see(self, confidence: float) -> None:
         """Count a confidence, whether or not a token is drafted with it."""
-        self.counts.n_seen *= 1.0 - 1.0 / _MEMORY
-        self.counts.n_seen[_bin(confidence)] += 1.0
+        n_seen, index = self.counts.n_seen, _bin(confidence)
+        n_seen *= _FADING
+        n_seen[index] = n_seen.item(index) + 1.0
 
     def judge(self, confidence: float, *, accepted: bool) -> None:
         """Learn what became of a token whose predecessors were accepted."""
-        index, counts = _bin(confidence), self.counts
-        expected = _shifted(self._kept(index), self._deviation)
+        index = _bin(confidence)
+        n_judged, n_accepted = self.counts.n_judged, self.counts.n_accepted
+        expected = self._of_bin(index)
         deviation = self._deviation + _TEXT_RATE * (accepted - expected)
         self._deviation = min(_MAX_DEVIATION, max(-_MAX_DEVIATION, deviation))
         # Only the bin itself fades: what was not seen for long is not less known.
-        counts.n_judged[index] = counts.n_judged[index] * (1.0 - 1.0 / _MEMORY) + 1.0
-        counts.n_accepted[index] = counts.n_accepted[index] * (1.0 - 1.0 / _MEMORY) + accepted
+        n_judged[index] = n_judged.item(index) * _FADING + 1.0
+        n_accepted[index] = n_accepted.item(index) * _FADING + accepted
         self.version += 1
+        self._by_bin.clear()
+
+    def _of_bin(self, index: int) -> float:
+        """The chance in the present text, of a bin."""
+        chance = self._by_bin.get(index)
+        if chance is None:
+            chance = self._by_bin[index] = _shifted(self._kept(index), self._deviation)
+        return chance
 
     def _kept(self, index: int) -> float:
         """The chance in all texts, of a bin."""
-        n_accepted = _N_START * self._start[index] + self.counts.n_accepted[index]
-        return float(n_accepted / (_N_START + self.counts.n_judged[index]))
+        counts = self.counts
+        n_accepted = _N_START * self._start[index] + counts.n_accepted.item(index)
+        return n_accepted / (_N_START + counts.n_judged.item(index))
 
 
 def new_chances(origin: str, counts: Counts | None = None) -> Chances:

@@ -8,6 +8,8 @@ what it will say then, so the value of going on is worked out from the longest d
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from specgen.arrays import ProbArray
@@ -16,7 +18,9 @@ from specgen.arrays import ProbArray
 #: between those of their neighbours for others.
 _N_GRID = 20
 _LEAST = 0.01
-_LOG_GRID = np.linspace(np.log(_LEAST), 0.0, _N_GRID)
+_LOG_LEAST = math.log(_LEAST)
+_STEP = -_LOG_LEAST / (_N_GRID - 1)
+_LOG_GRID = np.linspace(_LOG_LEAST, 0.0, _N_GRID)
 _GRID = np.exp(_LOG_GRID)
 
 
@@ -42,38 +46,54 @@ class StoppingRule:
         frequencies: ProbArray,
         chances: ProbArray,
     ) -> None:
-        self._batch_s = batch_s
+        self._n_max = len(batch_s) - 1
         self._token_s = token_s
-        n_max = len(batch_s) - 1
+        costs_s = np.diff(batch_s)
+        after = _interpolation(chances)
+        #: What a token of each bin brings at once, at each of the grid's points.
+        gains = (token_s * _GRID[:, None] * chances).ravel() - costs_s[:, None]
         #: V at the grid's points, a row for each n.
-        self._values = np.zeros((n_max + 1, _N_GRID))
-        log_chances = np.log(np.maximum(chances, _LEAST))
-        after = np.maximum(_LOG_GRID[:, None] + log_chances[None, :], _LOG_GRID[0])
-        gains = token_s * _GRID[:, None] * chances[None, :]
-        for n in range(n_max - 1, -1, -1):
-            further = np.interp(after, _LOG_GRID, np.maximum(self._values[n + 1], 0.0))
-            taken = np.maximum(gains - (batch_s[n + 1] - batch_s[n]) + further, 0.0)
-            self._values[n] = taken @ frequencies - next_s
-        self._log_grid = _LOG_GRID.tolist()
-        self._step = (self._log_grid[-1] - self._log_grid[0]) / (_N_GRID - 1)
+        values = np.zeros((self._n_max + 1, _N_GRID))
+        for n in range(self._n_max - 1, -1, -1):
+            taken = after.dot(np.maximum(values[n + 1], 0.0))
+            taken += gains[n]
+            np.maximum(taken, 0.0, out=taken)
+            values[n] = taken.reshape(_N_GRID, -1).dot(frequencies) - next_s
+        # A few numbers at a time are looked at: lists are quicker.
+        self._values: list[list[float]] = values.tolist()
+        self._costs_s: list[float] = costs_s.tolist()
 
     @property
     def n_max(self) -> int:
-        return len(self._batch_s) - 1
+        return self._n_max
 
     def value(self, n_drafted: int, chance: float) -> float:
         """V: what a look at the next token promises, in seconds; below 0 it is not worth it."""
-        if n_drafted >= self.n_max:
+        if n_drafted >= self._n_max:
             return 0.0
         values = self._values[n_drafted]
-        place = (float(np.log(max(chance, _LEAST))) - self._log_grid[0]) / self._step
+        place = (math.log(max(chance, _LEAST)) - _LOG_LEAST) / _STEP
         index = min(int(place), _N_GRID - 2)
         share = place - index
-        return float(values[index] * (1.0 - share) + values[index + 1] * share)
+        return values[index] * (1.0 - share) + values[index + 1] * share
 
     def takes(self, n_drafted: int, chance: float) -> float:
         """What it promises to take one more token, with which the draft's chance is `chance`."""
-        if n_drafted >= self.n_max:
+        if n_drafted >= self._n_max:
             return -1.0
-        cost_s = float(self._batch_s[n_drafted + 1] - self._batch_s[n_drafted])
-        return chance * self._token_s - cost_s + max(0.0, self.value(n_drafted + 1, chance))
+        gain_s = chance * self._token_s - self._costs_s[n_drafted]
+        return gain_s + max(0.0, self.value(n_drafted + 1, chance))
+
+
+def _interpolation(chances: ProbArray) -> ProbArray:
+    """What makes values at the grid's points into those at each point times each chance:
+    float64[_N_GRID * n_bins, _N_GRID]. A point below the least one is taken for that."""
+    places = np.log(np.maximum(chances, _LEAST)) / _STEP + np.arange(_N_GRID)[:, None]
+    places = np.maximum(places, 0.0).ravel()
+    index = np.minimum(places.astype(np.intp), _N_GRID - 2)
+    share = places - index
+    weights = np.zeros((len(places), _N_GRID))
+    rows = np.arange(len(places))
+    weights[rows, index] = 1.0 - share
+    weights[rows, index + 1] = share
+    return weights
