@@ -21,6 +21,9 @@ Scores: TypeAlias = npt.NDArray[np.floating[Any]]
 
 #: Size of the groups whose maxima bound the n-th largest score from below.
 _GROUP = 64
+#: If a row's largest logit is this near to 0, the sum of all e^logit is an ordinary float32, and
+#: what becomes 0 in it is no part of the sum.
+_EXP_RANGE = 60.0
 #: A vocabulary so small is partitioned at once.
 _SMALL = 2048
 
@@ -127,10 +130,13 @@ def argmax(logits: Logits) -> int:
 
 def top_probability(logits: Logits) -> float:
     """The largest probability of a row at temperature 1, before any truncation."""
-    top = logits[logits.argmax()]
-    check_finite(float(top))
+    top = float(logits[logits.argmax()])
+    check_finite(top)
+    if abs(top) < _EXP_RANGE:  # spares a pass over the row
+        masses = np.exp(logits)
+        return math.exp(top) / float(masses.sum())
     with np.errstate(over="ignore"):  # from one end of float32 to the other
-        masses = logits - top
+        masses = logits - np.float32(top)
     np.exp(masses, out=masses)  # in place: another row of a large vocabulary leaves the cache
     return 1.0 / float(masses.sum())
 

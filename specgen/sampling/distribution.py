@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -80,7 +81,7 @@ class Distribution:
     @staticmethod
     def certain(token_id: int) -> Distribution:
         """All the mass on one token."""
-        return Distribution(np.array((token_id,), np.int64), _ALL)
+        return _certain(token_id)
 
     @staticmethod
     def mixture(weight: float, first: Distribution, second: Distribution) -> Distribution:
@@ -98,3 +99,10 @@ class Distribution:
         kept = np.ones(len(probs), np.bool_)
         kept[twice + 1] = False
         return Distribution(token_ids[kept], probs[kept])
+
+
+@lru_cache(maxsize=4096)
+def _certain(token_id: int) -> Distribution:
+    token_ids: TokenArray = np.array((token_id,), np.int64)
+    token_ids.flags.writeable = False
+    return Distribution(token_ids, _ALL)
