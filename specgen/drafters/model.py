@@ -44,7 +44,8 @@ class ModelDrafter:
     The model's cache is cut back to what was kept and never to less, so no token is decoded
     twice: the next proposal begins with one batch of what was committed since (usually the
     target's own token; after a full acceptance also the last drafted token, which had no
-    reason to be decoded before). The exception is a text that outgrows the model's context:
+    reason to be decoded before; nothing, if the text went on as was drafted or guessed beyond
+    what was verified). The exception is a text that outgrows the model's context:
     the cache is then filled anew with the text's first few tokens and its latest half, so that
     drafting goes on at the price of about one more token of prompt for each drafted-for token.
 
@@ -76,7 +77,7 @@ class ModelDrafter:
         self._sequence = sequence
         #: The cache agrees with the text on so many tokens; behind them it holds `_ahead`.
         self._n_agreed = 0
-        self._ahead: list[int] = []
+        self._ahead = _Ahead()
         #: So many tokens of the text, behind the first few, are left out of the cache.
         self._n_skipped = 0
 
@@ -108,7 +109,6 @@ class ModelDrafter:
             return NO_DRAFT
         row = self._catch_up(context)
         self._backend.checkpoint(self._sequence)
-        ahead = _Ahead(self._ahead)
         tokens: list[int] = []
         probabilities: list[float | None] = []
         distributions: list[Distribution | None] = []
@@ -129,7 +129,7 @@ class ModelDrafter:
                 break
             if not policy.goes_on(len(tokens), self.name):
                 break
-            row = self._row_after(tokens, ahead, context, n_max)
+            row = self._row_after(tokens, context, n_max)
         if self._guesses is not None:
             self._guesses.settle(tokens)
         return Draft.chain(tokens, self.name, probabilities, distributions)
@@ -176,16 +176,19 @@ class ModelDrafter:
 
     def _catch_up(self, context: Sequence[int]) -> Logits:
         """Bring the cache to `context`; returns the logits after it, float32[n_vocab]."""
+        new, ahead = context[self._n_agreed :], self._ahead
+        n_same = ahead.n_same(new) if new else 0
+        if n_same and n_same == len(new):
+            row = ahead.row_after(n_same, self._backend)
+            if row is not None:
+                ahead.drop_until(n_same)
+                self._n_agreed = len(context)
+                return row
         # The last token is always decoded here, since its logits are what a draft begins with.
-        n_kept = min(self._n_agreed, len(context) - 1)
-        if n_kept == self._n_agreed:
-            for drafted, committed in zip(self._ahead, context[n_kept:-1], strict=False):
-                if drafted != committed:
-                    break
-                n_kept += 1
-        if n_kept < self._n_agreed + len(self._ahead):
+        n_kept = min(self._n_agreed + n_same, len(context) - 1)
+        if n_kept < self._n_agreed + len(ahead):
             self._backend.remove(self._sequence, n_kept - self._n_skipped)
-        self._ahead.clear()
+        ahead.clear()
         missing = context[n_kept:]
         if self._n_skipped and n_kept == 0:
             missing = [*context[:_N_SINK], *context[_N_SINK + self._n_skipped :]]
@@ -193,15 +196,15 @@ class ModelDrafter:
         self._n_agreed = len(context)
         return row
 
-    def _row_after(
-        self, tokens: Sequence[int], ahead: _Ahead, context: Sequence[int], n_max: int
-    ) -> Logits:
+    def _row_after(self, tokens: Sequence[int], context: Sequence[int], n_max: int) -> Logits:
         """The logits after the drafted tokens so far, float32[n_vocab]; all but the last of them
         are decoded. With guesses the last one may be too, and some that come after it."""
-        found = ahead.row_after(tokens)
-        if found is not None:
-            return found
-        n_wrong = ahead.drop_from(len(tokens) - 1)
+        ahead, n_before = self._ahead, len(tokens) - 1
+        if ahead.tokens[n_before : len(tokens)] == [tokens[-1]]:
+            found = ahead.row_after(len(tokens), self._backend)
+            if found is not None:
+                return found
+        n_wrong = ahead.drop_from(n_before)
         if n_wrong:
             length = self._backend.length(self._sequence)
             self._backend.remove(self._sequence, length - n_wrong)
@@ -214,7 +217,7 @@ class ModelDrafter:
         rows = self._decode_rows([tokens[-1], *guessed], n_wanted=1 + len(guessed))
         if self._guesses is not None:
             self._guesses.decoded(self._backend.decode_s - before_s)
-        return ahead.add((tokens[-1], *guessed), rows)
+        return ahead.add((tokens[-1], *guessed), rows, self._backend)
 
     def _decode(self, tokens: Sequence[int]) -> Logits:
         """Decode tokens in batches; returns the logits after the last one, float32[n_vocab]."""
@@ -241,34 +244,56 @@ class ModelDrafter:
 
 
 class _Ahead:
-    """What a cache holds behind the text (`tokens`, shared with the drafter), and the rows of
-    logits of the last decode."""
+    """What a cache holds behind the text, and the rows of logits of the last decode: these are
+    there until the backend decodes anything else."""
 
-    def __init__(self, tokens: list[int]) -> None:
-        self._tokens = tokens
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
         self._rows: Logits | None = None
         #: Row i is that after the first `_n_first + i` of the tokens.
         self._n_first = 0
+        #: Rows that the backend had decoded by then.
+        self._n_decoded = 0
 
-    def row_after(self, drafted: Sequence[int]) -> Logits | None:
-        """The logits after what was drafted, if the cache holds just that and the rows are
-        there."""
-        n = len(drafted)
-        if self._rows is None or n > len(self._tokens) or self._tokens[n - 1] != drafted[-1]:
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def n_same(self, text: Sequence[int]) -> int:
+        """How many tokens are the same as in a text, from the first on."""
+        n = 0
+        for held, token in zip(self.tokens, text, strict=False):
+            if held != token:
+                break
+            n += 1
+        return n
+
+    def row_after(self, n: int, backend: Backend) -> Logits | None:
+        """The logits after the first n tokens, float32[n_vocab], if they are there."""
+        is_there = backend.n_decoded_rows == self._n_decoded
+        if self._rows is None or not is_there or not self._n_first <= n <= len(self.tokens):
             return None
         row: Logits = self._rows[n - self._n_first]
         return row
 
     def drop_from(self, n: int) -> int:
         """Forget all tokens but the first n; returns how many these were."""
-        n_wrong = len(self._tokens) - n
-        del self._tokens[n:]
+        n_wrong = len(self.tokens) - n
+        del self.tokens[n:]
         return n_wrong
 
-    def add(self, tokens: Sequence[int], rows: Logits) -> Logits:
-        """Add what was decoded; returns the logits after the first of it."""
-        self._n_first = len(self._tokens) + 1
-        self._tokens.extend(tokens)
-        self._rows = rows
+    def drop_until(self, n: int) -> None:
+        """Forget the first n tokens: they are of the text now."""
+        del self.tokens[:n]
+        self._n_first -= n
+
+    def add(self, tokens: Sequence[int], rows: Logits, backend: Backend) -> Logits:
+        """Add what was decoded just now; returns the logits after the first of it."""
+        self._n_first = len(self.tokens) + 1
+        self.tokens.extend(tokens)
+        self._rows, self._n_decoded = rows, backend.n_decoded_rows
         row: Logits = rows[0]
         return row
+
+    def clear(self) -> None:
+        self.tokens.clear()
+        self._rows = None

@@ -1,0 +1,307 @@
+"""N-grams and a model that draft together, and a draft for the draft model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from specgen.backend.fake import FakeVocabulary, random_language
+from specgen.draft import NO_DRAFT, Draft
+from specgen.drafters import CombinedDrafter, Drafter, Guesses, SuffixDrafter
+from specgen.events import DraftedEvent
+from specgen.options import DraftOptions, SamplerOptions
+from specgen.policy import FixedPolicy, Policy, RoundReport
+from specgen.state import TextState
+from specgen.tables import FREE, Price
+from tests.fakes import N_VOCAB, PROMPT, Setup, model_drafter
+
+LANGUAGE = random_language(N_VOCAB, seed=7)
+LETTERS = FakeVocabulary.letters(N_VOCAB)
+PRICE = Price(1.0, 0.5)
+TEXT = [1, 2, 3]
+REPORT = RoundReport(NO_DRAFT, (), 0.0, 0.0, 1)
+
+
+@dataclass
+class Scripted:
+    """Proposes what it is told to, and notes what it is asked and told."""
+
+    name: str
+    drafts: list[Sequence[int]]
+    price_s: Price = FREE
+    model_s: float = 0.5
+    told: list[object] = field(default_factory=list)
+
+    def price(self, n_context: int) -> Price:
+        return self.price_s
+
+    def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
+        self.told.append((list(context), n_max))
+        wanted = self.drafts.pop(0)
+        n = 0
+        while n < min(n_max, len(wanted)) and policy.wants_more(n, 0.9, self.name):
+            n += 1
+        return Draft.chain(wanted[:n], self.name)
+
+    def observe(self, report: RoundReport) -> None:
+        self.told.append("observe")
+
+    def rewind(self, n_tokens: int) -> None:
+        self.told.append(f"rewind {n_tokens}")
+
+    def close(self) -> None:
+        self.told.append("close")
+
+
+class Promises(FixedPolicy):
+    """Drafts are worth their length; of drafters it is known what they promise, at the beginning
+    and behind another one's draft."""
+
+    def __init__(self, first: float, after: float = 0.0) -> None:
+        super().__init__(DraftOptions(policy="fixed", max_tokens=8, p_min=0.0))
+        self.first, self.after = first, after
+        #: How many tokens the drafts had whenever another one was wanted, and who asked.
+        self.asked: list[tuple[str, int]] = []
+
+    def prospect(self, origin: str, price: Price, after: Draft = NO_DRAFT) -> float:
+        assert price == (PRICE if origin == "model" else FREE)
+        return self.after if len(after) else self.first
+
+    def worth(self, draft: Draft) -> float:
+        return float(len(draft))
+
+    def wants_more(self, n_drafted: int, confidence: float, origin: str = "model") -> bool:
+        self.asked.append((origin, n_drafted))
+        return super().wants_more(n_drafted, confidence, origin)
+
+
+def combined(
+    ngrams: Sequence[int], model: Sequence[int]
+) -> tuple[CombinedDrafter, Scripted, Scripted]:
+    free, dear = Scripted("ngram", [ngrams] * 3), Scripted("model", [model] * 3, PRICE)
+    return CombinedDrafter(free, dear), free, dear
+
+
+# --- who begins
+
+
+def test_the_one_begins_that_promises_more() -> None:
+    for promise, expected in ((1.5, "ngram"), (2.0, "ngram"), (2.5, "model")):
+        drafter, _, model = combined([4, 5], [6, 7, 8])
+        draft = drafter.propose(TEXT, 4, Promises(promise))
+        assert set(draft.origins) == {expected}
+        assert draft.tokens == ((4, 5) if expected == "ngram" else (6, 7, 8))
+        assert bool(model.told) == (expected == "model")
+
+
+def test_a_model_that_promises_nothing_is_not_run() -> None:
+    drafter, _, model = combined([], [6])
+    assert drafter.propose(TEXT, 4, Promises(0.0)) is NO_DRAFT
+    assert model.told == []
+    assert drafter.propose(TEXT, 4, Promises(0.1)).tokens == (6,)
+
+
+def test_ngrams_that_are_cut_to_nothing_leave_it_to_the_model() -> None:
+    class Choosy(Promises):
+        def trim(self, draft: Draft) -> Draft:
+            return NO_DRAFT
+
+    drafter, _, _ = combined([4, 5], [6])
+    assert drafter.propose(TEXT, 4, Choosy(0.1)).tokens == (6,)
+
+
+# --- who goes on
+
+
+def test_the_model_goes_on_from_what_ngrams_propose() -> None:
+    drafter, _, model = combined([4, 5], [6, 7, 8])
+    policy = Promises(1.0, after=0.1)
+    draft = drafter.propose(TEXT, 4, policy)
+    assert draft.tokens == (4, 5, 6, 7)
+    assert draft.origins == ("ngram", "ngram", "model", "model")
+    assert draft.is_chain
+    assert model.told == [([*TEXT, 4, 5], 2)]
+    # The policy is asked about places of the whole draft.
+    assert [n for origin, n in policy.asked if origin == "model"] == [2, 3]
+    # There is no room, or the model promises nothing there.
+    assert combined([4, 5], [6])[0].propose(TEXT, 2, policy).tokens == (4, 5)
+    assert combined([4, 5], [6])[0].propose(TEXT, 4, Promises(1.0)).tokens == (4, 5)
+
+
+def test_ngrams_go_on_from_what_the_model_drafts() -> None:
+    drafter, ngrams, _ = combined([], [6, 7])
+    ngrams.drafts = [[], [8, 9]]
+    draft = drafter.propose(TEXT, 8, Promises(1.0, after=0.1))
+    assert draft.tokens == (6, 7, 8, 9)
+    assert draft.origins == ("model", "model", "ngram", "ngram")
+    # They forget at once what is not of the text yet.
+    assert ngrams.told == [(TEXT, 8), ([*TEXT, 6, 7], 6), "rewind 3"]
+    assert combined([4], [6, 7])[0].propose(TEXT, 2, Promises(2.0, 0.1)).tokens == (6, 7)
+    assert combined([4], [6, 7])[0].propose(TEXT, 4, Promises(2.0)).tokens == (6, 7)
+    assert combined([4], [])[0].propose(TEXT, 4, Promises(2.0, 0.1)) == NO_DRAFT
+
+
+@pytest.mark.parametrize(
+    ("committed", "expected"),
+    [
+        ([4, 5, 6, 9], None),  # all that it was shown was accepted
+        ([4, 5, 9], None),
+        ([4, 9], "rewind 4"),
+        ([9], "rewind 3"),
+    ],
+)
+def test_a_model_keeps_what_was_accepted_of_what_it_was_shown(
+    committed: list[int], expected: str | None
+) -> None:
+    drafter, _, model = combined([4, 5], [6, 7])
+    drafter.propose(TEXT, 8, Promises(1.0, after=0.1))
+    del model.told[:]
+    drafter.propose([*TEXT, *committed], 8, Promises(1.0))
+    assert model.told == ([] if expected is None else [expected])
+    # It is settled then.
+    drafter.propose([*TEXT, *committed, 1], 8, Promises(1.0))
+    assert model.told == ([] if expected is None else [expected])
+
+
+# --- the rest of a drafter
+
+
+def test_only_who_drafted_alone_hears_what_became_of_it() -> None:
+    for promise, after, expected in (
+        (1.0, 0.0, (1, 0)),
+        (9.0, 0.0, (0, 1)),
+        (1.0, 0.1, (0, 0)),
+        (9.0, 0.1, (0, 0)),
+    ):
+        drafter, ngrams, model = combined([4, 5], [6, 7])
+        drafter.propose(TEXT, 8, Promises(promise, after))
+        drafter.observe(REPORT)
+        assert (ngrams.told.count("observe"), model.told.count("observe")) == expected
+
+
+def test_it_is_both_of_them() -> None:
+    drafter, ngrams, model = combined([4, 5], [6, 7])
+    assert (drafter.name, drafter.model_s) == ("ngram+model", 1.0)
+    assert drafter.price(7) == FREE
+    drafter.rewind(2)
+    assert ngrams.told == model.told == ["rewind 2"]
+    # What the model was shown is no text.
+    drafter.propose(TEXT, 8, Promises(1.0, after=0.1))
+    drafter.rewind(9)
+    assert (ngrams.told[-1], model.told[-1]) == ("rewind 9", "rewind 3")
+    drafter.close()
+    assert ngrams.told[-1] == model.told[-1] == "close"
+
+
+def with_ngrams(sampler: SamplerOptions) -> Setup:
+    def make(state: TextState) -> Drafter:
+        model, _ = model_drafter(LANGUAGE, LETTERS, sampler, state=state)
+        return CombinedDrafter(SuffixDrafter(2, 3), model)
+
+    return Setup(language=LANGUAGE, vocabulary=LETTERS, sampler=sampler, drafter=make)
+
+
+def test_the_text_is_that_of_plain_decoding_and_both_take_part() -> None:
+    setup = with_ngrams(SamplerOptions())
+    fast, events = replace(setup).run()
+    plain, _ = replace(setup, drafter=None).run()
+    assert fast.tokens == plain.tokens
+    drafted = [event for event in events if isinstance(event, DraftedEvent)]
+    origins = {node.origin for event in drafted for node in event.nodes}
+    assert origins == {"ngram", "model"}
+    assert fast.tally.acceptance_rate is not None
+    assert fast.tally.acceptance_rate > 0.5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_seed_gives_its_text_with_drawn_drafts_too(seed: int) -> None:
+    setup = with_ngrams(SamplerOptions(temperature=1.0, top_k=4, top_p=1.0, min_p=0.0))
+    once, _ = replace(setup, seed=seed).run()
+    again, _ = replace(setup, seed=seed).run()
+    assert once.tokens == again.tokens
+    assert once.tokens[: len(PROMPT)] == list(PROMPT)
+    assert once.tally.n_accepted > 0
+
+
+# --- a draft for the draft model
+
+
+class Noting(FixedPolicy):
+    """Of up to three tokens; notes what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(DraftOptions(policy="fixed", max_tokens=3, p_min=0.0))
+        self.reports: list[RoundReport] = []
+
+    def observe(self, report: RoundReport) -> None:
+        self.reports.append(report)
+
+
+@pytest.mark.parametrize(
+    ("said", "n_right", "told"),
+    [
+        ([9, 4, 5, 6, 7], 3, (4, 5, 6, 7)),
+        ([9, 4, 5, 6], 3, (4, 5, 6)),
+        ([9, 4, 8], 1, (4, 8)),
+        ([9, 8, 5, 6], 0, (8,)),
+    ],
+)
+def test_what_the_draft_model_says_is_what_becomes_of_a_guess(
+    said: list[int], n_right: int, told: tuple[int, ...]
+) -> None:
+    drafter, policy = Scripted("ngram", [[4, 5, 6, 7]]), Noting()
+    guesses = Guesses(drafter, policy)
+    assert list(guesses.after(TEXT, [9], 5)) == [4, 5, 6]
+    assert drafter.told == [([*TEXT, 9], 3)]
+    guesses.decoded(2.0)
+    guesses.settle(said)
+    guesses.settle(said)  # it is settled once
+    (report,) = policy.reports
+    # What stands behind the last token that the model said is not judged.
+    assert (report.draft.tokens, report.target_s) == ((4, 5, 6)[: len(told)], 2.0)
+    assert (report.path, report.committed) == (tuple(range(n_right)), told)
+    assert drafter.told[1:] == ["observe"]
+    # A drafted token takes what the decode took, shared by those that came of it.
+    assert guesses.token_s(9.0) == pytest.approx(2.0 / (n_right + 1))
+    assert guesses.token_s(0.1) == 0.1
+
+
+def test_a_guess_of_which_the_model_drafted_too_little_says_nothing_about_the_rest() -> None:
+    """The draft ended: nobody knows whether more of the guess was right."""
+    guesses = Guesses(Scripted("ngram", [[4, 5, 6]]), policy := Noting())
+    guesses.after(TEXT, [9], 5)
+    guesses.settle([9, 4])
+    assert policy.reports[0].draft.tokens == (4,)
+    assert policy.reports[0].path == (0,)
+
+
+def test_a_guesser_forgets_the_draft_and_keeps_what_became_text() -> None:
+    for text, expected in (
+        ([*TEXT, 9, 8, 7], []),
+        ([*TEXT, 9, 7], ["rewind 4"]),
+        ([*TEXT, 7], ["rewind 3"]),
+    ):
+        drafter = Scripted("ngram", [[4]] * 3)
+        guesses = Guesses(drafter, Noting())
+        guesses.after(TEXT, [9], 5)
+        guesses.after(TEXT, [9, 8], 5)
+        assert "rewind" not in str(drafter.told)
+        del drafter.told[:]
+        guesses.after(text, [], 5)
+        assert drafter.told == [*expected, (text, 3)]
+
+
+def test_guesses_are_rewound_and_closed_with_their_drafter() -> None:
+    drafter = Scripted("ngram", [[4]])
+    guesses = Guesses(drafter, Noting())
+    assert guesses.model_s == 0.5
+    guesses.rewind(7)
+    guesses.after(TEXT, [9], 5)
+    guesses.rewind(5)
+    guesses.rewind(2)
+    guesses.close()
+    told = [what for what in drafter.told if isinstance(what, str)]
+    assert told == ["rewind 7", "rewind 3", "rewind 2", "close"]
+    assert list(Guesses(Scripted("ngram", []), Noting()).after(TEXT, [9], 0)) == []
