@@ -91,6 +91,8 @@ class CostAwarePolicy:
         for known in self._chances.values():
             known.begin_text()
         self._rules: dict[str, _Rule] = {}
+        #: Those that hold until anything changes.
+        self._in_force: dict[str, StoppingRule] = {}
         self._price = FREE
         self._budget = Budget()
         self._n_stale = 0
@@ -118,10 +120,11 @@ class CostAwarePolicy:
         self._n_left = n_left
         self._path.clear()
         self._confidences.clear()
+        self._in_force.clear()
         self._is_trial = False
         self._began, self._invested_s = None, 0.0
         self._budget.begin_round()
-        if not self._costs or (self._costs.n_seen(1) < _N_FIRST and 1 not in self._costs.known):
+        if not self._costs or (self._costs.n_seen(1) < _N_FIRST and not self._costs.knows(1)):
             return 0
         self._n_stale += 1
         if self._n_stale > _MAX_STALE:
@@ -131,7 +134,9 @@ class CostAwarePolicy:
     def prospect(self, origin: str, price: Price, after: Draft = NO_DRAFT) -> float:
         if price == FREE:  # what it finds is looked at when it is known
             return 1e-9
-        self._price = price
+        if price != self._price:
+            self._price = price
+            self._in_force.clear()
         n, chance = len(after), self._chance_of(after)
         if n >= self._n_max:
             return 0.0
@@ -190,12 +195,13 @@ class CostAwarePolicy:
     # --- afterwards --------------------------------------------------------------------------
 
     def observe(self, report: RoundReport) -> None:
+        self._in_force.clear()
         self._costs.observe(report.n_rows, report.target_s)
         if not len(report.draft):
             self._n_stale = 0
         n_committed = max(1, len(report.committed), len(report.path) + 1)
         self._judge(report)
-        if 1 not in self._costs.known:
+        if not self._costs.knows(1):
             return
         plain_s = self._costs.seconds(1)
         # What was read in advance serves the rounds to come.
@@ -307,6 +313,13 @@ class CostAwarePolicy:
 
     def _rule(self, origin: str) -> StoppingRule:
         """The stopping rule for a drafter at the present prices."""
+        rule = self._in_force.get(origin)
+        if rule is None:
+            rule = self._in_force[origin] = self._rule_now(origin)
+        return rule
+
+    def _rule_now(self, origin: str) -> StoppingRule:
+        """The last stopping rule for a drafter, or a new one if much has changed since."""
         chances, token_s = self._of(origin), self._token_worth_s(origin)
         row_s = self._costs.seconds(2) - self._costs.seconds(1)
         known = self._rules.get(origin)
