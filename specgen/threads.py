@@ -8,7 +8,7 @@ that has other work to do.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -28,6 +28,9 @@ _MAJORITY = 0.75
 #: Rounds in which each number is timed once; with fewer nothing is changed.
 _N_ROUNDS = 9
 _N_LEAST = 4
+#: With a model so slow that these few do not fit into the time, only the best numbers so far are
+#: timed in the later ones, for so many times the time at most.
+_PATIENCE = 3.0
 #: A number that takes so many times as long as the usual one is not timed again.
 _HOPELESS = 1.3
 
@@ -79,13 +82,18 @@ def thread_counts(n_cores: int, n_logical: int, n_usable: int) -> list[int]:
 
 
 def measure_threads(
-    backend: ThreadedBackend, counts: Collection[int], default: int, budget_s: float
+    backend: ThreadedBackend,
+    counts: Collection[int],
+    default: int,
+    budget_s: float,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> ThreadTimes:
     """The best of these numbers of threads, and of `default`, for a model whose context is
     empty, and is empty again afterwards; it is left with what was chosen.
 
     All are timed in turns, a row and a batch each, since a machine's pace changes. After about
-    `budget_s` seconds of decoding nothing new is begun. Raises `BackendError`.
+    `budget_s` seconds of decoding nothing is begun but what a choice needs, and if `interrupted` says so the usual
+    number is left. Raises `BackendError`.
     """
     backend.set_threads(default, default)
     text = begin(backend)
@@ -94,10 +102,17 @@ def measure_threads(
     batches: list[dict[int, float]] = []
     left = [default, *(count for count in sorted(counts, reverse=True) if count != default)]
     before_s = backend.decode_s
-    for _ in range(_N_ROUNDS if len(left) > 1 else 0):
-        if backend.decode_s - before_s > budget_s:
+    for number in range(_N_ROUNDS if len(left) > 1 else 0):
+        spent_s = backend.decode_s - before_s
+        if spent_s > (_PATIENCE if number < _N_LEAST else 1.0) * budget_s:
             break
-        single_s, batch_s = _round(backend, text, left)
+        if spent_s > budget_s:
+            best = _quickest([singles, batches], left) - {default}
+            left = [default, *sorted(best, reverse=True)]
+        single_s, batch_s = _round(backend, text, left, interrupted)
+        if interrupted():
+            singles, batches = [], []
+            break
         singles.append(single_s)
         batches.append(batch_s)
         left = [count for count in left if _is_hopeful(count, default, (singles, batches))]
@@ -122,12 +137,17 @@ def choose(rounds: Sequence[Mapping[int, float]], default: int) -> int:
 
 
 def _round(
-    backend: ThreadedBackend, text: Sequence[int], counts: Sequence[int]
+    backend: ThreadedBackend,
+    text: Sequence[int],
+    counts: Sequence[int],
+    interrupted: Callable[[], bool],
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Seconds of a row and of a batch with each number of threads."""
+    """Seconds of a row and of a batch with each number of threads; of fewer if interrupted."""
     single_s: dict[int, float] = {}
     batch_s: dict[int, float] = {}
     for count in counts:
+        if interrupted():
+            break
         backend.set_threads(count, count)
         # The first decode after a change may have to start threads: it is not timed.
         time_batch(backend, text, 1)
@@ -147,6 +167,15 @@ def _is_hopeful(count: int, default: int, kinds: Sequence[Sequence[Mapping[int, 
         for rounds in kinds
     ]
     return min(ratios) < _HOPELESS
+
+
+def _quickest(kinds: Sequence[Sequence[Mapping[int, float]]], counts: Collection[int]) -> set[int]:
+    """Of the numbers, the ones that are quickest so far for rows and for batches."""
+    found: set[int] = set()
+    for rounds in kinds:
+        medians = {n: s for n, s in _medians(rounds).items() if n in counts}
+        found |= {min(medians, key=lambda count: medians[count])} if medians else set()
+    return found
 
 
 def _medians(rounds: Sequence[Mapping[int, float]]) -> dict[int, float]:

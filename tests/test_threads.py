@@ -127,9 +127,31 @@ def test_all_are_timed_in_turns_and_the_hopeless_only_once() -> None:
 
 def test_time_is_limited_and_then_nothing_is_changed() -> None:
     backend = fake(lambda threads, _: 1.0 / threads)
-    found = measure_threads(backend, [1, 2, 8], 2, 3.0)
+    found = measure_threads(backend, [1, 2, 8], 2, 1.0)
     assert found.chosen == Threads(2, 2)
     assert len(backend.timed) < 20
+
+
+def test_of_a_slow_model_only_the_best_numbers_are_compared_to_the_end() -> None:
+    # A batch is quickest with 4 threads, a row with 3.
+    seconds = {1: (0.9, 0.9), 2: (0.85, 0.85), 3: (0.7, 0.8), 4: (0.8, 0.7), 8: (1.0, 1.0)}
+    backend = fake(lambda threads, rows: seconds[threads][rows > 1])
+    found = measure_threads(backend, [1, 2, 3, 4, 8], 8, 10.0)
+    assert found.chosen == Threads(3, 4)
+    turns = [threads for threads, rows in backend.timed if rows == BATCH_ROWS]
+    assert turns == [8, 4, 3, 2, 1] + [8, 4, 3] * 3
+
+
+def test_an_interruption_leaves_the_usual_number() -> None:
+    def interrupted() -> bool:
+        return len(backend.timed) > 30
+
+    backend = fake(lambda threads, _: 1.0 / threads)
+    found = measure_threads(backend, [1, 2, 4], 2, 1e9, interrupted)
+    assert 30 < len(backend.timed) < 36
+    assert (found.chosen, found.single_s, found.batch_s) == (Threads(2, 2), {}, {})
+    assert backend.threads == (2, 2)
+    assert backend.length(0) == 0
 
 
 def test_where_there_is_nothing_to_choose_nothing_is_timed() -> None:
