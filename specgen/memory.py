@@ -95,6 +95,11 @@ class Memory:
     def save(self) -> None:
         """Write what was learnt to the file. One that cannot be written is left as it is: what
         it would have said is learnt again."""
+        with contextlib.suppress(OSError):
+            self.write()
+
+    def write(self) -> None:
+        """Write what was learnt to the file. Raises `OSError`; the file is then as it was."""
         if self._file is None:
             return
         document = _read(self._file)
@@ -114,9 +119,8 @@ class Memory:
             document[_THREADS][key] = dataclasses.asdict(threads)
         for kind, entries in document.items():
             document[kind] = dict(list(entries.items())[-_N_KEPT:])
-        with contextlib.suppress(OSError):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(self._file, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(self._file, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
     def _kept_seconds(self, keys: Sequence[str], depth: int) -> dict[int, float]:
         """What is kept under the key of a depth, or for the nearest one of which anything is

@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,6 +55,8 @@ class Baseline:
     among them. `chat` is whether the prompts were put into its template (None: if it has one).
 
     Prompts for which the context has no room are `skipped`; they are counted from 1.
+    `answer_token_s` are the median seconds of a token in each answer that has more than one: on
+    a machine with nothing else to do they are much the same.
     """
 
     answers: tuple[Answer, ...]
@@ -62,6 +64,7 @@ class Baseline:
     n_ctx: int
     batch_s: dict[int, float]
     chat: bool | None = None
+    answer_token_s: tuple[float, ...] = ()
 
     @property
     def token_s(self) -> float:
@@ -112,8 +115,9 @@ class Figures:
     mean_accepted_length: float
     draft_token_s: float | None
     start_s: float
-    #: Tokens of a draft, in the rounds that had one.
+    #: Tokens of a draft, in the rounds that had one, and the share of the rounds that had.
     draft_length: float | None = None
+    draft_share: float = 0.0
 
 
 def measure_target(
@@ -135,6 +139,7 @@ def measure_target(
     sizes = batch_sizes(session.n_rows_max)
     samples: defaultdict[int, list[float]] = defaultdict(list)
     answers: list[Answer] = []
+    token_s: list[float] = []
     with session.contexts(n_ctx, drafts=False) as (target, _):
         for text, prompt in fitting:
             progress(len(answers), len(fitting))
@@ -144,12 +149,15 @@ def measure_target(
             if interrupted():
                 return None
             answers.append(Answer(text, tuple(generation.tokens[generation.n_prompt :])))
-            samples[1] += generation.tally.target_s_by_rows[1]
+            if tokens_s := generation.tally.target_s_by_rows[1]:
+                samples[1] += tokens_s
+                token_s.append(statistics.median(tokens_s))
             # Right after the tokens that they are compared with: a machine's pace changes.
-            for repeat in range(_N_REPEATS):
-                for size in sizes[1 : None if repeat == 0 else _N_OFTEN]:
-                    if (seconds := time_batch(target, generation.tokens, size)) is not None:
-                        samples[size].append(seconds)
+            for size in _timed_sizes(sizes):
+                if interrupted():
+                    return None
+                if (seconds := time_batch(target, generation.tokens, size)) is not None:
+                    samples[size].append(seconds)
     if not samples[1]:
         raise PromptError("no answer is longer than a token: there is nothing to draft")
     if any(not samples[size] for size in sizes):
@@ -160,7 +168,7 @@ def measure_target(
     batch_s = {size: statistics.median(samples[size]) for size in sizes}
     for size, seconds in batch_s.items():
         session.table().start(size, seconds)
-    return Baseline(tuple(answers), skipped, n_ctx, batch_s, chat)
+    return Baseline(tuple(answers), skipped, n_ctx, batch_s, chat, tuple(token_s))
 
 
 def try_draft(
@@ -262,6 +270,7 @@ def summarise(replays: Sequence[Replay], plain_token_s: float) -> Figures:
         draft_token_s=draft_s / n_drafted if n_drafted else None,
         start_s=sum(replay.start_s for replay in told) / len(told),
         draft_length=n_drafted / n_drafts if n_drafts else None,
+        draft_share=n_drafts / sum(replay.n_rounds for replay in told),
     )
 
 
@@ -309,6 +318,13 @@ def _fitting(
     if not fitting:
         raise failure or PromptError("there are no prompts")
     return fitting, tuple(skipped)
+
+
+def _timed_sizes(sizes: Sequence[int]) -> Iterator[int]:
+    """The sizes of batches to time after an answer, one after the other; the first of `sizes` is
+    that of a token by itself, which the answer itself times."""
+    for repeat in range(_N_REPEATS):
+        yield from sizes[1 : None if repeat == 0 else _N_OFTEN]
 
 
 def _decode(loop: Loop, generation: Generation) -> None:
