@@ -75,7 +75,8 @@ class DraftFindings:
 class Tuning:
     """What was found out about a target and its draft model, if it has one. `threads` is None
     where the user named a number. `ways` are in no order, `refused` are drafts that cannot
-    draft for it, and why."""
+    draft for it, and why. `others_share` is the share of all cores' time that other programs
+    took meanwhile, if anybody knows."""
 
     target: Path
     baseline: Baseline
@@ -84,6 +85,7 @@ class Tuning:
     ways: tuple[Way, ...]
     refused: tuple[tuple[Path, str], ...] = ()
     is_interrupted: bool = False
+    others_share: float | None = None
 
     @property
     def best(self) -> Way:
@@ -212,7 +214,9 @@ class Tuner:
         with session.contexts(n_ctx, drafts=draft is not None) as (target, drafting):
             backend = target if draft is None else drafting
             assert backend is not None, "the session's draft"
-            found = measure_threads(backend, counts, default, _THREADS_BUDGET_S)
+            found = measure_threads(backend, counts, default, _THREADS_BUDGET_S, self._interrupted)
+        if self._interrupted():
+            return None
         session.memory.keep_threads(model, options, found.chosen)
         return found
 
@@ -268,18 +272,34 @@ def with_flat_batches(costs: Costs) -> Costs:
     return Costs(dict.fromkeys(costs.batch_s, costs.batch_s[1]), costs.draft_token_s)
 
 
-def speedup_with(findings: DraftFindings, measured: float, costs: Costs) -> float | None:
-    """The speed-up to expect if costs were these, where it was measured to be `measured`; None
-    if nothing is known to expect it by.
+def speedup_with(
+    findings: DraftFindings,
+    measured: float,
+    *,
+    costs: Costs | None = None,
+    rate: float | None = None,
+) -> float | None:
+    """The speed-up to expect of a draft if it had these costs, or this rate of agreement, and
+    otherwise those that were found, with which it was measured to be `measured`; None if nothing
+    is known to expect it by.
 
     The formula says by how much it would change: what it leaves out, such as that drafts stop
     where they are unsure, is left out of both. Nobody need draft at a loss: below 1 is 1.
     """
-    rate = findings.agreement.rate
-    if findings.costs is None or rate is None:
+    own_rate = findings.agreement.rate
+    if findings.costs is None or own_rate is None:
         return None
-    before = max(1.0, outlook(findings.costs, rate).speedup)
-    return max(1.0, measured) * max(1.0, outlook(costs, rate).speedup) / before
+    before = outlook(findings.costs, own_rate).speedup
+    after = outlook(
+        costs if costs is not None else findings.costs, rate if rate is not None else own_rate
+    ).speedup
+    return max(1.0, measured) * max(1.0, after) / max(1.0, before)
+
+
+def halfway_right(rate: float) -> float:
+    """The rate of agreement of a draft that is right at half of the places where one with
+    `rate` is not."""
+    return (1.0 + rate) / 2.0
 
 
 def _effort(way: Way) -> int:
@@ -306,6 +326,7 @@ __all__ = [
     "Tuning",
     "Way",
     "break_even",
+    "halfway_right",
     "speedup_with",
     "with_cheaper_draft",
     "with_flat_batches",

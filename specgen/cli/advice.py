@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specgen.cli.choosing import name_of
-from specgen.costs import rows_s
+from specgen.costs import Costs, rows_s
 from specgen.threads import BATCH_ROWS, ThreadTimes
 from specgen.tuning import (
     DraftFindings,
     Tuning,
     Way,
     break_even,
+    halfway_right,
     speedup_with,
     with_cheaper_draft,
     with_flat_batches,
@@ -24,7 +26,7 @@ from specgen.tuning import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specgen.trial import Figures
+    from specgen.trial import Baseline, Figures
 
 #: A gain below this is no gain: another minute measures something else.
 _LEAST_GAIN = 1.03
@@ -36,10 +38,13 @@ _N_ROWS = 4
 _CHEAP_BATCH = 1.3
 #: Times of the same thing that differ by less than this factor are much the same.
 _STEADY = 1.4
+#: Other programs that take more than this share of the cores slow down what is measured.
+_IDLE_SHARE = 0.1
 #: With fewer tokens of answers, chance has much to say.
 _N_SURE = 100
-#: Wide enough to read where output goes to a file.
+#: Wide enough to read where output goes to a file; what is found stands below its heading.
 _WIDTH = 100
+_INDENT = "  "
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +56,19 @@ class Section:
 
 
 def advice(tuning: Tuning) -> list[Section]:
-    """Everything there is to say, what matters most first."""
+    """Everything there is to say, what matters most first. Of a tuning that was interrupted,
+    only what it found: the rest would be drawn from half of the measurements."""
     sections = [
         Section("What drafting is worth here", tuple(_worth(tuning))),
         Section("What would gain how much", tuple(_ways(tuning))),
-        Section("Why", tuple(_reasons(tuning))),
-        Section("What would help", tuple(_wishes(tuning))),
-        Section("Threads", tuple(_all_threads(tuning))),
-        Section("How sure this is", tuple(_doubts(tuning))),
     ]
+    if not tuning.is_interrupted:
+        sections += [
+            Section("Why", tuple(_reasons(tuning))),
+            Section("What would help", tuple(_wishes(tuning))),
+            Section("Settings chosen", tuple(_settings(tuning))),
+            Section("How sure this is", tuple(_doubts(tuning))),
+        ]
     return [section for section in sections if section.sentences]
 
 
@@ -70,28 +79,34 @@ def name_of_way(way: Way) -> str:
     return f"{name_of(way.draft)} {'and n-grams' if way.ngrams else 'alone'}"
 
 
+def options_of_way(way: Way) -> str:
+    """What has `specgen run` draft so."""
+    alone = " --no-ngrams" if isinstance(way.draft, Path) and not way.ngrams else ""
+    return f"--draft {shlex.quote(str(way.draft))}{alone}"
+
+
 # --- what it is worth ------------------------------------------------------------------------
 
 
 def _worth(tuning: Tuning) -> Iterator[str]:
-    plain = 1.0 / tuning.baseline.token_s
+    plain = f"{1.0 / tuning.baseline.token_s:.1f}"
     best, own = tuning.best, _own_way(tuning)
     if own is not None:
         yield f"{name_of_way(own)}: {_gain(own.figures, plain)}"
-        if (length := own.figures.draft_length) is not None:
-            share = own.figures.acceptance_rate or 0.0
+        if (share := own.figures.acceptance_rate) is not None:
             yield (
-                f"its drafts are {length:.1f} tokens long on average, of which the target accepts "
-                f"{_percent(share)}; a round makes {own.figures.mean_accepted_length:.1f} tokens"
+                f"the target accepts {_percent(share)} of what it drafts; a round makes "
+                f"{own.figures.mean_accepted_length:.1f} tokens"
             )
-    if best.figures.speedup < _LEAST_GAIN:
-        yield f"nothing that was tried gains anything: plain decoding makes {plain:.1f} tokens/s"
-    elif best != own:
-        alone = " --no-ngrams" if isinstance(best.draft, Path) and not best.ngrams else ""
+    if len(tuning.ways) == 1:
+        yield f"plain decoding makes {plain} tokens/s; no draft was tried"
+    elif best.figures.speedup < _LEAST_GAIN:
         yield (
-            f"best is {name_of_way(best)} (--draft {best.draft}{alone}): "
-            f"{_gain(best.figures, plain)}"
+            "nothing that was tried gains anything to speak of: plain decoding (--draft none) "
+            f"makes {plain} tokens/s"
         )
+    elif own is None or best.figures.speedup >= _LEAST_GAIN * own.figures.speedup:
+        yield f"best is {name_of_way(best)} ({options_of_way(best)}): {_gain(best.figures, plain)}"
 
 
 def _own_way(tuning: Tuning) -> Way | None:
@@ -101,20 +116,20 @@ def _own_way(tuning: Tuning) -> Way | None:
     return tuning.way(tuning.draft.draft, ngrams=True) or tuning.way(tuning.draft.draft)
 
 
-def _gain(figures: Figures, plain_tokens_per_s: float) -> str:
+def _gain(figures: Figures, plain_tokens_per_s: str) -> str:
     return (
         f"x{figures.speedup:.2f} plain decoding, {figures.tokens_per_s:.1f} tokens/s instead "
-        f"of {plain_tokens_per_s:.1f}; x{figures.worst_speedup:.2f} for the prompt that it suits "
-        "least"
+        f"of {plain_tokens_per_s}; x{figures.worst_speedup:.2f} for the prompt that it suits least"
     )
 
 
 def _ways(tuning: Tuning) -> Iterator[str]:
-    """All ways by what they gain."""
+    """All ways by what they gain. Models are told by their names: there may be many."""
     if len(tuning.ways) < 2:
         return
     for way in sorted(tuning.ways, key=lambda way: -way.figures.speedup):
-        yield f"x{way.figures.speedup:.2f}  {name_of_way(way)}"
+        options = "" if isinstance(way.draft, Path) else f" ({options_of_way(way)})"
+        yield f"x{way.figures.speedup:.2f}  {name_of_way(way)}{options}"
 
 
 # --- why -------------------------------------------------------------------------------------
@@ -123,6 +138,8 @@ def _ways(tuning: Tuning) -> Iterator[str]:
 def _reasons(tuning: Tuning) -> Iterator[str]:
     draft = tuning.draft
     if draft is None:
+        yield _batch_text(tuning.baseline.batch_s)
+        yield _bound_text(Costs(tuning.baseline.batch_s, 0.0), "a draft that takes no time")
         return
     name, rate = draft.draft.name, draft.agreement.rate
     if rate is None:
@@ -132,96 +149,153 @@ def _reasons(tuning: Tuning) -> Iterator[str]:
         f"{name} says what the target says at {_percent(rate)} of "
         f"{draft.agreement.n_places} places in the target's own answers"
     )
-    if draft.costs is None or draft.expected is None:
+    if draft.costs is None:
         return
-    n_rows, plain_s = _n_rows(draft), draft.costs.batch_s[1]
-    yield (
-        f"a drafted token costs {draft.costs.draft_token_s / plain_s:.2f} of a plain one "
-        f"({1000 * draft.costs.draft_token_s:.1f} of {1000 * plain_s:.1f} ms), a batch of {n_rows} "
-        f"{rows_s(draft.costs.batch_s, n_rows) / plain_s:.1f} plain ones"
+    token_s, plain_s = draft.costs.draft_token_s, draft.costs.batch_s[1]
+    yield f"it drafts a token in {_ms(token_s)}, {token_s / plain_s:.2f} of what the target takes"
+    yield _batch_text(draft.costs.batch_s)
+    yield f"{_bound_text(draft.costs, 'it')}; it is at {_percent(rate)}"
+
+
+def _batch_text(batch_s: dict[int, float]) -> str:
+    """What the target takes for a token, and for several in one batch."""
+    n_rows = _n_rows(batch_s)
+    seconds, plain_s = rows_s(batch_s, n_rows), batch_s[1]
+    return (
+        f"the target takes {_ms(plain_s)} for a token, and {seconds / plain_s:.2f} times as long "
+        f"for a batch of {n_rows}"
     )
-    least = break_even(draft.costs)
+
+
+def _bound_text(costs: Costs, what: str) -> str:
+    """From which agreement on a draft pays."""
+    least = break_even(costs)
     if least is None:
-        yield "at these costs it would not pay even if it were always right"
-    else:
-        comparison = "above" if rate >= least else "below"
-        yield f"at these costs a draft begins to pay at about {_percent(least)}: it is {comparison} that"
+        return f"at these costs {what} would not pay even if it were always right"
+    return f"at these costs {what} begins to pay where it is right at about {_percent(least)}"
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def _n_rows(draft: DraftFindings) -> int:
-    assert draft.costs is not None
-    return min(_N_ROWS, max(draft.costs.batch_s))
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms"
+
+
+def _n_rows(batch_s: dict[int, float]) -> int:
+    return min(_N_ROWS, max(batch_s))
 
 
 # --- what would help -------------------------------------------------------------------------
 
 
 def _wishes(tuning: Tuning) -> Iterator[str]:
-    """What a cheaper draft and another kind of target would change."""
+    """What another draft and another kind of target would change."""
     draft = tuning.draft
     if draft is None:
-        if not any(way.draft not in ("ngram", "none") for way in tuning.ways):
+        if not any(isinstance(way.draft, Path) for way in tuning.ways):
             yield (
-                "no draft model was tried: `specgen models list` names some, and -md takes any "
-                "GGUF file"
+                "no draft model was tried: `specgen models list` names some, and --draft takes "
+                "any GGUF file"
             )
         return
     alone = tuning.way(draft.draft)
-    if alone is None or draft.costs is None:
+    if alone is None or draft.costs is None or draft.agreement.rate is None:
         return
-    measured, name = alone.figures.speedup, draft.draft.name
-    now = f"x{measured:.2f} that {name} gains alone"
-    cheaper = speedup_with(draft, measured, with_cheaper_draft(draft.costs, _CHEAPER))
+    yield from _better_drafts(draft, alone.figures.speedup, draft.costs, draft.agreement.rate)
+    yield from _better_targets(draft, alone.figures.speedup, draft.costs)
+
+
+def _better_drafts(
+    draft: DraftFindings, measured: float, costs: Costs, rate: float
+) -> Iterator[str]:
+    now = f"instead of the x{measured:.2f} that {draft.draft.name} gains alone"
+    cheaper = speedup_with(draft, measured, costs=with_cheaper_draft(costs, _CHEAPER))
     if cheaper is not None:
-        token_ms = 1000 * draft.costs.draft_token_s
         yield (
-            f"a draft that agrees as often in {_CHEAPER * token_ms:.1f} ms a token instead of "
-            f"{token_ms:.1f}, as a smaller quantisation may, would give about x{cheaper:.2f} "
-            f"instead of the {now}"
+            f"a draft that agrees as often in {_ms(_CHEAPER * costs.draft_token_s)} a token, as a "
+            f"smaller quantisation of this one may: {_about(cheaper)} {now}"
         )
-    n_rows, flat = _n_rows(draft), speedup_with(draft, measured, with_flat_batches(draft.costs))
-    batch = rows_s(draft.costs.batch_s, n_rows) / draft.costs.batch_s[1]
+    better = halfway_right(rate)
+    righter = speedup_with(draft, measured, rate=better)
+    if righter is not None and rate < 1.0:
+        yield (
+            f"a draft that is right at {_percent(better)} in the same time, as one of the target's "
+            f"own family may be: {_about(righter)}"
+        )
+
+
+def _better_targets(draft: DraftFindings, measured: float, costs: Costs) -> Iterator[str]:
+    n_rows = _n_rows(costs.batch_s)
+    batch = rows_s(costs.batch_s, n_rows) / costs.batch_s[1]
     if batch <= _CHEAP_BATCH:
-        yield f"the target is of the kind that drafts are for: a batch of {n_rows} is cheap"
-    elif flat is not None:
         yield (
-            f"a batch of {n_rows} costs this target {batch:.1f} tokens; for one whose batches cost "
-            "hardly more than a token, since it waits for its weights (a larger model, more "
-            f"bits a weight, a GPU), {name} would give about x{flat:.2f}"
+            "the target is of the kind that drafts are for: a batch of "
+            f"{n_rows} costs {batch:.2f} tokens"
+        )
+        return
+    flat = speedup_with(draft, measured, costs=with_flat_batches(costs))
+    if flat is not None:
+        yield (
+            "a target that waits for its weights, so that a batch costs hardly more than a token "
+            "(a larger model, another quantisation with more bits a weight, a GPU), if it took as "
+            f"long for a token: {_about(flat)}"
         )
 
 
-# --- threads ---------------------------------------------------------------------------------
+def _about(speedup: float) -> str:
+    return (
+        f"about x{speedup:.2f}"
+        if speedup >= _LEAST_GAIN
+        else f"no gain to speak of (x{speedup:.2f})"
+    )
 
 
-def _all_threads(tuning: Tuning) -> Iterator[str]:
+# --- settings --------------------------------------------------------------------------------
+
+
+def _settings(tuning: Tuning) -> Iterator[str]:
     if tuning.threads is not None:
         yield threads_text(tuning.target.name, tuning.threads)
+    else:
+        yield "threads are as -t says; without it they are chosen by measurement"
     if tuning.draft is not None and tuning.draft.threads is not None:
         yield threads_text(tuning.draft.draft.name, tuning.draft.threads)
+    own = _own_way(tuning)
+    if own is not None:
+        yield _lengths_text(own.figures, max(tuning.baseline.batch_s) - 1)
+
+
+def _lengths_text(figures: Figures, n_max: int) -> str:
+    rule = f"drafts are as long as is expected to pay, {n_max} tokens at most"
+    if figures.draft_length is None:
+        return f"{rule}: here none was"
+    return (
+        f"{rule}: here {figures.draft_length:.1f} on average, in {_percent(figures.draft_share)} "
+        "of the rounds"
+    )
 
 
 def threads_text(name: str, times: ThreadTimes) -> str:
     """Which numbers of threads were chosen for a model, and what they gain."""
     single = _chosen(times.chosen.n_single, times.default, times.single_s)
     batch = _chosen(times.chosen.n_batch, times.default, times.batch_s)
-    return f"{name}: {single} for a token, {batch} for a batch of {BATCH_ROWS}"
+    return f"threads of {name}: {single} for a token, {batch} for a batch of {BATCH_ROWS}"
 
 
 def _chosen(chosen: int, default: int, seconds: dict[int, float]) -> str:
     if chosen not in seconds or default not in seconds:
         return f"{chosen} (there was nothing to compare)"
-    time = f"{chosen} ({1000 * seconds[chosen]:.1f} ms"
+    time_s = seconds[chosen]
     if chosen != default:
-        return f"{time}, with {default} as usual {1000 * seconds[default]:.1f} ms)"
-    if others := {count: s for count, s in seconds.items() if count != chosen}:
-        count = min(others, key=lambda count: others[count])
-        return f"{time} as usual, with {count} {1000 * others[count]:.1f} ms)"
-    return f"{time})"
+        return f"{chosen} ({_ms(time_s)}; {_ms(seconds[default])} with the usual {default})"
+    others = {count: s for count, s in seconds.items() if count != chosen}
+    if not others:
+        return f"{chosen} as usual ({_ms(time_s)})"
+    count = min(others, key=lambda count: others[count])
+    doubt = ", but not surely" if others[count] < time_s else ""
+    return f"{chosen} as usual ({_ms(time_s)}; {_ms(others[count])} with {count}{doubt})"
 
 
 # --- doubts ----------------------------------------------------------------------------------
@@ -229,17 +303,33 @@ def _chosen(chosen: int, default: int, seconds: dict[int, float]) -> str:
 
 def _doubts(tuning: Tuning) -> Iterator[str]:
     """What makes the figures less than sure: a machine with other work to do, too few prompts."""
-    baseline, threads = tuning.baseline, tuning.threads
-    if threads is not None and threads.chosen.n_single in threads.single_s:
-        before_s, after_s = threads.single_s[threads.chosen.n_single], baseline.token_s
-        if max(before_s, after_s) > _STEADY * min(before_s, after_s):
-            yield (
-                f"a token took {1000 * before_s:.1f} ms at one time and {1000 * after_s:.1f} ms at "
-                "another: the machine has other work to do, tune again when it has not"
-            )
-    n_tokens = sum(len(answer.tokens) for answer in baseline.answers)
+    again = "tune again when it has not"
+    if (share := tuning.others_share) is not None and share > _IDLE_SHARE:
+        yield (
+            f"other programs took {_percent(share)} of the machine's cores meanwhile: it has other "
+            f"work to do, and this is what drafting is worth beside that; {again}"
+        )
+    times = _token_times(tuning)
+    if times and max(times) > _STEADY * min(times):
+        yield (
+            f"a token took {_ms(min(times))} at one time and {_ms(max(times))} at another, so the "
+            f"machine had other work to do at times; {again}"
+        )
+    n_tokens = _n_tokens(tuning.baseline)
     if n_tokens < _N_SURE:
         yield f"{n_tokens} tokens of answers are few: --count and -n take more"
+
+
+def _token_times(tuning: Tuning) -> list[float]:
+    """Seconds of the target's tokens, at different times."""
+    threads, times = tuning.threads, list(tuning.baseline.answer_token_s)
+    if threads is not None and threads.chosen.n_single in threads.single_s:
+        times.append(threads.single_s[threads.chosen.n_single])
+    return times
+
+
+def _n_tokens(baseline: Baseline) -> int:
+    return sum(len(answer.tokens) for answer in baseline.answers)
 
 
 # --- as JSON, and for people -----------------------------------------------------------------
@@ -252,8 +342,9 @@ def to_json_object(tuning: Tuning) -> dict[str, Any]:
         "target": str(tuning.target),
         "plain_tokens_per_s": 1.0 / baseline.token_s,
         "batch_s": {str(size): seconds for size, seconds in sorted(baseline.batch_s.items())},
+        "answer_token_s": list(baseline.answer_token_s),
         "n_prompts": len(baseline.answers),
-        "n_tokens": sum(len(answer.tokens) for answer in baseline.answers),
+        "n_tokens": _n_tokens(baseline),
         "skipped_prompts": list(baseline.skipped),
         "threads": _threads_object(tuning.threads),
         "draft": None if draft is None else _draft_object(draft),
@@ -262,6 +353,7 @@ def to_json_object(tuning: Tuning) -> dict[str, Any]:
             for way in tuning.ways
         ],
         "best": {"draft": str(tuning.best.draft), "ngrams": tuning.best.ngrams},
+        "others_share": tuning.others_share,
         "refused": [{"file": str(file), "reason": reason} for file, reason in tuning.refused],
         "advice": [sentence for section in advice(tuning) for sentence in section.sentences],
         "is_interrupted": tuning.is_interrupted,
@@ -287,17 +379,19 @@ def _threads_object(times: ThreadTimes | None) -> dict[str, Any] | None:
 
 def print_advice(tuning: Tuning, console: Console) -> None:
     """Print the sections, for people."""
-    from rich.padding import Padding
     from rich.text import Text
 
     from specgen.render.text import counted
 
-    if not console.is_terminal:
-        console.width = _WIDTH
+    width = console.width if console.is_terminal else _WIDTH
     n_prompts = counted(len(tuning.baseline.answers), "prompt")
-    console.print(Text(f"{tuning.target.name}, {n_prompts}, temperature 0"))
+    n_tokens = counted(_n_tokens(tuning.baseline), "token")
+    about = f"{tuning.target.name}: {n_prompts}, {n_tokens} of answers, temperature 0"
+    console.print(Text(about), soft_wrap=True)
     for section in advice(tuning):
         console.print()
-        console.print(Text(section.heading, "bold"))
+        console.print(Text(section.heading, "bold"), soft_wrap=True)
         for sentence in section.sentences:
-            console.print(Padding(Text(sentence), (0, 0, 0, 2), expand=False))
+            for line in Text(sentence).wrap(console, max(1, width - 2 * len(_INDENT))):
+                line.rstrip()
+                console.print(Text(_INDENT) + line, soft_wrap=True)

@@ -14,6 +14,7 @@ import typer
 from specgen.cli import flags
 from specgen.cli.flags.part import without
 from specgen.cli.interrupt import Interrupt
+from specgen.cli.load import core_time, share_of_others
 from specgen.cli.opening import find_models, log_shown, open_session, session_options
 from specgen.cli.progress import progress_bar
 from specgen.errors import (
@@ -83,9 +84,10 @@ def tune(
     Measured are the numbers of threads, what decodes cost, how often the
     draft says what the target says, and what it would gain, alone and with
     n-grams, beside n-grams alone and other drafts that are on this disk. It
-    takes a minute or a few. What is found is kept: `specgen run` with the
-    same models goes by it. A machine that is busy meanwhile is measured as
-    it is then: tune again to replace that.
+    takes a few minutes. What is found is kept: `specgen run` with the same
+    models and options goes by it. A machine that is busy meanwhile is
+    measured as it is then: tune again to replace that. Ctrl-C shows what
+    was found so far and keeps nothing (exit code 130).
     """
     from specgen.proof import OWN_PROMPTS, read_prompts, spread
 
@@ -107,14 +109,15 @@ def tune(
         from specgen.tuning import Tuner
 
         draft, notes = _draft(session, sources)
+        before = core_time()
         tuner = Tuner(session, interrupted=stop, progress=progress)
         tuning = tuner.run(draft, _others(draft, session.options.target), texts, chat=chat)
-        if tuning is not None and not tuning.is_interrupted:
-            session.memory.save()
+        kept = _keep(session, tuning)
     if tuning is not None:
+        tuning = replace(tuning, others_share=share_of_others(before, core_time()))
         _show(tuning, as_json=as_json)
     if not quiet:
-        for note in (*notes, *_notes(tuning)):
+        for note in (*notes, *_notes(tuning), kept):
             print(f"note: {note}", file=sys.stderr)
     return stop.exit_code
 
@@ -146,6 +149,23 @@ def _others(draft: Path | None, target: Path) -> list[Path]:
     return [path for path in find_candidates(named, known, target)[0] if path != draft]
 
 
+def _keep(session: Session, tuning: Tuning | None) -> str:
+    """Keep what was learnt, if the tuning is whole; says whether it was, and what for."""
+    from specgen.models import memory_file
+
+    if tuning is None or tuning.is_interrupted:
+        return "interrupted: not everything was measured, nothing was kept"
+    try:
+        session.memory.write()
+    except OSError as error:
+        return f"nothing was kept: {memory_file()} cannot be written: {error.strerror or error}"
+    threads = "threads, " if tuning.threads is not None else ""
+    return (
+        f"kept: `specgen run` with these models and options goes by these {threads}costs and "
+        "acceptance rates"
+    )
+
+
 def _show(tuning: Tuning, *, as_json: bool) -> None:
     from specgen.cli.advice import print_advice, to_json_object
     from specgen.render import make_console
@@ -158,13 +178,12 @@ def _show(tuning: Tuning, *, as_json: bool) -> None:
 
 def _notes(tuning: Tuning | None) -> list[str]:
     """What is to be said besides, on standard error."""
-    notes = []
-    if tuning is not None:
-        notes += [f"{file}: {reason}" for file, reason in tuning.refused]
-        notes += [
+    if tuning is None:
+        return []
+    return [
+        *(f"{file}: {reason}" for file, reason in tuning.refused),
+        *(
             f"prompt {number} was left out: the context has no room for it"
             for number in tuning.baseline.skipped
-        ]
-    if tuning is None or tuning.is_interrupted:
-        return [*notes, "interrupted: not everything was measured, nothing was kept"]
-    return [*notes, "kept: `specgen run` goes by these costs, threads and acceptance rates"]
+        ),
+    ]

@@ -52,7 +52,7 @@ def machine(
             min=1,
             max=1024,
             help="Threads for decoding.",
-            show_default="physical cores",
+            show_default="what `specgen tune` found best, or physical cores",
             rich_help_panel=_MACHINE,
         ),
     ] = _DEFAULT.n_threads,
