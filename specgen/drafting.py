@@ -133,12 +133,12 @@ class DraftModel:
                 draws=self._draws,
                 n_shared_tokens=self._n_shared_tokens,
                 costs=costs,
-                guesses=self._guesses(prompt, backends[1:], state, rng, known),
+                guesses=self._guesses(prompt, backends[1:], state, known),
             )
         n_tokens = self.model.vocabulary.n_tokens
         text = translation.text(prompt.tokens, prompt.draft_tokens)
         own_prompt, own_state = Prompt(prompt.text, tuple(text.tokens)), TextState(())
-        guesses = self._guesses(own_prompt, backends[1:], own_state, rng, known)
+        guesses = self._guesses(own_prompt, backends[1:], own_state, known)
         if self.translated == "string":
             beginning = BeginningShaper(self._sampler, translation.draft_lexicon)
             inner = ModelDrafter(
@@ -169,10 +169,10 @@ class DraftModel:
         prompt: Prompt,
         backends: Sequence[Backend],
         state: TextState,
-        rng: np.random.Generator,
         known: Known,
     ) -> Guesses | None:
-        """What drafts for this model, over a text in its own tokens."""
+        """What drafts for this model, over a text in its own tokens; it draws nothing that would
+        move this one's draws."""
         helper = self.helper
         if helper is None or (helper != "ngram" and not backends):
             return None
@@ -180,7 +180,8 @@ class DraftModel:
             drafter: Drafter = known.ngrams(self.model.vocabulary)
             name: Path | str = helper
         else:
-            drafter = helper.drafter(prompt, backends, state, rng, Shaper, known)
+            own_rng = np.random.default_rng(0)
+            drafter = helper.drafter(prompt, backends, state, own_rng, Shaper, known)
             name = helper.model.path
         return Guesses(drafter, known.policy(self.model.path, name))
 

@@ -1,0 +1,73 @@
+"""`specgen run` on tiny models, in the test's own process."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import specgen.cli
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+
+class Cli:
+    """Runs the command line in this process."""
+
+    def __init__(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, models: Path
+    ) -> None:
+        self._capsys, self._monkeypatch, self.models = capsys, monkeypatch, models
+
+    def __call__(self, *arguments: str, stdin: bytes | None = None) -> Result:
+        stream = io.TextIOWrapper(io.BytesIO(stdin or b""))
+        if stdin is None:
+            self._monkeypatch.setattr(stream, "isatty", lambda: True)
+        self._monkeypatch.setattr(sys, "stdin", stream)
+        self._capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            specgen.cli.main(["run", *arguments])
+        captured = self._capsys.readouterr()
+        assert isinstance(exit_.value.code, int)
+        return Result(exit_.value.code, captured.out, captured.err)
+
+    def model(self, name: str) -> str:
+        return str(self.models / f"{name}.gguf")
+
+    def run(self, *arguments: str, target: str = "target", draft: str = "draft") -> Result:
+        draft = draft if draft in ("ngram", "none") else self.model(draft)
+        own = ["-m", self.model(target), "-md", draft, "-t", "1", "-n", "30", "-fa", "off"]
+        return self(*own, *arguments)
+
+
+def events_of(result: Result) -> list[dict[str, Any]]:
+    """The events of a --json run, each of which conforms to the schema."""
+    assert result.code == 0, result.err
+    schema = json.loads((ROOT / "docs" / "events.schema.json").read_text(encoding="utf-8"))
+    jsonschema = pytest.importorskip("jsonschema")
+    events = [json.loads(line, parse_constant=pytest.fail) for line in result.out.splitlines()]
+    for event in events:
+        jsonschema.validate(event, schema)
+    return events
+
+
+def complaint(result: Result, code: int) -> str:
+    """The error of a failed run: one line of what happened, at most one of what to do."""
+    lines = result.err.splitlines()
+    assert result.code == code, result.err
+    assert result.out == ""
+    assert lines[0].startswith("error: ")
+    assert len(lines) == 1 or (len(lines) == 2 and lines[1].startswith("hint: "))
+    return result.err
