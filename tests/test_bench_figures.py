@@ -146,6 +146,26 @@ def test_texts_that_differ_are_counted_at_temperature_0(temperature: float, n: i
     assert by_name(results)["a"].n_different == n
 
 
+@pytest.mark.parametrize(
+    ("own", "of_plain", "ended_by", "same"),
+    [
+        ("one two three", "one two", "length", True),  # it goes on after the limit
+        ("one too three", "one two", "length", False),
+        ("one", "one two", "length", False),
+        ("caf\u00e9s", "caf\N{REPLACEMENT CHARACTER}", "length", True),  # cut within a character
+        ("one two", "one two", "stop", True),
+        ("one two three", "one two", "stop", False),
+    ],
+)
+def test_what_another_program_says_after_the_limit_is_no_difference(
+    own: str, of_plain: str, ended_by: str, same: bool
+) -> None:
+    other = outcome(token_ids=None, finish_reason=None, text=own)
+    plain = outcome(finish_reason=ended_by, text=of_plain)
+    assert other.says_the_same(plain) is same
+    assert plain.says_the_same(other) is same
+
+
 @given(st.lists(SPEEDS, min_size=1))
 def test_spreads_are_in_order_and_means_within(values: list[float]) -> None:
     found, mean = spread(values), geometric_mean(values)

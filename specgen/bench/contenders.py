@@ -53,9 +53,17 @@ class Outcome:
         return self.finish_reason == "interrupted"
 
     def says_the_same(self, other: Outcome) -> bool:
-        """Whether the two texts are equal, token by token where both tell their tokens."""
+        """Whether the two texts are equal, token by token where both tell their tokens.
+
+        A program that does not tell them may go on for some tokens after the limit. Where the
+        other one's answer ended there, its text is what both have to say.
+        """
         if self.token_ids is not None and other.token_ids is not None:
             return self.token_ids == other.token_ids
+        limited, longer = (self, other) if self.finish_reason == "length" else (other, self)
+        if limited.finish_reason == "length":
+            # The limit may have cut a character in two, of which the longer text has both halves.
+            return longer.text.startswith(limited.text.rstrip("\N{REPLACEMENT CHARACTER}"))
         return self.text == other.text
 
 

@@ -102,7 +102,7 @@ def answer(job: LookupJob, clock: Callable[[], float]) -> dict[str, Any]:
     pieces = (vocabulary.token_bytes(token) for token in token_ids if not vocabulary.is_end(token))
     return {
         "text": b"".join(pieces).decode("utf-8", "replace"),
-        "token_ids": token_ids,
+        "token_ids": token_ids[:-1] if vocabulary.is_end(token_ids[-1]) else token_ids,
         "n_tokens": len(token_ids),
         "tokens_per_s": (len(token_ids) - 1) / seconds if seconds else None,
         "seconds": seconds,
