@@ -164,6 +164,30 @@ def test_foresight_is_no_slower_than_plain_decoding(bench: Specgen) -> None:
     assert reached["draft.gguf"] > 0.0
 
 
+def test_a_draft_may_have_a_draft_of_its_own(bench: Specgen, tiny_models: Path) -> None:
+    draft, bad = tiny_models / "draft.gguf", tiny_models / "bad.gguf"
+    arguments = ("--draft", f"{draft}+{bad}", "--draft", f"{draft}+ngram", "--draft", draft)
+    document = json.loads(bench(*arguments, "-N", "1", "--foresight", "--json", "-").out)
+    names = ["plain", "draft.gguf+bad.gguf", "draft.gguf+ngram", "draft.gguf"]
+    assert [each["contender"] for each in document["figures"]] == names
+    assert {each["n_different"] for each in document["figures"]} == {0}
+    assert set(document["files"]) == {str(tiny_models / "target.gguf"), str(draft), str(bad)}
+    # What one could foresee is not known of them.
+    reached = [each["foresight_reached"] is not None for each in document["figures"]]
+    assert reached == [False, False, False, True]
+    for wrong in (f"{draft}+", "ngram+ngram", f"{draft}+none"):
+        assert bench("--draft", wrong).code == 2
+
+
+def test_a_plus_sign_may_be_part_of_a_files_name(
+    bench: Specgen, tiny_models: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "a+b.gguf"
+    file.write_bytes((tiny_models / "draft.gguf").read_bytes())
+    document = json.loads(bench("--draft", file, "-N", "1", "--json", "-").out)
+    assert [each["contender"] for each in document["figures"]] == ["plain", "a+b.gguf"]
+
+
 def test_n_grams_beside_a_model_count_in_its_foresight(bench: Specgen) -> None:
     arguments = ("--draft", "draft", "--ngrams", "--policy", "fixed", "-N", "1")
     document = json.loads(bench(*arguments, "--foresight", "--json", "-").out)

@@ -60,7 +60,8 @@ def bench(
             "--model-draft",
             "-md",
             metavar="FILE|NAME|ngram|none",
-            help="What drafts, for every target; may be given several times.",
+            help="What drafts, for every target; may be given several times. With a plus sign and "
+            "another one behind it, that drafts for the draft: large.gguf+small.gguf.",
             show_default="the pair's; for a target by itself what `specgen run` would take, and "
             "ngram",
             rich_help_panel=_MODELS,

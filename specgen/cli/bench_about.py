@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import math
 import shlex
 import sys
@@ -21,7 +22,11 @@ def about(plan: Plan, fields: Sequence[Field]) -> dict[str, Any]:
     from specgen.doctor import look_at_machine
 
     made = build()
-    files = [file for field in fields for file in (field.target, *field.drafts.values())]
+    files = [
+        file
+        for field in fields
+        for file in (field.target, *itertools.chain.from_iterable(field.drafts.values()))
+    ]
     settings = {
         "temperatures": plan.temperatures,
         "policies": plan.policies,

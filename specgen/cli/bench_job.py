@@ -79,7 +79,9 @@ class Job:
         plan, groups = self._plan, self._plan.groups(field)
         if self._is_over or 0.0 not in plan.temperatures or not groups:
             return
-        drafts: dict[str, DraftSource] = {**field.drafts}
+        drafts: dict[str, DraftSource] = {
+            name: stages[0] for name, stages in field.drafts.items() if len(stages) == 1
+        }
         if any(NGRAM in group for group in groups):
             drafts[NGRAM] = NGRAM
         options = foresight_options(plan.options(field), plan.n_max)

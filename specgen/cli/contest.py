@@ -7,23 +7,33 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from specgen.cli.flags import Contexts, ModelChoice
+from specgen.cli.flags import Contexts
+from specgen.cli.flags.models import staged
 from specgen.cli.opening import find_models
-from specgen.options import DraftOptions, GenerationOptions, PolicyName, SamplerOptions
+from specgen.errors import UsageError
+from specgen.options import (
+    DraftOptions,
+    DraftSource,
+    GenerationOptions,
+    PolicyName,
+    SamplerOptions,
+)
 
 if TYPE_CHECKING:
     from specgen.bench.contenders import Contender
     from specgen.bench.peer_contenders import Against
     from specgen.bench.runs import Lineup
     from specgen.cli.progress import Progress
-    from specgen.options import DraftSource
     from specgen.session import Session, SessionOptions
 
 #: What plain decoding is called.
 PLAIN = "plain"
 NGRAM: Literal["ngram"] = "ngram"
+
+#: What drafts for the target, what drafts for that, and so on.
+Stages: TypeAlias = tuple[DraftSource, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +42,7 @@ class Field:
 
     name: str
     target: Path
-    drafts: Mapping[str, DraftSource]
+    drafts: Mapping[str, Stages]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +60,14 @@ class Plan:
     against: tuple[Against, ...] = ()
     peers: Path | None = None
 
-    def options(self, field: Field, draft: DraftSource = "none") -> SessionOptions:
+    def options(self, field: Field, draft: Stages = ("none",)) -> SessionOptions:
         """Those of the first policy and temperature."""
         from specgen.session import SessionOptions
 
         return SessionOptions(
             target=field.target,
-            draft=draft,
+            draft=draft[0],
+            helpers=draft[1:],
             sampler=replace(self.sampling, temperature=self.temperatures[0]),
             drafting=replace(self.drafting, policy=self.policies[0]),
             generation=self.answer,
@@ -75,10 +86,12 @@ class Plan:
         return [draft, NGRAM] if adds_ngrams and draft != NGRAM else [draft]
 
     def groups(self, field: Field) -> list[tuple[str, ...]]:
-        """Which draft together, and all of them."""
+        """Which draft together, and all of them; drafts that have a draft of their own are not
+        among them."""
         together = [
             tuple(self.drafters(draft, policy))
-            for draft in field.drafts
+            for draft, stages in field.drafts.items()
+            if len(stages) == 1
             for policy in self.policies
         ]
         named = tuple(dict.fromkeys(name for group in together for name in group))
@@ -94,33 +107,42 @@ def find_fields(
 ) -> list[Field]:
     """Targets and pairs with their drafts, fetched if need be.
 
-    The drafts are for every target; without any, a pair has its own, and a target what
+    The drafts, each with what drafts for it behind a plus sign, are for every target; without any, a pair has its own, and a target what
     `specgen run` would take for it, and n-grams. Without a target or a pair it is the default
     pair. Raises `UsageError`, `UnknownModelError`, `FetchError`.
     """
-    found: dict[Path, list[DraftSource]] = {}
+    found: dict[Path, list[Stages]] = {}
     named: list[tuple[str | None, str | None]] = [(target, None) for target in targets]
     named += [(None, pair) for pair in pairs]
-    wanted: list[str | None] = [*drafts] or [None]
+    wanted = [_stages(draft) for draft in drafts] or [()]
     for target, pair in named or [(None, None)]:
         for draft in wanted:
-            sources = find_models(ModelChoice(target, draft, pair), quiet=quiet)
+            sources = find_models(staged(target, draft, pair), quiet=quiet)
             own = found.setdefault(sources.target, [])
-            own.append(sources.draft)
+            own.append((sources.draft, *sources.helpers))
             if not drafts and pair is None:
-                own.append(NGRAM)
+                own.append((NGRAM,))
     targets_by_name = named_apart(list(found))
     return [Field(name, target, _drafts(found[target])) for name, target in targets_by_name.items()]
 
 
-def _drafts(sources: Sequence[DraftSource]) -> dict[str, DraftSource]:
+def _stages(draft: str) -> tuple[str, ...]:
+    """What was named with plus signs between, unless that is the name of one file. Raises
+    `UsageError`."""
+    if Path(draft).expanduser().exists():
+        return (draft,)
+    stages = tuple(draft.split("+"))
+    if not all(stages):
+        raise UsageError(f"--draft {draft}: something is missing beside the plus sign")
+    return stages
+
+
+def _drafts(found: Sequence[Stages]) -> dict[str, Stages]:
     """By name, once each. None is what plain decoding has anyway."""
-    kept = [source for source in dict.fromkeys(sources) if source != "none"]
-    paths = {
-        path: name
-        for name, path in named_apart([each for each in kept if isinstance(each, Path)]).items()
-    }
-    return {paths[each] if isinstance(each, Path) else each: each for each in kept}
+    kept = [stages for stages in dict.fromkeys(found) if stages != ("none",)]
+    files = dict.fromkeys(each for stages in kept for each in stages if isinstance(each, Path))
+    names: dict[DraftSource, str] = {path: name for name, path in named_apart(list(files)).items()}
+    return {"+".join(names.get(each, str(each)) for each in stages): stages for stages in kept}
 
 
 def named_apart(paths: Sequence[Path]) -> dict[str, Path]:
@@ -162,7 +184,7 @@ def lineups(
     with contextlib.ExitStack() as stack:
 
         def contender(
-            name: str, draft: DraftSource, policy: PolicyName, temperature: float
+            name: str, draft: Stages, policy: PolicyName, temperature: float
         ) -> SessionContender:
             progress(f"loading {field.name}", len(opened), n_contenders)
             options = plan.options(field, draft)
@@ -171,15 +193,15 @@ def lineups(
                 drafting=replace(options.drafting, policy=policy),
                 sampler=replace(options.sampler, temperature=temperature),
             )
-            # What one session learns of what decoding costs holds for all.
-            memory = opened[0].memory if opened else None
-            session = stack.enter_context(Session(options, time.perf_counter, memory))
+            # Each learns for itself what decoding costs and which drafts are accepted, and keeps
+            # it for all prompts: none gains or loses by who else takes part.
+            session = stack.enter_context(Session(options, time.perf_counter))
             opened.append(session)
             return SessionContender(name, session, chat=plan.chat, interrupted=interrupted)
 
         found: list[Lineup] = []
         for temperature in plan.temperatures:
-            plain = contender(PLAIN, "none", "fixed", temperature)
+            plain = contender(PLAIN, ("none",), "fixed", temperature)
             others: list[Contender] = [
                 contender(plan.name(name, policy), draft, policy, temperature)
                 for name, draft in field.drafts.items()
@@ -203,8 +225,9 @@ def lineups(
 def _same_vocabulary(field: Field, sessions: Sequence[Session]) -> dict[str, Path]:
     """The draft models that have the target's vocabulary, by name: llama.cpp refuses others."""
     own = {session.options.draft for session in sessions if not session.is_translated}
+    firsts = {stages[0]: name for name, stages in field.drafts.items() if len(stages) == 1}
     return {
-        name: draft
-        for name, draft in field.drafts.items()
+        firsts.get(draft, draft.name): draft
+        for draft, *_ in field.drafts.values()
         if isinstance(draft, Path) and draft in own
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -63,9 +64,14 @@ def models(
     ] = None,
 ) -> ModelChoice:
     """The models as the user named them."""
-    names = draft or []
-    if "none" in names and len(names) > 1:
+    return staged(target, draft or [], pair)
+
+
+def staged(target: str | None, drafts: Sequence[str], pair: str | None) -> ModelChoice:
+    """The models, `drafts` being what drafts for the target, what drafts for that, and so on.
+    Raises `UsageError`."""
+    if "none" in drafts and len(drafts) > 1:
         raise UsageError("--draft none drafts nothing, so it goes with no other --draft")
-    if "ngram" in names[:-1]:
+    if "ngram" in drafts[:-1]:
         raise UsageError("--draft ngram needs no draft of its own: give it last, after the models")
-    return ModelChoice(target, names[0] if names else None, pair, tuple(names[1:]))
+    return ModelChoice(target, drafts[0] if drafts else None, pair, tuple(drafts[1:]))
