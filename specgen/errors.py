@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-#: Ctrl-C: the text so far was kept (128 + SIGINT, as a shell reports it); 143 for SIGTERM.
+#: Ctrl-C: what there was so far was shown (128 + SIGINT, as a shell reports it); 143 for SIGTERM.
 EXIT_INTERRUPTED = 130
 #: The reader of stdout went away (128 + SIGPIPE, as a shell reports it).
 EXIT_BROKEN_PIPE = 141

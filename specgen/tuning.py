@@ -203,7 +203,8 @@ class Tuner:
         session's; None where the user named one, or interrupted."""
         session = self._session
         options = session.options.target_context if draft is None else session.options.draft_context
-        if options.n_threads is not None or self._interrupted():
+        is_named = options.n_threads is not None or options.n_threads_batch is not None
+        if is_named or self._interrupted():
             return None
         model = draft or self._target
         self._progress(f"threads for {model.name}", 0, 1)

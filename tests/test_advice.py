@@ -208,7 +208,7 @@ def test_what_would_help_has_a_number_each() -> None:
     ):
         assert f"about x{1.35 * after / before:.2f}" in sentence
     assert "in 6.0 ms a token" in cheaper
-    assert "instead of the x1.35 that draft.gguf gains alone" in cheaper
+    assert cheaper.endswith("; draft.gguf alone is at x1.35 now")
     assert "right at 90 % in the same time" in righter
     assert "another quantisation" in target
 
@@ -216,10 +216,7 @@ def test_what_would_help_has_a_number_each() -> None:
 def test_what_would_not_help_is_told_so() -> None:
     dear = replace(FINDINGS, costs=Costs({1: 0.1, 2: 0.195, 3: 0.3}, 0.05))
     cheaper, righter, target = said(tuning(draft=dear, ways=ways(draft=0.9)), HELP)
-    assert (
-        "may: no gain to speak of (x1.00) instead of the x0.90 that draft.gguf gains alone"
-        in cheaper
-    )
+    assert cheaper.endswith(": no gain to speak of (x1.00); draft.gguf alone is at x0.90 now")
     assert righter.endswith(": no gain to speak of (x1.00)")
     assert target.endswith(f": about x{best_speedup(0.8, 0.5, 0.0, 2):.2f}")
 
@@ -291,7 +288,7 @@ def test_the_usual_number_is_told_with_the_next_best(
 
 
 def test_threads_that_the_user_named_are_his() -> None:
-    assert said(tuning(threads=None), SETTINGS)[0].startswith("threads are as -t says")
+    assert said(tuning(threads=None), SETTINGS)[0].startswith("threads are as you said")
 
 
 # --- how sure it is

@@ -37,8 +37,10 @@ ONE_THREAD = ContextOptions(n_threads=1, flash_attention="off")
 
 @pytest.fixture(autouse=True)
 def _quick_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads are compared, but not for long."""
+    """Threads are compared, but not for long: many are slow on a machine that is busy."""
     monkeypatch.setattr("specgen.tuning._THREADS_BUDGET_S", 0.05)
+    monkeypatch.setattr("specgen.tuning.default_threads", lambda: 1)
+    monkeypatch.setattr("specgen.tuning.thread_counts", lambda *_: [1, 2])
 
 
 @contextmanager
@@ -205,6 +207,19 @@ def test_costs_chances_and_threads_are_known_afterwards(tiny_models: Path) -> No
         # Nothing is left to measure.
         with opened.contexts(256) as contexts:
             assert opened.measure_if_new(*contexts) == 0.0
+
+
+@pytest.mark.parametrize("named", [{"n_threads": 1}, {"n_threads_batch": 1}])
+def test_numbers_of_threads_that_are_named_are_not_looked_for(
+    tiny_models: Path, named: dict[str, int]
+) -> None:
+    memory = Memory()
+    context = ContextOptions(flash_attention="off", **named)  # type: ignore[arg-type]
+    with session(tiny_models, context, memory) as opened:
+        tuning = Tuner(opened).run(None, [], PROMPTS[:1])
+    assert tuning is not None
+    assert tuning.threads is None
+    assert memory.threads(tiny_models / "target.gguf", context) is None
 
 
 def test_what_was_known_of_the_costs_is_measured_anew(tiny_models: Path) -> None:

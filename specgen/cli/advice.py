@@ -210,12 +210,12 @@ def _wishes(tuning: Tuning) -> Iterator[str]:
 def _better_drafts(
     draft: DraftFindings, measured: float, costs: Costs, rate: float
 ) -> Iterator[str]:
-    now = f"instead of the x{measured:.2f} that {draft.draft.name} gains alone"
     cheaper = speedup_with(draft, measured, costs=with_cheaper_draft(costs, _CHEAPER))
     if cheaper is not None:
         yield (
             f"a draft that agrees as often in {_ms(_CHEAPER * costs.draft_token_s)} a token, as a "
-            f"smaller quantisation of this one may: {_about(cheaper)} {now}"
+            f"smaller quantisation of this one may: {_about(cheaper)}; {draft.draft.name} alone is at "
+            f"x{measured:.2f} now"
         )
     better = halfway_right(rate)
     righter = speedup_with(draft, measured, rate=better)
@@ -259,7 +259,7 @@ def _settings(tuning: Tuning) -> Iterator[str]:
     if tuning.threads is not None:
         yield threads_text(tuning.target.name, tuning.threads)
     else:
-        yield "threads are as -t says; without it they are chosen by measurement"
+        yield "threads are as you said; without -t and -tb they are chosen by measurement"
     if tuning.draft is not None and tuning.draft.threads is not None:
         yield threads_text(tuning.draft.draft.name, tuning.draft.threads)
     own = _own_way(tuning)
