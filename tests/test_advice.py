@@ -310,6 +310,9 @@ def test_a_busy_machine_is_told_of() -> None:
     (found,) = said(tuning(baseline=slower), SURE)
     assert "100.0 ms at one time and 160.0 ms" in found
     assert said(tuning(baseline=slower, threads=None), SURE) == []
+    (both,) = said(tuning(baseline=uneven, others_share=0.4), SURE)
+    assert "40 % of the machine's cores meanwhile, and a token took 90.0 ms" in both
+    assert "tune again" in both
 
 
 def test_few_tokens_are_told_of() -> None:

@@ -228,9 +228,12 @@ def test_what_was_known_of_the_costs_is_measured_anew(tiny_models: Path) -> None
         for size in (1, 2, 3, 4, 5):
             opened.table().start(size, 1e6)
             opened.table(draft).start(size, 1e6)
+        # In a context that is fuller than any prompt of ours makes it.
+        opened.table(n_past=5000).start(3, 1e6)
         tuning = Tuner(opened).run(draft, [], PROMPTS)
         assert tuning is not None
         assert max(opened.table().known.values()) < 1e5
+        assert max(opened.table(n_past=5000).known.values()) < 1e5
         assert max(opened.table(draft).known.values()) < 1e5
 
 

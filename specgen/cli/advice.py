@@ -303,17 +303,16 @@ def _chosen(chosen: int, default: int, seconds: dict[int, float]) -> str:
 
 def _doubts(tuning: Tuning) -> Iterator[str]:
     """What makes the figures less than sure: a machine with other work to do, too few prompts."""
-    again = "tune again when it has not"
+    busy = []
     if (share := tuning.others_share) is not None and share > _IDLE_SHARE:
-        yield (
-            f"other programs took {_percent(share)} of the machine's cores meanwhile: it has other "
-            f"work to do, and this is what drafting is worth beside that; {again}"
-        )
+        busy.append(f"other programs took {_percent(share)} of the machine's cores meanwhile")
     times = _token_times(tuning)
     if times and max(times) > _STEADY * min(times):
+        busy.append(f"a token took {_ms(min(times))} at one time and {_ms(max(times))} at another")
+    if busy:
         yield (
-            f"a token took {_ms(min(times))} at one time and {_ms(max(times))} at another, so the "
-            f"machine had other work to do at times; {again}"
+            f"{', and '.join(busy)}: this is what drafting is worth on a machine that has other "
+            "work to do, tune again when it has not"
         )
     n_tokens = _n_tokens(tuning.baseline)
     if n_tokens < _N_SURE:
