@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "specgen"
@@ -44,6 +45,22 @@ def imported(path: Path) -> set[str]:
 def modules() -> dict[str, set[str]]:
     """What each module imports, by its path within the package."""
     return {path.relative_to(PACKAGE).as_posix(): imported(path) for path in PACKAGE.rglob("*.py")}
+
+
+def test_every_module_is_in_one_layer() -> None:
+    listed = [name for names in LAYERS for name in names]
+    own = {path.removesuffix(".py").split("/")[0] for path in modules()}
+    assert sorted(listed) == sorted(own - {"__init__", "__main__"})
+
+
+def test_there_are_no_circles_within_a_layer() -> None:
+    needs: dict[str, set[str]] = {name: set() for names in LAYERS for name in names}
+    for path, names in modules().items():
+        own = path.removesuffix(".py").split("/")[0]
+        parts = [name.split(".") for name in names if name.startswith("specgen.")]
+        needs.setdefault(own, set()).update(part[1] for part in parts if part[1] in needs)
+    order = TopologicalSorter({name: found - {name} for name, found in needs.items()})
+    order.prepare()  # raises CycleError
 
 
 def test_imports_point_downwards() -> None:
