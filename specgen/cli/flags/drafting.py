@@ -24,6 +24,8 @@ from specgen.options import (
 
 _DEFAULT = DraftOptions()
 _DRAFTING = "Drafting"
+_REPETITIONS = "Repetitions"
+_LOOKUPS = "Other texts"
 
 
 def drafting(
@@ -33,8 +35,8 @@ def drafting(
             "--policy",
             envvar="SPECGEN_POLICY",
             help="How much is drafted: cost (what is expected to save time, by measured costs and "
-            "what was accepted so far), threshold (until the draft as a whole becomes too unlikely, "
-            "by a bound that adapts), or fixed (--draft-max and --draft-p-min alone).",
+            "what was accepted so far), threshold (until the draft as a whole becomes too "
+            "unlikely, by a bound that adapts), or fixed (--draft-max and --draft-p-min alone).",
             rich_help_panel=_DRAFTING,
         ),
     ] = _DEFAULT.policy,
@@ -117,7 +119,7 @@ def drafting(
             help="Beside a draft model, let repetitions of the text so far draft too: whichever "
             "promises more or, where costs do not decide, repetitions first.",
             show_default="with --policy cost",
-            rich_help_panel=_DRAFTING,
+            rich_help_panel=_REPETITIONS,
         ),
     ] = _DEFAULT.ngrams,
     ngram_min: Annotated[
@@ -127,7 +129,7 @@ def drafting(
             min=1,
             help="The shortest run of tokens that counts as a repetition.",
             show_default=f"{NGRAMS[0]}, or {FIXED_NGRAMS[0]} with --policy fixed",
-            rich_help_panel=_DRAFTING,
+            rich_help_panel=_REPETITIONS,
         ),
     ] = _DEFAULT.ngram_min,
     ngram_max: Annotated[
@@ -138,7 +140,7 @@ def drafting(
             max=64,
             help="A longer run of tokens counts as one of so many.",
             show_default=f"{NGRAMS[1]}, or {FIXED_NGRAMS[1]} with --policy fixed",
-            rich_help_panel=_DRAFTING,
+            rich_help_panel=_REPETITIONS,
         ),
     ] = _DEFAULT.ngram_max,
     lookup_files: Annotated[
@@ -151,7 +153,7 @@ def drafting(
             help="Let repetitions of these texts draft too: a code base, earlier answers (JSON "
             "Lines or text). May be given several times.",
             show_default=False,
-            rich_help_panel=_DRAFTING,
+            rich_help_panel=_LOOKUPS,
         ),
     ] = None,
     lookup_store: Annotated[
@@ -160,7 +162,7 @@ def drafting(
             "--lookup-store",
             help="Keep prompts and answers on this disk, in the cache folder, and let repetitions "
             "of earlier ones draft too. Without it nothing is kept.",
-            rich_help_panel=_DRAFTING,
+            rich_help_panel=_LOOKUPS,
         ),
     ] = _DEFAULT.lookup_store,
 ) -> DraftOptions:
