@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,30 @@ def test_another_process_keeps_what_this_one_wrote(file: Path) -> None:
     learner.save()
     both = opened(file)
     assert (known(both)[1], known(both, Path("other.gguf"))[1]) == (1.0, 3.0)
+
+
+def test_many_that_save_at_once_leave_a_whole_file(file: Path) -> None:
+    """Of what they learn at the same moment some may be lost; nobody ever reads half a file."""
+    models = [Path(f"{number}.gguf") for number in range(4)]
+
+    def save_often(model: Path) -> None:
+        memory = opened(file)
+        learn(memory, model, 2.0)
+        for _ in range(20):
+            memory.save()
+            assert document(file)["costs"]
+
+    with ThreadPoolExecutor(len(models)) as pool:
+        list(pool.map(save_often, models))
+    assert [path.name for path in file.parent.iterdir()] == ["memory.json"]
+    found = [model for model in models if known(opened(file), model)]
+    assert found
+    # Whoever comes later adds to it.
+    for model in models:
+        memory = opened(file)
+        learn(memory, model, 2.0)
+        memory.save()
+    assert all(known(opened(file), model)[1] == 2.0 for model in models)
 
 
 def test_what_was_only_looked_at_is_not_written(file: Path) -> None:
