@@ -76,7 +76,7 @@ class Draft:
     @property
     def is_drawn(self) -> bool:
         """Whether any token was drawn at random."""
-        return any(distribution is not None for distribution in self.distributions)
+        return self.distributions.count(None) < len(self.distributions)
 
     def drawn_from(self, node: int) -> Distribution:
         """What a node's token was drawn from; a token chosen without chance was certain."""

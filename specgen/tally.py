@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specgen.draft import Draft
@@ -51,10 +52,8 @@ class Tally:
         """A verified draft, of which so many nodes became part of the text."""
         self.n_drafted += len(draft)
         self.n_accepted += n_accepted
-        for depth in draft.depths():
-            _count(self.drafted_by_depth, depth)
-        for depth in range(n_accepted):
-            _count(self.accepted_by_depth, depth)
+        _count(self.drafted_by_depth, draft.depths())
+        _count(self.accepted_by_depth, range(n_accepted))
 
     @property
     def loop_s(self) -> float:
@@ -81,7 +80,8 @@ class Tally:
         return statistics.median(samples) if len(samples) >= _MIN_PLAIN_SAMPLES else None
 
 
-def _count(counts: list[int], index: int) -> None:
-    while len(counts) <= index:
-        counts.append(0)
-    counts[index] += 1
+def _count(counts: list[int], indices: Sequence[int]) -> None:
+    if indices:
+        counts += [0] * (max(indices) + 1 - len(counts))
+    for index in indices:
+        counts[index] += 1

@@ -63,14 +63,10 @@ def describe(generation: Generation, draft: Draft) -> tuple[DraftNode, ...]:
     """The nodes of a draft."""
     token_bytes = generation.vocabulary.token_bytes
     return tuple(
-        DraftNode(
-            token_id=token,
-            text=token_bytes(token).decode("utf-8", "replace"),
-            parent=draft.parents[node],
-            origin=draft.origins[node],
-            probability=draft.probabilities[node],
+        DraftNode(token, token_bytes(token).decode("utf-8", "replace"), parent, origin, probability)
+        for token, parent, origin, probability in zip(
+            draft.tokens, draft.parents, draft.origins, draft.probabilities, strict=True
         )
-        for node, token in enumerate(draft.tokens)
     )
 
 
@@ -82,6 +78,8 @@ def rejected_branches(
     Asked before the commit: where the accepted path ends in the middle of a character, the
     branch's text begins there.
     """
+    if len(verdict.path) == len(draft):
+        return ()
     kept = set(verdict.path)
     token_bytes = generation.vocabulary.token_bytes
     branches = []

@@ -231,14 +231,19 @@ class ModelDrafter:
         n_batch = self._backend.n_batch
         logits: Logits | None = None
         for start in range(0, len(tokens), n_batch):
-            batch = Batch()
-            for index, token in enumerate(tokens[start : start + n_batch], start):
-                wants_logits = index >= len(tokens) - n_wanted
-                batch.add(token, position, (self._sequence,), wants_logits)
-                position += 1
+            part = list(tokens[start : start + n_batch])
+            n = len(part)
+            n_silent = min(n, max(0, len(tokens) - n_wanted - start))
+            batch = Batch(
+                part,
+                list(range(position, position + n)),
+                [(self._sequence,)] * n,
+                [False] * n_silent + [True] * (n - n_silent),
+            )
+            position += n
             before_s = self._backend.decode_s
             logits = self._backend.decode(batch)
-            self._costs.observe(len(batch), self._backend.decode_s - before_s)
+            self._costs.observe(n, self._backend.decode_s - before_s)
         assert logits is not None, "at least one token is decoded"
         return logits
 
