@@ -5,19 +5,20 @@
 On a tiny model the arithmetic is next to nothing, and what is left is the loop: choosing,
 sampling, verifying, text, events. Its time (`loop_s`) is measured for answers with drafts of
 several lengths, and a round's and a drafted token's shares are fitted to it by least squares:
-loop_s = n_rounds x round + n_drafted x token. Medians over several answers, after a warm-up.
+loop_s = n_rounds x round + n_drafted x token. Of several answers, after a warm-up, the quickest
+counts: what else runs on the machine only adds to it.
 
 Drafts are of a fixed length, or as long as the cost-aware policy makes them, which here believes
 in made-up costs: drafting costs nothing, so that it drafts all that it may.
 
 Prints one JSON object: microseconds a round and a drafted token, for greedy decoding with a
-draft model, with n-grams, and with both, and for sampling at temperature 1.
+draft model, with n-grams, and with both, and for sampling at temperature 1. A target with a
+vocabulary of 150 thousand tokens adds what passes over its logits take: `benchmarks/sampling.py`.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import tempfile
 import time
@@ -41,7 +42,7 @@ from specgen.tiny import TinyConfig, write_tiny_model
 
 PROMPT = "the sum of the sum is the sum of the sum is the sum of"
 DRAFT_LENGTHS = (0, 1, 2, 4, 8, 16)
-N_RUNS = 7
+N_RUNS = 15
 N_TOKENS = 400
 #: Made-up seconds of the target's decodes and of the draft's, whatever their sizes.
 TARGET_S, DRAFT_S = 1e-2, 1e-7
@@ -101,17 +102,16 @@ def fit(
             policy=policy, max_tokens=n_draft, p_min=1e-9, ngram_min=1, ngrams=ngrams
         )
         finished = [answer(target, draft, sampler, drafting) for _ in range(N_RUNS + 1)][1:]
-        median_s = statistics.median(event.loop_s for event in finished)
-        last = finished[-1]
-        rows.append((last.n_rounds, last.n_drafted))
-        loop_us.append(median_s * 1e6)
+        best = min(finished, key=lambda event: event.loop_s)
+        rows.append((best.n_rounds, best.n_drafted))
+        loop_us.append(best.loop_s * 1e6)
         runs.append(
             {
                 "draft_max": n_draft,
-                "n_rounds": last.n_rounds,
-                "n_drafted": last.n_drafted,
-                "n_accepted": last.n_accepted,
-                "loop_us_a_round": round(median_s * 1e6 / last.n_rounds, 1),
+                "n_rounds": best.n_rounds,
+                "n_drafted": best.n_drafted,
+                "n_accepted": best.n_accepted,
+                "loop_us_a_round": round(best.loop_s * 1e6 / best.n_rounds, 1),
             }
         )
     (a_round, a_token), *_ = np.linalg.lstsq(np.array(rows, float), np.array(loop_us), rcond=None)
@@ -131,7 +131,7 @@ def answer(
         draft=draft,
         sampler=sampler,
         drafting=drafting,
-        generation=GenerationOptions(max_tokens=N_TOKENS, ignore_eos=True),
+        generation=GenerationOptions(max_tokens=N_TOKENS),
         target_context=context,
         draft_context=context,
     )

@@ -48,20 +48,29 @@ class StoppingRule:
     ) -> None:
         self._n_max = len(batch_s) - 1
         self._token_s = token_s
-        costs_s = np.diff(batch_s)
-        after = _interpolation(chances)
-        #: What a token of each bin brings at once, at each of the grid's points.
-        gains = (token_s * _GRID[:, None] * chances).ravel() - costs_s[:, None]
-        #: V at the grid's points, a row for each n.
-        values = np.zeros((self._n_max + 1, _N_GRID))
+        costs_s: list[float] = np.diff(batch_s).tolist()
+        # What lies behind a token, what it gains and what it costs, for each of the grid's points
+        # and each bin, come of one product: calls take longer than the arithmetic.
+        terms = np.empty((_N_GRID * len(chances), _N_GRID + 2))
+        terms[:, :_N_GRID] = _interpolation(chances)
+        terms[:, _N_GRID] = (token_s * _GRID[:, None] * chances).ravel()
+        terms[:, _N_GRID + 1] = -1.0
+        factors = np.ones(_N_GRID + 2)
+        further = factors[:_N_GRID]
+        taken = np.empty(len(terms))
+        by_bin = taken.reshape(_N_GRID, -1)
+        #: V + next_s at the grid's points, a row for each n.
+        values = np.full((self._n_max + 1, _N_GRID), next_s)
         for n in range(self._n_max - 1, -1, -1):
-            taken = after.dot(np.maximum(values[n + 1], 0.0))
-            taken += gains[n]
+            np.maximum(values[n + 1], next_s, out=further)
+            factors[-1] = costs_s[n] + next_s
+            terms.dot(factors, out=taken)
             np.maximum(taken, 0.0, out=taken)
-            values[n] = taken.reshape(_N_GRID, -1).dot(frequencies) - next_s
+            by_bin.dot(frequencies, out=values[n])
+        values -= next_s
         # A few numbers at a time are looked at: lists are quicker.
         self._values: list[list[float]] = values.tolist()
-        self._costs_s: list[float] = costs_s.tolist()
+        self._costs_s = costs_s
 
     @property
     def n_max(self) -> int:
