@@ -144,6 +144,8 @@ class Opener:
                 if is_chosen:
                     taken = take_first(session, self._drafts)
                     self._drafts = [DraftChoice(taken.draft)]
+                    if taken.measured:  # not every command saves what its session learns
+                        self._memory.save()
             on_error.pop_all()
         if taken is not None and not self._quiet:
             for note in (*(taken.measured if self._verbose else ()), taken.note):
