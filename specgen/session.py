@@ -467,9 +467,10 @@ class Session:
         return self._memory
 
     def is_measured(self, draft: Path | None) -> bool:
-        """Whether the costs of the target, and of a draft model, are known."""
-        tables = [self.table()] + ([self.table(draft)] if draft is not None else [])
-        return all(len(table.known) >= _MIN_SIZES for table in tables)
+        """Whether the costs of the target, up to the largest batch of a round, and of a draft
+        model are known."""
+        own = _is_measured(self.table(), self.n_rows_max)
+        return own and (draft is None or _is_measured(self.table(draft)))
 
     def measure_if_new(self, target: Backend, draft: Backend | None) -> float:
         """Measure what decodes cost and, where costs decide how much is drafted, how often a draft
@@ -479,7 +480,7 @@ class Session:
         is_measured = self.is_measured(path)
         if not is_measured:
             sizes = batch_sizes(max(_MIN_SIZES, self.n_rows_max))
-            _measure(target, self.table(), sizes)
+            _measure(target, self.table(), sizes, self.n_rows_max)
             if draft is not None and path is not None:
                 _measure(draft, self.table(path), _DRAFT_SIZES)
         is_sampled = draft is not None and self._sample_agreement(target, draft)
@@ -574,11 +575,23 @@ def _most_likely(_sampler: Sampler, state: TextState) -> Shaper:
     return Shaper(Sampler(SamplerOptions()), state)
 
 
-def _measure(backend: Backend, table: CostTable, sizes: Sequence[int]) -> None:
-    """Time these sizes, unless the table was measured before."""
-    if len(table.known) < _MIN_SIZES:
-        for size, seconds in measure_sizes(backend, sizes, _MEASURING_S).items():
-            table.start(size, seconds)
+def _is_measured(table: CostTable, n_rows: int = 1) -> bool:
+    """Whether a table was measured, up to so many rows."""
+    known = table.known
+    return len(known) >= _MIN_SIZES and max(known) >= n_rows
+
+
+def _measure(backend: Backend, table: CostTable, sizes: Sequence[int], n_rows: int = 1) -> None:
+    """Time those of the sizes that are not known, unless the table was measured before, up to so
+    many rows. For what there was no time for, what the others say is taken."""
+    if _is_measured(table, n_rows):
+        return
+    is_new = not _is_measured(table)
+    missing = [size for size in sizes if is_new or size == 1 or not table.knows(size)]
+    for size, seconds in measure_sizes(backend, missing, _MEASURING_S).items():
+        table.start(size, seconds)
+    if table and max(table.known) < n_rows:
+        table.start(n_rows, table.seconds(n_rows))
 
 
 def _settings(options: SamplerOptions) -> dict[str, Any]:
