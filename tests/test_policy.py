@@ -339,13 +339,13 @@ def test_in_the_long_run_it_is_about_as_quick_as_the_best_fixed_length(
 ) -> None:
     ratios = []
     for draft_s in (0.02, 0.1, 0.3):
-        table, chances = CostTable(), dict[str, Chances]()
-        for seed in (1, 2):  # the first text is to learn from
-            confidences, rights = text(1200, TRUTHS[truth], sureness=sureness, seed=seed)
-            world = World(CURVES[curve], draft_s, confidences, rights)
-            if not table:
-                table = CostTable(world.table())
-            found = run(world, CostAwarePolicy(DraftOptions(), table, chances))
+        first, world = (  # the first text is to learn from
+            World(CURVES[curve], draft_s, *text(1200, TRUTHS[truth], sureness=sureness, seed=seed))
+            for seed in (1, 2)
+        )
+        table, chances = CostTable(first.table()), dict[str, Chances]()
+        run(first, CostAwarePolicy(DraftOptions(), table, chances))
+        found = run(world, CostAwarePolicy(DraftOptions(), table, chances))
         best, best_s = world.best_fixed()
         ratios.append(best_s / found.seconds)
         assert ratios[-1] > (0.94 if world.plain_s > 1.2 * best_s else 0.88), (draft_s, best)
@@ -357,13 +357,13 @@ def test_in_the_long_run_it_is_about_as_quick_as_the_best_fixed_length(
 def test_where_the_model_knows_what_it_knows_it_is_quicker_than_any_fixed_length(
     curve: str,
 ) -> None:
-    table, chances = CostTable(), dict[str, Chances]()
-    for seed in (1, 2):
-        confidences, rights = text(3000, lambda c: c, sureness=2.0, seed=seed)
-        world = World(CURVES[curve], 0.1, confidences, rights)
-        if not table:
-            table = CostTable(world.table())
-        found = run(world, CostAwarePolicy(DraftOptions(), table, chances))
+    first, world = (
+        World(CURVES[curve], 0.1, *text(3000, lambda c: c, sureness=2.0, seed=seed))
+        for seed in (1, 2)
+    )
+    table, chances = CostTable(first.table()), dict[str, Chances]()
+    run(first, CostAwarePolicy(DraftOptions(), table, chances))
+    found = run(world, CostAwarePolicy(DraftOptions(), table, chances))
     assert found.seconds < 0.97 * world.best_fixed()[1]
 
 
@@ -501,7 +501,8 @@ def test_a_text_that_changes_is_followed() -> None:
 
 
 def test_a_text_that_suits_no_draft_says_nothing_about_the_next() -> None:
-    table, chances = CostTable(World(CURVES["flat"], 0.1, *text(1, lambda c: c)).table()), {}
+    table = CostTable(World(CURVES["flat"], 0.1, *text(1, lambda c: c)).table())
+    chances: dict[str, Chances] = {}
     good = World(CURVES["flat"], 0.1, *text(600, lambda _: 0.85, sureness=0.0, seed=1))
     bad = World(CURVES["flat"], 0.1, *text(300, lambda _: 0.1, sureness=0.0, seed=2))
     before = run(good, CostAwarePolicy(DraftOptions(), table, chances)).seconds
