@@ -300,7 +300,7 @@ def test_a_fixed_share_of_what_is_drafted_is_refused_in_the_long_run(over: float
         observe(told)
         bounds.append(policy.bound)
 
-    policy.observe = observed  # type: ignore[method-assign]
+    policy.observe = observed  # type: ignore[method-assign,assignment]
     n_rounds = run(world, policy).n_rounds
     share = float(np.mean(refused))
     expected = 0.25 + 0.025 * (n_rounds - len(refused)) / len(refused)
