@@ -24,7 +24,7 @@ _MIDDLES = np.array(
 )
 #: How often each bin is thought to have been seen before anything was: a small model of a good
 #: family is sure of most tokens, and of some not at all.
-_START_SEEN = np.array([0.1, 0.3, 0.5, 0.6, 0.7, 0.7, 0.7, 0.8, 1.2, 1.4, 1.6, 4.0])
+_START_SEEN = np.array([0.1, 0.3, 0.5, 0.6, 0.7, 0.7, 0.7, 0.8, 1.2, 1.4, 1.6, 4.0]) / 2.0
 #: So many observations a bin's start is worth.
 _N_START = 6.0
 #: Of so many observations the counts keep the memory; older ones fade.
@@ -75,7 +75,7 @@ class Chances:
         self.counts = counts if counts is not None else Counts()
         self._start = [start(float(middle)) for middle in _MIDDLES]
         self._deviation = 0.0
-        #: Changes when the chances may have.
+        #: Counts all that may have changed the chances, or how often each comes.
         self.version = 0
         #: The chances that were asked for since then.
         self._by_bin: dict[int, float] = {}
@@ -114,6 +114,7 @@ class Chances:
         n_seen, index = self.counts.n_seen, _bin(confidence)
         n_seen *= _FADING
         n_seen[index] = n_seen.item(index) + 1.0
+        self.version += 1
 
     def judge(self, confidence: float, *, accepted: bool) -> None:
         """Learn what became of a token whose predecessors were accepted."""

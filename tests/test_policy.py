@@ -155,7 +155,7 @@ def test_whether_a_token_is_drafted_is_decided_before_it_is_drawn(name: str, noi
         # The policy is in another state for the next text.
         for draft in drafts[:10]:
             policy.observe(report(draft, len(draft) // 2))
-    assert n_texts > 50
+    assert n_texts > 15
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -424,7 +424,10 @@ def test_the_steps_of_a_jagged_table_are_made_use_of() -> None:
     policy = cost_aware(table, chances)
     policy.room(100)
     assert len(policy.trim(chain(*[0.93] * 15))) in (3, 7, 11, 15)
-    # Where the third token is the last one worth a row, the edge comes first.
+    # Where tokens come cheap already, two that are right are not worth another step.
+    for _ in range(100):
+        policy.room(100)
+        policy.observe(report(policy.trim(chain(0.93, 0.93, 0.93)), 3))
     policy.room(100)
     assert len(policy.trim(chain(*[0.93] * 5, *[0.55] * 11))) == 3
     confidences, rights = text(2000, lambda _: 0.85, sureness=0.0)

@@ -32,6 +32,11 @@ class Budget:
         self._aside: dict[str, int] = {}
         self._n_aside: dict[str, int] = {}
 
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of the rounds so far."""
+        return self._elapsed_s
+
     def allows(self, cost_s: float) -> bool:
         """Whether a trial that costs so much is allowed now."""
         return self._tried_s + cost_s <= _SHARE * self._elapsed_s

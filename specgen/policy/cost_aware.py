@@ -23,6 +23,9 @@ _MAX_STALE = 64
 #: The part of the prospective gain that what a drafter has to read first is weighed against: the
 #: answer may end sooner, or suit the draft less.
 _CAUTION = 0.7
+#: The most that is read first, as a share of the time that the answer took so far: one that ends
+#: soon loses no more.
+_MOST_AHEAD = 1.0
 #: How many times its cost a draft of n-grams has to be expected to gain: when a token's time or
 #: more was lost, at an answer's beginning, and when much was saved. (In replays of 31 answers, no
 #: margin gained as much on average, and lost three times as much on the worst answer.)
@@ -30,10 +33,10 @@ _NGRAM_MARGINS = 2.4, 1.9, 1.1
 #: The same of a model's: it tells by itself how sure it is, and is better believed. (In the same
 #: replays these gained as much as none, and lost a third as much on the worst answer.)
 _MODEL_MARGINS = 1.2, 1.1, 1.0
-#: A stopping rule is worked out anew when prices have changed by so much, or after so many
-#: judged tokens.
+#: A stopping rule is worked out anew when prices have changed by so much, or after so much
+#: was seen or judged.
 _NEWS = 0.05
-_N_NEWS = 12
+_N_NEWS = 24
 #: How fast the present time per token follows the rounds.
 _RATE = 0.06
 
@@ -110,8 +113,8 @@ class CostAwarePolicy:
         self._began: str | None = None
         self._invested_s = 0.0
         self._waiting: dict[str, _Waiting] = {}
-        #: How sure the model was at each place that it was asked to draft.
-        self._confidences: list[float] = []
+        #: How sure the model was of each node that it was asked to draft.
+        self._confidences: dict[int, float] = {}
 
     # --- before and while drafting -----------------------------------------------------------
 
@@ -147,6 +150,8 @@ class CostAwarePolicy:
         if price.backlog_s > 0.0:
             n_rounds = max(1.0, self._n_left / max(1.0, self._tokens_a_round))
             value -= price.backlog_s / (_CAUTION * n_rounds)
+            if n == 0 and price.backlog_s > _MOST_AHEAD * self._budget.elapsed_s:
+                value = min(value, 0.0)
         if n == 0 and self._budget.is_put_aside(origin):
             value = min(value, 0.0)
         if value <= 0.0 and n == 0:
@@ -167,7 +172,7 @@ class CostAwarePolicy:
         before = self._path[n_drafted - 1] if n_drafted else 1.0
         chance = before * chances.chance(confidence)
         self._path[n_drafted:] = [chance]
-        self._confidences[n_drafted:] = [confidence]
+        self._confidences[n_drafted] = confidence
         if self._is_trial:
             return n_drafted < self._budget.n_tokens
         return self._rule(origin).takes(n_drafted, chance) > 0.0
@@ -231,10 +236,11 @@ class CostAwarePolicy:
         if draft.is_drawn and draft.is_chain:
             # How sure the model was before the draw, not how likely the drawn token is, says
             # what to expect.
-            for node, confidence in enumerate(self._confidences[: len(report.path) + 1]):
-                if node < len(draft) and draft.distributions[node] is not None:
-                    accepted = node < len(report.path)
-                    self._of(draft.origins[node]).judge(confidence, accepted=accepted)
+            n_accepted = len(report.path)
+            for node in range(min(n_accepted + 1, len(draft))):
+                if draft.distributions[node] is not None and node in self._confidences:
+                    chances = self._of(draft.origins[node])
+                    chances.judge(self._confidences[node], accepted=node < n_accepted)
         for key in list(self._waiting):
             waiting = self._waiting[key]
             for token in report.committed:
@@ -249,6 +255,9 @@ class CostAwarePolicy:
         """Remember what a drafter proposed, whether or not it is verified."""
         if not len(draft) or not draft.is_chain or draft.is_drawn:
             return
+        waiting = self._waiting.get(draft.origins[0])
+        if waiting is not None and waiting.tokens[: len(draft)] == list(draft.tokens):
+            return  # the same, cut off
         signals = [
             (origin, 1.0 if confidence is None else confidence)
             for origin, confidence in zip(draft.origins, draft.probabilities, strict=True)
