@@ -18,11 +18,18 @@ import specgen.cli
 from specgen.bench.runs import Runs
 from specgen.cli.bench import parse_policies
 from specgen.cli.bench_table import lines, print_tables
-from specgen.cli.contest import named_apart
-from specgen.cli.flags import sampling, takes
+from specgen.cli.contest import Field, Plan, named_apart
+from specgen.cli.flags import Contexts, sampling, takes
 from specgen.cli.flags.part import without
 from specgen.errors import UsageError
-from specgen.options import SamplerOptions
+from specgen.memory import Memory
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    GenerationOptions,
+    SamplerOptions,
+)
+from specgen.threads import Threads
 from specgen.tiny import TinyConfig, write_tiny_model
 from tests.helpers_bench import foresight_of, report_of, result
 
@@ -379,3 +386,32 @@ def test_without_results_there_is_nothing_to_tell() -> None:
     report = report_of([], runs=Runs(), is_interrupted=True)
     assert list(lines(report)) == []
     print_tables(report, Console(file=io.StringIO()))
+
+
+def test_models_have_as_many_threads_as_were_found_to_be_best(tmp_path: Path) -> None:
+    """As `specgen run` has it: but for who names a number."""
+    target, draft = tmp_path / "t.gguf", tmp_path / "d.gguf"
+    target.touch()
+    draft.touch()
+    memory, context = Memory(), ContextOptions()
+    memory.keep_threads(target, context, Threads(3, 5))
+
+    def options(machine: Contexts) -> tuple[ContextOptions, ContextOptions]:
+        plan = Plan(
+            policies=("cost",),
+            temperatures=(0.0,),
+            sampling=SamplerOptions(),
+            drafting=DraftOptions(),
+            answer=GenerationOptions(),
+            machine=machine,
+            chat=None,
+            known=memory,
+        )
+        found = plan.options(Field("t", target, {"d": (draft,)}), (draft,))
+        return found.target_context, found.draft_context
+
+    ours, drafts = options(Contexts(context, context))
+    assert (ours.n_threads, ours.n_threads_batch) == (3, 5)
+    assert (drafts.n_threads, drafts.n_threads_batch) == (None, None)
+    named = ContextOptions(n_threads=1)
+    assert options(Contexts(named, named))[0] == named

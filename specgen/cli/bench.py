@@ -16,7 +16,7 @@ from specgen.cli.bench_table import lines, print_tables
 from specgen.cli.contest import Plan, find_fields
 from specgen.cli.flags.part import without
 from specgen.cli.interrupt import Interrupt
-from specgen.cli.opening import log_shown
+from specgen.cli.opening import log_shown, open_memory
 from specgen.cli.progress import progress_bar
 from specgen.errors import OutputError, UsageError
 from specgen.options import DraftOptions, GenerationOptions, PolicyName, SamplerOptions
@@ -225,6 +225,7 @@ def bench(
         chat=chat,
         against=_parse_against(against),
         peers=peers,
+        known=open_memory(),
     )
     if plan.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to compare")

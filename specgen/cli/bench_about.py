@@ -34,7 +34,7 @@ def about(plan: Plan, fields: Sequence[Field]) -> dict[str, Any]:
         "generation": plan.answer,
         "drafting": plan.drafting,
         "sampling": plan.sampling,
-        "target_context": plan.machine.target,
+        "target_context": {field.name: plan.options(field).target_context for field in fields},
         "draft_context": plan.machine.draft,
     }
     return {
@@ -58,12 +58,14 @@ def about(plan: Plan, fields: Sequence[Field]) -> dict[str, Any]:
 
 
 def as_json(value: Any) -> Any:
-    """A value of dataclasses, tuples and numbers; JSON has no infinity."""
+    """A value of dataclasses, dictionaries, tuples and numbers; JSON has no infinity."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         return {name: as_json(getattr(value, name)) for name in names}
     if isinstance(value, (list, tuple)):
         return [as_json(each) for each in value]
+    if isinstance(value, dict):
+        return {name: as_json(each) for name, each in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

@@ -14,6 +14,7 @@ from specgen.cli.flags.models import staged
 from specgen.cli.opening import find_models
 from specgen.errors import UsageError
 from specgen.options import (
+    ContextOptions,
     DraftOptions,
     DraftSource,
     GenerationOptions,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from specgen.bench.peer_contenders import Against
     from specgen.bench.runs import Lineup
     from specgen.cli.progress import Progress
+    from specgen.memory import Memory
     from specgen.session import Session, SessionOptions
 
 #: What plain decoding is called.
@@ -59,6 +61,8 @@ class Plan:
     #: Other programs to compare with, and where llama.cpp's are.
     against: tuple[Against, ...] = ()
     peers: Path | None = None
+    #: With how many threads models were found to be quickest.
+    known: Memory | None = None
 
     def options(self, field: Field, draft: Stages = ("none",)) -> SessionOptions:
         """Those of the first policy and temperature."""
@@ -71,9 +75,17 @@ class Plan:
             sampler=replace(self.sampling, temperature=self.temperatures[0]),
             drafting=replace(self.drafting, policy=self.policies[0]),
             generation=self.answer,
-            target_context=self.machine.target,
-            draft_context=self.machine.draft,
+            target_context=self._context(field.target, self.machine.target),
+            draft_context=self._context(draft[0], self.machine.draft),
         )
+
+    def _context(self, model: DraftSource, context: ContextOptions) -> ContextOptions:
+        """A model's context, as `specgen run` has it."""
+        from specgen.threads import with_threads
+
+        if self.known is None or not isinstance(model, Path):
+            return context
+        return with_threads(context, self.known.threads(model, context))
 
     @property
     def n_max(self) -> int:
