@@ -24,7 +24,7 @@ _MIDDLES = np.array(
 )
 #: How often each bin is thought to have been seen before anything was: a small model of a good
 #: family is sure of most tokens, and of some not at all.
-_START_SEEN = np.array([0.1, 0.3, 0.5, 0.6, 0.7, 0.7, 0.7, 0.8, 1.2, 1.4, 1.6, 4.0]) / 2.0
+_START_SEEN = np.array([0.1, 0.3, 0.5, 0.6, 0.7, 0.7, 0.7, 0.8, 1.2, 1.4, 1.6, 4.0])
 #: So many observations a bin's start is worth.
 _N_START = 6.0
 #: Of so many observations the counts keep the memory; older ones fade.
@@ -75,6 +75,8 @@ class Chances:
         self.counts = counts if counts is not None else Counts()
         self._start = [start(float(middle)) for middle in _MIDDLES]
         self._deviation = 0.0
+        #: How many confidences were counted in the present text.
+        self.n_looks = 0
         #: Counts all that may have changed the chances, or how often each comes.
         self.version = 0
         #: The chances that were asked for since then.
@@ -83,6 +85,7 @@ class Chances:
     def begin_text(self) -> None:
         """Another text begins, which deviates in its own way."""
         self._deviation = 0.0
+        self.n_looks = 0
         self.version += 1
         self._by_bin.clear()
 
@@ -114,6 +117,7 @@ class Chances:
         n_seen, index = self.counts.n_seen, _bin(confidence)
         n_seen *= _FADING
         n_seen[index] = n_seen.item(index) + 1.0
+        self.n_looks += 1
         self.version += 1
 
     def judge(self, confidence: float, *, accepted: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 
@@ -26,6 +27,15 @@ _CAUTION = 0.7
 #: The most that is read first, as a share of the time that the answer took so far: one that ends
 #: soon loses no more.
 _MOST_AHEAD = 1.0
+#: How far texts differ in what a model is worth: the standard deviation of the gain of a round, as
+#: a share of a plain token's time; after how many looks in a text half of its square is gone; how
+#: many rounds it takes to find out; and how many rounds have to make up for these. (In replays of
+#: 31 answers with those first that suit a model least, 1.074 times plain decoding without this,
+#: and 1.095 with it.)
+_SPREAD = 0.4
+_N_SPREAD = 10.0
+_N_TRIED = 4.0
+_N_NEAR = 6.0
 #: How many times its cost a draft of n-grams has to be expected to gain: when a token's time or
 #: more was lost, at an answer's beginning, and when much was saved. (In replays of 31 answers, no
 #: margin gained as much on average, and lost three times as much on the worst answer.)
@@ -147,11 +157,10 @@ class CostAwarePolicy:
         if n >= self._n_max:
             return 0.0
         value = self._rule(origin).value(n, chance) + price.next_s - price.first_s
-        if price.backlog_s > 0.0:
-            n_rounds = max(1.0, self._n_left / max(1.0, self._tokens_a_round))
-            value -= price.backlog_s / (_CAUTION * n_rounds)
-            if n == 0 and price.backlog_s > _MOST_AHEAD * self._budget.elapsed_s:
-                value = min(value, 0.0)
+        if n == 0:
+            value = self._begun(origin, price, value)
+        elif price.backlog_s > 0.0:
+            value -= price.backlog_s / self._horizon()
         if n == 0 and self._budget.is_put_aside(origin):
             value = min(value, 0.0)
         if value <= 0.0 and n == 0:
@@ -160,6 +169,30 @@ class CostAwarePolicy:
             self._began, self._invested_s = origin, price.backlog_s
             return max(value, 1e-9)
         return value
+
+    def _begun(self, origin: str, price: Price, value: float) -> float:
+        """What it promises to begin with a model whose rounds are worth `value` in texts like
+        those before.
+
+        This text may suit it better or worse, which shows soon: what it is worth to begin, and
+        to leave off again if it does not pay, is the mean of what is above zero.
+        """
+        spread = _SPREAD * self._costs.seconds(1)
+        spread *= math.sqrt(_N_SPREAD / (_N_SPREAD + self._of(origin).n_looks))
+        if value <= 0.0 and self._ideal_s(price) <= 0.0:
+            return value
+        horizon = self._horizon()
+        gain = _mean_above_zero(value, spread)
+        cost = _N_TRIED * max(0.0, -value)
+        if price.backlog_s > _MOST_AHEAD * self._budget.elapsed_s:
+            return min(value, 0.0)
+        if gain * horizon <= price.backlog_s + cost or gain * min(horizon, _N_NEAR) <= cost:
+            return min(value, 0.0)
+        return max(value - price.backlog_s / horizon, 1e-9)
+
+    def _horizon(self) -> float:
+        """The rounds that are left, with caution."""
+        return _CAUTION * max(1.0, self._n_left / max(1.0, self._tokens_a_round))
 
     def worth(self, draft: Draft) -> float:
         return self._best(draft)[1]
@@ -353,17 +386,30 @@ class CostAwarePolicy:
     def _may_try(self, origin: str, price: Price) -> bool:
         """Whether a drafter that promises nothing is tried all the same, to learn whether that
         is still so: not if it could not pay even if it were always right."""
+        if self._ideal_s(price) <= 0.0:
+            return False
         n = min(self._budget.n_tokens, self._n_max)
+        cost_s = price.first_s + price.backlog_s + (n - 1) * price.next_s
+        cost_s += self._costs.seconds(n + 1) - self._costs.seconds(1)
+        return self._budget.allows(cost_s)
+
+    def _ideal_s(self, price: Price) -> float:
+        """Seconds that a round would save with a draft of the best length that is all right."""
         plain_s = self._costs.seconds(1)
-        ideal_s = max(
+        return max(
             k * plain_s
             - (self._costs.seconds(k + 1) - plain_s)
             - price.first_s
             - (k - 1) * price.next_s
             for k in range(1, self._n_max + 1)
         )
-        if ideal_s <= 0.0:
-            return False
-        cost_s = price.first_s + price.backlog_s + (n - 1) * price.next_s
-        cost_s += self._costs.seconds(n + 1) - plain_s
-        return self._budget.allows(cost_s)
+
+
+def _mean_above_zero(mean: float, deviation: float) -> float:
+    """The mean of max(0, X) for a normal X."""
+    if deviation <= 0.0:
+        return max(0.0, mean)
+    place = mean / deviation
+    below = 0.5 * math.erfc(-place / math.sqrt(2.0))
+    density = math.exp(-0.5 * place * place) / math.sqrt(2.0 * math.pi)
+    return mean * below + deviation * density
