@@ -18,7 +18,7 @@ from specgen.text import TextStream
 from specgen.verify import Verifier
 
 #: How many tokens an answer is expected to have left at its beginning. (In replays of 31 answers
-#: on four pairs, 8 to 16 gained most as a geometric mean: a draft that reads the prompt for a
+#: on three pairs, 8 to 16 gained most as a geometric mean: a draft that reads the prompt for a
 #: short answer costs more than it can save.)
 _N_EXPECTED = 16
 
