@@ -1,10 +1,11 @@
-"""`specgen run` on tiny models, in the test's own process."""
+"""The command line on tiny models, in the test's own process."""
 
 from __future__ import annotations
 
 import io
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,23 @@ class Result:
     code: int
     out: str
     err: str
+
+
+Specgen = Callable[..., Result]
+
+
+def in_process(capsys: pytest.CaptureFixture[str]) -> Specgen:
+    """What runs the command line in this process."""
+
+    def run(*arguments: str | Path) -> Result:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            specgen.cli.main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        assert isinstance(exit_.value.code, int)
+        return Result(exit_.value.code, captured.out, captured.err)
+
+    return run
 
 
 class Cli:

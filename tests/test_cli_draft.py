@@ -10,20 +10,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-import specgen.cli
 from specgen.cli.candidates import Refused, find_candidates
 from specgen.cli.ranking import Search, Tried, lines, print_table, ranked
 from specgen.models import SavedDraft, identify, save_draft, saved_draft, saved_drafts_file
 from specgen.tiny import TinyConfig, write_tiny_model
 from specgen.trial import Answer, Baseline, Figures
+from tests.helpers_cli import Result, Specgen, in_process
 
 ROOT = Path(__file__).parent.parent
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
@@ -31,29 +29,9 @@ PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 SHORT = ("-t", "1", "-fa", "off", "-N", "2", "-n", "24", "--draft-p-min", "0")
 
 
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-
-Specgen = Callable[..., Result]
-
-
 @pytest.fixture
 def specgen_(capsys: pytest.CaptureFixture[str]) -> Specgen:
-    """Runs the command line in this process."""
-
-    def run(*arguments: str | Path) -> Result:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            specgen.cli.main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        assert isinstance(exit_.value.code, int)
-        return Result(exit_.value.code, captured.out, captured.err)
-
-    return run
+    return in_process(capsys)
 
 
 @pytest.fixture

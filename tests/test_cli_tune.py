@@ -6,19 +6,18 @@ import hashlib
 import json
 import os
 import signal
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import specgen.cli
 from specgen.backend.llama import LlamaBackend
 from specgen.models import SavedDraft, identify, memory_file, save_draft, saved_drafts_file
 from specgen.options import ContextOptions
 from specgen.threads import Threads, ThreadTimes
 from specgen.trial import try_draft
+from tests.helpers_cli import Result, Specgen, in_process
 
 #: Quick, and enough for a test of the command line.
 SHORT = ("-fa", "off", "-N", "2", "-n", "14", "--draft-max", "4")
@@ -26,29 +25,9 @@ PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 INTERRUPTED = "note: interrupted: not everything was measured, nothing was kept\n"
 
 
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-
-Specgen = Callable[..., Result]
-
-
 @pytest.fixture
 def specgen_(capsys: pytest.CaptureFixture[str]) -> Specgen:
-    """Runs the command line in this process."""
-
-    def run(*arguments: str | Path) -> Result:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            specgen.cli.main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        assert isinstance(exit_.value.code, int)
-        return Result(exit_.value.code, captured.out, captured.err)
-
-    return run
+    return in_process(capsys)
 
 
 @pytest.fixture

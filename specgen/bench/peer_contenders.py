@@ -20,7 +20,7 @@ from specgen.bench.peers import (
 )
 
 if TYPE_CHECKING:
-    from specgen.session import Session
+    from specgen.session import Prompt, Session
 
 #: llama.cpp in its usual settings, in all that are known here, or llama-cpp-python's own lookup.
 Against: TypeAlias = Literal["llama.cpp", "llama.cpp-all", "llama-cpp-python"]
@@ -37,9 +37,32 @@ _USUAL = (
 _LOOKUP_LENGTHS = (2, 10)
 
 
-class PeerContender:
-    """One of llama.cpp's programs in one setting. The session gives prompts and options; it is
-    not closed, and its models are not used."""
+class _OtherProgram:
+    """What answers without specgen. The session gives prompts and options; it is not closed, and
+    its models are not used."""
+
+    def __init__(
+        self,
+        name: str,
+        session: Session,
+        *,
+        chat: bool | None,
+        interrupted: Callable[[], bool],
+    ) -> None:
+        self.name = name
+        self._session = session
+        self._chat = chat
+        self._interrupted = interrupted
+
+    def warm_up(self, prompt: str) -> None:
+        """Nothing: every run loads the models and warms them up before its clock starts."""
+
+    def _begun(self, prompt: str) -> Prompt:
+        return self._session.prompt(prompt, chat=self._chat, now=NOW)
+
+
+class PeerContender(_OtherProgram):
+    """One of llama.cpp's programs in one setting."""
 
     def __init__(
         self,
@@ -52,17 +75,14 @@ class PeerContender:
         chat: bool | None,
         interrupted: Callable[[], bool],
     ) -> None:
-        self.name = name
+        super().__init__(name, session, chat=chat, interrupted=interrupted)
         self._program = program
         self._setting = setting
         self._draft = draft
-        self._session = session
-        self._chat = chat
-        self._interrupted = interrupted
 
     def answer(self, prompt: str) -> Outcome:
         options = self._session.options
-        begun = self._session.prompt(prompt, chat=self._chat, now=NOW)
+        begun = self._begun(prompt)
         job = PeerJob(
             target=options.target,
             prompt=peer_prompt(self._session, begun),
@@ -76,11 +96,8 @@ class PeerContender:
         )
         return _outcome(run_peer(self._program, self._setting, job, interrupted=self._interrupted))
 
-    def warm_up(self, prompt: str) -> None:
-        """Nothing: every run loads the models and warms them up before its clock starts."""
 
-
-class LookupContender:
+class LookupContender(_OtherProgram):
     """llama-cpp-python's `LlamaPromptLookupDecoding`."""
 
     def __init__(
@@ -92,15 +109,12 @@ class LookupContender:
         chat: bool | None,
         interrupted: Callable[[], bool],
     ) -> None:
-        self.name = name
+        super().__init__(name, session, chat=chat, interrupted=interrupted)
         self._n_drafted_max = n_drafted_max
-        self._session = session
-        self._chat = chat
-        self._interrupted = interrupted
 
     def answer(self, prompt: str) -> Outcome:
         options = self._session.options
-        begun = self._session.prompt(prompt, chat=self._chat, now=NOW)
+        begun = self._begun(prompt)
         job = LookupJob(
             target=str(options.target),
             prompt=begun.tokens,
@@ -111,9 +125,6 @@ class LookupContender:
             flash_attention=options.target_context.flash_attention != "off",
         )
         return _outcome(run_lookup(job, interrupted=self._interrupted))
-
-    def warm_up(self, prompt: str) -> None:
-        """Nothing: every run warms up by itself."""
 
 
 def peers_of(

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from specgen.options import DraftSource
     from specgen.session import Session, SessionOptions
 
-_TRIALS = "Trials"
 
 app = typer.Typer(name="draft", help="Find out what drafts best for a model.", no_args_is_help=True)
 
@@ -71,36 +70,9 @@ def find(
             "--save", help="Keep the best for this target: `specgen run` without --draft takes it."
         ),
     ] = False,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts",
-            help='Prompts to try with: JSON Lines with "prompt" or "turns".',
-            show_default="a few of our own",
-            rich_help_panel=_TRIALS,
-        ),
-    ] = None,
-    n_prompts: Annotated[
-        int,
-        typer.Option(
-            "--count",
-            "-N",
-            min=1,
-            help="How many prompts, evenly from the file.",
-            rich_help_panel=_TRIALS,
-        ),
-    ] = 6,
-    max_tokens: Annotated[
-        int,
-        typer.Option(
-            "--max-tokens",
-            "--predict",
-            "-n",
-            min=2,
-            help="How many tokens of each answer to try with.",
-            rich_help_panel=_TRIALS,
-        ),
-    ] = 64,
+    prompts: flags.TrialPrompts = None,
+    n_prompts: flags.TrialCount = 6,
+    max_tokens: flags.TrialTokens = 64,
     chat: flags.Chat = None,
     drafting: DraftOptions,
     machine: flags.Contexts,

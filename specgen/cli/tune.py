@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from specgen.session import Session
     from specgen.tuning import Tuning
 
-_TRIALS = "Trials"
-
 
 @flags.takes(
     models=flags.models,
@@ -42,36 +40,9 @@ _TRIALS = "Trials"
 def tune(
     *,
     models: flags.ModelChoice,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts",
-            help='Prompts to try with: JSON Lines with "prompt" or "turns".',
-            show_default="a few of our own",
-            rich_help_panel=_TRIALS,
-        ),
-    ] = None,
-    n_prompts: Annotated[
-        int,
-        typer.Option(
-            "--count",
-            "-N",
-            min=1,
-            help="How many prompts, evenly from the file.",
-            rich_help_panel=_TRIALS,
-        ),
-    ] = 4,
-    max_tokens: Annotated[
-        int,
-        typer.Option(
-            "--max-tokens",
-            "--predict",
-            "-n",
-            min=2,
-            help="How many tokens of each answer to try with.",
-            rich_help_panel=_TRIALS,
-        ),
-    ] = 64,
+    prompts: flags.TrialPrompts = None,
+    n_prompts: flags.TrialCount = 4,
+    max_tokens: flags.TrialTokens = 64,
     chat: flags.Chat = None,
     drafting: DraftOptions,
     machine: flags.Contexts,

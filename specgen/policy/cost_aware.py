@@ -157,14 +157,11 @@ class CostAwarePolicy:
         if n >= self._n_max:
             return 0.0
         value = self._rule(origin).value(n, chance) + price.next_s - price.first_s
-        if n == 0:
-            value = self._begun(origin, price, value)
-        elif price.backlog_s > 0.0:
+        if n > 0:
             value -= price.backlog_s / self._horizon()
-        if n == 0 and self._budget.is_put_aside(origin):
-            value = min(value, 0.0)
-        if value <= 0.0 and n == 0:
-            self._is_trial = self._may_try(origin, price)
+        else:
+            value = self._begun(origin, price, value)
+            self._is_trial = value <= 0.0 and self._may_try(origin, price)
         if value > 0.0 or self._is_trial:
             self._began, self._invested_s = origin, price.backlog_s
             return max(value, 1e-9)
@@ -184,6 +181,8 @@ class CostAwarePolicy:
         horizon = self._horizon()
         gain = _mean_above_zero(value, spread)
         cost = _N_TRIED * max(0.0, -value)
+        if self._budget.is_put_aside(origin):
+            return min(value, 0.0)
         if price.backlog_s > _MOST_AHEAD * self._budget.elapsed_s:
             return min(value, 0.0)
         if gain * horizon <= price.backlog_s + cost or gain * min(horizon, _N_NEAR) <= cost:

@@ -21,6 +21,7 @@ from specgen.errors import UsageError
 from specgen.options import Show
 
 _PROMPT = "Prompt"
+_TRIALS = "Trials"
 _OUTPUT = "Output"
 
 # --- prompt
@@ -67,6 +68,39 @@ System = Annotated[
         metavar="TEXT",
         help="A system message for the chat template.",
         rich_help_panel=_PROMPT,
+    ),
+]
+
+# --- trials
+
+TrialPrompts = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        help='Prompts to try with: JSON Lines with "prompt" or "turns".',
+        show_default="a few of our own",
+        rich_help_panel=_TRIALS,
+    ),
+]
+TrialCount = Annotated[
+    int,
+    typer.Option(
+        "--count",
+        "-N",
+        min=1,
+        help="How many prompts, evenly from the file.",
+        rich_help_panel=_TRIALS,
+    ),
+]
+TrialTokens = Annotated[
+    int,
+    typer.Option(
+        "--max-tokens",
+        "--predict",
+        "-n",
+        min=2,
+        help="How many tokens of each answer to try with.",
+        rich_help_panel=_TRIALS,
     ),
 ]
 
@@ -130,6 +164,9 @@ __all__ = [
     "ShowOption",
     "Stats",
     "System",
+    "TrialCount",
+    "TrialPrompts",
+    "TrialTokens",
     "Verbose",
     "answer",
     "constraint",
