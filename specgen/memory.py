@@ -52,6 +52,8 @@ class Memory:
         self._threads: dict[str, Threads] = {}
         #: Keys of tables that are not to be kept any more.
         self._forgotten: set[str] = set()
+        #: Keys of tables that are good for now and not worth keeping.
+        self._passing: set[str] = set()
 
     def costs(self, model: Path, context: ContextOptions, n_past: int, n_threads: int) -> CostTable:
         """The table of a model's decodes in such contexts with some `n_past` tokens in them;
@@ -70,6 +72,12 @@ class Memory:
             self._tables.pop(key, None)
             self._known[_COSTS].pop(key, None)
             self._forgotten.add(key)
+            self._passing.discard(key)
+
+    def keep_no_costs(self, model: Path, context: ContextOptions, n_threads: int) -> None:
+        """Keep nothing of what is known now of a model's decodes in such contexts, and let it be
+        measured anew the next time: the machine had other work to do."""
+        self._passing.update(self._cost_keys(model, context, n_threads))
 
     def threads(self, model: Path, context: ContextOptions) -> Threads | None:
         """With how many threads a model was found to be quickest; None if nobody measured it."""
@@ -103,10 +111,10 @@ class Memory:
         if self._file is None:
             return
         document = _read(self._file)
-        for key in self._forgotten:
+        for key in self._forgotten | self._passing:
             document[_COSTS].pop(key, None)
         for key, table in self._tables.items():
-            if table:
+            if table and key not in self._passing:
                 document[_COSTS].pop(key, None)
                 document[_COSTS][key] = {str(n): round(s, 7) for n, s in table.known.items()}
         for key, by_origin in self._chances.items():

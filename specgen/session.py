@@ -25,6 +25,7 @@ from specgen.errors import PromptError, UsageError
 from specgen.events import Event, NoticeEvent, PromptEvent
 from specgen.generation import Generation
 from specgen.grammar import GrammarState
+from specgen.load import BUSY_SHARE, core_time, share_of_others
 from specgen.loop import Loop
 from specgen.measuring import batch_sizes, measure_sizes
 from specgen.memory import Memory
@@ -94,6 +95,8 @@ class Session:
         self._options = options
         self._memory = memory if memory is not None else Memory()
         self._clock = clock
+        #: Whether other programs took much of the machine when costs were measured.
+        self.was_busy = False
         self._resources = contextlib.ExitStack()
         self._draft_source: DraftSource = "none"
         self._draft: DraftModel | None = None
@@ -273,6 +276,10 @@ class Session:
                 yield NoticeEvent(sequence=0, time_s=loop.now_s, message=message)
             if measured_s:
                 message = f"measured what drafting costs and promises here, in {measured_s:.1f} s"
+                if self.was_busy:
+                    message += (
+                        "; the machine had other work to do, so it is measured anew the next time"
+                    )
                 yield NoticeEvent(sequence=0, time_s=loop.now_s, message=message)
             yield from loop.start(generation)
             while not generation.is_finished:
@@ -475,16 +482,34 @@ class Session:
     def measure_if_new(self, target: Backend, draft: Backend | None) -> float:
         """Measure what decodes cost and, where costs decide how much is drafted, how often a draft
         model agrees with the target, unless that is known, in contexts that are empty; returns
-        how many seconds that took, 0 for none."""
+        how many seconds that took, 0 for none.
+
+        What other programs slow down holds for now and is not kept (`was_busy`): a table of a
+        busy machine may say that no draft pays, and then nothing is decoded that would correct
+        it."""
         started, path = self._clock(), self._draft_path
         is_measured = self.is_measured(path)
         if not is_measured:
+            before = core_time()
             sizes = batch_sizes(max(_MIN_SIZES, self.n_rows_max))
             _measure(target, self.table(), sizes, self.n_rows_max)
             if draft is not None and path is not None:
                 _measure(draft, self.table(path), _DRAFT_SIZES)
+            share = share_of_others(before, core_time())
+            self.was_busy = share is not None and share > BUSY_SHARE
+            if self.was_busy:
+                self._keep_no_costs()
         is_sampled = draft is not None and self._sample_agreement(target, draft)
         return self._clock() - started if is_sampled or not is_measured else 0.0
+
+    def _keep_no_costs(self) -> None:
+        """Let what was just measured be measured anew the next time."""
+        options, path = self._options, self._draft_path
+        models = [(options.target, self.context_options())]
+        if path is not None:
+            models.append((path, self.context_options(path)))
+        for model, context in models:
+            self._memory.keep_no_costs(model, context, default_threads())
 
     def _sample_agreement(self, target: Backend, draft: Backend) -> bool:
         """See how often the draft model says what the target does, unless that is known or could

@@ -20,8 +20,8 @@ from specgen.cli.advice import (
     threads_text,
     to_json_object,
 )
-from specgen.cli.load import CoreTime, core_time, parse_stat, share_of_others
 from specgen.costs import Costs
+from specgen.load import CoreTime, core_time, parse_stat, share_of_others
 from specgen.options import DraftSource
 from specgen.threads import Threads, ThreadTimes
 from specgen.trial import Answer, Baseline, Figures

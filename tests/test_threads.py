@@ -17,6 +17,7 @@ from specgen.arrays import Logits
 from specgen.backend.base import Batch
 from specgen.backend.fake import FakeBackend, FakeVocabulary, random_language
 from specgen.backend.llama import LlamaBackend, LlamaModel
+from specgen.load import CoreTime
 from specgen.memory import Memory
 from specgen.options import ContextOptions
 from specgen.session import Session, SessionOptions
@@ -242,6 +243,25 @@ def test_costs_are_those_of_the_threads_that_are_taken(tiny_models: Path) -> Non
 
 
 # --- what is kept
+
+
+@pytest.mark.parametrize("share_of_others", [0.0, 0.2, 0.4, 1.0])
+def test_what_a_busy_machine_costs_holds_for_now_and_is_not_kept(
+    share_of_others: float, tmp_path: Path, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, draft = tmp_path / "learnt.json", tiny_models / "draft.gguf"
+    times = iter([CoreTime(10.0, 4.0, 3.0), CoreTime(20.0, 6.0 + 10.0 * share_of_others, 5.0)])
+    monkeypatch.setattr("specgen.session.core_time", lambda: next(times))
+    options = SessionOptions(tiny_models / "target.gguf", draft)
+    memory = Memory(file)
+    with Session(options, time.perf_counter, memory) as session, session.contexts(64) as contexts:
+        assert session.measure_if_new(*contexts) > 0.0
+        assert session.is_measured(draft)
+        assert session.was_busy == (share_of_others > 0.25)
+        assert session.measure_if_new(*contexts) == 0.0
+    memory.save()
+    with Session(options, time.perf_counter, Memory(file)) as session:
+        assert session.is_measured(draft) == (share_of_others <= 0.25)
 
 
 def test_threads_are_kept_by_model_and_machine(tmp_path: Path, tiny_models: Path) -> None:

@@ -14,7 +14,6 @@ import typer
 from specgen.cli import flags
 from specgen.cli.flags.part import without
 from specgen.cli.interrupt import Interrupt
-from specgen.cli.load import core_time, share_of_others
 from specgen.cli.opening import find_models, log_shown, open_session, session_options
 from specgen.cli.progress import progress_bar
 from specgen.errors import (
@@ -24,6 +23,7 @@ from specgen.errors import (
     PairError,
     UsageError,
 )
+from specgen.load import core_time, share_of_others
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 
 if TYPE_CHECKING:

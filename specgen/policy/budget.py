@@ -11,6 +11,9 @@ _MAX_LOST_TOKENS = 4.0
 _N_ROUNDS_ASIDE = 16
 #: Of so many rounds the credit keeps the memory.
 _MEMORY = 32.0
+#: What a drafter that is not followed may be thought to have lost, in plain tokens' time: what it
+#: says next may be another matter.
+_MAX_SHOWN_LOSS = 2.0
 
 
 class Budget:
@@ -28,6 +31,8 @@ class Budget:
         self._tried_s = 0.0
         #: Seconds that drafting saved lately.
         self.credit_s = 0.0
+        #: Seconds that drafts which were not verified would have saved lately, by origin.
+        self._shown_s: dict[str, float] = {}
         self._saved_s: dict[str, float] = {}
         self._aside: dict[str, int] = {}
         self._n_aside: dict[str, int] = {}
@@ -37,12 +42,23 @@ class Budget:
         """Seconds of the rounds so far."""
         return self._elapsed_s
 
+    def credit_of(self, origin: str) -> float:
+        """Seconds that drafting saved lately, those included that a drafter which was not
+        followed would have saved."""
+        return self.credit_s + self._shown_s.get(origin, 0.0)
+
+    def show(self, origin: str, saved_s: float, plain_s: float) -> None:
+        """Enter what a draft that was not verified would have saved: negative, had it been wrong."""
+        shown_s = self._shown_s.get(origin, 0.0) + saved_s
+        self._shown_s[origin] = max(shown_s, -_MAX_SHOWN_LOSS * plain_s)
+
     def allows(self, cost_s: float) -> bool:
         """Whether a trial that costs so much is allowed now."""
         return self._tried_s + cost_s <= _SHARE * self._elapsed_s
 
     def begin_round(self) -> None:
         """A round begins."""
+        self._shown_s = {o: s * (1.0 - 1.0 / _MEMORY) for o, s in self._shown_s.items()}
         self._aside = {origin: n - 1 for origin, n in self._aside.items() if n > 1}
 
     def is_put_aside(self, origin: str) -> bool:

@@ -63,6 +63,15 @@ class _Rule:
 
 
 @dataclass(slots=True)
+class _Untaken:
+    """The beginning of a draft that was not verified, as long as it would have been by what is
+    expected of it, and what that would have saved so far, in seconds."""
+
+    tokens: list[int]
+    saved_s: float
+
+
+@dataclass(slots=True)
 class _Waiting:
     """Tokens that were proposed and not verified, and wait for the text to tell about them."""
 
@@ -123,6 +132,7 @@ class CostAwarePolicy:
         self._began: str | None = None
         self._invested_s = 0.0
         self._waiting: dict[str, _Waiting] = {}
+        self._untaken: dict[str, _Untaken] = {}
         #: How sure the model was of each node that it was asked to draft.
         self._confidences: dict[int, float] = {}
 
@@ -228,6 +238,8 @@ class CostAwarePolicy:
         )
         # What was drawn at random is not dropped for what it says.
         kept = draft.first(max(n_drawn, self._best(draft)[0]))
+        if not len(kept):
+            self._leave(draft)
         if self._began is None and len(kept):
             self._began = kept.origins[0]
         return kept
@@ -282,6 +294,15 @@ class CostAwarePolicy:
                 if not accepted or not waiting.tokens:
                     del self._waiting[key]
                     break
+        for origin in list(self._untaken):
+            untaken = self._untaken[origin]
+            for token in report.committed:
+                is_same = untaken.tokens.pop(0) == token
+                untaken.saved_s += self.token_s if is_same else 0.0
+                if not is_same or not untaken.tokens:
+                    self._budget.show(origin, untaken.saved_s, self._costs.seconds(1))
+                    del self._untaken[origin]
+                    break
 
     def _wait_for(self, draft: Draft) -> None:
         """Remember what a drafter proposed, whether or not it is verified."""
@@ -295,6 +316,17 @@ class CostAwarePolicy:
             for origin, confidence in zip(draft.origins, draft.probabilities, strict=True)
         ]
         self._waiting[draft.origins[0]] = _Waiting(list(draft.tokens), signals)
+
+    def _leave(self, draft: Draft) -> None:
+        """Remember what a draft that nothing was read for would have been worth verifying: the
+        text will tell what that would have saved."""
+        origin = draft.origins[0]
+        if origin not in NGRAM_ORIGINS or origin in self._untaken:
+            return
+        n, _ = self._best_at(draft, self.token_s)
+        if n:
+            cost_s = self._costs.seconds(n + 1) - self._costs.seconds(1)
+            self._untaken[origin] = _Untaken(list(draft.tokens[:n]), -cost_s)
 
     # --- what is expected --------------------------------------------------------------------
 
@@ -312,12 +344,12 @@ class CostAwarePolicy:
         drafted, so that a short answer, or one that suits no draft, loses little.
         """
         worst, first, last = _NGRAM_MARGINS if origin in NGRAM_ORIGINS else _MODEL_MARGINS
-        credit = self._budget.credit_s / self._costs.seconds(1)
+        credit = self._budget.credit_of(origin) / self._costs.seconds(1)
         if credit < 0.0:
             margin = first + min(-credit, 1.0) * (worst - first)
         else:
             margin = last + (first - last) / (1.0 + credit)
-        return self.token_s / margin
+        return min(self.token_s, self._costs.seconds(1) / margin)
 
     def _of(self, origin: str) -> Chances:
         chances = self._chances.get(origin)
@@ -341,7 +373,11 @@ class CostAwarePolicy:
             return len(draft), 0.0
         if self._budget.is_put_aside(draft.origins[0]):
             return 0, 0.0
-        token_s, plain_s = self._token_worth_s(draft.origins[0]), self._costs.seconds(1)
+        return self._best_at(draft, self._token_worth_s(draft.origins[0]))
+
+    def _best_at(self, draft: Draft, token_s: float) -> tuple[int, float]:
+        """The same for a chain of some length, with tokens worth so many seconds."""
+        plain_s = self._costs.seconds(1)
         best_n, best_s, chance, gain_s = 0, 0.0, 1.0, 0.0
         for node, (origin, confidence) in enumerate(
             zip(draft.origins, draft.probabilities, strict=True)

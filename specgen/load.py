@@ -13,6 +13,8 @@ _STAT = Path("/proc/stat")
 #: are in others already.
 _IDLE = (3, 4)
 _N_COUNTS = 8
+#: Other programs that take more than this share of the cores slow down what is measured.
+BUSY_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,4 +55,4 @@ def share_of_others(before: CoreTime | None, after: CoreTime | None) -> float | 
     return min(1.0, max(0.0, others_s / (after.total_s - before.total_s)))
 
 
-__all__ = ["CoreTime", "core_time", "parse_stat", "share_of_others"]
+__all__ = ["BUSY_SHARE", "CoreTime", "core_time", "parse_stat", "share_of_others"]
