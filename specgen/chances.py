@@ -51,6 +51,21 @@ def ngram_start(confidence: float) -> float:
     return confidence
 
 
+def later_start(confidence: float) -> float:
+    """The same of a token that its drafter takes for less likely than a sibling."""
+    return 0.8 * confidence
+
+
+#: Siblings behind this many others are counted together.
+_N_RANKS = 3
+
+
+def ranked(origin: str, rank: int) -> str:
+    """The name under which a drafter's tokens are counted that come after `rank` siblings: what
+    its second guess is worth has little to do with what its first one is."""
+    return origin if rank == 0 else f"{origin}:{min(rank, _N_RANKS) + 1}"
+
+
 @dataclass(slots=True)
 class Counts:
     """What was counted of a drafter: for each bin of confidence how many tokens were judged, how
@@ -149,6 +164,8 @@ class Chances:
 
 def new_chances(origin: str, counts: Counts | None = None) -> Chances:
     """The chances of a drafter's tokens, with the start that suits it."""
+    if ":" in origin:
+        return Chances(counts, later_start)
     return Chances(counts, ngram_start if origin in NGRAM_ORIGINS else model_start)
 
 

@@ -28,7 +28,12 @@ class Draft:
     an n-gram match) has None. Verifiers rely on this distinction: testing a token against a
     distribution that it was not drawn from gives biased text.
 
-    Raises `ValueError` if the lengths differ or a parent does not come before its child.
+    `walks` are there if the draft is several chains that were drawn independently of each other,
+    in the order of the draws: the nodes of each, from a child of the root down. Walks that begin
+    alike share these nodes, so a token that was drawn twice is decoded once and judged twice.
+
+    Raises `ValueError` if the lengths differ, a parent does not come before its child, or a walk
+    is none.
     """
 
     tokens: tuple[int, ...]
@@ -36,6 +41,7 @@ class Draft:
     origins: tuple[str, ...]
     probabilities: tuple[float | None, ...]
     distributions: tuple[Distribution | None, ...]
+    walks: tuple[tuple[int, ...], ...] = ()
     #: Whether it has one branch only. Most drafts do, and have simple answers to most questions.
     is_chain: bool = field(init=False, repr=False, compare=False)
 
@@ -46,6 +52,9 @@ class Draft:
             raise ValueError(f"a draft of {n} tokens needs {n} of each of its fields")
         is_chain = self.parents == tuple(range(ROOT, n - 1))
         object.__setattr__(self, "is_chain", is_chain)
+        for walk in self.walks:
+            if not walk or [self.parents[node] for node in walk] != [ROOT, *walk[:-1]]:
+                raise ValueError(f"{walk} is no walk from the root down")
         if is_chain:
             return
         for node, parent in enumerate(self.parents):
@@ -88,6 +97,37 @@ class Draft:
         if self.is_chain:
             return [node + 1] if node + 1 < n else []
         return [child for child in range(node + 1, n) if self.parents[child] == node]
+
+    def tries(self, node: int, walks: Sequence[Sequence[int]], depth: int) -> list[int]:
+        """The nodes below `node` (or `ROOT`) in the order in which they are to be judged: its
+        children or, of independent walks, those that `walks` go on to from there, `depth` being
+        theirs; the same one as often as it was drawn."""
+        if not self.walks:
+            return self.children(node)
+        return [walk[depth] for walk in walks if len(walk) > depth]
+
+    def places(self) -> list[int]:
+        """Each node's place among its siblings, from 0 on."""
+        if self.is_chain:
+            return [0] * len(self.tokens)
+        n_before: dict[int, int] = {}
+        places = []
+        for parent in self.parents:
+            places.append(n_before.get(parent, 0))
+            n_before[parent] = places[-1] + 1
+        return places
+
+    def ranks(self) -> list[int]:
+        """Each node's place among those of its siblings that come from the same drafter, from 0
+        on: how many of its drafter's guesses were preferred to it."""
+        if self.is_chain:
+            return [0] * len(self.tokens)
+        n_before: dict[tuple[int, str], int] = {}
+        ranks = []
+        for place in zip(self.parents, self.origins, strict=True):
+            ranks.append(n_before.get(place, 0))
+            n_before[place] = ranks[-1] + 1
+        return ranks
 
     def depths(self) -> list[int]:
         """Each node's depth; children of the root have depth 0."""
@@ -135,8 +175,33 @@ class Draft:
             self.distributions + other.distributions,
         )
 
+    def merged_with(self, other: Draft) -> Draft:
+        """A tree with the nodes of both, of those that say the same the one of this tree. No
+        token may have been drawn at random: a draw is no draw any more where another token
+        stands for it."""
+        tokens, parents = list(self.tokens), list(self.parents)
+        origins, probabilities = list(self.origins), list(self.probabilities)
+        found = {place: node for node, place in enumerate(zip(parents, tokens, strict=True))}
+        index = {ROOT: ROOT}
+        for node, (parent, token) in enumerate(zip(other.parents, other.tokens, strict=True)):
+            place = (index[parent], token)
+            if place not in found:
+                found[place] = len(tokens)
+                parents.append(index[parent])
+                tokens.append(token)
+                origins.append(other.origins[node])
+                probabilities.append(other.probabilities[node])
+            index[node] = found[place]
+        n = len(tokens)
+        if n == len(self):
+            return self
+        return Draft(
+            tuple(tokens), tuple(parents), tuple(origins), tuple(probabilities), (None,) * n
+        )
+
     def first(self, n: int) -> Draft:
-        """The first n nodes; what remains is a tree, since parents come first."""
+        """The first n nodes; what remains is a tree, since parents come first. Walks are not
+        kept."""
         if n >= len(self.tokens):
             return self
         return Draft(
@@ -148,8 +213,9 @@ class Draft:
         )
 
     def only(self, nodes: Sequence[int]) -> Draft:
-        """These nodes, in ascending order; the parents of all must be among them."""
-        if len(nodes) == len(self):
+        """These nodes, in this order; the parents of all must be among them, each before its
+        children. Walks are not kept."""
+        if list(nodes) == list(range(len(self))):
             return self
         index = {ROOT: ROOT} | {node: number for number, node in enumerate(nodes)}
         return Draft(

@@ -12,13 +12,20 @@ import numpy as np
 
 from specgen.backend.base import Backend, Vocabulary
 from specgen.backend.llama import LlamaModel
-from specgen.drafters import Drafter, Guesses, ModelDrafter, TranslatedDrafter
+from specgen.drafters import (
+    Drafter,
+    Guesses,
+    ModelDrafter,
+    TranslatedDrafter,
+    TreeModelDrafter,
+)
 from specgen.errors import PairError
 from specgen.options import (
     DRAFT_TEMPERATURE,
     ContextOptions,
     DraftOptions,
     GenerationOptions,
+    SamplerName,
     SamplerOptions,
 )
 from specgen.pair import check_pair
@@ -52,6 +59,11 @@ class Known(Protocol):
         ...
 
 
+#: Samplers that treat each token by itself, for what it is.
+_BY_TOKEN: tuple[SamplerName, ...] = ("penalties", "dry")
+#: How many of a model's likeliest tokens are looked at for a place of a tree: most of the others
+#: stand for nothing that a row of the target's batch would pay for.
+_N_GUESSES = 8
 #: The share of the draft's tokens from which ``auto`` draws drafts from the shared ones. (With
 #: 80 % of them, spelled text is accepted more at every temperature: BENCHMARKS.md.)
 _MOSTLY = 0.95
@@ -89,6 +101,15 @@ class DraftModel:
             and make_verifier(drafting.verifier).wants_draws
             and self.translated != "string"
         )
+        #: Whether its drafts may be trees.
+        self.branches = (
+            drafting.grows_trees
+            and not target.has_recurrent_state
+            and not self.model.has_recurrent_state
+            and self._translation is None
+            and (drafting.tree.is_fixed or not self._draws)
+        )
+        self._tree = (drafting.tree, drafting.tree_depth)
         if self.translated == "string":
             # The target's biases and penalties are by its own tokens.
             ends = self.model.vocabulary.end_tokens() if generation.ignore_eos else ()
@@ -98,6 +119,8 @@ class DraftModel:
             self._translation.draft_lexicon.load()  # now, not in the middle of an answer
         else:
             shaped = draft_sampling(sampler, drafting, draws=self._draws)
+            if self.branches and not self._draws:
+                shaped = guess_sampling(sampler)
             self._sampler = Sampler(shaped, breakers)
 
     def close(self) -> None:
@@ -118,14 +141,28 @@ class DraftModel:
         rng: np.random.Generator,
         make_shaper: MakeShaper,
         known: Known,
+        *,
+        branches: bool = True,
     ) -> Drafter:
         """What drafts for one answer to `prompt`: in a context of this model, the first of
         `backends`, with its helper in the others, if they are there. `state` is the target's
-        text, `known` what was learnt so far."""
+        text, `known` what was learnt so far. Without `branches` it drafts chains."""
         translation, backend = self._translation, backends[0]
         costs = known.costs(self.model.path)
         if translation is None:
             shaper = make_shaper(self._sampler, state)
+            if self.branches and branches:
+                shape, n_deepest = self._tree
+                return TreeModelDrafter(
+                    backend,
+                    shaper,
+                    rng,
+                    draws=self._draws,
+                    n_shared_tokens=self._n_shared_tokens,
+                    shape=shape,
+                    costs=costs,
+                    n_deepest=n_deepest,
+                )
             return ModelDrafter(
                 backend,
                 shaper,
@@ -235,3 +272,16 @@ def draft_sampling(
     if temperature is None:
         temperature = DRAFT_TEMPERATURE * target.temperature
     return replace(target, temperature=temperature, top_k=target.top_k if top_k is None else top_k)
+
+
+def guess_sampling(target: SamplerOptions) -> SamplerOptions:
+    """The samplers of a draft model whose likeliest tokens are taken, several of them: what
+    decides what the target can accept stays, and nothing that cuts off the less likely ones."""
+    order: list[SamplerName] = [name for name in target.samplers if name in _BY_TOKEN]
+    return replace(
+        target,
+        samplers=(*order, "top_k", "temperature"),
+        top_k=_N_GUESSES,
+        temperature=1.0,
+        dynatemp_range=0.0,
+    )

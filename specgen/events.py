@@ -53,7 +53,8 @@ class PromptEvent:
     #: Every setting of the samplers by the name of its option, `temperature` and `samplers`
     #: (their order) among them, and the `seed` in use, also when it was chosen at random.
     sampler: dict[str, Any]
-    #: How drafts are judged: ``auto``, ``match``, ``residual`` or ``block``.
+    #: How drafts are judged: ``auto``, ``match``, ``residual``, ``block`` or
+    #: ``spectr``.
     verifier: str
     #: The grammar (GBNF) that the answer follows; null without one.
     grammar: str | None
@@ -231,6 +232,10 @@ class FinishedEvent:
     estimate: str | None = None
     #: Tokens of the answer that the grammar forced, without a model's part.
     n_forced: int = 0
+    #: Accepted and drafted counts by the place among the siblings in a draft tree (index 0 is
+    #: the first guess for a place; chains have no other).
+    accepted_by_rank: tuple[int, ...] = ()
+    drafted_by_rank: tuple[int, ...] = ()
 
 
 Event: TypeAlias = (

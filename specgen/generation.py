@@ -152,6 +152,8 @@ class Generation:
             mean_accepted_length=tally.mean_accepted_length,
             accepted_by_depth=tuple(tally.accepted_by_depth),
             drafted_by_depth=tuple(tally.drafted_by_depth),
+            accepted_by_rank=tuple(tally.accepted_by_rank),
+            drafted_by_rank=tuple(tally.drafted_by_rank),
             tokens_per_s=tokens_per_s,
             time_to_first_token_s=tally.first_token_s,
             prompt_s=tally.prompt_s,

@@ -292,7 +292,7 @@ class Loop:
         events: list[Event] = []
         now_s, number = self.now_s, generation.tally.n_rounds
         if len(draft):
-            generation.tally.add_draft(draft, n_accepted)
+            generation.tally.add_draft(draft, verdict.path[:n_accepted])
             events.append(
                 DraftedEvent(generation.index, now_s, number, describe(generation, draft))
             )

@@ -17,7 +17,7 @@ CacheType: TypeAlias = Literal[
 ]
 FlashAttention: TypeAlias = Literal["auto", "on", "off"]
 #: How drafts are judged; see `specgen.verify`.
-VerifierName: TypeAlias = Literal["auto", "match", "residual", "block"]
+VerifierName: TypeAlias = Literal["auto", "match", "residual", "block", "spectr"]
 #: How much is drafted in a round; see `specgen.policy`.
 PolicyName: TypeAlias = Literal["cost", "threshold", "fixed"]
 #: How the drafts of a model with another vocabulary are translated; see `specgen.translation`.
@@ -182,6 +182,77 @@ NGRAMS = (2, 32)
 
 
 @dataclass(frozen=True, slots=True)
+class TreeShape:
+    """The shape of a draft.
+
+    ``auto`` grows what is expected to save time (with `--policy cost`; else a chain), ``off`` a
+    chain. ``levels``: each node of depth d has `numbers[d]` children. ``walks``: `numbers[0]`
+    independent drafts of `numbers[1]` tokens.
+    """
+
+    kind: Literal["auto", "off", "levels", "walks"]
+    numbers: tuple[int, ...] = ()
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether every draft has this shape, as far as there is something to draft."""
+        return self.kind in {"levels", "walks"}
+
+    @property
+    def n_nodes(self) -> int:
+        """The nodes of a fixed shape."""
+        if self.kind == "walks":
+            return self.numbers[0] * self.numbers[1]
+        n_level, n = 1, 0
+        for number in self.numbers:
+            n_level *= number
+            n += n_level
+        return n
+
+    @property
+    def n_levels(self) -> int:
+        """The depth of a fixed shape."""
+        return self.numbers[1] if self.kind == "walks" else len(self.numbers)
+
+    def __str__(self) -> str:
+        if not self.is_fixed:
+            return self.kind
+        return ("x" if self.kind == "walks" else ",").join(map(str, self.numbers))
+
+
+AUTO_TREE = TreeShape("auto")
+#: The most nodes of a fixed shape: more rows of logits than that are rarely worth their memory.
+LARGEST_TREE = 64
+
+
+def parse_tree(text: str) -> TreeShape:
+    """A shape as `--tree` has it: ``auto``, ``off``, ``3,2,1`` or ``4x5``.
+
+    Raises `ValueError`, with the message to show, for anything else, and for a shape of more than
+    `LARGEST_TREE` nodes.
+    """
+    text = text.strip().lower()
+    if text == "auto":
+        return AUTO_TREE
+    if text == "off":
+        return TreeShape("off")
+    kind: Literal["levels", "walks"] = "walks" if "x" in text else "levels"
+    numbers = text.split("x" if kind == "walks" else ",")
+    is_well_formed = all(n.isascii() and n.isdigit() and 0 < len(n) < 4 for n in numbers)
+    if not is_well_formed or (kind == "walks" and len(numbers) != 2):
+        raise ValueError(
+            f"{text!r} is no shape: give auto, off, the children of each node by depth (3,2,1), "
+            "or independent drafts and their length (4x5)"
+        )
+    shape = TreeShape(kind, tuple(map(int, numbers)))
+    if min(shape.numbers) < 1:
+        raise ValueError(f"{text!r}: each number is 1 or more")
+    if len(numbers) > LARGEST_TREE or shape.n_nodes > LARGEST_TREE:
+        raise ValueError(f"{text!r} has more than {LARGEST_TREE} tokens, the most there may be")
+    return shape
+
+
+@dataclass(frozen=True, slots=True)
 class DraftOptions:
     """How much is drafted in a round, and how drafts are judged."""
 
@@ -192,6 +263,10 @@ class DraftOptions:
     #: The most tokens drafted a round; None takes `FIXED_LENGTH` for fixed drafts, and
     #: `LONGEST_DRAFT` for the others.
     max_tokens: int | None = None
+    #: Whether drafts branch, and how.
+    tree: TreeShape = AUTO_TREE
+    #: The most tokens from a tree's root down; None is as many as it has.
+    tree_depth: int | None = None
     #: Drafts shorter than this are not used. A draft drawn at random from a draft model is
     #: always used: dropping one for what it contains would bias the answer.
     min_tokens: int = 0
@@ -222,10 +297,17 @@ class DraftOptions:
 
     @property
     def n_max(self) -> int:
-        """The most tokens drafted a round."""
+        """The most tokens drafted a round: the nodes of a tree."""
+        if self.tree.is_fixed:
+            return self.tree.n_nodes
         if self.max_tokens is not None:
             return max(0, self.max_tokens)
         return FIXED_LENGTH if self.policy == "fixed" else LONGEST_DRAFT
+
+    @property
+    def grows_trees(self) -> bool:
+        """Whether drafts may branch: in a shape that was asked for, or where costs decide."""
+        return self.tree.is_fixed or (self.tree.kind == "auto" and self.policy == "cost")
 
     @property
     def stops_below(self) -> float:
@@ -247,7 +329,12 @@ class DraftOptions:
     @property
     def adds_ngrams(self) -> bool:
         """Whether n-grams draft beside a draft model."""
-        return self.policy == "cost" if self.ngrams is None else self.ngrams
+        return self.is_by_cost if self.ngrams is None else self.ngrams
+
+    @property
+    def is_by_cost(self) -> bool:
+        """Whether costs decide how much is drafted: no shape was asked for, and no other policy."""
+        return self.policy == "cost" and not self.tree.is_fixed
 
 
 @dataclass(frozen=True, slots=True)

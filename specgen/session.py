@@ -35,8 +35,10 @@ from specgen.options import (
     DraftSource,
     GenerationOptions,
     SamplerOptions,
+    TreeShape,
     VerifierName,
 )
+from specgen.packing import Slot
 from specgen.policy import CostAwarePolicy, FixedPolicy, Policy, ThresholdPolicy
 from specgen.prompting import Prompt, chat_text, draft_chat_tokens, messages_of, tokenize
 from specgen.sampling import DryBreakers, Sampler
@@ -56,6 +58,10 @@ _ANSWER_ROOM = 4096
 _CONTEXT_STEP = 256
 #: The most tokens that are guessed of a draft.
 _LONGEST_GUESS = 8
+#: The most nodes that a draft model decodes at once while a tree grows.
+_WIDEST = 8
+#: The most ways to go on from one place that n-grams of a text propose.
+_NGRAM_BRANCHES = 3
 #: A table of fewer sizes was not measured: it saw a few decodes.
 _MIN_SIZES = 3
 #: Sizes to time of a draft model: tokens one by one, what it has to catch up with, a prompt.
@@ -138,6 +144,8 @@ class Session:
         """The first of the sources, which drafts for `target`, with the others as its helpers."""
         source, options = sources[0], self._options
         drafting = replace(options.drafting, verifier=self.verifier_name)
+        if len(sources) > 1 or target is not self._target_model:  # stages draft chains
+            drafting = replace(drafting, tree=TreeShape("off"))
         shaped = self._shaped
         if target is not self._target_model:
             shaped = replace(shaped, temperature=0.0, dynatemp_range=0.0)
@@ -189,6 +197,32 @@ class Session:
     def n_rows_max(self) -> int:
         """The most rows of a round's batch: the draft, and the token before it."""
         return 1 + self._options.drafting.n_max
+
+    @property
+    def n_branches_max(self) -> int:
+        """The most branches of a draft: 1 where drafts are chains."""
+        is_chain = self._target_model.has_recurrent_state or self._draft_source == "none"
+        if is_chain or not self._options.drafting.grows_trees:
+            return 1
+        if self._draft is not None and not (
+            self._draft.branches or self._options.drafting.adds_ngrams
+        ):
+            return 1
+        return max(1, self._options.drafting.n_max)
+
+    @property
+    def _is_chain_instead(self) -> str | None:
+        """Why drafts cannot branch here, whatever their shape; None if they can."""
+        target, draft = self._target_model, self._draft
+        if target.has_recurrent_state:
+            return f"{target.name} has a recurrent state, which branches cannot share"
+        if draft is None or draft.branches:
+            return None
+        if draft.model.has_recurrent_state:
+            return f"{draft.model.name} has a recurrent state, which branches cannot share"
+        if draft.has_own_vocabulary:
+            return f"what {draft.model.name} drafts is translated, a chain at a time"
+        return f"{draft.model.name} has a draft of its own, which drafts chains"
 
     @property
     def is_translated(self) -> bool:
@@ -256,7 +290,7 @@ class Session:
         with self.contexts(n_ctx) as (target, draft), self.helper_contexts(n_ctx) as helpers:
             loop = Loop(target, self._clock, interrupted)
             measured_s = 0.0
-            if options.drafting.policy == "cost" and self._draft_source != "none":
+            if options.drafting.is_by_cost and self._draft_source != "none":
                 measured_s = self.measure_if_new(target, draft)
             generation = self.generation(prompt, n_ctx, draft, seed, helpers=helpers)
             yield PromptEvent(
@@ -318,6 +352,7 @@ class Session:
                 self.context_options(),
                 n_ctx=n_ctx,
                 clock=self._clock,
+                n_sequences=self.n_branches_max,
                 n_outputs=self.n_rows_max,
             )
             stack.callback(target.close)
@@ -347,12 +382,16 @@ class Session:
             n_ctx = -(-n_ctx * 3 // 2 // _CONTEXT_STEP) * _CONTEXT_STEP
         n_train = draft.model.n_ctx_train
         n_ctx = min(n_ctx, n_train) if n_train > 0 else n_ctx
+        n_outputs = 1 if draft.helper is None else 1 + _LONGEST_GUESS
+        if draft.branches:
+            n_outputs = min(self.n_rows_max, _WIDEST)
         return LlamaBackend(
             draft.model,
             self.context_options(draft.model.path),
             n_ctx=n_ctx,
             clock=self._clock,
-            n_outputs=1 if draft.helper is None else 1 + _LONGEST_GUESS,
+            n_sequences=self.n_rows_max + 1 if draft.branches else 1,
+            n_outputs=n_outputs,
         )
 
     def text(self, prompt: Sequence[int]) -> TextState:
@@ -389,7 +428,8 @@ class Session:
             backends = (draft, *helpers)
             drafter = self._draft.drafter(prompt, backends, state, rng, make_shaper, known)
             if drafting.adds_ngrams:
-                drafter = CombinedDrafter(self.ngrams(), drafter)
+                merges = self._draft.branches and not drafting.tree.is_fixed
+                drafter = CombinedDrafter(self.ngrams(), drafter, merges=merges)
         elif self._draft_source == "ngram":
             drafter = self.ngrams()
         return Generation(
@@ -402,6 +442,7 @@ class Session:
             shaper=make_shaper(self._sampler, state),
             state=state,
             rng=np.random.default_rng(target_seed),
+            slot=Slot(0, self.n_branches_max),
         )
 
     @property
@@ -409,12 +450,20 @@ class Session:
         """How drafts are judged. A seed that was asked for gives the same text every time, also
         where the lengths of drafts depend on how long decodes take: drafts are then matched."""
         drafting = self._options.drafting
-        is_timed = drafting.policy == "cost" and self._options.sampler.seed >= 0
+        is_timed = drafting.is_by_cost and self._options.sampler.seed >= 0
         return "match" if drafting.verifier == "auto" and is_timed else drafting.verifier
 
     def ngrams(self) -> Drafter:
         """N-grams of the text, and of the texts that are looked up."""
-        return SuffixDrafter(*self._options.drafting.ngrams_of, self._corpora)
+        drafting = self._options.drafting
+        n_children, n_deepest = 1, None
+        if self.n_branches_max > 1:
+            n_children, n_deepest = _NGRAM_BRANCHES, drafting.tree_depth
+            if drafting.tree.is_fixed:
+                n_children, n_deepest = max(drafting.tree.numbers), drafting.tree.n_levels
+        return SuffixDrafter(
+            *drafting.ngrams_of, self._corpora, n_children=n_children, n_deepest=n_deepest
+        )
 
     def _open_lookups(self, vocabulary: LlamaVocabulary) -> None:
         """Read the texts that are looked up, as the options say. Raises `UsageError`."""
@@ -435,7 +484,13 @@ class Session:
 
     def _policy(self, n_past: int) -> Policy:
         drafting = self._options.drafting
-        if drafting.policy == "fixed":
+        if drafting.tree.is_fixed and self._is_chain_instead:
+            shape = drafting.tree
+            drafting = replace(
+                drafting, tree=TreeShape("off"), max_tokens=shape.n_levels, p_min=0.0
+            )
+            return FixedPolicy(drafting)
+        if drafting.policy == "fixed" or drafting.tree.is_fixed:
             return FixedPolicy(drafting)
         if drafting.policy == "threshold":
             return ThresholdPolicy(drafting)
@@ -516,7 +571,7 @@ class Session:
         not matter; returns whether that was seen."""
         path, chances = self._draft_path, self.chances()
         is_known = "model" in chances and chances["model"].n_judged >= N_KNOWN
-        if path is None or is_known or self._options.drafting.policy != "cost":
+        if path is None or is_known or not self._options.drafting.is_by_cost:
             return False
         if not can_pay(self.table(), self.table(path), self._options.drafting.n_max):
             return False
@@ -534,7 +589,9 @@ class Session:
         assert self._draft is not None, "a draft model, whose context this is"
         state = TextState(())
         known, rng = _Known(self, len(prompt.tokens)), np.random.default_rng(0)
-        drafter = self._draft.drafter(prompt, (draft,), state, rng, _most_likely, known)
+        drafter = self._draft.drafter(
+            prompt, (draft,), state, rng, _most_likely, known, branches=False
+        )
         return Walk(drafter, state, self.chances(), is_translated=self._draft.has_own_vocabulary)
 
     @property
@@ -561,6 +618,9 @@ class Session:
         self._sampler = Sampler(sampler, self._breakers)
 
     def _notices(self, n_ctx: int) -> Iterator[str]:
+        shape = self._options.drafting.tree
+        if shape.is_fixed and self._draft_source != "none" and (why := self._is_chain_instead):
+            yield f"--tree {shape}: {why}: drafting chains of {shape.n_levels} tokens"
         target, n_train = self._target_model, self._target_model.n_ctx_train
         if 0 < n_train < n_ctx:
             yield (

@@ -27,6 +27,9 @@ class Tally:
     n_accepted: int = 0
     drafted_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
+    #: The same by a node's place among its siblings; of chains only the first is counted.
+    drafted_by_rank: list[int] = field(default_factory=list)
+    accepted_by_rank: list[int] = field(default_factory=list)
     prompt_s: float = 0.0
     draft_s: float = 0.0
     target_s: float = 0.0
@@ -48,12 +51,15 @@ class Tally:
         self.n_round_tokens += n_committed
         self.target_s_by_rows[n_rows].append(target_s)
 
-    def add_draft(self, draft: Draft, n_accepted: int) -> None:
-        """A verified draft, of which so many nodes became part of the text."""
+    def add_draft(self, draft: Draft, accepted: Sequence[int]) -> None:
+        """A verified draft, of which these nodes became part of the text."""
         self.n_drafted += len(draft)
-        self.n_accepted += n_accepted
+        self.n_accepted += len(accepted)
         _count(self.drafted_by_depth, draft.depths())
-        _count(self.accepted_by_depth, range(n_accepted))
+        _count(self.accepted_by_depth, range(len(accepted)))
+        places = draft.places()
+        _count(self.drafted_by_rank, places)
+        _count(self.accepted_by_rank, [places[node] for node in accepted])
 
     @property
     def loop_s(self) -> float:

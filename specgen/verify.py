@@ -14,9 +14,13 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
+from specgen.arrays import ProbArray
 from specgen.draft import ROOT, Draft
 from specgen.options import VerifierName
 from specgen.sampling import Distribution
+
+#: Steps in which SpecTr's rho is found: as many as a float has room for.
+_N_HALVINGS = 50
 
 #: The target's distribution after a node of the draft, or after `ROOT`. Each call costs a run
 #: of the samplers: ask for what is needed, once.
@@ -77,18 +81,20 @@ class ResidualVerifier:
     Speculative sampling (Leviathan et al., arXiv:2211.17192, Algorithm 1; Chen et al.,
     arXiv:2302.01318, Algorithm 2), for trees by recursion over siblings (Miao et al.,
     arXiv:2305.09781, Algorithm 2): each refused sibling replaces the target by the residual
-    that the next one is tested against. A node without a distribution was certain: its draft
-    distribution has all its mass on the token.
+    that the next one is tested against. Siblings drawn without replacement are tested against
+    what each was drawn from, which is what the earlier ones left (Jeon et al., arXiv:2402.14160,
+    Algorithm 1); of independent walks a token is tested as often as it was drawn. A node without
+    a distribution was certain: its draft distribution has all its mass on the token.
     """
 
     wants_draws = True
 
     def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
-        node = ROOT
+        node, walks = ROOT, draft.walks
         path: list[int] = []
         while True:
             remaining = target(node)
-            for child in draft.children(node):
+            for child in draft.tries(node, walks, len(path)):
                 drawn_from = draft.drawn_from(child)
                 token = draft.tokens[child]
                 if rng.random() * drawn_from.probability(token) < remaining.probability(token):
@@ -98,8 +104,99 @@ class ResidualVerifier:
                 remaining = remaining.minus(drawn_from) or remaining
             else:
                 return Verdict(tuple(path), remaining.draw(rng))
+            walks = _still_on(walks, child, len(path))
             node = child
             path.append(child)
+
+
+def _still_on(
+    walks: tuple[tuple[int, ...], ...], node: int, depth: int
+) -> tuple[tuple[int, ...], ...]:
+    """Those of the walks that have `node` at this depth."""
+    return tuple(walk for walk in walks if walk[depth : depth + 1] == (node,))
+
+
+class SpecTrVerifier:
+    """Choose among the tokens that k independent drafts say next: k-sequential selection (Sun et
+    al., arXiv:2310.15141, Algorithm 2).
+
+    The drafts are asked one after the other; x is taken with probability
+    min(1, target(x) / (rho draft(x))), for a rho in [1, k] that is the same for all of them, and
+    after k refusals a token is drawn from what is missing, normalize(target - min(draft,
+    target / rho) (1 - (1 - beta)^k) / beta), where beta(rho) = sum of min(draft, target / rho) is
+    the chance that one of them is taken. rho is the least one for which nothing is taken too
+    often, 1 - (1 - beta)^k <= rho beta. Recursive rejection gives the first draft all it can and
+    leaves little to the others; this shares it out, and comes within a factor of 1 - 1/e of the
+    best selection that there is.
+
+    Drafts that go on from the taken token stay in, so there are fewer at each step, and with one
+    it is residual sampling. Other drafts (chains, siblings drawn without replacement, certain
+    ones) are judged so too: by `ResidualVerifier`.
+    """
+
+    wants_draws = True
+
+    def __init__(self) -> None:
+        self._residual = ResidualVerifier()
+
+    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
+        if not draft.walks:
+            return self._residual.verify(draft, target, rng)
+        node, walks = ROOT, draft.walks
+        path: list[int] = []
+        while True:
+            after = target(node)
+            tries = draft.tries(node, walks, len(path))
+            if not tries:
+                return Verdict(tuple(path), after.draw(rng))
+            drawn_from = draft.drawn_from(tries[0])
+            drafted = drawn_from.probabilities(after.token_ids)
+            rho = _least_rho(after.probs, drafted, len(tries))
+            for child in tries:
+                token = draft.tokens[child]
+                chance = after.probability(token) / (rho * drawn_from.probability(token))
+                if rng.random() < chance:
+                    break
+            else:
+                missing = _missing(after, drafted, rho, len(tries))
+                # None only where everything was taken, but for rounding.
+                return Verdict(tuple(path), (missing or after).draw(rng))
+            walks = _still_on(walks, child, len(path))
+            node = child
+            path.append(child)
+
+
+def _least_rho(target: ProbArray, draft: ProbArray, k: int) -> float:
+    """The least rho of k-sequential selection, up to rounding and never below it; both
+    distributions are over the same tokens, float64[m]."""
+    if k == 1:
+        return 1.0
+    low, high = 1.0, float(k)
+    # 1 - (1 - beta)^k <= k beta for all beta, so k will always do; the difference has one sign
+    # change, since more is taken for a smaller rho.
+    for _ in range(_N_HALVINGS):
+        middle = 0.5 * (low + high)
+        beta = float(np.minimum(draft, target / middle).sum())
+        if 1.0 - (1.0 - beta) ** k <= middle * beta:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _missing(target: Distribution, draft: ProbArray, rho: float, k: int) -> Distribution | None:
+    """What k refused drafts leave of the target; `draft` is over the target's tokens. None if that
+    is nothing."""
+    taken = np.minimum(draft, target.probs / rho)
+    beta = float(taken.sum())
+    if beta <= 0.0:
+        return target
+    left = target.probs - taken * ((1.0 - (1.0 - beta) ** k) / beta)
+    kept = left > 0.0
+    if not kept.any():
+        return None
+    left = left[kept]
+    return Distribution(target.token_ids[kept], left / left.sum())
 
 
 class BlockVerifier:
@@ -115,7 +212,9 @@ class BlockVerifier:
     normalize(max(0, r target - draft)).
 
     It holds for chains whose length depends on the drafted tokens, as long as the decision to
-    stop was made before the next draw. A tree with siblings is judged by recursive rejection.
+    stop was made before the next draw. A tree with siblings is judged by recursive rejection:
+    what a whole path's ratio makes up for would have to be shared with the siblings of each of
+    its nodes, whose draws depend on what came before them.
     """
 
     wants_draws = True
@@ -151,7 +250,8 @@ class BlockVerifier:
 
 
 class AutoVerifier:
-    """The verifier that accepts most of the draft at hand: a drawn one is judged as a block,
+    """The verifier that accepts most of the draft at hand: a drawn chain is judged as a block,
+    drawn siblings by recursive rejection, independent drafts by k-sequential selection, and
     any other by matching.
 
     Which of the two judges a round depends on how the draft was made, never on its tokens,
@@ -163,9 +263,12 @@ class AutoVerifier:
     def __init__(self) -> None:
         self._match = MatchVerifier()
         self._block = BlockVerifier()
+        self._spectr = SpecTrVerifier()
 
     def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
-        verifier = self._block if draft.is_drawn else self._match
+        verifier: Verifier = self._match
+        if draft.is_drawn:
+            verifier = self._spectr if draft.walks else self._block
         return verifier.verify(draft, target, rng)
 
 
@@ -176,5 +279,6 @@ def make_verifier(name: VerifierName) -> Verifier:
         "match": MatchVerifier,
         "residual": ResidualVerifier,
         "block": BlockVerifier,
+        "spectr": SpecTrVerifier,
     }
     return kinds[name]()

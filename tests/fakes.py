@@ -11,13 +11,19 @@ import numpy as np
 
 from specgen.backend.fake import FakeBackend, FakeVocabulary, Language, random_language
 from specgen.draft import NO_DRAFT, ROOT, Draft
-from specgen.drafters import Drafter, ModelDrafter, SuffixDrafter, TranslatedDrafter
-from specgen.drafting import Translated, draft_sampling
+from specgen.drafters import (
+    Drafter,
+    ModelDrafter,
+    SuffixDrafter,
+    TranslatedDrafter,
+    TreeModelDrafter,
+)
+from specgen.drafting import Translated, draft_sampling, guess_sampling
 from specgen.events import Event
 from specgen.generation import Generation
 from specgen.grammar import GrammarState
 from specgen.loop import Loop
-from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
+from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, parse_tree
 from specgen.packing import Slot
 from specgen.policy import FixedPolicy, Policy, RoundReport
 from specgen.sampling import Distribution, Sampler, distribution
@@ -290,6 +296,37 @@ def model_drafter(
         draws=chain.is_random,
         n_shared_tokens=vocabulary.n_tokens,
         costs=costs,
+    )
+    return drafter, backend
+
+
+def tree_drafter(
+    language: Language,
+    vocabulary: FakeVocabulary,
+    shape: str,
+    sampler: SamplerOptions = GREEDY,
+    *,
+    draws: bool = False,
+    n_ctx: int = 256,
+    seed: int = 99,
+    state: TextState | None = None,
+    costs: CostTable | None = None,
+    n_sequences: int = 40,
+    n_deepest: int | None = None,
+) -> tuple[TreeModelDrafter, FakeBackend]:
+    """A drafter of trees of a shape as `--tree` has it, and its backend, as `DraftModel` makes it.
+    `sampler` is the target's."""
+    backend = FakeBackend(vocabulary, language, n_ctx=n_ctx, n_batch=64, n_sequences=n_sequences)
+    shaped = sampler if draws else guess_sampling(sampler)
+    drafter = TreeModelDrafter(
+        backend,
+        Shaper(Sampler(shaped), state or TextState(PROMPT)),
+        np.random.default_rng(seed),
+        draws=draws,
+        n_shared_tokens=vocabulary.n_tokens,
+        shape=parse_tree(shape),
+        costs=costs,
+        n_deepest=n_deepest,
     )
     return drafter, backend
 

@@ -24,6 +24,7 @@ from specgen.cli.flags.part import without
 from specgen.errors import UsageError
 from specgen.memory import Memory
 from specgen.options import (
+    AUTO_TREE,
     ContextOptions,
     DraftOptions,
     GenerationOptions,
@@ -399,6 +400,7 @@ def test_models_have_as_many_threads_as_were_found_to_be_best(tmp_path: Path) ->
     def options(machine: Contexts) -> tuple[ContextOptions, ContextOptions]:
         plan = Plan(
             policies=("cost",),
+            trees=(AUTO_TREE,),
             temperatures=(0.0,),
             sampling=SamplerOptions(),
             drafting=DraftOptions(),

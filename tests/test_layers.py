@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "specgen"
 LAYERS = (
     ("errors", "options", "arrays", "events", "grammar", "atomic", "load"),
     ("sampling", "logprobs", "text", "chat", "pair", "tiny", "gbnf"),
-    ("draft", "state", "tables", "chances"),
+    ("draft", "growing", "state", "tables", "chances"),
     ("backend", "packing", "policy", "verify", "tally", "translation"),
     ("measuring", "threads", "memory", "suffixes"),
     ("drafters",),

@@ -34,7 +34,7 @@ _POLICIES: tuple[PolicyName, ...] = ("cost", "threshold", "fixed")
 
 
 @flags.takes(
-    drafting=without(flags.drafting, "policy"),
+    drafting=without(flags.drafting, "policy", "tree"),
     sampling=without(flags.sampling, "temperature"),
     machine=flags.machine,
 )
@@ -84,6 +84,16 @@ def bench(
             help="How much is drafted: cost, threshold or fixed; several with commas, or given "
             "several times.",
             show_default=DraftOptions().policy,
+            rich_help_panel=_CONTEST,
+        ),
+    ] = None,
+    trees: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tree",
+            metavar="auto|off|3,2,1|4x5",
+            help="Whether drafts branch, as `specgen run` has it; may be given several times.",
+            show_default=str(DraftOptions().tree),
             rich_help_panel=_CONTEST,
         ),
     ] = None,
@@ -217,6 +227,7 @@ def bench(
     flags.check_loudness(quiet=quiet, verbose=verbose)
     plan = Plan(
         policies=parse_policies(policies),
+        trees=tuple(dict.fromkeys(flags.tree_shape(text) for text in trees or ["auto"])),
         temperatures=tuple(dict.fromkeys(temperatures or [0.0])),
         sampling=sampling,
         drafting=drafting,

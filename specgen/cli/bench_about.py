@@ -30,6 +30,7 @@ def about(plan: Plan, fields: Sequence[Field]) -> dict[str, Any]:
     settings = {
         "temperatures": plan.temperatures,
         "policies": plan.policies,
+        "trees": [str(tree) for tree in plan.trees],
         "chat": plan.chat,
         "generation": plan.answer,
         "drafting": plan.drafting,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from specgen.cli.flags import Contexts
 from specgen.cli.flags.models import staged
@@ -20,6 +20,7 @@ from specgen.options import (
     GenerationOptions,
     PolicyName,
     SamplerOptions,
+    TreeShape,
 )
 
 if TYPE_CHECKING:
@@ -47,11 +48,19 @@ class Field:
     drafts: Mapping[str, Stages]
 
 
+class Way(NamedTuple):
+    """How much is drafted, and in which shape."""
+
+    policy: PolicyName
+    tree: TreeShape
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The settings that are gone through, and those that are the same for all."""
 
     policies: tuple[PolicyName, ...]
+    trees: tuple[TreeShape, ...]
     temperatures: tuple[float, ...]
     sampling: SamplerOptions
     drafting: DraftOptions
@@ -73,7 +82,7 @@ class Plan:
             draft=draft[0],
             helpers=draft[1:],
             sampler=replace(self.sampling, temperature=self.temperatures[0]),
-            drafting=replace(self.drafting, policy=self.policies[0]),
+            drafting=self.drafting_of(self.ways[0]),
             generation=self.answer,
             target_context=self._context(field.target, self.machine.target),
             draft_context=self._context(draft[0], self.machine.draft),
@@ -88,30 +97,44 @@ class Plan:
         return with_threads(context, self.known.threads(model, context))
 
     @property
-    def n_max(self) -> int:
-        """The longest draft of any policy."""
-        return max(replace(self.drafting, policy=policy).n_max for policy in self.policies)
+    def ways(self) -> list[Way]:
+        """Every policy with every shape of drafts; a fixed shape needs no policy."""
+        found = [Way(policy, tree) for tree in self.trees for policy in self.policies]
+        return [way for way in found if not way.tree.is_fixed or way.policy == self.policies[0]]
 
-    def drafters(self, draft: str, policy: PolicyName) -> list[str]:
+    def drafting_of(self, way: Way) -> DraftOptions:
+        return replace(self.drafting, policy=way.policy, tree=way.tree)
+
+    @property
+    def n_max(self) -> int:
+        """The longest draft of any way."""
+        return max(self.drafting_of(way).n_max for way in self.ways)
+
+    def drafters(self, draft: str, way: Way) -> list[str]:
         """What drafts where a draft is named: n-grams may do so beside a model."""
-        adds_ngrams = replace(self.drafting, policy=policy).adds_ngrams
+        adds_ngrams = self.drafting_of(way).adds_ngrams
         return [draft, NGRAM] if adds_ngrams and draft != NGRAM else [draft]
 
     def groups(self, field: Field) -> list[tuple[str, ...]]:
         """Which draft together, and all of them; drafts that have a draft of their own are not
         among them."""
         together = [
-            tuple(self.drafters(draft, policy))
+            tuple(self.drafters(draft, way))
             for draft, stages in field.drafts.items()
             if len(stages) == 1
-            for policy in self.policies
+            for way in self.ways
         ]
         named = tuple(dict.fromkeys(name for group in together for name in group))
         return list(dict.fromkeys((*together, named))) if named else []
 
-    def name(self, draft: str, policy: PolicyName) -> str:
+    def name(self, draft: str, way: Way) -> str:
         """What a contender is called."""
-        return draft if len(self.policies) == 1 else f"{draft}, {policy}"
+        parts = [draft]
+        if len(self.policies) > 1 and not way.tree.is_fixed:
+            parts.append(way.policy)
+        if len(self.trees) > 1:
+            parts.append(f"tree {way.tree}")
+        return ", ".join(parts)
 
 
 def find_fields(
@@ -168,12 +191,14 @@ def describe(field: Field, plan: Plan, others: Sequence[str] = ()) -> list[dict[
     found: list[dict[str, Any]] = []
     for temperature in plan.temperatures:
         where = {"target": field.name, "temperature": temperature}
-        found.append({**where, "name": PLAIN, "policy": None, "drafters": []})
+        found.append({**where, "name": PLAIN, "policy": None, "tree": None, "drafters": []})
         for draft in field.drafts:
-            for policy in plan.policies:
-                name, drafters = plan.name(draft, policy), plan.drafters(draft, policy)
-                found.append({**where, "name": name, "policy": policy, "drafters": drafters})
-        found += [{**where, "name": name, "policy": None, "drafters": []} for name in others]
+            for way in plan.ways:
+                about = {"name": plan.name(draft, way), "policy": way.policy}
+                drafters = plan.drafters(draft, way)
+                found.append({**where, **about, "tree": str(way.tree), "drafters": drafters})
+        alone = {**where, "policy": None, "tree": None, "drafters": []}
+        found += [{**alone, "name": name} for name in others]
     return found
 
 
@@ -191,18 +216,18 @@ def lineups(
     from specgen.bench.runs import Lineup
     from specgen.session import Session
 
-    n_contenders = len(plan.temperatures) * (1 + len(field.drafts) * len(plan.policies))
+    n_contenders = len(plan.temperatures) * (1 + len(field.drafts) * len(plan.ways))
     opened: list[Session] = []
     with contextlib.ExitStack() as stack:
 
         def contender(
-            name: str, draft: Stages, policy: PolicyName, temperature: float
+            name: str, draft: Stages, drafting: DraftOptions, temperature: float
         ) -> SessionContender:
             progress(f"loading {field.name}", len(opened), n_contenders)
             options = plan.options(field, draft)
             options = replace(
                 options,
-                drafting=replace(options.drafting, policy=policy),
+                drafting=drafting,
                 sampler=replace(options.sampler, temperature=temperature),
             )
             # Each learns for itself what decoding costs and which drafts are accepted, and keeps
@@ -213,11 +238,11 @@ def lineups(
 
         found: list[Lineup] = []
         for temperature in plan.temperatures:
-            plain = contender(PLAIN, ("none",), "fixed", temperature)
+            plain = contender(PLAIN, ("none",), replace(plan.drafting, policy="fixed"), temperature)
             others: list[Contender] = [
-                contender(plan.name(name, policy), draft, policy, temperature)
+                contender(plan.name(name, way), draft, plan.drafting_of(way), temperature)
                 for name, draft in field.drafts.items()
-                for policy in plan.policies
+                for way in plan.ways
             ]
             session = opened[-1 - len(others)]
             drafts = _same_vocabulary(field, opened)

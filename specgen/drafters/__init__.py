@@ -6,6 +6,7 @@ from specgen.drafters.guesses import Guesses
 from specgen.drafters.model import ModelDrafter
 from specgen.drafters.suffix import SuffixDrafter
 from specgen.drafters.translated import TranslatedDrafter
+from specgen.drafters.tree import TreeModelDrafter
 
 __all__ = [
     "CombinedDrafter",
@@ -14,4 +15,5 @@ __all__ = [
     "ModelDrafter",
     "SuffixDrafter",
     "TranslatedDrafter",
+    "TreeModelDrafter",
 ]

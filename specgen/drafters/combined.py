@@ -18,9 +18,13 @@ class CombinedDrafter:
     begins, its draft may be extended by the other: n-grams look for the continuation of text
     and draft together, and the model may read what the n-grams propose and draft on from there.
     What a model has read of a draft that was accepted stays in its cache.
+
+    With `merges` what n-grams say becomes branches of the model's draft, where it says something
+    else; for drafts that are not drawn at random.
     """
 
-    def __init__(self, free: Drafter, model: Drafter) -> None:
+    def __init__(self, free: Drafter, model: Drafter, *, merges: bool = False) -> None:
+        self._merges = merges
         self._free = free
         self._model = model
         #: What the model was shown behind the text, and how long the text was then.
@@ -42,7 +46,8 @@ class CombinedDrafter:
 
     def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
         self._take_back(context)
-        found = policy.trim(self._free.propose(context, n_max, policy))
+        proposed = self._free.propose(context, n_max, policy)
+        found = policy.trim(proposed)
         prospect = policy.prospect(self._model.name, self._model.price(len(context)))
         if len(found) and policy.worth(found) >= prospect:
             self._sole = self._free
@@ -51,7 +56,10 @@ class CombinedDrafter:
         if prospect <= 0.0:
             return NO_DRAFT
         draft = self._model.propose(context, n_max, Decided(policy))
-        return self._extended_by_ngrams(context, draft, n_max, policy)
+        draft = self._extended_by_ngrams(context, draft, n_max, policy)
+        if self._merges and len(draft) and len(proposed):
+            return policy.trim(draft.merged_with(proposed)).first(n_max)
+        return draft
 
     def observe(self, report: RoundReport) -> None:
         if self._sole is not None:

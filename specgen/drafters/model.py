@@ -20,7 +20,7 @@ from specgen.tables import FREE, CostTable, Price
 _N_SINK = 4
 #: Tokens that a drafter that is up to date has to decode first, at most: the target's own and,
 #: if all of the last draft was accepted, the last one of that.
-_N_USUAL = 2
+N_USUAL = 2
 
 
 class DraftShaper(Protocol):
@@ -94,7 +94,7 @@ class ModelDrafter:
         if not self._costs:
             return FREE
         n_behind = max(1, n_context - self._n_agreed - len(self._ahead))
-        n_usual = min(n_behind, _N_USUAL)
+        n_usual = min(n_behind, N_USUAL)
         first_s = self._costs.seconds(n_usual)
         next_s = self._costs.seconds(1)
         if self._guesses is not None:

@@ -33,6 +33,11 @@ _ODDS_A_TOKEN = 0.35
 _DISSENT = 2.0
 
 
+#: Branches end where their paths are less likely than this, and none begins behind so many nodes.
+_LEAST_CHANCE = 0.03
+_MAX_NODES = 64
+
+
 class _Guess(NamedTuple):
     token: int
     confidence: float
@@ -54,14 +59,28 @@ class SuffixDrafter:
     `max_match` counts as one of so many. `corpora` are followed where their match is clearly
     longer than the text's own; of equally long ones the last. The policy is not asked: a draft
     of any length costs microseconds, and its probabilities say where to cut it.
+
+    With `n_children` above 1 the draft is a tree: at the places where occurrences went on in
+    different ways, the likeliest few of these make branches of their own, each with what followed
+    it. Of all nodes those are taken whose paths are likeliest. `n_deepest` bounds its depth.
     """
 
-    def __init__(self, min_match: int, max_match: int, corpora: Sequence[SuffixArray] = ()) -> None:
+    def __init__(
+        self,
+        min_match: int,
+        max_match: int,
+        corpora: Sequence[SuffixArray] = (),
+        *,
+        n_children: int = 1,
+        n_deepest: int | None = None,
+    ) -> None:
         if not 1 <= min_match <= max_match:
             raise ValueError(f"matches of {min_match} to {max_match} tokens")
         self._min_match = min_match
         self._max_match = max_match
         self._corpora = tuple(corpora)
+        self._n_children = n_children
+        self._n_deepest = n_deepest
         self._text = SuffixAutomaton()
 
     @property
@@ -79,7 +98,16 @@ class SuffixDrafter:
         text = self._text
         for token in context[len(text) :]:
             text.extend(token)
+        chain = self._chain(context, n_max)
+        if self._n_children == 1 or not len(chain):
+            return chain
+        return self._with_branches(chain, n_max)
+
+    def _chain(self, context: Sequence[int], n_max: int) -> Draft:
+        """The likeliest continuation."""
+        text = self._text
         cursor = text.cursor()
+        n_max = n_max if self._n_deepest is None else min(n_max, self._n_deepest)
         ending = list(context[-MAX_MATCH:])
         lookups = [_Lookup(corpus, self._min_match, self._max_match) for corpus in self._corpora]
         tokens: list[int] = []
@@ -105,6 +133,56 @@ class SuffixDrafter:
         n = len(tokens)
         parents = tuple(range(ROOT, n - 1))
         return Draft(tuple(tokens), parents, tuple(origins), tuple(confidences), (None,) * n)
+
+    def _with_branches(self, chain: Draft, n_max: int) -> Draft:
+        """A chain, and what else followed in the text at its places: as many nodes as there may be,
+        those with the likeliest paths."""
+        text, n_deepest = self._text, self._n_deepest or n_max
+        tokens, parents = list(chain.tokens), list(chain.parents)
+        confidences = [confidence or 0.0 for confidence in chain.probabilities]
+        origins, chances = list(chain.origins), []
+        #: Places beside which there may be others: the node, or the root, and the cursor there.
+        places = [(ROOT, text.cursor(), 0, 1.0)]
+        chance = 1.0
+        for node, token in enumerate(chain.tokens):
+            chance *= confidences[node]
+            chances.append(chance)
+            cursor = text.advance(places[-1][1], token)
+            places.append((node, cursor, node + 1, chance))
+        for node, cursor, depth, before in places:  # it grows
+            if depth >= n_deepest or cursor.length < self._min_match:
+                continue
+            known = {token for token, parent in zip(tokens, parents, strict=True) if parent == node}
+            for guess in self._all_that_followed(cursor)[: self._n_children]:
+                chance = before * guess.confidence
+                if guess.token in known or chance < _LEAST_CHANCE:
+                    continue
+                tokens.append(guess.token)
+                parents.append(node)
+                origins.append(TEXT_ORIGIN)
+                confidences.append(guess.confidence)
+                chances.append(chance)
+                if len(tokens) < _MAX_NODES:
+                    behind = text.advance(cursor, guess.token)
+                    places.append((len(tokens) - 1, behind, depth + 1, chance))
+        n = len(tokens)
+        whole = Draft(
+            tuple(tokens), tuple(parents), tuple(origins), tuple(confidences), (None,) * n
+        )
+        order = sorted(range(n), key=lambda node: -chances[node])
+        return whole.only(order[:n_max])
+
+    def _all_that_followed(self, cursor: Cursor) -> list[_Guess]:
+        """What the text went on with after a cursor's string, the likeliest first."""
+        text = self._text
+        followers = islice(text.followers(cursor).items(), _MAX_FOLLOWERS)
+        counted = [(text.count(state), text.end(state), token) for token, state in followers]
+        n_all = sum(count for count, _, _ in counted)
+        length = min(cursor.length, self._max_match)
+        return [
+            _Guess(token, confidence(length, count, n_all))
+            for count, _, token in sorted(counted, reverse=True)
+        ]
 
     def observe(self, report: RoundReport) -> None:
         pass

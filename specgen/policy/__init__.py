@@ -1,6 +1,6 @@
 """How much is worth drafting: a fixed length, a bound on the probability, or measured costs."""
 
-from specgen.policy.base import Policy, RoundReport
+from specgen.policy.base import Policy, RoundReport, TreePolicy
 from specgen.policy.cost_aware import CostAwarePolicy
 from specgen.policy.fixed import FixedPolicy
 from specgen.policy.threshold import ThresholdPolicy
@@ -13,5 +13,6 @@ __all__ = [
     "Policy",
     "RoundReport",
     "ThresholdPolicy",
+    "TreePolicy",
     "WrappedPolicy",
 ]

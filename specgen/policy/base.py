@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from specgen.draft import NO_DRAFT, Draft
+from specgen.growing import GrowingTree
 from specgen.tables import Price
 
 
@@ -65,7 +67,21 @@ class Policy(Protocol):
         ...
 
     def trim(self, draft: Draft) -> Draft:
-        """The beginning of a finished draft that is worth verifying."""
+        """The beginning of a finished draft that is worth verifying; of a tree the nodes, in
+        another order perhaps."""
         ...
 
     def observe(self, report: RoundReport) -> None: ...
+
+
+@runtime_checkable
+class TreePolicy(Policy, Protocol):
+    """A policy that can tell where a tree is worth growing."""
+
+    def frontier(
+        self, tree: GrowingTree, n_deepest: int, n_most: int, seconds: Callable[[int], float]
+    ) -> list[int]:
+        """The nodes of a tree that is not drawn at random beyond which a model is worth asking
+        next: `n_most` at most, none of a depth of `n_deepest` or more with what follows it; none
+        at all ends the tree. `seconds` are the model's for a batch of so many."""
+        ...

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from specgen.chances import NGRAM_ORIGINS, Chances, new_chances
-from specgen.draft import NO_DRAFT, Draft
+from specgen.chances import NGRAM_ORIGINS, Chances, new_chances, ranked
+from specgen.draft import NO_DRAFT, ROOT, Draft
+from specgen.growing import GrowingTree
 from specgen.options import DraftOptions
 from specgen.policy.base import RoundReport
 from specgen.policy.budget import Budget
@@ -63,20 +64,43 @@ class _Rule:
 
 
 @dataclass(slots=True)
-class _Untaken:
-    """The beginning of a draft that was not verified, as long as it would have been by what is
-    expected of it, and what that would have saved so far, in seconds."""
+class _Waiting:
+    """A draft that waits for the text to tell about it, whether or not it was verified, and the
+    node of it where the text is."""
 
-    tokens: list[int]
-    saved_s: float
+    draft: Draft
+    ranks: list[int]
+    node: int = ROOT
+
+    def holds(self, other: Draft) -> bool:
+        """Whether another draft is a part of what is left of this one."""
+        found = {ROOT: self.node}
+        for node, (parent, token) in enumerate(zip(other.parents, other.tokens, strict=True)):
+            for child in self.draft.children(found[parent]):
+                if self.draft.tokens[child] == token:
+                    found[node] = child
+                    break
+            else:
+                return False
+        return True
+
+    def step(self, token: int) -> bool:
+        """Go to the child that says the text's next token; False if there is none, or if nothing
+        is left behind it."""
+        for child in self.draft.children(self.node):
+            if self.draft.tokens[child] == token:
+                self.node = child
+                return bool(self.draft.children(child))
+        return False
 
 
 @dataclass(slots=True)
-class _Waiting:
-    """Tokens that were proposed and not verified, and wait for the text to tell about them."""
+class _Untaken:
+    """What would have been verified of a draft that was not, by what is expected of it, and what
+    that would have saved so far, in seconds."""
 
-    tokens: list[int] = field(default_factory=list)
-    signals: list[tuple[str, float]] = field(default_factory=list)
+    waiting: _Waiting
+    saved_s: float
 
 
 class CostAwarePolicy:
@@ -125,6 +149,8 @@ class CostAwarePolicy:
         #: Seconds for a token in the rounds of late, and tokens a round; None before the first.
         self._token_s: float | None = None
         self._tokens_a_round = 1.0
+        #: What a batch with a draft of each length costs beyond a plain decode, in seconds.
+        self._extra_s: list[float] = []
         #: The chances that the draft in the making is accepted up to and with each token.
         self._path: list[float] = []
         #: Whether this round tries a model that promises nothing, and which drafter began.
@@ -147,6 +173,7 @@ class CostAwarePolicy:
         self._path.clear()
         self._confidences.clear()
         self._in_force.clear()
+        self._extra_s.clear()
         self._is_trial = False
         self._began, self._invested_s = None, 0.0
         self._budget.begin_round()
@@ -227,12 +254,47 @@ class CostAwarePolicy:
         chance = self._path[n_drafted - 1] if 0 < n_drafted <= len(self._path) else 1.0
         return self._rule(origin).value(n_drafted, chance) > 0.0
 
+    def frontier(
+        self, tree: GrowingTree, n_deepest: int, n_most: int, seconds: Callable[[int], float]
+    ) -> list[int]:
+        self._look_at(tree)
+        nodes = [
+            node
+            for node in tree.open_nodes(n_deepest - 1)
+            if tree.ranks[node] > 0 or tree.probabilities[node] >= self._p_min
+        ]
+        if self._is_trial:
+            n_levels = self._budget.n_tokens
+            return [n for n in nodes if tree.is_first_choice[n] and tree.depths[n] < n_levels - 1]
+        token_s, extra_s = self._token_worth_s(tree.origin), self._extra()
+        chances = tree.path_chances
+        taken, _ = best_nodes(chances, token_s, extra_s)
+        nodes.sort(key=lambda node: -chances[node])
+        rule, next_s = self._rule(tree.origin), self._price.next_s
+        is_taken = set(taken)
+        best, best_s, gain_s = 0, 0.0, 0.0
+        for n, node in enumerate(nodes[:n_most]):
+            n_rows = max(len(taken) + n, tree.depths[node] + 1)
+            if n_rows >= self._n_max:
+                break
+            gain_s += max(0.0, rule.value(n_rows, chances[node]) + next_s)
+            if node not in is_taken:  # what it would take to have it in the draft
+                gain_s += min(
+                    0.0, chances[node] * token_s - (extra_s[n_rows] - extra_s[n_rows - 1])
+                )
+            value_s = gain_s - seconds(n + 1)
+            if value_s > best_s:
+                best, best_s = n + 1, value_s
+        return nodes[:best]
+
     def trim(self, draft: Draft) -> Draft:
         self._wait_for(draft)
-        if not draft.is_chain or len(draft) == 0:
+        if len(draft) == 0 or (draft.is_drawn and not draft.is_chain):
             return draft
         if self._is_trial and self._began is not None:
-            return draft
+            return draft if draft.is_chain else draft.only(_first_children(draft))
+        if not draft.is_chain:
+            return self._trim_tree(draft)
         n_drawn = max(
             (n + 1 for n, source in enumerate(draft.distributions) if source is not None), default=0
         )
@@ -243,6 +305,29 @@ class CostAwarePolicy:
         if self._began is None and len(kept):
             self._began = kept.origins[0]
         return kept
+
+    def _trim_tree(self, draft: Draft) -> Draft:
+        """The nodes of a tree that are worth verifying, the likeliest first."""
+        kept = draft.only(self._best_of_tree(draft, self._token_worth_s(draft.origins[0]))[0])
+        if not len(kept):
+            self._leave(draft)
+        elif self._began is None:
+            self._began = kept.origins[0]
+        return kept
+
+    def _look_at(self, tree: GrowingTree) -> None:
+        """Work out the chances of the nodes that are new."""
+        chances = tree.path_chances
+        for node in range(len(chances), len(tree)):
+            parent, rank, confidence = (
+                tree.parents[node],
+                tree.ranks[node],
+                tree.probabilities[node],
+            )
+            if rank == 0:
+                self._of(tree.origin).see(confidence)
+            before = 1.0 if parent == ROOT else chances[parent]
+            chances.append(before * self._of(ranked(tree.origin, rank)).chance(confidence))
 
     # --- afterwards --------------------------------------------------------------------------
 
@@ -288,34 +373,39 @@ class CostAwarePolicy:
         for key in list(self._waiting):
             waiting = self._waiting[key]
             for token in report.committed:
-                accepted = waiting.tokens.pop(0) == token
-                origin, confidence = waiting.signals.pop(0)
-                self._of(origin).judge(confidence, accepted=accepted)
-                if not accepted or not waiting.tokens:
+                self._judge_children(waiting, token)
+                if not waiting.step(token):
                     del self._waiting[key]
                     break
         for origin in list(self._untaken):
             untaken = self._untaken[origin]
             for token in report.committed:
-                is_same = untaken.tokens.pop(0) == token
-                untaken.saved_s += self.token_s if is_same else 0.0
-                if not is_same or not untaken.tokens:
+                before = untaken.waiting.node
+                goes_on = untaken.waiting.step(token)
+                untaken.saved_s += self.token_s if untaken.waiting.node != before else 0.0
+                if not goes_on:
                     self._budget.show(origin, untaken.saved_s, self._costs.seconds(1))
                     del self._untaken[origin]
                     break
 
+    def _judge_children(self, waiting: _Waiting, token: int) -> None:
+        """Count which of the tokens that were proposed here was the text's."""
+        draft = waiting.draft
+        for child in draft.children(waiting.node):
+            confidence = draft.probabilities[child]
+            chances = self._of(ranked(draft.origins[child], waiting.ranks[child]))
+            chances.judge(
+                1.0 if confidence is None else confidence, accepted=draft.tokens[child] == token
+            )
+
     def _wait_for(self, draft: Draft) -> None:
         """Remember what a drafter proposed, whether or not it is verified."""
-        if not len(draft) or not draft.is_chain or draft.is_drawn:
+        if not len(draft) or draft.is_drawn:
             return
         waiting = self._waiting.get(draft.origins[0])
-        if waiting is not None and waiting.tokens[: len(draft)] == list(draft.tokens):
+        if waiting is not None and waiting.holds(draft):
             return  # the same, cut off
-        signals = [
-            (origin, 1.0 if confidence is None else confidence)
-            for origin, confidence in zip(draft.origins, draft.probabilities, strict=True)
-        ]
-        self._waiting[draft.origins[0]] = _Waiting(list(draft.tokens), signals)
+        self._waiting[draft.origins[0]] = _Waiting(draft, draft.ranks())
 
     def _leave(self, draft: Draft) -> None:
         """Remember what a draft that nothing was read for would have been worth verifying: the
@@ -323,10 +413,10 @@ class CostAwarePolicy:
         origin = draft.origins[0]
         if origin not in NGRAM_ORIGINS or origin in self._untaken:
             return
-        n, _ = self._best_at(draft, self.token_s)
-        if n:
-            cost_s = self._costs.seconds(n + 1) - self._costs.seconds(1)
-            self._untaken[origin] = _Untaken(list(draft.tokens[:n]), -cost_s)
+        nodes, _ = best_nodes(self._path_chances(draft), self.token_s, self._extra())
+        if nodes:
+            waiting = _Waiting(draft.only(nodes), [])
+            self._untaken[origin] = _Untaken(waiting, -self._extra()[len(nodes)])
 
     # --- what is expected --------------------------------------------------------------------
 
@@ -367,27 +457,54 @@ class CostAwarePolicy:
             self._path[node:] = [chance]
         return chance
 
-    def _best(self, draft: Draft) -> tuple[int, float]:
-        """The length at which a chain's beginning is worth most, and what it is worth."""
-        if not len(draft) or not draft.is_chain:
-            return len(draft), 0.0
-        if self._budget.is_put_aside(draft.origins[0]):
-            return 0, 0.0
-        return self._best_at(draft, self._token_worth_s(draft.origins[0]))
+    def _path_chances(self, draft: Draft) -> list[float]:
+        """The chances that the paths to a draft's nodes are accepted."""
+        chances: list[float] = []
+        for parent, origin, rank, confidence in zip(
+            draft.parents, draft.origins, draft.ranks(), draft.probabilities, strict=True
+        ):
+            chance = self._of(ranked(origin, rank)).chance(
+                1.0 if confidence is None else confidence
+            )
+            chances.append(chance if parent == ROOT else chance * chances[parent])
+        return chances
 
-    def _best_at(self, draft: Draft, token_s: float) -> tuple[int, float]:
-        """The same for a chain of some length, with tokens worth so many seconds."""
-        plain_s = self._costs.seconds(1)
+    def _best(self, draft: Draft) -> tuple[int, float]:
+        """The length at which a chain's beginning is worth most, and what it is worth; of a tree
+        how many of the nodes."""
+        if not len(draft) or self._budget.is_put_aside(draft.origins[0]):
+            return 0, 0.0
+        token_s = self._token_worth_s(draft.origins[0])
+        if not draft.is_chain:
+            nodes, value_s = self._best_of_tree(draft, token_s)
+            return len(nodes), value_s
+        extra_s = self._extra()
         best_n, best_s, chance, gain_s = 0, 0.0, 1.0, 0.0
         for node, (origin, confidence) in enumerate(
             zip(draft.origins, draft.probabilities, strict=True)
         ):
             chance *= self._of(origin).chance(1.0 if confidence is None else confidence)
             gain_s += chance * token_s
-            value_s = gain_s - (self._costs.seconds(node + 2) - plain_s)
-            if value_s > best_s:
-                best_n, best_s = node + 1, value_s
+            extra = extra_s[node + 1] if node + 1 < len(extra_s) else self._extra_for(node + 1)
+            if gain_s - extra > best_s:
+                best_n, best_s = node + 1, gain_s - extra
         return best_n, best_s
+
+    def _best_of_tree(self, draft: Draft, token_s: float) -> tuple[list[int], float]:
+        """The nodes of a tree that are worth most together, the likeliest first, at so many
+        seconds for a token, and what they are worth."""
+        if self._budget.is_put_aside(draft.origins[0]):
+            return [], 0.0
+        return best_nodes(self._path_chances(draft), token_s, self._extra())
+
+    def _extra(self) -> list[float]:
+        """What a batch with a draft of each length costs beyond a plain decode, in seconds."""
+        if not self._extra_s:
+            self._extra_s = [self._extra_for(n) for n in range(self._n_max + 1)]
+        return self._extra_s
+
+    def _extra_for(self, n_drafted: int) -> float:
+        return self._costs.seconds(n_drafted + 1) - self._costs.seconds(1)
 
     def _rule(self, origin: str) -> StoppingRule:
         """The stopping rule for a drafter at the present prices."""
@@ -438,6 +555,34 @@ class CostAwarePolicy:
             - (k - 1) * price.next_s
             for k in range(1, self._n_max + 1)
         )
+
+
+def best_nodes(
+    path_chances: Sequence[float], token_s: float, extra_s: Sequence[float]
+) -> tuple[list[int], float]:
+    """The nodes of a tree that are worth most together, and what they are worth in seconds.
+
+    The chance that a path is accepted does not grow along it, so the likeliest nodes of any
+    number are a tree, and the best tree of that size. `path_chances` have parents before their
+    children; `extra_s[n]` is what n nodes cost to verify. Nodes come likeliest first.
+    """
+    order = sorted(range(len(path_chances)), key=lambda node: -path_chances[node])
+    best_n, best_s, gain_s = 0, 0.0, 0.0
+    for n, node in enumerate(order[: len(extra_s) - 1], 1):
+        gain_s += path_chances[node] * token_s
+        if gain_s - extra_s[n] > best_s:
+            best_n, best_s = n, gain_s - extra_s[n]
+    return order[:best_n], best_s
+
+
+def _first_children(draft: Draft) -> list[int]:
+    """The chain of first children, from the root down."""
+    nodes: list[int] = []
+    children = draft.children(ROOT)
+    while children:
+        nodes.append(children[0])
+        children = draft.children(children[0])
+    return nodes
 
 
 def _mean_above_zero(mean: float, deviation: float) -> float:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from specgen.draft import NO_DRAFT, Draft
-from specgen.policy.base import Policy, RoundReport
+from specgen.growing import GrowingTree
+from specgen.policy.base import Policy, RoundReport, TreePolicy
 from specgen.tables import Price
 
 
@@ -33,6 +35,12 @@ class WrappedPolicy:
 
     def goes_on(self, n_drafted: int, origin: str = "model") -> bool:
         return self._inner.goes_on(n_drafted, origin)
+
+    def frontier(
+        self, tree: GrowingTree, n_deepest: int, n_most: int, seconds: Callable[[int], float]
+    ) -> list[int]:
+        assert isinstance(self._inner, TreePolicy), "only such a one is asked about trees"
+        return self._inner.frontier(tree, n_deepest, n_most, seconds)
 
     def trim(self, draft: Draft) -> Draft:
         return self._inner.trim(draft)

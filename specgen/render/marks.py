@@ -21,10 +21,10 @@ from specgen.events import (
 )
 
 #: How a stretch of text came about.
-Mark: TypeAlias = TokenKind | Literal["rejected"]
+Mark: TypeAlias = TokenKind | Literal["rejected", "aside"]
 
 #: In the order of a legend.
-MARKS: tuple[Mark, ...] = ("accepted", "corrected", "bonus", "plain", "forced", "rejected")
+MARKS: tuple[Mark, ...] = ("accepted", "corrected", "bonus", "plain", "forced", "rejected", "aside")
 #: What a legend explains: all but what only a grammar brings about.
 LEGEND: tuple[Mark, ...] = ("accepted", "corrected", "bonus", "plain", "rejected")
 
@@ -45,12 +45,17 @@ class Round:
     rejected: tuple[tuple[int, str], ...]
 
     def runs(self, *, with_rejected: bool) -> Iterator[Run]:
-        """The text in order; with the lost branches each where it was refused, if asked."""
+        """The text in order; with the lost branches each where it was refused, if asked: struck
+        out where it was the only one and nothing drafted took its place, else in brackets, for
+        the text to stay legible."""
         for index, piece in enumerate(self.pieces):
-            if with_rejected:
-                for position, text in self.rejected:
-                    if position == index and text:
-                        yield Run(text, "rejected")
+            lost = [text for place, text in self.rejected if place == index and text]
+            if with_rejected and lost:
+                if len(lost) == 1 and piece.kind != "accepted":
+                    yield Run(lost[0], "rejected")
+                else:
+                    notes = "|".join(text.replace("\n", "\\n") for text in lost)
+                    yield Run(f"[{notes}]", "aside")
             if piece.text:
                 yield Run(piece.text, piece.kind)
 

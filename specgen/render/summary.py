@@ -89,6 +89,8 @@ def summary_items(
     if finished.n_drafted:
         yield "drafts", Text(", ".join(_drafts(finished)))
         yield "by depth", Text(by_depth(finished, encoding))
+        if len(finished.drafted_by_rank) > 1:
+            yield "by guess", Text(by_rank(finished, encoding))
     elif finished.n_rounds and draft not in (None, "none"):
         yield "drafts", Text("nothing was drafted")
     if finished.wall_s > 0:
@@ -123,8 +125,17 @@ def _drafts(finished: FinishedEvent) -> Iterator[str]:
 
 def by_depth(finished: FinishedEvent, encoding: str = "utf-8") -> str:
     """Share of the tokens drafted at each depth that was accepted, as bars and numbers."""
-    # Depths where nothing was ever accepted may be missing at the end.
-    counts = zip_longest(finished.accepted_by_depth, finished.drafted_by_depth, fillvalue=0)
+    return _shares(finished.accepted_by_depth, finished.drafted_by_depth, encoding)
+
+
+def by_rank(finished: FinishedEvent, encoding: str = "utf-8") -> str:
+    """The same of first guesses for a place, of second ones beside these, and so on."""
+    return _shares(finished.accepted_by_rank, finished.drafted_by_rank, encoding)
+
+
+def _shares(n_accepted: Sequence[int], n_drafted: Sequence[int], encoding: str) -> str:
+    # Where nothing was ever accepted, numbers may be missing at the end.
+    counts = zip_longest(n_accepted, n_drafted, fillvalue=0)
     shares = [accepted / drafted if drafted else 0.0 for accepted, drafted in counts]
     numbers = " ".join(f"{share:.0%}" for share in shares)
     bars = "".join(_BARS[min(7, int(share * 8))] for share in shares)
@@ -190,4 +201,4 @@ def _seconds(value: float) -> str:
     return f"{value * 1000:.0f} ms" if value < 0.9995 else f"{_figure(value)} s"
 
 
-__all__ = ["SummaryRenderer", "by_depth", "print_summary", "summary_items"]
+__all__ = ["SummaryRenderer", "by_depth", "by_rank", "print_summary", "summary_items"]

@@ -28,6 +28,7 @@ STYLES: Mapping[str, Style] = MappingProxyType(
         "plain": Style.null(),
         "forced": Style(color="blue"),
         "rejected": Style(color="red", strike=True),
+        "aside": Style(color="red", dim=True),
     }
 )
 

@@ -32,6 +32,23 @@ class Distribution:
             return float(self.probs[index])
         return 0.0
 
+    def probabilities(self, token_ids: TokenArray) -> ProbArray:
+        """The probabilities of several tokens, int64[n]: float64[n]."""
+        position = self.token_ids.searchsorted(token_ids)
+        position[position == len(self.token_ids)] = 0
+        return np.where(self.token_ids[position] == token_ids, self.probs[position], 0.0)
+
+    def without(self, token_id: int) -> Distribution | None:
+        """What is left without a token, in proportion: what the next one is drawn from where none
+        is drawn twice. None if that is nothing."""
+        kept = self.token_ids != token_id
+        if kept.all():
+            return self
+        remaining = self.probs[kept]
+        if not len(remaining):
+            return None
+        return Distribution(self.token_ids[kept], remaining / remaining.sum())
+
     @property
     def mode(self) -> int:
         """The most likely token; the lowest id among equals."""

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from specgen.cli.flags.answer import Constraint, answer, constraint
-from specgen.cli.flags.drafting import drafting
+from specgen.cli.flags.drafting import drafting, tree_shape
 from specgen.cli.flags.groups import takes
 from specgen.cli.flags.machine import Contexts, machine
 from specgen.cli.flags.models import ModelChoice, models
@@ -175,6 +175,7 @@ __all__ = [
     "models",
     "sampling",
     "takes",
+    "tree_shape",
 ]
 
 

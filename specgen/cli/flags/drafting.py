@@ -19,13 +19,23 @@ from specgen.options import (
     DraftOptions,
     PolicyName,
     TranslateMode,
+    TreeShape,
     VerifierName,
+    parse_tree,
 )
 
 _DEFAULT = DraftOptions()
 _DRAFTING = "Drafting"
 _REPETITIONS = "Repetitions"
 _LOOKUPS = "Other texts"
+
+
+def tree_shape(text: str) -> TreeShape:
+    """A shape as --tree has it. Raises `UsageError`."""
+    try:
+        return parse_tree(text)
+    except ValueError as error:
+        raise UsageError(f"--tree: {error}") from None
 
 
 def drafting(
@@ -52,6 +62,27 @@ def drafting(
             rich_help_panel=_DRAFTING,
         ),
     ] = _DEFAULT.max_tokens,
+    tree: Annotated[
+        str,
+        typer.Option(
+            "--tree",
+            metavar="auto|off|3,2,1|4x5",
+            help="Whether drafts branch: auto (where that is expected to save time, with --policy "
+            "cost), off (chains), the children of each node by depth (3,2,1), or independent drafts "
+            "and their length (4x5). A shape is drafted every round, whatever it costs.",
+            rich_help_panel=_DRAFTING,
+        ),
+    ] = str(_DEFAULT.tree),
+    tree_depth: Annotated[
+        int | None,
+        typer.Option(
+            "--tree-depth",
+            min=1,
+            help="The most tokens from a tree's root down; --draft-max bounds all of its tokens.",
+            show_default=False,
+            rich_help_panel=_DRAFTING,
+        ),
+    ] = _DEFAULT.tree_depth,
     draft_min: Annotated[
         int,
         typer.Option(
@@ -99,7 +130,8 @@ def drafting(
         typer.Option(
             "--verifier",
             help="How drafts are judged, all of them exactly: match (a seed's text is the same "
-            "as without a draft), residual, block, or auto (what accepts most).",
+            "as without a draft), residual, block, spectr (independent drafts), or auto (what "
+            "accepts most).",
             rich_help_panel=_DRAFTING,
         ),
     ] = _DEFAULT.verifier,
@@ -172,11 +204,19 @@ def drafting(
             f"--ngram-min {ngram_min} is larger than --ngram-max {ngram_max}",
             hint="n-grams are looked for from the longest to the shortest",
         )
+    shape = tree_shape(tree)
+    if shape.is_fixed and draft_max is not None and draft_max < shape.n_nodes:
+        raise UsageError(
+            f"--tree {shape} has {shape.n_nodes} tokens, --draft-max allows {draft_max}",
+            hint="take a smaller shape, or leave --draft-max out",
+        )
     if draft_temperature is not None and not math.isfinite(draft_temperature):
         raise UsageError(f"--draft-temp is {draft_temperature}: give a number")
     return DraftOptions(
         policy=policy,
         max_tokens=draft_max,
+        tree=shape,
+        tree_depth=tree_depth,
         min_tokens=draft_min,
         p_min=draft_p_min,
         ngrams=ngrams,

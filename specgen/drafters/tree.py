@@ -1,0 +1,379 @@
+"""A small model drafts a tree for the large one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from specgen.arrays import Logits
+from specgen.backend.base import Backend, Batch
+from specgen.draft import NO_DRAFT, ROOT, Draft
+from specgen.drafters.model import N_USUAL, DraftShaper, ModelDrafter
+from specgen.growing import GrowingTree
+from specgen.options import TreeShape
+from specgen.policy import Policy, TreePolicy
+from specgen.sampling import Distribution, NoTokenAllowedError
+from specgen.tables import CostTable, Price
+
+#: So many of a model's guesses for a place are looked at, and none less likely than this.
+_N_GUESSES = 4
+_LEAST = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a model says comes next: the likeliest tokens with its probabilities at temperature 1,
+    best first, or the distribution that tokens are to be drawn from. Nothing if the grammar
+    leaves it no token."""
+
+    guesses: tuple[tuple[int, float], ...] = ()
+    source: Distribution | None = None
+
+
+class Growth(Protocol):
+    """How one tree grows, from the look beyond its root on."""
+
+    @property
+    def walks(self) -> Sequence[Sequence[int]]:
+        """Independent chains, if the tree is made of such."""
+        ...
+
+    def take(self, tree: GrowingTree, node: int, look: Look) -> None:
+        """Add what a look beyond a node, or `ROOT`, found."""
+        ...
+
+    def frontier(self, tree: GrowingTree, n_most: int) -> list[int]:
+        """The nodes to look beyond next, `n_most` at most; none where that is not worth it."""
+        ...
+
+
+class TreeModelDrafter(ModelDrafter):
+    """Drafts a tree with a model: of a fixed shape, or as long as the policy thinks it worth it.
+
+    A node beyond which is to be looked is decoded, all nodes of a frontier in one batch, each on
+    a branch of its own of the model's cache: a sequence that shares the cells of its ancestors.
+    Leaves cost no decode: a look finds them all at once. After the round the branch that became
+    text stays, whole or in part, and the others go; what was found beyond its last node is
+    remembered, so that no token is decoded twice.
+
+    Siblings are the model's likeliest tokens or, with `draws`, drawn one after the other without
+    replacement; the walks of a shape like 4x5 are drawn independently. Dynamic trees of this kind
+    are SpecInfer's (Miao et al., arXiv:2305.09781) and EAGLE-2's (Li et al., arXiv:2406.16858).
+
+    `shaper` is expected to leave several tokens where `draws` is not set, at temperature 1.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        shaper: DraftShaper,
+        rng: np.random.Generator,
+        *,
+        draws: bool,
+        n_shared_tokens: int,
+        shape: TreeShape,
+        costs: CostTable | None = None,
+        n_deepest: int | None = None,
+    ) -> None:
+        super().__init__(
+            backend, shaper, rng, draws=draws, n_shared_tokens=n_shared_tokens, costs=costs
+        )
+        self._shape = shape
+        self._n_deepest = n_deepest
+        self._branches = _Branches(backend, self._sequence)
+        self._tree = GrowingTree(self.name)
+        #: What was found beyond the nodes of the tree, and how long the text was then.
+        self._looks: dict[int, Look] = {}
+        self._n_text = 0
+        #: What is known to come next, where the text ends on a node that was looked beyond.
+        self._known: Look | None = None
+
+    def price(self, n_context: int) -> Price:
+        if not self._looks:
+            return super().price(n_context)
+        # Of what became text since the last tree, most is in the cache: by far the usual case.
+        return super().price(max(self._n_agreed, min(n_context, self._n_agreed + N_USUAL)))
+
+    def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
+        self._settle(context)
+        if policy.prospect(self.name, self.price(len(context))) <= 0.0:
+            return NO_DRAFT
+        n_max = self._make_room(len(context), n_max)
+        if n_max < 1:
+            return NO_DRAFT
+        tree = self._tree = GrowingTree(self.name)
+        self._n_text = len(context)
+        look = self._known
+        if look is None or self._n_agreed < len(context):
+            look = self._look(self._catch_up(context), ())
+        growth = self._growth(policy, n_max)
+        growth.take(tree, ROOT, look)
+        self._looks[ROOT] = look
+        self._branches.begin()
+        while frontier := growth.frontier(tree, self._n_most()):
+            rows = self._decode_nodes(tree, frontier)
+            looks = [
+                self._look(row, tree.path(node)) for node, row in zip(frontier, rows, strict=True)
+            ]
+            for node, look in zip(frontier, looks, strict=True):
+                tree.is_looked_beyond[node] = True
+                self._looks[node] = look
+                growth.take(tree, node, look)
+        draft = tree.draft(growth.walks)
+        if self._shape.is_fixed:
+            return draft
+        return policy.trim(draft).first(n_max)  # the likeliest come first
+
+    def rewind(self, n_tokens: int) -> None:
+        self._drop_tree(0)
+        self._known = None
+        super().rewind(n_tokens)
+
+    def _n_most(self) -> int:
+        """The most nodes of a frontier: each needs a branch, and a row of logits."""
+        return min(self._branches.n_free, self._backend.n_outputs)
+
+    def _growth(self, policy: Policy, n_max: int) -> Growth:
+        n_deepest = n_max if self._n_deepest is None else min(n_max, self._n_deepest)
+        is_end = self._backend.vocabulary.is_end
+        if self._shape.kind == "walks":
+            return _Walks(self._shape, n_max, n_deepest, self._rng, is_end)
+        if self._shape.kind == "levels":
+            return _Levels(self._shape, n_max, n_deepest, self._rng, is_end)
+        assert isinstance(policy, TreePolicy), "costs decide how far a tree grows"
+        return _Worthwhile(policy, self._costs, n_deepest, is_end)
+
+    def _look(self, row: Logits, path: Sequence[int]) -> Look:
+        """What the model's logits, float32[n_vocab], say comes after the text and a path."""
+        row = row[: self._n_shared_tokens]
+        try:
+            source = self._shaper.distribution(row, path)
+        except NoTokenAllowedError:
+            return Look()
+        if self._draws:
+            return Look(source=source)
+        top = self._shaper.top_probability(row, path)
+        order = np.argsort(-source.probs, kind="stable")[:_N_GUESSES]
+        # The shaper leaves some of the tokens, whose probabilities sum to 1.
+        scale = top / float(source.probs[order[0]])
+        return Look(
+            tuple(
+                (int(source.token_ids[index]), float(source.probs[index]) * scale)
+                for index in order
+            )
+        )
+
+    # --- the cache ---------------------------------------------------------------------------
+
+    def _decode_nodes(self, tree: GrowingTree, nodes: Sequence[int]) -> Logits:
+        """Decode nodes, each on its branch; returns the logits beyond each of them,
+        float32[n, n_vocab]."""
+        n_past = self._n_text - self._n_skipped
+        batch = Batch()
+        for node in nodes:
+            position = n_past + tree.depths[node]
+            branch = self._branches.follow(node, tree.parents[node], position)
+            batch.add(tree.tokens[node], position, (branch,), True)
+        before_s = self._backend.decode_s
+        rows = self._backend.decode(batch)
+        self._costs.observe(len(batch), self._backend.decode_s - before_s)
+        return rows
+
+    def _settle(self, context: Sequence[int]) -> None:
+        """Let the cache hold what became text of the last tree, and nothing else of it."""
+        if not self._looks:
+            return
+        tree, node, n_kept = self._tree, ROOT, 0
+        for token in context[self._n_text :]:
+            child = tree.child(node, token)
+            if child is None or child not in self._branches:
+                break
+            node, n_kept = child, n_kept + 1
+        if node == ROOT or self._n_text + n_kept < len(context):
+            self._known = None
+        else:
+            self._known = self._looks.get(node)
+        if not len(tree) and self._n_text == len(context):
+            self._known = self._looks.get(ROOT)
+        self._keep(node, n_kept)
+
+    def _keep(self, node: int, n_kept: int) -> None:
+        self._branches.keep(node, self._n_text - self._n_skipped, n_kept)
+        self._n_agreed = max(self._n_agreed, self._n_text + n_kept)
+        self._looks.clear()
+
+    def _drop_tree(self, n_kept: int) -> None:
+        if self._looks:
+            self._keep(ROOT, n_kept)
+
+    def _empty(self) -> None:
+        self._known = None
+        super()._empty()
+
+
+class _Branches:
+    """Which sequence of the model's cache holds which branch of the tree.
+
+    Each ends on a node, its tip. A child of a tip goes on with its sequence; another child of the
+    same node, or of one further up, gets a sequence of its own that shares the cells up to there.
+    """
+
+    def __init__(self, backend: Backend, trunk: int) -> None:
+        self._backend = backend
+        self._trunk = trunk
+        #: The sequence of each decoded node, and the node on which each sequence ends.
+        self._sequences: dict[int, int] = {}
+        self._tips: dict[int, int] = {}
+        self._free: list[int] = []
+        for sequence in range(backend.n_sequences):  # an answer before this one may have left some
+            if sequence != trunk and backend.length(sequence):
+                backend.remove(sequence)
+
+    def __contains__(self, node: int) -> bool:
+        """Whether a node is decoded."""
+        return node in self._sequences and node != ROOT
+
+    @property
+    def n_free(self) -> int:
+        """How many nodes there is room for, wherever in the tree they are."""
+        return len(self._free)
+
+    def begin(self) -> None:
+        """Begin a tree behind the text."""
+        n, trunk = self._backend.n_sequences, self._trunk
+        self._free = [sequence for sequence in range(n - 1, -1, -1) if sequence != trunk]
+        self._sequences = {ROOT: trunk}
+        self._tips = {trunk: ROOT}
+
+    def follow(self, node: int, parent: int, position: int) -> int:
+        """The sequence for a node that is about to be decoded at a position, `parent` being
+        decoded."""
+        sequence = self._sequences[parent]
+        if self._tips[sequence] != parent:
+            branch = self._free.pop()
+            self._backend.copy(sequence, branch, 0, position)
+            sequence = branch
+        self._sequences[node] = sequence
+        self._tips[sequence] = node
+        return sequence
+
+    def keep(self, node: int, n_before: int, n_kept: int) -> None:
+        """Let the trunk hold the text, of `n_before` tokens, and the path of `n_kept` nodes down
+        to `node`; the rest goes."""
+        backend, trunk = self._backend, self._trunk
+        sequence = self._sequences.get(node, trunk)
+        if sequence != trunk:
+            backend.remove(trunk, n_before)
+            backend.copy(sequence, trunk, n_before, n_before + n_kept)
+        if backend.length(trunk) > n_before + n_kept:
+            backend.remove(trunk, n_before + n_kept)
+        for other in self._tips:
+            if other != trunk:
+                backend.remove(other)
+        self._sequences, self._tips, self._free = {}, {}, []
+
+
+# --- how trees grow --------------------------------------------------------------------------
+
+
+class _IsEnd(Protocol):
+    def __call__(self, token_id: int, /) -> bool: ...
+
+
+@dataclass(slots=True)
+class _Worthwhile:
+    """As long as a policy thinks it worth it: it sees all that was found, says beyond which nodes
+    to look next, and takes what it likes of the tree afterwards."""
+
+    policy: TreePolicy
+    costs: CostTable
+    n_deepest: int
+    is_end: _IsEnd
+    walks: tuple[tuple[int, ...], ...] = ()
+
+    def take(self, tree: GrowingTree, node: int, look: Look) -> None:
+        for rank, (token, probability) in enumerate(look.guesses):
+            if rank == 0 or probability >= _LEAST:
+                tree.add(node, token, probability, is_end=self.is_end(token))
+
+    def frontier(self, tree: GrowingTree, n_most: int) -> list[int]:
+        return self.policy.frontier(tree, self.n_deepest, n_most, self._seconds)
+
+    def _seconds(self, n_rows: int) -> float:
+        return self.costs.seconds(n_rows) if self.costs else 0.0
+
+
+@dataclass(slots=True)
+class _Levels:
+    """So many children for each node of a depth, likeliest first, or drawn without replacement."""
+
+    shape: TreeShape
+    n_max: int
+    n_deepest: int
+    rng: np.random.Generator
+    is_end: _IsEnd
+    walks: tuple[tuple[int, ...], ...] = ()
+
+    def take(self, tree: GrowingTree, node: int, look: Look) -> None:
+        depth = 0 if node == ROOT else tree.depths[node] + 1
+        n_children = min(self.shape.numbers[depth], self.n_max - len(tree))
+        for token, probability in look.guesses[:n_children]:
+            tree.add(node, token, probability, is_end=self.is_end(token))
+        source = look.source
+        for _ in range(n_children):
+            if source is None:
+                break
+            token = source.draw(self.rng)
+            probability = source.probability(token)
+            tree.add(node, token, probability, source=source, is_end=self.is_end(token))
+            source = source.without(token)
+
+    def frontier(self, tree: GrowingTree, n_most: int) -> list[int]:
+        if len(tree) >= self.n_max:
+            return []
+        n_levels = min(self.shape.n_levels, self.n_deepest)
+        return tree.open_nodes(n_levels - 1)[:n_most]
+
+
+class _Walks:
+    """Independent chains, drawn or, where nothing is drawn, one chain of the likeliest tokens.
+
+    Where there is no room for all, there are fewer or shorter ones: that is decided before
+    anything is drawn.
+    """
+
+    def __init__(
+        self, shape: TreeShape, n_max: int, n_deepest: int, rng: np.random.Generator, is_end: _IsEnd
+    ) -> None:
+        n_walks = min(shape.numbers[0], n_max)
+        self._n_levels = min(shape.n_levels, n_deepest, n_max // n_walks)
+        self._rng = rng
+        self._is_end = is_end
+        self._walks: list[list[int]] = [[] for _ in range(n_walks)]
+        self._is_drawn = False
+
+    @property
+    def walks(self) -> Sequence[Sequence[int]]:
+        return self._walks if self._is_drawn else ()
+
+    def take(self, tree: GrowingTree, node: int, look: Look) -> None:
+        if look.source is None:
+            for token, probability in look.guesses[:1]:
+                tree.add(node, token, probability, is_end=self._is_end(token))
+            return
+        self._is_drawn = True
+        for walk in self._walks:
+            if (walk[-1] if walk else ROOT) != node:
+                continue
+            token = look.source.draw(self._rng)
+            child = tree.child(node, token)
+            if child is None:
+                probability, is_end = look.source.probability(token), self._is_end(token)
+                child = tree.add(node, token, probability, source=look.source, is_end=is_end)
+            walk.append(child)
+
+    def frontier(self, tree: GrowingTree, n_most: int) -> list[int]:
+        return tree.open_nodes(self._n_levels - 1)[:n_most]
