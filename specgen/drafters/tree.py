@@ -57,7 +57,8 @@ class TreeModelDrafter(ModelDrafter):
     a branch of its own of the model's cache: a sequence that shares the cells of its ancestors.
     Leaves cost no decode: a look finds them all at once. After the round the branch that became
     text stays, whole or in part, and the others go; what was found beyond its last node is
-    remembered, so that no token is decoded twice.
+    remembered, so that no token of the text is decoded twice. (But for one that was decoded and
+    not verified, and that the target said nevertheless, two tokens later: it went with its branch.)
 
     Siblings are the model's likeliest tokens or, with `draws`, drawn one after the other without
     replacement; the walks of a shape like 4x5 are drawn independently. Dynamic trees of this kind
