@@ -48,6 +48,7 @@ class StoppingRule:
     ) -> None:
         self._n_max = len(batch_s) - 1
         self._token_s = token_s
+        self._frequencies, self._gains_s = frequencies, token_s * chances
         costs_s: list[float] = np.diff(batch_s).tolist()
         # What lies behind a token, what it gains and what it costs, for each of the grid's points
         # and each bin, come of one product: calls take longer than the arithmetic.
@@ -85,6 +86,12 @@ class StoppingRule:
         index = min(int(place), _N_GRID - 2)
         share = place - index
         return values[index] * (1.0 - share) + values[index + 1] * share
+
+    def single(self, chance: float, cost_s: float) -> float:
+        """What one more token promises after a draft with this chance, in seconds, if it costs so
+        much to take it and nothing to look at it, and nothing is looked at behind it: the mean of
+        max(0, A chances[b] token_s - cost_s)."""
+        return float(np.maximum(chance * self._gains_s - cost_s, 0.0) @ self._frequencies)
 
     def takes(self, n_drafted: int, chance: float) -> float:
         """What it promises to take one more token, with which the draft's chance is `chance`."""

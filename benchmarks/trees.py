@@ -1,0 +1,116 @@
+"""How many tokens a pass of the target brings, of trees and of chains with as many tokens.
+
+    python benchmarks/trees.py TARGET DRAFT [--temp T] [--nodes N] [--prompts FILE] [-n TOKENS]
+
+Nothing is timed: what a row costs is left out of it, so every draft has N tokens (or, of a shape,
+as many as it has). What the answer to "is that worth it?" is on a machine, its table of batches
+says: a round's batch of N + 1 rows may cost the passes' ratio more than the chain's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from specgen.bench.prompts import own_prompts, read_bench_prompts
+from specgen.events import FinishedEvent
+from specgen.memory import Memory
+from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, parse_tree
+from specgen.session import Session, SessionOptions
+from specgen.tables import CostTable
+
+
+def ways(n: int) -> Iterator[tuple[str, DraftOptions]]:
+    """Chains and trees of about n tokens."""
+
+    def fixed(shape: str, verifier: str) -> DraftOptions:
+        return DraftOptions(policy="fixed", tree=parse_tree(shape), verifier=verifier)  # type: ignore[arg-type]
+
+    chain = DraftOptions(policy="fixed", max_tokens=n, p_min=0.0, tree=parse_tree("off"))
+    yield "chain, drawn, block", chain
+    yield "chain, likeliest, match", DraftOptions(**{**_fields(chain), "verifier": "match"})
+    yield (
+        "tree, best first, match",
+        DraftOptions(policy="cost", max_tokens=n, ngrams=False, verifier="match"),
+    )
+    for shape in SHAPES.get(n, ()):
+        yield f"tree {shape}, drawn, residual", fixed(shape, "residual")
+        if "x" in shape:
+            yield f"tree {shape}, drawn, spectr", fixed(shape, "spectr")
+        else:
+            yield f"tree {shape}, likeliest, match", fixed(shape, "match")
+
+
+#: Shapes of exactly so many tokens.
+SHAPES = {
+    4: ("2,1", "2x2"),
+    8: ("2,1,1,1", "2x4"),
+    15: ("3,2,1", "3,1,1,1,1", "3x5"),
+}
+
+
+def _fields(options: DraftOptions) -> dict[str, object]:
+    return {name: getattr(options, name) for name in options.__dataclass_fields__}
+
+
+def free(table: CostTable, n_max: int, row_s: float) -> None:
+    """Let all batches cost the same, but for a little, whatever is measured."""
+    for n_rows in range(1, n_max + 2):
+        table.start(n_rows, 1.0 + row_s * n_rows)
+    table.observe = lambda _n_rows, _seconds: None  # type: ignore[method-assign]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("target", type=Path)
+    parser.add_argument("draft", type=Path)
+    parser.add_argument("--temp", type=float, default=1.0)
+    parser.add_argument("--nodes", type=int, default=8)
+    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--count", type=int)
+    parser.add_argument("-n", type=int, default=64)
+    asked = parser.parse_args()
+    prompts = own_prompts() if asked.prompts is None else read_bench_prompts(asked.prompts)
+    found: dict[str, list[float]] = {}
+    for name, drafting in ways(asked.nodes):
+        options = SessionOptions(
+            asked.target,
+            asked.draft,
+            sampler=SamplerOptions(temperature=asked.temp),
+            drafting=drafting,
+            generation=GenerationOptions(max_tokens=asked.n),
+        )
+        memory = Memory()
+        n_tokens = n_rounds = n_drafted = 0
+        with Session(options, time.perf_counter, memory) as session:
+            if drafting.policy == "cost":
+                free(session.table(), drafting.n_max, 1e-4)
+                table = session.table(asked.draft)
+                free(table, drafting.n_max, 0.0)
+                for n_rows in table.known:
+                    table.start(n_rows, 1e-6)
+            for prompt in prompts[: asked.count]:
+                for event in session.generate(session.prompt(prompt.text)):
+                    if isinstance(event, FinishedEvent) and event.mean_accepted_length is not None:
+                        n_tokens += round(event.mean_accepted_length * event.n_rounds)
+                        n_rounds += event.n_rounds
+                        n_drafted += event.n_drafted
+        spread = math.sqrt(n_rounds)
+        found[name] = [n_tokens / n_rounds, n_drafted / n_rounds, n_rounds, spread]
+        best = max(values[0] for key, values in found.items() if key.startswith("chain"))
+        print(
+            f"{name:34} {n_tokens / n_rounds:5.2f} tokens a pass, {n_drafted / n_rounds:5.1f} drafted, "
+            f"{n_rounds} passes, {n_tokens / n_rounds / best:.3f} of the best chain",
+            flush=True,
+        )
+    print(json.dumps({"temperature": asked.temp, "nodes": asked.nodes, "found": found}))
+
+
+if __name__ == "__main__":
+    main()
