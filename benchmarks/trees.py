@@ -3,23 +3,28 @@
     python benchmarks/trees.py TARGET DRAFT [--temp T] [--nodes N] [--prompts FILE] [-n TOKENS]
 
 Nothing is timed: what a row costs is left out of it, so every draft has N tokens (or, of a shape,
-as many as it has). What the answer to "is that worth it?" is on a machine, its table of batches
-says: a round's batch of N + 1 rows may cost the passes' ratio more than the chain's.
+as many as it has). Whether that is worth it on a machine, its table of batches says.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from specgen.bench.prompts import own_prompts, read_bench_prompts
 from specgen.events import FinishedEvent
 from specgen.memory import Memory
-from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, parse_tree
+from specgen.options import (
+    DraftOptions,
+    GenerationOptions,
+    SamplerOptions,
+    VerifierName,
+    parse_tree,
+)
 from specgen.session import Session, SessionOptions
 from specgen.tables import CostTable
 
@@ -27,12 +32,12 @@ from specgen.tables import CostTable
 def ways(n: int) -> Iterator[tuple[str, DraftOptions]]:
     """Chains and trees of about n tokens."""
 
-    def fixed(shape: str, verifier: str) -> DraftOptions:
-        return DraftOptions(policy="fixed", tree=parse_tree(shape), verifier=verifier)  # type: ignore[arg-type]
+    def fixed(shape: str, verifier: VerifierName) -> DraftOptions:
+        return DraftOptions(policy="fixed", tree=parse_tree(shape), verifier=verifier)
 
     chain = DraftOptions(policy="fixed", max_tokens=n, p_min=0.0, tree=parse_tree("off"))
     yield "chain, drawn, block", chain
-    yield "chain, likeliest, match", DraftOptions(**{**_fields(chain), "verifier": "match"})
+    yield "chain, likeliest, match", replace(chain, verifier="match")
     yield (
         "tree, best first, match",
         DraftOptions(policy="cost", max_tokens=n, ngrams=False, verifier="match"),
@@ -53,15 +58,11 @@ SHAPES = {
 }
 
 
-def _fields(options: DraftOptions) -> dict[str, object]:
-    return {name: getattr(options, name) for name in options.__dataclass_fields__}
-
-
 def free(table: CostTable, n_max: int, row_s: float) -> None:
     """Let all batches cost the same, but for a little, whatever is measured."""
     for n_rows in range(1, n_max + 2):
         table.start(n_rows, 1.0 + row_s * n_rows)
-    table.observe = lambda _n_rows, _seconds: None  # type: ignore[method-assign]
+    table.observe = lambda n_rows, seconds: None  # type: ignore[method-assign]  # noqa: ARG005
 
 
 def main() -> None:
@@ -101,8 +102,7 @@ def main() -> None:
                         n_tokens += round(event.mean_accepted_length * event.n_rounds)
                         n_rounds += event.n_rounds
                         n_drafted += event.n_drafted
-        spread = math.sqrt(n_rounds)
-        found[name] = [n_tokens / n_rounds, n_drafted / n_rounds, n_rounds, spread]
+        found[name] = [n_tokens / n_rounds, n_drafted / n_rounds, n_rounds]
         best = max(values[0] for key, values in found.items() if key.startswith("chain"))
         print(
             f"{name:34} {n_tokens / n_rounds:5.2f} tokens a pass, {n_drafted / n_rounds:5.1f} drafted, "
