@@ -4,7 +4,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-PROMPT ?= Turn this into a JSON array of objects: name,population,country; Lyon,522000,France; Turin,848000,Italy; Ghent,265000,Belgium; Bremen,569000,Germany; Bilbao,346000,Spain; Porto,231000,Portugal
+PROMPT ?= Correct the spelling and change nothing else: The harbour was quiet when the first boats came in. Nobody on the pier had expeckted them before noon, and the fish market was still closed. The oldest of the fishermen, who had recieved the message a day earlier, was already waiting with his dog. He said nothing, looked at the sky, and began to untie the ropes. Then the harbour master came down the stairs, and the two of them talked untill the first boat touched the pier.
 ARGS ?=
 PYTEST_ARGS ?=
 
