@@ -62,8 +62,8 @@ def test_branches_of_a_tree_stay_each_at_its_place() -> None:
     drafted = [" a", " b", " a1", " a2", " a11"]
     script = Script().plain("x").tree(drafted, (-1, -1, 0, 0, 2), (0, 2), " own").finish()
     play(terminal, script.events, "all")
-    assert terminal.visible == ["x b a a2 a1 a11 own"]
-    assert terminal.struck() == " b a2 a11"
+    assert terminal.visible == ["x[ b] a[ a2] a1 a11 own"]
+    assert terminal.struck() == " a11"
 
 
 def test_branches_of_a_tree_are_told_apart_behind_the_text() -> None:
