@@ -6,7 +6,8 @@ the tree; a chain is a tree with one branch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from specgen.sampling import Distribution
@@ -108,26 +109,14 @@ class Draft:
 
     def places(self) -> list[int]:
         """Each node's place among its siblings, from 0 on."""
-        if self.is_chain:
-            return [0] * len(self.tokens)
-        n_before: dict[int, int] = {}
-        places = []
-        for parent in self.parents:
-            places.append(n_before.get(parent, 0))
-            n_before[parent] = places[-1] + 1
-        return places
+        return [0] * len(self) if self.is_chain else _numbered(self.parents)
 
     def ranks(self) -> list[int]:
         """Each node's place among those of its siblings that come from the same drafter, from 0
         on: how many of its drafter's guesses were preferred to it."""
         if self.is_chain:
-            return [0] * len(self.tokens)
-        n_before: dict[tuple[int, str], int] = {}
-        ranks = []
-        for place in zip(self.parents, self.origins, strict=True):
-            ranks.append(n_before.get(place, 0))
-            n_before[place] = ranks[-1] + 1
-        return ranks
+            return [0] * len(self)
+        return _numbered(zip(self.parents, self.origins, strict=True))
 
     def depths(self) -> list[int]:
         """Each node's depth; children of the root have depth 0."""
@@ -225,6 +214,16 @@ class Draft:
             tuple(self.probabilities[node] for node in nodes),
             tuple(self.distributions[node] for node in nodes),
         )
+
+
+def _numbered(groups: Iterable[Hashable]) -> list[int]:
+    """How many of the same group come before each item."""
+    n_before: Counter[Hashable] = Counter()
+    numbers = []
+    for group in groups:
+        numbers.append(n_before[group])
+        n_before[group] += 1
+    return numbers
 
 
 #: No draft: the target decodes one token.

@@ -211,7 +211,7 @@ class Session:
         return max(1, self._options.drafting.n_max)
 
     @property
-    def _is_chain_instead(self) -> str | None:
+    def _why_chains(self) -> str | None:
         """Why drafts cannot branch here, whatever their shape; None if they can."""
         target, draft = self._target_model, self._draft
         if target.has_recurrent_state:
@@ -484,7 +484,7 @@ class Session:
 
     def _policy(self, n_past: int) -> Policy:
         drafting = self._options.drafting
-        if drafting.tree.is_fixed and self._is_chain_instead:
+        if drafting.tree.is_fixed and self._why_chains:
             shape = drafting.tree
             drafting = replace(
                 drafting, tree=TreeShape("off"), max_tokens=shape.n_levels, p_min=0.0
@@ -619,7 +619,7 @@ class Session:
 
     def _notices(self, n_ctx: int) -> Iterator[str]:
         shape = self._options.drafting.tree
-        if shape.is_fixed and self._draft_source != "none" and (why := self._is_chain_instead):
+        if shape.is_fixed and self._draft_source != "none" and (why := self._why_chains):
             yield f"--tree {shape}: {why}: drafting chains of {shape.n_levels} tokens"
         target, n_train = self._target_model, self._target_model.n_ctx_train
         if 0 < n_train < n_ctx:

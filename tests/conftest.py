@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from specgen.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.helpers_cli import Cli
 
 #: The environment before any test touched it: real models are kept in the user's own cache.
 _OWN_ENVIRONMENT = dict(os.environ)
@@ -43,6 +44,14 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, config in configs.items():
         write_tiny_model(folder / f"{name}.gguf", config)
     return folder
+
+
+@pytest.fixture
+def cli(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_models: Path
+) -> Cli:
+    """Runs `specgen run` in this process, on tiny models."""
+    return Cli(capsys, monkeypatch, tiny_models)
 
 
 @pytest.fixture(scope="session")

@@ -137,7 +137,7 @@ class SiblingDrafter:
                     parents.append(parent)
                     distributions.append(remaining)
                     below.append((len(tokens) - 1, (*text, token)))
-                    remaining = without(remaining, token)
+                    remaining = remaining.without(token)
             level = below
         n = len(tokens)
         return Draft(tuple(tokens), tuple(parents), ("s",) * n, (None,) * n, tuple(distributions))
@@ -150,15 +150,6 @@ class SiblingDrafter:
 
     def close(self) -> None:
         pass
-
-
-def without(source: Distribution, token: int) -> Distribution | None:
-    """The distribution given that `token` is not drawn."""
-    kept = source.token_ids != token
-    if not kept.any():
-        return None
-    probs = source.probs[kept]
-    return Distribution(source.token_ids[kept], probs / probs.sum())
 
 
 @dataclass

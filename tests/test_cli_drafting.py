@@ -16,13 +16,6 @@ PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 
 
 @pytest.fixture
-def cli(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_models: Path
-) -> Cli:
-    return Cli(capsys, monkeypatch, tiny_models)
-
-
-@pytest.fixture
 def plain(cli: Cli) -> str:
     """The answer without a draft."""
     result = cli.run(PROMPT, draft="none")

@@ -18,13 +18,6 @@ QUICK = ("-N", "3", "-n", "24", "--places", "2", "--draws", "400", "--depth", "2
 
 
 @pytest.fixture
-def cli(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_models: Path
-) -> Cli:
-    return Cli(capsys, monkeypatch, tiny_models)
-
-
-@pytest.fixture
 def specgen(capsys: pytest.CaptureFixture[str]) -> Specgen:
     return in_process(capsys)
 

@@ -174,15 +174,20 @@ class SuffixDrafter:
 
     def _all_that_followed(self, cursor: Cursor) -> list[_Guess]:
         """What the text went on with after a cursor's string, the likeliest first."""
-        text = self._text
-        followers = islice(text.followers(cursor).items(), _MAX_FOLLOWERS)
-        counted = [(text.count(state), text.end(state), token) for token, state in followers]
+        counted = [(count, place, token) for token, count, place in self._followers(cursor)]
         n_all = sum(count for count, _, _ in counted)
         length = min(cursor.length, self._max_match)
         return [
             _Guess(token, confidence(length, count, n_all))
             for count, _, token in sorted(counted, reverse=True)
         ]
+
+    def _followers(self, cursor: Cursor) -> list[tuple[int, int, int]]:
+        """The tokens that followed a cursor's string in the text, how often each did and where
+        it did so last."""
+        text = self._text
+        followers = islice(text.followers(cursor).items(), _MAX_FOLLOWERS)
+        return [(token, text.count(state), text.end(state)) for token, state in followers]
 
     def observe(self, report: RoundReport) -> None:
         pass
@@ -196,10 +201,7 @@ class SuffixDrafter:
 
     def _continue(self, cursor: Cursor) -> _Guess:
         """What the text itself went on with."""
-        text = self._text
-        followers = islice(text.followers(cursor).items(), _MAX_FOLLOWERS)
-        counted = [(token, text.count(state), text.end(state)) for token, state in followers]
-        return self._likeliest(counted, cursor.length)
+        return self._likeliest(self._followers(cursor), cursor.length)
 
     def _look_up(
         self, lookups: Sequence[_Lookup], ending: Sequence[int], n_matched: int

@@ -129,7 +129,8 @@ class TreeModelDrafter(ModelDrafter):
         return policy.trim(draft).first(n_max)  # the likeliest come first
 
     def rewind(self, n_tokens: int) -> None:
-        self._drop_tree(0)
+        if self._looks:
+            self._keep(ROOT, 0)
         self._known = None
         super().rewind(n_tokens)
 
@@ -205,10 +206,6 @@ class TreeModelDrafter(ModelDrafter):
         self._branches.keep(node, self._n_text - self._n_skipped, n_kept)
         self._n_agreed = max(self._n_agreed, self._n_text + n_kept)
         self._looks.clear()
-
-    def _drop_tree(self, n_kept: int) -> None:
-        if self._looks:
-            self._keep(ROOT, n_kept)
 
     def _empty(self) -> None:
         self._known = None
