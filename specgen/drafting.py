@@ -21,12 +21,14 @@ from specgen.drafters import (
 )
 from specgen.errors import PairError
 from specgen.options import (
+    AUTO_TREE,
     DRAFT_TEMPERATURE,
     ContextOptions,
     DraftOptions,
     GenerationOptions,
     SamplerName,
     SamplerOptions,
+    TreeShape,
 )
 from specgen.pair import check_pair
 from specgen.policy import Policy
@@ -120,7 +122,7 @@ class DraftModel:
         else:
             shaped = draft_sampling(sampler, drafting, draws=self._draws)
             if self.branches and not self._draws:
-                shaped = guess_sampling(sampler)
+                shaped = guess_sampling(sampler, drafting.tree)
             self._sampler = Sampler(shaped, breakers)
 
     def close(self) -> None:
@@ -274,14 +276,14 @@ def draft_sampling(
     return replace(target, temperature=temperature, top_k=target.top_k if top_k is None else top_k)
 
 
-def guess_sampling(target: SamplerOptions) -> SamplerOptions:
+def guess_sampling(target: SamplerOptions, tree: TreeShape = AUTO_TREE) -> SamplerOptions:
     """The samplers of a draft model whose likeliest tokens are taken, several of them: what
     decides what the target can accept stays, and nothing that cuts off the less likely ones."""
     order: list[SamplerName] = [name for name in target.samplers if name in _BY_TOKEN]
     return replace(
         target,
         samplers=(*order, "top_k", "temperature"),
-        top_k=_N_GUESSES,
+        top_k=max(_N_GUESSES, *tree.numbers) if tree.is_fixed else _N_GUESSES,
         temperature=1.0,
         dynatemp_range=0.0,
     )

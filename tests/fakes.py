@@ -308,7 +308,7 @@ def tree_drafter(
     """A drafter of trees of a shape as `--tree` has it, and its backend, as `DraftModel` makes it.
     `sampler` is the target's."""
     backend = FakeBackend(vocabulary, language, n_ctx=n_ctx, n_batch=64, n_sequences=n_sequences)
-    shaped = sampler if draws else guess_sampling(sampler)
+    shaped = sampler if draws else guess_sampling(sampler, parse_tree(shape))
     drafter = TreeModelDrafter(
         backend,
         Shaper(Sampler(shaped), state or TextState(PROMPT)),

@@ -489,6 +489,13 @@ def test_a_tree_is_no_deeper_than_it_may_be(shape: str) -> None:
     assert len(generation.tally.drafted_by_depth) == 2
 
 
+def test_a_shape_may_ask_for_many_guesses() -> None:
+    language = random_language(N_VOCAB, seed=2)
+    drafter, _ = tree_drafter(language, WORDS, "10,1")
+    draft = drafter.propose(PROMPT, 20, FixedPolicy(FIXED))
+    assert len(draft.children(ROOT)) == 10
+
+
 def test_a_context_may_serve_one_answer_after_another() -> None:
     """Also where an answer ended with a tree in the cache."""
     language = random_language(N_VOCAB, seed=2)

@@ -18,7 +18,8 @@ from specgen.policy import Policy, TreePolicy
 from specgen.sampling import Distribution, NoTokenAllowedError
 from specgen.tables import CostTable, Price
 
-#: So many of a model's guesses for a place are looked at, and none less likely than this.
+#: So many of a model's guesses for a place are looked at where no shape asks for more, and, where
+#: costs decide, none less likely than this.
 _N_GUESSES = 4
 _LEAST = 0.02
 
@@ -84,6 +85,7 @@ class TreeModelDrafter(ModelDrafter):
         )
         self._shape = shape
         self._n_deepest = n_deepest
+        self._n_guesses = max(_N_GUESSES, *shape.numbers) if shape.is_fixed else _N_GUESSES
         self._branches = _Branches(backend, self._sequence)
         self._tree = GrowingTree(self.name)
         #: What was found beyond the nodes of the tree, and how long the text was then.
@@ -158,7 +160,7 @@ class TreeModelDrafter(ModelDrafter):
         if self._draws:
             return Look(source=source)
         top = self._shaper.top_probability(row, path)
-        order = np.argsort(-source.probs, kind="stable")[:_N_GUESSES]
+        order = np.argsort(-source.probs, kind="stable")[: self._n_guesses]
         # The shaper leaves some of the tokens, whose probabilities sum to 1.
         scale = top / float(source.probs[order[0]])
         return Look(
