@@ -38,15 +38,15 @@ def ways(n: int) -> Iterator[tuple[str, DraftOptions]]:
     chain = DraftOptions(policy="fixed", max_tokens=n, p_min=0.0, tree=parse_tree("off"))
     yield "chain, drawn, block", chain
     yield "chain, likeliest, match", replace(chain, verifier="match")
-    yield (
-        "tree, best first, match",
-        DraftOptions(policy="cost", max_tokens=n, ngrams=False, verifier="match"),
-    )
+    by_cost = DraftOptions(policy="cost", max_tokens=n, ngrams=False)
+    yield "tree, best first, drawn, block", by_cost
+    yield "tree, best first, likeliest, match", replace(by_cost, verifier="match")
     for shape in SHAPES.get(n, ()):
         yield f"tree {shape}, drawn, residual", fixed(shape, "residual")
         if "x" in shape:
             yield f"tree {shape}, drawn, spectr", fixed(shape, "spectr")
         else:
+            yield f"tree {shape}, drawn, block", fixed(shape, "block")
             yield f"tree {shape}, likeliest, match", fixed(shape, "match")
 
 
@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("draft", type=Path)
     parser.add_argument("--temp", type=float, default=1.0)
     parser.add_argument("--nodes", type=int, default=8)
+    parser.add_argument("--only", help="those whose names hold one of these, with | between")
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--count", type=int)
     parser.add_argument("-n", type=int, default=64)
@@ -80,6 +81,8 @@ def main() -> None:
     prompts = own_prompts() if asked.prompts is None else read_bench_prompts(asked.prompts)
     found: dict[str, list[float]] = {}
     for name, drafting in ways(asked.nodes):
+        if asked.only and not any(part in name for part in asked.only.split("|")):
+            continue
         options = SessionOptions(
             asked.target,
             asked.draft,

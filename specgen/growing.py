@@ -18,11 +18,16 @@ class GrowingTree:
 
     def __init__(self, origin: str) -> None:
         self.origin = origin
+        #: So many tokens stand between the text and the root: a draft that this one goes on from.
+        self.n_before = 0
         self.tokens: list[int] = []
         self.parents: list[int] = []
         #: What the drafter thinks of each token, and what it was drawn from.
         self.probabilities: list[float] = []
         self.distributions: list[Distribution | None] = []
+        #: How sure the drafter was of each token or, of one drawn at random, how sure it could be at
+        #: best before the draw.
+        self.confidences: list[float] = []
         #: Children of the root have depth 0.
         self.depths: list[int] = []
         #: Each node's place among its siblings.
@@ -45,14 +50,17 @@ class GrowingTree:
         probability: float,
         *,
         source: Distribution | None = None,
+        confidence: float | None = None,
         is_end: bool = False,
     ) -> int:
-        """Add a child of a node, or of `ROOT`, after the others; returns the new node."""
+        """Add a child of a node, or of `ROOT`, after the others; returns the new node. Without a
+        `confidence`, the probability is taken for it."""
         node = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
         self.probabilities.append(probability)
         self.distributions.append(source)
+        self.confidences.append(probability if confidence is None else confidence)
         self.depths.append(0 if parent == ROOT else self.depths[parent] + 1)
         rank = self.parents.count(parent) - 1
         self.ranks.append(rank)
@@ -61,6 +69,11 @@ class GrowingTree:
         self.is_looked_beyond.append(False)
         self.is_end.append(is_end)
         return node
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether its tokens are drawn at random; False as long as there is none."""
+        return bool(self.distributions) and self.distributions[0] is not None
 
     def child(self, node: int, token: int) -> int | None:
         """The child of a node, or of `ROOT`, that says this token; None if there is none."""
@@ -91,12 +104,11 @@ class GrowingTree:
     def draft(self, walks: Sequence[Sequence[int]] = ()) -> Draft:
         """All of it; `walks` as `Draft` has them."""
         n = len(self.tokens)
-        is_drawn = any(source is not None for source in self.distributions)
         return Draft(
             tuple(self.tokens),
             tuple(self.parents),
             (self.origin,) * n,
             tuple(self.probabilities),
-            tuple(self.distributions) if is_drawn else (None,) * n,
+            tuple(self.distributions),
             tuple(tuple(walk) for walk in walks),
         )

@@ -428,8 +428,7 @@ class Session:
             backends = (draft, *helpers)
             drafter = self._draft.drafter(prompt, backends, state, rng, make_shaper, known)
             if drafting.adds_ngrams:
-                merges = self._draft.branches and not drafting.tree.is_fixed
-                drafter = CombinedDrafter(self.ngrams(), drafter, merges=merges)
+                drafter = CombinedDrafter(self.ngrams(), drafter, merges=self._draft.merges)
         elif self._draft_source == "ngram":
             drafter = self.ngrams()
         return Generation(

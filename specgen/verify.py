@@ -8,7 +8,7 @@ drawn from.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -93,20 +93,29 @@ class ResidualVerifier:
         node, walks = ROOT, draft.walks
         path: list[int] = []
         while True:
-            remaining = target(node)
-            for child in draft.tries(node, walks, len(path)):
-                drawn_from = draft.drawn_from(child)
-                token = draft.tokens[child]
-                if rng.random() * drawn_from.probability(token) < remaining.probability(token):
-                    break
-                # Nothing is left only if the two are equal up to rounding, where a refusal
-                # has no chance but for rounding: the target itself is then the right choice.
-                remaining = remaining.minus(drawn_from) or remaining
-            else:
+            tries = draft.tries(node, walks, len(path))
+            accepted, remaining = _judged_siblings(draft, tries, target(node), rng)
+            if accepted is None:
                 return Verdict(tuple(path), remaining.draw(rng))
-            walks = _still_on(walks, child, len(path))
-            node = child
-            path.append(child)
+            walks = _still_on(walks, accepted, len(path))
+            node = accepted
+            path.append(node)
+
+
+def _judged_siblings(
+    draft: Draft, tries: Sequence[int], remaining: Distribution, rng: np.random.Generator
+) -> tuple[int | None, Distribution]:
+    """The first node of `tries` that recursive rejection accepts, if any, and what those before
+    it leave of the target, given as `remaining`."""
+    for child in tries:
+        drawn_from = draft.drawn_from(child)
+        token = draft.tokens[child]
+        if rng.random() * drawn_from.probability(token) < remaining.probability(token):
+            return child, remaining
+        # Nothing is left only if the two are equal up to rounding, where a refusal
+        # has no chance but for rounding: the target itself is then the right choice.
+        remaining = remaining.minus(drawn_from) or remaining
+    return None, remaining
 
 
 def _still_on(
@@ -212,9 +221,13 @@ class BlockVerifier:
     normalize(max(0, r target - draft)).
 
     It holds for chains whose length depends on the drafted tokens, as long as the decision to
-    stop was made before the next draw. A tree with siblings is judged by recursive rejection:
-    what a whole path's ratio makes up for would have to be shared with the siblings of each of
-    its nodes, whose draws depend on what came before them.
+    stop was made before the next draw.
+
+    In a tree, each run of only children is such a chain, from the text or from an accepted sibling
+    on: it is judged as a block, and where it is accepted whole, what comes behind it is judged
+    anew. Siblings are judged by recursive rejection. That is exact as long as how many siblings
+    there are at a place was settled before anything behind it was drawn: a sibling that is added
+    for what lies behind another would make two ways of judging that one depend on what was drawn.
     """
 
     wants_draws = True
@@ -223,34 +236,68 @@ class BlockVerifier:
         self._residual = ResidualVerifier()
 
     def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
-        if not draft.is_chain:
+        if draft.walks:
             return self._residual.verify(draft, target, rng)
-        after = kept_after = target(ROOT)
-        ratio = kept_ratio = 1.0
-        n_kept = 0
-        for node, token in enumerate(draft.tokens):
-            ratio *= after.probability(token) / draft.drawn_from(node).probability(token)
-            if ratio == 0.0:  # no longer prefix can be accepted either
-                break
-            ratio = min(1.0, ratio)
-            after = target(node)
-            if node + 1 == len(draft):
-                chance = ratio
-            else:
-                excess = after.excess(draft.drawn_from(node + 1), ratio)
-                # 0 / 0 where target and draft are equal and nothing was lost so far: the next
-                # prefix is then accepted with certainty, so it does not matter.
-                chance = excess / (excess + 1.0 - ratio) if excess > 0.0 else 0.0
-            if rng.random() < chance:
-                n_kept, kept_ratio, kept_after = node + 1, ratio, after
-        if n_kept < len(draft):
-            drawn_from = draft.drawn_from(n_kept)
-            kept_after = kept_after.minus(drawn_from, kept_ratio) or kept_after
-        return Verdict(tuple(range(n_kept)), kept_after.draw(rng))
+        node, path = ROOT, list[int]()
+        while True:
+            run = _only_children(draft, node)
+            n_kept, after = _judged_run(draft, run, target, node, rng)
+            path += run[:n_kept]
+            if n_kept < len(run):
+                return Verdict(tuple(path), after.draw(rng))
+            children = draft.children(run[-1] if run else node)
+            accepted, after = _judged_siblings(draft, children, after, rng)
+            if accepted is None:
+                return Verdict(tuple(path), after.draw(rng))
+            node = accepted
+            path.append(node)
+
+
+def _only_children(draft: Draft, node: int) -> list[int]:
+    """The nodes behind `node` (or `ROOT`) up to the first that has siblings."""
+    if draft.is_chain:
+        return list(range(node + 1, len(draft)))
+    run: list[int] = []
+    children = draft.children(node)
+    while len(children) == 1:
+        run += children
+        children = draft.children(children[0])
+    return run
+
+
+def _judged_run(
+    draft: Draft, run: Sequence[int], target: Target, before: int, rng: np.random.Generator
+) -> tuple[int, Distribution]:
+    """How many nodes of a run behind `before` a block verifier keeps, and what the token after
+    them is to be drawn from."""
+    after = kept_after = target(before)
+    ratio = kept_ratio = 1.0
+    n_kept = 0
+    for n, node in enumerate(run, 1):
+        ratio *= after.probability(draft.tokens[node]) / draft.drawn_from(node).probability(
+            draft.tokens[node]
+        )
+        if ratio == 0.0:  # no longer prefix can be accepted either
+            break
+        ratio = min(1.0, ratio)
+        after = target(node)
+        if n == len(run):
+            chance = ratio
+        else:
+            excess = after.excess(draft.drawn_from(run[n]), ratio)
+            # 0 / 0 where target and draft are equal and nothing was lost so far: the next
+            # prefix is then accepted with certainty, so it does not matter.
+            chance = excess / (excess + 1.0 - ratio) if excess > 0.0 else 0.0
+        if rng.random() < chance:
+            n_kept, kept_ratio, kept_after = n, ratio, after
+    if n_kept < len(run):
+        drawn_from = draft.drawn_from(run[n_kept])
+        kept_after = kept_after.minus(drawn_from, kept_ratio) or kept_after
+    return n_kept, kept_after
 
 
 class AutoVerifier:
-    """The verifier that accepts most of the draft at hand: a drawn chain is judged as a block,
+    """The verifier that accepts most of the draft at hand: drawn chains are judged as blocks,
     drawn siblings by recursive rejection, independent drafts by k-sequential selection, and
     any other by matching.
 

@@ -25,7 +25,7 @@ from specgen.options import (
     parse_tree,
 )
 from specgen.policy import CostAwarePolicy, FixedPolicy, RoundReport
-from specgen.policy.cost_aware import best_nodes
+from specgen.policy.plans import best_nodes
 from specgen.sampling import Distribution, Sampler
 from specgen.state import Shaper, TextState
 from specgen.tables import CostTable

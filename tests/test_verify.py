@@ -20,6 +20,7 @@ from specgen.backend.fake import FakeVocabulary, Language, noisy, random_languag
 from specgen.draft import Draft
 from specgen.drafters import Drafter, SuffixDrafter
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
+from specgen.policy import Policy
 from specgen.sampling import Distribution, distribution
 from specgen.verify import (
     BlockVerifier,
@@ -77,6 +78,7 @@ def draw(
     make_drafter: Callable[[int], Drafter | None],
     verifier: Verifier | None = None,
     drafting: DraftOptions = DraftOptions(policy="fixed", max_tokens=2, p_min=0.0),
+    policy: Callable[[DraftOptions], Policy] | None = None,
 ) -> Counter[tuple[int, ...]]:
     """The first tokens of many answers.
 
@@ -92,6 +94,7 @@ def draw(
             drafter=make_drafter(int(rng.integers(2**31))),
             sampler=sampler,
             drafting=drafting,
+            policy=policy,
             options=GenerationOptions(max_tokens=N_TOKENS + 2),
             seed=10_000 + draw_number,
             prompt=PROMPT,

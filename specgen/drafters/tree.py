@@ -27,11 +27,12 @@ _LEAST = 0.02
 @dataclass(frozen=True, slots=True)
 class Look:
     """What a model says comes next: the likeliest tokens with its probabilities at temperature 1,
-    best first, or the distribution that tokens are to be drawn from. Nothing if the grammar
-    leaves it no token."""
+    best first, or the distribution that tokens are to be drawn from and the likeliest one's
+    probability. Nothing if the grammar leaves it no token."""
 
     guesses: tuple[tuple[int, float], ...] = ()
     source: Distribution | None = None
+    top: float = 1.0
 
 
 class Growth(Protocol):
@@ -128,7 +129,9 @@ class TreeModelDrafter(ModelDrafter):
         draft = tree.draft(growth.walks)
         if self._shape.is_fixed:
             return draft
-        return policy.trim(draft).first(n_max)  # the likeliest come first
+        assert isinstance(policy, TreePolicy)
+        draft = policy.pick(tree, draft)
+        return draft if draft.is_drawn else draft.first(n_max)  # the likeliest come first
 
     def rewind(self, n_tokens: int) -> None:
         if self._looks:
@@ -148,7 +151,7 @@ class TreeModelDrafter(ModelDrafter):
         if self._shape.kind == "levels":
             return _Levels(self._shape, n_max, n_deepest, self._rng, is_end)
         assert isinstance(policy, TreePolicy), "costs decide how far a tree grows"
-        return _Worthwhile(policy, self._costs, n_deepest, is_end)
+        return _Worthwhile(policy, self._costs, n_max, n_deepest, self._rng, is_end)
 
     def _look(self, row: Logits, path: Sequence[int]) -> Look:
         """What the model's logits, float32[n_vocab], say comes after the text and a path."""
@@ -157,9 +160,11 @@ class TreeModelDrafter(ModelDrafter):
             source = self._shaper.distribution(row, path)
         except NoTokenAllowedError:
             return Look()
-        if self._draws:
+        if self._draws and self._shape.is_fixed:
             return Look(source=source)
         top = self._shaper.top_probability(row, path)
+        if self._draws:
+            return Look(source=source, top=top)
         order = np.argsort(-source.probs, kind="stable")[: self._n_guesses]
         # The shaper leaves some of the tokens, whose probabilities sum to 1.
         scale = top / float(source.probs[order[0]])
@@ -286,15 +291,21 @@ class _IsEnd(Protocol):
 @dataclass(slots=True)
 class _Worthwhile:
     """As long as a policy thinks it worth it: it sees all that was found, says beyond which nodes
-    to look next, and takes what it likes of the tree afterwards."""
+    to look next, and takes what it likes of the tree afterwards. What is drawn at random stays,
+    so that how much of it is, beyond each node, is asked before the draws."""
 
     policy: TreePolicy
     costs: CostTable
+    n_max: int
     n_deepest: int
+    rng: np.random.Generator
     is_end: _IsEnd
     walks: tuple[tuple[int, ...], ...] = ()
 
     def take(self, tree: GrowingTree, node: int, look: Look) -> None:
+        if look.source is not None:
+            n_draws = self.policy.n_draws(tree, node, look.top)
+            _draw(tree, node, look, min(n_draws, self.n_max - len(tree)), self.rng, self.is_end)
         for rank, (token, probability) in enumerate(look.guesses):
             if rank == 0 or probability >= _LEAST:
                 tree.add(node, token, probability, is_end=self.is_end(token))
@@ -304,6 +315,20 @@ class _Worthwhile:
 
     def _seconds(self, n_rows: int) -> float:
         return self.costs.seconds(n_rows) if self.costs else 0.0
+
+
+def _draw(
+    tree: GrowingTree, node: int, look: Look, n: int, rng: np.random.Generator, is_end: _IsEnd
+) -> None:
+    """Add n children, if there are so many, drawn one after the other without replacement."""
+    source = look.source
+    for _ in range(n):
+        if source is None:
+            break
+        token = source.draw(rng)
+        probability, ends = source.probability(token), is_end(token)
+        tree.add(node, token, probability, source=source, confidence=look.top, is_end=ends)
+        source = source.without(token)
 
 
 @dataclass(slots=True)
@@ -322,14 +347,7 @@ class _Levels:
         n_children = min(self.shape.numbers[depth], self.n_max - len(tree))
         for token, probability in look.guesses[:n_children]:
             tree.add(node, token, probability, is_end=self.is_end(token))
-        source = look.source
-        for _ in range(n_children):
-            if source is None:
-                break
-            token = source.draw(self.rng)
-            probability = source.probability(token)
-            tree.add(node, token, probability, source=source, is_end=self.is_end(token))
-            source = source.without(token)
+        _draw(tree, node, look, n_children, self.rng, self.is_end)
 
     def frontier(self, tree: GrowingTree, n_most: int) -> list[int]:
         if len(tree) >= self.n_max:

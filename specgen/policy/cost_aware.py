@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specgen.chances import NGRAM_ORIGINS, Chances, new_chances, ranked
+from specgen.chances import NGRAM_ORIGINS, Chances, drawn_ranked, new_chances, ranked
 from specgen.draft import NO_DRAFT, ROOT, Draft
 from specgen.growing import GrowingTree
 from specgen.options import DraftOptions
 from specgen.policy.base import RoundReport
 from specgen.policy.budget import Budget
+from specgen.policy.plans import best_draws, best_nodes
 from specgen.policy.stopping import StoppingRule
+from specgen.policy.witness import Witness
 from specgen.tables import FREE, CostTable, Price
 
 #: Decodes of a single row to see before anything is drafted where nothing was measured.
@@ -52,6 +54,10 @@ _ASIDE = 0.5
 #: paid for surely, and of many small expected gains those are picked that are overestimated. (With
 #: 1, trees were 6 % slower than chains on a real pair whose rows cost 0.17 of a token.)
 _SECOND = 0.6
+#: So many tokens are drawn for a place of a tree at most, and none after the first that is accepted
+#: with less than this chance.
+_N_DRAWS = 4
+_LEAST = 0.01
 #: A stopping rule is worked out anew when prices have changed by so much, or after so much
 #: was seen or judged.
 _NEWS = 0.05
@@ -69,46 +75,6 @@ class _Rule:
     next_s: float
     token_s: float
     row_s: float
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """A draft that waits for the text to tell about it, whether or not it was verified, and the
-    node of it where the text is."""
-
-    draft: Draft
-    ranks: list[int]
-    node: int = ROOT
-
-    def holds(self, other: Draft) -> bool:
-        """Whether another draft is a part of what is left of this one."""
-        found = {ROOT: self.node}
-        for node, (parent, token) in enumerate(zip(other.parents, other.tokens, strict=True)):
-            for child in self.draft.children(found[parent]):
-                if self.draft.tokens[child] == token:
-                    found[node] = child
-                    break
-            else:
-                return False
-        return True
-
-    def step(self, token: int) -> bool:
-        """Go to the child that says the text's next token; False if there is none, or if nothing
-        is left behind it."""
-        for child in self.draft.children(self.node):
-            if self.draft.tokens[child] == token:
-                self.node = child
-                return bool(self.draft.children(child))
-        return False
-
-
-@dataclass(slots=True)
-class _Untaken:
-    """What would have been verified of a draft that was not, by what is expected of it, and what
-    that would have saved so far, in seconds."""
-
-    waiting: _Waiting
-    saved_s: float
 
 
 class CostAwarePolicy:
@@ -165,10 +131,7 @@ class CostAwarePolicy:
         self._is_trial = False
         self._began: str | None = None
         self._invested_s = 0.0
-        self._waiting: dict[str, _Waiting] = {}
-        self._untaken: dict[str, _Untaken] = {}
-        #: How sure the model was of each node that it was asked to draft.
-        self._confidences: dict[int, float] = {}
+        self._witness = Witness(self._of)
 
     # --- before and while drafting -----------------------------------------------------------
 
@@ -179,7 +142,7 @@ class CostAwarePolicy:
     def room(self, n_left: int) -> int:
         self._n_left = n_left
         self._path.clear()
-        self._confidences.clear()
+        self._witness.begin_round()
         self._in_force.clear()
         self._extra_s.clear()
         self._is_trial = False
@@ -249,7 +212,7 @@ class CostAwarePolicy:
         before = self._path[n_drafted - 1] if n_drafted else 1.0
         chance = before * chances.chance(confidence)
         self._path[n_drafted:] = [chance]
-        self._confidences[n_drafted] = confidence
+        self._witness.confidences[n_drafted] = confidence
         if self._is_trial:
             return n_drafted < self._budget.n_tokens
         return self._rule(origin).takes(n_drafted, chance) > 0.0
@@ -269,34 +232,36 @@ class CostAwarePolicy:
         nodes = [
             node
             for node in tree.open_nodes(n_deepest - 1)
-            if tree.ranks[node] > 0 or tree.probabilities[node] >= self._p_min
+            if tree.ranks[node] > 0 or tree.confidences[node] >= self._p_min
         ]
         if self._is_trial:
             n_levels = self._budget.n_tokens
             return [n for n in nodes if tree.is_first_choice[n] and tree.depths[n] < n_levels - 1]
-        token_s, extra_s = self._token_worth_s(tree.origin), self._extra()
-        chances = tree.path_chances
+        nodes.sort(key=lambda node: -tree.path_chances[node])
+        if tree.is_drawn:
+            return self._frontier_of_drawn(tree, nodes, n_most)
+        token_s, extra_s = self._token_worth_s(tree.origin), self._extra_behind(tree.n_before)
+        chances, n_room = tree.path_chances, len(extra_s) - 1
         taken, _ = best_nodes(chances, token_s, extra_s)
-        nodes.sort(key=lambda node: -chances[node])
         rule, next_s = self._rule(tree.origin), self._price.next_s
         # What is found takes a row more, or the place of the least likely node that has one.
         n_taken, insert_s = len(taken), math.inf
-        if n_taken < self._n_max:
+        if n_taken < n_room:
             insert_s = extra_s[n_taken + 1] - extra_s[n_taken]
         if taken:
             insert_s = min(insert_s, chances[taken[-1]] * token_s)
         best, best_s, gain_s = 0, 0.0, 0.0
         for n, node in enumerate(nodes[:n_most]):
             n_rows = n_taken
-            if n_rows >= self._n_max:  # it is full, but for those that are likelier
+            if n_rows >= n_room:  # it is full, but for those that are likelier
                 n_rows = sum(chances[other] >= chances[node] for other in taken)
             n_rows = max(n_rows, tree.depths[node] + 1)
-            if n_rows >= self._n_max:
+            if n_rows >= n_room:
                 break
             # The first may be followed far. What the others could be followed by would compete for
             # the same rows, and they are often wrong together.
             if n == 0:
-                gain_s += max(0.0, rule.value(n_rows, chances[node]) + next_s)
+                gain_s += max(0.0, rule.value(tree.n_before + n_rows, chances[node]) + next_s)
             else:
                 gain_s += _ASIDE * rule.single(chances[node], insert_s)
             if node not in taken:  # what it would take to have it in the draft
@@ -306,8 +271,67 @@ class CostAwarePolicy:
                 best, best_s = n + 1, value_s
         return nodes[:best]
 
+    def _frontier_of_drawn(self, tree: GrowingTree, nodes: Sequence[int], n_most: int) -> list[int]:
+        """Of a tree's nodes, likeliest first, those to draw a token behind next: each of these is
+        verified, whatever it says."""
+        n_rows, chances = tree.n_before + len(tree), tree.path_chances
+        n_most = min(n_most, self._n_max - n_rows)
+        if not nodes or n_most < 1:
+            return []
+        # Whether to go on at all, and from the likeliest, the stopping rule knows better.
+        if self._rule(tree.origin).value(n_rows, chances[nodes[0]]) <= 0.0:
+            return []
+        _, chosen = self._best_draws(tree, (), [chances[node] for node in nodes], n_rows)
+        return [nodes[index] for index in chosen[:n_most]] or [nodes[0]]
+
+    def n_draws(self, tree: GrowingTree, node: int, confidence: float) -> int:
+        self._look_at(tree)
+        chances, n_rows = self._of(tree.origin), tree.n_before + len(tree)
+        chances.see(confidence)
+        if n_rows >= self._n_max or confidence < self._p_min:
+            return 0
+        if self._is_trial:
+            return int(n_rows < self._budget.n_tokens)
+        before = self._chance_before(tree, node)
+        first = before * chances.chance(confidence)
+        if self._rule(tree.origin).takes(n_rows, first) <= 0.0:
+            return 0
+        siblings = []
+        for rank in range(1, _N_DRAWS):
+            chance = before * self._chance_of_draw(tree.origin, rank, confidence)
+            if chance < _LEAST:
+                break
+            siblings.append(chance)
+        if not siblings:
+            return 1
+        leaves = [tree.path_chances[other] for other in tree.open_nodes(self._n_max)]
+        return 1 + self._best_draws(tree, siblings, [*leaves, first], n_rows + 1)[0]
+
+    def _best_draws(
+        self, tree: GrowingTree, siblings: Sequence[float], leaves: Sequence[float], n_rows: int
+    ) -> tuple[int, list[int]]:
+        """`best_draws`, behind a draft of so many tokens."""
+        return best_draws(
+            siblings,
+            leaves,
+            self._of(tree.origin).mean(),
+            token_s=self._token_worth_s(tree.origin),
+            look_s=self._price.next_s,
+            extra_s=self._extra_behind(n_rows),
+        )
+
+    def pick(self, tree: GrowingTree, draft: Draft) -> Draft:
+        if tree.n_before == 0:
+            return self.trim(draft)
+        if draft.is_drawn or not len(draft):
+            return draft
+        before = self._chance_before(tree, ROOT)
+        chances = [before * chance for chance in self._path_chances(draft)]
+        token_s, extra_s = self._token_worth_s(tree.origin), self._extra_behind(tree.n_before)
+        return draft.only(best_nodes(chances, token_s, extra_s)[0])
+
     def trim(self, draft: Draft) -> Draft:
-        self._wait_for(draft)
+        self._witness.wait_for(draft)
         if len(draft) == 0 or (draft.is_drawn and not draft.is_chain):
             return draft
         if self._is_trial and self._began is not None:
@@ -336,17 +360,24 @@ class CostAwarePolicy:
 
     def _look_at(self, tree: GrowingTree) -> None:
         """Work out the chances of the nodes that are new."""
-        chances = tree.path_chances
+        chances, origin = tree.path_chances, tree.origin
         for node in range(len(chances), len(tree)):
-            parent, rank, confidence = (
-                tree.parents[node],
-                tree.ranks[node],
-                tree.probabilities[node],
-            )
-            if rank == 0:
-                self._of(tree.origin).see(confidence)
-            before = 1.0 if parent == ROOT else chances[parent]
-            chances.append(before * self._chance_of_guess(tree.origin, rank, confidence))
+            rank, confidence = tree.ranks[node], tree.confidences[node]
+            before = self._chance_before(tree, tree.parents[node])
+            if tree.distributions[node] is not None:
+                chance = self._chance_of_draw(origin, rank, confidence)
+                self._witness.confidences[tree.n_before + node] = confidence
+            else:
+                chance = self._chance_of_guess(origin, rank, confidence)
+                if rank == 0:
+                    self._of(origin).see(confidence)
+            chances.append(before * chance)
+
+    def _chance_before(self, tree: GrowingTree, node: int) -> float:
+        """The chance that a node, or `ROOT`, is accepted with all that stands before it."""
+        if node != ROOT:
+            return tree.path_chances[node]
+        return self._path[tree.n_before - 1] if tree.n_before else 1.0
 
     # --- afterwards --------------------------------------------------------------------------
 
@@ -356,7 +387,8 @@ class CostAwarePolicy:
         if not len(report.draft):
             self._n_stale = 0
         n_committed = max(1, len(report.committed), len(report.path) + 1)
-        self._judge(report)
+        for origin, saved_s in self._witness.observe(report, self.token_s):
+            self._budget.show(origin, saved_s, self._costs.seconds(1))
         if not self._costs.knows(1):
             return
         plain_s = self._costs.seconds(1)
@@ -378,64 +410,15 @@ class CostAwarePolicy:
         round_tokens += _RATE * (n_committed - round_tokens)
         self._token_s, self._tokens_a_round = mean_round_s / round_tokens, round_tokens
 
-    def _judge(self, report: RoundReport) -> None:
-        """Count what was accepted: of the draft, and of what waits for the text."""
-        draft = report.draft
-        if draft.is_drawn and draft.is_chain:
-            # How sure the model was before the draw, not how likely the drawn token is, says
-            # what to expect.
-            n_accepted = len(report.path)
-            for node in range(min(n_accepted + 1, len(draft))):
-                if draft.distributions[node] is not None and node in self._confidences:
-                    chances = self._of(draft.origins[node])
-                    chances.judge(self._confidences[node], accepted=node < n_accepted)
-        for key in list(self._waiting):
-            waiting = self._waiting[key]
-            for token in report.committed:
-                self._judge_children(waiting, token)
-                if not waiting.step(token):
-                    del self._waiting[key]
-                    break
-        for origin in list(self._untaken):
-            untaken = self._untaken[origin]
-            for token in report.committed:
-                before = untaken.waiting.node
-                goes_on = untaken.waiting.step(token)
-                untaken.saved_s += self.token_s if untaken.waiting.node != before else 0.0
-                if not goes_on:
-                    self._budget.show(origin, untaken.saved_s, self._costs.seconds(1))
-                    del self._untaken[origin]
-                    break
-
-    def _judge_children(self, waiting: _Waiting, token: int) -> None:
-        """Count which of the tokens that were proposed here was the text's."""
-        draft = waiting.draft
-        for child in draft.children(waiting.node):
-            confidence = draft.probabilities[child]
-            chances = self._of(ranked(draft.origins[child], waiting.ranks[child]))
-            chances.judge(
-                1.0 if confidence is None else confidence, accepted=draft.tokens[child] == token
-            )
-
-    def _wait_for(self, draft: Draft) -> None:
-        """Remember what a drafter proposed, whether or not it is verified."""
-        if not len(draft) or draft.is_drawn:
-            return
-        waiting = self._waiting.get(draft.origins[0])
-        if waiting is not None and waiting.holds(draft):
-            return  # the same, cut off
-        self._waiting[draft.origins[0]] = _Waiting(draft, draft.ranks())
-
     def _leave(self, draft: Draft) -> None:
         """Remember what a draft that nothing was read for would have been worth verifying: the
         text will tell what that would have saved."""
         origin = draft.origins[0]
-        if origin not in NGRAM_ORIGINS or origin in self._untaken:
+        if origin not in NGRAM_ORIGINS or self._witness.is_following(origin):
             return
         nodes, _ = best_nodes(self._path_chances(draft), self.token_s, self._extra())
         if nodes:
-            waiting = _Waiting(draft.only(nodes), [])
-            self._untaken[origin] = _Untaken(waiting, -self._extra()[len(nodes)])
+            self._witness.follow(draft.only(nodes), self._extra()[len(nodes)])
 
     # --- what is expected --------------------------------------------------------------------
 
@@ -493,6 +476,12 @@ class CostAwarePolicy:
         chance = self._of(ranked(origin, rank)).chance(confidence)
         return chance if rank == 0 else _SECOND * chance
 
+    def _chance_of_draw(self, origin: str, rank: int, confidence: float) -> float:
+        """The chance that a token is accepted which its drafter draws for a place after `rank`
+        others, being so sure at best of the first."""
+        chance = self._of(drawn_ranked(origin, rank)).chance(confidence)
+        return chance if rank == 0 else _SECOND * chance
+
     def _best(self, draft: Draft) -> tuple[int, float]:
         """The length at which a chain's beginning is worth most, and what it is worth; of a tree
         how many of the nodes."""
@@ -526,6 +515,14 @@ class CostAwarePolicy:
         if not self._extra_s:
             self._extra_s = [self._extra_for(n) for n in range(self._n_max + 1)]
         return self._extra_s
+
+    def _extra_behind(self, n_before: int) -> list[float]:
+        """What a batch costs, for each number of tokens behind a draft of `n_before`, beyond one
+        with that draft alone; in seconds."""
+        extra_s = self._extra()
+        if not n_before:
+            return extra_s
+        return [seconds - extra_s[n_before] for seconds in extra_s[n_before:]]
 
     def _extra_for(self, n_drafted: int) -> float:
         return self._costs.seconds(n_drafted + 1) - self._costs.seconds(1)
@@ -579,24 +576,6 @@ class CostAwarePolicy:
             - (k - 1) * price.next_s
             for k in range(1, self._n_max + 1)
         )
-
-
-def best_nodes(
-    path_chances: Sequence[float], token_s: float, extra_s: Sequence[float]
-) -> tuple[list[int], float]:
-    """The nodes of a tree that are worth most together, and what they are worth in seconds.
-
-    The chance that a path is accepted does not grow along it, so the likeliest nodes of any
-    number are a tree, and the best tree of that size. `path_chances` have parents before their
-    children; `extra_s[n]` is what n nodes cost to verify. Nodes come likeliest first.
-    """
-    order = sorted(range(len(path_chances)), key=lambda node: -path_chances[node])
-    best_n, best_s, gain_s = 0, 0.0, 0.0
-    for n, node in enumerate(order[: len(extra_s) - 1], 1):
-        gain_s += path_chances[node] * token_s
-        if gain_s - extra_s[n] > best_s:
-            best_n, best_s = n, gain_s - extra_s[n]
-    return order[:best_n], best_s
 
 
 def _first_children(draft: Draft) -> list[int]:

@@ -39,14 +39,23 @@ class WrappedPolicy:
     def frontier(
         self, tree: GrowingTree, n_deepest: int, n_most: int, seconds: Callable[[int], float]
     ) -> list[int]:
-        assert isinstance(self._inner, TreePolicy), "only such a one is asked about trees"
-        return self._inner.frontier(tree, n_deepest, n_most, seconds)
+        return self._of_trees().frontier(tree, n_deepest, n_most, seconds)
+
+    def n_draws(self, tree: GrowingTree, node: int, confidence: float) -> int:
+        return self._of_trees().n_draws(tree, node, confidence)
+
+    def pick(self, tree: GrowingTree, draft: Draft) -> Draft:
+        return self._of_trees().pick(tree, draft)
 
     def trim(self, draft: Draft) -> Draft:
         return self._inner.trim(draft)
 
     def observe(self, report: RoundReport) -> None:
         self._inner.observe(report)
+
+    def _of_trees(self) -> TreePolicy:
+        assert isinstance(self._inner, TreePolicy), "only such a one is asked about trees"
+        return self._inner
 
 
 class Decided(WrappedPolicy):
@@ -59,6 +68,7 @@ class Decided(WrappedPolicy):
     def __init__(self, inner: Policy, *, n_own: int = 0, n_after: int = 0) -> None:
         super().__init__(inner)
         self._n_own = n_own
+        self._n_after = n_after
         self._offset = n_after - n_own
 
     def prospect(self, origin: str, price: Price, after: Draft = NO_DRAFT) -> float:
@@ -73,3 +83,13 @@ class Decided(WrappedPolicy):
         if n_drafted < self._n_own:
             return True
         return self._inner.goes_on(n_drafted + self._offset, origin)
+
+    def frontier(
+        self, tree: GrowingTree, n_deepest: int, n_most: int, seconds: Callable[[int], float]
+    ) -> list[int]:
+        tree.n_before = self._n_after
+        return super().frontier(tree, n_deepest, n_most, seconds)
+
+    def n_draws(self, tree: GrowingTree, node: int, confidence: float) -> int:
+        tree.n_before = self._n_after
+        return super().n_draws(tree, node, confidence)
