@@ -34,6 +34,22 @@ _FADING = 1.0 - 1.0 / _MEMORY
 #: and how large it may become.
 _TEXT_RATE = 0.12
 _MAX_DEVIATION = 2.5
+#: What all texts say of how often each confidence comes counts as much as so many looks in the
+#: present one. (In replays of 75 answers, plain decoding's time over that with a draft model went
+#: from 1.08 to 1.12 with it, the model being asked in all of them.)
+_N_HERE = 20.0
+#: A text of so many looks counts half in what texts are worth, one of less than that not at all; and
+#: of so many texts the memory is kept.
+_N_HALF = 20.0
+_N_ENOUGH = 6
+_FADING_TEXTS = 1.0 - 1.0 / 33.0
+#: What is thought of texts before any counts as much as so many of them do for the mean, and for the
+#: variance; and how far apart they are thought to be: in proportion to the square root of what a
+#: round gains before any, but no farther than that.
+_N_START_MEAN = 2.0
+_N_START_VARIANCE = 4.0
+_START_DEVIATION = 1.2
+_LEAST_DEVIATION, _MOST_DEVIATION = 0.05, 0.5
 #: Origins whose tokens come without a model.
 NGRAM_ORIGINS = ("ngram", "lookup")
 #: No chance is held to be more extreme than this.
@@ -79,13 +95,50 @@ def drawn_ranked(origin: str, rank: int) -> str:
 
 
 @dataclass(slots=True)
+class Worths:
+    """What a round with a drafter was worth in earlier texts, in plain tokens' time: some texts suit
+    it and others do not, and a few of one kind say little about the next one.
+
+    The mean and the variance of what texts are worth are both unknown; `start` is what was thought
+    before any, by what the drafter's tokens were like in a sample.
+    """
+
+    start: float | None = None
+    #: How many texts were counted, weighted by how much was seen of each; the sum of their worths,
+    #: and of the squares.
+    n: float = 0.0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def add(self, worth: float, weight: float) -> None:
+        """Count another text."""
+        self.n = self.n * _FADING_TEXTS + weight
+        self.total = self.total * _FADING_TEXTS + weight * worth
+        self.squares = self.squares * _FADING_TEXTS + weight * worth * worth
+
+    def of_next(self, look: float) -> tuple[float, float]:
+        """What the next text may be worth: mean and standard deviation. A look at what the drafter
+        says costs so much."""
+        start = self.start or 0.0
+        mean = (_N_START_MEAN * start + self.total) / (_N_START_MEAN + self.n)
+        # A drafter that is never right gains nothing in any text.
+        deviation = _START_DEVIATION * math.sqrt(max(0.0, start + look))
+        deviation = min(_MOST_DEVIATION, max(_LEAST_DEVIATION, deviation))
+        spread = max(0.0, self.squares - self.total**2 / self.n) if self.n else 0.0
+        variance = (_N_START_VARIANCE * deviation**2 + spread) / (_N_START_VARIANCE + self.n)
+        return mean, math.sqrt(variance * (1.0 + 1.0 / (_N_START_MEAN + self.n)))
+
+
+@dataclass(slots=True)
 class Counts:
     """What was counted of a drafter: for each bin of confidence how many tokens were judged, how
-    many of these accepted, and how often there was such a confidence; float64[N_BINS] each."""
+    many of these accepted, and how often there was such a confidence, float64[N_BINS] each; and
+    what texts were worth."""
 
     n_judged: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
     n_accepted: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
     n_seen: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
+    worths: Worths = field(default_factory=Worths)
 
 
 class Chances:
@@ -102,8 +155,11 @@ class Chances:
         self.counts = counts if counts is not None else Counts()
         self._start = [start(float(middle)) for middle in _MIDDLES]
         self._deviation = 0.0
-        #: How many confidences were counted in the present text.
+        #: How many confidences were counted in the present text, and in which bins.
         self.n_looks = 0
+        self._seen_here = np.zeros(N_BINS)
+        #: What a round is worth in the present text, in plain tokens' time, if that is known.
+        self._worth: float | None = None
         #: Counts all that may have changed the chances, or how often each comes.
         self.version = 0
         #: The chances that were asked for since then.
@@ -111,10 +167,24 @@ class Chances:
 
     def begin_text(self) -> None:
         """Another text begins, which deviates in its own way."""
+        self.end_text()
         self._deviation = 0.0
         self.n_looks = 0
+        self._seen_here[:] = 0.0
         self.version += 1
         self._by_bin.clear()
+
+    def expect(self, worth: float) -> None:
+        """Note what a round seems to be worth in the present text, in plain tokens' time."""
+        self._worth = worth
+        if self.counts.worths.start is None:
+            self.counts.worths.start = worth
+
+    def end_text(self) -> None:
+        """Count what the present text was worth, if enough was seen of it, and once."""
+        if self._worth is not None and self.n_looks >= _N_ENOUGH:
+            self.counts.worths.add(self._worth, self.n_looks / (self.n_looks + _N_HALF))
+        self._worth = None
 
     def chance(self, confidence: float) -> float:
         """The chance for such a token."""
@@ -125,8 +195,10 @@ class Chances:
         return np.array([self._of_bin(index) for index in range(N_BINS)])
 
     def frequencies(self) -> ProbArray:
-        """How often each bin's confidences come, summing to 1: float64[N_BINS]."""
+        """How often each bin's confidences come in the present text, summing to 1:
+        float64[N_BINS]."""
         seen = self.counts.n_seen + _START_SEEN
+        seen = seen * (_N_HERE / seen.sum()) + self._seen_here
         frequencies: ProbArray = seen / seen.sum()
         return frequencies
 
@@ -144,6 +216,7 @@ class Chances:
         n_seen, index = self.counts.n_seen, _bin(confidence)
         n_seen *= _FADING
         n_seen[index] = n_seen.item(index) + 1.0
+        self._seen_here[index] = self._seen_here.item(index) + 1.0
         self.n_looks += 1
         self.version += 1
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from specgen.arrays import ProbArray
 from specgen.atomic import replace_text
-from specgen.chances import N_BINS, Chances, Counts, new_chances
+from specgen.chances import N_BINS, Chances, Counts, Worths, new_chances
 from specgen.options import ContextOptions
 from specgen.tables import CostTable
 from specgen.threads import Threads
@@ -118,6 +118,8 @@ class Memory:
                 document[_COSTS].pop(key, None)
                 document[_COSTS][key] = {str(n): round(s, 7) for n, s in table.known.items()}
         for key, by_origin in self._chances.items():
+            for chances in by_origin.values():
+                chances.end_text()
             counted = {o: _to_json(c.counts) for o, c in by_origin.items() if c.n_judged}
             if counted:
                 document[_CHANCES].pop(key, None)
@@ -243,7 +245,19 @@ def _counts(value: object) -> Counts | None:
     judged, accepted, seen = (_numbers(value.get(name)) for name in ("judged", "accepted", "seen"))
     if judged is None or accepted is None or seen is None or np.any(accepted > judged + 1e-6):
         return None
-    return Counts(judged, accepted, seen)
+    return Counts(judged, accepted, seen, _worths(value.get("worths")))
+
+
+def _worths(value: object) -> Worths:
+    """What texts were worth; nothing, where that was not kept."""
+    if not isinstance(value, list) or len(value) != len(dataclasses.fields(Worths)):
+        return Worths()
+    if not all(isinstance(number, int | float) and math.isfinite(number) for number in value):
+        return Worths()
+    start, n, total, squares = map(float, value)
+    if n < 0.0 or squares < 0.0:
+        return Worths()
+    return Worths(start, n, total, squares)
 
 
 def _numbers(value: object) -> ProbArray | None:
@@ -256,7 +270,9 @@ def _numbers(value: object) -> ProbArray | None:
 
 
 def _to_json(counts: Counts) -> dict[str, list[float]]:
-    return {
+    worths = dataclasses.astuple(counts.worths)
+    known = {} if counts.worths.start is None else {"worths": [round(w, 4) for w in worths]}
+    return known | {
         "judged": [round(number, 3) for number in counts.n_judged.tolist()],
         "accepted": [round(number, 3) for number in counts.n_accepted.tolist()],
         "seen": [round(number, 3) for number in counts.n_seen.tolist()],

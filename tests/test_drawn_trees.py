@@ -263,16 +263,17 @@ Chance = st.floats(0.02, 1.0)
 def test_the_best_draws_are_the_best_of_all(
     siblings: list[float], leaves: list[float], mean: float, costs: list[float]
 ) -> None:
-    extra_s = [0.0, *np.cumsum(costs).tolist()]
+    extra_s: list[float] = [0.0, *np.cumsum(costs).tolist()]
     n_siblings, going_on = best_draws(
         siblings, leaves, mean, token_s=1.0, look_s=0.0, extra_s=extra_s
     )
 
     def value(plan: tuple[int, ...]) -> float:
-        gain = 0.0
-        for first, n in zip([*siblings, *[c * mean for c in leaves]], plan, strict=True):
-            gain += sum(first * mean**k for k in range(n))
-        return gain - extra_s[sum(plan)]
+        firsts = [*siblings, *[chance * mean for chance in leaves]]
+        gains = [
+            float(first * mean**k) for first, n in zip(firsts, plan, strict=True) for k in range(n)
+        ]
+        return math.fsum(gains) - extra_s[sum(plan)]
 
     everything = list(plans(len(siblings) + len(leaves), len(costs)))
     best = max(map(value, everything))
