@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.chances import N_BINS, NGRAM_ORIGINS, Chances, Counts, model_start, new_chances
+from specgen.chances import (
+    N_BINS,
+    NGRAM_ORIGINS,
+    Chances,
+    Counts,
+    Worths,
+    model_start,
+    new_chances,
+)
 from specgen.chances import ngram_start as start_of_ngrams
 
 CONFIDENCES = st.floats(0.0, 1.0)
@@ -180,3 +188,71 @@ def test_the_shift_of_a_text_is_bounded() -> None:
     moved = chances.chance(0.15)
     # Of another confidence, nothing was seen: what this text can do to it has an end.
     assert 0.0 < math.log(kept / (1.0 - kept)) - math.log(moved / (1.0 - moved)) <= 2.5 + 1e-6
+
+
+def test_how_sure_it_is_in_the_present_text_counts_most() -> None:
+    chances = Chances()
+    for _ in range(500):
+        chances.see(0.15)
+    chances.begin_text()
+    assert chances.frequencies()[1] > 0.9
+    for _ in range(20):
+        chances.see(0.98)
+    assert chances.frequencies()[10] == pytest.approx(0.5, abs=0.03)
+    chances.begin_text()
+    assert chances.frequencies()[1] > 0.85
+
+
+# --- what texts are worth ----------------------------------------------------------------------
+
+
+def test_before_any_text_the_next_is_worth_what_was_thought() -> None:
+    mean, deviation = Worths(start=0.3).of_next(look=0.2)
+    assert mean == 0.3
+    assert deviation > 0.3
+    # What gains nothing but costs its looks is worth that in all texts.
+    mean, deviation = Worths(start=-0.2).of_next(look=0.2)
+    assert mean == -0.2
+    assert deviation < 0.1
+
+
+@pytest.mark.parametrize(("middle", "spread"), [(0.4, 0.5), (-0.3, 0.1), (0.0, 0.3)])
+def test_after_many_texts_the_next_is_worth_what_they_were(middle: float, spread: float) -> None:
+    rng = np.random.default_rng(0)
+    worths = Worths(start=0.2)
+    for worth in rng.normal(middle, spread, 300):
+        worths.add(float(worth), 1.0)
+    mean, deviation = worths.of_next(look=0.2)
+    assert mean == pytest.approx(middle, abs=0.15)
+    assert deviation == pytest.approx(spread, abs=0.12)
+
+
+def test_a_few_bad_texts_leave_it_open_what_the_next_is_like() -> None:
+    worths = Worths(start=0.2)
+    for _ in range(4):
+        worths.add(-0.2, 0.5)
+    mean, deviation = worths.of_next(look=0.2)
+    assert -0.2 < mean < 0.1
+    assert deviation > 0.3
+
+
+def test_a_text_counts_once_and_by_how_much_was_seen_of_it() -> None:
+    chances = Chances()
+    worths = chances.counts.worths
+    chances.expect(0.5)
+    assert worths.start == 0.5
+    chances.see(0.9)
+    chances.end_text()
+    assert worths.n == 0.0  # too little was seen
+    for n_looks in (10, 100):
+        before = worths.n
+        chances.begin_text()
+        for _ in range(n_looks):
+            chances.see(0.9)
+        chances.expect(0.7)
+        chances.end_text()
+        chances.end_text()
+        chances.begin_text()
+        assert worths.n - before == pytest.approx(n_looks / (n_looks + 20), abs=0.05)
+    assert worths.total / worths.n == pytest.approx(0.7)
+    assert worths.start == 0.5

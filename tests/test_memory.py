@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specgen.chances import N_BINS, new_chances
+from specgen.chances import N_BINS, Worths, new_chances
 from specgen.memory import Memory
 from specgen.options import ContextOptions
 
@@ -74,6 +75,33 @@ def test_what_was_learnt_is_there_again(file: Path) -> None:
     for name in ("n_judged", "n_accepted", "n_seen"):
         assert getattr(counts, name) == pytest.approx(getattr(before, name), abs=0.002)
     assert [path.name for path in file.parent.iterdir()] == ["memory.json"]
+
+
+def test_what_texts_were_worth_is_there_again(file: Path) -> None:
+    memory = opened(file)
+    judge(memory, 20)
+    memory.chances(TARGET, DRAFT, "greedy")["model"].expect(0.25)
+    memory.save()  # an answer has ended
+    worths = opened(file).chances(TARGET, DRAFT, "greedy")["model"].counts.worths
+    assert worths.start == 0.25
+    assert worths.n == pytest.approx(0.5)
+    assert worths.total == pytest.approx(0.125)
+
+
+@pytest.mark.parametrize(
+    "kept", [None, 3, [1.0], ["a", 1, 2, 3], [0.1, -1.0, 2.0, 3.0], [math.inf, 1, 1, 1]]
+)
+def test_worths_that_make_no_sense_are_learnt_anew(file: Path, kept: object) -> None:
+    memory = opened(file)
+    judge(memory, 20)
+    memory.save()
+    whole = document(file)
+    for by_origin in whole["chances"].values():
+        by_origin["model"]["worths"] = kept
+    file.write_text(json.dumps(whole), encoding="utf-8")
+    counts = opened(file).chances(TARGET, DRAFT, "greedy")["model"].counts
+    assert counts.n_judged.sum() > 19.0
+    assert counts.worths == Worths()
 
 
 def test_a_table_and_the_chances_are_the_same_objects_each_time(file: Path) -> None:

@@ -29,7 +29,7 @@ from specgen.policy import (
 from specgen.sampling import distribution
 from specgen.tables import FREE, CostTable, Price
 from tests.fakes import N_VOCAB, model_drafter
-from tests.simulated import WRONG, World, run, steps, text
+from tests.simulated import WRONG, Run, World, run, steps, text
 
 LANGUAGE = random_language(N_VOCAB, seed=3)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
@@ -391,6 +391,33 @@ def test_a_draft_that_cannot_pay_costs_next_to_nothing(
     for backlog_s in (0.0, 5.0):
         found = run(world, cost_aware(world.table()), backlog_s=backlog_s)
         assert (world.plain_s + backlog_s) / found.seconds > 0.97, backlog_s
+
+
+def test_texts_that_suit_a_draft_badly_do_not_keep_it_from_others() -> None:
+    """Each has to be read first; the model shows by its confidence which kind a text is."""
+    curve, draft_s, backlog_s = CURVES["linear"], 0.1, 5.0
+    chances: dict[str, Chances] = {}
+    table: CostTable | None = None
+
+    def of(confidence: float, seed: int) -> Run:
+        nonlocal table
+        rng = np.random.default_rng(seed)
+        confidences = np.clip(rng.normal(confidence, 0.1, 160), 0.02, 0.999)
+        world = World(curve, draft_s, confidences, (rng.random(160) < confidences).astype(float))
+        table = table or CostTable(world.table())
+        policy = CostAwarePolicy(DraftOptions(), table, chances)
+        found = run(world, policy, backlog_s=backlog_s)
+        ratios.append(world.plain_s / found.seconds)
+        return found
+
+    ratios: list[float] = []
+    for seed in range(6):
+        of(0.25, seed)
+    assert np.mean(ratios) > 0.93
+    ratios.clear()
+    for seed in range(6, 12):
+        assert of(0.96, seed).n_looks > 40
+    assert np.mean(ratios) > 1.3
 
 
 def test_what_costs_more_than_it_could_ever_gain_is_not_begun() -> None:
