@@ -50,6 +50,11 @@ _N_START_MEAN = 2.0
 _N_START_VARIANCE = 4.0
 _START_DEVIATION = 1.2
 _LEAST_DEVIATION, _MOST_DEVIATION = 0.05, 0.5
+#: What may be lost on a drafter in all, in plain tokens' time: so much at first, a share of what is
+#: generated, and what it saved, up to a limit.
+_FIRST_ALLOWANCE = 32.0
+_ALLOWED_SHARE = 0.02
+_MOST_ALLOWANCE = 64.0
 #: Origins whose tokens come without a model.
 NGRAM_ORIGINS = ("ngram", "lookup")
 #: No chance is held to be more extreme than this.
@@ -109,6 +114,16 @@ class Worths:
     n: float = 0.0
     total: float = 0.0
     squares: float = 0.0
+    #: What may be lost on the drafter from here on, before it saves anything: it is not begun with
+    #: where what it has to read first takes longer. So one that never pays costs next to nothing,
+    #: whatever is expected of the next text.
+    allowance: float = _FIRST_ALLOWANCE
+
+    def account(self, saved: float, n_tokens: int) -> None:
+        """Enter a round that added so many tokens, and what the drafter saved or, if negative, lost
+        in it."""
+        allowance = self.allowance + saved + _ALLOWED_SHARE * n_tokens
+        self.allowance = min(_MOST_ALLOWANCE, allowance)
 
     def add(self, worth: float, weight: float) -> None:
         """Count another text."""

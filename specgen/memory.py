@@ -254,10 +254,8 @@ def _worths(value: object) -> Worths:
         return Worths()
     if not all(isinstance(number, int | float) and math.isfinite(number) for number in value):
         return Worths()
-    start, n, total, squares = map(float, value)
-    if n < 0.0 or squares < 0.0:
-        return Worths()
-    return Worths(start, n, total, squares)
+    worths = Worths(*map(float, value))
+    return Worths() if worths.n < 0.0 or worths.squares < 0.0 else worths
 
 
 def _numbers(value: object) -> ProbArray | None:

@@ -256,3 +256,17 @@ def test_a_text_counts_once_and_by_how_much_was_seen_of_it() -> None:
         assert worths.n - before == pytest.approx(n_looks / (n_looks + 20), abs=0.05)
     assert worths.total / worths.n == pytest.approx(0.7)
     assert worths.start == 0.5
+
+
+def test_what_may_be_lost_is_bounded_and_comes_back_slowly() -> None:
+    worths = Worths(start=0.2)
+    first = worths.allowance
+    for _ in range(10):
+        worths.account(-4.0, 1)
+    assert worths.allowance == pytest.approx(first - 40.0, abs=1.0)
+    for _ in range(1000):
+        worths.account(0.0, 1)
+    assert worths.allowance == pytest.approx(first - 20.0, abs=2.0)
+    for _ in range(1000):
+        worths.account(2.0, 3)
+    assert worths.allowance < 100.0  # what was saved once is no credit for ever

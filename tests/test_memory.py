@@ -89,7 +89,7 @@ def test_what_texts_were_worth_is_there_again(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kept", [None, 3, [1.0], ["a", 1, 2, 3], [0.1, -1.0, 2.0, 3.0], [math.inf, 1, 1, 1]]
+    "kept", [None, 3, [1.0], ["a", 1, 2, 3, 4], [0.1, -1.0, 2.0, 3.0, 4.0], [math.inf, 1, 1, 1, 1]]
 )
 def test_worths_that_make_no_sense_are_learnt_anew(file: Path, kept: object) -> None:
     memory = opened(file)

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specgen.chances import NGRAM_ORIGINS, Chances, drawn_ranked, new_chances, ranked
+from specgen.chances import (
+    NGRAM_ORIGINS,
+    Chances,
+    Worths,
+    drawn_ranked,
+    new_chances,
+    ranked,
+)
 from specgen.draft import NO_DRAFT, ROOT, Draft
 from specgen.growing import GrowingTree
 from specgen.options import DraftOptions
@@ -134,6 +141,8 @@ class CostAwarePolicy:
         self._began: str | None = None
         self._invested_s = 0.0
         self._witness = Witness(self._of)
+        #: The accounts of the drafters that were asked about in this text.
+        self._asked: dict[str, Worths] = {}
 
     # --- before and while drafting -----------------------------------------------------------
 
@@ -186,7 +195,7 @@ class CostAwarePolicy:
         """
         plain_s, chances = self._costs.seconds(1), self._of(origin)
         chances.expect(value / plain_s)
-        worths = chances.counts.worths
+        worths = self._asked[origin] = chances.counts.worths
         mean, deviation = worths.of_next(price.first_s / plain_s)
         unknown = 1.0 / (1.0 + chances.n_looks * (deviation / _NOISE) ** 2)
         value = unknown * mean * plain_s + (1.0 - unknown) * value
@@ -196,7 +205,7 @@ class CostAwarePolicy:
         horizon = self._horizon()
         gain = _mean_above_zero(value, spread)
         cost = _N_TRIED * max(0.0, -value)
-        if self._budget.is_put_aside(origin):
+        if self._budget.is_put_aside(origin) or price.backlog_s > worths.allowance * plain_s:
             return min(value, 0.0)
         if price.backlog_s > _MOST_AHEAD * self._budget.elapsed_s:
             return min(value, 0.0)
@@ -410,6 +419,9 @@ class CostAwarePolicy:
             plain_s=plain_s,
             is_trial=self._is_trial,
         )
+        for origin, worths in self._asked.items():
+            saved_s = n_committed * plain_s - round_s - self._invested_s
+            worths.account(saved_s / plain_s if origin == self._began else 0.0, n_committed)
         if self._token_s is None:
             self._token_s = plain_s
         # Seconds and tokens are averaged apart: the mean of their ratios is another thing.
