@@ -38,9 +38,10 @@ def ways(n: int) -> Iterator[tuple[str, DraftOptions]]:
     chain = DraftOptions(policy="fixed", max_tokens=n, p_min=0.0, tree=parse_tree("off"))
     yield "chain, drawn, block", chain
     yield "chain, likeliest, match", replace(chain, verifier="match")
-    by_cost = DraftOptions(policy="cost", max_tokens=n, ngrams=False)
-    yield "tree, best first, drawn, block", by_cost
-    yield "tree, best first, likeliest, match", replace(by_cost, verifier="match")
+    yield (
+        "tree, best first, match",
+        DraftOptions(policy="cost", max_tokens=n, ngrams=False, verifier="match"),
+    )
     for shape in SHAPES.get(n, ()):
         yield f"tree {shape}, drawn, residual", fixed(shape, "residual")
         if "x" in shape:

@@ -77,12 +77,6 @@ def later_start(confidence: float) -> float:
     return 0.8 * confidence
 
 
-def later_draw_start(confidence: float) -> float:
-    """The same of a token that is drawn after others for its place, by how sure the drafter could
-    be of the first: it counts where that one was refused."""
-    return 0.4 * (1.0 - model_start(confidence))
-
-
 #: Siblings behind this many others are counted together.
 _N_RANKS = 3
 
@@ -91,12 +85,6 @@ def ranked(origin: str, rank: int) -> str:
     """The name under which a drafter's tokens are counted that come after `rank` siblings: what
     its second guess is worth has little to do with what its first one is."""
     return origin if rank == 0 else f"{origin}:{min(rank, _N_RANKS) + 1}"
-
-
-def drawn_ranked(origin: str, rank: int) -> str:
-    """The same for tokens that are drawn at random: by how sure their drafter is before the first
-    of them is drawn."""
-    return origin if rank == 0 else f"{origin}~{min(rank, _N_RANKS) + 1}"
 
 
 @dataclass(slots=True)
@@ -266,8 +254,6 @@ def new_chances(origin: str, counts: Counts | None = None) -> Chances:
     """The chances of a drafter's tokens, with the start that suits it."""
     if ":" in origin:
         return Chances(counts, later_start)
-    if "~" in origin:
-        return Chances(counts, later_draw_start)
     return Chances(counts, ngram_start if origin in NGRAM_ORIGINS else model_start)
 
 

@@ -109,9 +109,10 @@ class DraftModel:
             and not target.has_recurrent_state
             and not self.model.has_recurrent_state
             and self._translation is None
+            and (drafting.tree.is_fixed or not self._draws)
         )
-        #: Whether what n-grams say may become branches of its drafts: not of drawn ones.
-        self.merges = self.branches and not self._draws and not drafting.tree.is_fixed
+        #: Whether what n-grams say may become branches of its drafts.
+        self.merges = self.branches and not drafting.tree.is_fixed
         self._tree = (drafting.tree, drafting.tree_depth)
         if self.translated == "string":
             # The target's biases and penalties are by its own tokens.

@@ -25,9 +25,6 @@ class GrowingTree:
         #: What the drafter thinks of each token, and what it was drawn from.
         self.probabilities: list[float] = []
         self.distributions: list[Distribution | None] = []
-        #: How sure the drafter was of each token or, of one drawn at random, how sure it could be at
-        #: best before the draw.
-        self.confidences: list[float] = []
         #: Children of the root have depth 0.
         self.depths: list[int] = []
         #: Each node's place among its siblings.
@@ -50,17 +47,14 @@ class GrowingTree:
         probability: float,
         *,
         source: Distribution | None = None,
-        confidence: float | None = None,
         is_end: bool = False,
     ) -> int:
-        """Add a child of a node, or of `ROOT`, after the others; returns the new node. Without a
-        `confidence`, the probability is taken for it."""
+        """Add a child of a node, or of `ROOT`, after the others; returns the new node."""
         node = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
         self.probabilities.append(probability)
         self.distributions.append(source)
-        self.confidences.append(probability if confidence is None else confidence)
         self.depths.append(0 if parent == ROOT else self.depths[parent] + 1)
         rank = self.parents.count(parent) - 1
         self.ranks.append(rank)
@@ -69,11 +63,6 @@ class GrowingTree:
         self.is_looked_beyond.append(False)
         self.is_end.append(is_end)
         return node
-
-    @property
-    def is_drawn(self) -> bool:
-        """Whether its tokens are drawn at random; False as long as there is none."""
-        return bool(self.distributions) and self.distributions[0] is not None
 
     def child(self, node: int, token: int) -> int | None:
         """The child of a node, or of `ROOT`, that says this token; None if there is none."""

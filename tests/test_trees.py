@@ -24,11 +24,11 @@ from specgen.options import (
     GenerationOptions,
     parse_tree,
 )
-from specgen.policy import CostAwarePolicy, FixedPolicy, RoundReport
+from specgen.policy import CostAwarePolicy, Decided, FixedPolicy, RoundReport
 from specgen.policy.plans import best_nodes
 from specgen.sampling import Distribution, Sampler
 from specgen.state import Shaper, TextState
-from specgen.tables import CostTable
+from specgen.tables import CostTable, Price
 from specgen.verify import (
     AutoVerifier,
     MatchVerifier,
@@ -578,3 +578,34 @@ def test_a_tree_that_waits_is_followed_as_the_text_goes_on() -> None:
     assert counts.n_judged.sum() == pytest.approx(3.0, rel=0.01)
     assert counts.n_accepted.sum() == pytest.approx(1.0, rel=0.01)
     assert policy._chances["model:2"].counts.n_accepted.sum() == pytest.approx(1.0)
+
+
+def test_a_tree_behind_n_grams_takes_the_room_that_they_leave() -> None:
+    """And what it says is not taken for what the text says next."""
+    policy = by_cost(DraftOptions(policy="cost", max_tokens=4))
+    policy.room(100)
+    found = Draft.chain((1, 2, 3), "ngram", (0.9,) * 3)
+    policy.prospect("model", Price(0.01, 0.01), found)
+    behind = Decided(policy, n_after=3)
+    tree = GrowingTree("model")
+    tree.add(ROOT, 4, 0.9)
+    tree.add(ROOT, 5, 0.08)
+    assert behind.frontier(tree, 16, 16, lambda _n: 0.01) == []
+    assert behind.pick(tree, tree.draft()).tokens == (4,)
+    policy.observe(report(NO_DRAFT, (5,)))
+    assert policy._chances["model"].n_judged == 0.0
+
+
+def test_a_tree_behind_unlikely_n_grams_is_worth_less() -> None:
+    sizes = []
+    for chance in (0.95, 0.3):
+        policy = by_cost(BY_COST)
+        policy.room(100)
+        policy.prospect("model", Price(0.01, 0.01), Draft.chain((1, 2), "ngram", (chance,) * 2))
+        tree = GrowingTree("model")
+        for token in range(3, 7):
+            tree.add(ROOT, token, 0.22)
+        behind = Decided(policy, n_after=2)
+        behind.frontier(tree, 16, 16, lambda _n: 0.01)
+        sizes.append(len(behind.pick(tree, tree.draft())))
+    assert sizes[0] > sizes[1]

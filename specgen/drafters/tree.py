@@ -27,12 +27,11 @@ _LEAST = 0.02
 @dataclass(frozen=True, slots=True)
 class Look:
     """What a model says comes next: the likeliest tokens with its probabilities at temperature 1,
-    best first, or the distribution that tokens are to be drawn from and the likeliest one's
-    probability. Nothing if the grammar leaves it no token."""
+    best first, or the distribution that tokens are to be drawn from. Nothing if the grammar
+    leaves it no token."""
 
     guesses: tuple[tuple[int, float], ...] = ()
     source: Distribution | None = None
-    top: float = 1.0
 
 
 class Growth(Protocol):
@@ -130,8 +129,7 @@ class TreeModelDrafter(ModelDrafter):
         if self._shape.is_fixed:
             return draft
         assert isinstance(policy, TreePolicy)
-        draft = policy.pick(tree, draft)
-        return draft if draft.is_drawn else draft.first(n_max)  # the likeliest come first
+        return policy.pick(tree, draft).first(n_max)  # the likeliest come first
 
     def rewind(self, n_tokens: int) -> None:
         if self._looks:
@@ -151,7 +149,7 @@ class TreeModelDrafter(ModelDrafter):
         if self._shape.kind == "levels":
             return _Levels(self._shape, n_max, n_deepest, self._rng, is_end)
         assert isinstance(policy, TreePolicy), "costs decide how far a tree grows"
-        return _Worthwhile(policy, self._costs, n_max, n_deepest, self._rng, is_end)
+        return _Worthwhile(policy, self._costs, n_deepest, is_end)
 
     def _look(self, row: Logits, path: Sequence[int]) -> Look:
         """What the model's logits, float32[n_vocab], say comes after the text and a path."""
@@ -160,11 +158,9 @@ class TreeModelDrafter(ModelDrafter):
             source = self._shaper.distribution(row, path)
         except NoTokenAllowedError:
             return Look()
-        if self._draws and self._shape.is_fixed:
+        if self._draws:
             return Look(source=source)
         top = self._shaper.top_probability(row, path)
-        if self._draws:
-            return Look(source=source, top=top)
         order = np.argsort(-source.probs, kind="stable")[: self._n_guesses]
         # The shaper leaves some of the tokens, whose probabilities sum to 1.
         scale = top / float(source.probs[order[0]])
@@ -291,21 +287,15 @@ class _IsEnd(Protocol):
 @dataclass(slots=True)
 class _Worthwhile:
     """As long as a policy thinks it worth it: it sees all that was found, says beyond which nodes
-    to look next, and takes what it likes of the tree afterwards. What is drawn at random stays,
-    so that how much of it is, beyond each node, is asked before the draws."""
+    to look next, and takes what it likes of the tree afterwards."""
 
     policy: TreePolicy
     costs: CostTable
-    n_max: int
     n_deepest: int
-    rng: np.random.Generator
     is_end: _IsEnd
     walks: tuple[tuple[int, ...], ...] = ()
 
     def take(self, tree: GrowingTree, node: int, look: Look) -> None:
-        if look.source is not None:
-            n_draws = self.policy.n_draws(tree, node, look.top)
-            _draw(tree, node, look, min(n_draws, self.n_max - len(tree)), self.rng, self.is_end)
         for rank, (token, probability) in enumerate(look.guesses):
             if rank == 0 or probability >= _LEAST:
                 tree.add(node, token, probability, is_end=self.is_end(token))
@@ -326,8 +316,7 @@ def _draw(
         if source is None:
             break
         token = source.draw(rng)
-        probability, ends = source.probability(token), is_end(token)
-        tree.add(node, token, probability, source=source, confidence=look.top, is_end=ends)
+        tree.add(node, token, source.probability(token), source=source, is_end=is_end(token))
         source = source.without(token)
 
 

@@ -81,17 +81,12 @@ class TreePolicy(Policy, Protocol):
     def frontier(
         self, tree: GrowingTree, n_deepest: int, n_most: int, seconds: Callable[[int], float]
     ) -> list[int]:
-        """The nodes of a tree beyond which a model is worth asking next: `n_most` at most, none of
-        a depth of `n_deepest` or more with what follows it; none at all ends the tree. `seconds`
-        are the model's for a batch of so many."""
-        ...
-
-    def n_draws(self, tree: GrowingTree, node: int, confidence: float) -> int:
-        """How many tokens to draw at random behind a node, or `ROOT`, of which the first can be so
-        sure at best: asked before any of them is drawn, and before anything behind them is."""
+        """The nodes of a tree that is not drawn at random beyond which a model is worth asking
+        next: `n_most` at most, none of a depth of `n_deepest` or more with what follows it; none
+        at all ends the tree. `seconds` are the model's for a batch of so many."""
         ...
 
     def pick(self, tree: GrowingTree, draft: Draft) -> Draft:
         """The nodes of a tree that has grown, as a draft, that are worth verifying, likeliest
-        first; all of what was drawn at random."""
+        first."""
         ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,6 @@ from specgen.chances import (
     NGRAM_ORIGINS,
     Chances,
     Worths,
-    drawn_ranked,
     new_chances,
     ranked,
 )
@@ -21,7 +20,7 @@ from specgen.growing import GrowingTree
 from specgen.options import DraftOptions
 from specgen.policy.base import RoundReport
 from specgen.policy.budget import Budget
-from specgen.policy.plans import best_draws, best_nodes
+from specgen.policy.plans import best_nodes
 from specgen.policy.stopping import StoppingRule
 from specgen.policy.witness import Witness
 from specgen.tables import FREE, CostTable, Price
@@ -63,10 +62,6 @@ _ASIDE = 0.5
 #: paid for surely, and of many small expected gains those are picked that are overestimated. (With
 #: 1, trees were 6 % slower than chains on a real pair whose rows cost 0.17 of a token.)
 _SECOND = 0.6
-#: So many tokens are drawn for a place of a tree at most, and none after the first that is accepted
-#: with less than this chance.
-_N_DRAWS = 4
-_LEAST = 0.01
 #: A stopping rule is worked out anew when prices have changed by so much, or after so much
 #: was seen or judged.
 _NEWS = 0.05
@@ -250,14 +245,12 @@ class CostAwarePolicy:
         nodes = [
             node
             for node in tree.open_nodes(n_deepest - 1)
-            if tree.ranks[node] > 0 or tree.confidences[node] >= self._p_min
+            if tree.ranks[node] > 0 or tree.probabilities[node] >= self._p_min
         ]
         if self._is_trial:
             n_levels = self._budget.n_tokens
             return [n for n in nodes if tree.is_first_choice[n] and tree.depths[n] < n_levels - 1]
         nodes.sort(key=lambda node: -tree.path_chances[node])
-        if tree.is_drawn:
-            return self._frontier_of_drawn(tree, nodes, n_most)
         token_s, extra_s = self._token_worth_s(tree.origin), self._extra_behind(tree.n_before)
         chances, n_room = tree.path_chances, len(extra_s) - 1
         taken, _ = best_nodes(chances, token_s, extra_s)
@@ -289,60 +282,9 @@ class CostAwarePolicy:
                 best, best_s = n + 1, value_s
         return nodes[:best]
 
-    def _frontier_of_drawn(self, tree: GrowingTree, nodes: Sequence[int], n_most: int) -> list[int]:
-        """Of a tree's nodes, likeliest first, those to draw a token behind next: each of these is
-        verified, whatever it says."""
-        n_rows, chances = tree.n_before + len(tree), tree.path_chances
-        n_most = min(n_most, self._n_max - n_rows)
-        if not nodes or n_most < 1:
-            return []
-        # Whether to go on at all, and from the likeliest, the stopping rule knows better.
-        if self._rule(tree.origin).value(n_rows, chances[nodes[0]]) <= 0.0:
-            return []
-        _, chosen = self._best_draws(tree, (), [chances[node] for node in nodes], n_rows)
-        return [nodes[index] for index in chosen[:n_most]] or [nodes[0]]
-
-    def n_draws(self, tree: GrowingTree, node: int, confidence: float) -> int:
-        self._look_at(tree)
-        chances, n_rows = self._of(tree.origin), tree.n_before + len(tree)
-        chances.see(confidence)
-        if n_rows >= self._n_max or confidence < self._p_min:
-            return 0
-        if self._is_trial:
-            return int(n_rows < self._budget.n_tokens)
-        before = self._chance_before(tree, node)
-        first = before * chances.chance(confidence)
-        if self._rule(tree.origin).takes(n_rows, first) <= 0.0:
-            return 0
-        siblings = []
-        for rank in range(1, _N_DRAWS):
-            chance = before * self._chance_of_draw(tree.origin, rank, confidence)
-            if chance < _LEAST:
-                break
-            siblings.append(chance)
-        if not siblings:
-            return 1
-        leaves = [tree.path_chances[other] for other in tree.open_nodes(self._n_max)]
-        return 1 + self._best_draws(tree, siblings, [*leaves, first], n_rows + 1)[0]
-
-    def _best_draws(
-        self, tree: GrowingTree, siblings: Sequence[float], leaves: Sequence[float], n_rows: int
-    ) -> tuple[int, list[int]]:
-        """`best_draws`, behind a draft of so many tokens."""
-        return best_draws(
-            siblings,
-            leaves,
-            self._of(tree.origin).mean(),
-            token_s=self._token_worth_s(tree.origin),
-            look_s=self._price.next_s,
-            extra_s=self._extra_behind(n_rows),
-        )
-
     def pick(self, tree: GrowingTree, draft: Draft) -> Draft:
         if tree.n_before == 0:
             return self.trim(draft)
-        if draft.is_drawn or not len(draft):
-            return draft
         before = self._chance_before(tree, ROOT)
         chances = [before * chance for chance in self._path_chances(draft)]
         token_s, extra_s = self._token_worth_s(tree.origin), self._extra_behind(tree.n_before)
@@ -380,16 +322,11 @@ class CostAwarePolicy:
         """Work out the chances of the nodes that are new."""
         chances, origin = tree.path_chances, tree.origin
         for node in range(len(chances), len(tree)):
-            rank, confidence = tree.ranks[node], tree.confidences[node]
+            rank, confidence = tree.ranks[node], tree.probabilities[node]
+            if rank == 0:
+                self._of(origin).see(confidence)
             before = self._chance_before(tree, tree.parents[node])
-            if tree.distributions[node] is not None:
-                chance = self._chance_of_draw(origin, rank, confidence)
-                self._witness.confidences[tree.n_before + node] = confidence
-            else:
-                chance = self._chance_of_guess(origin, rank, confidence)
-                if rank == 0:
-                    self._of(origin).see(confidence)
-            chances.append(before * chance)
+            chances.append(before * self._chance_of_guess(origin, rank, confidence))
 
     def _chance_before(self, tree: GrowingTree, node: int) -> float:
         """The chance that a node, or `ROOT`, is accepted with all that stands before it."""
@@ -495,12 +432,6 @@ class CostAwarePolicy:
     def _chance_of_guess(self, origin: str, rank: int, confidence: float) -> float:
         """The chance of a token that its drafter proposed after `rank` others for its place."""
         chance = self._of(ranked(origin, rank)).chance(confidence)
-        return chance if rank == 0 else _SECOND * chance
-
-    def _chance_of_draw(self, origin: str, rank: int, confidence: float) -> float:
-        """The chance that a token is accepted which its drafter draws for a place after `rank`
-        others, being so sure at best of the first."""
-        chance = self._of(drawn_ranked(origin, rank)).chance(confidence)
         return chance if rank == 0 else _SECOND * chance
 
     def _best(self, draft: Draft) -> tuple[int, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from specgen.chances import Chances, drawn_ranked, ranked
+from specgen.chances import Chances, ranked
 from specgen.draft import ROOT, Draft
 from specgen.policy.base import RoundReport
 
@@ -110,18 +110,16 @@ class Witness:
                     break
 
     def _judge_draws(self, report: RoundReport) -> None:
-        """Count which of the drawn tokens were accepted, at each place that was reached.
+        """Count which of the drawn tokens were accepted, of those that were judged.
 
         How sure the model was before the draws, not how likely a drawn token is, says what to
         expect of them."""
         draft, accepted = report.draft, set(report.path)
         for place in (ROOT, *report.path):
-            rank = 0
-            for child in draft.children(place):
+            for child in draft.children(place)[:1]:
                 if draft.distributions[child] is not None and child in self.confidences:
-                    chances = self.chances(drawn_ranked(draft.origins[child], rank))
+                    chances = self.chances(draft.origins[child])
                     chances.judge(self.confidences[child], accepted=child in accepted)
-                    rank += 1
 
     def _judge_children(self, waiting: _Waiting, token: int) -> None:
         """Count which of the tokens that were proposed here was the text's."""

@@ -41,9 +41,6 @@ class WrappedPolicy:
     ) -> list[int]:
         return self._of_trees().frontier(tree, n_deepest, n_most, seconds)
 
-    def n_draws(self, tree: GrowingTree, node: int, confidence: float) -> int:
-        return self._of_trees().n_draws(tree, node, confidence)
-
     def pick(self, tree: GrowingTree, draft: Draft) -> Draft:
         return self._of_trees().pick(tree, draft)
 
@@ -89,7 +86,3 @@ class Decided(WrappedPolicy):
     ) -> list[int]:
         tree.n_before = self._n_after
         return super().frontier(tree, n_deepest, n_most, seconds)
-
-    def n_draws(self, tree: GrowingTree, node: int, confidence: float) -> int:
-        tree.n_before = self._n_after
-        return super().n_draws(tree, node, confidence)
