@@ -182,11 +182,12 @@ class CostAwarePolicy:
         return value
 
     def _begun(self, origin: str, price: Price, value: float) -> float:
-        """What it promises to begin with a model whose rounds are worth `value` in texts like
-        those before.
+        """What it promises to begin with a model whose rounds are worth `value` in this text, as far
+        as that shows.
 
-        This text may suit it better or worse, which shows soon: what it is worth to begin, and
-        to leave off again if it does not pay, is the mean of what is above zero.
+        At first little of it does: then earlier texts tell what to expect, and how far this one may
+        be from that. It shows soon, so what it is worth to begin, and to leave off again if it does
+        not pay, is the mean of what is above zero.
         """
         plain_s, chances = self._costs.seconds(1), self._of(origin)
         chances.expect(value / plain_s)
@@ -200,9 +201,10 @@ class CostAwarePolicy:
         horizon = self._horizon()
         gain = _mean_above_zero(value, spread)
         cost = _N_TRIED * max(0.0, -value)
-        if self._budget.is_put_aside(origin) or price.backlog_s > worths.allowance * plain_s:
+        if self._budget.is_put_aside(origin):
             return min(value, 0.0)
-        if price.backlog_s > _MOST_AHEAD * self._budget.elapsed_s:
+        most_s = min(worths.allowance * plain_s, _MOST_AHEAD * self._budget.elapsed_s)
+        if price.backlog_s > max(0.0, most_s):
             return min(value, 0.0)
         share = _N_LEARNING / (worths.n + 0.5 + _N_LEARNING) * min(1.0, horizon / _N_LONG)
         reading_s = price.backlog_s * (1.0 - share)
