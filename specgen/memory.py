@@ -252,7 +252,7 @@ def _worths(value: object) -> Worths:
     """What texts were worth; nothing, where that was not kept."""
     if not isinstance(value, list) or len(value) != len(dataclasses.fields(Worths)):
         return Worths()
-    if not all(isinstance(number, int | float) and math.isfinite(number) for number in value):
+    if not all(_is_number(number) and math.isfinite(number) for number in value):
         return Worths()
     worths = Worths(*map(float, value))
     return Worths() if worths.n < 0.0 or worths.squares < 0.0 else worths

@@ -274,9 +274,8 @@ def _judged_run(
     ratio = kept_ratio = 1.0
     n_kept = 0
     for n, node in enumerate(run, 1):
-        ratio *= after.probability(draft.tokens[node]) / draft.drawn_from(node).probability(
-            draft.tokens[node]
-        )
+        token = draft.tokens[node]
+        ratio *= after.probability(token) / draft.drawn_from(node).probability(token)
         if ratio == 0.0:  # no longer prefix can be accepted either
             break
         ratio = min(1.0, ratio)

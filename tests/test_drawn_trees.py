@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -16,68 +15,10 @@ from hypothesis import strategies as st
 from specgen.draft import ROOT, Draft
 from specgen.sampling import Distribution
 from specgen.verify import AutoVerifier, BlockVerifier, ResidualVerifier, Verifier
+from tests.fates import Fate, all_fates
 
 N_LETTERS = 3
 N_DEEP = 3
-
-
-# --- all that can happen -----------------------------------------------------------------------
-
-
-class Fate:
-    """Decides what is left to chance, as told beforehand and then in the first way; remembers what
-    else could have been decided, and how likely all of it was."""
-
-    def __init__(self, decided: Sequence[int]) -> None:
-        self._decided = decided
-        self.taken: list[int] = []
-        self.n_ways: list[int] = []
-        self.chance = 1.0
-
-    def decide(self, chances: Sequence[float]) -> int:
-        place = len(self.taken)
-        way = self._decided[place] if place < len(self._decided) else 0
-        self.taken.append(way)
-        self.n_ways.append(len(chances))
-        self.chance *= chances[way]
-        return way
-
-    def random(self) -> Coin:
-        return Coin(self)
-
-
-@dataclass
-class Coin:
-    """A uniform number that is below what it is compared with, or not, as fate has it."""
-
-    fate: Fate
-    factor: float = 1.0
-
-    def __mul__(self, factor: float) -> Coin:
-        return Coin(self.fate, self.factor * factor)
-
-    def __lt__(self, bound: float) -> bool:
-        chance = min(1.0, bound / self.factor)
-        return self.fate.decide((chance, 1.0 - chance)) == 0
-
-
-def all_fates(run: Callable[[Fate], None]) -> Iterator[Fate]:
-    """Let something happen in every way there is that has a chance."""
-    decided: list[int] = []
-    while True:
-        fate = Fate(decided)
-        run(fate)
-        yield fate
-        decided = fate.taken
-        while decided and decided[-1] + 1 == fate.n_ways[len(decided) - 1]:
-            decided.pop()
-        if not decided:
-            return
-        decided[-1] += 1
-
-
-def draw_by_fate(self: Distribution, fate: Fate) -> int:
-    return int(self.token_ids[fate.decide(self.probs.tolist())])
 
 
 # --- drafters that decide by all they know -----------------------------------------------------
@@ -176,11 +117,9 @@ def largest_error(
         verdict = verifier.verify(draft, after, fate)  # type: ignore[arg-type]
         told = (*(draft.tokens[node] for node in verdict.path), verdict.next_token)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Distribution, "draw", draw_by_fate)
-        for fate in all_fates(happen):
-            if fate.chance > 0.0:
-                found[told] += fate.chance
+    for fate in all_fates(happen):
+        if fate.chance > 0.0:
+            found[told] += fate.chance
     assert sum(found.values()) == pytest.approx(1.0)
     error = 0.0
     for text, chance in joint(target).items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -37,6 +36,7 @@ from specgen.verify import (
     Verifier,
 )
 from tests.fakes import GREEDY, PROMPT, Setup, tree_drafter
+from tests.fates import Fate, all_fates
 from tests.goodness import p_value
 from tests.test_verify import DRAFTS, LETTERS, LEVEL, SAMPLERS, draw, exact
 from tests.test_verify import PROMPT as SHORT_PROMPT
@@ -163,67 +163,18 @@ def distribution_of(weights: list[int]) -> Distribution:
 
 
 def told(verifier: Verifier, draft: Draft, target: Distribution) -> defaultdict[int, float]:
-    """The distribution of the first token of a draft of one level, by integrating over what is
-    drawn at random: each decision is taken both ways, with its chance."""
+    """The distribution of the first token of a draft of one level, over all decisions."""
     found: defaultdict[int, float] = defaultdict(float)
+    token = -1
 
-    def branch(decisions: list[bool]) -> None:
-        chances: list[float] = []
+    def verify(fate: Fate) -> None:
+        nonlocal token
+        verdict = verifier.verify(draft, lambda _node: target, fate)  # type: ignore[arg-type]
+        token = draft.tokens[verdict.path[0]] if verdict.path else verdict.next_token
 
-        class Coin:
-            """A uniform number that is below what it is compared with, as decided."""
-
-            def __init__(self, factor: float = 1.0) -> None:
-                self.factor = factor
-
-            def __mul__(self, factor: float) -> Coin:
-                return Coin(self.factor * factor)
-
-            def __lt__(self, bound: float) -> bool:
-                chance = min(1.0, bound / self.factor)
-                place = len(chances)
-                taken = decisions[place] if place < len(decisions) else True
-                chances.append(chance if taken else 1.0 - chance)
-                made.append(taken)
-                return taken
-
-        made: list[bool] = []
-
-        class Rng:
-            def random(self) -> Coin:
-                return Coin()
-
-        class EndedError(Exception):
-            pass
-
-        rest: list[Distribution] = []
-
-        def drawn(self: Distribution, _rng: object) -> int:
-            rest.append(self)
-            raise EndedError
-
-        path: tuple[int, ...] = ()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Distribution, "draw", drawn)
-            with contextlib.suppress(EndedError):
-                verifier.verify(draft, lambda _node: target, Rng())  # type: ignore[arg-type]
-        # The draw that ended it came after the root (refused), or after the taken token.
-        chance = float(np.prod(chances))
-        accepted = [place for place, taken in enumerate(made) if taken]
-        if chance > 0.0:
-            if accepted:
-                tries = draft.tries(ROOT, draft.walks, 0)
-                path = (tries[accepted[0]],)
-                found[draft.tokens[path[0]]] += chance
-            else:
-                for token, prob in zip(
-                    rest[0].token_ids.tolist(), rest[0].probs.tolist(), strict=True
-                ):
-                    found[token] += chance * prob
-        for place in range(len(decisions), len(made)):
-            branch([*made[:place], not made[place]])
-
-    branch([])
+    for fate in all_fates(verify):
+        if fate.chance > 0.0:
+            found[token] += fate.chance
     return found
 
 

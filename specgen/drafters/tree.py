@@ -307,19 +307,6 @@ class _Worthwhile:
         return self.costs.seconds(n_rows) if self.costs else 0.0
 
 
-def _draw(
-    tree: GrowingTree, node: int, look: Look, n: int, rng: np.random.Generator, is_end: _IsEnd
-) -> None:
-    """Add n children, if there are so many, drawn one after the other without replacement."""
-    source = look.source
-    for _ in range(n):
-        if source is None:
-            break
-        token = source.draw(rng)
-        tree.add(node, token, source.probability(token), source=source, is_end=is_end(token))
-        source = source.without(token)
-
-
 @dataclass(slots=True)
 class _Levels:
     """So many children for each node of a depth, likeliest first, or drawn without replacement."""
@@ -336,7 +323,14 @@ class _Levels:
         n_children = min(self.shape.numbers[depth], self.n_max - len(tree))
         for token, probability in look.guesses[:n_children]:
             tree.add(node, token, probability, is_end=self.is_end(token))
-        _draw(tree, node, look, n_children, self.rng, self.is_end)
+        source = look.source
+        for _ in range(n_children):
+            if source is None:
+                break
+            token = source.draw(self.rng)
+            probability = source.probability(token)
+            tree.add(node, token, probability, source=source, is_end=self.is_end(token))
+            source = source.without(token)
 
     def frontier(self, tree: GrowingTree, n_most: int) -> list[int]:
         if len(tree) >= self.n_max:

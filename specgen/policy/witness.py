@@ -89,7 +89,7 @@ class Witness:
     def observe(self, report: RoundReport, token_s: float) -> Iterator[tuple[str, float]]:
         """Count what a round told; a token is worth `token_s` seconds. Yields, of each draft that
         was followed to its end, the origin and the seconds that it would have saved."""
-        if report.draft.is_drawn:
+        if report.draft.is_drawn and report.draft.is_chain:
             self._judge_draws(report)
         for key in list(self._waiting):
             waiting = self._waiting[key]
@@ -110,16 +110,15 @@ class Witness:
                     break
 
     def _judge_draws(self, report: RoundReport) -> None:
-        """Count which of the drawn tokens were accepted, of those that were judged.
+        """Count which tokens of a drawn chain were accepted, of those that were judged.
 
         How sure the model was before the draws, not how likely a drawn token is, says what to
         expect of them."""
-        draft, accepted = report.draft, set(report.path)
-        for place in (ROOT, *report.path):
-            for child in draft.children(place)[:1]:
-                if draft.distributions[child] is not None and child in self.confidences:
-                    chances = self.chances(draft.origins[child])
-                    chances.judge(self.confidences[child], accepted=child in accepted)
+        draft, n_accepted = report.draft, len(report.path)
+        for node in range(min(n_accepted + 1, len(draft))):
+            if draft.distributions[node] is not None and node in self.confidences:
+                chances = self.chances(draft.origins[node])
+                chances.judge(self.confidences[node], accepted=node < n_accepted)
 
     def _judge_children(self, waiting: _Waiting, token: int) -> None:
         """Count which of the tokens that were proposed here was the text's."""

@@ -66,7 +66,6 @@ class Decided(WrappedPolicy):
         super().__init__(inner)
         self._n_own = n_own
         self._n_after = n_after
-        self._offset = n_after - n_own
 
     def prospect(self, origin: str, price: Price, after: Draft = NO_DRAFT) -> float:
         return math.inf
@@ -74,12 +73,12 @@ class Decided(WrappedPolicy):
     def wants_more(self, n_drafted: int, confidence: float, origin: str = "model") -> bool:
         if n_drafted < self._n_own:
             return True
-        return self._inner.wants_more(n_drafted + self._offset, confidence, origin)
+        return self._inner.wants_more(n_drafted - self._n_own + self._n_after, confidence, origin)
 
     def goes_on(self, n_drafted: int, origin: str = "model") -> bool:
         if n_drafted < self._n_own:
             return True
-        return self._inner.goes_on(n_drafted + self._offset, origin)
+        return self._inner.goes_on(n_drafted - self._n_own + self._n_after, origin)
 
     def frontier(
         self, tree: GrowingTree, n_deepest: int, n_most: int, seconds: Callable[[int], float]
