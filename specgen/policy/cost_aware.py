@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 
@@ -19,8 +18,9 @@ from specgen.draft import NO_DRAFT, ROOT, Draft
 from specgen.growing import GrowingTree
 from specgen.options import DraftOptions
 from specgen.policy.base import RoundReport
+from specgen.policy.beginning import worth_of_beginning
 from specgen.policy.budget import Budget
-from specgen.policy.plans import best_nodes
+from specgen.policy.plans import best_frontier, best_nodes
 from specgen.policy.stopping import StoppingRule
 from specgen.policy.witness import Witness
 from specgen.tables import FREE, CostTable, Price
@@ -33,20 +33,6 @@ _MAX_STALE = 64
 #: The part of the prospective gain that what a drafter has to read first is weighed against: the
 #: answer may end sooner, or suit the draft less.
 _CAUTION = 0.6
-#: The most that is read first, as a share of the time that the answer took so far: one that ends
-#: soon loses no more.
-_MOST_AHEAD = 1.0
-#: How far what a single look tells of a text's worth may be off, as a standard deviation in plain
-#: tokens' time; how many rounds it takes to find out; and how many have to make up for these.
-_NOISE = 1.0
-_N_TRIED = 4.0
-_N_NEAR = 6.0
-#: What is learnt of a text is of use for those after it: until so many were seen, half of what a
-#: draft model has to read is put down to that, where so many rounds are to come. (In replays of 75
-#: answers, the first five of which suit the model least, 1.07 times plain decoding with an account
-#: that took all tokens alike, and 1.13 with this one.)
-_N_LEARNING = 4.0
-_N_LONG = 24.0
 #: How many times its cost a draft of n-grams has to be expected to gain: when a token's time or
 #: more was lost, at an answer's beginning, and when much was saved. (In replays of 31 answers, no
 #: margin gained as much on average, and lost three times as much on the worst answer.)
@@ -54,10 +40,6 @@ _NGRAM_MARGINS = 2.4, 1.9, 1.1
 #: The same of a model's: it tells by itself how sure it is, and is better believed. (In the same
 #: replays these gained as much as none, and lost a third as much on the worst answer.)
 _MODEL_MARGINS = 1.2, 1.1, 1.0
-#: What a look beyond a second branch, in the same batch as the first, is taken to gain, as a
-#: share of what it would by itself. (In replays of 48 answers this was never slower than chains;
-#: with 1, where rows are dear, by a percent.)
-_ASIDE = 0.5
 #: What second guesses are taken for, as a share of the chance that they seem to have: a row is
 #: paid for surely, and of many small expected gains those are picked that are overestimated. (With
 #: 1, trees were 6 % slower than chains on a real pair whose rows cost 0.17 of a token.)
@@ -183,34 +165,21 @@ class CostAwarePolicy:
 
     def _begun(self, origin: str, price: Price, value: float) -> float:
         """What it promises to begin with a model whose rounds are worth `value` in this text, as far
-        as that shows.
-
-        At first little of it does: then earlier texts tell what to expect, and how far this one may
-        be from that. It shows soon, so what it is worth to begin, and to leave off again if it does
-        not pay, is the mean of what is above zero.
-        """
+        as that shows."""
         plain_s, chances = self._costs.seconds(1), self._of(origin)
         chances.expect(value / plain_s)
         worths = self._asked[origin] = chances.counts.worths
-        mean, deviation = worths.of_next(price.first_s / plain_s)
-        unknown = 1.0 / (1.0 + chances.n_looks * (deviation / _NOISE) ** 2)
-        value = unknown * mean * plain_s + (1.0 - unknown) * value
-        spread = deviation * plain_s * math.sqrt(unknown)
-        if value <= 0.0 and self._ideal_s(price) <= 0.0:
-            return value
-        horizon = self._horizon()
-        gain = _mean_above_zero(value, spread)
-        cost = _N_TRIED * max(0.0, -value)
-        if self._budget.is_put_aside(origin):
-            return min(value, 0.0)
-        most_s = min(worths.allowance * plain_s, _MOST_AHEAD * self._budget.elapsed_s)
-        if price.backlog_s > max(0.0, most_s):
-            return min(value, 0.0)
-        share = _N_LEARNING / (worths.n + 0.5 + _N_LEARNING) * min(1.0, horizon / _N_LONG)
-        reading_s = price.backlog_s * (1.0 - share)
-        if gain * horizon <= reading_s + cost or gain * min(horizon, _N_NEAR) <= cost:
-            return min(value, 0.0)
-        return max(value - price.backlog_s / horizon, 1e-9)
+        worth = worth_of_beginning(
+            value,
+            price,
+            worths,
+            chances.n_looks,
+            could_pay=lambda: self._ideal_s(price) > 0.0,
+            plain_s=plain_s,
+            horizon=self._horizon(),
+            elapsed_s=self._budget.elapsed_s,
+        )
+        return min(worth, 0.0) if self._budget.is_put_aside(origin) else worth
 
     def _horizon(self) -> float:
         """The rounds that are left, with caution."""
@@ -254,35 +223,15 @@ class CostAwarePolicy:
             return [n for n in nodes if tree.is_first_choice[n] and tree.depths[n] < n_levels - 1]
         nodes.sort(key=lambda node: -tree.path_chances[node])
         token_s, extra_s = self._token_worth_s(tree.origin), self._extra_behind(tree.n_before)
-        chances, n_room = tree.path_chances, len(extra_s) - 1
-        taken, _ = best_nodes(chances, token_s, extra_s)
-        rule, next_s = self._rule(tree.origin), self._price.next_s
-        # What is found takes a row more, or the place of the least likely node that has one.
-        n_taken, insert_s = len(taken), math.inf
-        if n_taken < n_room:
-            insert_s = extra_s[n_taken + 1] - extra_s[n_taken]
-        if taken:
-            insert_s = min(insert_s, chances[taken[-1]] * token_s)
-        best, best_s, gain_s = 0, 0.0, 0.0
-        for n, node in enumerate(nodes[:n_most]):
-            n_rows = n_taken
-            if n_rows >= n_room:  # it is full, but for those that are likelier
-                n_rows = sum(chances[other] >= chances[node] for other in taken)
-            n_rows = max(n_rows, tree.depths[node] + 1)
-            if n_rows >= n_room:
-                break
-            # The first may be followed far. What the others could be followed by would compete for
-            # the same rows, and they are often wrong together.
-            if n == 0:
-                gain_s += max(0.0, rule.value(tree.n_before + n_rows, chances[node]) + next_s)
-            else:
-                gain_s += _ASIDE * rule.single(chances[node], insert_s)
-            if node not in taken:  # what it would take to have it in the draft
-                gain_s += min(0.0, chances[node] * token_s - insert_s)
-            value_s = gain_s - seconds(n + 1)
-            if value_s > best_s:
-                best, best_s = n + 1, value_s
-        return nodes[:best]
+        return best_frontier(
+            tree,
+            nodes[:n_most],
+            self._rule(tree.origin),
+            token_s,
+            extra_s,
+            next_s=self._price.next_s,
+            seconds=seconds,
+        )
 
     def pick(self, tree: GrowingTree, draft: Draft) -> Draft:
         if tree.n_before == 0:
@@ -540,13 +489,3 @@ def _first_children(draft: Draft) -> list[int]:
         nodes.append(children[0])
         children = draft.children(children[0])
     return nodes
-
-
-def _mean_above_zero(mean: float, deviation: float) -> float:
-    """The mean of max(0, X) for a normal X."""
-    if deviation <= 0.0:
-        return max(0.0, mean)
-    place = mean / deviation
-    below = 0.5 * math.erfc(-place / math.sqrt(2.0))
-    density = math.exp(-0.5 * place * place) / math.sqrt(2.0 * math.pi)
-    return mean * below + deviation * density
