@@ -459,7 +459,7 @@ def test_what_the_model_has_to_read_first_is_weighed_against_the_rest_of_the_ans
     # At first nothing is known of how long the answer is: it may end at once.
     policy.room(4000)
     assert policy.prospect("model", Price(0.1, 0.1, 10.0)) <= 0.0
-    for _ in range(12):
+    for _ in range(40):  # of the time so far no more than a part is risked
         policy.observe(report(NO_DRAFT, 0))
     prospects = []
     for n_left in (4, 40, 400, 4000):
