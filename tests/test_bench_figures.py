@@ -112,6 +112,25 @@ def test_counts_and_shares_are_over_all_answers() -> None:
     assert figures.first_token == pytest.approx(2.0)
 
 
+def test_whole_answers_have_their_prompts_in_them_and_as_many_tokens_as_plain_decodings() -> None:
+    def answer(name: str, prompt: int, speed: float, prompt_s: float | None, n: int) -> Result:
+        told = outcome(speed, prompt_s=prompt_s, n_tokens=n)
+        return result(name, prompt, speed, category="xy"[prompt - 1], outcome=told)
+
+    figures = by_name(
+        [
+            answer("plain", 1, 10.0, 2.0, 61),  # 2 + 6 seconds
+            answer("a", 1, 20.0, 1.0, 11),  # 1 + 3
+            answer("plain", 2, 10.0, 2.0, 61),
+            answer("a", 2, 10.0, 10.0, 61),  # 10 + 6
+            answer("b", 1, 20.0, None, 61),
+        ]
+    )
+    assert figures["plain"].whole == pytest.approx(1.0)
+    assert figures["a"].whole == pytest.approx((2.0 * 0.5) ** 0.5)
+    assert figures["b"].whole is None
+
+
 def test_positions_at_which_little_was_drafted_are_left_out() -> None:
     few = outcome(drafted_by_depth=(9, 4, 9), accepted_by_depth=(9, 4, 9))
     assert by_name([result("a", 1, 1.0, outcome=few)])["a"].acceptance_by_position == (1.0,)
@@ -121,11 +140,11 @@ def test_what_a_contender_does_not_tell_is_none() -> None:
     silent = outcome(
         None, token_ids=None, n_rounds=None, n_drafted=None, n_accepted=None,
         mean_accepted_length=None, drafted_by_depth=(), accepted_by_depth=(),
-        time_to_first_token_s=None, target_s=None, draft_s=None, own_s=None,
+        time_to_first_token_s=None, prompt_s=None, target_s=None, draft_s=None, own_s=None,
     )  # fmt: skip
     figures = by_name([result("plain", 1, 1.0), result("a", 1, None, outcome=silent)])["a"]
     for name in ("speedup", "speedups", "worst", "tokens_per_s", "n_rounds", "n_drafted",
-                 "acceptance_rate", "mean_accepted_length", "shares", "first_token"):  # fmt: skip
+                 "acceptance_rate", "mean_accepted_length", "shares", "first_token", "whole"):  # fmt: skip
         assert getattr(figures, name) is None, name
     assert figures.acceptance_by_position == ()
     assert figures.n_different == 0  # by its text

@@ -36,7 +36,7 @@ from tests.helpers_bench import foresight_of, report_of, result
 
 #: Quick, and enough for a test of the command line.
 SHORT = ("-t", "1", "-fa", "off", "-n", "20", "-c", "256")
-N_COLUMNS = 15
+N_COLUMNS = 16
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,8 @@ class Figures:
     """A contender's answers; None is what cannot be told.
 
     `speedup` is the geometric mean over the categories, `speedups` the spread over all answers.
+    `whole` is the same of whole answers, prompts included: how much sooner they are there. (What
+    a program lets its draft read before the first token shows only there.)
     `acceptance_by_position` begins with the first drafted token: the share that was accepted of
     all that were drafted there. `first_token` is the time to the first token relative to plain
     decoding's, the median over all answers. `n_different` counts the answers whose text is not
@@ -79,6 +81,7 @@ class Figures:
     n_tokens: int
     speedup: float | None
     speedups: Spread | None
+    whole: float | None
     worst: Worst | None
     tokens_per_s: Spread | None
     n_rounds: int | None
@@ -132,6 +135,22 @@ def speedup_of(result: Result, plain: Result | None) -> float | None:
     return fast / slow if fast and slow else None
 
 
+def whole_speedup_of(result: Result, plain: Result | None) -> float | None:
+    """How much sooner as many tokens as plain decoding's answer has are there, its prompt included."""
+    if plain is None:
+        return None
+    slow_s, fast_s = (_whole_s(each, plain.outcome.n_tokens) for each in (plain, result))
+    return slow_s / fast_s if slow_s and fast_s else None
+
+
+def _whole_s(result: Result, n_tokens: int) -> float | None:
+    """Seconds for the prompt and so many tokens, at a contender's speed."""
+    outcome = result.outcome
+    if outcome.prompt_s is None or not outcome.tokens_per_s:
+        return None
+    return outcome.prompt_s + (n_tokens - 1) / outcome.tokens_per_s
+
+
 # --- one contender ---------------------------------------------------------------------------
 
 
@@ -155,6 +174,7 @@ def _figures(results: Mapping[_Key, Result], plain: Mapping[_Key, Result]) -> Fi
         n_tokens=sum(outcome.n_tokens for outcome in outcomes),
         speedup=geometric_mean(means),
         speedups=spread(list(speedups.values())),
+        whole=_whole(results, plain),
         worst=_worst(speedups),
         tokens_per_s=spread([o.tokens_per_s for o in outcomes if o.tokens_per_s]),
         n_rounds=sum(rounds) if rounds else None,
@@ -173,6 +193,16 @@ def _speedups(results: Mapping[_Key, Result], plain: Mapping[_Key, Result]) -> d
     """Of the answers for which there is one."""
     found = {key: speedup_of(result, plain.get(key)) for key, result in results.items()}
     return {key: speedup for key, speedup in found.items() if speedup is not None}
+
+
+def _whole(results: Mapping[_Key, Result], plain: Mapping[_Key, Result]) -> float | None:
+    by_category: dict[str, list[float]] = defaultdict(list)
+    for key, result in results.items():
+        speedup = whole_speedup_of(result, plain.get(key))
+        if speedup is not None:
+            by_category[result.category].append(speedup)
+    means = [geometric_mean(speedups) for speedups in by_category.values()]
+    return geometric_mean([mean for mean in means if mean is not None])
 
 
 def _by_category(

@@ -22,6 +22,7 @@ _HEADINGS = (
     "length",
     "rounds",
     "first token",
+    "whole answer",
     "other text",
     "of foresight",
 )
@@ -30,10 +31,11 @@ _MEANINGS = (
     "the same run; the geometric mean over the categories, of the geometric means over their "
     "answers. Quartiles are over all answers, and the worst prompt has its number behind it. "
     "Accepted: the share of drafted tokens that the target keeps; length: tokens a round. First "
-    "token: the time to it, relative to plain decoding. Other text: answers that differ from "
-    "plain decoding's at temperature 0, where rounding may turn a near-tie. Of foresight: the "
-    "share of the speed that was possible with the same drafts and costs, if one knew in advance "
-    "what will be accepted."
+    "token: the time to it, relative to plain decoding. Whole answer: how much sooner it is there, "
+    "the prompt included, which some programs let their draft read before the first token. Other "
+    "text: answers that differ from plain decoding's at temperature 0, where rounding may turn a "
+    "near-tie. Of foresight: the share of the speed that was possible with the same drafts and "
+    "costs, if one knew in advance what will be accepted."
 )
 
 
@@ -175,6 +177,7 @@ def _row(report: Report, each: Figures) -> list[str]:
         _number(each.mean_accepted_length),
         "" if each.n_rounds is None else str(each.n_rounds),
         _number(each.first_token),
+        _number(each.whole),
         "" if each.n_different is None else f"{each.n_different} of {each.n_answers}",
         "" if reached is None else f"{reached:.0%}",
     ]

@@ -220,7 +220,8 @@ def bench(
     (geometric mean); its first and third quartile, and the worst; tokens a
     second (median); the share of drafted tokens that is accepted; tokens a
     round; time to the first token relative to plain decoding; answers whose
-    text is not plain decoding's; the share reached of what --foresight found.
+    text is not plain decoding's; the share reached of what --foresight found;
+    the speed-up of whole answers, prompts included.
     """
     from specgen.bench.prompts import first_of_each, own_prompts, read_bench_prompts
 

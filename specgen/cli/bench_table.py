@@ -14,7 +14,17 @@ if TYPE_CHECKING:
 
 #: In place of a category: the figures of all of them.
 OVERALL = "overall"
-_HEADINGS = ("speed-up", "quartiles", "worst", "tokens/s", "accepted", "length", "first", "other")
+_HEADINGS = (
+    "speed-up",
+    "quartiles",
+    "worst",
+    "tokens/s",
+    "accepted",
+    "length",
+    "first",
+    "whole",
+    "other",
+)
 
 
 def lines(report: Report) -> Iterator[str]:
@@ -43,6 +53,7 @@ def _overall(report: Report, each: Figures) -> list[str]:
         _number(each.first_token),
         "" if each.n_different is None else str(each.n_different),
         _number(report.share_reached(each)),
+        _number(each.whole),
     ]
 
 
@@ -55,7 +66,7 @@ def _of_category(each: CategoryFigures) -> list[str]:
         _number(spread.third_quartile if spread else None),
         _number(spread.low if spread else None),
         _number(speed.median if speed else None),
-        *[""] * 5,
+        *[""] * 6,
     ]
 
 
@@ -93,6 +104,7 @@ def _main_table(every: Sequence[Figures], reached: Sequence[float | None]) -> Ta
             _number(each.acceptance_rate, "-"),
             _number(each.mean_accepted_length, "-"),
             _number(each.first_token, "-"),
+            _number(each.whole, "-"),
             "-" if each.n_different is None else str(each.n_different),
         ]
         if shows_reached:
@@ -134,7 +146,7 @@ def _explanation(report: Report, *, has_foresight: bool) -> str:
         "plain decoding of the same prompt (geometric means), its quartiles over the answers, and "
         "that of the worst prompt; tokens a second after the first (median); the share of drafted "
         "tokens that the target accepts; tokens a round; the time to the first token relative to "
-        "plain decoding; answers whose text is another than plain decoding's"
+        "plain decoding; how much sooner whole answers are there, prompts included; answers whose text is another than plain decoding's"
     )
     if has_foresight:
         text += "; the share of the speed that knowing in advance what is accepted could give"
