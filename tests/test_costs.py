@@ -78,5 +78,11 @@ def test_what_no_batch_size_promises_is_less_than_the_longest_draft_could_give()
     assert not outlook(Costs({1: 1.0, 2: 1.7 / WORTH + 1e-6}, 1e-9)).is_worth_it
 
 
+def test_a_batch_that_seemed_to_cost_less_than_a_token_is_not_believed() -> None:
+    expected = outlook(Costs({1: 0.3, 2: 0.1, 4: 0.05}, 1e-9))
+    assert expected.speedup == pytest.approx(sum(ACCEPTANCE**depth for depth in range(4)))
+    assert expected.batch_tokens == pytest.approx(1.0)
+
+
 def test_seconds_between_two_sizes_are_in_proportion() -> None:
     assert rows_s({1: 1.0, 2: 2.0, 6: 4.0}, 4) == pytest.approx(3.0)
