@@ -8,7 +8,7 @@ anything is known, of drafts in general. `specgen.trial` measures that too, in m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,13 +72,11 @@ def outlook(costs: Costs, acceptance: float = ACCEPTANCE) -> Outlook:
         speedup(n) = v(1) (1 + a + ... + a^n) / (v(n + 1) + n c)
 
     (Leviathan et al., arXiv:2211.17192, theorem 3.8, with batches that are not free.) The best
-    n counts, of those whose batches were timed or lie between two that were. A batch is taken to cost
-    a token at least: one that seemed to cost less was timed while the machine had less else to do.
+    n counts, of those whose batches were timed or lie between two that were.
     """
-    token_s = costs.batch_s[1]
-    costs = replace(costs, batch_s={n: max(s, token_s) for n, s in costs.batch_s.items()})
     numbers = range(1, max(costs.batch_s))
     best = max(numbers, key=lambda n: _speedup(costs, n, costs.draft_token_s, acceptance))
+    token_s = costs.batch_s[1]
     return Outlook(
         n_drafted=best,
         speedup=_speedup(costs, best, costs.draft_token_s, acceptance),
@@ -116,6 +114,10 @@ def measure_costs(session: Session, draft: Path) -> Costs | None:
 
 
 def rows_s(batch_s: Mapping[int, float], n_rows: int) -> float:
-    """Seconds for a batch of so many rows, between two sizes that were timed in proportion."""
+    """Seconds for a batch of so many rows, between two sizes that were timed in proportion.
+
+    No batch is taken to cost less than a token: one that seems to was timed while the machine had
+    less else to do.
+    """
     sizes = sorted(batch_s)
-    return float(np.interp(n_rows, sizes, [batch_s[size] for size in sizes]))
+    return float(np.interp(n_rows, sizes, [max(batch_s[size], batch_s[1]) for size in sizes]))

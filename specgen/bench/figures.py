@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -136,7 +136,7 @@ def speedup_of(result: Result, plain: Result | None) -> float | None:
 
 
 def whole_speedup_of(result: Result, plain: Result | None) -> float | None:
-    """How much sooner as many tokens as plain decoding's answer has are there, its prompt included."""
+    """How much sooner an answer of as many tokens as plain decoding's is there, prompt included."""
     if plain is None:
         return None
     slow_s, fast_s = (_whole_s(each, plain.outcome.n_tokens) for each in (plain, result))
@@ -158,9 +158,7 @@ def _figures(results: Mapping[_Key, Result], plain: Mapping[_Key, Result]) -> Fi
     """`plain` are the answers of plain decoding in the same lineup."""
     first = next(iter(results.values()))
     outcomes = [result.outcome for result in results.values()]
-    categories = _by_category(results, plain)
     speedups = _speedups(results, plain)
-    means = [each.speedup for each in categories if each.speedup is not None]
     drafted = [outcome for outcome in outcomes if outcome.n_drafted is not None]
     n_drafted = sum(outcome.n_drafted or 0 for outcome in drafted)
     n_accepted = sum(outcome.n_accepted or 0 for outcome in drafted)
@@ -172,9 +170,9 @@ def _figures(results: Mapping[_Key, Result], plain: Mapping[_Key, Result]) -> Fi
         is_plain=first.is_plain,
         n_answers=len(results),
         n_tokens=sum(outcome.n_tokens for outcome in outcomes),
-        speedup=geometric_mean(means),
+        speedup=_over_categories(results, speedups),
         speedups=spread(list(speedups.values())),
-        whole=_whole(results, plain),
+        whole=_over_categories(results, _speedups(results, plain, whole_speedup_of)),
         worst=_worst(speedups),
         tokens_per_s=spread([o.tokens_per_s for o in outcomes if o.tokens_per_s]),
         n_rounds=sum(rounds) if rounds else None,
@@ -185,23 +183,28 @@ def _figures(results: Mapping[_Key, Result], plain: Mapping[_Key, Result]) -> Fi
         shares=_shares(list(results.values())),
         first_token=_first_token(results, plain),
         n_different=_n_different(results, plain),
-        categories=categories,
+        categories=_by_category(results, plain),
     )
 
 
-def _speedups(results: Mapping[_Key, Result], plain: Mapping[_Key, Result]) -> dict[_Key, float]:
+def _speedups(
+    results: Mapping[_Key, Result],
+    plain: Mapping[_Key, Result],
+    of: Callable[[Result, Result | None], float | None] = speedup_of,
+) -> dict[_Key, float]:
     """Of the answers for which there is one."""
-    found = {key: speedup_of(result, plain.get(key)) for key, result in results.items()}
+    found = {key: of(result, plain.get(key)) for key, result in results.items()}
     return {key: speedup for key, speedup in found.items() if speedup is not None}
 
 
-def _whole(results: Mapping[_Key, Result], plain: Mapping[_Key, Result]) -> float | None:
+def _over_categories(
+    results: Mapping[_Key, Result], speedups: Mapping[_Key, float]
+) -> float | None:
+    """The geometric mean over the categories, of the geometric means over their answers."""
     by_category: dict[str, list[float]] = defaultdict(list)
-    for key, result in results.items():
-        speedup = whole_speedup_of(result, plain.get(key))
-        if speedup is not None:
-            by_category[result.category].append(speedup)
-    means = [geometric_mean(speedups) for speedups in by_category.values()]
+    for key, speedup in speedups.items():
+        by_category[results[key].category].append(speedup)
+    means = map(geometric_mean, by_category.values())
     return geometric_mean([mean for mean in means if mean is not None])
 
 

@@ -146,7 +146,8 @@ def _explanation(report: Report, *, has_foresight: bool) -> str:
         "plain decoding of the same prompt (geometric means), its quartiles over the answers, and "
         "that of the worst prompt; tokens a second after the first (median); the share of drafted "
         "tokens that the target accepts; tokens a round; the time to the first token relative to "
-        "plain decoding; how much sooner whole answers are there, prompts included; answers whose text is another than plain decoding's"
+        "plain decoding; how much sooner whole answers are there, prompts included; answers whose "
+        "text is another than plain decoding's"
     )
     if has_foresight:
         text += "; the share of the speed that knowing in advance what is accepted could give"
