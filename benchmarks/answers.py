@@ -1,16 +1,47 @@
-"""What the benchmarks on real models share: prompts in, one summary an answer out."""
+"""What the benchmarks on real models share: prompts and settings in, one summary an answer out."""
 
 from __future__ import annotations
 
 import datetime
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from specgen.events import FinishedEvent
+from specgen.options import DraftOptions, DraftSource, parse_tree
 from specgen.session import Prompt, Session
 
 #: Some chat templates write the date; it must not change between runs.
 _NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
+
+#: What a setting may say of a draft: the option's name and what its value is.
+_FIELDS: dict[str, tuple[str, Callable[[str], object]]] = {
+    "policy": ("policy", str),
+    "tree": ("tree", parse_tree),
+    "draft_max": ("max_tokens", int),
+    "draft_min": ("min_tokens", int),
+    "draft_p_min": ("p_min", float),
+    "ngram_min": ("ngram_min", int),
+    "ngram_max": ("ngram_max", int),
+    "translate": ("translate", str),
+    "verifier": ("verifier", str),
+    "ngrams": ("ngrams", lambda value: value == "on"),
+}
+
+
+def read_setting(setting: str) -> tuple[DraftSource, DraftOptions]:
+    """What `DRAFT[:option=value,...]` says; DRAFT is a file, `ngram` or `none`."""
+    name, _, values = setting.partition(":")
+    changes: dict[str, Any] = {}
+    for assignment in filter(None, values.split(",")):
+        key, _, value = assignment.partition("=")
+        field, kind = _FIELDS[key]
+        changes[field] = kind(value)
+    draft: DraftSource = Path(name)
+    if name in ("ngram", "none"):
+        draft = "ngram" if name == "ngram" else "none"
+    return draft, DraftOptions(**changes)
 
 
 def read_prompts(path: Path) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""What a batch of n tokens costs a model, for n from 1 to 16.
+"""What a batch of n tokens costs a model, for n from 1 to 128.
 
     python benchmarks/costs.py target.gguf draft.gguf
 
@@ -23,7 +23,7 @@ from specgen.backend.base import Batch
 from specgen.backend.llama import LlamaBackend, LlamaModel
 from specgen.options import ContextOptions
 
-SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16)
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 32, 64, 128)
 N_CONTEXT = 200
 N_RUNS = 7
 

@@ -14,28 +14,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
+import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from benchmarks.answers import answer, read_prompts
-from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
-from specgen.session import DraftSource, Session, SessionOptions
-
-_FIELDS: dict[str, tuple[str, Callable[[str], object]]] = {
-    "draft_max": ("max_tokens", int),
-    "draft_min": ("min_tokens", int),
-    "draft_p_min": ("p_min", float),
-    "ngram_min": ("ngram_min", int),
-    "ngram_max": ("ngram_max", int),
-    "translate": ("translate", str),
-    "verifier": ("verifier", str),
-    "ngrams": ("ngrams", lambda value: value == "on"),
-}
+from benchmarks.answers import answer, read_prompts, read_setting
+from specgen.options import ContextOptions, GenerationOptions, SamplerOptions
+from specgen.session import Session, SessionOptions
 
 
 def main() -> int:
@@ -81,11 +68,13 @@ def main() -> int:
                     }
                 )
     for setting, by_category in speedups.items():
-        means = {category: geometric_mean(values) for category, values in by_category.items()}
+        means = {
+            category: statistics.geometric_mean(values) for category, values in by_category.items()
+        }
         print(
             setting.rpartition("/")[2],
             " ".join(f"{category} {mean:.2f}," for category, mean in means.items()),
-            f"all {geometric_mean(list(means.values())):.2f}",
+            f"all {statistics.geometric_mean(list(means.values())):.2f}",
             file=sys.stderr,
         )
     print(json.dumps(results))
@@ -106,29 +95,17 @@ def some(prompts: list[tuple[str, str]], n: int) -> list[tuple[str, str]]:
 
 
 def open_session(arguments: argparse.Namespace, setting: str) -> Session:
-    name, _, values = setting.partition(":")
-    changes: dict[str, Any] = {}
-    for assignment in filter(None, values.split(",")):
-        key, _, value = assignment.partition("=")
-        field, kind = _FIELDS[key]
-        changes[field] = kind(value)
-    draft: DraftSource = Path(name)
-    if name in ("ngram", "none"):
-        draft = "ngram" if name == "ngram" else "none"
+    draft, drafting = read_setting(setting)
     options = SessionOptions(
         target=arguments.target,
         draft=draft,
-        drafting=DraftOptions(**changes),
+        drafting=drafting,
         sampler=SamplerOptions(temperature=arguments.temp, seed=1),
         generation=GenerationOptions(max_tokens=arguments.max_tokens),
         target_context=ContextOptions(n_threads=arguments.threads),
         draft_context=ContextOptions(n_threads=arguments.threads),
     )
     return Session(options, time.perf_counter)
-
-
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,349 @@
+r"""Answers that are known, replayed with costs that are known: what a policy decides, without noise.
+
+    specgen bench -m big.gguf -md small.gguf --prompts FILE --json answers.json
+    python benchmarks/costs.py big.gguf small.gguf > costs.jsonl
+    python benchmarks/replays.py --target big.gguf --prompts FILE --answers answers.json \
+        --costs costs.jsonl small.gguf small.gguf:policy=fixed,draft_max=3,draft_p_min=0
+
+Everything that drafts and decides runs as always, the draft model too; the target says what it
+said in the recorded answers, and a decode takes what the table of costs says: of any machine, and
+the same on a busy one. Specgen's own time is left out. With `--row R`, costs are made up: a token
+of the target takes 68 ms, every further row of a batch R of that, and a row of the draft 0.22.
+Several settings of one draft file, and several tables, take little longer than one: what the draft
+model says is remembered. Each learns from answer to answer.
+
+Of each setting with each table, the time of plain decoding after the first token over that of the
+replay: as a geometric mean over categories, of all answers together, and the worst, on stderr; all
+of it by answer as one JSON object on stdout. "Without reading" leaves out what a draft model takes to read
+the prompt, as programs do that let it read before they count. "Hindsight" takes for each answer, or for each
+category, whichever setting of fixed length is best there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from benchmarks.answers import begin, read_prompts, read_setting
+from specgen.arrays import Logits
+from specgen.backend.base import Backend, Batch
+from specgen.backend.fake import FakeBackend
+from specgen.backend.memo import MemoBackend
+from specgen.events import FinishedEvent
+from specgen.loop import Loop
+from specgen.memory import Memory
+from specgen.options import GenerationOptions
+from specgen.session import Session, SessionOptions
+from specgen.tables import CostTable
+
+#: Costs that are made up: seconds of a token, and what a row of the draft takes of that.
+_TOKEN_S = 0.068
+_DRAFT_ROW = 0.22
+#: A draft model decodes more rows at once only to read a text.
+_MOST_DRAFTED = 16
+#: Far beyond the logits of all other tokens.
+_CERTAIN = 40.0
+
+
+@dataclass
+class Clock:
+    """Time that passes where it is said to."""
+
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class Timed:
+    """A backend whose decodes take what a table says. It is a `Backend`: whatever is not here
+    is the inner one's."""
+
+    inner: Backend
+    costs: CostTable
+    clock: Clock
+    decode_s: float = 0.0
+    #: A backend that remembers decodes fewer.
+    n_decoded_rows: int = 0
+    #: Seconds of decodes of so many rows that a text was read in them.
+    reading_s: float = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def decode(self, batch: Batch) -> Logits:
+        seconds = self.costs.seconds(len(batch))
+        self.decode_s += seconds
+        self.clock.now_s += seconds
+        self.n_decoded_rows += len(batch)
+        if len(batch) > _MOST_DRAFTED:
+            self.reading_s += seconds
+        return self.inner.decode(batch)
+
+
+@dataclass
+class Script:
+    """A target's language when it says one text and nothing else. What follows on another text
+    is not looked at, as what leads there is refused."""
+
+    text: tuple[int, ...]
+    n_vocab: int
+    _row: Logits = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._row = np.zeros(self.n_vocab, np.float32)
+
+    def __call__(self, text: tuple[int, ...]) -> Logits:
+        row = self._row.copy()
+        if len(text) < len(self.text):
+            row[self.text[len(text)]] = _CERTAIN
+        return row
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A recorded answer: its category, its prompt, its tokens, and whether it ended by itself."""
+
+    number: int
+    category: str
+    prompt: str
+    tokens: tuple[int, ...]
+    ended: bool
+
+
+def read_answers(path: Path, prompts: Path, count: int | None) -> list[Told]:
+    """The answers of plain decoding in what `specgen bench --json` wrote, in their order: the
+    first one to each prompt, and so many of each category."""
+    texts = read_prompts(prompts)
+    found: dict[int, Told] = {}
+    n_found: Counter[str] = Counter()
+    for result in json.loads(path.read_text(encoding="utf-8"))["results"]:
+        outcome, number = result["outcome"], result["prompt"]
+        if result["is_plain"] and result["temperature"] == 0.0 and number not in found:
+            tokens, ended = tuple(outcome["token_ids"]), outcome["finish_reason"] == "stop"
+            category, prompt = texts[number - 1]
+            n_found[category] += 1
+            is_wanted = count is None or n_found[category] <= count
+            if is_wanted and len(tokens) + ended > 1:
+                found[number] = Told(number, category, prompt, tokens, ended)
+    return list(found.values())
+
+
+def made_up(row: float) -> list[CostTable]:
+    """Tables of a target and of a draft model whose rows cost so much of a token."""
+    sizes = range(1, 257)
+    flat = CostTable({n: _TOKEN_S * (1.0 + row * (n - 1)) for n in sizes})
+    return [flat, CostTable({n: _TOKEN_S * _DRAFT_ROW * n for n in sizes})]
+
+
+def read_costs(path: Path, models: Sequence[Path]) -> list[CostTable]:
+    """The tables of the models, by their files' names."""
+    tables: dict[str, Mapping[str, float]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        told = json.loads(line)
+        tables[told["model"]] = told["ms"]
+    return [
+        CostTable({int(n): ms / 1000 for n, ms in tables[model.name].items()}) for model in models
+    ]
+
+
+class Entrant:
+    """A setting with a table of costs, and what it came to so far."""
+
+    def __init__(
+        self, target: Path, setting: str, costs: Sequence[CostTable], costs_name: str, n: int
+    ) -> None:
+        self.setting, self.costs_name = setting, costs_name
+        self._costs = costs
+        self._clock = Clock()
+        draft, drafting = read_setting(setting)
+        self.draft = draft
+        self.is_fixed = drafting.policy == "fixed"
+        options = SessionOptions(
+            target, draft, drafting=drafting, generation=GenerationOptions(max_tokens=n)
+        )
+        self._session = Session(options, self._clock, Memory())
+        self.found: list[dict[str, Any]] = []
+        tables = [self._session.table()]
+        if isinstance(draft, Path):
+            tables.append(self._session.table(draft))
+        n_known = max(self._session.n_rows_max, 3)
+        for table, known in zip(tables, costs, strict=False):
+            for n_rows in range(1, n_known + 1):
+                table.start(n_rows, known.seconds(n_rows))
+        if drafting.is_by_cost:
+            with self._session.contexts(256) as (context, drafts):
+                self._session.measure_if_new(context, drafts)
+
+    def close(self) -> None:
+        self._session.close()
+
+    def replay(self, told: Told, real: Backend, draft: Backend | None) -> None:
+        """Make an answer once more, in contexts of which nothing is needed but what the draft
+        says; `draft` is empty."""
+        session, clock = self._session, self._clock
+        prompt = begin(session, told.prompt)
+        vocabulary = session.target_model.vocabulary
+        end = (vocabulary.end_tokens()[0],) if told.ended else ()
+        said = FakeBackend(
+            vocabulary,  # type: ignore[arg-type]
+            Script((*prompt.tokens, *told.tokens, *end), vocabulary.n_tokens),
+            n_ctx=real.n_ctx,
+            n_batch=real.n_batch,
+            n_outputs=session.n_rows_max,
+            n_sequences=session.n_branches_max,
+        )
+        target = cast(Backend, Timed(said, self._costs[0], clock))
+        drafting = None if draft is None else cast(Backend, Timed(draft, self._costs[1], clock))
+        generation = session.generation(prompt, real.n_ctx, drafting, seed=1)
+        loop = Loop(target, clock)
+        loop.start(generation)
+        while not generation.is_finished:
+            loop.round([generation])
+        assert tuple(generation.answer) == told.tokens, "the recorded answer"
+        finished = loop.finish(generation, estimate_gain=False)[0]
+        assert isinstance(finished, FinishedEvent)
+        seconds = finished.wall_s - finished.prompt_s
+        reading_s = 0.0 if drafting is None else cast(Timed, drafting).reading_s
+        plain_s = (len(told.tokens) + told.ended - 1) * self._costs[0].seconds(1)
+        self.found.append(
+            {
+                "prompt": told.number,
+                "category": told.category,
+                "n_tokens": finished.n_tokens,
+                "plain_s": round(plain_s, 3),
+                "seconds": round(seconds, 3),
+                "speedup": round(plain_s / seconds, 3),
+                "n_rounds": finished.n_rounds,
+                "n_drafted": finished.n_drafted,
+                "n_accepted": finished.n_accepted,
+                "draft_s": round(finished.draft_s, 3),
+                "reading_s": round(reading_s, 3),
+            }
+        )
+
+    def result(self) -> dict[str, Any]:
+        name = Path(self.setting).name
+        return {
+            "costs": self.costs_name,
+            "setting": name,
+            **sums(self.found),
+            "answers": self.found,
+        }
+
+
+def sums(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the answers come to."""
+    by_category: dict[str, list[float]] = {}
+    for answer in found:
+        by_category.setdefault(answer["category"], []).append(answer["speedup"])
+    means = {name: statistics.geometric_mean(values) for name, values in by_category.items()}
+    total = sum(answer["plain_s"] for answer in found) / sum(answer["seconds"] for answer in found)
+    unread = [answer["plain_s"] / (answer["seconds"] - answer["reading_s"]) for answer in found]
+    return {
+        "all": round(statistics.geometric_mean(means.values()), 3),
+        "without_reading": round(statistics.geometric_mean(unread), 3),
+        "together": round(total, 3),
+        "worst": min(answer["speedup"] for answer in found),
+        "categories": {name: round(mean, 2) for name, mean in means.items()},
+    }
+
+
+def hindsight(results: Sequence[Mapping[str, Any]], *, by: str) -> dict[str, Any]:
+    """What the best of several results comes to, picked afterwards for each `category` or, with
+    "prompt", for each answer."""
+    best: dict[object, list[Mapping[str, Any]]] = {}
+    for result in results:
+        groups: dict[object, list[Mapping[str, Any]]] = {}
+        for answer in result["answers"]:
+            groups.setdefault(answer[by], []).append(answer)
+        for group, answers in groups.items():
+            if group not in best or _speed(answers) > _speed(best[group]):
+                best[group] = answers
+    found = [answer for answers in best.values() for answer in answers]
+    return {"setting": f"hindsight by {by}", "costs": results[0]["costs"], **sums(found)}
+
+
+def _speed(answers: Sequence[Mapping[str, Any]]) -> float:
+    return statistics.geometric_mean(answer["speedup"] for answer in answers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", required=True, type=Path)
+    parser.add_argument("--prompts", required=True, type=Path)
+    parser.add_argument("--answers", required=True, type=Path)
+    parser.add_argument("--count", type=int, help="answers of each category")
+    parser.add_argument("--max-tokens", type=int, default=128, help="of the recorded answers")
+    parser.add_argument("--costs", type=Path, action="append", default=[])
+    parser.add_argument("--row", type=float, action="append", default=[])
+    parser.add_argument("settings", nargs="+", help="DRAFT[:option=value,...]; one draft file")
+    asked = parser.parse_args()
+    answers = read_answers(asked.answers, asked.prompts, asked.count)
+    drafts = {draft for draft, _ in map(read_setting, asked.settings) if isinstance(draft, Path)}
+    if len(drafts) > 1:
+        parser.error("settings of one draft file")
+    models = [asked.target, *drafts]
+    tables = {path.stem: read_costs(path, models) for path in asked.costs}
+    tables |= {f"a row {row:g}": made_up(row) for row in asked.row}
+    with contextlib.ExitStack() as stack:
+        entrants = []
+        for name, costs in tables.items():
+            for setting in asked.settings:
+                entrant = Entrant(asked.target, setting, costs, name, asked.max_tokens)
+                stack.callback(entrant.close)
+                entrants.append(entrant)
+        options = SessionOptions(
+            asked.target,
+            next(iter(drafts), "none"),
+            generation=GenerationOptions(max_tokens=asked.max_tokens),
+        )
+        session = stack.enter_context(Session(options, Clock()))
+        for number, told in enumerate(answers, 1):
+            n_ctx = session.context_size(len(begin(session, told.prompt).tokens))
+            with session.contexts(n_ctx) as (real, draft):
+                memo = None if draft is None else MemoBackend(draft)
+                for entrant in entrants:
+                    for sequence in range(memo.n_sequences if memo is not None else 0):
+                        cast(MemoBackend, memo).remove(sequence)
+                    entrant.replay(told, real, memo if entrant.draft in drafts else None)
+            print(f"{number} of {len(answers)}", file=sys.stderr, end="\r", flush=True)
+        report([entrant.result() for entrant in entrants], [e.is_fixed for e in entrants])
+
+
+def report(results: Sequence[dict[str, Any]], is_fixed: Sequence[bool]) -> None:
+    """Tell what came of it."""
+    lines = list(results)
+    for costs in dict.fromkeys(result["costs"] for result in results):
+        fixed = [
+            result
+            for result, fixed in zip(results, is_fixed, strict=True)
+            if fixed and result["costs"] == costs
+        ]
+        if len(fixed) > 1:
+            lines += [hindsight(fixed, by="category"), hindsight(fixed, by="prompt")]
+    for line in lines:
+        print(
+            f"{line['costs']}, {line['setting']}: {line['all']:.3f}, all answers together "
+            f"{line['together']:.3f}, without reading {line['without_reading']:.3f}, worst {line['worst']:.2f};",
+            ", ".join(f"{name} {mean:.2f}" for name, mean in line["categories"].items()),
+            file=sys.stderr,
+        )
+    print(json.dumps(lines))
+
+
+if __name__ == "__main__":
+    main()
