@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from specgen.backend.base import Backend, Batch
+from specgen.tables import CostTable
 
 #: What is decoded in advance, token by token: the context is not empty, and the first decodes,
 #: in which llama.cpp makes its plans, are not timed.
@@ -16,6 +17,10 @@ _N_FILLER = 4
 _N_DENSE = 8
 #: How often each size is timed, if time allows.
 _N_REPEATS = 3
+#: A table of fewer sizes was not measured: it saw a few decodes.
+MIN_SIZES = 3
+#: Seconds of a model's decodes in which its costs are measured, about.
+_BUDGET_S = 2.0
 
 
 def batch_sizes(n_max: int) -> list[int]:
@@ -25,6 +30,26 @@ def batch_sizes(n_max: int) -> list[int]:
     while sizes[-1] < n_max:
         sizes.append(min(n_max, sizes[-1] + sizes[-1] // 4))
     return sizes
+
+
+def is_measured(table: CostTable, n_rows: int = 1) -> bool:
+    """Whether a table was measured, up to so many rows."""
+    known = table.known
+    return len(known) >= MIN_SIZES and max(known) >= n_rows
+
+
+def complete(table: CostTable, backend: Backend, sizes: Sequence[int], n_rows: int = 1) -> None:
+    """Time those of the sizes that the backend's table does not know, in an empty context, unless
+    it was measured before, up to so many rows. For what there was no time for, what the others say
+    is taken. Raises `BackendError`."""
+    if is_measured(table, n_rows):
+        return
+    is_new = not is_measured(table)
+    missing = [size for size in sizes if is_new or size == 1 or not table.knows(size)]
+    for size, seconds in measure_sizes(backend, missing, _BUDGET_S).items():
+        table.start(size, seconds)
+    if table and max(table.known) < n_rows:
+        table.start(n_rows, table.seconds(n_rows))
 
 
 def measure_sizes(backend: Backend, sizes: Iterable[int], budget_s: float) -> dict[int, float]:

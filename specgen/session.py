@@ -27,7 +27,7 @@ from specgen.generation import Generation
 from specgen.grammar import GrammarState
 from specgen.load import BUSY_SHARE, core_time, share_of_others
 from specgen.loop import Loop
-from specgen.measuring import batch_sizes, measure_sizes
+from specgen.measuring import MIN_SIZES, batch_sizes, complete, is_measured
 from specgen.memory import Memory
 from specgen.options import (
     ContextOptions,
@@ -62,12 +62,8 @@ _LONGEST_GUESS = 8
 _WIDEST = 8
 #: The most ways to go on from one place that n-grams of a text propose.
 _NGRAM_BRANCHES = 3
-#: A table of fewer sizes was not measured: it saw a few decodes.
-_MIN_SIZES = 3
 #: Sizes to time of a draft model: tokens one by one, what it has to catch up with, a prompt.
 _DRAFT_SIZES = (1, 2, 3, 4, 8, 16, 64)
-#: Seconds of a model's decodes in which its costs are measured, about.
-_MEASURING_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -530,8 +526,8 @@ class Session:
     def is_measured(self, draft: Path | None) -> bool:
         """Whether the costs of the target, up to the largest batch of a round, and of a draft
         model are known."""
-        own = _is_measured(self.table(), self.n_rows_max)
-        return own and (draft is None or _is_measured(self.table(draft)))
+        own = is_measured(self.table(), self.n_rows_max)
+        return own and (draft is None or is_measured(self.table(draft)))
 
     def measure_if_new(self, target: Backend, draft: Backend | None) -> float:
         """Measure what decodes cost and, where costs decide how much is drafted, how often a draft
@@ -542,19 +538,19 @@ class Session:
         busy machine may say that no draft pays, and then nothing is decoded that would correct
         it."""
         started, path = self._clock(), self._draft_path
-        is_measured = self.is_measured(path)
-        if not is_measured:
+        is_known = self.is_measured(path)
+        if not is_known:
             before = core_time()
-            sizes = batch_sizes(max(_MIN_SIZES, self.n_rows_max))
-            _measure(target, self.table(), sizes, self.n_rows_max)
+            sizes = batch_sizes(max(MIN_SIZES, self.n_rows_max))
+            complete(self.table(), target, sizes, self.n_rows_max)
             if draft is not None and path is not None:
-                _measure(draft, self.table(path), _DRAFT_SIZES)
+                complete(self.table(path), draft, _DRAFT_SIZES)
             share = share_of_others(before, core_time())
             self.was_busy = share is not None and share > BUSY_SHARE
             if self.was_busy:
                 self._keep_no_costs()
         is_sampled = draft is not None and self._sample_agreement(target, draft)
-        return self._clock() - started if is_sampled or not is_measured else 0.0
+        return self._clock() - started if is_sampled or not is_known else 0.0
 
     def _keep_no_costs(self) -> None:
         """Let what was just measured be measured anew the next time."""
@@ -657,25 +653,6 @@ class _Known:
 def _most_likely(_sampler: Sampler, state: TextState) -> Shaper:
     """A shaper that leaves the most likely token only."""
     return Shaper(Sampler(SamplerOptions()), state)
-
-
-def _is_measured(table: CostTable, n_rows: int = 1) -> bool:
-    """Whether a table was measured, up to so many rows."""
-    known = table.known
-    return len(known) >= _MIN_SIZES and max(known) >= n_rows
-
-
-def _measure(backend: Backend, table: CostTable, sizes: Sequence[int], n_rows: int = 1) -> None:
-    """Time those of the sizes that are not known, unless the table was measured before, up to so
-    many rows. For what there was no time for, what the others say is taken."""
-    if _is_measured(table, n_rows):
-        return
-    is_new = not _is_measured(table)
-    missing = [size for size in sizes if is_new or size == 1 or not table.knows(size)]
-    for size, seconds in measure_sizes(backend, missing, _MEASURING_S).items():
-        table.start(size, seconds)
-    if table and max(table.known) < n_rows:
-        table.start(n_rows, table.seconds(n_rows))
 
 
 def _settings(options: SamplerOptions) -> dict[str, Any]:
