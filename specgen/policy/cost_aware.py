@@ -20,6 +20,7 @@ from specgen.options import DraftOptions
 from specgen.policy.base import RoundReport
 from specgen.policy.beginning import worth_of_beginning
 from specgen.policy.budget import Budget
+from specgen.policy.pace import Pace
 from specgen.policy.plans import best_frontier, best_nodes
 from specgen.policy.stopping import StoppingRule
 from specgen.policy.witness import Witness
@@ -48,8 +49,6 @@ _SECOND = 0.6
 #: was seen or judged.
 _NEWS = 0.05
 _N_NEWS = 24
-#: How fast the present time per token follows the rounds.
-_RATE = 0.06
 
 
 @dataclass(slots=True)
@@ -106,9 +105,8 @@ class CostAwarePolicy:
         self._budget = Budget()
         self._n_stale = 0
         self._n_left = 0
-        #: Seconds for a token in the rounds of late, and tokens a round; None before the first.
-        self._token_s: float | None = None
-        self._tokens_a_round = 1.0
+        self._pace = Pace()
+        self._has_model_begun = False
         #: What a batch with a draft of each length costs beyond a plain decode, in seconds.
         self._extra_s: list[float] = []
         #: The chances that the draft in the making is accepted up to and with each token.
@@ -183,7 +181,7 @@ class CostAwarePolicy:
 
     def _horizon(self) -> float:
         """The rounds that are left, with caution."""
-        return _CAUTION * max(1.0, self._n_left / max(1.0, self._tokens_a_round))
+        return _CAUTION * max(1.0, self._n_left / max(1.0, self._pace.tokens_a_round))
 
     def worth(self, draft: Draft) -> float:
         return self._best(draft)[1]
@@ -310,14 +308,10 @@ class CostAwarePolicy:
         for origin, worths in self._asked.items():
             saved_s = n_committed * plain_s - round_s - self._invested_s
             worths.account(saved_s / plain_s if origin == self._began else 0.0, n_committed)
-        if self._token_s is None:
-            self._token_s = plain_s
-        # Seconds and tokens are averaged apart: the mean of their ratios is another thing.
-        round_tokens = self._tokens_a_round
-        mean_round_s = self._token_s * round_tokens
-        mean_round_s += _RATE * (round_s - mean_round_s)
-        round_tokens += _RATE * (n_committed - round_tokens)
-        self._token_s, self._tokens_a_round = mean_round_s / round_tokens, round_tokens
+        if self._began not in (None, *NGRAM_ORIGINS) and not self._has_model_begun:
+            self._has_model_begun = True
+            self._pace.begin_anew()
+        self._pace.observe(round_s, n_committed, plain_s)
 
     def _leave(self, draft: Draft) -> None:
         """Remember what a draft that nothing was read for would have been worth verifying: the
@@ -335,7 +329,7 @@ class CostAwarePolicy:
     def token_s(self) -> float:
         """What a token is worth, in seconds."""
         plain_s = self._costs.seconds(1)
-        return plain_s if self._token_s is None else min(plain_s, self._token_s)
+        return plain_s if self._pace.token_s is None else min(plain_s, self._pace.token_s)
 
     def _token_worth_s(self, origin: str) -> float:
         """What an expected token of a drafter is taken for, in seconds: less than it is worth, as
