@@ -12,7 +12,7 @@ import pytest
 
 import specgen.cli
 import specgen.costs
-import specgen.session
+import specgen.measuring
 from specgen.backend.llama import LlamaBackend
 from specgen.cli.choosing import DraftChoice
 from specgen.cli.opening import Opener
@@ -57,7 +57,7 @@ class Measured:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     measured = Measured()
-    monkeypatch.setattr(specgen.session, "measure_sizes", measured)
+    monkeypatch.setattr(specgen.measuring, "measure_sizes", measured)
     return measured
 
 
