@@ -35,6 +35,7 @@ from specgen.options import (
     GenerationOptions,
     PolicyName,
     SamplerOptions,
+    parse_tree,
 )
 from specgen.session import DraftSource, Session, SessionOptions
 from specgen.tables import CostTable
@@ -76,10 +77,13 @@ def main() -> int:
         draft = write_tiny_model(Path(folder) / "draft.gguf", TinyConfig().draft(0.02))
         result = {
             "greedy, draft model, fixed": fit(target, draft, greedy, "fixed"),
-            "greedy, draft model, cost": fit(target, draft, greedy, "cost"),
+            "greedy, draft model, cost, chains": fit(target, draft, greedy, "cost", tree="off"),
+            "greedy, draft model, cost, trees": fit(target, draft, greedy, "cost"),
             "greedy, n-grams, fixed": fit(target, "ngram", greedy, "fixed"),
             "greedy, n-grams, cost": fit(target, "ngram", greedy, "cost"),
-            "greedy, both, cost": fit(target, draft, greedy, "cost", ngrams=True),
+            "greedy, both, cost, chains": fit(
+                target, draft, greedy, "cost", tree="off", ngrams=True
+            ),
             "temperature 1, draft model, fixed": fit(target, draft, random, "fixed"),
             "temperature 1, draft model, cost": fit(target, draft, random, "cost"),
         }
@@ -93,13 +97,19 @@ def fit(
     sampler: SamplerOptions,
     policy: PolicyName,
     *,
+    tree: str = "auto",
     ngrams: bool = False,
 ) -> dict[str, object]:
     """Microseconds a round and a drafted token, and the measurements they come from."""
     rows, loop_us, runs = [], [], []
     for n_draft in DRAFT_LENGTHS:
         drafting = DraftOptions(
-            policy=policy, max_tokens=n_draft, p_min=1e-9, ngram_min=1, ngrams=ngrams
+            policy=policy,
+            max_tokens=n_draft,
+            p_min=1e-9,
+            ngram_min=1,
+            ngrams=ngrams,
+            tree=parse_tree(tree),
         )
         finished = [answer(target, draft, sampler, drafting) for _ in range(N_RUNS + 1)][1:]
         best = min(finished, key=lambda event: event.loop_s)
