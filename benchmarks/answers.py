@@ -1,19 +1,15 @@
-"""What the benchmarks on real models share: prompts and settings in, one summary an answer out."""
+"""What the benchmarks on real models share: settings in, one summary an answer out."""
 
 from __future__ import annotations
 
-import datetime
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from specgen.bench.contenders import NOW
 from specgen.events import FinishedEvent
 from specgen.options import DraftOptions, DraftSource, parse_tree
 from specgen.session import Prompt, Session
-
-#: Some chat templates write the date; it must not change between runs.
-_NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
 
 #: What a setting may say of a draft: the option's name and what its value is.
 _FIELDS: dict[str, tuple[str, Callable[[str], object]]] = {
@@ -44,18 +40,9 @@ def read_setting(setting: str) -> tuple[DraftSource, DraftOptions]:
     return draft, DraftOptions(**changes)
 
 
-def read_prompts(path: Path) -> list[tuple[str, str]]:
-    """(category, prompt) pairs of a JSON Lines file: `prompt`, or the first of `turns`."""
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [
-        (record.get("category", ""), record["turns"][0] if "turns" in record else record["prompt"])
-        for record in records
-    ]
-
-
 def begin(session: Session, prompt: str) -> Prompt:
     """The prompt in the model's chat template; as it is for a model without one."""
-    return session.prompt(prompt, now=_NOW)
+    return session.prompt(prompt, now=NOW)
 
 
 def answer(session: Session, prompt: str, *, estimate_gain: bool = False) -> FinishedEvent:

@@ -26,7 +26,6 @@ import contextlib
 import json
 import statistics
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,13 +33,15 @@ from typing import Any, cast
 
 import numpy as np
 
-from benchmarks.answers import begin, read_prompts, read_setting
+from benchmarks.answers import begin, read_setting
 from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
 from specgen.backend.fake import FakeBackend
 from specgen.backend.memo import MemoBackend
+from specgen.bench.prompts import BenchPrompt, first_of_each, read_bench_prompts
 from specgen.events import FinishedEvent
 from specgen.loop import Loop
+from specgen.measuring import MIN_SIZES
 from specgen.memory import Memory
 from specgen.options import GenerationOptions
 from specgen.session import Session, SessionOptions
@@ -113,31 +114,28 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A recorded answer: its category, its prompt, its tokens, and whether it ended by itself."""
+    """A recorded answer: its prompt, its tokens, and whether it ended by itself."""
 
-    number: int
-    category: str
-    prompt: str
+    prompt: BenchPrompt
     tokens: tuple[int, ...]
     ended: bool
 
 
 def read_answers(path: Path, prompts: Path, count: int | None) -> list[Told]:
     """The answers of plain decoding in what `specgen bench --json` wrote, in their order: the
-    first one to each prompt, and so many of each category."""
-    texts = read_prompts(prompts)
+    first one to each prompt, and to so many prompts of each category."""
+    by_number = {prompt.number: prompt for prompt in read_bench_prompts(prompts)}
     found: dict[int, Told] = {}
-    n_found: Counter[str] = Counter()
     for result in json.loads(path.read_text(encoding="utf-8"))["results"]:
         outcome, number = result["outcome"], result["prompt"]
         if result["is_plain"] and result["temperature"] == 0.0 and number not in found:
             tokens, ended = tuple(outcome["token_ids"]), outcome["finish_reason"] == "stop"
-            category, prompt = texts[number - 1]
-            n_found[category] += 1
-            is_wanted = count is None or n_found[category] <= count
-            if is_wanted and len(tokens) + ended > 1:
-                found[number] = Told(number, category, prompt, tokens, ended)
-    return list(found.values())
+            if len(tokens) + ended > 1:
+                found[number] = Told(by_number[number], tokens, ended)
+    told = list(found.values())
+    if count is None:
+        return told
+    return [found[prompt.number] for prompt in first_of_each((t.prompt for t in told), count)]
 
 
 def made_up(row: float) -> list[CostTable]:
@@ -178,7 +176,7 @@ class Entrant:
         tables = [self._session.table()]
         if isinstance(draft, Path):
             tables.append(self._session.table(draft))
-        n_known = max(self._session.n_rows_max, 3)
+        n_known = max(self._session.n_rows_max, MIN_SIZES)
         for table, known in zip(tables, costs, strict=False):
             for n_rows in range(1, n_known + 1):
                 table.start(n_rows, known.seconds(n_rows))
@@ -193,7 +191,7 @@ class Entrant:
         """Make an answer once more, in contexts of which nothing is needed but what the draft
         says; `draft` is empty."""
         session, clock = self._session, self._clock
-        prompt = begin(session, told.prompt)
+        prompt = begin(session, told.prompt.text)
         vocabulary = session.target_model.vocabulary
         end = (vocabulary.end_tokens()[0],) if told.ended else ()
         said = FakeBackend(
@@ -219,8 +217,8 @@ class Entrant:
         plain_s = (len(told.tokens) + told.ended - 1) * self._costs[0].seconds(1)
         self.found.append(
             {
-                "prompt": told.number,
-                "category": told.category,
+                "prompt": told.prompt.number,
+                "category": told.prompt.category,
                 "n_tokens": finished.n_tokens,
                 "plain_s": round(plain_s, 3),
                 "seconds": round(seconds, 3),
@@ -296,6 +294,8 @@ def main() -> None:
     drafts = {draft for draft, _ in map(read_setting, asked.settings) if isinstance(draft, Path)}
     if len(drafts) > 1:
         parser.error("settings of one draft file")
+    if not asked.costs and not asked.row:
+        parser.error("no costs: --costs or --row")
     models = [asked.target, *drafts]
     tables = {path.stem: read_costs(path, models) for path in asked.costs}
     tables |= {f"a row {row:g}": made_up(row) for row in asked.row}
@@ -313,7 +313,7 @@ def main() -> None:
         )
         session = stack.enter_context(Session(options, Clock()))
         for number, told in enumerate(answers, 1):
-            n_ctx = session.context_size(len(begin(session, told.prompt).tokens))
+            n_ctx = session.context_size(len(begin(session, told.prompt.text).tokens))
             with session.contexts(n_ctx) as (real, draft):
                 memo = None if draft is None else MemoBackend(draft)
                 for entrant in entrants:

@@ -17,10 +17,11 @@ import json
 import statistics
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 
-from benchmarks.answers import answer, read_prompts, read_setting
+from benchmarks.answers import answer, read_setting
+from specgen.bench.prompts import first_of_each, read_bench_prompts
 from specgen.options import ContextOptions, GenerationOptions, SamplerOptions
 from specgen.session import Session, SessionOptions
 
@@ -35,6 +36,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=0, help="prompts of each category; 0: all")
     parser.add_argument("settings", nargs="+", help="DRAFT[:option=value,...]")
     arguments = parser.parse_args()
+    prompts = read_bench_prompts(arguments.prompts)
+    if arguments.count:
+        prompts = first_of_each(prompts, arguments.count)
     speedups: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     results = []
     with contextlib.ExitStack() as stack:
@@ -42,17 +46,17 @@ def main() -> int:
             setting: stack.enter_context(open_session(arguments, setting))
             for setting in ("none", *arguments.settings)
         }
-        for category, prompt in some(read_prompts(arguments.prompts), arguments.count):
-            plain = answer(sessions["none"], prompt)
+        for prompt in prompts:
+            plain = answer(sessions["none"], prompt.text)
             for setting in arguments.settings:
-                fast = answer(sessions[setting], prompt, estimate_gain=True)
+                fast = answer(sessions[setting], prompt.text, estimate_gain=True)
                 if plain.tokens_per_s is None or fast.tokens_per_s is None:
                     continue
                 speedup = fast.tokens_per_s / plain.tokens_per_s
-                speedups[setting][category].append(speedup)
+                speedups[setting][prompt.category].append(speedup)
                 results.append(
                     {
-                        "category": category,
+                        "category": prompt.category,
                         "setting": setting,
                         "plain_tokens_per_s": round(plain.tokens_per_s, 2),
                         "tokens_per_s": round(fast.tokens_per_s, 2),
@@ -79,19 +83,6 @@ def main() -> int:
         )
     print(json.dumps(results))
     return 0
-
-
-def some(prompts: list[tuple[str, str]], n: int) -> list[tuple[str, str]]:
-    """The first n prompts of each category, or all of them."""
-    if not n:
-        return prompts
-    seen: Counter[str] = Counter()
-    chosen = []
-    for category, prompt in prompts:
-        seen[category] += 1
-        if seen[category] <= n:
-            chosen.append((category, prompt))
-    return chosen
 
 
 def open_session(arguments: argparse.Namespace, setting: str) -> Session:
