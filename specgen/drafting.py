@@ -72,7 +72,7 @@ _MOSTLY = 0.95
 
 
 class DraftModel:
-    """A draft model for a target, loaded.
+    """A draft model for a target, loaded, from a copy of its `weights` if there is one.
 
     Raises `ModelFileError` if the file cannot be used, and `PairError` if its vocabulary is
     another and `translate` does not allow that, or there is nothing to translate by.
@@ -87,11 +87,12 @@ class DraftModel:
         drafting: DraftOptions,
         generation: GenerationOptions,
         breakers: DryBreakers | None,
-        helper: DraftModel | Literal["ngram"] | None = None,
+        weights: Path | None = None,
     ) -> None:
-        self.helper = helper
+        #: What drafts for it.
+        self.helper: DraftModel | Literal["ngram"] | None = None
         is_random = Sampler(sampler, breakers).is_random
-        self.model = LlamaModel(path, n_gpu_layers=context.n_gpu_layers)
+        self.model = LlamaModel(path, weights=weights, n_gpu_layers=context.n_gpu_layers)
         try:
             self._pair(target, drafting)
             self.translated = self._mode(target, drafting, is_random=is_random)

@@ -1,5 +1,5 @@
 """What was learnt on this machine: what decodes cost, which drafts are accepted, and with how
-many threads a model is quickest.
+many threads and which type of weights a model is quickest.
 
 One JSON file. Each process reads it once, corrects what it used, and writes that back into what
 the file says by then; of two that correct the same at once, the later one stays.
@@ -13,14 +13,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, get_args
 
 import numpy as np
 
 from specgen.arrays import ProbArray
 from specgen.atomic import replace_text
 from specgen.chances import N_BINS, Chances, Counts, Worths, new_chances
-from specgen.options import ContextOptions
+from specgen.options import ContextOptions, WeightType
 from specgen.tables import CostTable
 from specgen.threads import Threads
 
@@ -33,7 +33,9 @@ _N_KEPT = 256
 #: More threads than llama.cpp has room for were not measured.
 _MAX_THREADS = 512
 
-_COSTS, _CHANCES, _THREADS = "costs", "chances", "threads"
+_COSTS, _CHANCES, _THREADS, _WEIGHTS = "costs", "chances", "threads", "weights"
+#: What may be known of a model's weights.
+_WEIGHT_TYPES = (*get_args(WeightType), "own")
 
 
 class Memory:
@@ -50,6 +52,7 @@ class Memory:
         self._tables: dict[str, CostTable] = {}
         self._chances: dict[str, dict[str, Chances]] = {}
         self._threads: dict[str, Threads] = {}
+        self._weights: dict[str, str] = {}
         #: Keys of tables that are not to be kept any more.
         self._forgotten: set[str] = set()
         #: Keys of tables that are good for now and not worth keeping.
@@ -81,12 +84,23 @@ class Memory:
 
     def threads(self, model: Path, context: ContextOptions) -> Threads | None:
         """With how many threads a model was found to be quickest; None if nobody measured it."""
-        key = self._threads_key(model, context)
+        key = self._model_key(model, context)
         return self._threads.get(key) or _kept_threads(self._known[_THREADS].get(key))
 
     def keep_threads(self, model: Path, context: ContextOptions, threads: Threads) -> None:
         """Take so many threads for a model from now on."""
-        self._threads[self._threads_key(model, context)] = threads
+        self._threads[self._model_key(model, context)] = threads
+
+    def weights(self, model: Path, context: ContextOptions) -> str | None:
+        """The type of weights with which a model was found to be quickest, "own" for those that it
+        has; None if nobody measured it."""
+        key = self._model_key(model, context)
+        known = self._weights.get(key) or self._known[_WEIGHTS].get(key)
+        return known if known in _WEIGHT_TYPES else None
+
+    def keep_weights(self, model: Path, context: ContextOptions, weights: str) -> None:
+        """Take weights of this type for a model from now on."""
+        self._weights[self._model_key(model, context)] = weights
 
     def chances(self, target: Path, draft: Path | str, mode: str) -> dict[str, Chances]:
         """What was learnt about the drafts of `draft` for `target`, by origin; origins that are
@@ -127,6 +141,9 @@ class Memory:
         for key, threads in self._threads.items():
             document[_THREADS].pop(key, None)
             document[_THREADS][key] = dataclasses.asdict(threads)
+        for key, weights in self._weights.items():
+            document[_WEIGHTS].pop(key, None)
+            document[_WEIGHTS][key] = weights
         for kind, entries in document.items():
             document[kind] = dict(list(entries.items())[-_N_KEPT:])
         self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -150,8 +167,9 @@ class Memory:
             _key({**about, "depth": depth, "machine": self._machine}) for depth in range(_N_DEPTHS)
         ]
 
-    def _threads_key(self, model: Path, context: ContextOptions) -> str:
-        """Layers on a GPU need no threads, so how many there are matters."""
+    def _model_key(self, model: Path, context: ContextOptions) -> str:
+        """The key of what is known of a model by itself. Layers on a GPU need no threads, so how many
+        there are matters."""
         about = {"model": _identity(model), "n_gpu_layers": context.n_gpu_layers}
         return _key({**about, "machine": self._machine})
 
@@ -171,7 +189,8 @@ def _identity(model: Path) -> str:
 def _settings(context: ContextOptions, n_threads: int) -> dict[str, Any]:
     """What of a context's options decides what a decode costs."""
     n_threads = context.n_threads or n_threads
-    return {
+    own = {} if context.weights is None else {"weights": context.weights}
+    return own | {
         "n_threads": n_threads,
         "n_threads_batch": context.n_threads_batch or n_threads,
         "n_gpu_layers": context.n_gpu_layers,
@@ -195,7 +214,7 @@ def _read(file: Path | None) -> dict[str, dict[str, Any]]:
         with contextlib.suppress(OSError, ValueError, RecursionError):
             document = json.loads(file.read_text(encoding="utf-8"), parse_int=_whole)
     found = document if isinstance(document, dict) else {}
-    kinds = {kind: found.get(kind) for kind in (_COSTS, _CHANCES, _THREADS)}
+    kinds = {kind: found.get(kind) for kind in (_COSTS, _CHANCES, _THREADS, _WEIGHTS)}
     return {kind: dict(value) if isinstance(value, dict) else {} for kind, value in kinds.items()}
 
 

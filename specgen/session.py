@@ -19,9 +19,10 @@ from specgen.backend.base import Backend, Vocabulary
 from specgen.backend.llama import LlamaBackend, LlamaGrammar, LlamaModel, default_threads
 from specgen.backend.llama.vocabulary import LlamaVocabulary
 from specgen.chances import Chances
+from specgen.copies import COPY_TYPE, Comparison, Copies
 from specgen.drafters import CombinedDrafter, Drafter, SuffixDrafter
 from specgen.drafting import DraftModel, MakeShaper
-from specgen.errors import PromptError, UsageError
+from specgen.errors import ModelFileError, PromptError, UsageError
 from specgen.events import Event, NoticeEvent, PromptEvent
 from specgen.generation import Generation
 from specgen.grammar import GrammarState
@@ -79,7 +80,7 @@ class SessionOptions:
     draft_context: ContextOptions = field(default_factory=ContextOptions)
     #: What drafts for the draft model, what drafts for that one, and so on; n-grams come last.
     helpers: tuple[DraftSource, ...] = ()
-    #: Where what is made of texts to look up is kept; None keeps nothing.
+    #: Where what is made of texts to look up is kept, and copies of draft models; None keeps nothing.
     cache: Path | None = None
 
 
@@ -99,6 +100,12 @@ class Session:
         self._clock = clock
         #: Whether other programs took much of the machine when costs were measured.
         self.was_busy = False
+        #: Copies of draft models that were found to be quicker in this session.
+        self.copied: list[Comparison] = []
+        folder = None
+        if options.cache is not None and options.drafting.weights == "auto":
+            folder = options.cache / "drafts"
+        self._copies = Copies(folder, self._memory, clock)
         self._resources = contextlib.ExitStack()
         self._draft_source: DraftSource = "none"
         self._draft: DraftModel | None = None
@@ -145,15 +152,28 @@ class Session:
         shaped = self._shaped
         if target is not self._target_model:
             shaped = replace(shaped, temperature=0.0, dynatemp_range=0.0)
-        draft = DraftModel(
-            Path(source),
-            target,
-            options.draft_context,
-            shaped,
-            drafting,
-            options.generation,
-            self._breakers,
-        )
+        path, context = Path(source), options.draft_context
+
+        def load() -> DraftModel:
+            rest = (context, shaped, drafting, options.generation, self._breakers)
+            copy = self._copies.of(path, context)
+            try:
+                return DraftModel(path, target, *rest, copy)
+            except ModelFileError:
+                if copy is None:
+                    raise
+                self._copies.forget(path)
+                return DraftModel(path, target, *rest)
+
+        draft = load()
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(draft.close)
+            compared = self._copies.compare(draft.model, self.context_options(path))
+            if compared is not None and compared.is_quicker:
+                self.copied.append(compared)
+                draft.close()
+                draft = load()
+            on_error.pop_all()
         with contextlib.ExitStack() as on_error:
             on_error.callback(draft.close)
             if len(sources) > 1:
@@ -503,8 +523,13 @@ class Session:
         """Those of contexts of the target, or of a draft model, with as many threads as were
         found to be best where the user named no number."""
         options = self._options
-        context = options.target_context if draft is None else options.draft_context
-        return with_threads(context, self._memory.threads(draft or options.target, context))
+        if draft is None:
+            context = options.target_context
+            return with_threads(context, self._memory.threads(options.target, context))
+        context = options.draft_context
+        if self._copies.of(draft, context) is not None:
+            context = replace(context, weights=COPY_TYPE)
+        return with_threads(context, self._memory.threads(draft, context))
 
     def table(self, draft: Path | None = None, n_past: int = 0) -> CostTable:
         """What is known of the costs of the target, or of a draft model, in contexts with so

@@ -14,7 +14,7 @@ LAYERS = (
     ("sampling", "logprobs", "text", "chat", "pair", "tiny", "gbnf"),
     ("draft", "growing", "state", "tables", "chances"),
     ("backend", "packing", "policy", "verify", "tally", "translation"),
-    ("measuring", "threads", "memory", "suffixes"),
+    ("measuring", "threads", "memory", "copies", "suffixes"),
     ("drafters",),
     ("generation",),
     ("telling", "loop", "agreement"),

@@ -75,6 +75,7 @@ class Plan:
 
     def options(self, field: Field, draft: Stages = ("none",)) -> SessionOptions:
         """Those of the first policy and temperature."""
+        from specgen.models import cache_folder
         from specgen.session import SessionOptions
 
         return SessionOptions(
@@ -86,6 +87,7 @@ class Plan:
             generation=self.answer,
             target_context=self._context(field.target, self.machine.target),
             draft_context=self._context(draft[0], self.machine.draft),
+            cache=cache_folder(),
         )
 
     def _context(self, model: DraftSource, context: ContextOptions) -> ContextOptions:

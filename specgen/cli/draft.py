@@ -126,6 +126,7 @@ def find(
 def _options(
     target: Path, drafting: DraftOptions, answer: GenerationOptions, machine: flags.Contexts
 ) -> SessionOptions:
+    from specgen.models import cache_folder
     from specgen.session import SessionOptions
 
     return SessionOptions(
@@ -135,6 +136,7 @@ def _options(
         generation=answer,
         target_context=machine.target,
         draft_context=machine.draft,
+        cache=cache_folder(),
     )
 
 

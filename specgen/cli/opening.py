@@ -147,8 +147,13 @@ class Opener:
                     if taken.measured:  # not every command saves what its session learns
                         self._memory.save()
             on_error.pop_all()
-        if taken is not None and not self._quiet:
-            for note in (*(taken.measured if self._verbose else ()), taken.note):
+        if session.copied:
+            self._memory.save()
+        if not self._quiet:
+            notes = [copied.note for copied in session.copied]
+            if taken is not None:
+                notes += (*(taken.measured if self._verbose else ()), taken.note)
+            for note in notes:
                 print(f"note: {note}", file=sys.stderr)
         return session
 

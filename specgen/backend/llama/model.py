@@ -31,20 +31,22 @@ _GGUF_MAGIC = b"GGUF"
 class LlamaModel:
     """The weights and the vocabulary of a GGUF file; contexts are made from it.
 
-    Raises `ModelFileError` if the file cannot be used to generate text.
+    `weights` is a copy of the file that is loaded in its place. Raises `ModelFileError` if the file
+    cannot be used to generate text.
     """
 
-    def __init__(self, path: Path, *, n_gpu_layers: int = -1) -> None:
-        _check_file(path)
+    def __init__(self, path: Path, *, weights: Path | None = None, n_gpu_layers: int = -1) -> None:
+        file = path if weights is None else weights
+        _check_file(file)
         self.path = path
         self._handle: Any = None
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
         forget_log()
-        self._handle = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
+        self._handle = llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
         if not self._handle:
             raise ModelFileError(
-                f"{path}: llama.cpp cannot load this model: {last_error()}",
+                f"{file}: llama.cpp cannot load this model: {last_error()}",
                 hint="if the download was cut short, fetch the file again; if the model is "
                 "newer than this llama-cpp-python, upgrade it",
             )

@@ -1,0 +1,47 @@
+"""A copy of a model with weights of another type."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from pathlib import Path
+
+from specgen.backend.llama.library import forget_log, last_error, llama_cpp
+from specgen.errors import BackendError
+
+#: llama.cpp's number of the file type whose matrices are Q4_0. With `pure` all of them are, the
+#: output's too, which llama.cpp otherwise leaves as it is or gives more bits.
+_MOSTLY_Q4_0 = 2
+#: Seconds between looks at whether Ctrl-C was pressed.
+_LOOK_S = 0.1
+
+
+def requantize(model: Path, copy: Path, n_threads: int) -> None:
+    """Write a copy of a GGUF file with all matrices in Q4_0, quantised or not before.
+
+    A matrix whose rows are no multiple of 32 gets the type that llama.cpp falls back to. Raises
+    `BackendError` if llama.cpp cannot make it; there may be a part of it then.
+    """
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = _MOSTLY_Q4_0
+    params.allow_requantize = True
+    params.pure = True
+    params.nthread = n_threads
+    results: list[int] = []
+
+    def make() -> None:
+        results.append(
+            llama_cpp.llama_model_quantize(
+                os.fsencode(model), os.fsencode(copy), ctypes.byref(params)
+            )
+        )
+
+    forget_log()
+    # Native code does not hear of Ctrl-C, and this may take a minute.
+    worker = threading.Thread(target=make, name="requantize", daemon=True)
+    worker.start()
+    while worker.is_alive():
+        worker.join(_LOOK_S)
+    if results != [0]:
+        raise BackendError(f"{model}: llama.cpp cannot requantise it: {last_error()}")

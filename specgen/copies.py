@@ -1,0 +1,215 @@
+"""Copies of draft models with weights of a type that this machine is quick with.
+
+What a draft says is checked by the target, so its weights may be any: what counts is how soon it
+says what it says. On a CPU most of that is decided by the type of its matrices. llama.cpp
+rearranges Q4_0 for the instructions at hand and decodes several rows of it in hardly more time
+than one, while other types, an output matrix in Q8_0 among them, are read anew for each row. (On a
+machine with AVX-512, Qwen2.5-Coder 0.5B takes 19 ms a token as Q4_K_M, 13 as Q4_0 with its output
+in Q8_0, 10 with all in Q4_0; four tokens 62, 33 and 17; it says what the 1.5B says at 0.852, 0.843
+and 0.840 of the places of 75 answers.)
+
+Whether a copy is quicker is measured, once for each model on each machine; one that is not is
+deleted. Copies are kept in a folder, the latest ones up to a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from specgen.backend.llama import LlamaBackend, LlamaModel, build, default_threads, requantize
+from specgen.errors import BackendError, MemoryLimitError, ModelFileError
+from specgen.measuring import begin, time_batch
+from specgen.memory import Memory
+from specgen.options import ContextOptions, WeightType
+
+#: The type of a copy's matrices.
+COPY_TYPE: WeightType = "q4_0"
+#: Models of fewer bytes take so little time that it does not matter; for larger ones it is not for
+#: a program to write as much to a disk without being asked.
+_LEAST_BYTES = 32 * 2**20
+_MOST_BYTES = 2 * 2**30
+#: The bytes of all copies together, beyond which those go that were not used for longest.
+_MOST_KEPT = 4 * 2**30
+#: So many times its bytes have to be free on the disk before one is made.
+_FREE = 2
+#: A copy has to take less than this share of the model's own time: it is less often right.
+_WORTH_IT = 0.85
+#: Rows of the batches that are timed: what a draft model mostly decodes. And how often.
+_SIZES = (1, 2, 4)
+_N_REPEATS = 5
+#: Cells of the contexts in which they are.
+_N_CTX = 128
+#: Seconds after which what was begun and left is deleted.
+_STALE_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A model, and a copy that was made or found of it: it takes `share` of the model's own time."""
+
+    model: str
+    share: float
+    copy: Path
+    took_s: float
+
+    @property
+    def is_quicker(self) -> bool:
+        return self.share < _WORTH_IT
+
+    @property
+    def note(self) -> str:
+        """What came of it, for the user."""
+        return (
+            f"{self.model} drafts from a copy in {COPY_TYPE.upper()}, which takes {self.share:.2f} of "
+            f"its time ({self.copy}, made and compared in {self.took_s:.0f} s; "
+            "--draft-weights own does without)"
+        )
+
+
+class Copies:
+    """The copies in a folder (None: there are none, and none are made), and what the memory says
+    of them."""
+
+    def __init__(
+        self, folder: Path | None, memory: Memory, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._folder = folder
+        self._memory = memory
+        self._clock = clock
+        #: What is known already, by the model's path: it is asked for every round's table.
+        self._found: dict[Path, Path | None] = {}
+
+    def of(self, model: Path, context: ContextOptions) -> Path | None:
+        """The copy from which a model drafts; None where it drafts from its own weights."""
+        if self._folder is None:
+            return None
+        if model not in self._found:
+            copy = self._path(self._folder, model)
+            is_known = self._memory.weights(model, context) == COPY_TYPE
+            self._found[model] = copy if is_known and copy is not None and copy.is_file() else None
+            if self._found[model] is not None:
+                with contextlib.suppress(OSError):  # it was used now
+                    os.utime(self._found[model])  # type: ignore[arg-type]
+        return self._found[model]
+
+    def forget(self, model: Path) -> None:
+        """Draft from the model's own weights from now on: its copy cannot be used."""
+        copy = self._found.get(model)
+        if copy is not None:
+            with contextlib.suppress(OSError):
+                copy.unlink()
+        self._found[model] = None
+
+    def compare(self, model: LlamaModel, context: ContextOptions) -> Comparison | None:
+        """Find out whether a copy of a model is quicker, making one if there is none, and remember
+        that; None if it is known, or not to be tried, or no copy can be made."""
+        folder = self._folder
+        if folder is None or not self._is_new(model, context):
+            return None
+        path = self._path(folder, model.path)
+        if path is None:
+            return None
+        started = self._clock()
+        try:
+            if not path.is_file():
+                _make(model, path, context)
+            share = self._share(model, path, context)
+        except (BackendError, MemoryLimitError, ModelFileError, OSError):
+            # The model's own weights draft as well.
+            self._memory.keep_weights(model.path, context, "own")
+            return None
+        found = Comparison(model.name, share, path, self._clock() - started)
+        self._memory.keep_weights(model.path, context, COPY_TYPE if found.is_quicker else "own")
+        self._found.pop(model.path, None)
+        if not found.is_quicker:
+            path.unlink(missing_ok=True)
+        return found
+
+    def _is_new(self, model: LlamaModel, context: ContextOptions) -> bool:
+        """Whether a model is worth a comparison and there was none."""
+        if not _LEAST_BYTES <= model.size_bytes <= _MOST_BYTES:
+            return False
+        if context.n_gpu_layers != 0 and build().gpu_offload:  # a GPU has its own favourites
+            return False
+        known = self._memory.weights(model.path, context)
+        return known is None or (known == COPY_TYPE and self.of(model.path, context) is None)
+
+    def _path(self, folder: Path, model: Path) -> Path | None:
+        """Where the copy of a model is, or would be: another file of the same name, or what is
+        written over it, is another model. None if the model is gone."""
+        try:
+            about = model.stat()
+        except OSError:
+            return None
+        digest = hashlib.sha256(f"{model.name}\0{about.st_size}\0{about.st_mtime_ns}".encode())
+        return folder / f"{model.stem}-{digest.hexdigest()[:12]}.{COPY_TYPE}.gguf"
+
+    def _share(self, model: LlamaModel, path: Path, context: ContextOptions) -> float:
+        """The share of a model's own time that its copy takes, for some sizes of batches."""
+        copy = LlamaModel(model.path, weights=path, n_gpu_layers=context.n_gpu_layers)
+        with contextlib.closing(copy), contextlib.ExitStack() as stack:
+            backends = []
+            for each in (model, copy):
+                backend = LlamaBackend(
+                    each, context, n_ctx=_N_CTX, clock=self._clock, n_outputs=max(_SIZES)
+                )
+                stack.callback(backend.close)
+                backends.append((backend, begin(backend)))
+            shares = []
+            for size in _SIZES:
+                times: tuple[list[float], ...] = ([], [])
+                for _ in range(_N_REPEATS):
+                    for found, (backend, text) in zip(times, backends, strict=True):
+                        seconds = time_batch(backend, text, size)
+                        if seconds is not None:
+                            found.append(seconds)
+                shares.append(statistics.median(times[1]) / statistics.median(times[0]))
+        return statistics.geometric_mean(shares)
+
+
+def _make(model: LlamaModel, path: Path, context: ContextOptions) -> None:
+    """Make the copy of a model, and room for it. Raises `BackendError`, `OSError`."""
+    folder = path.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    _make_room(folder, _MOST_KEPT - model.size_bytes)
+    if shutil.disk_usage(folder).free < _FREE * model.size_bytes:
+        raise BackendError(f"{folder}: too little room for a copy of {model.name}")
+    # Another process may make the same: each its own file, and the later one stays.
+    descriptor, name = tempfile.mkstemp(dir=folder, prefix=f"{path.stem}.", suffix=".new")
+    os.close(descriptor)
+    new = Path(name)
+    try:
+        requantize(model.path, new, context.n_threads_batch or default_threads())
+        new.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            new.unlink()
+        raise
+
+
+def _make_room(folder: Path, most_bytes: int) -> None:
+    """Delete what was begun and left long ago, and the copies that were not used for longest, down
+    to so many bytes."""
+    kept = 0
+    for copy, about in sorted(_files(folder), key=lambda file: -file[1].st_mtime):
+        is_left = copy.suffix == ".new"
+        kept += 0 if is_left else about.st_size
+        if (is_left and time.time() - about.st_mtime > _STALE_S) or kept > most_bytes:
+            with contextlib.suppress(OSError):  # one that is in use stays, on some systems
+                copy.unlink()
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    for path in folder.iterdir():
+        if path.suffix in (".gguf", ".new"):
+            with contextlib.suppress(OSError):
+                yield path, path.stat()
