@@ -20,7 +20,6 @@ import os
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,9 +78,7 @@ class Copies:
     """The copies in a folder (None: there are none, and none are made), and what the memory says
     of them."""
 
-    def __init__(
-        self, folder: Path | None, memory: Memory, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, folder: Path | None, memory: Memory, clock: Callable[[], float]) -> None:
         self._folder = folder
         self._memory = memory
         self._clock = clock
@@ -101,7 +98,12 @@ class Copies:
                     os.utime(self._found[model])  # type: ignore[arg-type]
         return self._found[model]
 
-    def forget(self, model: Path) -> None:
+    def forget(self, model: Path, context: ContextOptions) -> None:
+        """Let a model be compared anew."""
+        self._memory.keep_weights(model, context, None)
+        self._found.pop(model, None)
+
+    def discard(self, model: Path) -> None:
         """Draft from the model's own weights from now on: its copy cannot be used."""
         copy = self._found.get(model)
         if copy is not None:
@@ -120,8 +122,8 @@ class Copies:
             return None
         started = self._clock()
         try:
-            if not path.is_file():
-                _make(model, path, context)
+            if not path.is_file() and not _make(model, path, context):
+                return None
             share = self._share(model, path, context)
         except (BackendError, MemoryLimitError, ModelFileError, OSError):
             # The model's own weights draft as well.
@@ -176,34 +178,34 @@ class Copies:
         return statistics.geometric_mean(shares)
 
 
-def _make(model: LlamaModel, path: Path, context: ContextOptions) -> None:
-    """Make the copy of a model, and room for it. Raises `BackendError`, `OSError`."""
+def _make(model: LlamaModel, path: Path, context: ContextOptions) -> bool:
+    """Make the copy of a model; False if there is no room for it. Raises `BackendError`,
+    `OSError`."""
     folder = path.parent
     folder.mkdir(parents=True, exist_ok=True)
-    _make_room(folder, _MOST_KEPT - model.size_bytes)
-    if shutil.disk_usage(folder).free < _FREE * model.size_bytes:
-        raise BackendError(f"{folder}: too little room for a copy of {model.name}")
     # Another process may make the same: each its own file, and the later one stays.
     descriptor, name = tempfile.mkstemp(dir=folder, prefix=f"{path.stem}.", suffix=".new")
     os.close(descriptor)
     new = Path(name)
     try:
+        _make_room(folder, _MOST_KEPT - model.size_bytes, new.stat().st_mtime)
+        if shutil.disk_usage(folder).free < _FREE * model.size_bytes:
+            return False
         requantize(model.path, new, context.n_threads_batch or default_threads())
         new.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            new.unlink()
-        raise
+        return True
+    finally:
+        new.unlink(missing_ok=True)
 
 
-def _make_room(folder: Path, most_bytes: int) -> None:
+def _make_room(folder: Path, most_bytes: int, now_s: float) -> None:
     """Delete what was begun and left long ago, and the copies that were not used for longest, down
-    to so many bytes."""
+    to so many bytes. It is `now_s` by the folder's clock."""
     kept = 0
     for copy, about in sorted(_files(folder), key=lambda file: -file[1].st_mtime):
         is_left = copy.suffix == ".new"
         kept += 0 if is_left else about.st_size
-        if (is_left and time.time() - about.st_mtime > _STALE_S) or kept > most_bytes:
+        if now_s - about.st_mtime > _STALE_S if is_left else kept > most_bytes:
             with contextlib.suppress(OSError):  # one that is in use stays, on some systems
                 copy.unlink()
 

@@ -48,6 +48,9 @@ class PromptEvent:
     #: How the drafts of a model with another vocabulary are translated, ``string`` or
     #: ``tokens``; null where nothing needs to be.
     translation: str | None
+    #: The type of the weights of a copy from which the draft model drafts, ``q4_0``; null where it
+    #: drafts from its own.
+    draft_weights: str | None
     #: Size of the target's context, in tokens.
     n_ctx: int
     #: Every setting of the samplers by the name of its option, `temperature` and `samplers`

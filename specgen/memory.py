@@ -52,7 +52,7 @@ class Memory:
         self._tables: dict[str, CostTable] = {}
         self._chances: dict[str, dict[str, Chances]] = {}
         self._threads: dict[str, Threads] = {}
-        self._weights: dict[str, str] = {}
+        self._weights: dict[str, str | None] = {}
         #: Keys of tables that are not to be kept any more.
         self._forgotten: set[str] = set()
         #: Keys of tables that are good for now and not worth keeping.
@@ -95,11 +95,11 @@ class Memory:
         """The type of weights with which a model was found to be quickest, "own" for those that it
         has; None if nobody measured it."""
         key = self._model_key(model, context)
-        known = self._weights.get(key) or self._known[_WEIGHTS].get(key)
+        known = self._weights.get(key, self._known[_WEIGHTS].get(key))
         return known if known in _WEIGHT_TYPES else None
 
-    def keep_weights(self, model: Path, context: ContextOptions, weights: str) -> None:
-        """Take weights of this type for a model from now on."""
+    def keep_weights(self, model: Path, context: ContextOptions, weights: str | None) -> None:
+        """Take weights of this type for a model from now on; None lets it be measured anew."""
         self._weights[self._model_key(model, context)] = weights
 
     def chances(self, target: Path, draft: Path | str, mode: str) -> dict[str, Chances]:
@@ -143,7 +143,8 @@ class Memory:
             document[_THREADS][key] = dataclasses.asdict(threads)
         for key, weights in self._weights.items():
             document[_WEIGHTS].pop(key, None)
-            document[_WEIGHTS][key] = weights
+            if weights is not None:
+                document[_WEIGHTS][key] = weights
         for kind, entries in document.items():
             document[kind] = dict(list(entries.items())[-_N_KEPT:])
         self._file.parent.mkdir(parents=True, exist_ok=True)

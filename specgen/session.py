@@ -38,6 +38,7 @@ from specgen.options import (
     SamplerOptions,
     TreeShape,
     VerifierName,
+    WeightType,
 )
 from specgen.packing import Slot
 from specgen.policy import CostAwarePolicy, FixedPolicy, Policy, ThresholdPolicy
@@ -162,7 +163,7 @@ class Session:
             except ModelFileError:
                 if copy is None:
                     raise
-                self._copies.forget(path)
+                self._copies.discard(path)
                 return DraftModel(path, target, *rest)
 
         draft = load()
@@ -317,6 +318,7 @@ class Session:
                 target=self._target_model.name,
                 draft=self.draft_name,
                 translation=self._draft.translated if self._draft else None,
+                draft_weights=self._draft_weights,
                 n_ctx=n_ctx,
                 sampler=_settings(replace(options.sampler, seed=seed)),
                 verifier=self.verifier_name,
@@ -543,6 +545,10 @@ class Session:
         model, context = draft or self._options.target, self.context_options(draft)
         self._memory.forget_costs(model, context, default_threads())
 
+    def forget_weights(self, draft: Path) -> None:
+        """Let a draft model be compared with a copy anew, when it is the session's the next time."""
+        self._copies.forget(draft, self._options.draft_context)
+
     @property
     def memory(self) -> Memory:
         """What was learnt."""
@@ -613,6 +619,11 @@ class Session:
             prompt, (draft,), state, rng, _most_likely, known, branches=False
         )
         return Walk(drafter, state, self.chances(), is_translated=self._draft.has_own_vocabulary)
+
+    @property
+    def _draft_weights(self) -> WeightType | None:
+        path = self._draft_path
+        return self.context_options(path).weights if path is not None else None
 
     @property
     def _draft_path(self) -> Path | None:

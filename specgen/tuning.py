@@ -128,6 +128,8 @@ class Tuner:
         and for the target or `draft` `ModelFileError`, `PairError`, `MemoryLimitError` or
         `BackendError`; other drafts that cannot be used are refused.
         """
+        if draft is not None:
+            self._session.forget_weights(draft)
         self._session.change_draft(draft if draft is not None else "none")
         threads = self._threads(None)
         draft_threads = self._threads(draft) if draft is not None else None

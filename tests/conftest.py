@@ -23,6 +23,8 @@ def _own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     # Drafts of a fixed length can be counted: what costs decide depends on the machine.
     monkeypatch.setenv("SPECGEN_POLICY", "fixed")
+    # Nor does it depend on the machine what is said of copies.
+    monkeypatch.setenv("SPECGEN_DRAFT_WEIGHTS", "own")
     # Nor does it depend on what else runs here whether measurements are kept.
     monkeypatch.setattr("specgen.session.core_time", lambda: None)
 

@@ -52,6 +52,7 @@ class Script:
             target="t.gguf",
             draft=self.draft,
             translation=None,
+            draft_weights=None,
             n_ctx=512,
             sampler={"seed": 1},
             verifier="auto",

@@ -35,6 +35,7 @@ SAMPLES: list[events.Event] = [
         target="target.gguf",
         draft="none",
         translation=None,
+        draft_weights=None,
         n_ctx=512,
         sampler={"temperature": 0.7, "logit_bias": [[3, "-inf"]]},
         verifier="auto",

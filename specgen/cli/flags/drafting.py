@@ -149,6 +149,7 @@ def drafting(
         DraftWeights,
         typer.Option(
             "--draft-weights",
+            envvar="SPECGEN_DRAFT_WEIGHTS",
             help="auto lets a draft model draft from a copy of it whose weights are requantised to "
             "Q4_0, if that is quicker on this CPU (made once, in seconds, and kept in the cache "
             "folder); own drafts from the file as it is.",
