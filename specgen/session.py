@@ -101,8 +101,8 @@ class Session:
         self._clock = clock
         #: Whether other programs took much of the machine when costs were measured.
         self.was_busy = False
-        #: Copies of draft models that were found to be quicker in this session.
-        self.copied: list[Comparison] = []
+        #: Draft models that were compared with copies in this session.
+        self.compared: list[Comparison] = []
         folder = None
         if options.cache is not None and options.drafting.weights == "auto":
             folder = options.cache / "drafts"
@@ -170,8 +170,9 @@ class Session:
         with contextlib.ExitStack() as on_error:
             on_error.callback(draft.close)
             compared = self._copies.compare(draft.model, self.context_options(path))
+            if compared is not None:
+                self.compared.append(compared)
             if compared is not None and compared.is_quicker:
-                self.copied.append(compared)
                 draft.close()
                 draft = load()
             on_error.pop_all()
@@ -200,6 +201,12 @@ class Session:
     @property
     def clock(self) -> Callable[[], float]:
         return self._clock
+
+    @property
+    def copied(self) -> list[Comparison]:
+        """Those of `compared` whose copy was found to be quicker, the last one of each model."""
+        last = {compared.model: compared for compared in self.compared}
+        return [compared for compared in last.values() if compared.is_quicker]
 
     @property
     def options(self) -> SessionOptions:

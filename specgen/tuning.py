@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from specgen.agreement import Agreement
 from specgen.backend.llama import default_threads
+from specgen.copies import Comparison
 from specgen.costs import Costs, Outlook, known_costs, outlook
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError, SpecgenError
 from specgen.options import DraftSource
@@ -57,12 +58,14 @@ class Way:
 @dataclass(frozen=True, slots=True)
 class DraftFindings:
     """What was found out about a draft model: its `costs` beside the target's (None if a round
-    has no room for a draft), and how often it says what the target says."""
+    has no room for a draft), and how often it says what the target says; and how quick it is
+    beside a copy of its weights, if they were compared."""
 
     draft: Path
     agreement: Agreement
     costs: Costs | None
     threads: ThreadTimes | None = None
+    compared: Comparison | None = None
 
     @property
     def expected(self) -> Outlook | None:
@@ -163,7 +166,9 @@ class Tuner:
         costs = known_costs(self._session, draft)
         if costs is not None:
             costs = Costs(found.baseline.batch_s, costs.draft_token_s)
-        return replace(found, draft=DraftFindings(draft, agreement, costs, threads))
+        compared = [each for each in self._session.compared if each.model == draft.name][-1:]
+        findings = DraftFindings(draft, agreement, costs, threads, *compared)
+        return replace(found, draft=findings)
 
     def _with_others(self, found: Tuning, others: Iterable[Path]) -> Tuning:
         """With n-grams, and with other drafts as `specgen run` would take them."""

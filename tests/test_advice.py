@@ -20,6 +20,7 @@ from specgen.cli.advice import (
     threads_text,
     to_json_object,
 )
+from specgen.copies import Comparison
 from specgen.costs import Costs
 from specgen.load import CoreTime, core_time, parse_stat, share_of_others
 from specgen.options import DraftSource
@@ -361,6 +362,23 @@ def test_this_system_tells() -> None:
     found = core_time()
     assert found is not None
     assert 0.0 < found.own_s < found.busy_s < found.total_s
+
+
+@pytest.mark.parametrize(
+    ("share", "what"), [(0.4, "drafts in its place"), (0.95, "it drafts from its own weights")]
+)
+def test_the_copy_of_a_draft_is_told_of(share: float, what: str) -> None:
+    compared = Comparison("draft.gguf", share, Path("/c/draft-1.q4_0.gguf"), 3.0)
+    found = tuning(draft=replace(FINDINGS, compared=compared))
+    said = [sentence for section in advice(found) for sentence in section.sentences]
+    (sentence,) = (sentence for sentence in said if "copy" in sentence)
+    assert f"draft.gguf in Q4_0 takes {share:.2f} of its time" in sentence
+    assert what in sentence
+    copy = to_json_object(found)["draft"]["copy"]
+    assert copy == {"weights": "q4_0", "share_of_time": share, "is_taken": share < 0.5}
+    untold = to_json_object(tuning())
+    assert untold["draft"]["copy"] is None
+    assert not any("copy" in sentence for sentence in untold["advice"])
 
 
 # --- as JSON, and for people

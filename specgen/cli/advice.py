@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specgen.cli.choosing import name_of
+from specgen.copies import COPY_TYPE
 from specgen.costs import Costs, rows_s
 from specgen.threads import BATCH_ROWS, ThreadTimes
 from specgen.tuning import (
@@ -26,6 +27,7 @@ from specgen.tuning import (
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from specgen.copies import Comparison
     from specgen.trial import Baseline, Figures
 
 #: A gain below this is no gain: another minute measures something else.
@@ -262,6 +264,8 @@ def _settings(tuning: Tuning) -> Iterator[str]:
         yield "threads are as you said; without -t and -tb they are chosen by measurement"
     if tuning.draft is not None and tuning.draft.threads is not None:
         yield threads_text(tuning.draft.draft.name, tuning.draft.threads)
+    if tuning.draft is not None and tuning.draft.compared is not None:
+        yield weights_text(tuning.draft.compared)
     own = _own_way(tuning)
     if own is not None:
         yield _lengths_text(own.figures, max(tuning.baseline.batch_s) - 1)
@@ -282,6 +286,16 @@ def threads_text(name: str, times: ThreadTimes) -> str:
     single = _chosen(times.chosen.n_single, times.default, times.single_s)
     batch = _chosen(times.chosen.n_batch, times.default, times.batch_s)
     return f"threads of {name}: {single} for a token, {batch} for a batch of {BATCH_ROWS}"
+
+
+def weights_text(compared: Comparison) -> str:
+    """From which weights a draft model drafts, and why."""
+    copy = (
+        f"a copy of {compared.model} in {COPY_TYPE.upper()} takes {compared.share:.2f} of its time"
+    )
+    if compared.is_quicker:
+        return f"{copy}, and drafts in its place"
+    return f"{copy}, which would not make up for what it says worse: it drafts from its own weights"
 
 
 def _chosen(chosen: int, default: int, seconds: dict[int, float]) -> str:
@@ -369,6 +383,15 @@ def _draft_object(draft: DraftFindings) -> dict[str, Any]:
         "break_even_rate": None if costs is None else break_even(costs),
         "expected": None if expected is None else dataclasses.asdict(expected),
         "threads": _threads_object(draft.threads),
+        "copy": None if draft.compared is None else _copy_object(draft.compared),
+    }
+
+
+def _copy_object(compared: Comparison) -> dict[str, Any]:
+    return {
+        "weights": COPY_TYPE,
+        "share_of_time": compared.share,
+        "is_taken": compared.is_quicker,
     }
 
 

@@ -88,7 +88,7 @@ def tune(
         tuning = replace(tuning, others_share=share_of_others(before, core_time()))
         _show(tuning, as_json=as_json)
     if not quiet:
-        copied = {each.model: each.note for each in session.copied}.values()
+        copied = [each.note for each in session.copied]
         for note in (*notes, *copied, *_notes(tuning), kept):
             print(f"note: {note}", file=sys.stderr)
     return stop.exit_code
