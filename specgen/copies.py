@@ -76,12 +76,19 @@ class Comparison:
 
 class Copies:
     """The copies in a folder (None: there are none, and none are made), and what the memory says
-    of them."""
+    of them. `tell` is told what takes seconds."""
 
-    def __init__(self, folder: Path | None, memory: Memory, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        memory: Memory,
+        clock: Callable[[], float],
+        tell: Callable[[str], None] = lambda _what: None,
+    ) -> None:
         self._folder = folder
         self._memory = memory
         self._clock = clock
+        self._tell = tell
         #: What is known already, by the model's path: it is asked for every round's table.
         self._found: dict[Path, Path | None] = {}
 
@@ -121,6 +128,7 @@ class Copies:
         if path is None:
             return None
         started = self._clock()
+        self._tell(f"comparing {model.name} with a copy in {COPY_TYPE.upper()}")
         try:
             if not path.is_file() and not _make(model, path, context):
                 return None

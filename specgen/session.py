@@ -90,11 +90,16 @@ class Session:
 
     Opening it raises `ModelFileError` or `PairError`; the models' weights stay loaded until
     it is closed, contexts are made for each generation. `memory` is what is known of these
-    models on this machine, and learns more; whoever keeps it saves it.
+    models on this machine, and learns more; whoever keeps it saves it. `tell` is told what else
+    takes seconds while a draft is opened.
     """
 
     def __init__(
-        self, options: SessionOptions, clock: Callable[[], float], memory: Memory | None = None
+        self,
+        options: SessionOptions,
+        clock: Callable[[], float],
+        memory: Memory | None = None,
+        tell: Callable[[str], None] = lambda _what: None,
     ) -> None:
         self._options = options
         self._memory = memory if memory is not None else Memory()
@@ -106,7 +111,7 @@ class Session:
         folder = None
         if options.cache is not None and options.drafting.weights == "auto":
             folder = options.cache / "drafts"
-        self._copies = Copies(folder, self._memory, clock)
+        self._copies = Copies(folder, self._memory, clock, tell)
         self._resources = contextlib.ExitStack()
         self._draft_source: DraftSource = "none"
         self._draft: DraftModel | None = None

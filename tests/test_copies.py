@@ -345,7 +345,9 @@ def test_a_session_drafts_from_the_copy_and_says_the_same(
 ) -> None:
     memory = Memory()
     options = session_options(tmp_path, draft)
-    with Session(options, time.perf_counter, memory) as session:
+    told: list[str] = []
+    with Session(options, time.perf_counter, memory, told.append) as session:
+        assert told == ["comparing draft.gguf with a copy in Q4_0"]
         assert [copied.model for copied in session.copied] == ["draft.gguf"]
         assert session.context_options(draft).weights == "q4_0"
         assert session.context_options().weights is None

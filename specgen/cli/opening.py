@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -138,9 +138,11 @@ class Opener:
         is_chosen = bool(self._drafts and self._drafts[0].why)
         taken: Taken | None = None
         with contextlib.ExitStack() as on_error:
-            with _loading(options.target.name, quiet=self._quiet or self._verbose):
+            with _loading(options.target.name, quiet=self._quiet or self._verbose) as tell:
                 own = replace(options, draft="none") if is_chosen else options
-                session = on_error.enter_context(Session(own, time.perf_counter, self._memory))
+                session = on_error.enter_context(
+                    Session(own, time.perf_counter, self._memory, tell)
+                )
                 if is_chosen:
                     taken = take_first(session, self._drafts)
                     self._drafts = [DraftChoice(taken.draft)]
@@ -183,11 +185,12 @@ def _n_usable_cores() -> int | None:
 
 
 @contextlib.contextmanager
-def _loading(name: str, *, quiet: bool) -> Iterator[None]:
+def _loading(name: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Says on a terminal what is going on while it lasts: that, and what it is told."""
     if quiet or not sys.stderr.isatty():
-        yield
+        yield lambda _what: None
         return
     from specgen.render import make_console
 
-    with make_console(sys.stderr, os.environ).status(f"loading {name}"):
-        yield
+    with make_console(sys.stderr, os.environ).status(f"loading {name}") as status:
+        yield status.update
