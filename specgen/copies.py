@@ -69,7 +69,7 @@ class Comparison:
         """What came of it, for the user."""
         return (
             f"{self.model} drafts from a copy in {COPY_TYPE.upper()}, which takes {self.share:.2f} of "
-            f"its time ({self.copy}, made and compared in {self.took_s:.0f} s; "
+            f"its time (made and compared in {self.took_s:.0f} s, kept in the cache folder; "
             "--draft-weights own does without)"
         )
 

@@ -108,6 +108,7 @@ class Session:
         self.was_busy = False
         #: Draft models that were compared with copies in this session.
         self.compared: list[Comparison] = []
+        self._n_told = 0
         folder = None
         if options.cache is not None and options.drafting.weights == "auto":
             folder = options.cache / "drafts"
@@ -661,6 +662,9 @@ class Session:
         self._sampler = Sampler(sampler, self._breakers)
 
     def _notices(self, n_ctx: int) -> Iterator[str]:
+        for copied in self.copied[self._n_told :]:
+            yield copied.note
+        self._n_told = len(self.copied)
         shape = self._options.drafting.tree
         if shape.is_fixed and self._draft_source != "none" and (why := self._why_chains):
             yield f"--tree {shape}: {why}: drafting chains of {shape.n_levels} tokens"

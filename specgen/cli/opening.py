@@ -151,11 +151,8 @@ class Opener:
             on_error.pop_all()
         if session.copied:
             self._memory.save()
-        if not self._quiet:
-            notes = [copied.note for copied in session.copied]
-            if taken is not None:
-                notes += (*(taken.measured if self._verbose else ()), taken.note)
-            for note in notes:
+        if taken is not None and not self._quiet:
+            for note in (*(taken.measured if self._verbose else ()), taken.note):
                 print(f"note: {note}", file=sys.stderr)
         return session
 
