@@ -57,21 +57,21 @@ def test_no_more_is_read_than_may_be_lost_or_than_the_answer_took_so_far() -> No
     worths = after(0.5)
     worths.allowance = 12.0
     assert promise(0.5, 11.0, worths) > 0.0 >= promise(0.5, 13.0, worths)
-    assert promise(0.5, 11.0, worths, elapsed=10.0) <= 0.0
+    assert promise(0.5, 11.0, worths, elapsed=5.0) <= 0.0
     worths.allowance = -3.0
     assert promise(0.5, 0.1, worths) <= 0.0
 
 
 def test_what_paid_in_nearly_every_text_may_read_more() -> None:
     def reads_at_most(worths: Worths) -> int:
-        return max(n for n in range(60) if promise(0.5, n, worths, elapsed=22.5) > 0.0)
+        return max(n for n in range(60) if promise(0.5, n, worths, elapsed=11.25) > 0.0)
 
     differing = Worths(start=0.5)
     for _ in range(15):
         differing.add(1.5, 0.9)
         differing.add(-0.5, 0.9)
     assert reads_at_most(after(0.5)) == 22
-    assert reads_at_most(differing) == reads_at_most(after(0.5, n_texts=1)) == 7
+    assert reads_at_most(differing) == reads_at_most(after(0.5, n_texts=1)) == 3
 
 
 def test_earlier_texts_count_first_and_the_present_one_when_it_is_known() -> None:
