@@ -175,10 +175,10 @@ class Session:
         draft = load()
         with contextlib.ExitStack() as on_error:
             on_error.callback(draft.close)
-            compared = self._copies.compare(draft.model, self.context_options(path))
+            compared = self._copies.compare(draft.model, self.context_options(path), TEXT)
             if compared is not None:
                 self.compared.append(compared)
-            if compared is not None and compared.is_quicker:
+            if compared is not None and compared.is_taken:
                 draft.close()
                 draft = load()
             on_error.pop_all()
@@ -210,9 +210,9 @@ class Session:
 
     @property
     def copied(self) -> list[Comparison]:
-        """Those of `compared` whose copy was found to be quicker, the last one of each model."""
+        """Those of `compared` that draft from their copy, the last one of each model."""
         last = {compared.model: compared for compared in self.compared}
-        return [compared for compared in last.values() if compared.is_quicker]
+        return [compared for compared in last.values() if compared.is_taken]
 
     @property
     def options(self) -> SessionOptions:

@@ -365,17 +365,28 @@ def test_this_system_tells() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "what"), [(0.4, "drafts in its place"), (0.95, "it drafts from its own weights")]
+    ("share", "distance", "what"),
+    [
+        (0.4, 0.05, "it drafts in its place"),
+        (0.95, 0.05, "draft.gguf drafts from its own weights"),
+        (0.4, 0.25, "draft.gguf drafts from its own weights"),
+    ],
 )
-def test_the_copy_of_a_draft_is_told_of(share: float, what: str) -> None:
-    compared = Comparison("draft.gguf", share, Path("/c/draft-1.q4_0.gguf"), 3.0)
+def test_the_copy_of_a_draft_is_told_of(share: float, distance: float, what: str) -> None:
+    compared = Comparison("draft.gguf", share, distance, Path("/c/draft-1.q4_0.gguf"), 3.0)
     found = tuning(draft=replace(FINDINGS, compared=compared))
     said = [sentence for section in advice(found) for sentence in section.sentences]
     (sentence,) = (sentence for sentence in said if "copy" in sentence)
     assert f"draft.gguf in Q4_0 takes {share:.2f} of its time" in sentence
-    assert what in sentence
+    assert f"differs by {100 * distance:.0f} %" in sentence
+    assert sentence.endswith(what)
     copy = to_json_object(found)["draft"]["copy"]
-    assert copy == {"weights": "q4_0", "share_of_time": share, "is_taken": share < 0.5}
+    assert copy == {
+        "weights": "q4_0",
+        "share_of_time": share,
+        "distance": distance,
+        "is_taken": share < 0.5 and distance < 0.1,
+    }
     untold = to_json_object(tuning())
     assert untold["draft"]["copy"] is None
     assert not any("copy" in sentence for sentence in untold["advice"])

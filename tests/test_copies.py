@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -14,8 +15,8 @@ import pytest
 
 from specgen import copies
 from specgen.backend.build import Build
-from specgen.backend.llama import LlamaModel, requantize
-from specgen.copies import Comparison, Copies
+from specgen.backend.llama import LlamaBackend, LlamaModel, requantize
+from specgen.copies import Comparison, Copies, distance_on
 from specgen.errors import BackendError
 from specgen.events import CommittedEvent, PromptEvent
 from specgen.memory import Memory
@@ -37,6 +38,8 @@ def _any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny models are not worth a copy; here they are."""
     monkeypatch.delenv("SPECGEN_DRAFT_WEIGHTS")
     monkeypatch.setattr(copies, "_LEAST_BYTES", 0)
+    # With so few weights, they say something else in so few bits.
+    monkeypatch.setattr(copies, "_MOST_OTHER", 1.0)
     build = Build(version="", llama_version="", system_info="", gpu_offload=False, devices=())
     monkeypatch.setattr(copies, "build", lambda: build)
 
@@ -79,7 +82,7 @@ def opened(folder: Path | None, memory: Memory) -> Copies:
 
 def compare(draft: Path, copies_: Copies, context: ContextOptions = CONTEXT) -> Comparison | None:
     with closing(LlamaModel(draft)) as model:
-        return copies_.compare(model, context)
+        return copies_.compare(model, context, PROMPT)
 
 
 def files(folder: Path) -> list[str]:
@@ -120,7 +123,7 @@ def test_a_quicker_copy_is_kept_and_taken(
     assert found.of(draft, CONTEXT) is None
     compared = compare(draft, found)
     assert compared is not None
-    assert compared.is_quicker
+    assert compared.is_taken
     assert compared.share == pytest.approx(0.5)
     assert found.of(draft, CONTEXT) == compared.copy
     assert compared.copy.is_file()
@@ -139,12 +142,50 @@ def test_a_slower_one_is_not_and_not_tried_again(
     memory = Memory()
     compared = compare(draft, opened(folder, memory))
     assert compared is not None
-    assert not compared.is_quicker
+    assert not compared.is_taken
     assert files(folder) == []
     takes(2.0, 1.0)
     again = opened(folder, memory)
     assert compare(draft, again) is None
     assert again.of(draft, CONTEXT) is None
+
+
+def test_one_that_says_something_else_is_not_taken(
+    draft: Path,
+    folder: Path,
+    takes: Callable[[float, float], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = Memory()
+    monkeypatch.setattr(copies, "_MOST_OTHER", 0.2)
+    monkeypatch.setattr(copies, "distance_on", lambda own, other, text: 0.3)
+    compared = compare(draft, opened(folder, memory))
+    assert compared is not None
+    assert not compared.is_taken
+    assert files(folder) == []
+    assert memory.weights(draft, CONTEXT) == "own"
+
+
+def test_the_distance_is_that_of_what_may_come_next(tmp_path: Path) -> None:
+    found = []
+    for noise in (0.0, 0.02, 1.5):
+        paths = [
+            write_tiny_model(tmp_path / f"{noise}-{number}.gguf", config)
+            for number, config in enumerate((TARGET, TARGET.draft(noise)))
+        ]
+        with contextlib.ExitStack() as stack:
+            backends = []
+            for path in paths:
+                model = stack.enter_context(closing(LlamaModel(path)))
+                backend = LlamaBackend(
+                    model, CONTEXT, n_ctx=64, clock=time.perf_counter, n_outputs=7
+                )
+                backends.append(stack.enter_context(closing(backend)))
+            own, other = backends
+            found.append(distance_on(own, other, PROMPT))
+    assert found[0] == 0.0
+    assert 0.0 < found[1] < 0.2
+    assert 0.7 < found[2] <= 1.0
 
 
 def test_what_is_found_is_remembered_for_the_machine(
@@ -286,7 +327,7 @@ def test_those_not_used_for_longest_go(
     (folder / "notes.txt").write_text("not ours")
     with closing(LlamaModel(draft)) as model:
         monkeypatch.setattr(copies, "_MOST_KEPT", model.size_bytes + 1500)
-        compared = opened(folder, Memory()).compare(model, CONTEXT)
+        compared = opened(folder, Memory()).compare(model, CONTEXT, PROMPT)
     assert compared is not None
     assert files(folder) == sorted(["b.new", compared.copy.name, "notes.txt", "used.q4_0.gguf"])
 

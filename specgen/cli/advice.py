@@ -291,11 +291,12 @@ def threads_text(name: str, times: ThreadTimes) -> str:
 def weights_text(compared: Comparison) -> str:
     """From which weights a draft model drafts, and why."""
     copy = (
-        f"a copy of {compared.model} in {COPY_TYPE.upper()} takes {compared.share:.2f} of its time"
+        f"a copy of {compared.model} in {COPY_TYPE.upper()} takes {compared.share:.2f} of its time "
+        f"and differs by {_percent(compared.distance)} in what it says comes next"
     )
-    if compared.is_quicker:
-        return f"{copy}, and drafts in its place"
-    return f"{copy}, which would not make up for what it says worse: it drafts from its own weights"
+    if compared.is_taken:
+        return f"{copy}: it drafts in its place"
+    return f"{copy}, which is not worth it: {compared.model} drafts from its own weights"
 
 
 def _chosen(chosen: int, default: int, seconds: dict[int, float]) -> str:
@@ -391,7 +392,8 @@ def _copy_object(compared: Comparison) -> dict[str, Any]:
     return {
         "weights": COPY_TYPE,
         "share_of_time": compared.share,
-        "is_taken": compared.is_quicker,
+        "distance": compared.distance,
+        "is_taken": compared.is_taken,
     }
 
 
