@@ -10,7 +10,6 @@ most likely token is the answer's. Prints one JSON object each.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -20,19 +19,13 @@ from pathlib import Path
 
 from benchmarks.answers import begin
 from benchmarks.costs import costs
-from benchmarks.replays import Told, read_answers
+from benchmarks.replays import Told, parser_of_answers, read_answers
 from specgen.backend.llama import default_threads, requantize
 from specgen.session import Session, SessionOptions
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--target", required=True, type=Path)
-    parser.add_argument("--prompts", required=True, type=Path)
-    parser.add_argument("--answers", required=True, type=Path)
-    parser.add_argument("--count", type=int, help="answers of each category")
+    parser = parser_of_answers(__doc__)
     parser.add_argument("drafts", nargs="+", type=Path)
     asked = parser.parse_args()
     answers = read_answers(asked.answers, asked.prompts, asked.count)

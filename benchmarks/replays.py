@@ -277,14 +277,20 @@ def _speed(answers: Sequence[Mapping[str, Any]]) -> float:
     return statistics.geometric_mean(answer["speedup"] for answer in answers)
 
 
-def main() -> None:
+def parser_of_answers(about: str | None) -> argparse.ArgumentParser:
+    """A command line that names recorded answers, their prompts and the model that gave them."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--target", required=True, type=Path)
     parser.add_argument("--prompts", required=True, type=Path)
     parser.add_argument("--answers", required=True, type=Path)
     parser.add_argument("--count", type=int, help="answers of each category")
+    return parser
+
+
+def main() -> None:
+    parser = parser_of_answers(__doc__)
     parser.add_argument("--max-tokens", type=int, default=128, help="of the recorded answers")
     parser.add_argument("--costs", type=Path, action="append", default=[])
     parser.add_argument("--row", type=float, action="append", default=[])

@@ -5,21 +5,33 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+#: How the names of new files end. One whose process was killed keeps it.
+NEW = ".new"
+
+
+@contextlib.contextmanager
+def new_beside(path: Path) -> Iterator[Path]:
+    """An empty file beside `path` to write to, and to give that name with `replace`: another process
+    that writes at the same time uses another file, and the later one of the two stays. What did not
+    get the name goes. Raises `OSError`."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=NEW)
+    os.close(descriptor)
+    new = Path(name)
+    try:
+        yield new
+    finally:
+        with contextlib.suppress(OSError):
+            new.unlink()
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
-    """Write a file beside `path` and give it that name: another process that writes at the same
-    time uses another file, and the later one of the two stays. Raises `OSError`."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".new")
-    try:
-        with os.fdopen(descriptor, "wb") as new:
-            new.write(data)
-        Path(name).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(name).unlink()
-        raise
+    """Write a file whole, as `new_beside` does. Raises `OSError`."""
+    with new_beside(path) as new:
+        new.write_bytes(data)
+        new.replace(path)
 
 
 def replace_text(path: Path, text: str) -> None:

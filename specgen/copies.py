@@ -8,8 +8,8 @@ machine with AVX-512, Qwen2.5-Coder 0.5B takes 19 ms a token as Q4_K_M, 13 as Q4
 in Q8_0, 10 with all in Q4_0; four tokens 62, 33 and 17; it says what the 1.5B says at 0.852, 0.843
 and 0.840 of the places of 75 answers.)
 
-Whether a copy is quicker is measured, once for each model on each machine; one that is not is
-deleted. Copies are kept in a folder, the latest ones up to a limit.
+Whether a copy is quicker, and says nearly the same, is measured, once for each model on each
+machine; one that is not worth it is deleted. Copies are kept in a folder, the latest ones up to a limit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import hashlib
 import os
 import shutil
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from specgen.arrays import Logits, ProbArray
+from specgen.atomic import NEW, new_beside
 from specgen.backend.base import Backend, Batch
 from specgen.backend.llama import LlamaBackend, LlamaModel, build, default_threads, requantize
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError
@@ -101,7 +101,7 @@ class Copies:
         self._memory = memory
         self._clock = clock
         self._tell = tell
-        #: What is known already, by the model's path: it is asked for every round's table.
+        #: What is known already, by the model's path: it is asked for with every table of costs.
         self._found: dict[Path, Path | None] = {}
 
     def of(self, model: Path, context: ContextOptions) -> Path | None:
@@ -109,12 +109,15 @@ class Copies:
         if self._folder is None:
             return None
         if model not in self._found:
-            copy = self._path(self._folder, model)
-            is_known = self._memory.weights(model, context) == COPY_TYPE
-            self._found[model] = copy if is_known and copy is not None and copy.is_file() else None
-            if self._found[model] is not None:
+            copy = None
+            if self._memory.weights(model, context) == COPY_TYPE:
+                copy = _copy_path(self._folder, model)
+            if copy is not None and not copy.is_file():
+                copy = None
+            if copy is not None:
                 with contextlib.suppress(OSError):  # it was used now
-                    os.utime(self._found[model])  # type: ignore[arg-type]
+                    os.utime(copy)
+            self._found[model] = copy
         return self._found[model]
 
     def forget(self, model: Path, context: ContextOptions) -> None:
@@ -137,7 +140,7 @@ class Copies:
         folder = self._folder
         if folder is None or not self._is_new(model, context):
             return None
-        path = self._path(folder, model.path)
+        path = _copy_path(folder, model.path)
         if path is None:
             return None
         started = self._clock()
@@ -159,22 +162,12 @@ class Copies:
 
     def _is_new(self, model: LlamaModel, context: ContextOptions) -> bool:
         """Whether a model is worth a comparison and there was none."""
+        known = self._memory.weights(model.path, context)
+        if known == "own" or (known == COPY_TYPE and self.of(model.path, context) is not None):
+            return False
         if not _LEAST_BYTES <= model.size_bytes <= _MOST_BYTES:
             return False
-        if context.n_gpu_layers != 0 and build().gpu_offload:  # a GPU has its own favourites
-            return False
-        known = self._memory.weights(model.path, context)
-        return known is None or (known == COPY_TYPE and self.of(model.path, context) is None)
-
-    def _path(self, folder: Path, model: Path) -> Path | None:
-        """Where the copy of a model is, or would be: another file of the same name, or what is
-        written over it, is another model. None if the model is gone."""
-        try:
-            about = model.stat()
-        except OSError:
-            return None
-        digest = hashlib.sha256(f"{model.name}\0{about.st_size}\0{about.st_mtime_ns}".encode())
-        return folder / f"{model.stem}-{digest.hexdigest()[:12]}.{COPY_TYPE}.gguf"
+        return context.n_gpu_layers == 0 or not build().gpu_offload  # a GPU has its own favourites
 
     def _measure(
         self, model: LlamaModel, path: Path, context: ContextOptions, text: str
@@ -191,6 +184,17 @@ class Copies:
                 backends.append(backend)
             own, other = backends
             return share_of_time(own, other), distance_on(own, other, text)
+
+
+def _copy_path(folder: Path, model: Path) -> Path | None:
+    """Where the copy of a model is, or would be: another file of the same name, or what is
+    written over it, is another model. None if the model is gone."""
+    try:
+        about = model.stat()
+    except OSError:
+        return None
+    digest = hashlib.sha256(f"{model.name}\0{about.st_size}\0{about.st_mtime_ns}".encode())
+    return folder / f"{model.stem}-{digest.hexdigest()[:12]}.{COPY_TYPE}.gguf"
 
 
 def share_of_time(own: Backend, other: Backend) -> float:
@@ -241,19 +245,13 @@ def _make(model: LlamaModel, path: Path, context: ContextOptions) -> bool:
     `OSError`."""
     folder = path.parent
     folder.mkdir(parents=True, exist_ok=True)
-    # Another process may make the same: each its own file, and the later one stays.
-    descriptor, name = tempfile.mkstemp(dir=folder, prefix=f"{path.stem}.", suffix=".new")
-    os.close(descriptor)
-    new = Path(name)
-    try:
+    with new_beside(path) as new:
         _make_room(folder, _MOST_KEPT - model.size_bytes, new.stat().st_mtime)
         if shutil.disk_usage(folder).free < _FREE * model.size_bytes:
             return False
         requantize(model.path, new, context.n_threads_batch or default_threads())
         new.replace(path)
         return True
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def _make_room(folder: Path, most_bytes: int, now_s: float) -> None:
@@ -261,7 +259,7 @@ def _make_room(folder: Path, most_bytes: int, now_s: float) -> None:
     to so many bytes. It is `now_s` by the folder's clock."""
     kept = 0
     for copy, about in sorted(_files(folder), key=lambda file: -file[1].st_mtime):
-        is_left = copy.suffix == ".new"
+        is_left = copy.suffix == NEW
         kept += 0 if is_left else about.st_size
         if now_s - about.st_mtime > _STALE_S if is_left else kept > most_bytes:
             with contextlib.suppress(OSError):  # one that is in use stays, on some systems
@@ -270,6 +268,6 @@ def _make_room(folder: Path, most_bytes: int, now_s: float) -> None:
 
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
     for path in folder.iterdir():
-        if path.suffix in (".gguf", ".new"):
+        if path.suffix in (".gguf", NEW):
             with contextlib.suppress(OSError):
                 yield path, path.stat()

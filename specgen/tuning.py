@@ -166,8 +166,8 @@ class Tuner:
         costs = known_costs(self._session, draft)
         if costs is not None:
             costs = Costs(found.baseline.batch_s, costs.draft_token_s)
-        compared = [each for each in self._session.compared if each.model == draft.name][-1:]
-        findings = DraftFindings(draft, agreement, costs, threads, *compared)
+        latest = {compared.model: compared for compared in self._session.compared}
+        findings = DraftFindings(draft, agreement, costs, threads, latest.get(draft.name))
         return replace(found, draft=findings)
 
     def _with_others(self, found: Tuning, others: Iterable[Path]) -> Tuning:

@@ -149,7 +149,7 @@ class Opener:
                     if taken.measured:  # not every command saves what its session learns
                         self._memory.save()
             on_error.pop_all()
-        if session.copied:
+        if session.compared:  # that it is not worth it is known too, and took as long to find out
             self._memory.save()
         if taken is not None and not self._quiet:
             for note in (*(taken.measured if self._verbose else ()), taken.note):

@@ -151,8 +151,8 @@ def drafting(
             "--draft-weights",
             envvar="SPECGEN_DRAFT_WEIGHTS",
             help="auto lets a draft model draft from a copy of it whose weights are requantised to "
-            "Q4_0, if that is quicker on this CPU and says nearly the same (made once, in seconds, and kept in the cache "
-            "folder); own drafts from the file as it is.",
+            "Q4_0, if that is quicker on this CPU and says nearly the same (made once, in seconds, "
+            "and kept in the cache folder); own drafts from the file as it is.",
             rich_help_panel=_DRAFTING,
         ),
     ] = _DEFAULT.weights,
