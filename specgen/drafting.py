@@ -15,6 +15,7 @@ from specgen.backend.llama import LlamaModel
 from specgen.drafters import (
     Drafter,
     Guesses,
+    HeadlessDrafter,
     ModelDrafter,
     TranslatedDrafter,
     TreeModelDrafter,
@@ -156,9 +157,10 @@ class DraftModel:
         costs = known.costs(self.model.path)
         if translation is None:
             shaper = make_shaper(self._sampler, state)
+            drafter: Drafter
             if self.branches and branches:
                 shape, n_deepest = self._tree
-                return TreeModelDrafter(
+                drafter = TreeModelDrafter(
                     backend,
                     shaper,
                     rng,
@@ -168,15 +170,17 @@ class DraftModel:
                     costs=costs,
                     n_deepest=n_deepest,
                 )
-            return ModelDrafter(
-                backend,
-                shaper,
-                rng,
-                draws=self._draws,
-                n_shared_tokens=self._n_shared_tokens,
-                costs=costs,
-                guesses=self._guesses(prompt, backends[1:], state, known),
-            )
+            else:
+                drafter = ModelDrafter(
+                    backend,
+                    shaper,
+                    rng,
+                    draws=self._draws,
+                    n_shared_tokens=self._n_shared_tokens,
+                    costs=costs,
+                    guesses=self._guesses(prompt.without_head(), backends[1:], state, known),
+                )
+            return HeadlessDrafter(drafter, prompt.head) if prompt.head else drafter
         n_tokens = self.model.vocabulary.n_tokens
         text = translation.text(prompt.tokens, prompt.draft_tokens)
         own_prompt, own_state = Prompt(prompt.text, tuple(text.tokens)), TextState(())

@@ -16,11 +16,17 @@ from specgen.errors import PromptError
 class Prompt:
     """What an answer begins after: `text` as the target sees it, and its `tokens`, at least
     one. `draft_tokens` is a draft model's own view of it, where it has one of its own; else
-    the draft is told the target's tokens."""
+    the draft is told the target's tokens, but for those at the places `head`."""
 
     text: str
     tokens: tuple[int, ...]
     draft_tokens: tuple[int, ...] | None = None
+    head: range = range(0)
+
+    def without_head(self) -> Prompt:
+        """A prompt of the tokens that are not in the head."""
+        tokens = (*self.tokens[: self.head.start], *self.tokens[self.head.stop :])
+        return Prompt(self.text, tokens)
 
 
 def messages_of(text: str, system: str | None) -> list[chat.Message]:
@@ -47,10 +53,39 @@ def chat_text(
     )
 
 
+def head_of(
+    vocabulary: LlamaVocabulary, text: str, tokens: Sequence[int], messages: Sequence[chat.Message]
+) -> range:
+    """The places, among the tokens of a conversation that a template wrote as `text`, of what the
+    template put before the first message by itself: whole turns, as a system message of its own.
+
+    A draft model need not read them: it drafts as well without (BENCHMARKS.md), and reading takes
+    time. Empty if the first message is a system message, which says what was asked for. The
+    beginning-of-text token is not among them, since attention rests on it.
+    """
+    first = messages[0].content.strip()
+    before, found, _ = text.partition(first)
+    if messages[0].role == "system" or not first or not found:
+        return range(0)
+    head = tokenize(vocabulary, before, parse_special=True)
+    ends = [place for place, token in enumerate(head) if vocabulary.is_end(token)]
+    if not ends:
+        return range(0)
+    stop = ends[-1] + 1
+    if head[:stop] != list(tokens[:stop]):
+        return range(0)
+    # White space between two turns belongs to neither.
+    while stop < len(head) and vocabulary.token_bytes(head[stop]).isspace():
+        stop += 1
+    start = int(head[0] == vocabulary.special_tokens()["bos"])
+    return range(start, stop)
+
+
 def draft_chat_tokens(
     model: LlamaModel, messages: Sequence[chat.Message], now: datetime.datetime
 ) -> tuple[int, ...]:
-    """A conversation as a draft model is to see it, in its own template as far as that goes.
+    """A conversation as a draft model is to see it, in its own template as far as that goes, without
+    its `head_of`.
 
     A template that knows no system message gets it at the head of the first turn; a model
     without a template that works, a base model for example, gets the turns as paragraphs.
@@ -61,7 +96,9 @@ def draft_chat_tokens(
         except PromptError:
             continue
         if text is not None:
-            return tuple(tokenize(model.vocabulary, text, parse_special=True))
+            tokens = tokenize(model.vocabulary, text, parse_special=True)
+            head = head_of(model.vocabulary, text, tokens, attempt)
+            return (*tokens[: head.start], *tokens[head.stop :])
     paragraphs = "".join(f"{message.content}\n\n" for message in messages)
     return tuple(tokenize(model.vocabulary, paragraphs, parse_special=False))
 

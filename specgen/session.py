@@ -42,7 +42,14 @@ from specgen.options import (
 )
 from specgen.packing import Slot
 from specgen.policy import CostAwarePolicy, FixedPolicy, Policy, ThresholdPolicy
-from specgen.prompting import Prompt, chat_text, draft_chat_tokens, messages_of, tokenize
+from specgen.prompting import (
+    Prompt,
+    chat_text,
+    draft_chat_tokens,
+    head_of,
+    messages_of,
+    tokenize,
+)
 from specgen.sampling import DryBreakers, Sampler
 from specgen.state import Shaper, TextState
 from specgen.suffixes.array import SuffixArray
@@ -295,10 +302,12 @@ class Session:
         tokens = tokenize(model.vocabulary, shown, parse_special=True)
         if not tokens:
             raise PromptError("the prompt is empty", hint="give some text to continue")
-        draft_tokens = None
+        draft_tokens, head = None, range(0)
+        if whole is not None:
+            head = head_of(model.vocabulary, whole, tokens, messages)
         if whole is not None and self._draft is not None and self._draft.has_own_vocabulary:
             draft_tokens = draft_chat_tokens(self._draft.model, messages, now)
-        return Prompt(shown, tuple(tokens), draft_tokens)
+        return Prompt(shown, tuple(tokens), draft_tokens, head)
 
     def generate(
         self,

@@ -3,6 +3,7 @@
 from specgen.drafters.base import Drafter
 from specgen.drafters.combined import CombinedDrafter
 from specgen.drafters.guesses import Guesses
+from specgen.drafters.headless import HeadlessDrafter
 from specgen.drafters.model import ModelDrafter
 from specgen.drafters.suffix import SuffixDrafter
 from specgen.drafters.translated import TranslatedDrafter
@@ -12,6 +13,7 @@ __all__ = [
     "CombinedDrafter",
     "Drafter",
     "Guesses",
+    "HeadlessDrafter",
     "ModelDrafter",
     "SuffixDrafter",
     "TranslatedDrafter",
