@@ -17,12 +17,16 @@ replay: as a geometric mean over categories, of all answers together, and the wo
 of it by answer as one JSON object on stdout. "Without reading" leaves out what a draft model takes to read
 the prompt, as programs do that let it read before they count. "Hindsight" takes for each answer, or for each
 category, whichever setting of fixed length is best there.
+
+With `--rehearsed N`, each setting makes each answer N times before the one that counts, and knows
+nothing else: what it comes to where it knows beforehand how this draft fares in this very answer.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import json
 import statistics
 import sys
@@ -183,13 +187,24 @@ class Entrant:
         if drafting.is_by_cost:
             with self._session.contexts(256) as (context, drafts):
                 self._session.measure_if_new(context, drafts)
+        self._known_first = copy.deepcopy(vars(self._session.memory))
 
     def close(self) -> None:
         self._session.close()
 
-    def replay(self, told: Told, real: Backend, draft: Backend | None) -> None:
+    def rehearse(self, told: Told, real: Backend, draft: MemoBackend | None, n: int) -> None:
+        """Forget what was learnt, and make an answer n times without counting it."""
+        vars(self._session.memory).update(copy.deepcopy(self._known_first))
+        for _ in range(n):
+            self.replay(told, real, draft)
+            self.found.pop()
+
+    def replay(self, told: Told, real: Backend, draft: MemoBackend | None) -> None:
         """Make an answer once more, in contexts of which nothing is needed but what the draft
-        says; `draft` is empty."""
+        says."""
+        if draft is not None:
+            for sequence in range(draft.n_sequences):
+                draft.remove(sequence)
         session, clock = self._session, self._clock
         prompt = begin(session, told.prompt.text)
         vocabulary = session.target_model.vocabulary
@@ -294,6 +309,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128, help="of the recorded answers")
     parser.add_argument("--costs", type=Path, action="append", default=[])
     parser.add_argument("--row", type=float, action="append", default=[])
+    parser.add_argument("--rehearsed", type=int, default=0, metavar="N")
     parser.add_argument("settings", nargs="+", help="DRAFT[:option=value,...]; one draft file")
     asked = parser.parse_args()
     answers = read_answers(asked.answers, asked.prompts, asked.count)
@@ -323,9 +339,10 @@ def main() -> None:
             with session.contexts(n_ctx) as (real, draft):
                 memo = None if draft is None else MemoBackend(draft)
                 for entrant in entrants:
-                    for sequence in range(memo.n_sequences if memo is not None else 0):
-                        cast(MemoBackend, memo).remove(sequence)
-                    entrant.replay(told, real, memo if entrant.draft in drafts else None)
+                    drafting = memo if entrant.draft in drafts else None
+                    if asked.rehearsed:
+                        entrant.rehearse(told, real, drafting, asked.rehearsed)
+                    entrant.replay(told, real, drafting)
             print(f"{number} of {len(answers)}", file=sys.stderr, end="\r", flush=True)
         report([entrant.result() for entrant in entrants], [e.is_fixed for e in entrants])
 
