@@ -25,8 +25,7 @@ class Prompt:
 
     def without_head(self) -> Prompt:
         """A prompt of the tokens that are not in the head."""
-        tokens = (*self.tokens[: self.head.start], *self.tokens[self.head.stop :])
-        return Prompt(self.text, tokens)
+        return Prompt(self.text, _without(self.tokens, self.head))
 
 
 def messages_of(text: str, system: str | None) -> list[chat.Message]:
@@ -59,7 +58,7 @@ def head_of(
     """The places, among the tokens of a conversation that a template wrote as `text`, of what the
     template put before the first message by itself: whole turns, as a system message of its own.
 
-    A draft model need not read them: it drafts as well without (BENCHMARKS.md), and reading takes
+    A draft model need not read them: it drafts nearly as well without (BENCHMARKS.md), and reading takes
     time. Empty if the first message is a system message, which says what was asked for. The
     beginning-of-text token is not among them, since attention rests on it.
     """
@@ -98,7 +97,7 @@ def draft_chat_tokens(
         if text is not None:
             tokens = tokenize(model.vocabulary, text, parse_special=True)
             head = head_of(model.vocabulary, text, tokens, attempt)
-            return (*tokens[: head.start], *tokens[head.stop :])
+            return _without(tokens, head)
     paragraphs = "".join(f"{message.content}\n\n" for message in messages)
     return tuple(tokenize(model.vocabulary, paragraphs, parse_special=False))
 
@@ -109,6 +108,10 @@ def tokenize(vocabulary: LlamaVocabulary, text: str, *, parse_special: bool) -> 
     # A chat template may have written the beginning-of-text token already.
     add_special = not (parse_special and bos and text.startswith(bos))
     return vocabulary.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+
+def _without(tokens: Sequence[int], head: range) -> tuple[int, ...]:
+    return (*tokens[: head.start], *tokens[head.stop :])
 
 
 def _without_system(messages: Sequence[chat.Message]) -> list[chat.Message]:

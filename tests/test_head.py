@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from specgen.backend.fake import FakeVocabulary, random_language
+from specgen.backend.llama import LlamaModel
 from specgen.drafters import HeadlessDrafter
 from specgen.events import Event, FinishedEvent
 from specgen.loop import Loop
@@ -72,8 +73,8 @@ def opened(
     return Session(dataclasses.replace(options, **changes), time.perf_counter)  # type: ignore[arg-type]
 
 
-def said(session: Session, tokens: Sequence[int]) -> str:
-    vocabulary = session.target_model.vocabulary
+def said(model: LlamaModel, tokens: Sequence[int]) -> str:
+    vocabulary = model.vocabulary
     return "".join(
         vocabulary.token_bytes(token).decode() or vocabulary.control_text(token) for token in tokens
     )
@@ -84,10 +85,10 @@ def test_the_templates_own_turn_is_the_head(models: Path, text: str) -> None:
     with opened(models, draft="none") as session:
         prompt = session.prompt(text, now=NOW)
         head = [prompt.tokens[place] for place in prompt.head]
-        assert said(session, head) == HEAD
+        assert said(session.target_model, head) == HEAD
         assert prompt.text.startswith(HEAD)
         rest = prompt.without_head()
-        assert said(session, rest.tokens) == prompt.text[len(HEAD) :]
+        assert said(session.target_model, rest.tokens) == prompt.text[len(HEAD) :]
         assert not rest.head
 
 
@@ -95,7 +96,7 @@ def test_a_beginning_of_text_is_not_of_the_head(models: Path) -> None:
     with opened(models, "bos", "none") as session:
         prompt = session.prompt("Hi", now=NOW)
         assert prompt.head.start == 1
-        assert said(session, [prompt.tokens[place] for place in prompt.head]) == HEAD
+        assert said(session.target_model, [prompt.tokens[place] for place in prompt.head]) == HEAD
 
 
 @pytest.mark.parametrize("text", ["You are", "im_start", "system", "tiny.", "<|im_end|>"])
@@ -234,11 +235,7 @@ def test_a_draft_with_another_vocabulary_does_not_read_its_own_head(tmp_path: Pa
     prompt = session.prompt("the sum of", now=NOW)
     assert prompt.draft_tokens is not None
     assert session._draft is not None
-    vocabulary = session._draft.model.vocabulary
-    told = "".join(
-        vocabulary.token_bytes(token).decode() or vocabulary.control_text(token)
-        for token in prompt.draft_tokens
-    )
+    told = said(session._draft.model, prompt.draft_tokens)
     assert "You are tiny" not in told
     assert told.startswith("<s>")
     assert "user\nthe sum of" in told

@@ -8,6 +8,7 @@ from specgen.drafters.model import ModelDrafter
 from specgen.drafters.suffix import SuffixDrafter
 from specgen.drafters.translated import TranslatedDrafter
 from specgen.drafters.tree import TreeModelDrafter
+from specgen.drafters.wrapped import WrappedDrafter
 
 __all__ = [
     "CombinedDrafter",
@@ -18,4 +19,5 @@ __all__ = [
     "SuffixDrafter",
     "TranslatedDrafter",
     "TreeModelDrafter",
+    "WrappedDrafter",
 ]

@@ -6,30 +6,23 @@ from collections.abc import Sequence
 
 from specgen.draft import Draft
 from specgen.drafters.base import Drafter
-from specgen.policy import Policy, RoundReport
+from specgen.drafters.wrapped import WrappedDrafter
+from specgen.policy import Policy
 from specgen.tables import Price
 
 
-class HeadlessDrafter:
+class HeadlessDrafter(WrappedDrafter):
     """Lets `inner` read a text without the tokens at the places `head`.
 
-    For what a chat template puts before every prompt by itself, which a draft model says the same
-    without: it then reads so much less before it drafts. No text ends within `head`.
+    For what a chat template puts before every prompt by itself, which a draft model says nearly
+    the same without: it then reads so much less before it drafts. No text ends within `head`.
     """
 
     def __init__(self, inner: Drafter, head: range) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._head = head
         #: The text without the head, as far as it is known.
         self._text: list[int] = []
-
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    @property
-    def model_s(self) -> float:
-        return self._inner.model_s
 
     def price(self, n_context: int) -> Price:
         return self._inner.price(n_context - len(self._head))
@@ -40,13 +33,7 @@ class HeadlessDrafter:
         text.extend(context[len(text) + len(head) :])
         return self._inner.propose(text, n_max, policy)
 
-    def observe(self, report: RoundReport) -> None:
-        self._inner.observe(report)
-
     def rewind(self, n_tokens: int) -> None:
         n_left_out = len(range(self._head.start, min(self._head.stop, n_tokens)))
         del self._text[n_tokens - n_left_out :]
         self._inner.rewind(n_tokens - n_left_out)
-
-    def close(self) -> None:
-        self._inner.close()

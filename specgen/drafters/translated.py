@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from specgen.draft import NO_DRAFT, ROOT, Draft
 from specgen.drafters.base import Drafter
+from specgen.drafters.wrapped import WrappedDrafter
 from specgen.policy import Decided, Policy, RoundReport
 from specgen.tables import Price
 from specgen.translation import BeginningShaper, DraftText, Translation
@@ -18,7 +19,7 @@ _BEFORE = 32
 _MAX_HELD_BACK = 4
 
 
-class TranslatedDrafter:
+class TranslatedDrafter(WrappedDrafter):
     """Stands between a drafter and the loop: tells the drafter the text in its own tokens, and
     the loop the drafts in the target's.
 
@@ -40,7 +41,7 @@ class TranslatedDrafter:
         *,
         holds_back: bool = True,
     ) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._translation = translation
         self._text = text
         self._beginning = beginning
@@ -50,14 +51,6 @@ class TranslatedDrafter:
         self._drafted = NO_DRAFT
         self._held_back = b""
         self._n_seen = 0
-
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    @property
-    def model_s(self) -> float:
-        return self._inner.model_s
 
     def price(self, n_context: int) -> Price:
         n_new = n_context - self._text.n_followed
@@ -113,9 +106,6 @@ class TranslatedDrafter:
         self._text.rewind(n_tokens)
         self._inner.rewind(len(self._text.tokens))
         self._drafted = NO_DRAFT
-
-    def close(self) -> None:
-        self._inner.close()
 
     def _n_to_hold_back(self) -> int:
         """How many of the draft's tokens at the end of the text to take back, since longer

@@ -13,11 +13,10 @@ from types import MappingProxyType
 import numpy as np
 
 from specgen.draft import ROOT, Draft
-from specgen.drafters import Drafter
+from specgen.drafters import Drafter, WrappedDrafter
 from specgen.generation import Generation
-from specgen.policy import Policy, RoundReport
+from specgen.policy import Policy
 from specgen.sampling import Distribution
-from specgen.tables import Price
 from specgen.verify import MatchVerifier, Target, Verdict, Verifier
 
 
@@ -42,23 +41,9 @@ class Bug:
             generation.drafter = self.drafter(generation.drafter)
 
 
-class _TopToken:
+class _TopToken(WrappedDrafter):
     """Drafts the most likely token and says that it was drawn (the ratio test on an argmax
     draft)."""
-
-    def __init__(self, inner: Drafter) -> None:
-        self._inner = inner
-
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    @property
-    def model_s(self) -> float:
-        return self._inner.model_s
-
-    def price(self, n_context: int) -> Price:
-        return self._inner.price(n_context)
 
     def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
         draft = self._inner.propose(context, n_max, policy)
@@ -67,15 +52,6 @@ class _TopToken:
         top = draft.drawn_from(0).mode
         # What was drafted after the token that was really drawn does not follow this one.
         return replace(draft.first(1), tokens=(top,))
-
-    def observe(self, report: RoundReport) -> None:
-        self._inner.observe(report)
-
-    def rewind(self, n_tokens: int) -> None:
-        self._inner.rewind(n_tokens)
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 class _Residual:

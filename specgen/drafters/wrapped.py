@@ -1,0 +1,40 @@
+"""Drafters around drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specgen.draft import Draft
+from specgen.drafters.base import Drafter
+from specgen.policy import Policy, RoundReport
+from specgen.tables import Price
+
+
+class WrappedDrafter:
+    """Does as another drafter does, but for what a subclass changes."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self._inner = inner
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def model_s(self) -> float:
+        return self._inner.model_s
+
+    def price(self, n_context: int) -> Price:
+        return self._inner.price(n_context)
+
+    def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
+        return self._inner.propose(context, n_max, policy)
+
+    def observe(self, report: RoundReport) -> None:
+        self._inner.observe(report)
+
+    def rewind(self, n_tokens: int) -> None:
+        self._inner.rewind(n_tokens)
+
+    def close(self) -> None:
+        self._inner.close()
