@@ -6,9 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from specgen.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.helpers_cli import Cli
+
+# How busy the machine is fails no test.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 #: The environment before any test touched it: real models are kept in the user's own cache.
 _OWN_ENVIRONMENT = dict(os.environ)

@@ -341,7 +341,7 @@ def automata(draw: st.DrawFn) -> FakeGrammar:
     return FakeGrammar(rules, may_end=may_end, end_tokens=ENDS)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     rules=automata(),
     kind=st.sampled_from(sorted(DRAFTERS)),

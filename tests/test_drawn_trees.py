@@ -131,7 +131,7 @@ def largest_error(
     return error, shapes
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**31),
     n_max=st.integers(1, 4),

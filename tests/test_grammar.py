@@ -212,7 +212,7 @@ _MATTERS = [*(gbnf for gbnf, _ in GRAMMARS.values()), JSON, json_schema_to_gbnf(
 
 
 @given(gbnf=st.sampled_from(_MATTERS), seed=st.integers(0, 2**32), length=st.integers(0, 12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_allowed_and_forced_tokens_equal_brute_force(
     vocabulary: LlamaVocabulary, gbnf: str, seed: int, length: int
 ) -> None:
@@ -460,7 +460,7 @@ _PIECES = [
 
 
 @given(parts=st.lists(st.sampled_from([*_PIECES, "root ::= ", "x ::= "]), max_size=12))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_what_the_reader_takes_llama_takes(vocabulary: LlamaVocabulary, parts: list[str]) -> None:
     gbnf = "root ::= " + " ".join(parts)
     try:

@@ -139,7 +139,7 @@ class Twins:
         del self.texts[number][n_kept + 1 :]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.integers(0, 2**32 - 1),
     st.integers(1, 40),
@@ -338,7 +338,7 @@ def test_a_recurrent_cache_keeps_its_checkpoint_where_the_draws_begin() -> None:
         np.testing.assert_array_equal(row, LANGUAGE(text))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32 - 1))
 def test_every_row_of_a_recurrent_cache_is_right(seed: int) -> None:
     """Two sequences that go back to anywhere, at any time."""

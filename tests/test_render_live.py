@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.errors import OutputError
@@ -354,7 +354,6 @@ def test_widening_the_window_keeps_the_text(reflow: bool) -> None:
     st.lists(st.tuples(TEXTS, st.integers(10, 60), st.booleans()), max_size=12),
     st.sampled_from(["accepted", "none"]),
 )
-@settings(deadline=None)
 def test_resizing_a_window_that_lays_text_out_anew_loses_nothing(
     rounds: list[tuple[str, int, bool]], show: Show
 ) -> None:
@@ -376,7 +375,6 @@ ROUNDS = st.lists(
 
 
 @given(ROUNDS, st.integers(10, 60), st.integers(2, 12), st.sampled_from(["accepted", "none"]))
-@settings(deadline=None)
 def test_the_screen_ends_up_with_the_answer(
     rounds: list[tuple[list[str], int, str]], columns: int, rows: int, show: Show
 ) -> None:

@@ -70,7 +70,7 @@ BREAKERS = st.dictionaries(
 ).map(DryBreakers)
 
 
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 @given(TEXTS, BREAKERS, st.integers(-1, 4))
 def test_penalties_are_what_their_definition_says(
     text: list[int], breakers: DryBreakers, allowed_length: int

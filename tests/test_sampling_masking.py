@@ -32,7 +32,7 @@ def only(n_vocab: int, token_ids: TokenArray) -> Grammar:
     return Grammar(allowed)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(rows(300), HISTORIES, chains(), st.integers(0, 2**32 - 1), st.sampled_from([0.02, 0.3, 0.9]))
 def test_asking_late_is_the_same_as_masking_first(
     row: Logits, history: TokenArray, options: SamplerOptions, seed: int, share: float

@@ -60,7 +60,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[float], float, float, list[float], lis
     return batch_s, next_s, token_s, [weight / total for weight in weights], chances
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(worlds(), st.floats(0.05, 1.0))
 def test_the_value_is_that_of_the_best_answers_to_all_questions(
     world: tuple[list[float], float, float, list[float], list[float]], chance: float
@@ -75,7 +75,7 @@ def test_the_value_is_that_of_the_best_answers_to_all_questions(
         assert found.value(n, chance) == pytest.approx(expected, abs=0.1 * token_s)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(worlds(), st.floats(0.05, 1.0), st.data())
 def test_a_token_is_worth_itself_and_what_may_follow(
     world: tuple[list[float], float, float, list[float], list[float]],
@@ -90,7 +90,7 @@ def test_a_token_is_worth_itself_and_what_may_follow(
     assert found.takes(n, chance) == pytest.approx(expected, abs=0.1 * token_s)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(worlds(), st.floats(0.02, 1.0), st.floats(0.02, 1.0))
 def test_a_likelier_draft_is_never_worth_less(
     world: tuple[list[float], float, float, list[float], list[float]], one: float, other: float
@@ -102,7 +102,7 @@ def test_a_likelier_draft_is_never_worth_less(
         assert found.takes(n, low) <= found.takes(n, high) + 1e-9
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(worlds(), st.floats(0.1, 10.0), st.floats(0.05, 1.0))
 def test_the_unit_of_time_does_not_matter(
     world: tuple[list[float], float, float, list[float], list[float]], unit: float, chance: float

@@ -250,7 +250,7 @@ pairs = st.builds(
 
 
 # The first example with a vocabulary works out what its tokens say of the language.
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(pairs)
 def test_greedy_text_equals_plain_text(pair: Pair) -> None:
     pair.check()
