@@ -7,6 +7,7 @@ not how likely: that depends on the pair, on the samplers and on the text. It is
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -81,6 +82,7 @@ def later_start(confidence: float) -> float:
 _N_RANKS = 3
 
 
+@functools.cache
 def ranked(origin: str, rank: int) -> str:
     """The name under which a drafter's tokens are counted that come after `rank` siblings: what
     its second guess is worth has little to do with what its first one is."""

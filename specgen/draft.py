@@ -45,6 +45,10 @@ class Draft:
     walks: tuple[tuple[int, ...], ...] = ()
     #: Whether it has one branch only. Most drafts do, and have simple answers to most questions.
     is_chain: bool = field(init=False, repr=False, compare=False)
+    #: The children of a tree's nodes, worked out when they are first asked for.
+    _below: dict[int, list[int]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
@@ -92,14 +96,17 @@ class Draft:
         """What a node's token was drawn from; a token chosen without chance was certain."""
         return self.distributions[node] or Distribution.certain(self.tokens[node])
 
-    def children(self, node: int) -> list[int]:
+    def children(self, node: int) -> Sequence[int]:
         """The nodes below `node` (or `ROOT`), in the order they were drafted."""
-        n = len(self.tokens)
         if self.is_chain:
-            return [node + 1] if node + 1 < n else []
-        return [child for child in range(node + 1, n) if self.parents[child] == node]
+            return (node + 1,) if node + 1 < len(self.tokens) else ()
+        below = self._below
+        if not below:
+            for child, parent in enumerate(self.parents):
+                below.setdefault(parent, []).append(child)
+        return below.get(node, ())
 
-    def tries(self, node: int, walks: Sequence[Sequence[int]], depth: int) -> list[int]:
+    def tries(self, node: int, walks: Sequence[Sequence[int]], depth: int) -> Sequence[int]:
         """The nodes below `node` (or `ROOT`) in the order in which they are to be judged: its
         children or, of independent walks, those that `walks` go on to from there, `depth` being
         theirs; the same one as often as it was drawn."""

@@ -31,11 +31,12 @@ class GrowingTree:
         self.ranks: list[int] = []
         #: Whether a node and all its ancestors are the first of their siblings.
         self.is_first_choice: list[bool] = []
-        self.is_looked_beyond: list[bool] = []
-        #: Nodes beyond which nothing may follow: ends of the text.
-        self.is_end: list[bool] = []
         #: Chances that the paths to the nodes are accepted, as far as a policy worked them out.
         self.path_chances: list[float] = []
+        #: How many children a node, or `ROOT`, has; and the nodes that nothing was looked for
+        #: beyond, and beyond which something may be.
+        self._n_children: dict[int, int] = {}
+        self._open: list[int] = []
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -49,20 +50,26 @@ class GrowingTree:
         source: Distribution | None = None,
         is_end: bool = False,
     ) -> int:
-        """Add a child of a node, or of `ROOT`, after the others; returns the new node."""
+        """Add a child of a node, or of `ROOT`, after the others; returns the new node. Beyond one
+        that ends the text nothing may follow."""
         node = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
         self.probabilities.append(probability)
         self.distributions.append(source)
         self.depths.append(0 if parent == ROOT else self.depths[parent] + 1)
-        rank = self.parents.count(parent) - 1
+        rank = self._n_children.get(parent, 0)
+        self._n_children[parent] = rank + 1
         self.ranks.append(rank)
         is_first = rank == 0 and (parent == ROOT or self.is_first_choice[parent])
         self.is_first_choice.append(is_first)
-        self.is_looked_beyond.append(False)
-        self.is_end.append(is_end)
+        if not is_end:
+            self._open.append(node)
         return node
+
+    def look_beyond(self, node: int) -> None:
+        """Note that a node is being looked beyond."""
+        self._open.remove(node)
 
     def child(self, node: int, token: int) -> int | None:
         """The child of a node, or of `ROOT`, that says this token; None if there is none."""
@@ -82,13 +89,7 @@ class GrowingTree:
     def open_nodes(self, n_deepest: int) -> list[int]:
         """The nodes of depths below `n_deepest` that nothing was looked for beyond, and beyond
         which something may be."""
-        return [
-            node
-            for node in range(len(self.tokens))
-            if not self.is_looked_beyond[node]
-            and not self.is_end[node]
-            and self.depths[node] < n_deepest
-        ]
+        return [node for node in self._open if self.depths[node] < n_deepest]
 
     def draft(self, walks: Sequence[Sequence[int]] = ()) -> Draft:
         """All of it; `walks` as `Draft` has them."""

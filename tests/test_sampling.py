@@ -186,7 +186,7 @@ def test_forbidding_every_token_is_an_error_that_says_so(temperature: float) -> 
     assert row.tolist() == [1.0, 2.0]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(rows(), HISTORIES, chains())
 def test_any_chain_makes_a_distribution_and_leaves_the_logits_alone(
     row: Logits, history: TokenArray, options: SamplerOptions
@@ -205,7 +205,6 @@ def test_any_chain_makes_a_distribution_and_leaves_the_logits_alone(
         assert len(result.token_ids) <= 2 ** options.samplers.count("xtc")
 
 
-@settings(deadline=None)
 @given(rows(100), HISTORIES, HISTORIES, chains())
 def test_only_the_last_tokens_it_asks_for_matter(
     row: Logits, history: TokenArray, path: TokenArray, options: SamplerOptions
@@ -352,6 +351,12 @@ def test_a_draw_inverts_the_cumulative_distribution() -> None:
     assert source.probability(5) == 0.5
     assert source.probability(4) == 0.0
     assert source.probability(10) == 0.0
+
+
+def test_the_likeliest_tokens_of_a_distribution_in_order() -> None:
+    some = Distribution(np.array([2, 5, 7, 11]), np.array([0.2, 0.3, 0.2, 0.3]))
+    assert some.ranked(3) == [(5, 0.3), (11, 0.3), (2, 0.2)]
+    assert some.ranked(9) == [(5, 0.3), (11, 0.3), (2, 0.2), (7, 0.2)]
 
 
 def test_a_certain_token_does_not_move_the_generator() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -560,3 +561,32 @@ def test_a_tree_behind_unlikely_n_grams_is_worth_less() -> None:
         behind.frontier(tree, 16, 16, lambda _n: 0.01)
         sizes.append(len(behind.pick(tree, tree.draft())))
     assert sizes[0] > sizes[1]
+
+
+def test_where_a_growing_tree_may_be_looked_beyond() -> None:
+    tree = GrowingTree("model")
+    first = tree.add(ROOT, 3, 0.6)
+    end = tree.add(ROOT, 0, 0.3, is_end=True)
+    assert tree.open_nodes(9) == [first]
+    tree.look_beyond(first)
+    below = [tree.add(first, token, 0.4) for token in (4, 5)]
+    last = tree.add(ROOT, 6, 0.1)
+    assert tree.open_nodes(9) == [*below, last]
+    assert tree.open_nodes(1) == [last]
+    assert [tree.ranks[node] for node in (first, end, last, *below)] == [0, 1, 2, 0, 1]
+
+
+def test_children_come_in_the_order_in_which_they_were_drafted() -> None:
+    tree = Draft((1, 2, 3, 4, 5), (ROOT, 0, ROOT, 0, 3), ("model",) * 5, (0.5,) * 5, (None,) * 5)
+    assert [list(tree.children(node)) for node in range(ROOT, 5)] == [
+        [0, 2],
+        [1, 3],
+        [],
+        [],
+        [4],
+        [],
+    ]
+    # What was asked of one makes it no other draft.
+    other = replace(tree)
+    assert other == tree
+    assert hash(other) == hash(tree)

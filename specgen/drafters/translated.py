@@ -92,14 +92,14 @@ class TranslatedDrafter(WrappedDrafter):
         data = self._held_back + b"".join(map(target.token_bytes, accepted))
         is_ended = bool(accepted) and target.is_end(accepted[-1])
         path: list[int] = []
-        children = self._drafted.children(ROOT)
+        children = list(self._drafted.children(ROOT))
         while children:
             child = children.pop(0)
             piece = draft.token_bytes(self._drafted.tokens[child])
             if data.startswith(piece) if piece else is_ended and not data:
                 data = data[len(piece) :]
                 path.append(child)
-                children = self._drafted.children(child)
+                children = list(self._drafted.children(child))
         self._inner.observe(replace(report, draft=self._drafted, path=tuple(path)))
 
     def rewind(self, n_tokens: int) -> None:

@@ -122,7 +122,7 @@ class TreeModelDrafter(ModelDrafter):
                 self._look(row, tree.path(node)) for node, row in zip(frontier, rows, strict=True)
             ]
             for node, look in zip(frontier, looks, strict=True):
-                tree.is_looked_beyond[node] = True
+                tree.look_beyond(node)
                 self._looks[node] = look
                 growth.take(tree, node, look)
         draft = tree.draft(growth.walks)
@@ -161,15 +161,10 @@ class TreeModelDrafter(ModelDrafter):
         if self._draws:
             return Look(source=source)
         top = self._shaper.top_probability(row, path)
-        order = np.argsort(-source.probs, kind="stable")[: self._n_guesses]
+        likeliest = source.ranked(self._n_guesses)
         # The shaper leaves some of the tokens, whose probabilities sum to 1.
-        scale = top / float(source.probs[order[0]])
-        return Look(
-            tuple(
-                (int(source.token_ids[index]), float(source.probs[index]) * scale)
-                for index in order
-            )
-        )
+        scale = top / likeliest[0][1]
+        return Look(tuple((token, probability * scale) for token, probability in likeliest))
 
     # --- the cache ---------------------------------------------------------------------------
 

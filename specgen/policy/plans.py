@@ -24,7 +24,7 @@ def best_nodes(
     number are a tree, and the best tree of that size. `path_chances` have parents before their
     children; `extra_s[n]` is what n nodes cost to verify. Nodes come likeliest first.
     """
-    order = sorted(range(len(path_chances)), key=lambda node: -path_chances[node])
+    order = sorted(range(len(path_chances)), key=path_chances.__getitem__, reverse=True)
     best_n, best_s, gain_s = 0, 0.0, 0.0
     for n, node in enumerate(order[: len(extra_s) - 1], 1):
         gain_s += path_chances[node] * token_s

@@ -49,6 +49,12 @@ class Distribution:
             return None
         return Distribution(self.token_ids[kept], remaining / remaining.sum())
 
+    def ranked(self, n: int) -> list[tuple[int, float]]:
+        """The n most likely tokens and their probabilities, best first, the lower id first among
+        equals; fewer if there are fewer."""
+        order = (-self.probs).argsort(kind="stable")[:n]
+        return list(zip(self.token_ids[order].tolist(), self.probs[order].tolist(), strict=True))
+
     @property
     def mode(self) -> int:
         """The most likely token; the lowest id among equals."""
