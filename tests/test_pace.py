@@ -12,7 +12,7 @@ PLAIN_S = 0.1
 def after(rounds: list[tuple[float, int]]) -> Pace:
     pace = Pace()
     for round_s, n_tokens in rounds:
-        pace.observe(round_s, n_tokens, PLAIN_S)
+        pace.observe(round_s, n_tokens, PLAIN_S, by_ngrams=False)
     return pace
 
 
@@ -46,7 +46,7 @@ def test_when_another_matter_begins_it_follows_as_at_first() -> None:
     pace = after([(0.1, 1)] * 60)
     pace.begin_anew()
     for _ in range(4):
-        pace.observe(0.16, 4, PLAIN_S)
+        pace.observe(0.16, 4, PLAIN_S, by_ngrams=False)
     assert pace.token_s == pytest.approx(after([(0.16, 4)] * 4).token_s)
 
 
@@ -54,3 +54,15 @@ def test_seconds_and_tokens_are_averaged_apart() -> None:
     # A long round of one token weighs as much as it took, not as one of two equal paces.
     pace = after([(1.0, 1), (0.1, 10)] * 200)
     assert pace.token_s == pytest.approx(1.1 / 11, rel=0.1)
+
+
+def test_a_model_is_left_the_rounds_in_which_no_n_grams_draft() -> None:
+    pace = Pace()
+    assert pace.left_by_ngrams == 1.0
+    for number in range(200):
+        pace.observe(0.1, 2, PLAIN_S, by_ngrams=number % 4 > 0)
+    assert pace.left_by_ngrams == pytest.approx(0.25, abs=0.05)
+    pace.begin_anew()
+    for _ in range(12):
+        pace.observe(0.1, 1, PLAIN_S, by_ngrams=False)
+    assert pace.left_by_ngrams > 0.7

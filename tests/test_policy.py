@@ -469,6 +469,30 @@ def test_what_the_model_has_to_read_first_is_weighed_against_the_rest_of_the_ans
     assert prospects[0] <= 0.0 < prospects[-1]
 
 
+def test_a_model_is_not_read_for_a_text_that_n_grams_draft() -> None:
+    """It would draft in the few rounds that they leave."""
+
+    def rounds_to_begin(share: float) -> int:
+        """So many rounds have to be left, where n-grams draft in a share of the rounds."""
+        policy = cost_aware()
+        for number in range(40):
+            policy.room(4000)
+            is_drafted = number % 10 < 10 * share
+            draft = policy.trim(chain(0.99, origin="ngram")) if is_drafted else NO_DRAFT
+            assert len(draft) == is_drafted
+            # Refused, and at no cost: only who drafts is another matter.
+            policy.observe(report(draft, 0))
+        for n_left in range(4, 4000):
+            policy.room(n_left)
+            if policy.prospect("model", Price(0.1, 0.1, 10.0)) > 0.0:
+                return n_left
+        raise AssertionError("it never begins")
+
+    seldom, half, mostly = map(rounds_to_begin, (0.0, 0.5, 0.8))
+    assert 1.5 * seldom < half
+    assert 1.5 * half < mostly
+
+
 def test_the_steps_of_a_jagged_table_are_made_use_of() -> None:
     """Up to four rows cost the same, and four more cost as much again: drafts of 3 and 7."""
     table = {n: CURVES["steps of four"](n) for n in range(1, 18)}
@@ -706,7 +730,7 @@ def test_every_decode_corrects_the_table() -> None:
     assert table.seconds(3) > 1.2
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.floats(0.001, 10.0), min_size=1, max_size=17),
     st.lists(

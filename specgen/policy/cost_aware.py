@@ -33,7 +33,7 @@ _N_FIRST = 2
 _MAX_STALE = 64
 #: The part of the prospective gain that what a drafter has to read first is weighed against: the
 #: answer may end sooner, or suit the draft less.
-_CAUTION = 0.6
+_CAUTION = 0.75
 #: How many times its cost a draft of n-grams has to be expected to gain: when a token's time or
 #: more was lost, at an answer's beginning, and when much was saved. (In replays of 31 answers, no
 #: margin gained as much on average, and lost three times as much on the worst answer.)
@@ -174,7 +174,8 @@ class CostAwarePolicy:
             chances.n_looks,
             could_pay=lambda: self._ideal_s(price) > 0.0,
             plain_s=plain_s,
-            horizon=self._horizon(),
+            # Where n-grams draft, as they do in a text that copies, a model adds little.
+            horizon=self._horizon() * self._pace.left_by_ngrams,
             elapsed_s=self._budget.elapsed_s,
         )
         return min(worth, 0.0) if self._budget.is_put_aside(origin) else worth
@@ -219,7 +220,7 @@ class CostAwarePolicy:
         if self._is_trial:
             n_levels = self._budget.n_tokens
             return [n for n in nodes if tree.is_first_choice[n] and tree.depths[n] < n_levels - 1]
-        nodes.sort(key=lambda node: -tree.path_chances[node])
+        nodes.sort(key=tree.path_chances.__getitem__, reverse=True)
         token_s, extra_s = self._token_worth_s(tree.origin), self._extra_behind(tree.n_before)
         return best_frontier(
             tree,
@@ -311,7 +312,8 @@ class CostAwarePolicy:
         if self._began not in (None, *NGRAM_ORIGINS) and not self._has_model_begun:
             self._has_model_begun = True
             self._pace.begin_anew()
-        self._pace.observe(round_s, n_committed, plain_s)
+        by_ngrams = self._began in NGRAM_ORIGINS
+        self._pace.observe(round_s, n_committed, plain_s, by_ngrams=by_ngrams)
 
     def _leave(self, draft: Draft) -> None:
         """Remember what a draft that nothing was read for would have been worth verifying: the

@@ -12,21 +12,23 @@ _N_BEFORE = 4.0
 
 
 class Pace:
-    """Seconds for a token, and tokens a round, in the rounds of late."""
+    """Seconds for a token, tokens a round, and who drafts, in the rounds of late."""
 
     def __init__(self) -> None:
         #: None before the first round.
         self.token_s: float | None = None
         self.tokens_a_round = 1.0
+        #: The share of rounds in which n-grams did not draft: those that are left to a model.
+        self.left_by_ngrams = 1.0
         self._n_rounds = 0
 
     def begin_anew(self) -> None:
         """What comes now is another matter."""
         self._n_rounds = 0
 
-    def observe(self, round_s: float, n_tokens: int, plain_s: float) -> None:
-        """Enter a round that took so long and added so many tokens; a plain decode takes
-        `plain_s`."""
+    def observe(self, round_s: float, n_tokens: int, plain_s: float, *, by_ngrams: bool) -> None:
+        """Enter a round that took so long and added so many tokens, and whether n-grams drafted in it;
+        a plain decode takes `plain_s`."""
         before_s = plain_s if self.token_s is None else self.token_s
         self._n_rounds += 1
         rate = max(_RATE, 1.0 / (self._n_rounds + _N_BEFORE))
@@ -35,3 +37,4 @@ class Pace:
         mean_round_s += rate * (round_s - mean_round_s)
         self.tokens_a_round += rate * (n_tokens - self.tokens_a_round)
         self.token_s = mean_round_s / self.tokens_a_round
+        self.left_by_ngrams += rate * ((not by_ngrams) - self.left_by_ngrams)
