@@ -17,6 +17,7 @@ from specgen.drafters import (
     SuffixDrafter,
     TranslatedDrafter,
     TreeModelDrafter,
+    WrappedDrafter,
 )
 from specgen.drafting import Translated, draft_sampling, guess_sampling
 from specgen.events import Event
@@ -152,33 +153,19 @@ class SiblingDrafter:
         pass
 
 
-@dataclass
-class FailingDrafter:
+class FailingDrafter(WrappedDrafter):
     """Works for a while, then raises."""
 
-    inner: Drafter
-    n_good: int
-    error: Exception
-    name: str = "failing"
-    model_s: float = 0.0
-
-    def price(self, n_context: int) -> Price:
-        return self.inner.price(n_context)
+    def __init__(self, inner: Drafter, n_good: int, error: Exception) -> None:
+        super().__init__(inner)
+        self._n_good = n_good
+        self._error = error
 
     def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
-        if self.n_good == 0:
-            raise self.error
-        self.n_good -= 1
-        return self.inner.propose(context, n_max, policy)
-
-    def observe(self, report: RoundReport) -> None:
-        self.inner.observe(report)
-
-    def rewind(self, n_tokens: int) -> None:
-        self.inner.rewind(n_tokens)
-
-    def close(self) -> None:
-        self.inner.close()
+        if self._n_good == 0:
+            raise self._error
+        self._n_good -= 1
+        return super().propose(context, n_max, policy)
 
 
 class NoDrafter:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from specgen.arrays import TokenArray
 from specgen.backend.fake import FakeBackend, FakeVocabulary, Language, random_language
 from specgen.draft import Draft
-from specgen.drafters import Drafter, ModelDrafter, SuffixDrafter, TranslatedDrafter
+from specgen.drafters import Drafter, ModelDrafter, SuffixDrafter, TranslatedDrafter, WrappedDrafter
 from specgen.drafting import Translated
 from specgen.events import CommittedEvent, Event, NoticeEvent
 from specgen.generation import Generation
@@ -30,7 +30,6 @@ from specgen.policy import FixedPolicy, Policy, RoundReport
 from specgen.proof.statistics import Cells, GTest, g_test
 from specgen.sampling import Distribution, Sampler
 from specgen.state import Shaper, TextState
-from specgen.tables import Price
 from specgen.translation import SharedTokens, Translation
 from specgen.verify import (
     BlockVerifier,
@@ -155,26 +154,14 @@ class Pair:
         return watched
 
 
-@dataclass
-class Watched:
+class Watched(WrappedDrafter):
     """A translated drafter, and what each of its proposals cost."""
 
-    inner: TranslatedDrafter
-    backend: FakeBackend
-    n_drafted: int = 0
-    n_accepted: int = 0
-    n_rounds: int = 0
-    n_redecoded: int = 0
-    n_proposals: int = 0
-    n_slides: int = 0
-    name: str = "watched"
-
-    @property
-    def model_s(self) -> float:
-        return self.inner.model_s
-
-    def price(self, n_context: int) -> Price:
-        return self.inner.price(n_context)
+    def __init__(self, inner: TranslatedDrafter, backend: FakeBackend) -> None:
+        super().__init__(inner)
+        self.inner, self.backend = inner, backend
+        self.n_drafted = self.n_accepted = self.n_rounds = 0
+        self.n_redecoded = self.n_proposals = self.n_slides = 0
 
     def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
         text = self.inner._text
@@ -206,15 +193,6 @@ class Watched:
         drafted = joined(self.inner._translation.draft, self.inner._drafted.tokens)  # type: ignore[arg-type]
         assert not drafted or drafted.startswith(self.inner._held_back)
         return draft
-
-    def observe(self, report: RoundReport) -> None:
-        self.inner.observe(report)
-
-    def rewind(self, n_tokens: int) -> None:
-        self.inner.rewind(n_tokens)
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 # --- greedy text is that of plain decoding

@@ -309,10 +309,10 @@ class CostAwarePolicy:
         for origin, worths in self._asked.items():
             saved_s = n_committed * plain_s - round_s - self._invested_s
             worths.account(saved_s / plain_s if origin == self._began else 0.0, n_committed)
-        if self._began not in (None, *NGRAM_ORIGINS) and not self._has_model_begun:
+        by_ngrams = self._began in NGRAM_ORIGINS
+        if self._began is not None and not by_ngrams and not self._has_model_begun:
             self._has_model_begun = True
             self._pace.begin_anew()
-        by_ngrams = self._began in NGRAM_ORIGINS
         self._pace.observe(round_s, n_committed, plain_s, by_ngrams=by_ngrams)
 
     def _leave(self, draft: Draft) -> None:

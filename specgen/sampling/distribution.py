@@ -8,6 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from specgen.arrays import ProbArray, TokenArray
+from specgen.sampling.candidates import best
 
 #: The probabilities of a certain token: greedy decoding makes one a token.
 _ALL: ProbArray = np.ones(1)
@@ -52,7 +53,7 @@ class Distribution:
     def ranked(self, n: int) -> list[tuple[int, float]]:
         """The n most likely tokens and their probabilities, best first, the lower id first among
         equals; fewer if there are fewer."""
-        order = (-self.probs).argsort(kind="stable")[:n]
+        order = best(self.probs, n)
         return list(zip(self.token_ids[order].tolist(), self.probs[order].tolist(), strict=True))
 
     @property
