@@ -12,6 +12,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 # The requirement as pyproject.toml has it, so that it stands in one place.
 LLAMA := $(shell sed -n 's/^ *"\(llama-cpp-python[^"]*\)",$$/\1/p' pyproject.toml)
+KERNELS := hatch_build.py scripts/build_kernels.py $(wildcard kernels/*.cpp kernels/*.h)
 
 export PROMPT
 
@@ -60,7 +61,7 @@ peers: $(VENV)/.installed ## Build llama.cpp's own programs, for specgen bench -
 		$(BIN)/python -m scripts.build_peers $(VENV)/peers
 
 clean: ## Remove everything that make made, llama.cpp's build (minutes) too
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist specgen/kernels/*.so specgen/kernels/*.json .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created:
@@ -87,7 +88,8 @@ $(VENV)/.llama: $(VENV)/.llama-settings
 	@touch $@
 
 # A build counts only when it decodes; `specgen doctor` says what is wrong with one that does not.
-$(VENV)/.installed: $(VENV)/.llama pyproject.toml
+# Installing compiles the kernels too (hatch_build.py), where they changed.
+$(VENV)/.installed: $(VENV)/.llama pyproject.toml $(KERNELS)
 	@echo 'Installing specgen' >&2
 	@$(PIP) install --quiet --editable . >&2
 	@report=$$($(BIN)/specgen doctor) || { printf '%s\n' "$$report" >&2; exit 1; }

@@ -6,12 +6,13 @@ Medians of several decodes after 200 tokens of context; every row asks for logit
 verification. The curves are jagged and differ between machines, models and quantisations:
 whether a draft pays depends on them more than on the draft.
 
-Prints one JSON object a model: milliseconds by number of tokens.
+Prints one JSON object a model: milliseconds by number of tokens. SPECGEN_KERNELS says who computes.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
@@ -21,6 +22,8 @@ import numpy as np
 
 from specgen.backend.base import Batch
 from specgen.backend.llama import LlamaBackend, LlamaModel
+from specgen.kernels import choose, wanted_in
+from specgen.models import cache_folder
 from specgen.options import ContextOptions
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 32, 64, 128)
@@ -29,6 +32,7 @@ N_RUNS = 7
 
 
 def main() -> int:
+    print(choose(wanted_in(os.environ), cache_folder()).label, file=sys.stderr)
     for name in sys.argv[1:]:
         print(json.dumps({"model": Path(name).name, "ms": costs(Path(name))}), flush=True)
     return 0

@@ -6,7 +6,7 @@ r"""Draft settings against plain decoding, on a pair of real models.
 Each prompt is answered plainly and with every setting, one after the other, so that a machine
 that slows down slows all of them; in the model's chat template, greedily unless there is a
 --temp. Compared are tokens per second after the first token. Prints the speed-up over plain decoding by category (means
-over the prompts) on stderr, and one JSON object on stdout.
+over the prompts) on stderr, and one JSON object on stdout. SPECGEN_KERNELS says who computes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import sys
 import time
@@ -22,6 +23,8 @@ from pathlib import Path
 
 from benchmarks.answers import answer, read_setting
 from specgen.bench.prompts import first_of_each, read_bench_prompts
+from specgen.kernels import choose, wanted_in
+from specgen.models import cache_folder
 from specgen.options import ContextOptions, GenerationOptions, SamplerOptions
 from specgen.session import Session, SessionOptions
 
@@ -41,6 +44,7 @@ def main() -> int:
         prompts = first_of_each(prompts, arguments.count)
     speedups: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     results = []
+    print(choose(wanted_in(os.environ), cache_folder()).label, file=sys.stderr)
     with contextlib.ExitStack() as stack:
         sessions = {
             setting: stack.enter_context(open_session(arguments, setting))

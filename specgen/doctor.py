@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from specgen import __version__, errors
 from specgen.backend.build import Build, Device
 from specgen.errors import BackendError, SpecgenError
+from specgen.kernels import KernelStatus
 from specgen.options import ContextOptions
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ MODEL_TIMEOUT_S = 1800.0
 #: over the standard deviation of the logits. Rounded activations make 0.02, on some models
 #: 0.05; a kernel that computes something else makes 1.
 TOLERANCE = 0.1
+
+#: What the check of specgen's kernels is called.
+_KERNELS = "specgen's kernels"
 
 _REINSTALL = "pip install --force-reinstall --no-cache-dir llama-cpp-python"
 #: The cure for builds that GCC 12 got wrong on CPUs with AMX.
@@ -92,6 +96,8 @@ class Report:
     machine: Machine
     #: None if llama.cpp could not be loaded.
     build: Build | None
+    #: Who computes on the CPU, and why.
+    kernels: KernelStatus
     cache_folder: Path
     config_folder: Path
     #: The files of the known models that are on this disk, by name.
@@ -131,16 +137,44 @@ def examine(
     from specgen.models import cache_folder, config_folder
 
     found, problem = _models_on_disk()
-    build, checks = _decode_checks(model, child or CHILD_COMMAND, on_check or (lambda _name: None))
+    on_check = on_check or (lambda _name: None)
+    build, checks = _decode_checks(model, child or CHILD_COMMAND, on_check)
+    kernels = _kernels(build, on_check)
     return Report(
         version=__version__,
         machine=look_at_machine(),
         build=build,
+        kernels=kernels,
         cache_folder=cache_folder(),
         config_folder=config_folder(),
         models=found,
-        checks=(*checks, *([problem] if problem else [])),
+        checks=(*checks, *_kernel_checks(kernels), *([problem] if problem else [])),
     )
+
+
+def _kernels(build: Build | None, on_check: Callable[[str], None]) -> KernelStatus:
+    """Test specgen's kernels anew, unless the user does without them."""
+    from specgen import kernels
+    from specgen.models import cache_folder
+
+    if kernels.wanted_in(os.environ) == "llama.cpp":
+        reason = f"{kernels.VARIABLE} asks for llama.cpp's"
+        return KernelStatus("llama.cpp", reason=reason, path=kernels.library_path())
+    if build is None:
+        return KernelStatus("llama.cpp", reason="llama.cpp could not be loaded")
+    if kernels.library_path() is not None:
+        on_check(_KERNELS)
+    return kernels.examine(cache_folder(), anew=True)
+
+
+def _kernel_checks(kernels: KernelStatus) -> list[Check]:
+    """Whether the kernels passed their test; nothing of kernels that are not for this machine."""
+    if kernels.computes == "specgen":
+        return [Check(_KERNELS, passed=True, message=kernels.tested)]
+    if kernels.is_broken:
+        error, message = BackendError.__name__, kernels.reason or ""
+        return [Check(_KERNELS, passed=False, message=message, hint=kernels.hint, error=error)]
+    return []
 
 
 def _models_on_disk() -> tuple[dict[str, Path], Check | None]:

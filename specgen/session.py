@@ -341,6 +341,7 @@ class Session:
                 draft=self.draft_name,
                 translation=self._draft.translated if self._draft else None,
                 draft_weights=self._draft_weights,
+                kernels=self._target_model.kernels,
                 n_ctx=n_ctx,
                 sampler=_settings(replace(options.sampler, seed=seed)),
                 verifier=self.verifier_name,

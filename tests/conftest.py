@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,8 +17,35 @@ from tests.helpers_cli import Cli
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
+if TYPE_CHECKING:
+    from specgen.backend.llama.kernels import Kernels
+
 #: The environment before any test touched it: real models are kept in the user's own cache.
 _OWN_ENVIRONMENT = dict(os.environ)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Who computes in tests is who computes for users: specgen's kernels where they can be used, or
+    what the user's own SPECGEN_KERNELS asks for. They have to be attached before any test loads a
+    model."""
+    from specgen.kernels import choose, wanted_in
+
+    choose(wanted_in(_OWN_ENVIRONMENT), tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture
+def kernels() -> Iterator[Kernels]:
+    """specgen's kernels, switched on for this test; they are as they were after it."""
+    from specgen.backend.llama.kernels import attached
+
+    found = attached()
+    if found is None:
+        pytest.skip("specgen's kernels cannot be used here")
+    before = found.computes_products, found.computes_attention
+    found.enable(products=True, attention=True)
+    yield found
+    found.enable(products=before[0], attention=before[1])
 
 
 @pytest.fixture(autouse=True)

@@ -53,6 +53,7 @@ class Script:
             draft=self.draft,
             translation=None,
             draft_weights=None,
+            kernels="llama.cpp",
             n_ctx=512,
             sampler={"seed": 1},
             verifier="auto",

@@ -137,7 +137,7 @@ def test_json_has_everything_raw(bench: Specgen, tmp_path: Path) -> None:
         file.read_text(encoding="utf-8"), parse_constant=pytest.fail
     )
     keys = (
-        "specgen date command machine llama_cpp files settings n_rounds is_interrupted prompts "
+        "specgen date command machine llama_cpp kernels files settings n_rounds is_interrupted prompts "
         "contenders figures foresight failures skipped_prompts results"
     )
     assert " ".join(document) == keys

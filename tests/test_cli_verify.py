@@ -111,11 +111,11 @@ def test_each_check_may_run_alone(verify: Verify) -> None:
 JSON_KEYS = {
     "": "verdict target draft verifier draft_max sampler seeded_bug check greedy sampled skipped "
     "is_interrupted",
-    "greedy": "prompt n_tokens n_drafted n_accepted n_rows moved_by batches_move difference "
+    "greedy": "prompt n_tokens n_drafted n_accepted n_rows moved_by batches_move difference exact_rows "
     "is_defect",
     "sampled": "prompt n_prompt n_answer n_draws n_impossible n_rounds n_drafted n_accepted "
     "n_decodes level depths rows is_tested fits is_defect",
-    "rows": "n_rows moved_by batches_move is_defect",
+    "rows": "n_rows moved_by batches_move exact_rows is_defect",
     "depths": "n_tokens test distance detectable",
     "test": "statistic degrees_of_freedom p_value n_pooled n_cells",
     "distance": "measured if_exact lower upper confidence",

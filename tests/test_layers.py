@@ -22,6 +22,7 @@ LAYERS = (
     ("session",),
     ("proof", "trial", "costs", "tuning", "bench"),
     ("models", "render"),
+    ("kernels",),
     ("doctor",),
     ("cli",),
 )

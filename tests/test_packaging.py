@@ -18,6 +18,7 @@ from scripts import cmake_args
 from specgen import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
+KERNELS = "specgen/kernels/libspecgen-kernels.so"
 posix = pytest.mark.skipif(os.name != "posix", reason="the Makefile is for POSIX systems")
 
 
@@ -155,9 +156,24 @@ def test_every_target_is_listed() -> None:
         assert re.search(rf"^  make {target} ", help_target.stdout, re.MULTILINE), target
 
 
+@posix
+def test_make_compiles_the_kernels_anew_when_they_change() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    rule = next(line for line in makefile.splitlines() if line.startswith("$(VENV)/.installed:"))
+    assert "$(KERNELS)" in rule
+    assert "specgen/kernels/*.so" in dry_run("clean")
+
+
 # --- the packages ---------------------------------------------------------------------------
 
 
+@pytest.fixture
+def _no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling them takes a while, and is tested with compilers that are quicker."""
+    monkeypatch.setenv("SPECGEN_KERNELS_BUILD", "off")
+
+
+@pytest.mark.usefixtures("_no_kernels")
 def test_the_wheel_is_whole(tmp_path: Path) -> None:
     from hatchling.builders.wheel import WheelBuilder
 
@@ -175,8 +191,11 @@ def test_the_wheel_is_whole(tmp_path: Path) -> None:
     assert "specgen = specgen.cli:main" in entry_points
     assert "\nRequires-Python: >=3.10\n" in metadata
     assert {name.split("/")[0] for name in names} == {"specgen", about}
+    assert KERNELS not in names
+    assert Path(built).name.endswith("-py3-none-any.whl")
 
 
+@pytest.mark.usefixtures("_no_kernels")
 def test_a_wheel_can_be_built_from_the_source_distribution(tmp_path: Path) -> None:
     from hatchling.builders.sdist import SdistBuilder
     from hatchling.builders.wheel import WheelBuilder
@@ -191,6 +210,11 @@ def test_a_wheel_can_be_built_from_the_source_distribution(tmp_path: Path) -> No
         *names,
         *(name.partition("/")[0] for name in names),
     }
+    assert "hatch_build.py" in names
+    assert "scripts/build_kernels.py" in names
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kernels").glob("*.cpp")}
+    assert sources <= names
+    assert KERNELS not in names
     assert not any(name.startswith((".ci", ".git")) and name != ".gitignore" for name in names)
     unpacked = tmp_path / "unpacked" / f"specgen-{__version__}"
     (built,) = WheelBuilder(str(unpacked)).build(directory=str(tmp_path), versions=["standard"])

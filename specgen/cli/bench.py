@@ -16,7 +16,7 @@ from specgen.cli.bench_table import lines, print_tables
 from specgen.cli.contest import Plan, find_fields
 from specgen.cli.flags.part import without
 from specgen.cli.interrupt import Interrupt
-from specgen.cli.opening import log_shown, open_memory
+from specgen.cli.opening import log_shown, open_memory, use_kernels
 from specgen.cli.progress import progress_bar
 from specgen.errors import OutputError, UsageError
 from specgen.options import DraftOptions, GenerationOptions, PolicyName, SamplerOptions
@@ -226,6 +226,7 @@ def bench(
     from specgen.bench.prompts import first_of_each, own_prompts, read_bench_prompts
 
     flags.check_loudness(quiet=quiet, verbose=verbose)
+    use_kernels(machine.kernels, quiet=quiet)
     plan = Plan(
         policies=parse_policies(policies),
         trees=tuple(dict.fromkeys(flags.tree_shape(text) for text in trees or ["auto"])),

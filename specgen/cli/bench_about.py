@@ -19,6 +19,7 @@ from specgen.cli.contest import Field, Plan
 def about(plan: Plan, fields: Sequence[Field]) -> dict[str, Any]:
     """The machine, the versions, the files and all settings, as JSON can have them."""
     from specgen.backend.llama import build
+    from specgen.backend.llama.kernels import computing
     from specgen.doctor import look_at_machine
 
     made = build()
@@ -49,6 +50,7 @@ def about(plan: Plan, fields: Sequence[Field]) -> dict[str, Any]:
             "features": {part: list(names) for part, names in made.features.items()},
             "devices": [device.description or device.name for device in made.devices],
         },
+        "kernels": computing(),
         "files": {
             str(file): file.stat().st_size
             for file in dict.fromkeys(files)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from specgen.doctor import Report
+    from specgen.kernels import KernelStatus
 
 #: A heading and what stands below it: (label, text).
 Section: TypeAlias = tuple[str, list[tuple[str, str]]]
@@ -106,6 +107,14 @@ def _lines(label: str, text: str, width: int) -> list[str]:
     )
 
 
+def _kernels(status: KernelStatus) -> str:
+    """Who computes on the CPU and, where it is llama.cpp, why and what to do about it."""
+    if status.reason is None:
+        return status.label
+    advice = f"; {status.hint}" if status.hint else ""
+    return f"{status.label}'s own, not specgen's: {status.reason}{advice}"
+
+
 def _sections(report: Report) -> Iterator[Section]:
     from specgen.models import human_bytes
 
@@ -131,6 +140,7 @@ def _sections(report: Report) -> Iterator[Section]:
         for device in build.devices:
             memory = f", {human_bytes(device.memory_bytes)}" if device.memory_bytes else ""
             software.append((f"{device.name} ({device.kind})", f"{device.description}{memory}"))
+    software.append(("kernels", _kernels(report.kernels)))
     yield ("Software", software)
     yield (
         "Files",

@@ -13,7 +13,7 @@ import typer
 from specgen.cli import flags
 from specgen.cli.choosing import name_of
 from specgen.cli.interrupt import Interrupt
-from specgen.cli.opening import find_target, log_shown, open_session
+from specgen.cli.opening import find_target, log_shown, open_session, use_kernels
 from specgen.cli.progress import Progress, progress_bar
 from specgen.errors import (
     BackendError,
@@ -105,6 +105,7 @@ def find(
     if save and (identity := identify(path)) is not None:
         saved_draft(identity)  # a damaged file is to be known now, not after minutes
     options = _options(path, drafting, answer, machine)
+    use_kernels(machine.kernels, quiet=quiet)
     with (
         log_shown(verbose),
         open_session(options, quiet=quiet, verbose=verbose) as session,

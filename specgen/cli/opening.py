@@ -15,7 +15,7 @@ from specgen.cli import flags
 from specgen.cli.choosing import DraftChoice
 from specgen.cli.sources import Disk, Sources, find_model, resolve
 from specgen.cli.taking import Taken, take_first
-from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
+from specgen.options import DraftOptions, GenerationOptions, KernelChoice, SamplerOptions
 
 if TYPE_CHECKING:
     from specgen.cli.sources import Fetch
@@ -79,6 +79,19 @@ def session_options(
         helpers=sources.helpers,
         cache=cache_folder(),
     )
+
+
+def use_kernels(wanted: KernelChoice, *, quiet: bool) -> None:
+    """Choose who computes on the CPU, before the first model is loaded; says on standard error if
+    kernels that are there cannot be used. Raises `UsageError` if they were asked for."""
+    from specgen.kernels import choose
+    from specgen.models import cache_folder
+
+    status = choose(wanted, cache_folder())
+    if wanted == "auto" and status.reason and status.path is not None and not quiet:
+        print(f"note: not using specgen's kernels: {status.reason}", file=sys.stderr)
+        if status.hint:
+            print(f"hint: {status.hint}", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -158,8 +171,9 @@ class Opener:
 
 
 def open_memory() -> Memory:
-    """What was learnt on this machine with this build of llama.cpp."""
+    """What was learnt on this machine with this build of llama.cpp and the kernels in use."""
     from specgen.backend.llama import build
+    from specgen.backend.llama.kernels import computing
     from specgen.doctor import look_at_machine
     from specgen.memory import Memory
     from specgen.models import memory_file
@@ -171,6 +185,7 @@ def open_memory() -> Memory:
         "devices": [device.description for device in built.devices],
         "cores": [machine.n_physical_cores, machine.n_logical_cores, _n_usable_cores()],
         "cpu": machine.cpu,
+        "kernels": computing(),
     }
     return Memory(memory_file(), about)
 

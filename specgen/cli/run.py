@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 
 from specgen.cli import flags
 from specgen.cli.interrupt import Interrupt
-from specgen.cli.opening import find_models, log_shown, open_session, session_options
+from specgen.cli.opening import (
+    find_models,
+    log_shown,
+    open_session,
+    session_options,
+    use_kernels,
+)
 from specgen.cli.prompt import read_prompt
 from specgen.errors import UsageError
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, Show
@@ -69,6 +75,7 @@ def run(
         replace(answer, grammar=grammar.grammar),
         machine,
     )
+    use_kernels(machine.kernels, quiet=quiet)
     with (
         log_shown(verbose),
         open_session(options, quiet=quiet, verbose=verbose, drafts=sources.drafts) as session,

@@ -14,7 +14,13 @@ import typer
 from specgen.cli import flags
 from specgen.cli.flags.part import without
 from specgen.cli.interrupt import Interrupt
-from specgen.cli.opening import find_models, log_shown, open_session, session_options
+from specgen.cli.opening import (
+    find_models,
+    log_shown,
+    open_session,
+    session_options,
+    use_kernels,
+)
 from specgen.cli.progress import progress_bar
 from specgen.errors import (
     BackendError,
@@ -71,6 +77,7 @@ def tune(
     sources = find_models(models, quiet=quiet)
     answer = GenerationOptions(max_tokens=max_tokens)
     options = session_options(sources, SamplerOptions(), drafting, answer, machine)
+    use_kernels(machine.kernels, quiet=quiet)
     with (
         log_shown(verbose),
         open_session(replace(options, draft="none"), quiet=quiet, verbose=verbose) as session,

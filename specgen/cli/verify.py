@@ -14,7 +14,7 @@ import typer
 
 from specgen.cli import flags
 from specgen.cli.interrupt import Interrupt
-from specgen.cli.opening import Opener, find_models, log_shown, session_options
+from specgen.cli.opening import Opener, find_models, log_shown, session_options, use_kernels
 from specgen.cli.progress import Progress, progress_bar
 from specgen.errors import DefectError, PromptError, UsageError
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
@@ -172,6 +172,7 @@ def verify(
         # What is to be tested is drafts: there are to be some, whatever they cost.
         drafting = replace(drafting, policy="fixed")
     options = session_options(sources, sampling, drafting, answer, machine)
+    use_kernels(machine.kernels, quiet=quiet)
     with log_shown(verbose), progress_bar(quiet=quiet or verbose) as progress, Interrupt() as stop:
         opener = Opener(sources.drafts, quiet=quiet, verbose=verbose)
         job = _Job(options, opener, texts, chat, progress, stop, seeded_bug)

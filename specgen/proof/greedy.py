@@ -1,7 +1,8 @@
 """Is the text at temperature 0 that of plain decoding, and if not, why not?
 
-llama.cpp may round a row of logits differently in a batch than alone. Where two tokens are all
-but equally likely, that can turn the choice, and the texts part for good: a *near-tie*, which
+With specgen's kernels a row of logits is the same bits in a batch as alone, and so are the texts:
+any difference is a defect. llama.cpp's own code may round a row differently in a batch. Where two
+tokens are all but equally likely, that can turn the choice, and the texts part for good: a *near-tie*, which
 another build or another batch size would turn as well. A *defect* is anything else: a token
 kept that the target did not choose, a cache that holds what was refused.
 
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from specgen.arrays import Logits
+from specgen.backend.llama.kernels import LLAMA_CPP
 from specgen.generation import Generation
 from specgen.loop import Loop
 from specgen.prompting import Prompt
@@ -51,7 +53,7 @@ class Difference:
     speculative run, really chose the token that the text has there. `gap` is by how much plain
     decoding prefers its token, in logits. `moved_by` is how far the speculative run's row is
     from that of plain decoding, `batches_move` the most that batches alone were seen to move a
-    row so far (see `specgen.proof.rows.movement`). `same_in_batches_of` is the smallest size
+    row so far (see `specgen.proof.rows.movement`); with `exact_rows` they must not move any. `same_in_batches_of` is the smallest size
     of batches in which plain decoding itself takes the other token here; None if it never does.
     """
 
@@ -63,11 +65,13 @@ class Difference:
     moved_by: float
     batches_move: float
     same_in_batches_of: int | None
+    exact_rows: bool = False
 
     @property
     def is_defect(self) -> bool:
         """Whether rounding in batches does not explain it."""
-        return not self.was_chosen or is_moved(self.moved_by, self.batches_move)
+        moved = is_moved(self.moved_by, self.batches_move, exact=self.exact_rows)
+        return self.exact_rows or moved or not self.was_chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,8 @@ class GreedyResult:
     `n_tokens` of plain decoding were compared; there is no `difference` if all are equal.
     `n_rows` rows of logits, up to where the texts part, were compared too: the furthest is
     `moved_by` from plain decoding's, and batches alone were seen to move rows by up to
-    `batches_move`; 0 as long as nothing made it necessary to measure that.
+    `batches_move`; 0 as long as nothing made it necessary to measure that. `exact_rows`:
+    specgen's kernels computed, and batches alone were seen to move no row by a single bit.
     """
 
     prompt: int
@@ -88,11 +93,12 @@ class GreedyResult:
     moved_by: float
     batches_move: float
     difference: Difference | None
+    exact_rows: bool = False
 
     @property
     def is_moved(self) -> bool:
         """Whether batches do not explain how far the rows are from plain decoding's."""
-        return is_moved(self.moved_by, self.batches_move)
+        return is_moved(self.moved_by, self.batches_move, exact=self.exact_rows)
 
     @property
     def is_defect(self) -> bool:
@@ -116,6 +122,8 @@ def check_greedy(
     n_ctx = max(session.context_size(len(prompt.tokens)) for prompt in prompts)
     n_rows_max = max(1, _N_BYTES_MAX // (4 * session.target_model.vocabulary.n_tokens))
     by_batches = 0.0
+    # Measured at the first prompt: not all models and caches are the kernels' alone.
+    exact = session.target_model.kernels != LLAMA_CPP
     with session.contexts(n_ctx) as (target, draft):
         for number, prompt in enumerate(prompts, 1):
             loop = Loop(target, session.clock, interrupted)
@@ -139,9 +147,11 @@ def check_greedy(
             if interrupted():
                 return
             moved_by = max(watch.moved_by.values(), default=0.0)
-            if is_moved(moved_by, by_batches):  # further than batches did so far: measure here
+            # Rows further away than batches moved any so far: measure here what batches do.
+            if is_moved(moved_by, by_batches, exact=exact) or (exact and number == 1):
                 here = batches_move(session, n_ctx, prompt.tokens, expected[:-1], keeper.rows)
                 by_batches = max(by_batches, here)
+                exact = exact and by_batches == 0.0
             yield GreedyResult(
                 prompt=number,
                 n_tokens=len(expected),
@@ -151,8 +161,9 @@ def check_greedy(
                 moved_by=moved_by,
                 batches_move=by_batches,
                 difference=_difference(
-                    session, n_ctx, prompt.tokens, expected, found, watch, by_batches
+                    session, n_ctx, prompt.tokens, expected, found, watch, by_batches, exact=exact
                 ),
+                exact_rows=exact,
             )
 
 
@@ -222,6 +233,8 @@ def _difference(
     found: Sequence[int],
     watch: _Watch,
     by_batches: float,
+    *,
+    exact: bool,
 ) -> Difference | None:
     if expected == found:
         return None
@@ -262,6 +275,7 @@ def _difference(
         moved_by=movement(seen, alone) if turned is not None else watch.moved_by.get(position, 0.0),
         batches_move=by_batches,
         same_in_batches_of=same_in_batches_of,
+        exact_rows=exact,
     )
 
 

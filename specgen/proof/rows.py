@@ -1,7 +1,8 @@
 """Is a row of logits the one that plain decoding computes?
 
-llama.cpp rounds a row of logits differently in a batch than alone, so two rows of the same text
-are seldom equal bit for bit. A cache that holds what was refused moves a row too, but further.
+specgen's kernels compute a row to the same bits in a batch as alone: there any difference is a
+defect. llama.cpp's own code rounds a row differently in a batch than alone, so that two rows of the
+same text are seldom equal bit for bit. A cache that holds what was refused moves a row too, but further.
 The two are told apart by measurement: the same texts are decoded without drafts, in batches of
 the sizes that drafting uses, from a cache from which nothing was ever dropped. That is how far
 batches alone move rows of this model on this machine.
@@ -43,9 +44,10 @@ def movement(one: Logits, other: Logits) -> float:
     return float(np.std(one - other, dtype=np.float64)) / spread if spread else 0.0
 
 
-def is_moved(by: float, by_batches: float) -> bool:
-    """Whether batches do not explain how far a row moved."""
-    return by > SLACK * by_batches + ALWAYS_ALLOWED
+def is_moved(by: float, by_batches: float, *, exact: bool = False) -> bool:
+    """Whether batches do not explain how far a row moved. Where rows are `exact` (the same bits in
+    batches as alone), nothing explains any movement."""
+    return by > (0.0 if exact else SLACK * by_batches + ALWAYS_ALLOWED)
 
 
 def batch_sizes(session: Session) -> range:

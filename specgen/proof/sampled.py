@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from specgen.backend.llama.kernels import LLAMA_CPP
 from specgen.backend.memo import MemoBackend
 from specgen.loop import Loop
 from specgen.prompting import Prompt
@@ -79,15 +80,16 @@ class DepthResult:
 class RowsResult:
     """How far `n_rows` rows of logits that rounds computed are from those of plain decoding, one
     token at a time: the largest movement, beside the largest that batches alone make (see
-    `specgen.proof.rows`)."""
+    `specgen.proof.rows`). With `exact_rows`, those of specgen's kernels, neither may be any."""
 
     n_rows: int
     moved_by: float
     batches_move: float
+    exact_rows: bool = False
 
     @property
     def is_defect(self) -> bool:
-        return is_moved(self.moved_by, self.batches_move)
+        return is_moved(self.moved_by, self.batches_move, exact=self.exact_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,4 +259,5 @@ def _compare_rows(
             if seen is not None:  # there is none before what a grammar forced
                 n_rows += 1
                 moved_by = max(moved_by, movement(seen, alone))
-    return RowsResult(n_rows, moved_by, by_batches)
+    exact = session.target_model.kernels != LLAMA_CPP and by_batches == 0.0
+    return RowsResult(n_rows, moved_by, by_batches, exact)

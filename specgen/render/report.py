@@ -79,6 +79,7 @@ def _print_greedy(report: Report, console: Console) -> None:
             sum(result.n_rows for result in results),
             worst.moved_by,
             worst.batches_move,
+            exact_rows=worst.exact_rows,
             is_defect=worst.is_moved,
         ),
         indent=2,
@@ -127,7 +128,13 @@ def _print_sampled(report: Report, console: Console) -> None:
             impossible = f"{counted(result.n_impossible, 'draw')} that the target never says"
             _print(console, Text(impossible, _DEFECT), indent=4)
         rows = result.rows
-        moved = _moved(rows.n_rows, rows.moved_by, rows.batches_move, is_defect=rows.is_defect)
+        moved = _moved(
+            rows.n_rows,
+            rows.moved_by,
+            rows.batches_move,
+            exact_rows=rows.exact_rows,
+            is_defect=rows.is_defect,
+        )
         _print(console, moved, indent=4)
     level = report.sampled[0].level
     _print(
@@ -168,7 +175,12 @@ def _tests(result: SampledResult) -> Table:
 # --- both -----------------------------------------------------------------------------------
 
 
-def _moved(n_rows: int, by: float, by_batches: float, *, is_defect: bool) -> Text:
+def _moved(n_rows: int, by: float, by_batches: float, *, exact_rows: bool, is_defect: bool) -> Text:
+    if exact_rows and not is_defect:
+        return Text(
+            f"{counted(n_rows, 'row')} of logits are the same bits as in plain decoding, "
+            "and so they have to be with specgen's kernels"
+        )
     return Text.assemble(
         f"{counted(n_rows, 'row')} of logits moved by up to {by:.2%}; batches alone move them by "
         f"up to {by_batches:.2%}",

@@ -40,6 +40,7 @@ class SummaryRenderer(BaseRenderer):
                 self._console,
                 event,
                 draft=self._prompt.draft if self._prompt else None,
+                kernels=self._prompt.kernels if self._prompt else None,
                 show_legend=self._show_legend,
             )
 
@@ -52,14 +53,15 @@ def print_summary(
     finished: FinishedEvent,
     *,
     draft: str | None = None,
+    kernels: str | None = None,
     show_legend: bool = False,
 ) -> None:
     """Print the summary.
 
     On a terminal in two columns; elsewhere a line for each item, so that it can be searched.
-    `draft` is what drafted, as the prompt's event names it.
+    `draft` is what drafted and `kernels` who computed, as the prompt's event names them.
     """
-    items = list(summary_items(finished, draft=draft, encoding=console.encoding))
+    items = list(summary_items(finished, draft=draft, kernels=kernels, encoding=console.encoding))
     if show_legend and finished.n_drafted:
         items.append(("legend", legend()))
     if not console.is_terminal:
@@ -80,7 +82,11 @@ def print_summary(
 
 
 def summary_items(
-    finished: FinishedEvent, *, draft: str | None = None, encoding: str = "utf-8"
+    finished: FinishedEvent,
+    *,
+    draft: str | None = None,
+    kernels: str | None = None,
+    encoding: str = "utf-8",
 ) -> Iterator[tuple[str, Text]]:
     """(label, text) for everything that is known."""
     yield "answer", Text(", ".join(_answer(finished)))
@@ -95,6 +101,8 @@ def summary_items(
         yield "drafts", Text("nothing was drafted")
     if finished.wall_s > 0:
         yield "time", Text(", ".join(_time(finished)))
+    if kernels not in (None, "llama.cpp"):  # those of our own: the others are what one expects
+        yield "kernels", Text(kernels)
     if finished.estimated_speedup is not None:
         yield "gain", _gain(finished, draft)
     yield "end", Text(_end(finished, encoding))

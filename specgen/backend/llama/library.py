@@ -70,16 +70,30 @@ def last_error() -> str:
 
 
 def ggml_function(name: str, result: Any, *arguments: Any) -> Any:
-    """A function of the GGML libraries, which llama-cpp-python loads but does not declare."""
-    from llama_cpp import _ctypes_extensions
+    """A function of the GGML libraries, which llama-cpp-python loads but does not declare. Raises
+    `AttributeError` if there is none of that name.
 
-    folder = Path(llama_cpp.__file__).parent / "lib"
-    for library in ("ggml", "ggml-base"):
-        function = getattr(_ctypes_extensions.load_shared_library(library, folder), name, None)
-        if function is not None:
+    Wheels have copies of these libraries under several names (libggml.so, libggml.so.0). The one
+    that llama.cpp is linked to must be asked: another copy has a list of devices of its own.
+    """
+    for library in _ggml_libraries():
+        with contextlib.suppress(AttributeError):
+            function = library[name]
             function.restype, function.argtypes = result, arguments
             return function
     raise AttributeError(name)
+
+
+def _ggml_libraries() -> Iterator[Any]:
+    """llama.cpp's own library, through which symbols of those that it is linked to are found as
+    well; for systems that do not look there, those libraries by their names."""
+    from llama_cpp import _ctypes_extensions
+
+    yield llama_cpp.llama_cpp._lib  # noqa: SLF001
+    folder = Path(llama_cpp.__file__).parent / "lib"
+    for name in ("ggml", "ggml-base", "ggml-cpu"):
+        with contextlib.suppress(OSError, RuntimeError):
+            yield _ctypes_extensions.load_shared_library(name, folder)
 
 
 __all__ = [

@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from specgen.backend.llama.kernels import computing
 from specgen.backend.llama.library import forget_log, last_error, llama_cpp
 from specgen.backend.llama.vocabulary import LlamaVocabulary
 from specgen.errors import BackendError, ModelFileError
@@ -39,6 +40,8 @@ class LlamaModel:
         file = path if weights is None else weights
         _check_file(file)
         self.path = path
+        #: Who computes on the CPU, as `computing` says it.
+        self.kernels = computing()
         self._handle: Any = None
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from specgen.options import CacheType, ContextOptions, FlashAttention
+from specgen.options import CacheType, ContextOptions, FlashAttention, KernelChoice
 
 _DEFAULT = ContextOptions()
 _MACHINE = "Machine"
@@ -15,10 +15,11 @@ _MACHINE = "Machine"
 
 @dataclass(frozen=True, slots=True)
 class Contexts:
-    """The contexts of the two models."""
+    """The contexts of the two models, and who computes on the CPU for both."""
 
     target: ContextOptions
     draft: ContextOptions
+    kernels: KernelChoice = "auto"
 
 
 def machine(
@@ -68,6 +69,16 @@ def machine(
             rich_help_panel=_MACHINE,
         ),
     ] = _DEFAULT.n_threads_batch,
+    kernels: Annotated[
+        KernelChoice,
+        typer.Option(
+            "--kernels",
+            envvar="SPECGEN_KERNELS",
+            help="Who computes on the CPU: specgen (its own kernels, which make the rows of a batch "
+            "cheap), llama.cpp, or auto (specgen's, where they were built and pass their test).",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = "auto",
     gpu_layers: Annotated[
         int,
         typer.Option(
@@ -105,7 +116,7 @@ def machine(
         ),
     ] = _DEFAULT.cache_type_v,
 ) -> Contexts:
-    """The options of both contexts."""
+    """The options of both contexts, and the kernels."""
 
     def context(n_gpu_layers: int) -> ContextOptions:
         return ContextOptions(
@@ -119,4 +130,4 @@ def machine(
             cache_type_v=cache_type_v,
         )
 
-    return Contexts(context(gpu_layers), context(gpu_layers_draft))
+    return Contexts(context(gpu_layers), context(gpu_layers_draft), kernels)

@@ -1,0 +1,208 @@
+// How the library joins llama.cpp: what ggml_backend_load() finds in it.
+//
+// The CPU backend of ggml keeps a list of extra buffer types: other layouts of weights, with code
+// that multiplies them. llama.cpp's own layouts are there; `ggml_backend_init` puts ours in front
+// of them. So weights that we cover are loaded into our layout, the CPU backend's threads call our
+// code for their operators, and everything else goes on as before: no second thread pool, no
+// splits of the graph, adapters and control vectors where llama.cpp wants them. (The alternative,
+// a device of its own, splits a graph in some 300 parts and needs threads of its own: 0.4 ms a
+// token of a 1.5B model and 1.5 ms of a 0.5B one, which is a tenth of what such a draft costs.)
+//
+// The list is internal to ggml-cpu; see ggml_internals.h for what that means.
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "ggml_internals.h"
+#include "instruction_set.h"
+#include "operators.h"
+#include "weights.h"
+
+Ggml ggml_api = {};
+
+namespace {
+
+std::string problem = "it was not loaded by ggml_backend_load";
+
+bool cpu_has(const char *instructions) {
+    const std::string name = instructions;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return false;
+    uint32_t a, b, c, d;
+    if (name == "avx-vnni") {  // leaf 7, second page: GCC 12 has no name for it
+        __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(0));
+        if (a < 1) return false;
+        __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(1));
+        return a >> 4 & 1;
+    }
+    if (name == "avx512-vnni") {
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+               __builtin_cpu_supports("avx512vnni");
+    }
+    return true;
+}
+
+// The best instruction set of this CPU, or the one that is asked for.
+const InstructionSet *choose_kernels() {
+    const InstructionSet *known[] = {
+#ifndef WITHOUT_AVX512_VNNI  // where the compiler is too old for an instruction set
+        &avx512_vnni_set,
+#endif
+#ifndef WITHOUT_AVX_VNNI
+        &avx_vnni_set,
+#endif
+        &avx2_set,
+    };
+    const char *asked = std::getenv("SPECGEN_KERNELS_INSTRUCTIONS");
+    for (const InstructionSet *set : known) {
+        if (asked != nullptr && *asked && std::strcmp(asked, set->name) != 0) continue;
+        if (cpu_has(set->name)) return set;
+    }
+    return nullptr;
+}
+
+// A function of a library that is loaded already; false if it is not there.
+template <class Function>
+bool find(void *library, const char *name, Function &function) {
+    function = reinterpret_cast<Function>(dlsym(library, name));
+    if (function == nullptr) problem = std::string("llama.cpp has no function ") + name;
+    return function != nullptr;
+}
+
+bool find_functions() {
+    void *base = dlopen("libggml-base.so.0", RTLD_NOW | RTLD_NOLOAD);
+    void *cpu = dlopen("libggml-cpu.so.0", RTLD_NOW | RTLD_NOLOAD);
+    if (base == nullptr || cpu == nullptr) {
+        problem = "llama.cpp's libraries (libggml-base.so.0, libggml-cpu.so.0) are not loaded";
+        return false;
+    }
+    return find(base, "ggml_version", ggml_api.version) &&
+           find(base, "ggml_op_name", ggml_api.op_name) &&
+           find(base, "ggml_type_name", ggml_api.type_name) &&
+           find(base, "ggml_tensor_overhead", ggml_api.tensor_overhead) &&
+           find(base, "ggml_nbytes", ggml_api.nbytes) &&
+           find(base, "ggml_backend_buffer_init", ggml_api.buffer_init) &&
+           find(cpu, "ggml_backend_cpu_reg", ggml_api.cpu_reg) &&
+           find(cpu, "_Z39ggml_backend_cpu_get_extra_buffer_typesv",
+                ggml_api.extra_buffer_types) &&
+           find(cpu, "ggml_barrier", ggml_api.barrier) &&
+           find(cpu, "ggml_threadpool_chunk_set", ggml_api.chunk_set) &&
+           find(cpu, "ggml_threadpool_chunk_add", ggml_api.chunk_add);
+}
+
+// Whether ggml is one that we know, and looks like it.
+bool check_ggml() {
+    const char *version = ggml_api.version();
+    const KnownVersion *known = nullptr;
+    for (const KnownVersion &candidate : known_versions) {
+        if (std::strcmp(version, candidate.version) == 0) known = &candidate;
+    }
+    if (known == nullptr) {
+        problem = std::string("it was written for ggml ") + known_versions[0].version +
+                  ", installed is " + version;
+        return false;
+    }
+    constexpr size_t object_bytes = 32;  // of ggml_object, which ggml_tensor_overhead includes
+    if (ggml_api.tensor_overhead() != object_bytes + sizeof(ggml_tensor)) {
+        problem = "a tensor of the installed ggml has another size than expected";
+        return false;
+    }
+    ggml_api.n_types = known->n_types;
+    int missing = 3;
+    for (int op = 0; op < known->n_operators; op++) {
+        const char *name = ggml_api.op_name(op);
+        for (const auto &[wanted, number] : {std::pair{"MUL_MAT", &ggml_api.mul_mat},
+                                             std::pair{"MUL_MAT_ID", &ggml_api.mul_mat_id},
+                                             std::pair{"FLASH_ATTN_EXT",
+                                                       &ggml_api.flash_attention}}) {
+            if (std::strcmp(name, wanted) == 0) {
+                *number = op;
+                missing--;
+            }
+        }
+    }
+    if (missing != 0) problem = "the installed ggml names its operators otherwise";
+    return missing == 0;
+}
+
+// Put our buffer type in front, and look whether llama.cpp will see it.
+bool offer_weights() {
+    ggml_backend_reg *cpu = ggml_api.cpu_reg();
+    ggml_backend_device *device = cpu->iface.get_device(cpu, 0);
+    auto *ours = packed_buffer_type(device, operators());
+    auto &types = ggml_api.extra_buffer_types();
+    if (std::find(types.begin(), types.end(), ours) == types.end()) {
+        types.insert(types.begin(), ours);
+    }
+    using ExtraTypes = ggml_backend_buffer_type **(*)(ggml_backend_device *);
+    const auto get_types = reinterpret_cast<ExtraTypes>(
+        cpu->iface.get_proc_address(cpu, "ggml_backend_dev_get_extra_bufts"));
+    // ggml copies its list when the first model is loaded.
+    for (auto **type = get_types ? get_types(device) : nullptr; type && *type; type++) {
+        if (*type == ours) return true;
+    }
+    types.erase(std::remove(types.begin(), types.end(), ours), types.end());
+    problem = "a model was loaded before the kernels";
+    return false;
+}
+
+bool attach() {
+    kernels = choose_kernels();
+    if (kernels == nullptr) {
+        problem = "this CPU lacks AVX2, FMA or F16C, or the instructions that were asked for";
+        return false;
+    }
+    if (!find_functions() || !check_ggml()) return false;
+    learn_types();
+    if (!offer_weights()) return false;
+    problem.clear();
+    return true;
+}
+
+ggml_backend_reg registration;
+
+}  // namespace
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+// Called by ggml_backend_load(): a backend without devices, or null if the library does not fit.
+EXPORTED ggml_backend_reg *ggml_backend_init() {
+    if (!attach()) return nullptr;
+    registration.api_version = backend_api_version;
+    registration.iface.get_name = [](ggml_backend_reg *) { return "specgen"; };
+    registration.iface.get_device_count = [](ggml_backend_reg *) { return size_t{0}; };
+    registration.iface.get_device = [](ggml_backend_reg *, size_t) {
+        return static_cast<ggml_backend_device *>(nullptr);
+    };
+    registration.iface.get_proc_address = [](ggml_backend_reg *, const char *) {
+        return static_cast<void *>(nullptr);
+    };
+    return &registration;
+}
+
+// "" if the library is attached, else why it is not.
+EXPORTED const char *specgen_kernels_problem() { return problem.c_str(); }
+
+// The instruction set in use; "" if the library is not attached.
+EXPORTED const char *specgen_kernels_instructions() {
+    return problem.empty() ? kernels->name : "";
+}
+
+EXPORTED const char *specgen_kernels_built_for() { return known_versions[0].version; }
+
+// Products computed, attentions computed, bytes of packed weights, attentions left to llama.cpp.
+EXPORTED void specgen_kernels_counts(uint64_t counts[4]) {
+    const OperatorCounts now = operator_counts();
+    counts[0] = now.products;
+    counts[1] = now.attentions;
+    counts[2] = packed_bytes();
+    counts[3] = now.other_attentions;
+}
+
+// Whether weights loaded from now on are packed, and whether attention is computed by us.
+EXPORTED void specgen_kernels_enable(int products, int attention) {
+    enable_operators(products != 0, attention != 0);
+}

@@ -1,0 +1,144 @@
+// The parts of ggml's internal interface that the library relies on.
+//
+// ggml ships headers for its users, but not for those who extend its CPU backend. These
+// declarations say what the binaries of ggml 0.25.3 (llama.cpp 0.5.0, llama-cpp-python 0.3.36)
+// contain. They hold for exactly the versions in `known_versions`; attach.cpp refuses any other
+// one, and checks what can be checked (sizes, names of types and operators) when it is loaded.
+// To support a new version: compare these with ggml-backend-impl.h, ggml.h, ggml-cpu/traits.h and
+// ggml-cpu/ggml-cpu-impl.h of that version, add its number, and run the tests.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+struct KnownVersion {
+    const char *version;
+    int n_types, n_operators;
+};
+constexpr KnownVersion known_versions[] = {{"0.25.3", 43, 101}};
+
+struct ggml_threadpool;
+struct ggml_backend_buffer;
+struct ggml_backend_buffer_type;
+struct ggml_backend_device;
+struct ggml_backend_reg;
+
+struct ggml_tensor {
+    int type;
+    ggml_backend_buffer *buffer;
+    int64_t ne[4];  // numbers of elements
+    size_t nb[4];   // strides in bytes
+    int op;
+    int32_t op_params[16];
+    int32_t flags;
+    ggml_tensor *src[10];
+    ggml_tensor *view_src;
+    size_t view_offs;
+    void *data;
+    char name[64];
+    void *extra;
+    char padding[8];
+};
+
+// What one thread is told of an operator that it computes with others.
+struct ggml_compute_params {
+    int ith, nth;
+    size_t wsize;
+    void *wdata;
+    ggml_threadpool *threadpool;
+    bool use_ref;
+};
+
+struct ggml_backend_buffer_type_i {
+    const char *(*get_name)(ggml_backend_buffer_type *);
+    ggml_backend_buffer *(*alloc_buffer)(ggml_backend_buffer_type *, size_t size);
+    size_t (*get_alignment)(ggml_backend_buffer_type *);
+    size_t (*get_max_size)(ggml_backend_buffer_type *);
+    size_t (*get_alloc_size)(ggml_backend_buffer_type *, const ggml_tensor *);
+    bool (*is_host)(ggml_backend_buffer_type *);
+};
+struct ggml_backend_buffer_type {
+    ggml_backend_buffer_type_i iface;
+    ggml_backend_device *device;
+    void *context;  // of an extra buffer type of the CPU: its ggml::cpu::extra_buffer_type
+};
+
+struct ggml_backend_buffer_i {
+    void (*free_buffer)(ggml_backend_buffer *);
+    void *(*get_base)(ggml_backend_buffer *);
+    int (*init_tensor)(ggml_backend_buffer *, ggml_tensor *);
+    void (*memset_tensor)(ggml_backend_buffer *, ggml_tensor *, uint8_t, size_t, size_t);
+    void (*set_tensor)(ggml_backend_buffer *, ggml_tensor *, const void *, size_t offset,
+                       size_t size);
+    void (*get_tensor)(ggml_backend_buffer *, const ggml_tensor *, void *, size_t, size_t);
+    void (*set_tensor_2d)(ggml_backend_buffer *, ggml_tensor *, const void *, size_t, size_t,
+                          size_t, size_t, size_t);
+    void (*get_tensor_2d)(ggml_backend_buffer *, const ggml_tensor *, void *, size_t, size_t,
+                          size_t, size_t, size_t);
+    bool (*cpy_tensor)(ggml_backend_buffer *, const ggml_tensor *, ggml_tensor *);
+    void (*clear)(ggml_backend_buffer *, uint8_t);
+    void (*reset)(ggml_backend_buffer *);
+};
+struct ggml_backend_buffer {
+    ggml_backend_buffer_i iface;
+    ggml_backend_buffer_type *buft;
+    void *context;
+    size_t size;
+    int usage;
+};
+
+struct ggml_backend_reg_i {
+    const char *(*get_name)(ggml_backend_reg *);
+    size_t (*get_device_count)(ggml_backend_reg *);
+    ggml_backend_device *(*get_device)(ggml_backend_reg *, size_t);
+    void *(*get_proc_address)(ggml_backend_reg *, const char *);
+};
+struct ggml_backend_reg {
+    int api_version;
+    ggml_backend_reg_i iface;
+    void *context;
+};
+constexpr int backend_api_version = 2;
+
+// The CPU backend asks every extra buffer type for each operator of a graph: an object that
+// `get_tensor_traits` returns computes it, in all threads at once, unless it returns false.
+// ggml calls these through their virtual tables, so that the order of the functions counts.
+namespace ggml::cpu {
+class tensor_traits {
+  public:
+    virtual ~tensor_traits() {}
+    virtual bool work_size(int n_threads, const ggml_tensor *op, size_t &size) = 0;
+    virtual bool compute_forward(ggml_compute_params *params, ggml_tensor *op) = 0;
+};
+class extra_buffer_type {
+  public:
+    virtual ~extra_buffer_type() {}
+    virtual bool supports_op(ggml_backend_device *device, const ggml_tensor *op) = 0;
+    virtual tensor_traits *get_tensor_traits(const ggml_tensor *op) = 0;
+};
+}  // namespace ggml::cpu
+
+// The functions of ggml's libraries that are called, found when the library is attached: nothing
+// of llama.cpp is needed to compile it.
+struct Ggml {
+    // libggml-base
+    const char *(*version)();
+    const char *(*op_name)(int op);
+    const char *(*type_name)(int type);
+    size_t (*tensor_overhead)();
+    size_t (*nbytes)(const ggml_tensor *);
+    ggml_backend_buffer *(*buffer_init)(ggml_backend_buffer_type *, ggml_backend_buffer_i, void *,
+                                        size_t);
+    // libggml-cpu
+    ggml_backend_reg *(*cpu_reg)();
+    std::vector<ggml_backend_buffer_type *> &(*extra_buffer_types)();
+    void (*barrier)(ggml_threadpool *);
+    void (*chunk_set)(ggml_threadpool *, int);
+    int (*chunk_add)(ggml_threadpool *, int);
+
+    // Numbers of operators, which change from version to version.
+    int mul_mat, mul_mat_id, flash_attention;
+    int n_types;
+};
+extern Ggml ggml_api;

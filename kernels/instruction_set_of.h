@@ -1,0 +1,26 @@
+// The table of functions of one instruction set, made of its vector type.
+#pragma once
+
+#include "attention.h"
+#include "instruction_set.h"
+#include "products.h"
+
+namespace {
+
+template <class V, int columns>
+constexpr InstructionSet instruction_set_of(const char *name) {
+    using P = Products<V, columns>;
+    return {name,
+            V::lanes,
+            columns,
+            P::group_bytes,
+            P::pack,
+            P::column_bytes,
+            P::inputs_per_block,
+            P::prepare,
+            P::multiply,
+            Attention<V>::bytes,
+            Attention<V>::run};
+}
+
+}  // namespace

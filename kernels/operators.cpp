@@ -1,0 +1,400 @@
+#include "operators.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "instruction_set.h"
+#include "weights.h"
+
+namespace {
+
+std::atomic<bool> products_enabled{true}, attention_enabled{true};
+std::atomic<uint64_t> n_products{0}, n_attentions{0}, n_other_attentions{0};
+
+// Prompts of more rows than this are left to llama.cpp's attention.
+constexpr int64_t most_attention_rows = 32;
+// A panel of prepared columns that is used for one group of rows after the other stays in the
+// second-level cache, and so does a chunk of groups.
+constexpr size_t panel_bytes = 768 << 10, chunk_bytes = 256 << 10;
+
+char *aligned(void *p) {
+    return reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(p) + 63) & ~uintptr_t{63});
+}
+size_t rounded_up(size_t bytes) { return (bytes + 63) & ~size_t{63}; }
+
+// n columns as tiles of nearly equal size, none larger than the kernels take.
+struct Tiles {
+    explicit Tiles(int64_t n_columns)
+        : count((n_columns + kernels->max_columns - 1) / kernels->max_columns),
+          smaller(count ? n_columns / count : 0),
+          n_larger(count ? n_columns % count : 0) {}
+    int64_t first(int64_t tile) const { return tile * smaller + std::min(tile, n_larger); }
+    int size(int64_t tile) const { return static_cast<int>(smaller + (tile < n_larger)); }
+
+    int64_t count, smaller, n_larger;
+};
+
+// Prepare a part of a column: block `first_block` and the next ones.
+void prepare_blocks(WeightType type, const float *values, int64_t first_block, int64_t n_blocks,
+                    char *tile, int n_columns, int column) {
+    const int64_t inputs = kernels->inputs_per_block(type);
+    kernels->prepare(type, values + first_block * inputs, n_blocks * inputs,
+                     tile + kernels->column_bytes(type, inputs) * first_block * n_columns,
+                     n_columns, column);
+}
+
+// --- products ---
+
+// outputs = weights * inputs, for the rows of one matrix and any number of columns.
+struct Product {
+    explicit Product(const ggml_tensor *op)
+        : weights(op->src[0]), inputs(op->src[1]), outputs(op),
+          type(weight_type(weights)), n_inputs(weights->ne[0]), n_rows(weights->ne[1]),
+          n_columns(inputs->ne[1] * inputs->ne[2] * inputs->ne[3]), tiles(n_columns),
+          column_bytes(kernels->column_bytes(type, n_inputs)),
+          group_bytes(kernels->group_bytes(type, n_inputs)),
+          n_groups((n_rows + kernels->rows_per_group - 1) / kernels->rows_per_group) {}
+
+    size_t work_bytes() const { return column_bytes * n_columns + 64; }
+
+    const float *column(int64_t c) const {
+        const int64_t i1 = c % inputs->ne[1], rest = c / inputs->ne[1];
+        return reinterpret_cast<const float *>(
+            static_cast<const char *>(inputs->data) + i1 * inputs->nb[1] +
+            rest % inputs->ne[2] * inputs->nb[2] + rest / inputs->ne[2] * inputs->nb[3]);
+    }
+
+    // Each thread prepares whole columns, or of a few columns a part of each.
+    void prepare(char *prepared, int thread, int n_threads) const {
+        const int64_t n_blocks = n_inputs / kernels->inputs_per_block(type);
+        const bool whole = n_columns >= 4 * n_threads;
+        const int64_t first = whole ? 0 : n_blocks * thread / n_threads;
+        const int64_t end = whole ? n_blocks : n_blocks * (thread + 1) / n_threads;
+        if (first == end) return;
+        for (int64_t t = 0; t < tiles.count; t++) {
+            char *tile = prepared + tiles.first(t) * column_bytes;
+            for (int i = 0; i < tiles.size(t); i++) {
+                const int64_t c = tiles.first(t) + i;
+                if (whole && c % n_threads != thread) continue;
+                prepare_blocks(type, column(c), first, end - first, tile, tiles.size(t), i);
+            }
+        }
+    }
+
+    void multiply(const char *prepared, int64_t first_group, int64_t end_group, int64_t first_tile,
+                  int64_t end_tile) const {
+        const char *matrix = static_cast<const char *>(weights->data);
+        auto *out = static_cast<float *>(outputs->data);
+        for (int64_t g = first_group; g < end_group; g++) {
+            const int64_t row = g * kernels->rows_per_group;
+            const int rows = static_cast<int>(
+                std::min<int64_t>(kernels->rows_per_group, n_rows - row));
+            for (int64_t t = first_tile; t < end_tile; t++) {
+                const int64_t c = tiles.first(t);
+                kernels->multiply(type, matrix + g * group_bytes, prepared + c * column_bytes,
+                                  n_inputs, tiles.size(t), rows, out + c * n_rows + row, n_rows);
+            }
+        }
+    }
+
+    const ggml_tensor *weights, *inputs, *outputs;
+    WeightType type;
+    int64_t n_inputs, n_rows, n_columns;
+    Tiles tiles;
+    size_t column_bytes, group_bytes;
+    int64_t n_groups;
+};
+
+struct ProductTraits : ggml::cpu::tensor_traits {
+    bool work_size(int, const ggml_tensor *op, size_t &size) override {
+        size = Product(op).work_bytes();
+        return true;
+    }
+
+    bool compute_forward(ggml_compute_params *params, ggml_tensor *op) override {
+        const Product product(op);
+        char *prepared = aligned(params->wdata);
+        if (params->ith == 0) {
+            n_products++;
+            ggml_api.chunk_set(params->threadpool, params->nth);
+        }
+        product.prepare(prepared, params->ith, params->nth);
+        ggml_api.barrier(params->threadpool);
+
+        const int64_t panel_tiles = std::max<int64_t>(
+            1, panel_bytes / (product.column_bytes * kernels->max_columns + 1));
+        const int64_t n_panels = (product.tiles.count + panel_tiles - 1) / panel_tiles;
+        const int64_t fair = product.n_groups / (params->nth * 4) + 1;
+        const int64_t fitting = std::max<int64_t>(1, chunk_bytes / product.group_bytes);
+        const int64_t groups = std::min(fair, fitting);
+        const int64_t n_chunks = (product.n_groups + groups - 1) / groups;
+        for (int64_t i = params->ith; i < n_chunks * n_panels;
+             i = ggml_api.chunk_add(params->threadpool, 1)) {
+            const int64_t group = i % n_chunks * groups, tile = i / n_chunks * panel_tiles;
+            product.multiply(prepared, group, std::min(product.n_groups, group + groups), tile,
+                             std::min(product.tiles.count, tile + panel_tiles));
+        }
+        return true;
+    }
+};
+
+// --- products with a matrix for each expert (mixture of experts) ---
+
+// outputs[token][slot] = weights[ids[token][slot]] * inputs[token][slot % slots of the inputs].
+// The pairs of token and slot are sorted by expert; those of one expert are the columns of a
+// product with its matrix.
+struct ExpertProduct {
+    explicit ExpertProduct(const ggml_tensor *op)
+        : weights(op->src[0]), inputs(op->src[1]), ids(op->src[2]), outputs(op),
+          type(weight_type(weights)), n_inputs(weights->ne[0]), n_rows(weights->ne[1]),
+          n_experts(weights->ne[2]), n_slots(ids->ne[0]), n_pairs(ids->ne[0] * ids->ne[1]),
+          column_bytes(kernels->column_bytes(type, n_inputs)),
+          group_bytes(kernels->group_bytes(type, n_inputs)),
+          n_groups((n_rows + kernels->rows_per_group - 1) / kernels->rows_per_group) {}
+
+    // In the work memory: where each expert's pairs begin, the pairs, the prepared columns.
+    size_t starts_bytes() const { return rounded_up((n_experts + 1) * sizeof(int64_t)); }
+    size_t pairs_bytes() const { return rounded_up(n_pairs * sizeof(int64_t)); }
+    size_t work_bytes() const {
+        return starts_bytes() + pairs_bytes() + column_bytes * n_pairs + 64;
+    }
+
+    int32_t expert(int64_t pair) const {
+        const char *at = static_cast<const char *>(ids->data) + pair % n_slots * ids->nb[0] +
+                         pair / n_slots * ids->nb[1];
+        int32_t id;
+        std::memcpy(&id, at, sizeof id);
+        return id;
+    }
+    void sort(int64_t *starts, int64_t *pairs) const {
+        std::fill(starts, starts + n_experts + 1, 0);
+        for (int64_t p = 0; p < n_pairs; p++) {
+            if (expert(p) >= 0 && expert(p) < n_experts) starts[expert(p) + 1]++;
+        }
+        for (int64_t e = 0; e < n_experts; e++) starts[e + 1] += starts[e];
+        for (int64_t p = n_pairs - 1; p >= 0; p--) {
+            if (expert(p) >= 0 && expert(p) < n_experts) pairs[--starts[expert(p) + 1]] = p;
+        }
+        // Counting down has moved each end to its expert's beginning.
+        for (int64_t e = 0; e < n_experts; e++) starts[e] = starts[e + 1];
+        int64_t n_valid = 0;
+        for (int64_t p = 0; p < n_pairs; p++) n_valid += expert(p) >= 0 && expert(p) < n_experts;
+        starts[n_experts] = n_valid;
+    }
+
+    const float *column(int64_t pair) const {
+        return reinterpret_cast<const float *>(
+            static_cast<const char *>(inputs->data) +
+            pair % n_slots % inputs->ne[1] * inputs->nb[1] + pair / n_slots * inputs->nb[2]);
+    }
+    float *output(int64_t pair) const {
+        return reinterpret_cast<float *>(static_cast<char *>(outputs->data) +
+                                         pair % n_slots * outputs->nb[1] +
+                                         pair / n_slots * outputs->nb[2]);
+    }
+
+    void prepare(const int64_t *starts, const int64_t *pairs, char *prepared, int thread,
+                 int n_threads) const {
+        const int64_t n_blocks = n_inputs / kernels->inputs_per_block(type);
+        for (int64_t e = 0; e < n_experts; e++) {
+            const Tiles tiles(starts[e + 1] - starts[e]);
+            for (int64_t t = 0; t < tiles.count; t++) {
+                char *tile = prepared + (starts[e] + tiles.first(t)) * column_bytes;
+                for (int i = 0; i < tiles.size(t); i++) {
+                    const int64_t c = starts[e] + tiles.first(t) + i;
+                    if (c % n_threads != thread) continue;
+                    prepare_blocks(type, column(pairs[c]), 0, n_blocks, tile, tiles.size(t), i);
+                }
+            }
+        }
+    }
+
+    // One group of rows of one expert, for all its columns.
+    void multiply(const int64_t *starts, const int64_t *pairs, const char *prepared, int64_t e,
+                  int64_t g) const {
+        constexpr int most = 32;  // rows or columns of any instruction set
+        float results[most * most];
+        const int lanes = kernels->rows_per_group;
+        const int64_t row = g * lanes;
+        const int rows = static_cast<int>(std::min<int64_t>(lanes, n_rows - row));
+        const char *group = static_cast<const char *>(weights->data) +
+                            (e * n_groups + g) * group_bytes;
+        const Tiles tiles(starts[e + 1] - starts[e]);
+        for (int64_t t = 0; t < tiles.count; t++) {
+            const int64_t c = starts[e] + tiles.first(t);
+            kernels->multiply(type, group, prepared + c * column_bytes, n_inputs, tiles.size(t),
+                              lanes, results, lanes);
+            for (int i = 0; i < tiles.size(t); i++) {
+                std::memcpy(output(pairs[c + i]) + row, results + i * lanes, rows * sizeof(float));
+            }
+        }
+    }
+
+    const ggml_tensor *weights, *inputs, *ids, *outputs;
+    WeightType type;
+    int64_t n_inputs, n_rows, n_experts, n_slots, n_pairs;
+    size_t column_bytes, group_bytes;
+    int64_t n_groups;
+};
+
+struct ExpertTraits : ggml::cpu::tensor_traits {
+    bool work_size(int, const ggml_tensor *op, size_t &size) override {
+        size = ExpertProduct(op).work_bytes();
+        return true;
+    }
+
+    bool compute_forward(ggml_compute_params *params, ggml_tensor *op) override {
+        const ExpertProduct product(op);
+        char *work = aligned(params->wdata);
+        auto *starts = reinterpret_cast<int64_t *>(work);
+        auto *pairs = reinterpret_cast<int64_t *>(work + product.starts_bytes());
+        char *prepared = work + product.starts_bytes() + product.pairs_bytes();
+        if (params->ith == 0) {
+            n_products++;
+            ggml_api.chunk_set(params->threadpool, params->nth);
+            product.sort(starts, pairs);
+        }
+        ggml_api.barrier(params->threadpool);
+        product.prepare(starts, pairs, prepared, params->ith, params->nth);
+        ggml_api.barrier(params->threadpool);
+
+        const int64_t groups = std::max<int64_t>(
+            1, std::min<int64_t>(product.n_groups / params->nth, 16384 / product.group_bytes + 1));
+        const int64_t n_chunks = (product.n_groups + groups - 1) / groups;
+        for (int64_t i = params->ith; i < n_chunks * product.n_experts;
+             i = ggml_api.chunk_add(params->threadpool, 1)) {
+            const int64_t e = i / n_chunks, first = i % n_chunks * groups;
+            if (starts[e] == starts[e + 1]) continue;
+            for (int64_t g = first; g < std::min(product.n_groups, first + groups); g++) {
+                product.multiply(starts, pairs, prepared, e, g);
+            }
+        }
+        return true;
+    }
+};
+
+// --- attention ---
+
+bool can_attend(const ggml_tensor *op) {
+    const ggml_tensor *q = op->src[0], *k = op->src[1], *v = op->src[2], *mask = op->src[3];
+    return q->ne[1] <= most_attention_rows && q->nb[0] == sizeof(float) &&
+           cache_type(q) == CacheType::f32 && cache_type(op) == CacheType::f32 &&
+           cache_type(k) != CacheType::unsupported && cache_type(v) != CacheType::unsupported &&
+           k->ne[2] == v->ne[2] && k->ne[3] == q->ne[3] && v->ne[3] == q->ne[3] &&
+           q->ne[2] % k->ne[2] == 0 && (mask == nullptr || cache_type(mask) == CacheType::f16);
+}
+
+AttentionJob attention_job(const ggml_tensor *op) {
+    const ggml_tensor *q = op->src[0], *k = op->src[1], *v = op->src[2], *mask = op->src[3];
+    AttentionJob job = {};
+    job.queries = static_cast<const char *>(q->data);
+    job.query_row_stride = q->nb[1];
+    job.query_head_stride = q->nb[2];
+    job.query_stream_stride = q->nb[3];
+    job.keys = static_cast<const char *>(k->data);
+    job.key_cell_stride = k->nb[1];
+    job.key_head_stride = k->nb[2];
+    job.key_stream_stride = k->nb[3];
+    job.key_type = cache_type(k);
+    job.values = static_cast<const char *>(v->data);
+    job.value_cell_stride = v->nb[1];
+    job.value_head_stride = v->nb[2];
+    job.value_stream_stride = v->nb[3];
+    job.value_type = cache_type(v);
+    if (mask != nullptr) {
+        job.mask = static_cast<const char *>(mask->data);
+        job.mask_row_stride = mask->nb[1];
+        job.mask_head_stride = mask->nb[2];
+        job.mask_stream_stride = mask->nb[3];
+        job.n_mask_heads = mask->ne[2];
+        job.n_mask_streams = mask->ne[3];
+    }
+    if (op->src[4] != nullptr) job.sinks = static_cast<const float *>(op->src[4]->data);
+    job.outputs = static_cast<float *>(op->data);
+    job.n_rows = q->ne[1];
+    job.n_cells = k->ne[1];
+    job.n_heads = q->ne[2];
+    job.n_kv_heads = k->ne[2];
+    job.n_streams = q->ne[3];
+    job.key_size = q->ne[0];
+    job.value_size = v->ne[0];
+    float parameters[3];
+    std::memcpy(parameters, op->op_params, sizeof parameters);
+    job.scale = parameters[0];
+    job.max_bias = parameters[1];
+    job.softcap = parameters[2];
+    return job;
+}
+
+struct AttentionTraits : ggml::cpu::tensor_traits {
+    bool work_size(int n_threads, const ggml_tensor *op, size_t &size) override {
+        size = kernels->attention_bytes(attention_job(op), n_threads) + 64;
+        return true;
+    }
+    bool compute_forward(ggml_compute_params *params, ggml_tensor *op) override {
+        if (params->ith == 0) n_attentions++;
+        kernels->attention(
+            attention_job(op), params->ith, params->nth, aligned(params->wdata),
+            [](void *pool) { ggml_api.barrier(static_cast<ggml_threadpool *>(pool)); },
+            params->threadpool);
+        return true;
+    }
+};
+
+// Stands in front of llama.cpp's own attention, to count what is left to it.
+struct CountingTraits : ggml::cpu::tensor_traits {
+    bool work_size(int, const ggml_tensor *, size_t &) override { return false; }
+    bool compute_forward(ggml_compute_params *params, ggml_tensor *) override {
+        if (params->ith == 0) n_other_attentions++;
+        return false;
+    }
+};
+
+// --- which operators are ours ---
+
+bool has_float_rows(const ggml_tensor *tensor) {
+    return cache_type(tensor) == CacheType::f32 && tensor->nb[0] == sizeof(float);
+}
+
+bool can_multiply(const ggml_tensor *op) {
+    const ggml_tensor *weights = op->src[0], *inputs = op->src[1];
+    if (!is_packed(weights) || !can_pack(weights) || !has_float_rows(inputs)) return false;
+    if (cache_type(op) != CacheType::f32) return false;
+    if (weights->data == nullptr && !products_enabled) return false;  // llama.cpp asks: load here?
+    if (op->op == ggml_api.mul_mat) return weights->ne[2] == 1;
+    return op->op == ggml_api.mul_mat_id && op->src[2] != nullptr;
+}
+
+struct Operators : ggml::cpu::extra_buffer_type {
+    bool supports_op(ggml_backend_device *, const ggml_tensor *op) override {
+        return can_multiply(op);
+    }
+
+    ggml::cpu::tensor_traits *get_tensor_traits(const ggml_tensor *op) override {
+        if (op->op == ggml_api.mul_mat) return is_packed(op->src[0]) ? &product : nullptr;
+        if (op->op == ggml_api.mul_mat_id) return is_packed(op->src[0]) ? &expert : nullptr;
+        if (op->op != ggml_api.flash_attention) return nullptr;
+        if (attention_enabled && can_attend(op)) return &attention;
+        return &counting;
+    }
+
+    ProductTraits product;
+    ExpertTraits expert;
+    AttentionTraits attention;
+    CountingTraits counting;
+};
+
+}  // namespace
+
+ggml::cpu::extra_buffer_type *operators() {
+    static Operators instance;
+    return &instance;
+}
+
+void enable_operators(bool products, bool attention) {
+    products_enabled = products;
+    attention_enabled = attention;
+}
+
+OperatorCounts operator_counts() { return {n_products, n_attentions, n_other_attentions}; }

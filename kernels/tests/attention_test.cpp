@@ -1,0 +1,751 @@
+// Checks attention.h by itself, without ggml, for each instruction set of this CPU: its accuracy
+// against the same formula in double precision, that a row's bits depend on nothing but the set of
+// cells it sees, what infinities and NaN reach, and that no memory but its own is written.
+//
+//   cd kernels
+//   flags="-O3 -std=c++17 -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -pthread"
+//   machine="-march=skylake-avx512 -mavx512vnni -mprefer-vector-width=512"
+//   g++ $flags $machine tests/attention_test.cpp -o /tmp/attention_test && /tmp/attention_test
+//
+// machine="-mavx2 -mfma -mf16c" checks AVX2 alone. `--bench` measures microseconds for one layer,
+// `--cold` does so with the caches of 28 layers in turn, `--accuracy` prints errors.
+#ifdef __AVX512VNNI__
+#include "../vector_avx512.h"
+#include "../vector_avx_vnni.h"
+#endif
+#include "../vector_avx2.h"
+
+#include "../attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace {
+
+using Bytes = std::vector<uint8_t>;
+using Random = std::mt19937;
+
+// --- problems ---
+
+enum class Mask { none, causal, random, blind };  // blind: some rows see nothing
+
+struct Shape {
+    int rows, cells, heads, kv_heads, key_size, value_size;
+    CacheType key_type = CacheType::f16, value_type = CacheType::f16;
+    Mask mask = Mask::random;
+    int streams = 1, mask_heads = 1;
+    float softcap = 0, max_bias = 0, sharpness = 1;
+    bool sinks = false;
+};
+
+size_t cell_bytes(CacheType type, int size) {
+    if (type == CacheType::f32) return 4 * size;
+    return type == CacheType::q8_0 ? size / 32 * 34 : 2 * size;
+}
+
+uint16_t to_half(float value) { return _cvtss_sh(value, 0); }
+float from_half(uint16_t half) { return _cvtsh_ss(half); }
+
+void encode(CacheType type, const float *values, int size, uint8_t *cell) {
+    for (int i = 0; type == CacheType::q8_0 && i < size; i += 32, cell += 34) {
+        float largest = 0;
+        for (int j = 0; j < 32; j++) largest = std::max(largest, std::fabs(values[i + j]));
+        const uint16_t scale = to_half(largest / 127);
+        std::memcpy(cell, &scale, 2);
+        for (int j = 0; j < 32; j++) {
+            cell[2 + j] = static_cast<uint8_t>(std::lrint(127 * values[i + j] / largest));
+        }
+    }
+    for (int i = 0; type != CacheType::q8_0 && i < size; i++) {
+        const uint16_t half = to_half(values[i]);
+        uint32_t bits;
+        std::memcpy(&bits, values + i, 4);
+        const uint16_t bfloat = (bits + 0x8000) >> 16;
+        if (type == CacheType::f32) std::memcpy(cell + 4 * i, &bits, 4);
+        if (type == CacheType::f16) std::memcpy(cell + 2 * i, &half, 2);
+        if (type == CacheType::bf16) std::memcpy(cell + 2 * i, &bfloat, 2);
+    }
+}
+
+double decode(CacheType type, const uint8_t *cell, int i) {
+    uint16_t half = 0;
+    uint32_t bits = 0;
+    if (type == CacheType::f32) {
+        std::memcpy(&bits, cell + 4 * i, 4);
+    } else if (type == CacheType::q8_0) {
+        std::memcpy(&half, cell + i / 32 * 34, 2);
+        return double(from_half(half)) * int8_t(cell[i / 32 * 34 + 2 + i % 32]);
+    } else {
+        std::memcpy(&half, cell + 2 * i, 2);
+        if (type == CacheType::f16) return from_half(half);
+        bits = uint32_t{half} << 16;
+    }
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+struct Problem {
+    Shape shape;
+    std::vector<float> queries, sinks;  // [stream][row][head][size], as llama.cpp has them
+    Bytes keys, values;                 // [stream][cell][kv_head]
+    std::vector<uint16_t> mask;         // [stream][head of the mask][row][cell]
+
+    size_t mask_at(int stream, int head, int row, int cell) const {
+        return ((size_t(stream) * shape.mask_heads + head % shape.mask_heads) * shape.rows + row) *
+                   shape.cells + cell;
+    }
+    bool sees(int stream, int head, int row, int cell) const {
+        return mask.empty() || mask[mask_at(stream, head, row, cell)] != 0xfc00;
+    }
+    uint8_t *key(int stream, int cell, int head) {
+        return keys.data() + ((size_t(stream) * shape.cells + cell) * shape.kv_heads + head) *
+                                 cell_bytes(shape.key_type, shape.key_size);
+    }
+    uint8_t *value(int stream, int cell, int head) {
+        return values.data() + ((size_t(stream) * shape.cells + cell) * shape.kv_heads + head) *
+                                   cell_bytes(shape.value_type, shape.value_size);
+    }
+    float *query(int stream, int row, int head) {
+        return queries.data() +
+               ((size_t(stream) * shape.rows + row) * shape.heads + head) * shape.key_size;
+    }
+
+    AttentionJob job() const {
+        const Shape &s = shape;
+        AttentionJob job = {};
+        job.queries = reinterpret_cast<const char *>(queries.data());
+        job.query_head_stride = 4 * s.key_size;
+        job.query_row_stride = job.query_head_stride * s.heads;
+        job.query_stream_stride = job.query_row_stride * s.rows;
+        job.keys = reinterpret_cast<const char *>(keys.data());
+        job.key_type = s.key_type;
+        job.key_head_stride = cell_bytes(s.key_type, s.key_size);
+        job.key_cell_stride = job.key_head_stride * s.kv_heads;
+        job.key_stream_stride = job.key_cell_stride * s.cells;
+        job.values = reinterpret_cast<const char *>(values.data());
+        job.value_type = s.value_type;
+        job.value_head_stride = cell_bytes(s.value_type, s.value_size);
+        job.value_cell_stride = job.value_head_stride * s.kv_heads;
+        job.value_stream_stride = job.value_cell_stride * s.cells;
+        job.mask = mask.empty() ? nullptr : reinterpret_cast<const char *>(mask.data());
+        job.mask_row_stride = 2 * s.cells;
+        job.mask_head_stride = job.mask_row_stride * s.rows;
+        job.mask_stream_stride = job.mask_head_stride * s.mask_heads;
+        job.n_mask_heads = s.mask_heads;
+        job.n_mask_streams = s.streams;
+        job.sinks = sinks.empty() ? nullptr : sinks.data();
+        job.n_rows = s.rows;
+        job.n_cells = s.cells;
+        job.n_heads = s.heads;
+        job.n_kv_heads = s.kv_heads;
+        job.n_streams = s.streams;
+        job.key_size = s.key_size;
+        job.value_size = s.value_size;
+        job.scale = 1 / std::sqrt(float(s.key_size));
+        job.max_bias = s.max_bias;
+        job.softcap = s.softcap;
+        return job;
+    }
+    size_t n_outputs() const {
+        return size_t(shape.streams) * shape.rows * shape.heads * shape.value_size;
+    }
+};
+
+uint16_t random_mask(const Shape &shape, int row, int cell, Random &random) {
+    const uint16_t hidden_half = 0xfc00;
+    if (shape.mask == Mask::causal) return cell <= shape.cells - shape.rows + row ? 0 : hidden_half;
+    if (shape.mask == Mask::blind && row % 3 == 1) return hidden_half;
+    // A common prefix, holes, and a tree whose nodes see some of each other.
+    const bool prefix = cell < shape.cells - shape.rows, own = cell == shape.cells - shape.rows + row;
+    const bool seen = own || random() % 100 < (prefix ? 95 : 40);
+    if (!seen) return hidden_half;
+    return shape.max_bias > 0 ? to_half(-float(std::abs(shape.cells - cell))) : 0;
+}
+
+Problem make(const Shape &shape, unsigned seed) {
+    Random random(seed);
+    std::normal_distribution<float> normal;
+    Problem p;
+    p.shape = shape;
+    p.queries.resize(size_t(shape.streams) * shape.rows * shape.heads * shape.key_size);
+    for (float &q : p.queries) q = normal(random) * shape.sharpness;
+    const size_t n_cells = size_t(shape.streams) * shape.cells * shape.kv_heads;
+    p.keys.resize(n_cells * cell_bytes(shape.key_type, shape.key_size));
+    p.values.resize(n_cells * cell_bytes(shape.value_type, shape.value_size));
+    std::vector<float> numbers(std::max(shape.key_size, shape.value_size));
+    for (int stream = 0; stream < shape.streams; stream++) {
+        for (int cell = 0; cell < shape.cells; cell++) {
+            for (int head = 0; head < shape.kv_heads; head++) {
+                for (float &x : numbers) x = normal(random);
+                numbers[0] *= 5;  // keys have large dimensions
+                encode(shape.key_type, numbers.data(), shape.key_size, p.key(stream, cell, head));
+                const float size = std::exp(0.5f * normal(random));
+                for (float &x : numbers) x = normal(random) * size;
+                encode(shape.value_type, numbers.data(), shape.value_size,
+                       p.value(stream, cell, head));
+            }
+        }
+    }
+    if (shape.mask != Mask::none) {
+        p.mask.resize(size_t(shape.streams) * shape.mask_heads * shape.rows * shape.cells);
+        for (int stream = 0; stream < shape.streams; stream++) {
+            for (int head = 0; head < shape.mask_heads; head++) {
+                for (int row = 0; row < shape.rows; row++) {
+                    for (int cell = 0; cell < shape.cells; cell++) {
+                        p.mask[p.mask_at(stream, head, row, cell)] =
+                            random_mask(shape, row, cell, random);
+                    }
+                }
+            }
+        }
+    }
+    for (int head = 0; shape.sinks && head < shape.heads; head++) {
+        p.sinks.push_back(normal(random) * 2);
+    }
+    return p;
+}
+
+// --- the formula ---
+
+double slope(const Shape &shape, int head) {
+    if (shape.max_bias <= 0) return 1;
+    const int n = 1 << int(std::floor(std::log2(shape.heads)));
+    return head < n ? std::pow(2.0, -shape.max_bias / n * (head + 1))
+                    : std::pow(2.0, -shape.max_bias / 2 / n * (2 * (head - n) + 1));
+}
+
+// One row of one head. As llama.cpp computes it if `halves`: the query as float16, and the sum
+// over cells in float16.
+std::vector<double> formula(Problem &p, int stream, int row, int head, bool halves) {
+    const Shape &s = p.shape;
+    const int kv_head = head / (s.heads / s.kv_heads);
+    std::vector<double> scores(s.cells), output(s.value_size);
+    double largest = -INFINITY;
+    const double scale = 1 / std::sqrt(float(s.key_size));
+    const float *query = p.query(stream, row, head);
+    for (int cell = 0; cell < s.cells; cell++) {
+        scores[cell] = -INFINITY;
+        if (!p.sees(stream, head, row, cell)) continue;
+        double score = 0;
+        for (int d = 0; d < s.key_size; d++) {
+            const double q = halves ? from_half(to_half(query[d])) : query[d];
+            score += q * decode(s.key_type, p.key(stream, cell, kv_head), d);
+        }
+        score *= scale;
+        if (s.softcap > 0) score = s.softcap * std::tanh(score / s.softcap);
+        if (!p.mask.empty()) {
+            score += slope(s, head) * from_half(p.mask[p.mask_at(stream, head, row, cell)]);
+        }
+        scores[cell] = score;
+        largest = std::max(largest, score);
+    }
+    if (largest == -INFINITY) return output;
+    double sum = 0;
+    if (s.sinks) largest = std::max(largest, double(p.sinks[head]));
+    for (int cell = 0; cell < s.cells; cell++) {
+        if (scores[cell] == -INFINITY) continue;
+        const double weight = std::exp(scores[cell] - largest);
+        sum += weight;
+        for (int d = 0; d < s.value_size; d++) {
+            output[d] += weight * decode(s.value_type, p.value(stream, cell, kv_head), d);
+            if (halves) output[d] = from_half(to_half(float(output[d])));
+        }
+    }
+    if (s.sinks) sum += std::exp(p.sinks[head] - largest);
+    for (double &o : output) o /= sum;
+    return output;
+}
+
+// --- runs ---
+
+struct Barrier {
+    int n_threads;
+    std::atomic<int> waiting{0}, round{0};
+
+    static void wait(void *argument) {
+        Barrier &barrier = *static_cast<Barrier *>(argument);
+        const int round = barrier.round;
+        if (++barrier.waiting == barrier.n_threads) {
+            barrier.waiting = 0;
+            barrier.round++;
+        } else {
+            while (barrier.round == round) std::this_thread::yield();
+        }
+    }
+};
+
+struct Scratch {
+    static constexpr size_t guard = 4096;
+    Bytes memory;
+    size_t size;
+    uint8_t *begin;
+
+    Scratch(size_t size, uint8_t fill) : memory(size + 2 * guard + 64, fill), size(size) {
+        const uintptr_t at = reinterpret_cast<uintptr_t>(memory.data()) + guard;
+        begin = memory.data() + guard + (64 - at % 64) % 64;
+        std::memset(begin - guard, 0x5a, guard);
+        std::memset(begin + size, 0x5a, guard);
+    }
+    bool untouched_around() const {
+        return std::all_of(begin - guard, begin, [](uint8_t b) { return b == 0x5a; }) &&
+               std::all_of(begin + size, begin + size + guard, [](uint8_t b) { return b == 0x5a; });
+    }
+};
+
+bool guards_hold = true;
+
+template <class V>
+std::vector<float> run(const Problem &p, int n_threads = 1, uint8_t fill = 0xff) {
+    AttentionJob job = p.job();
+    Scratch scratch(Attention<V>::bytes(job, n_threads), fill);
+    Scratch outputs(p.n_outputs() * sizeof(float), fill);
+    job.outputs = reinterpret_cast<float *>(outputs.begin);
+    Barrier barrier{n_threads};
+    std::vector<std::thread> threads;
+    for (int i = 0; i < n_threads; i++) {
+        threads.emplace_back([&, i] {
+            Attention<V>::run(job, i, n_threads, scratch.begin, Barrier::wait, &barrier);
+        });
+    }
+    for (auto &thread : threads) thread.join();
+    guards_hold = guards_hold && scratch.untouched_around() && outputs.untouched_around();
+    return std::vector<float>(job.outputs, job.outputs + p.n_outputs());
+}
+
+// Some rows of a problem by themselves.
+Problem with_rows(Problem p, const std::vector<int> &rows) {
+    Problem part = p;
+    part.shape.rows = static_cast<int>(rows.size());
+    part.queries.clear();
+    part.mask.clear();
+    const Shape &s = p.shape;
+    for (int stream = 0; stream < s.streams; stream++) {
+        for (const int row : rows) {
+            const float *query = p.query(stream, row, 0);
+            part.queries.insert(part.queries.end(), query, query + s.heads * s.key_size);
+        }
+        for (int head = 0; head < s.mask_heads; head++) {
+            for (const int row : rows) {
+                if (p.mask.empty()) continue;
+                const uint16_t *mask = &p.mask[p.mask_at(stream, head, row, 0)];
+                part.mask.insert(part.mask.end(), mask, mask + s.cells);
+            }
+        }
+    }
+    return part;
+}
+
+// The cells of a problem in another place: cell i is the old cell from[i]; -1 is a hidden one
+// whose key and value are NaN.
+Problem with_cells(Problem p, const std::vector<int> &from) {
+    const Shape &s = p.shape;
+    Problem moved = p;
+    moved.shape.cells = static_cast<int>(from.size());
+    const size_t n = size_t(s.streams) * from.size() * s.kv_heads;
+    moved.keys.assign(n * cell_bytes(s.key_type, s.key_size), 0xff);
+    moved.values.assign(n * cell_bytes(s.value_type, s.value_size), 0xff);
+    moved.mask.assign(size_t(s.streams) * s.mask_heads * s.rows * from.size(), 0xfc00);
+    for (int stream = 0; stream < s.streams; stream++) {
+        for (size_t i = 0; i < from.size(); i++) {
+            if (from[i] < 0) continue;
+            const int cell = static_cast<int>(i);
+            std::memcpy(moved.key(stream, cell, 0), p.key(stream, from[i], 0),
+                        s.kv_heads * cell_bytes(s.key_type, s.key_size));
+            std::memcpy(moved.value(stream, cell, 0), p.value(stream, from[i], 0),
+                        s.kv_heads * cell_bytes(s.value_type, s.value_size));
+            for (int head = 0; head < s.mask_heads; head++) {
+                for (int row = 0; row < s.rows; row++) {
+                    moved.mask[moved.mask_at(stream, head, row, cell)] =
+                        p.mask[p.mask_at(stream, head, row, from[i])];
+                }
+            }
+        }
+    }
+    return moved;
+}
+
+bool same(const float *a, const float *b, size_t n) { return std::memcmp(a, b, n * 4) == 0; }
+bool same(const std::vector<float> &a, const std::vector<float> &b) {
+    return a.size() == b.size() && same(a.data(), b.data(), a.size());
+}
+
+// --- checks ---
+
+std::vector<Shape> shapes() {
+    std::vector<Shape> all;
+    const CacheType types[] = {CacheType::f32, CacheType::f16, CacheType::bf16, CacheType::q8_0};
+    for (const CacheType key : types) {
+        for (const CacheType value : types) all.push_back({3, 150, 4, 2, 64, 96, key, value});
+    }
+    const int sizes[][2] = {{1, 1},     {8, 8},     {40, 40},   {64, 64},   {80, 80}, {96, 96},
+                            {128, 128}, {192, 128}, {256, 256}, {576, 512}, {7, 33}};
+    for (const auto &size : sizes) {
+        all.push_back({5, 131, 6, 2, size[0], size[1]});
+        all.push_back({2, 70, 3, 3, size[0], size[1], CacheType::f32, CacheType::bf16});
+    }
+    for (const int cells : {1, 2, 31, 63, 64, 65, 128, 200, 1300, 5000}) {
+        for (const float sharpness : {0.0f, 1.0f, 4.0f}) {
+            const int rows = cells < 7 ? 1 : 3;
+            all.push_back({rows, cells, 6, 1, 128, 128, CacheType::f16, CacheType::f16,
+                           cells < 7 ? Mask::none : Mask::random, 1, 1, 0, 0, sharpness});
+        }
+    }
+    for (const int rows : {1, 2, 6, 7, 13, 32, 40}) {
+        all.push_back({rows, 300, 8, 1, 64, 64});
+        all.push_back({rows, 300, 5, 5, 64, 64, CacheType::f16, CacheType::f16, Mask::causal});
+    }
+    Shape s = {9, 333, 12, 2, 64, 64};
+    for (const Mask mask : {Mask::none, Mask::causal, Mask::random, Mask::blind}) {
+        for (const bool sinks : {false, true}) {
+            for (const float softcap : {0.0f, 2.0f, 50.0f}) {
+                for (const int streams : {1, 3}) {
+                    s.mask = mask, s.sinks = sinks, s.softcap = softcap, s.streams = streams;
+                    s.mask_heads = 1;
+                    all.push_back(s);
+                }
+            }
+        }
+    }
+    s.max_bias = 8;
+    s.mask = Mask::random;
+    all.push_back(s);
+    s.mask_heads = 12;
+    all.push_back(s);
+    s.max_bias = 0;
+    s.mask_heads = 3;
+    s.mask = Mask::blind;
+    all.push_back(s);
+    return all;
+}
+
+// The root mean square of the error of a row's outputs, relative to theirs; the worst row.
+template <class V>
+double worst_error(Problem &p, bool of_halves = false) {
+    const Shape &s = p.shape;
+    const std::vector<float> outputs = run<V>(p, 2);
+    double worst = 0;
+    for (int stream = 0; stream < s.streams; stream++) {
+        for (int row = 0; row < s.rows; row++) {
+            for (int head = 0; head < s.heads; head++) {
+                const std::vector<double> exact = formula(p, stream, row, head, false);
+                std::vector<double> other(
+                    &outputs[((size_t(stream) * s.rows + row) * s.heads + head) * s.value_size],
+                    &outputs[((size_t(stream) * s.rows + row) * s.heads + head) * s.value_size] +
+                        s.value_size);
+                if (of_halves) other = formula(p, stream, row, head, true);
+                double error = 0, size = 0;
+                for (int d = 0; d < s.value_size; d++) {
+                    error += (other[d] - exact[d]) * (other[d] - exact[d]);
+                    size += exact[d] * exact[d];
+                }
+                if (!(error == 0 && size == 0)) worst = std::max(worst, std::sqrt(error / size));
+                if (error != error) return INFINITY;
+            }
+        }
+    }
+    return worst;
+}
+
+template <class V>
+bool check_accuracy() {
+    double worst = 0;
+    bool good = true;
+    for (const Shape &shape : shapes()) {
+        Problem p = make(shape, 1);
+        const double error = worst_error<V>(p);
+        worst = std::max(worst, error);
+        // The output of 1 or few dimensions may be a small difference of large values.
+        const double limit = shape.value_size < 32 ? 2e-3 : 5e-4;
+        if (error > limit) {
+            std::printf("    %d rows, %d cells, %d heads on %d, %d/%d: error %.1e\n", shape.rows,
+                        shape.cells, shape.heads, shape.kv_heads, shape.key_size, shape.value_size,
+                        error);
+            good = false;
+        }
+    }
+    std::printf("    worst relative error of a row %.1e\n", worst);
+    return good;
+}
+
+template <class V>
+bool check_threads() {
+    bool good = true;
+    for (const Shape &shape : shapes()) {
+        const Problem p = make(shape, 2);
+        const std::vector<float> one = run<V>(p, 1);
+        for (int n_threads = 2; n_threads <= 4; n_threads++) {
+            good = good && same(one, run<V>(p, n_threads, 0x77));
+        }
+    }
+    return good;
+}
+
+template <class V>
+bool check_batches() {
+    bool good = true;
+    for (const CacheType type : {CacheType::f16, CacheType::q8_0}) {
+        for (const int kv_heads : {1, 2, 6}) {
+            Shape shape = {40, 700, 6, kv_heads, 128, 128, type, type};
+            const Problem p = make(shape, 3);
+            const std::vector<float> all = run<V>(p, 2);
+            const size_t row_size = 6 * 128;
+            for (int n = 1; n < 40; n = n * 3 / 2 + 1) {
+                std::vector<int> rows(n);
+                for (int i = 0; i < n; i++) rows[i] = (i * 7 + n) % 40;
+                const std::vector<float> some = run<V>(with_rows(p, rows), 1 + n % 3);
+                for (int i = 0; i < n; i++) {
+                    good = good && same(&some[i * row_size], &all[rows[i] * row_size], row_size);
+                }
+            }
+        }
+    }
+    return good;
+}
+
+template <class V>
+bool check_order() {
+    bool good = true;
+    Random random(5);
+    for (const Shape &shape : shapes()) {
+        if (shape.mask == Mask::none) continue;
+        const Problem p = make(shape, 4);
+        std::vector<int> from(shape.cells);
+        for (int i = 0; i < shape.cells; i++) from[i] = i;
+        const std::vector<float> outputs = run<V>(p);
+        std::shuffle(from.begin(), from.end(), random);
+        good = good && same(outputs, run<V>(with_cells(p, from), 2));
+        // Hidden cells behind, and in between.
+        from.resize(shape.cells + 77, -1);
+        good = good && same(outputs, run<V>(with_cells(p, from)));
+        from.resize(shape.cells + 300, -1);
+        std::shuffle(from.begin(), from.end(), random);
+        good = good && same(outputs, run<V>(with_cells(p, from), 3));
+    }
+    return good;
+}
+
+// Rows whose outputs differ between two runs, and whether all of theirs are NaN in the second.
+struct Difference {
+    std::vector<bool> differs, is_nan;
+};
+
+Difference difference(const Problem &p, const std::vector<float> &a, const std::vector<float> &b) {
+    Difference result;
+    const int size = p.shape.value_size;
+    for (size_t i = 0; i < a.size(); i += size) {
+        result.differs.push_back(!same(&a[i], &b[i], size));
+        result.is_nan.push_back(std::all_of(&b[i], &b[i] + size, [](float x) { return x != x; }));
+    }
+    return result;
+}
+
+template <class V>
+bool check_other_rows() {
+    Problem p = make({8, 400, 6, 2, 64, 64}, 6);
+    const std::vector<float> before = run<V>(p);
+    for (int i = 0; i < 6 * 64; i++) p.query(0, 3, 0)[i] *= -3;
+    const Difference d = difference(p, before, run<V>(p));
+    for (int row = 0; row < 8; row++) {
+        for (int head = 0; head < 6; head++) {
+            if (d.differs[row * 6 + head] != (row == 3)) return false;
+        }
+    }
+    return true;
+}
+
+// Something that is not finite reaches just the rows and heads that see it, and makes them NaN.
+template <class V>
+bool check_not_finite() {
+    bool good = true;
+    const float numbers[] = {NAN, INFINITY, -INFINITY};
+    for (const CacheType type : {CacheType::f16, CacheType::f32, CacheType::bf16}) {
+        const Problem p = make({8, 400, 6, 2, 64, 64, type, type}, 7);
+        const std::vector<float> before = run<V>(p);
+        for (const float number : numbers) {
+            for (int where = 0; where < 3; where++) {
+                Problem bad = p;
+                const int cell = 397;
+                float list[64];
+                for (int i = 0; i < 64; i++) list[i] = 0.5f;
+                list[13] = number;
+                if (where == 0) bad.query(0, 3, 4)[17] = number;
+                if (where == 1) encode(type, list, 64, bad.key(0, cell, 1));
+                if (where == 2) encode(type, list, 64, bad.value(0, cell, 1));
+                const Difference d = difference(p, before, run<V>(bad, 2));
+                for (int row = 0; row < 8; row++) {
+                    for (int head = 0; head < 6; head++) {
+                        const bool reached =
+                            where == 0 ? row == 3 && head == 4 : head >= 3 && p.sees(0, head, row, cell);
+                        // A score of -inf is a weight of 0.
+                        const bool must = number != number || where == 2;
+                        if (!reached && d.differs[row * 6 + head]) good = false;
+                        if (reached && must && !d.is_nan[row * 6 + head]) good = false;
+                    }
+                }
+            }
+        }
+    }
+    return good;
+}
+
+// Numbers near the ends of the range of float32, all-zero values, and equal large scores.
+template <class V>
+bool check_extremes() {
+    bool good = true;
+    for (const float size : {1e-38f, 1e-30f, 1e-8f, 1e8f, 1e30f, 1e36f}) {
+        Problem p = make({3, 200, 2, 1, 64, 64, CacheType::f16, CacheType::f32}, 8);
+        float *values = reinterpret_cast<float *>(p.values.data());
+        for (int i = 0; i < 200 * 64; i++) values[i] *= size;
+        // Below 2^-100 values lose digits, as they do in llama.cpp's sums.
+        good = good && worst_error<V>(p) < (size < 1e-29f ? 1.01 : 5e-4);
+    }
+    Problem p = make({3, 200, 2, 1, 64, 64}, 9);
+    p.values.assign(p.values.size(), 0);
+    for (const float output : run<V>(p)) good = good && output == 0;
+    // One value is 0, of a cell that has all but 1e-9 of the weight.
+    p = make({2, 100, 1, 1, 64, 64, CacheType::f32, CacheType::f32, Mask::none}, 10);
+    for (int i = 0; i < 64; i++) {
+        reinterpret_cast<float *>(p.key(0, 50, 0))[i] = p.query(0, 0, 0)[i] * 3;
+        reinterpret_cast<float *>(p.value(0, 50, 0))[i] = 0;
+    }
+    good = good && worst_error<V>(p) < 5e-4;
+    return good;
+}
+
+template <class V>
+bool check_exponential() {
+    double worst = 0;
+    for (double x = -86; x < 20; x += 0.00037) {
+        const float argument = static_cast<float>(x);
+        const double exact = std::exp(double(argument));
+        const double got = V::first_lane(exponential<V>(V::all(argument), 0));
+        const double unit = std::exp2(std::floor(std::log2(exact)) - 23);
+        worst = std::max(worst, std::fabs(got - exact) / unit);
+    }
+    std::printf("    worst error %.2f units in the last place\n", worst);
+    return worst < 1.5;
+}
+
+// --- measurements ---
+
+template <class V>
+double microseconds(std::vector<Problem> &layers, int n_threads) {
+    std::vector<AttentionJob> jobs;
+    for (Problem &p : layers) jobs.push_back(p.job());
+    Scratch scratch(Attention<V>::bytes(jobs[0], n_threads), 0xff);
+    std::vector<float> outputs(layers[0].n_outputs());
+    for (AttentionJob &job : jobs) job.outputs = outputs.data();
+    Barrier barrier{n_threads};
+    std::atomic<bool> stop{false};
+    double best = 1e30, spent = 0;
+    const auto work = [&](int thread) {
+        const auto now = std::chrono::steady_clock::now;
+        for (int i = 0;; i++) {
+            Barrier::wait(&barrier);
+            if (stop) return;
+            const auto start = now();
+            for (const AttentionJob &job : jobs) {
+                Attention<V>::run(job, thread, n_threads, scratch.begin, Barrier::wait, &barrier);
+                Barrier::wait(&barrier);
+            }
+            const double time = std::chrono::duration<double>(now() - start).count() / jobs.size();
+            if (thread != 0) continue;
+            best = std::min(best, time);
+            spent += time * jobs.size();
+            stop = spent > 0.15 && i >= 3;
+        }
+    };
+    std::vector<std::thread> threads;
+    for (int i = 1; i < n_threads; i++) threads.emplace_back(work, i);
+    work(0);
+    for (auto &thread : threads) thread.join();
+    return best * 1e6;
+}
+
+template <class V>
+void bench(const char *name, int n_layers) {
+    std::printf("%s: microseconds for a layer, 12 heads on 2, 128, F16, 2 threads\n%8s", name, "cells");
+    const int rows_list[] = {1, 2, 4, 8, 16, 32, 512};
+    for (const int rows : rows_list) std::printf("%9d", rows);
+    std::printf(" rows\n");
+    for (const int cells : {200, 1300, 4000}) {
+        std::printf("%8d", cells);
+        for (const int rows : rows_list) {
+            if (rows > 32 && (rows > cells || n_layers > 1)) continue;
+            std::vector<Problem> layers(
+                n_layers, make({rows, cells, 12, 2, 128, 128, CacheType::f16, CacheType::f16,
+                                Mask::causal}, 11));
+            std::printf("%9.1f", microseconds<V>(layers, 2));
+            std::fflush(stdout);
+        }
+        std::printf("\n");
+    }
+}
+
+template <class V>
+void print_accuracy(const char *name) {
+    std::printf("%s: worst relative error of a row: ours, and in float16 as in llama.cpp\n", name);
+    for (const int cells : {64, 300, 1300, 5000}) {
+        for (const float sharpness : {0.0f, 1.0f, 3.0f}) {
+            Problem p = make({4, cells, 6, 1, 128, 128, CacheType::f16, CacheType::f16,
+                              Mask::causal, 1, 1, 0, 0, sharpness}, 12);
+            std::printf("  %5d cells, scores of %g: %.1e  %.1e\n", cells, sharpness * 1.1,
+                        worst_error<V>(p), worst_error<V>(p, true));
+        }
+    }
+}
+
+template <class V>
+bool check_all(const char *name) {
+    struct {
+        const char *what;
+        bool (*check)();
+    } const checks[] = {
+        {"exp is accurate", check_exponential<V>},
+        {"outputs are accurate, for all kinds of shapes and caches", check_accuracy<V>},
+        {"any number of threads gives the same bits", check_threads<V>},
+        {"a row has the same bits alone and in batches", check_batches<V>},
+        {"the order of cells, and hidden ones, change no bits", check_order<V>},
+        {"changing a row changes no other", check_other_rows<V>},
+        {"NaN and infinities reach just the rows that see them", check_not_finite<V>},
+        {"very large, small and zero values", check_extremes<V>},
+        {"nothing is written beyond scratch memory and outputs", [] { return guards_hold; }},
+    };
+    bool good = true;
+    for (const auto &check : checks) {
+        const bool passed = check.check();
+        std::printf("%s %s: %s\n", passed ? "ok  " : "FAIL", name, check.what);
+        std::fflush(stdout);
+        good = good && passed;
+    }
+    return good;
+}
+
+template <class V>
+bool act(const char *name, const std::string &option) {
+    if (option == "--bench") return bench<V>(name, 1), true;
+    if (option == "--cold") return bench<V>(name, 28), true;
+    if (option == "--accuracy") return print_accuracy<V>(name), true;
+    return check_all<V>(name);
+}
+
+}  // namespace
+
+int main(int n_arguments, char **arguments) {
+    const std::string option = n_arguments > 1 ? arguments[1] : "";
+    bool good = act<Avx2>("AVX2", option);
+#ifdef __AVX512VNNI__
+    good = act<AvxVnni>("AVX-VNNI", option) && good;
+    good = act<Avx512>("AVX-512", option) && good;
+#endif
+    return good ? 0 : 1;
+}

@@ -1,0 +1,586 @@
+"""Single operators of GGML on the CPU, by themselves: matrix products, products with the matrices of
+experts, and attention.
+
+For comparing implementations of an operator: the weights are put into a buffer type by name,
+which decides who computes. ``CPU`` is GGML's plain memory and its plain code; others are GGML's
+own with a layout of their own (``CPU_REPACK``), and `SPECGEN_BUFFER` where specgen's kernels are
+attached. Attention is computed by whoever takes it: the kernels, if they are attached and enabled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specgen.backend.llama.library import forget_log, ggml_function, last_error
+from specgen.errors import BackendError
+
+FloatArray: TypeAlias = NDArray[np.float32]
+HalfArray: TypeAlias = NDArray[np.float16]
+ByteArray: TypeAlias = NDArray[np.uint8]
+IndexArray: TypeAlias = NDArray[np.int32]
+
+#: The types of weights by GGUF's names, with GGML's numbers. (GGML looks up a number that it does
+#: not have behind the end of a table, so it cannot be asked.)
+TYPE_NUMBERS = {
+    "f32": 0,
+    "f16": 1,
+    "bf16": 30,
+    "q4_0": 2,
+    "q4_1": 3,
+    "q5_0": 6,
+    "q5_1": 7,
+    "q8_0": 8,
+    "q2_k": 10,
+    "q3_k": 11,
+    "q4_k": 12,
+    "q5_k": 13,
+    "q6_k": 14,
+    "iq2_xxs": 16,
+    "iq2_xs": 17,
+    "iq3_xxs": 18,
+    "iq1_s": 19,
+    "iq4_nl": 20,
+    "iq3_s": 21,
+    "iq2_s": 22,
+    "iq4_xs": 23,
+    "iq1_m": 29,
+    "tq1_0": 34,
+    "tq2_0": 35,
+    "mxfp4": 39,
+}
+
+#: GGML's plain buffer type for the CPU, and the kernels' own.
+CPU_BUFFER = "CPU"
+SPECGEN_BUFFER = "specgen"
+
+_F32, _F16, _I32 = TYPE_NUMBERS["f32"], TYPE_NUMBERS["f16"], 26
+_CPU_DEVICE = 0
+_USAGE_WEIGHTS = 1
+_MAX_DIMENSIONS = 4
+#: Where `ggml_tensor` has its buffer: behind the type, which is aligned like a pointer.
+_BUFFER_OFFSET = 8
+#: Tensors of one computation, at most; they are small without their data.
+_N_TENSORS = 16
+
+
+# --- weights --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A matrix, or one for each expert, in one of GGML's types."""
+
+    #: One of `TYPE_NUMBERS`.
+    type_name: str
+    #: (n_rows, n_columns) or (n_experts, n_rows, n_columns); columns lie side by side.
+    shape: tuple[int, ...]
+    #: What a GGUF file has: the rows one after the other.
+    data: ByteArray
+
+    def __post_init__(self) -> None:
+        if len(self.shape) not in (2, 3) or min(self.shape) < 1:
+            raise ValueError(f"{self.shape} is no shape of a matrix, or of several")
+        expected = math.prod(self.shape[:-1]) * row_bytes(self.type_name, self.shape[-1])
+        if self.data.size != expected:
+            raise ValueError(f"{self.data.size} bytes of weights, {expected} expected")
+
+
+def type_number(type_name: str) -> int:
+    """GGML's number of a type. Raises `ValueError` for a type that is not in `TYPE_NUMBERS`."""
+    try:
+        return TYPE_NUMBERS[type_name]
+    except KeyError:
+        raise ValueError(f"{type_name}: not one of {', '.join(TYPE_NUMBERS)}") from None
+
+
+def row_bytes(type_name: str, n_columns: int) -> int:
+    """The size of a row. Raises `ValueError` if the type's blocks do not fit into it."""
+    number = type_number(type_name)
+    block = int(_ggml("ggml_blck_size", ctypes.c_int64, ctypes.c_int)(number))
+    if n_columns % block:
+        raise ValueError(f"{type_name}: rows of {n_columns} are no multiple of {block}")
+    return int(
+        _ggml("ggml_row_size", ctypes.c_size_t, ctypes.c_int, ctypes.c_int64)(number, n_columns)
+    )
+
+
+def quantize(values: FloatArray, type_name: str) -> Weights:
+    """Weights of a type from numbers, float32[(n_experts,) n_rows, n_columns]; float types round.
+
+    Types that need to know what matters take everything for equally important. Raises
+    `ValueError` for a type, or a shape, that does not go.
+    """
+    values = np.ascontiguousarray(values, np.float32)
+    size = math.prod(values.shape[:-1]) * row_bytes(type_name, values.shape[-1])
+    data = np.zeros(size, np.uint8)
+    convert = _ggml(
+        "ggml_quantize_chunk",
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        *3 * (ctypes.c_int64,),
+        ctypes.c_void_p,
+    )
+    importance = np.ones(values.shape[-1], np.float32)
+    number = type_number(type_name)
+    needs_it = _ggml("ggml_quantize_requires_imatrix", ctypes.c_bool, ctypes.c_int)(number)
+    n_written = convert(
+        number,
+        values.ctypes.data,
+        data.ctypes.data,
+        0,
+        math.prod(values.shape[:-1]),
+        values.shape[-1],
+        importance.ctypes.data if needs_it else None,
+    )
+    if n_written != size:
+        raise ValueError(f"{type_name}: GGML cannot quantise to this type")
+    return Weights(type_name, values.shape, data)
+
+
+class _TypeTraits(ctypes.Structure):
+    _fields_ = (
+        ("type_name", ctypes.c_char_p),
+        ("blck_size", ctypes.c_int64),
+        ("blck_size_interleave", ctypes.c_int64),
+        ("type_size", ctypes.c_size_t),
+        ("is_quantized", ctypes.c_bool),
+        ("to_float", ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)),
+        ("from_float_ref", ctypes.c_void_p),
+    )
+
+
+def dequantize(weights: Weights) -> FloatArray:
+    """The numbers that weights stand for: float32 in their shape."""
+    number = type_number(weights.type_name)
+    if number == _F32:
+        return weights.data.view(np.float32).reshape(weights.shape).copy()
+    traits = _ggml("ggml_get_type_traits", ctypes.POINTER(_TypeTraits), ctypes.c_int)(number)
+    values = np.empty(weights.shape, np.float32)
+    data = np.ascontiguousarray(weights.data)
+    traits.contents.to_float(data.ctypes.data, values.ctypes.data, values.size)
+    return values
+
+
+# --- operators ------------------------------------------------------------------------------
+
+
+class Matrix:
+    """Weights in a buffer of a type, ready to be multiplied with.
+
+    `n_experts_used` only matters for the matrices of experts: how many of them a token takes.
+    Raises `BackendError` if there is no such buffer type, or if it does not take these weights.
+    """
+
+    def __init__(
+        self, weights: Weights, buffer_type: str = CPU_BUFFER, *, n_experts_used: int = 1
+    ) -> None:
+        self.weights = weights
+        self.buffer_type = buffer_type
+        place = _buffer_type(buffer_type)
+        with _no_data() as probed:
+            if not _takes(weights.type_name, weights.shape, place, probed, n_experts_used):
+                raise BackendError(
+                    f"{buffer_type} does not take {weights.type_name} weights of {weights.shape}"
+                )
+        self._resources = ExitStack()
+        with ExitStack() as on_error:
+            context = on_error.enter_context(_no_data())
+            number = type_number(weights.type_name)
+            self.tensor = _new_tensor(context, number, weights.shape)
+            buffer = _allocate(on_error, context, place)
+            set_usage = _ggml("ggml_backend_buffer_set_usage", None, ctypes.c_void_p, ctypes.c_int)
+            set_usage(buffer, _USAGE_WEIGHTS)
+            _write(self.tensor, weights.data)
+            self._resources = on_error.pop_all()
+
+    def close(self) -> None:
+        """Free the buffer."""
+        self._resources.close()
+        self.tensor = None
+
+    def __enter__(self) -> Matrix:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def multiply(matrix: Matrix, activations: FloatArray, *, n_threads: int = 1) -> FloatArray:
+    """MUL_MAT: each row of float32[n_tokens, n_columns] times the matrix: float32[n_tokens, n_rows].
+
+    With further dimensions before, float32[a, b, n_tokens, n_columns], the matrix is taken for
+    each. Raises `ValueError` if the shapes do not fit, `BackendError` if it cannot be computed.
+    """
+    activations = np.ascontiguousarray(activations, np.float32)
+    if len(matrix.weights.shape) != 2:
+        raise ValueError("the matrices of experts are for multiply_experts")
+    n_rows, n_columns = matrix.weights.shape
+    if not 2 <= activations.ndim <= _MAX_DIMENSIONS or activations.shape[-1] != n_columns:
+        raise ValueError(f"{activations.shape} times a matrix of {matrix.weights.shape}")
+    product = _ggml("ggml_mul_mat", ctypes.c_void_p, *3 * (ctypes.c_void_p,))
+
+    def build(context: Any) -> tuple[Any, list[tuple[Any, NDArray[Any]]]]:
+        vectors = _new_tensor(context, _F32, activations.shape)
+        return product(context, matrix.tensor, vectors), [(vectors, activations)]
+
+    return _compute(build, (*activations.shape[:-1], n_rows), n_threads)
+
+
+def multiply_experts(
+    matrix: Matrix, activations: FloatArray, experts: IndexArray, *, n_threads: int = 1
+) -> FloatArray:
+    """MUL_MAT_ID: each token times the matrices of its experts: float32[n_tokens, n_used, n_rows].
+
+    `experts` are their numbers, int32[n_tokens, n_used]. The activations are
+    float32[n_tokens, n_used, n_columns], or float32[n_tokens, 1, n_columns] where all experts of a
+    token get the same. Raises `ValueError` if the shapes do not fit.
+    """
+    activations = np.ascontiguousarray(activations, np.float32)
+    experts = np.ascontiguousarray(experts, np.int32)
+    if len(matrix.weights.shape) != 3:
+        raise ValueError(f"a matrix of {matrix.weights.shape} has no experts")
+    n_experts, n_rows, n_columns = matrix.weights.shape
+    n_tokens, n_used = experts.shape
+    if activations.shape not in ((n_tokens, n_used, n_columns), (n_tokens, 1, n_columns)):
+        raise ValueError(f"activations of {activations.shape} for experts of {experts.shape}")
+    if experts.size and not 0 <= experts.min() <= experts.max() < n_experts:
+        raise ValueError(f"there are {n_experts} experts, of which {experts.max()} is none")
+    product = _ggml("ggml_mul_mat_id", ctypes.c_void_p, *4 * (ctypes.c_void_p,))
+
+    def build(context: Any) -> tuple[Any, list[tuple[Any, NDArray[Any]]]]:
+        vectors = _new_tensor(context, _F32, activations.shape)
+        numbers = _new_tensor(context, _I32, experts.shape)
+        result = product(context, matrix.tensor, vectors, numbers)
+        return result, [(vectors, activations), (numbers, experts)]
+
+    return _compute(build, (n_tokens, n_used, n_rows), n_threads)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """What an attention has beside queries, keys, values and a mask."""
+
+    #: What scores are multiplied with; None for one over the root of the key's size.
+    scale: float | None = None
+    #: ALiBi's largest bias; 0 for none. Needs a mask.
+    max_bias: float = 0.0
+    #: Scores are bent to stay below; 0 for none.
+    softcap: float = 0.0
+    #: A score for each head that takes part in the softmax and has no value: float32[n_heads].
+    sinks: FloatArray | None = None
+
+
+_PLAIN_ATTENTION = AttentionOptions()
+
+
+def attend(
+    queries: FloatArray,
+    keys: FloatArray,
+    values: FloatArray,
+    mask: HalfArray | None,
+    *,
+    options: AttentionOptions = _PLAIN_ATTENTION,
+    key_type: str = "f16",
+    value_type: str = "f16",
+    n_threads: int = 1,
+) -> FloatArray:
+    """FLASH_ATTN_EXT: float32[n_streams, n_rows, n_heads, value_size].
+
+    Queries are float32[n_streams, n_rows, n_heads, key_size], keys and values
+    float32[n_streams, n_cells, n_kv_heads, key_size or value_size], which are quantised here: all
+    lie in memory as llama.cpp has them in its cache. The mask, float16[n_streams or 1,
+    n_mask_heads, n_rows, n_cells], is added to the scores; None hides nothing. Raises `ValueError`
+    if the shapes do not fit.
+    """
+    queries = np.ascontiguousarray(queries, np.float32)
+    if mask is not None:
+        mask = np.ascontiguousarray(mask, np.float16)
+    _check_attention(queries, keys, values, mask, options)
+    cache_types = [type_number(key_type), type_number(value_type)]
+    cells = [
+        quantize(part.reshape(-1, part.shape[-1]), type_name).data
+        for part, type_name in ((keys, key_type), (values, value_type))
+    ]
+    scale = options.scale if options.scale is not None else queries.shape[-1] ** -0.5
+    attention = _ggml(
+        "ggml_flash_attn_ext", ctypes.c_void_p, *5 * (ctypes.c_void_p,), *3 * (ctypes.c_float,)
+    )
+    permute = _ggml("ggml_permute", ctypes.c_void_p, *2 * (ctypes.c_void_p,), *4 * (ctypes.c_int,))
+    add_sinks = _ggml("ggml_flash_attn_ext_add_sinks", None, ctypes.c_void_p, ctypes.c_void_p)
+
+    def build(context: Any) -> tuple[Any, list[tuple[Any, NDArray[Any]]]]:
+        inputs: list[tuple[Any, NDArray[Any]]] = [
+            (_new_tensor(context, _F32, queries.shape), queries),
+            (_new_tensor(context, cache_types[0], keys.shape), cells[0]),
+            (_new_tensor(context, cache_types[1], values.shape), cells[1]),
+        ]
+        # Each head's rows, as the operator wants them; the memory stays as it is.
+        by_head = [permute(context, tensor, 0, 2, 1, 3) for tensor, _ in inputs]
+        masking = None
+        if mask is not None:
+            masking = _new_tensor(context, _F16, mask.shape)
+            inputs.append((masking, mask))
+        result = attention(context, *by_head, masking, scale, options.max_bias, options.softcap)
+        if options.sinks is not None:
+            sinks = _new_tensor(context, _F32, options.sinks.shape)
+            add_sinks(result, sinks)
+            inputs.append((sinks, np.ascontiguousarray(options.sinks, np.float32)))
+        return result, inputs
+
+    return _compute(build, (*queries.shape[:-1], values.shape[-1]), n_threads)
+
+
+def _check_attention(
+    queries: FloatArray,
+    keys: FloatArray,
+    values: FloatArray,
+    mask: HalfArray | None,
+    options: AttentionOptions,
+) -> None:
+    """Raise `ValueError` where GGML would abort."""
+    if not queries.ndim == keys.ndim == values.ndim == 4:
+        raise ValueError("queries, keys and values have four dimensions each")
+    n_streams, n_rows, n_heads, key_size = queries.shape
+    if keys.shape[:-1] != values.shape[:-1]:
+        raise ValueError(f"keys of {keys.shape}, values of {values.shape}")
+    n_cells, n_kv_heads = keys.shape[1:3]
+    if keys.shape[0] != n_streams or keys.shape[-1] != key_size or n_heads % n_kv_heads:
+        raise ValueError(f"queries of {queries.shape}, keys of {keys.shape}")
+    if mask is not None:
+        fits = mask.ndim == 4 and mask.shape[2:] == (n_rows, n_cells)
+        if not fits or n_streams % mask.shape[0] or n_heads % mask.shape[1]:
+            raise ValueError(f"a mask of {mask.shape}, queries of {queries.shape}")
+    elif options.max_bias > 0:
+        raise ValueError("a bias needs a mask")
+    if options.sinks is not None and options.sinks.shape != (n_heads,):
+        raise ValueError(f"{n_heads} heads, sinks of {options.sinks.shape}")
+
+
+# --- GGML -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def _ggml(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of GGML's. Raises `BackendError` if this build has none of that name."""
+    try:
+        return ggml_function(name, result, *arguments)
+    except AttributeError:
+        raise BackendError(f"this build of llama.cpp has no function {name}") from None
+
+
+class _InitParams(ctypes.Structure):
+    _fields_ = (
+        ("mem_size", ctypes.c_size_t),
+        ("mem_buffer", ctypes.c_void_p),
+        ("no_alloc", ctypes.c_bool),
+    )
+
+
+@contextmanager
+def _no_data() -> Iterator[Any]:
+    """A context for the descriptions of some tensors and a graph of them, without their data."""
+    size = _N_TENSORS * _ggml("ggml_tensor_overhead", ctypes.c_size_t)()
+    overhead = _ggml("ggml_graph_overhead_custom", ctypes.c_size_t, ctypes.c_size_t, ctypes.c_bool)
+    size += overhead(_N_TENSORS, False)
+    context = _ggml("ggml_init", ctypes.c_void_p, _InitParams)(_InitParams(size, None, True))
+    if not context:
+        raise BackendError("GGML could not make a context")
+    try:
+        yield context
+    finally:
+        _ggml("ggml_free", None, ctypes.c_void_p)(context)
+
+
+def _new_tensor(context: Any, type_number_: int, shape: Sequence[int]) -> Any:
+    """A tensor without data; the last dimension of `shape` is GGML's first."""
+    make = _ggml(
+        "ggml_new_tensor",
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.POINTER(ctypes.c_int64),
+    )
+    dimensions = (ctypes.c_int64 * len(shape))(*reversed(shape))
+    return make(context, type_number_, len(shape), dimensions)
+
+
+def _allocate(resources: ExitStack, context: Any, buffer_type: Any) -> Any:
+    """A buffer for all tensors of a context, freed with `resources`."""
+    forget_log()
+    allocate = _ggml(
+        "ggml_backend_alloc_ctx_tensors_from_buft", ctypes.c_void_p, *2 * (ctypes.c_void_p,)
+    )
+    buffer = allocate(context, buffer_type)
+    if not buffer:
+        raise BackendError(f"GGML could not allocate tensors: {last_error()}")
+    resources.callback(_ggml("ggml_backend_buffer_free", None, ctypes.c_void_p), buffer)
+    return buffer
+
+
+def _write(tensor: Any, data: NDArray[Any]) -> None:
+    _copy("ggml_backend_tensor_set", tensor, data)
+
+
+def _copy(name: str, tensor: Any, data: NDArray[Any]) -> None:
+    """Copy all of a tensor from an array, or to it."""
+    copy = _ggml(name, None, *2 * (ctypes.c_void_p,), *2 * (ctypes.c_size_t,))
+    size = _ggml("ggml_nbytes", ctypes.c_size_t, ctypes.c_void_p)(tensor)
+    if size != data.nbytes:
+        raise BackendError(f"a tensor of {size} bytes, an array of {data.nbytes}")
+    copy(tensor, data.ctypes.data, 0, size)
+
+
+def _compute(
+    build: Callable[[Any], tuple[Any, list[tuple[Any, NDArray[Any]]]]],
+    shape: tuple[int, ...],
+    n_threads: int,
+) -> FloatArray:
+    """Compute what `build` makes in a context: the result's tensor, and the inputs with their data."""
+    if 0 in shape:
+        return np.zeros(shape, np.float32)
+    with ExitStack() as resources:
+        context = resources.enter_context(_no_data())
+        result, inputs = build(context)
+        make_graph = _ggml(
+            "ggml_new_graph_custom",
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_bool,
+        )
+        graph = make_graph(context, _N_TENSORS, False)
+        _ggml("ggml_build_forward_expand", None, *2 * (ctypes.c_void_p,))(graph, result)
+        _allocate(resources, context, _buffer_type(CPU_BUFFER))
+        for tensor, data in inputs:
+            _write(tensor, data)
+        backend = _ggml("ggml_backend_cpu_init", ctypes.c_void_p)()
+        if not backend:
+            raise BackendError("GGML could not start its CPU backend")
+        resources.callback(_ggml("ggml_backend_free", None, ctypes.c_void_p), backend)
+        set_threads = _ggml("ggml_backend_cpu_set_n_threads", None, ctypes.c_void_p, ctypes.c_int)
+        set_threads(backend, n_threads)
+        compute = _ggml("ggml_backend_graph_compute", ctypes.c_int, *2 * (ctypes.c_void_p,))
+        status = compute(backend, graph)
+        if status:
+            raise BackendError(f"GGML could not compute an operator (status {status})")
+        values = np.empty(shape, np.float32)
+        _copy("ggml_backend_tensor_get", result, values)
+        return values
+
+
+def takes(type_name: str, shape: tuple[int, ...], buffer_type: str) -> bool:
+    """Whether a buffer type takes weights of such a type and shape. Raises `BackendError` if there
+    is none of that name."""
+    with _no_data() as context:
+        return _takes(type_name, shape, _buffer_type(buffer_type), context, 1)
+
+
+def buffer_types() -> tuple[str, ...]:
+    """The names of the CPU's buffer types: the plain one, then those for weights only, in the
+    order in which llama.cpp tries them."""
+    return (CPU_BUFFER, *_extra_buffer_types())
+
+
+def _buffer_type(name: str) -> Any:
+    """Raises `BackendError` if there is none of that name."""
+    if name == CPU_BUFFER:
+        return _ggml("ggml_backend_cpu_buffer_type", ctypes.c_void_p)()
+    extra = _extra_buffer_types()
+    if name not in extra:
+        raise BackendError(f"GGML has no buffer type {name}; it has {', '.join(buffer_types())}")
+    return extra[name]
+
+
+def _extra_buffer_types() -> dict[str, Any]:
+    """Buffer types with layouts of their own, by name; they may come to be while we run."""
+    device = _cpu_device()
+    registry = _ggml("ggml_backend_dev_backend_reg", ctypes.c_void_p, ctypes.c_void_p)(device)
+    find = _ggml(
+        "ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p
+    )
+    address = find(registry, b"ggml_backend_dev_get_extra_bufts")
+    if not address:
+        return {}
+    pointers = ctypes.POINTER(ctypes.c_void_p)
+    listed = ctypes.CFUNCTYPE(pointers, ctypes.c_void_p)(address)(device)
+    name_of = _ggml("ggml_backend_buft_name", ctypes.c_char_p, ctypes.c_void_p)
+    found: dict[str, Any] = {}
+    index = 0
+    while listed and listed[index]:
+        found[name_of(listed[index]).decode("utf-8", "replace")] = listed[index]
+        index += 1
+    return found
+
+
+def _cpu_device() -> Any:
+    device = _ggml("ggml_backend_dev_by_type", ctypes.c_void_p, ctypes.c_int)(_CPU_DEVICE)
+    if not device:
+        raise BackendError("GGML has no CPU backend")
+    return device
+
+
+def _takes(
+    type_name: str, shape: tuple[int, ...], place: Any, context: Any, n_experts_used: int
+) -> bool:
+    """Ask as llama.cpp asks it: with an empty buffer and an operator without data."""
+    row_bytes(type_name, shape[-1])
+    tensor = _new_tensor(context, type_number(type_name), shape)
+    n_tokens = 512
+    if len(shape) == 2:
+        vectors = _new_tensor(context, _F32, (n_tokens, shape[-1]))
+        product = _ggml("ggml_mul_mat", ctypes.c_void_p, *3 * (ctypes.c_void_p,))
+        operator = product(context, tensor, vectors)
+    else:
+        vectors = _new_tensor(context, _F32, (n_tokens, n_experts_used, shape[-1]))
+        numbers = _new_tensor(context, _I32, (n_tokens, n_experts_used))
+        product = _ggml("ggml_mul_mat_id", ctypes.c_void_p, *4 * (ctypes.c_void_p,))
+        operator = product(context, tensor, vectors, numbers)
+    make = _ggml(
+        "ggml_backend_buft_alloc_buffer", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+    )
+    buffer = make(place, 0)
+    if not buffer:
+        raise BackendError("GGML could not make a buffer")
+    try:
+        ctypes.c_void_p.from_address(tensor + _BUFFER_OFFSET).value = buffer
+        supports = _ggml("ggml_backend_dev_supports_op", ctypes.c_bool, *2 * (ctypes.c_void_p,))
+        return bool(supports(_cpu_device(), operator))
+    finally:
+        _ggml("ggml_backend_buffer_free", None, ctypes.c_void_p)(buffer)
+
+
+__all__ = [
+    "CPU_BUFFER",
+    "SPECGEN_BUFFER",
+    "TYPE_NUMBERS",
+    "AttentionOptions",
+    "Matrix",
+    "Weights",
+    "attend",
+    "buffer_types",
+    "dequantize",
+    "multiply",
+    "multiply_experts",
+    "quantize",
+    "row_bytes",
+    "takes",
+    "type_number",
+]
