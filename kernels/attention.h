@@ -18,6 +18,7 @@
 #include <cstring>
 
 #include "attention_cells.h"
+#include "attention_integers.h"
 #include "attention_scores.h"
 #include "attention_values.h"
 #include "attention_weights.h"
@@ -27,19 +28,17 @@ namespace {
 template <class V>
 struct Attention {
     static constexpr int64_t alignment = 64;
-    // Rows of a task: enough to hide the conversion of keys and values (5 % of the time), few
-    // enough that scores of a long cache fit into the processor's cache.
+    // Rows of a task: enough to hide the conversion of keys and values (a tenth of the time),
+    // few enough that scores of a long cache fit into the processor's cache.
     static constexpr int64_t most_rows = 96;
     static constexpr int64_t most_scores = 1 << 20;
-
-    static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
     // How a job is cut, and where things lie in the scratch memory.
     struct Plan {
         int64_t group, n_blocks, rows_per_task, tasks_per_head, n_tasks;
         bool shared;  // all threads share each task
         int64_t scores, heavy_pairs, scales, factors, values;  // bytes, of a task
-        int64_t rows, keys, blocks;                            // bytes, of a thread
+        int64_t padded_values, keys, blocks;                   // bytes, of a thread
         int64_t task_bytes, thread_bytes, bytes;
 
         Plan(const AttentionJob &job, int n_threads) {
@@ -55,19 +54,19 @@ struct Attention {
 
             const int64_t n_rows = rows_per_task * group;
             const int64_t value_size = rounded_up(job.value_size, V::lanes);
-            const int64_t size = rounded_up(
-                job.key_size > job.value_size ? job.key_size : job.value_size, V::lanes);
+            const int64_t key_size = rounded_up(job.key_size, V::lanes);
             scores = aligned(n_rows * n_cells * sizeof(float));
             heavy_pairs = aligned(n_rows * n_blocks * sizeof(uint32_t));
             scales = aligned(n_rows * sizeof(double));
             factors = aligned(n_cells * sizeof(float));
             values = aligned(n_cells * value_size * sizeof(int16_t));
-            rows = aligned(V::lanes * size * sizeof(float));
-            keys = aligned(cells_per_block * size * sizeof(float));
+            padded_values = aligned(2 * value_size * sizeof(float));
+            keys = aligned(AttentionScores<V>::tile_cells * key_size * sizeof(float));
             blocks = aligned((shared ? n_tasks : 1) * (1 + n_blocks) * sizeof(uint32_t));
             task_bytes = scores + heavy_pairs + scales + factors + values;
-            thread_bytes = rows + keys + blocks;
-            bytes = alignment + (shared ? n_tasks : n_threads) * task_bytes + n_threads * thread_bytes;
+            thread_bytes = padded_values + keys + blocks;
+            bytes = alignment + (shared ? n_tasks : n_threads) * task_bytes +
+                    n_threads * thread_bytes;
         }
 
         static int64_t aligned(int64_t bytes) { return rounded_up(bytes, alignment); }
@@ -92,8 +91,8 @@ struct Attention {
             char *at = static_cast<char *>(scratch) + alignment +
                        (shared ? n_tasks : n_threads) * task_bytes + thread * thread_bytes;
             ThreadMemory memory;
-            memory.rows = reinterpret_cast<float *>(at);
-            memory.keys = reinterpret_cast<float *>(at += rows);
+            memory.values = reinterpret_cast<float *>(at);
+            memory.keys = reinterpret_cast<float *>(at += padded_values);
             memory.blocks = reinterpret_cast<uint32_t *>(at += keys);
             return memory;
         }

@@ -5,12 +5,10 @@
 
 namespace {
 
-// Cells are worked on in blocks of this many: 64 sums of 2^18 * 2^13 fit into 32 bits (see
-// attention_weights.h), and the float keys of a block, 32 KB for a head of 128, stay in the cache.
+// Cells are worked on in blocks of this many: 64 products of weights and values, whose sum is kept
+// below 2^18 * 2^13, fit into 32 bits (see attention_weights.h).
 constexpr int cells_per_block = 64;
 constexpr int pairs_per_block = cells_per_block / 2;
-// Rows that a tile of registers takes: 6 x 4 accumulators of 32 (AVX-512), 6 x 2 of 16 (AVX2).
-constexpr int rows_per_tile = 6;
 
 // Some query rows of all heads that share the keys and values of one head. Its "rows" are the
 // n_rows * group pairs of a query row and a head: row m is query row m / group, head m % group.
@@ -20,6 +18,16 @@ struct AttentionTask {
     int64_t rows() const { return n_rows * group; }
     int64_t query_row(int64_t m) const { return first_row + m / group; }
     int64_t head(int64_t m) const { return kv_head * group + m % group; }
+};
+
+// Rows cut into the fewest tiles of at most `most` rows, of about the same size: one row by itself
+// would use a fraction of the arithmetic units.
+struct RowTiles {
+    int64_t n_rows, n;
+
+    RowTiles(int64_t n_rows, int most) : n_rows(n_rows), n((n_rows + most - 1) / most) {}
+    int64_t first(int64_t tile) const { return n_rows * tile / n; }
+    int rows(int64_t tile) const { return static_cast<int>(first(tile + 1) - first(tile)); }
 };
 
 // Memory of a task: written by the threads that work on it together.
@@ -33,11 +41,12 @@ struct TaskMemory {
 
 // Memory of a thread.
 struct ThreadMemory {
-    float *rows;       // some cells as floats
-    float *keys;       // keys of a block, transposed: [tile][key_size][cell of the tile]
+    float *values;     // two values as floats, padded
+    float *keys;       // keys of a tile of cells, transposed: [key_size][cell]
     uint32_t *blocks;  // [task]: how many blocks of cells the task sees, and which
 };
 
+constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 constexpr int64_t rounded_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 // Numbers i, i + 1, ... of a key or value; i is a multiple of the lanes.
@@ -56,18 +65,20 @@ typename V::Floats load_cell(const char *cell, int64_t i) {
     }
 }
 
-// A key or value as floats, followed by zeros up to a multiple of the lanes.
+// The last numbers of a key or value of `size`, from i on, and zeros.
 template <class V, CacheType type>
-void cell_to_floats(const char *cell, int64_t size, float *floats) {
-    const int64_t whole = type == CacheType::q8_0 ? size : size / V::lanes * V::lanes;
-    for (int64_t i = 0; i < whole; i += V::lanes) {
-        V::store(floats + i, load_cell<V, type>(cell, i));
-    }
-    if (whole == size) return;
+[[gnu::noinline]] typename V::Floats load_rest(const char *cell, int64_t i, int64_t size) {
     constexpr int64_t bytes = type == CacheType::f32 ? 4 : 2;
     char rest[V::lanes * 4] = {};
-    std::memcpy(rest, cell + whole * bytes, (size - whole) * bytes);
-    V::store(floats + whole, load_cell<V, type>(rest, 0));
+    std::memcpy(rest, cell + i * bytes, (size - i) * bytes);
+    return load_cell<V, type>(rest, 0);
+}
+
+// Numbers i, i + 1, ... of a key or value of `size`, followed by zeros. (Blocks of q8_0 are whole.)
+template <class V, CacheType type>
+typename V::Floats load_padded(const char *cell, int64_t i, int64_t size) {
+    if (type == CacheType::q8_0 || i + V::lanes <= size) return load_cell<V, type>(cell, i);
+    return load_rest<V, type>(cell, i, size);
 }
 
 // e^x * 2^power, within 1.5 units in the last place, for x up to 60; smaller than -87 is -87.

@@ -1,10 +1,11 @@
-// The first pass of attention: the scores of all cells, and the values as integers.
+// The first pass of attention: the scores of all cells. (Values become integers on the way.)
 //
 // The score of a cell is one chain of float32 multiply-adds over the key, in the order of its
 // dimensions, whatever the number of rows is and wherever the cell lies.
 #pragma once
 
 #include "attention_cells.h"
+#include "attention_integers.h"
 
 namespace {
 
@@ -19,7 +20,7 @@ inline const char *mask_of(const AttentionJob &job, const AttentionTask &task, i
 // The mask of a block's cells in `space`, hidden beyond the last cell.
 inline const char *copy_mask(const char *mask, int64_t n, int16_t (&space)[cells_per_block]) {
     for (int i = 0; i < cells_per_block; i++) space[i] = i < n ? 0 : hidden;
-    if (mask) std::memcpy(space, mask, n * sizeof(int16_t));
+    if (mask && n > 0) std::memcpy(space, mask, n * sizeof(int16_t));
     return reinterpret_cast<const char *>(space);
 }
 
@@ -37,7 +38,10 @@ template <class V>
 struct AttentionScores {
     using Floats = typename V::Floats;
     using Ints = typename V::Ints;
-    static constexpr int tile_cells = V::tile_vectors * V::lanes;
+    // A tile of registers: so many rows, and 2 vectors of cells. So the float keys of a tile's
+    // cells, 16 KB for 128 dimensions on AVX-512, stay in the first level of the cache.
+    static constexpr int most_rows = V::accumulators / 2;
+    static constexpr int vectors = 2, tile_cells = vectors * V::lanes;
 
     // --- which blocks ---
 
@@ -54,14 +58,14 @@ struct AttentionScores {
     static void list_blocks(const AttentionJob &job, const AttentionTask &task, uint32_t *blocks) {
         uint32_t n = 0;
         for (int64_t first = 0; first < job.n_cells; first += cells_per_block) {
-            const int64_t left = job.n_cells - first;
-            const int64_t n_cells = left < cells_per_block ? left : cells_per_block;
+            const int64_t n_cells = smaller(cells_per_block, job.n_cells - first);
             bool seen = !job.mask;
             const int64_t n_heads = job.n_mask_heads == 1 ? 1 : task.group;
             for (int64_t row = 0; !seen && row < task.n_rows; row++) {
                 for (int64_t i = 0; !seen && i < n_heads; i++) {
                     const int64_t head = task.kv_head * task.group + i;
-                    seen = sees(mask_of(job, task, task.first_row + row, head) + 2 * first, n_cells);
+                    const char *mask = mask_of(job, task, task.first_row + row, head);
+                    seen = sees(mask + 2 * first, n_cells);
                 }
             }
             if (seen) blocks[++n] = static_cast<uint32_t>(first / cells_per_block);
@@ -71,76 +75,88 @@ struct AttentionScores {
 
     // --- keys ---
 
-    // The keys of a block as floats, transposed, so that a vector holds one dimension of many
-    // cells. (Cells behind the last one repeat it: they are hidden.)
+    // The keys of a tile as floats, transposed, so that a vector holds one dimension of many cells.
+    // (Cells behind the last one repeat it: they are hidden.) In registers it takes 260 ns for 16
+    // cells of 128 dimensions; by way of memory, in pieces of 4 dimensions, it took 400.
     template <CacheType type>
-    static void transpose_keys(const AttentionJob &job, const AttentionTask &task, int64_t block,
-                               const ThreadMemory &memory) {
+    static void transpose_keys(const AttentionJob &job, const AttentionTask &task,
+                               int64_t first_cell, const ThreadMemory &memory) {
         const int64_t size = rounded_up(job.key_size, V::lanes);
         const char *keys = job.keys + task.kv_head * job.key_head_stride +
                            task.stream * job.key_stream_stride;
-        for (int first = 0; first < cells_per_block; first += V::lanes) {
+        for (int first = 0; first < tile_cells; first += V::lanes) {
+            const char *cells[V::lanes];
             for (int i = 0; i < V::lanes; i++) {
-                const int64_t cell = block * cells_per_block + first + i;
-                const int64_t present = cell < job.n_cells ? cell : job.n_cells - 1;
-                cell_to_floats<V, type>(keys + present * job.key_cell_stride, job.key_size,
-                                        memory.rows + i * size);
+                const int64_t cell = smaller(first_cell + first + i, job.n_cells - 1);
+                cells[i] = keys + cell * job.key_cell_stride;
             }
-            float *tile = memory.keys + first / tile_cells * tile_cells * size + first % tile_cells;
-            for (int64_t d = 0; d < size; d += 4) {
-                Floats v[4];
-                for (int i = 0; i < 4; i++) {
-                    v[i] = V::load_quads(memory.rows + i * size + d, 4 * size);
+            for (int64_t d = 0; d < size; d += V::lanes) {
+                Floats v[V::lanes];
+#pragma GCC unroll 16
+                for (int i = 0; i < V::lanes; i++) {
+                    v[i] = load_padded<V, type>(cells[i], d, job.key_size);
                 }
-                V::transpose_quads(v);
-                for (int i = 0; i < 4; i++) V::store(tile + (d + i) * tile_cells, v[i]);
+                V::transpose(v);
+                float *to = memory.keys + d * tile_cells + first;
+#pragma GCC unroll 16
+                for (int i = 0; i < V::lanes; i++) V::store(to + i * tile_cells, v[i]);
             }
+        }
+    }
+
+    static void transpose_keys(const AttentionJob &job, const AttentionTask &task,
+                               int64_t first_cell, const ThreadMemory &memory) {
+        switch (job.key_type) {
+            case CacheType::f32:
+                return transpose_keys<CacheType::f32>(job, task, first_cell, memory);
+            case CacheType::f16:
+                return transpose_keys<CacheType::f16>(job, task, first_cell, memory);
+            case CacheType::bf16:
+                return transpose_keys<CacheType::bf16>(job, task, first_cell, memory);
+            default: return transpose_keys<CacheType::q8_0>(job, task, first_cell, memory);
         }
     }
 
     // --- scores ---
 
-    // Dot products of `rows` queries with the cells of a tile. (GCC keeps the sums in registers only
-    // if the loops over rows are unrolled: 4 times as fast.)
+    // Dot products of `rows` queries with the cells of a tile. (GCC keeps the sums in registers
+    // only if the loops over rows are unrolled, in a function of their own: a third of the time.)
     template <int rows>
-    [[gnu::noinline]] static void multiply_tile(const float *const *queries, const float *keys, int64_t key_size,
-                              float *dots) {
-        Floats sums[rows][V::tile_vectors];
-#pragma GCC unroll 8
+    [[gnu::noinline]] static void multiply_tile(const float *const *queries, const float *keys,
+                                                int64_t key_size, float *dots) {
+        Floats sums[rows][vectors];
+#pragma GCC unroll 16
         for (auto &row : sums) {
             for (auto &sum : row) sum = V::zero();
         }
         for (int64_t d = 0; d < key_size; d++) {
-            Floats key[V::tile_vectors];
-            for (int v = 0; v < V::tile_vectors; v++) {
+            Floats key[vectors];
+            for (int v = 0; v < vectors; v++) {
                 key[v] = V::load_floats(keys + d * tile_cells + v * V::lanes);
             }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
             for (int row = 0; row < rows; row++) {
                 const Floats query = V::all(queries[row][d]);
-                for (int v = 0; v < V::tile_vectors; v++) {
+                for (int v = 0; v < vectors; v++) {
                     sums[row][v] = V::multiply_add(query, key[v], sums[row][v]);
                 }
             }
         }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int row = 0; row < rows; row++) {
-            for (int v = 0; v < V::tile_vectors; v++) {
-                V::store(dots + row * cells_per_block + v * V::lanes, sums[row][v]);
+            for (int v = 0; v < vectors; v++) {
+                V::store(dots + row * tile_cells + v * V::lanes, sums[row][v]);
             }
         }
     }
 
-    static void multiply(const float *const *queries, int n_queries, const float *keys,
+    template <int rows = most_rows>
+    static void multiply(int n_rows, const float *const *queries, const float *keys,
                          int64_t key_size, float *dots) {
-        switch (n_queries) {
-            case 1: return multiply_tile<1>(queries, keys, key_size, dots);
-            case 2: return multiply_tile<2>(queries, keys, key_size, dots);
-            case 3: return multiply_tile<3>(queries, keys, key_size, dots);
-            case 4: return multiply_tile<4>(queries, keys, key_size, dots);
-            case 5: return multiply_tile<5>(queries, keys, key_size, dots);
-            default: return multiply_tile<rows_per_tile>(queries, keys, key_size, dots);
+        if constexpr (rows > 1) {
+            if (n_rows < rows) return multiply<rows - 1>(n_rows, queries, keys, key_size, dots);
         }
+        multiply_tile<rows>(queries, keys, key_size, dots);
     }
 
     // softcap * tanh(x): tanh(x) = 1 - 2 / (e^2x + 1), which is 1 in float32 above 10.
@@ -157,7 +173,7 @@ struct AttentionScores {
     static void finish(const AttentionJob &job, const char *mask, float slope, const float *dots,
                        float *scores) {
         const float scale = job.softcap > 0 ? job.scale / job.softcap : job.scale;
-        for (int i = 0; i < cells_per_block; i += V::lanes) {
+        for (int i = 0; i < tile_cells; i += V::lanes) {
             Floats score = V::multiply(V::load_floats(dots + i), V::all(scale));
             if (job.softcap > 0) score = cap(score, job.softcap);
             const Floats bias = V::multiply(V::load_halves(mask + 2 * i), V::all(slope));
@@ -167,109 +183,44 @@ struct AttentionScores {
         }
     }
 
+    // The scores of one tile of cells for `n` rows of the task from row m on.
+    static void score_tile(const AttentionJob &job, const AttentionTask &task, int64_t m, int n,
+                           int64_t first_cell, const float *keys, float *scores,
+                           int64_t scores_of_row) {
+        float dots[most_rows * tile_cells];
+        const float *queries[most_rows];
+        for (int i = 0; i < n; i++) {
+            queries[i] = reinterpret_cast<const float *>(
+                job.queries + task.query_row(m + i) * job.query_row_stride +
+                task.head(m + i) * job.query_head_stride + task.stream * job.query_stream_stride);
+        }
+        multiply(n, queries, keys, job.key_size, dots);
+        const int64_t n_cells = smaller(tile_cells, job.n_cells - first_cell);
+        for (int i = 0; i < n; i++) {
+            int16_t space[cells_per_block];
+            const char *mask = nullptr;
+            if (job.mask) {
+                mask = mask_of(job, task, task.query_row(m + i), task.head(m + i)) + 2 * first_cell;
+            }
+            if (!mask || n_cells < tile_cells) mask = copy_mask(mask, n_cells, space);
+            finish(job, mask, slope_of(job, task.head(m + i)), dots + i * tile_cells,
+                   scores + (m + i) * scores_of_row);
+        }
+    }
+
     // The scores of one block for all rows of the task; it is the task's block number `position`.
     static void score_block(const AttentionJob &job, const AttentionTask &task, int64_t block,
                             int64_t position, int64_t n_positions, const ThreadMemory &own,
                             const TaskMemory &memory) {
-        const int64_t key_tile = tile_cells * rounded_up(job.key_size, V::lanes);
-        const int64_t first_cell = block * cells_per_block;
-        const int64_t left = job.n_cells - first_cell;
-        float dots[rows_per_tile * cells_per_block];
-        for (int64_t m = 0; m < task.rows(); m += rows_per_tile) {
-            const int n = static_cast<int>(task.rows() - m < rows_per_tile ? task.rows() - m
-                                                                           : rows_per_tile);
-            const float *queries[rows_per_tile];
-            for (int i = 0; i < n; i++) {
-                queries[i] = reinterpret_cast<const float *>(
-                    job.queries + task.query_row(m + i) * job.query_row_stride +
-                    task.head(m + i) * job.query_head_stride + task.stream * job.query_stream_stride);
+        const RowTiles tiles(task.rows(), most_rows);
+        for (int first = 0; first < cells_per_block; first += tile_cells) {
+            const int64_t first_cell = block * cells_per_block + first;
+            transpose_keys(job, task, first_cell, own);
+            float *scores = memory.scores + position * cells_per_block + first;
+            for (int64_t i = 0; i < tiles.n; i++) {
+                score_tile(job, task, tiles.first(i), tiles.rows(i), first_cell, own.keys, scores,
+                           n_positions * cells_per_block);
             }
-            for (int t = 0; t < cells_per_block / tile_cells; t++) {
-                multiply(queries, n, own.keys + t * key_tile, job.key_size, dots + t * tile_cells);
-            }
-            for (int i = 0; i < n; i++) {
-                int16_t space[cells_per_block];
-                const char *mask = nullptr;
-                if (job.mask) {
-                    mask = mask_of(job, task, task.query_row(m + i), task.head(m + i)) + 2 * first_cell;
-                }
-                if (!mask || left < cells_per_block) {
-                    mask = copy_mask(mask, left < cells_per_block ? left : cells_per_block, space);
-                }
-                finish(job, mask, slope_of(job, task.head(m + i)), dots + i * cells_per_block,
-                       memory.scores + ((m + i) * n_positions + position) * cells_per_block);
-            }
-        }
-    }
-
-    // --- values ---
-
-    // A cell's factor: the power of two that makes its largest |value| an integer between 2^12 and
-    // 2^13; so float16 values of the two top binades are exact integers. NaN where values are not
-    // finite, so that it gets into the weights of just the rows that see the cell.
-    template <CacheType type>
-    static float factor_of(const char *cell, int64_t size) {
-        Ints largest = V::zero_ints();
-        for (int64_t i = 0; i < size; i += V::lanes) {
-            const Ints absolute =
-                V::bits(V::bits_of(load_cell<V, type>(cell, i)), V::all_ints(0x7fffffff));
-            largest = V::larger(largest, absolute);
-        }
-        int exponent = V::largest_lane(largest) >> 23;
-        if (exponent == 255) return __builtin_nanf("");
-        if (exponent < 30) exponent = 30;  // all but zero: the factor has to have an inverse
-        return power_of_two(exponent - 127 + 1 - 13);
-    }
-
-    static float power_of_two(int n) {
-        const int32_t bits = (n + 127) << 23;
-        float power;
-        std::memcpy(&power, &bits, sizeof power);
-        return power;
-    }
-
-    // The integers of two cells, side by side: the dot product of pairs adds both at once.
-    template <CacheType type>
-    static void store_pair(const char *first, const char *second, int64_t size, float *factors,
-                           int16_t *pairs) {
-        factors[0] = factor_of<type>(first, size);
-        factors[1] = factor_of<type>(second, size);
-        // The last bits of 1.5 * 2^23 + x are those of the integer nearest to x, also a negative
-        // one: this saves the conversion to an integer.
-        const Floats magic = V::all(12582912.0f);
-        const Floats first_scale = V::all(1 / factors[0]), second_scale = V::all(1 / factors[1]);
-        for (int64_t i = 0; i < size; i += V::lanes) {
-            const Floats a = V::multiply_add(load_cell<V, type>(first, i), first_scale, magic);
-            const Floats b = V::multiply_add(load_cell<V, type>(second, i), second_scale, magic);
-            V::store(pairs + 2 * i, V::pair(V::bits_of(a), V::bits_of(b)));
-        }
-    }
-
-    template <CacheType type>
-    static void convert_values(const AttentionJob &job, const AttentionTask &task, int64_t block,
-                               int64_t position, float *space, const TaskMemory &memory) {
-        const int64_t size = rounded_up(job.value_size, V::lanes);
-        const char *values = job.values + task.kv_head * job.value_head_stride +
-                             task.stream * job.value_stream_stride;
-        for (int pair = 0; pair < pairs_per_block; pair++) {
-            const char *cells[2];
-            for (int i = 0; i < 2; i++) {
-                const int64_t cell = block * cells_per_block + 2 * pair + i;
-                cells[i] = values + (cell < job.n_cells ? cell : job.n_cells - 1) *
-                                        job.value_cell_stride;
-            }
-            float *factors = memory.factors + position * cells_per_block + 2 * pair;
-            int16_t *pairs = memory.values + (position * pairs_per_block + pair) * 2 * size;
-            if (size == job.value_size) {
-                store_pair<type>(cells[0], cells[1], size, factors, pairs);
-                continue;
-            }
-            for (int i = 0; i < 2; i++) {
-                cell_to_floats<V, type>(cells[i], job.value_size, space + i * size);
-            }
-            store_pair<CacheType::f32>(reinterpret_cast<const char *>(space),
-                                       reinterpret_cast<const char *>(space + size), size, factors,
-                                       pairs);
         }
     }
 
@@ -278,27 +229,8 @@ struct AttentionScores {
                     const uint32_t *blocks, const ThreadMemory &own, const TaskMemory &memory) {
         for (int64_t position = part; position < blocks[0]; position += n_parts) {
             const int64_t block = blocks[1 + position];
-            switch (job.key_type) {
-                case CacheType::f32: transpose_keys<CacheType::f32>(job, task, block, own); break;
-                case CacheType::f16: transpose_keys<CacheType::f16>(job, task, block, own); break;
-                case CacheType::bf16: transpose_keys<CacheType::bf16>(job, task, block, own); break;
-                default: transpose_keys<CacheType::q8_0>(job, task, block, own);
-            }
             score_block(job, task, block, position, blocks[0], own, memory);
-            float *space = own.rows;
-            switch (job.value_type) {
-                case CacheType::f32:
-                    convert_values<CacheType::f32>(job, task, block, position, space, memory);
-                    break;
-                case CacheType::f16:
-                    convert_values<CacheType::f16>(job, task, block, position, space, memory);
-                    break;
-                case CacheType::bf16:
-                    convert_values<CacheType::bf16>(job, task, block, position, space, memory);
-                    break;
-                default:
-                    convert_values<CacheType::q8_0>(job, task, block, position, space, memory);
-            }
+            AttentionIntegers<V>::convert(job, task, block, position, own.values, memory);
         }
     }
 };

@@ -9,13 +9,15 @@ template <class V>
 struct AttentionValues {
     using Floats = typename V::Floats;
     using Ints = typename V::Ints;
-    // Vectors of outputs that are made together, so that the weights of a row are read once.
+    // A tile of registers: so many rows and vectors of outputs. Tiles of the same rows make a
+    // strip, for which the few pairs of cells with heavy weights are looked up once.
+    static constexpr int most_rows = 6, tile_vectors = V::accumulators / most_rows;
     static constexpr int strip_vectors = 8;
 
     // The weights of a row, and the values of as many dimensions as a tile has.
     struct Operands {
-        const int16_t *weights[rows_per_tile];       // [block]: 64 light parts, 64 heavy ones
-        const uint32_t *heavy_pairs[rows_per_tile];  // [block]
+        const int16_t *weights[most_rows];       // [block]: 64 light parts, 64 heavy ones
+        const uint32_t *heavy_pairs[most_rows];  // [block]
         const int16_t *values;                       // [block][pair][size][2]
         int64_t n_blocks, size;
 
@@ -29,8 +31,8 @@ struct AttentionValues {
 
     // Sums of a tile, as two words and as the sum of heavy parts (see attention_weights.h).
     struct Sums {
-        Ints low[rows_per_tile][strip_vectors], high[rows_per_tile][strip_vectors];
-        Ints heavy[rows_per_tile][strip_vectors];
+        Ints low[most_rows][strip_vectors], high[most_rows][strip_vectors];
+        Ints heavy[most_rows][strip_vectors];
     };
 
     // Sums of light parts for `rows` rows and vectors first, first + 1, ... of their outputs.
@@ -92,8 +94,8 @@ struct AttentionValues {
     template <int rows>
     static void add_strip(const Operands &from, int n_vectors, Sums &to) {
         int v = 0;
-        for (; v + V::tile_vectors <= n_vectors; v += V::tile_vectors) {
-            add_light<rows, V::tile_vectors>(from, v, to);
+        for (; v + tile_vectors <= n_vectors; v += tile_vectors) {
+            add_light<rows, tile_vectors>(from, v, to);
         }
         for (; v < n_vectors; v++) add_light<rows, 1>(from, v, to);
         for (int row = 0; row < rows; row++) {
@@ -104,32 +106,29 @@ struct AttentionValues {
         }
     }
 
-    static void add_rows(const Operands &from, int n_rows, int n_vectors, Sums &to) {
-        switch (n_rows) {
-            case 1: return add_strip<1>(from, n_vectors, to);
-            case 2: return add_strip<2>(from, n_vectors, to);
-            case 3: return add_strip<3>(from, n_vectors, to);
-            case 4: return add_strip<4>(from, n_vectors, to);
-            case 5: return add_strip<5>(from, n_vectors, to);
-            default: return add_strip<rows_per_tile>(from, n_vectors, to);
+    template <int rows = most_rows>
+    static void add_rows(int n_rows, const Operands &from, int n_vectors, Sums &to) {
+        if constexpr (rows > 1) {
+            if (n_rows < rows) return add_rows<rows - 1>(n_rows, from, n_vectors, to);
         }
+        add_strip<rows>(from, n_vectors, to);
     }
 
     // Outputs of rows m to m + n_rows of the task, for the vectors from `first_vector` on.
-    static void write_rows(const AttentionJob &job, const AttentionTask &task, int64_t m, int n_rows,
-                           int64_t first_vector, int n_vectors, int64_t n_blocks,
+    static void write_rows(const AttentionJob &job, const AttentionTask &task, int64_t m,
+                           int n_rows, int64_t first_vector, int n_vectors, int64_t n_blocks,
                            const TaskMemory &memory) {
         Operands from = {};
         from.size = rounded_up(job.value_size, V::lanes);
         from.values = memory.values + first_vector * 2 * V::lanes;
         from.n_blocks = n_blocks;
         for (int i = 0; i < n_rows; i++) {
-            from.weights[i] = reinterpret_cast<const int16_t *>(memory.scores +
-                                                                (m + i) * n_blocks * cells_per_block);
+            const float *weights = memory.scores + (m + i) * n_blocks * cells_per_block;
+            from.weights[i] = reinterpret_cast<const int16_t *>(weights);
             from.heavy_pairs[i] = memory.heavy_pairs + (m + i) * n_blocks;
         }
         Sums sums;
-        add_rows(from, n_rows, n_vectors, sums);
+        add_rows(n_rows, from, n_vectors, sums);
         for (int i = 0; i < n_rows; i++) {
             const int64_t row = (task.stream * job.n_rows + task.query_row(m + i)) * job.n_heads +
                                 task.head(m + i);
@@ -153,14 +152,13 @@ struct AttentionValues {
         const int64_t n_vectors = rounded_up(job.value_size, V::lanes) / V::lanes;
         // Threads that share a task get narrower tiles.
         const int width = n_parts == 1 ? strip_vectors : strip_vectors / 2;
-        int64_t tile = 0;
-        for (int64_t m = 0; m < task.rows(); m += rows_per_tile) {
-            const int64_t rows = task.rows() - m;
-            for (int64_t v = 0; v < n_vectors; v += width, tile++) {
-                if (tile % n_parts != part) continue;
-                const int64_t vectors = n_vectors - v;
-                write_rows(job, task, m, static_cast<int>(rows < rows_per_tile ? rows : rows_per_tile),
-                           v, static_cast<int>(vectors < width ? vectors : width), n_blocks, memory);
+        const RowTiles tiles(task.rows(), most_rows);
+        int64_t number = 0;
+        for (int64_t i = 0; i < tiles.n; i++) {
+            for (int64_t v = 0; v < n_vectors; v += width) {
+                if (number++ % n_parts != part) continue;
+                write_rows(job, task, tiles.first(i), tiles.rows(i), v,
+                           static_cast<int>(smaller(width, n_vectors - v)), n_blocks, memory);
             }
         }
     }

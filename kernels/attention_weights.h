@@ -140,7 +140,8 @@ struct AttentionWeights {
         const double largest = sums.largest_weight;
         if (!(largest > 1e-30)) return 1;  // all values are 0, or nothing compared to the scores
         const double sum = sums.weights > largest ? sums.weights : largest;
-        const double by_sum = power_below(target / sum), by_largest = power_below((1 << 23) / largest);
+        const double by_sum = power_below(target / sum);
+        const double by_largest = power_below((1 << 23) / largest);
         return by_sum < by_largest ? by_sum : by_largest;
     }
 
@@ -206,7 +207,8 @@ struct AttentionWeights {
         }
         const double scale = weight_scale(sums, largest.n_seen);
         for (int64_t i = 0; i < row.n; i += cells_per_block) {
-            heavy_pairs[i / cells_per_block] = split_block(row.scores + i, static_cast<float>(scale));
+            heavy_pairs[i / cells_per_block] =
+                split_block(row.scores + i, static_cast<float>(scale));
         }
         return largest.factor / (scale * denominator);
     }

@@ -12,8 +12,6 @@ namespace {
 std::atomic<bool> products_enabled{true}, attention_enabled{true};
 std::atomic<uint64_t> n_products{0}, n_attentions{0}, n_other_attentions{0};
 
-// Prompts of more rows than this are left to llama.cpp's attention.
-constexpr int64_t most_attention_rows = 32;
 // A panel of prepared columns that is used for one group of rows after the other stays in the
 // second-level cache, and so does a chunk of groups.
 constexpr size_t panel_bytes = 768 << 10, chunk_bytes = 256 << 10;
@@ -278,7 +276,7 @@ struct ExpertTraits : ggml::cpu::tensor_traits {
 
 bool can_attend(const ggml_tensor *op) {
     const ggml_tensor *q = op->src[0], *k = op->src[1], *v = op->src[2], *mask = op->src[3];
-    return q->ne[1] <= most_attention_rows && q->nb[0] == sizeof(float) &&
+    return q->nb[0] == sizeof(float) &&
            cache_type(q) == CacheType::f32 && cache_type(op) == CacheType::f32 &&
            cache_type(k) != CacheType::unsupported && cache_type(v) != CacheType::unsupported &&
            k->ne[2] == v->ne[2] && k->ne[3] == q->ne[3] && v->ne[3] == q->ne[3] &&

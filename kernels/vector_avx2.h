@@ -100,8 +100,8 @@ struct Avx2 {
     // --- for attention ---
 
     using Mask = __m256i;
-    // Vectors of cells (scores) and of outputs that a tile keeps in registers for each row.
-    static constexpr int tile_vectors = 2;
+    // Sums that a tile keeps in registers; the others are for operands.
+    static constexpr int accumulators = 12;
     static Floats subtract(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
     static Floats divide(Floats a, Floats b) { return _mm256_div_ps(a, b); }
     static Floats round(Floats a) {
@@ -199,21 +199,25 @@ struct Avx2 {
     static Floats load_signed_bytes(const void *p) {
         return to_floats(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i *>(p))));
     }
-    // Four floats from each of p, p + stride, ...
-    static Floats load_quads(const float *p, size_t stride) {
-        return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)),
-                                    _mm_loadu_ps(p + stride), 1);
-    }
-    // Transpose the 4x4 matrices that quad i of the four vectors make up, for each i.
-    static void transpose_quads(Floats v[4]) {
-        const __m256d a = _mm256_castps_pd(_mm256_unpacklo_ps(v[0], v[1]));
-        const __m256d b = _mm256_castps_pd(_mm256_unpackhi_ps(v[0], v[1]));
-        const __m256d c = _mm256_castps_pd(_mm256_unpacklo_ps(v[2], v[3]));
-        const __m256d d = _mm256_castps_pd(_mm256_unpackhi_ps(v[2], v[3]));
-        v[0] = _mm256_castpd_ps(_mm256_unpacklo_pd(a, c));
-        v[1] = _mm256_castpd_ps(_mm256_unpackhi_pd(a, c));
-        v[2] = _mm256_castpd_ps(_mm256_unpacklo_pd(b, d));
-        v[3] = _mm256_castpd_ps(_mm256_unpackhi_pd(b, d));
+    // Transpose a square of 8 vectors: first within quads of 4 x 4, then the quads.
+    static void transpose(Floats (&v)[lanes]) {
+        __m256 t[lanes];
+#pragma GCC unroll 2
+        for (int i = 0; i < 8; i += 4) {
+            const __m256d a = _mm256_castps_pd(_mm256_unpacklo_ps(v[i], v[i + 1]));
+            const __m256d b = _mm256_castps_pd(_mm256_unpackhi_ps(v[i], v[i + 1]));
+            const __m256d c = _mm256_castps_pd(_mm256_unpacklo_ps(v[i + 2], v[i + 3]));
+            const __m256d d = _mm256_castps_pd(_mm256_unpackhi_ps(v[i + 2], v[i + 3]));
+            t[i] = _mm256_castpd_ps(_mm256_unpacklo_pd(a, c));
+            t[i + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(a, c));
+            t[i + 2] = _mm256_castpd_ps(_mm256_unpacklo_pd(b, d));
+            t[i + 3] = _mm256_castpd_ps(_mm256_unpackhi_pd(b, d));
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            v[i] = _mm256_permute2f128_ps(t[i], t[i + 4], 0x20);
+            v[i + 4] = _mm256_permute2f128_ps(t[i], t[i + 4], 0x31);
+        }
     }
     // (high * 2^16 + low + heavy * 2^12) * scale in double precision, where the sum is exact.
     static Floats join(Ints high, Ints low, Ints heavy, double scale) {

@@ -17,6 +17,8 @@
 
 #include "../attention.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -165,7 +167,8 @@ uint16_t random_mask(const Shape &shape, int row, int cell, Random &random) {
     if (shape.mask == Mask::causal) return cell <= shape.cells - shape.rows + row ? 0 : hidden_half;
     if (shape.mask == Mask::blind && row % 3 == 1) return hidden_half;
     // A common prefix, holes, and a tree whose nodes see some of each other.
-    const bool prefix = cell < shape.cells - shape.rows, own = cell == shape.cells - shape.rows + row;
+    const int first_own = shape.cells - shape.rows;
+    const bool prefix = cell < first_own, own = cell == first_own + row;
     const bool seen = own || random() % 100 < (prefix ? 95 : 40);
     if (!seen) return hidden_half;
     return shape.max_bias > 0 ? to_half(-float(std::abs(shape.cells - cell))) : 0;
@@ -583,8 +586,8 @@ bool check_not_finite() {
                 const Difference d = difference(p, before, run<V>(bad, 2));
                 for (int row = 0; row < 8; row++) {
                     for (int head = 0; head < 6; head++) {
-                        const bool reached =
-                            where == 0 ? row == 3 && head == 4 : head >= 3 && p.sees(0, head, row, cell);
+                        const bool sees = head >= 3 && p.sees(0, head, row, cell);
+                        const bool reached = where == 0 ? row == 3 && head == 4 : sees;
                         // A score of -inf is a weight of 0.
                         const bool must = number != number || where == 2;
                         if (!reached && d.differs[row * 6 + head]) good = false;
@@ -621,6 +624,32 @@ bool check_extremes() {
     return good;
 }
 
+// Sums as large as they can be: all values are the largest integer, and all of up to 2^20 cells
+// have the same weight, or nearly all of it is that of one, of 64 side by side, or of every 16th.
+template <class V>
+bool check_overflow() {
+    bool good = true;
+    for (const int cells : {64, 100, 200, 400, 500, 800, 1500, 3000, 50000, 1 << 20}) {
+        for (int crowd = 0; crowd < 4; crowd++) {
+            const Shape shape = {1, cells, 1, 1, 1, 8, CacheType::f32, CacheType::f16, Mask::none};
+            Problem p = make(shape, 13);
+            p.query(0, 0, 0)[0] = 1;
+            float values[8];
+            for (int i = 0; i < 8; i++) values[i] = i % 2 ? 1.999f : -1.999f;
+            for (int cell = 0; cell < cells; cell++) {
+                const int block = cells / 128;
+                const bool crowds[] = {true, cell == 0, cell / 64 == block, cell % 16 == 0};
+                const float score = crowds[crowd] ? 25 : 0;
+                encode(CacheType::f32, &score, 1, p.key(0, cell, 0));
+                encode(CacheType::f16, values, 8, p.value(0, cell, 0));
+            }
+            const std::vector<float> outputs = run<V>(p);
+            for (int i = 0; i < 8; i++) good = good && std::fabs(outputs[i] - values[i]) < 2e-3;
+        }
+    }
+    return good;
+}
+
 template <class V>
 bool check_exponential() {
     double worst = 0;
@@ -648,6 +677,11 @@ double microseconds(std::vector<Problem> &layers, int n_threads) {
     std::atomic<bool> stop{false};
     double best = 1e30, spent = 0;
     const auto work = [&](int thread) {
+        // Threads that wait for each other end up on one processor if they may choose.
+        cpu_set_t processor;
+        CPU_ZERO(&processor);
+        CPU_SET(thread, &processor);
+        pthread_setaffinity_np(pthread_self(), sizeof processor, &processor);
         const auto now = std::chrono::steady_clock::now;
         for (int i = 0;; i++) {
             Barrier::wait(&barrier);
@@ -673,7 +707,8 @@ double microseconds(std::vector<Problem> &layers, int n_threads) {
 
 template <class V>
 void bench(const char *name, int n_layers) {
-    std::printf("%s: microseconds for a layer, 12 heads on 2, 128, F16, 2 threads\n%8s", name, "cells");
+    std::printf("%s: microseconds for a layer, 12 heads on 2, 128, F16, 2 threads\n", name);
+    std::printf("%8s", "cells");
     const int rows_list[] = {1, 2, 4, 8, 16, 32, 512};
     for (const int rows : rows_list) std::printf("%9d", rows);
     std::printf(" rows\n");
@@ -718,6 +753,7 @@ bool check_all(const char *name) {
         {"changing a row changes no other", check_other_rows<V>},
         {"NaN and infinities reach just the rows that see them", check_not_finite<V>},
         {"very large, small and zero values", check_extremes<V>},
+        {"the largest sums do not overflow", check_overflow<V>},
         {"nothing is written beyond scratch memory and outputs", [] { return guards_hold; }},
     };
     bool good = true;
