@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from specgen.kernels import library_path
+from specgen.kernels.test_results import (
+    CHILD_COMMAND,
+    INSTRUCTIONS_VARIABLE,
+    TestResult,
+    result_of,
+)
 from specgen.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.helpers_cli import Cli
 
@@ -32,6 +39,21 @@ def _kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
     from specgen.kernels import choose, wanted_in
 
     choose(wanted_in(_OWN_ENVIRONMENT), tmp_path_factory.mktemp("kernels"))
+
+
+_test_results: dict[tuple[Path, str], TestResult] = {}
+
+
+def _remembered(
+    library: Path, cache: Path, *, child: Sequence[str] = CHILD_COMMAND, anew: bool = False
+) -> TestResult:
+    """What comes of testing the library that was built, from the first time on."""
+    if anew or child != CHILD_COMMAND or library != library_path():
+        return result_of(library, cache, child=child, anew=anew)
+    key = library, os.environ.get(INSTRUCTIONS_VARIABLE, "")
+    if key not in _test_results:
+        _test_results[key] = result_of(library, cache)
+    return _test_results[key]
 
 
 @pytest.fixture
@@ -61,6 +83,8 @@ def _own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECGEN_DRAFT_WEIGHTS", "own")
     # Nor does it depend on what else runs here whether measurements are kept.
     monkeypatch.setattr("specgen.session.core_time", lambda: None)
+    # The kernels' self-test is made once: it takes a second.
+    monkeypatch.setattr("specgen.kernels.choice.result_of", _remembered)
 
 
 @pytest.fixture(scope="session")

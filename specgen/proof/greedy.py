@@ -122,7 +122,7 @@ def check_greedy(
     n_ctx = max(session.context_size(len(prompt.tokens)) for prompt in prompts)
     n_rows_max = max(1, _N_BYTES_MAX // (4 * session.target_model.vocabulary.n_tokens))
     by_batches = 0.0
-    # Measured at the first prompt: not all models and caches are the kernels' alone.
+    # Until batches alone are seen to move a row: not all models and caches are the kernels' alone.
     exact = session.target_model.kernels != LLAMA_CPP
     with session.contexts(n_ctx) as (target, draft):
         for number, prompt in enumerate(prompts, 1):
@@ -148,7 +148,7 @@ def check_greedy(
                 return
             moved_by = max(watch.moved_by.values(), default=0.0)
             # Rows further away than batches moved any so far: measure here what batches do.
-            if is_moved(moved_by, by_batches, exact=exact) or (exact and number == 1):
+            if is_moved(moved_by, by_batches, exact=exact):
                 here = batches_move(session, n_ctx, prompt.tokens, expected[:-1], keeper.rows)
                 by_batches = max(by_batches, here)
                 exact = exact and by_batches == 0.0
