@@ -11,6 +11,7 @@ most likely token is the answer's. Prints one JSON object each.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -18,16 +19,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.answers import begin
-from benchmarks.costs import costs
+from benchmarks.costs import measure
 from benchmarks.replays import Told, parser_of_answers, read_answers
 from specgen.backend.llama import default_threads, requantize
+from specgen.kernels import choose, wanted_in
+from specgen.models import cache_folder
 from specgen.session import Session, SessionOptions
+
+
+#: Tokens before the batches that are timed.
+N_CONTEXT = 200
 
 
 def main() -> None:
     parser = parser_of_answers(__doc__)
     parser.add_argument("drafts", nargs="+", type=Path)
     asked = parser.parse_args()
+    kernels = choose(wanted_in(os.environ), cache_folder()).computes
     answers = read_answers(asked.answers, asked.prompts, asked.count)
     for draft in asked.drafts:
         with tempfile.TemporaryDirectory() as folder:
@@ -40,7 +48,7 @@ def main() -> None:
                     "model": model.name,
                     "mb": round(model.stat().st_size / 1e6),
                     "made_s": seconds,
-                    "ms": costs(model),
+                    "ms": measure(model, kernels, N_CONTEXT, default_threads())["ms"],
                     **agreement(asked.target, model, answers),
                 }
                 print(json.dumps(found), flush=True)

@@ -1,47 +1,117 @@
-"""What a batch of n tokens costs a model, for n from 1 to 128.
+"""What a batch of n rows costs a model, with specgen's kernels and with llama.cpp's own code, by turns.
 
-    python benchmarks/costs.py target.gguf draft.gguf
+    python benchmarks/costs.py MODEL.gguf ... [--contexts 200 1300] [--turns 3] [--threads 2]
+        [--kernels specgen llama.cpp]
 
-Medians of several decodes after 200 tokens of context; every row asks for logits, as in
-verification. The curves are jagged and differ between machines, models and quantisations:
-whether a draft pays depends on them more than on the draft.
+Each turn is a process of its own for each of the two, one after the other, so that a slow minute of
+the machine meets both. A process loads the model, reads a context of random tokens, and decodes
+batches of each size several times; every row of a batch asks for logits, as in verification. What
+is told of a size is the median over turns of the quickest decode of each: a decode is never
+quicker than it can be, and what disturbs only adds.
 
-Prints one JSON object a model: milliseconds by number of tokens. SPECGEN_KERNELS says who computes.
+Prints one JSON object for each model, context and code: milliseconds by number of rows, the ratio to
+one row, seconds of loading, and resident memory (MiB; mapped pages of the file apart). Of specgen's
+kernels, also how many times as fast as llama.cpp they are. The curves are jagged and differ
+between machines, models and types of weights: whether a draft pays depends on them more than on
+the draft.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from specgen.backend.base import Batch
-from specgen.backend.llama import LlamaBackend, LlamaModel
-from specgen.kernels import choose, wanted_in
-from specgen.models import cache_folder
-from specgen.options import ContextOptions
-
-SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 32, 64, 128)
-N_CONTEXT = 200
-N_RUNS = 7
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 13, 16, 20, 24, 28, 32)
+N_PROMPT = 512
+N_REPEATS = 7
+KERNELS = ("llama.cpp", "specgen")
 
 
 def main() -> int:
-    print(choose(wanted_in(os.environ), cache_folder()).label, file=sys.stderr)
-    for name in sys.argv[1:]:
-        print(json.dumps({"model": Path(name).name, "ms": costs(Path(name))}), flush=True)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="+", type=Path)
+    parser.add_argument("--contexts", nargs="+", type=int, default=[200])
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.child:
+        (model,), (n_context,), (kernels,) = asked.models, asked.contexts, asked.kernels
+        print(json.dumps(_measure(model, kernels, n_context, asked.threads)))
+        return 0
+    for model in asked.models:
+        for n_context in asked.contexts:
+            for found in compare(model, n_context, asked.kernels, asked.turns, asked.threads):
+                print(json.dumps(found), flush=True)
     return 0
 
 
-def costs(path: Path) -> dict[int, float]:
+def compare(
+    model: Path, n_context: int, kernels: list[str], n_turns: int, n_threads: int
+) -> list[dict[str, Any]]:
+    """What a model's batches cost with each code, measured by turns."""
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in kernels}
+    for _ in range(n_turns):
+        for name in kernels:
+            turns[name].append(measure(model, name, n_context, n_threads))
+    results = []
+    for name in kernels:
+        ms = {
+            size: round(statistics.median(turn["ms"][size] for turn in turns[name]), 1)
+            for size in turns[name][0]["ms"]
+        }
+        found: dict[str, Any] = {"model": model.name, "context": n_context, "kernels": name}
+        found["ms"] = ms
+        found["ratio"] = {size: round(value / ms["1"], 2) for size, value in ms.items()}
+        for key in ("load_s", "anonymous_mib", "mapped_mib"):
+            found[key] = round(statistics.median(turn[key] for turn in turns[name]), 2)
+        results.append(found)
+    by_name = {found["kernels"]: found for found in results}
+    if len(by_name) == len(KERNELS):
+        theirs, ours = (by_name[name]["ms"] for name in KERNELS)
+        by_name["specgen"]["times_as_fast"] = {
+            size: round(theirs[size] / ours[size], 2) for size in ours
+        }
+    return results
+
+
+def measure(path: Path, kernels: str, n_context: int, n_threads: int) -> dict[str, Any]:
+    """One turn, in a process of its own."""
+    command = [sys.executable, __file__, str(path), "--child", "--kernels", kernels]
+    command += ["--contexts", str(n_context), "--threads", str(n_threads)]
+    child = subprocess.run(command, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(child.stdout)
+    return found
+
+
+def _measure(path: Path, kernels: str, n_context: int, n_threads: int) -> dict[str, Any]:
+    from specgen.backend.base import Batch
+    from specgen.backend.llama import LlamaBackend, LlamaModel
+    from specgen.kernels import choose
+    from specgen.options import ContextOptions
+
+    choose("specgen" if kernels == "specgen" else "llama.cpp", Path(tempfile.mkdtemp()))
+    started = time.perf_counter()
     model = LlamaModel(path)
+    load_s = time.perf_counter() - started
     backend = LlamaBackend(
-        model, ContextOptions(), n_ctx=512, clock=time.perf_counter, n_outputs=max(SIZES)
+        model,
+        ContextOptions(n_threads=n_threads),
+        n_ctx=n_context + N_PROMPT,
+        clock=time.perf_counter,
+        n_outputs=max(SIZES),
     )
     rng = np.random.default_rng(0)
 
@@ -53,15 +123,30 @@ def costs(path: Path) -> dict[int, float]:
         backend.decode(batch)
         return backend.decode_s - before
 
-    decode(N_CONTEXT, wants_logits=False)
-    samples: dict[int, list[float]] = {size: [] for size in SIZES}
-    for _ in range(N_RUNS):
-        for size in SIZES:
-            samples[size].append(decode(size, wants_logits=True))
-            backend.remove(0, N_CONTEXT)
+    for start in range(0, n_context, N_PROMPT):
+        decode(min(N_PROMPT, n_context - start), wants_logits=False)
+    memory = _memory_mib()
+    seconds: dict[int, list[float]] = {size: [] for size in (*SIZES, N_PROMPT)}
+    for turn in range(N_REPEATS):
+        for size, times in seconds.items():
+            if size == N_PROMPT and turn >= 2:
+                continue
+            times.append(decode(size, wants_logits=size != N_PROMPT))
+            backend.remove(0, n_context)
     backend.close()
     model.close()
-    return {size: round(1000 * statistics.median(times), 1) for size, times in samples.items()}
+    ms = {str(size): 1000 * min(times) for size, times in seconds.items()}
+    return {"ms": ms, "load_s": load_s, **memory}
+
+
+def _memory_mib() -> dict[str, float]:
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    kib = {
+        name: int(rest.split()[0])
+        for name, _, rest in (line.partition(":") for line in lines)
+        if name in {"RssAnon", "RssFile"}
+    }
+    return {"anonymous_mib": kib["RssAnon"] / 1024, "mapped_mib": kib["RssFile"] / 1024}
 
 
 if __name__ == "__main__":

@@ -149,15 +149,17 @@ def made_up(row: float) -> list[CostTable]:
     return [flat, CostTable({n: _TOKEN_S * _DRAFT_ROW * n for n in sizes})]
 
 
-def read_costs(path: Path, models: Sequence[Path]) -> list[CostTable]:
-    """The tables of the models, by their files' names."""
-    tables: dict[str, Mapping[str, float]] = {}
+def read_costs(path: Path, models: Sequence[Path]) -> dict[str, list[CostTable]]:
+    """The tables of the models, found by their files' names, with each code that computed."""
+    found: dict[str, dict[str, CostTable]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         told = json.loads(line)
-        tables[told["model"]] = told["ms"]
-    return [
-        CostTable({int(n): ms / 1000 for n, ms in tables[model.name].items()}) for model in models
-    ]
+        table = CostTable({int(n): ms / 1000 for n, ms in told["ms"].items()})
+        found.setdefault(told["kernels"], {})[told["model"]] = table
+    return {
+        f"{path.stem}, {kernels}": [tables[model.name] for model in models]
+        for kernels, tables in found.items()
+    }
 
 
 class Entrant:
@@ -319,7 +321,9 @@ def main() -> None:
     if not asked.costs and not asked.row:
         parser.error("no costs: --costs or --row")
     models = [asked.target, *drafts]
-    tables = {path.stem: read_costs(path, models) for path in asked.costs}
+    tables: dict[str, list[CostTable]] = {}
+    for path in asked.costs:
+        tables |= read_costs(path, models)
     tables |= {f"a row {row:g}": made_up(row) for row in asked.row}
     with contextlib.ExitStack() as stack:
         entrants = []

@@ -63,19 +63,19 @@ struct Product {
             rest % inputs->ne[2] * inputs->nb[2] + rest / inputs->ne[2] * inputs->nb[3]);
     }
 
-    // Each thread prepares whole columns, or of a few columns a part of each.
+    // Each thread prepares whole tiles, or of a few tiles a part of each: never single columns of a
+    // tile, whose words stand between each other's, so that the threads would wait for cache lines.
     void prepare(char *prepared, int thread, int n_threads) const {
         const int64_t n_blocks = n_inputs / kernels->inputs_per_block(type);
-        const bool whole = n_columns >= 4 * n_threads;
+        const bool whole = tiles.count >= 4 * n_threads;
         const int64_t first = whole ? 0 : n_blocks * thread / n_threads;
         const int64_t end = whole ? n_blocks : n_blocks * (thread + 1) / n_threads;
         if (first == end) return;
-        for (int64_t t = 0; t < tiles.count; t++) {
+        for (int64_t t = whole ? thread : 0; t < tiles.count; t += whole ? n_threads : 1) {
             char *tile = prepared + tiles.first(t) * column_bytes;
             for (int i = 0; i < tiles.size(t); i++) {
-                const int64_t c = tiles.first(t) + i;
-                if (whole && c % n_threads != thread) continue;
-                prepare_blocks(type, column(c), first, end - first, tile, tiles.size(t), i);
+                prepare_blocks(type, column(tiles.first(t) + i), first, end - first, tile,
+                               tiles.size(t), i);
             }
         }
     }
@@ -171,13 +171,12 @@ struct ExpertProduct {
             if (expert(p) >= 0 && expert(p) < n_experts) starts[expert(p) + 1]++;
         }
         for (int64_t e = 0; e < n_experts; e++) starts[e + 1] += starts[e];
+        const int64_t n_valid = starts[n_experts];
         for (int64_t p = n_pairs - 1; p >= 0; p--) {
             if (expert(p) >= 0 && expert(p) < n_experts) pairs[--starts[expert(p) + 1]] = p;
         }
         // Counting down has moved each end to its expert's beginning.
         for (int64_t e = 0; e < n_experts; e++) starts[e] = starts[e + 1];
-        int64_t n_valid = 0;
-        for (int64_t p = 0; p < n_pairs; p++) n_valid += expert(p) >= 0 && expert(p) < n_experts;
         starts[n_experts] = n_valid;
     }
 
@@ -195,14 +194,15 @@ struct ExpertProduct {
     void prepare(const int64_t *starts, const int64_t *pairs, char *prepared, int thread,
                  int n_threads) const {
         const int64_t n_blocks = n_inputs / kernels->inputs_per_block(type);
+        int turn = 0;  // tiles in turn, as Product does
         for (int64_t e = 0; e < n_experts; e++) {
             const Tiles tiles(starts[e + 1] - starts[e]);
             for (int64_t t = 0; t < tiles.count; t++) {
-                char *tile = prepared + (starts[e] + tiles.first(t)) * column_bytes;
+                if (turn++ % n_threads != thread) continue;
+                const int64_t first = starts[e] + tiles.first(t);
                 for (int i = 0; i < tiles.size(t); i++) {
-                    const int64_t c = starts[e] + tiles.first(t) + i;
-                    if (c % n_threads != thread) continue;
-                    prepare_blocks(type, column(pairs[c]), 0, n_blocks, tile, tiles.size(t), i);
+                    prepare_blocks(type, column(pairs[first + i]), 0, n_blocks,
+                                   prepared + first * column_bytes, tiles.size(t), i);
                 }
             }
         }
