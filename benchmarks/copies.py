@@ -26,7 +26,6 @@ from specgen.kernels import choose, wanted_in
 from specgen.models import cache_folder
 from specgen.session import Session, SessionOptions
 
-
 #: Tokens before the batches that are timed.
 N_CONTEXT = 200
 

@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from specgen import __version__, errors
 from specgen.backend.build import Build, Device
+from specgen.child import ChildError, ask_child
 from specgen.errors import BackendError, SpecgenError
 from specgen.kernels import KernelStatus
 from specgen.options import ContextOptions
@@ -279,79 +279,25 @@ def run_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
     answer in time, or answers something else; the hint says what to do.
     """
     try:
-        ended = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise BackendError(
-            f"no answer within {timeout_s:.0f} s",
-            hint="if the machine is not merely busy, build llama.cpp again: " + _REINSTALL,
-        ) from None
-    except OSError as error:
-        raise BackendError(f"{command[0]} cannot be started: {error.strerror}") from error
-    if ended.returncode != 0:
-        raise _death(ended.returncode, ended.stderr)
-    try:
-        answer = json.loads(ended.stdout)
-    except ValueError:
-        answer = None
-    if not isinstance(answer, dict):
-        raise BackendError(f"the check gave no answer: {_last_line(ended.stdout)}")
+        answer = ask_child(command, timeout_s)
+    except ChildError as error:
+        who = "llama.cpp" if error.signal_name else "the check"
+        raise BackendError(f"{who} {error}", hint=_remedy(error)) from None
     if "error" in answer:
         raise _error_named(answer["error"], answer["message"], answer["hint"])
     return answer
 
 
-def _death(returncode: int, stderr: str) -> BackendError:
-    """What the end of a child says, and what helps against it."""
-    name, description = _cause_of_death(returncode)
-    last_words = _last_line(stderr)
-    message = f"llama.cpp died of {name}" if name else f"the check ended with code {returncode}"
-    if description:
-        message += f" ({description.lower()})"
-    if last_words:
-        message += f": {last_words}"
-    if name == "SIGILL":
-        hint = (
-            "it was built for another CPU, or by GCC 12, which gets the code for AMX wrong; "
+def _remedy(error: ChildError) -> str:
+    """What helps against the end of a child."""
+    if error.signal_name == "SIGILL":
+        return (
+            "llama.cpp was built for another CPU, or by GCC 12, which gets the code for AMX wrong; "
             f"build it again, here: {REBUILD}"
         )
-    elif name == "SIGKILL":
-        hint = "most likely the memory ran out: free some, or take a smaller model"
-    else:
-        hint = f"build llama.cpp again: {_REINSTALL}"
-    return BackendError(message, hint=hint)
-
-
-#: How Windows reports what is a signal elsewhere.
-_WINDOWS_STATUS = {
-    0xC000001D: signal.SIGILL,
-    0xC0000005: signal.SIGSEGV,
-    0xC0000409: signal.SIGABRT,
-}
-
-
-def _cause_of_death(returncode: int) -> tuple[str, str]:
-    """Name and description of the signal that ended a process; empty if it was none."""
-    number = _WINDOWS_STATUS.get(returncode & 0xFFFFFFFF, 0)
-    if not number:
-        # A shell in between reports signals as 128 + number.
-        number = -returncode if returncode < 0 else max(0, returncode - 128)
-    try:
-        return signal.Signals(number).name, signal.strsignal(number) or ""
-    except ValueError:
-        return "", ""
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1].strip() if lines else ""
+    if error.signal_name == "SIGKILL":
+        return "most likely the memory ran out: free some, or take a smaller model"
+    return f"if the machine is not merely busy, build llama.cpp again: {_REINSTALL}"
 
 
 def _error_named(name: str | None, message: str, hint: str | None) -> SpecgenError:

@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "specgen"
 
 #: From the bottom up; a module imports from its own layer and from those below it only.
 LAYERS = (
-    ("errors", "options", "arrays", "events", "grammar", "atomic", "load"),
+    ("errors", "options", "arrays", "events", "grammar", "atomic", "child", "load"),
     ("sampling", "logprobs", "text", "chat", "pair", "tiny", "gbnf"),
     ("draft", "growing", "state", "tables", "chances"),
     ("backend", "packing", "policy", "verify", "tally", "translation"),

@@ -9,8 +9,6 @@ import contextlib
 import hashlib
 import json
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +17,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from specgen import __version__
 from specgen.atomic import replace_text
+from specgen.child import ChildError, ask_child
 
 Outcome: TypeAlias = Literal["passed", "refused", "failed"]
 
@@ -72,30 +71,9 @@ def run_test(
 ) -> TestResult:
     """Test a library in a child process, however that ends."""
     try:
-        ended = subprocess.run(
-            [*child, os.fspath(library)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return TestResult("failed", f"no answer within {timeout_s:.0f} s")
-    except OSError as error:
-        return TestResult("failed", f"{child[0]} cannot be started: {error.strerror}")
-    lines = ended.stderr.strip().splitlines()
-    last_words = f": {lines[-1].strip()}" if lines else ""
-    if ended.returncode < 0:
-        name = signal.Signals(-ended.returncode).name
-        return TestResult("failed", f"they died of {name}{last_words}")
-    if ended.returncode:
-        return TestResult("failed", f"it ended with code {ended.returncode}{last_words}")
-    try:
-        answer = _parse(json.loads(ended.stdout))
-    except ValueError:
-        answer = None
+        answer = _parse(ask_child([*child, os.fspath(library)], timeout_s))
+    except ChildError as error:
+        return TestResult("failed", f"it {error}")
     return answer or TestResult("failed", "it gave no answer")
 
 
