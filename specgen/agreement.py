@@ -3,7 +3,7 @@
 Without a look, a draft that never says what its target says is found out in the course of the
 first answer, which it makes slower. So the two walk through a short text that we wrote: at each
 place the target's most likely token is compared with the draft's. Agreement about the most
-likely token is what acceptance at temperature 0 is, and close to it above (BENCHMARKS.md).
+likely token is what acceptance at temperature 0 is, and close to it above (docs/lab-notes.md).
 """
 
 from __future__ import annotations

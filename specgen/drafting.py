@@ -68,7 +68,7 @@ _BY_TOKEN: tuple[SamplerName, ...] = ("penalties", "dry")
 #: stand for nothing that a row of the target's batch would pay for.
 _N_GUESSES = 8
 #: The share of the draft's tokens from which ``auto`` draws drafts from the shared ones. (With
-#: 80 % of them, spelled text is accepted more at every temperature: BENCHMARKS.md.)
+#: 80 % of them, spelled text is accepted more at every temperature: docs/lab-notes.md.)
 _MOSTLY = 0.95
 
 

@@ -58,7 +58,7 @@ def head_of(
     """The places, among the tokens of a conversation that a template wrote as `text`, of what the
     template put before the first message by itself: whole turns, as a system message of its own.
 
-    A draft model need not read them: it drafts nearly as well without (BENCHMARKS.md), and reading takes
+    A draft model need not read them: it drafts nearly as well without (docs/lab-notes.md), and reading takes
     time. Empty if the first message is a system message, which says what was asked for. The
     beginning-of-text token is not among them, since attention rests on it.
     """
