@@ -1,4 +1,4 @@
-"""Ask a child process for a JSON object: what may end the process is tried in one of its own."""
+"""Ask a child process for a JSON object, where the work may kill the process that does it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,31 @@ from typing import Any
 
 
 class ChildError(Exception):
-    """A child gave no answer. The message says why, as the rest of a sentence about it:
-    "died of SIGILL (illegal instruction)"."""
+    """A child gave no answer; the message says why."""
 
-    def __init__(self, message: str, *, signal_name: str = "", last_words: str = "") -> None:
-        super().__init__(f"{message}: {last_words}" if last_words else message)
-        #: The signal that ended it; empty if none did.
-        self.signal_name = signal_name
+
+class ChildTimeoutError(ChildError):
+    """A child took too long."""
+
+
+class ChildDiedError(ChildError):
+    """A child ended with an exit code other than 0, or by a signal."""
+
+    def __init__(self, returncode: int, stderr: str) -> None:
+        #: The signal that ended it and what that means; both empty if none did.
+        self.signal_name, self.description = _cause_of_death(returncode)
+        #: The last line that it wrote to stderr.
+        self.last_words = _last_line(stderr)
+        self.returncode = returncode
+        super().__init__(f"it ended with code {returncode}")
 
 
 def ask_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
-    """Run a command and return the JSON object that it prints. Raises `ChildError` if it cannot be
-    started, dies, takes longer than `timeout_s` seconds, or prints something else."""
+    """Run a command and return the JSON object that it prints.
+
+    Raises `ChildDiedError` if it dies, `ChildTimeoutError` if it takes longer than `timeout_s`
+    seconds, and `ChildError` if it cannot be started or prints something else.
+    """
     try:
         ended = subprocess.run(
             command,
@@ -33,21 +46,18 @@ def ask_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ChildError(f"gave no answer within {timeout_s:.0f} s") from None
+        raise ChildTimeoutError(f"no answer within {timeout_s:.0f} s") from None
     except OSError as error:
-        raise ChildError(f"cannot be started: {command[0]}: {error.strerror}") from error
+        raise ChildError(f"{command[0]} cannot be started: {error.strerror}") from error
     if ended.returncode != 0:
-        name, description = _cause_of_death(ended.returncode)
-        message = f"died of {name}" if name else f"ended with code {ended.returncode}"
-        if description:
-            message += f" ({description.lower()})"
-        raise ChildError(message, signal_name=name, last_words=_last_line(ended.stderr))
+        raise ChildDiedError(ended.returncode, ended.stderr)
     try:
         answer = json.loads(ended.stdout)
     except ValueError:
         answer = None
     if not isinstance(answer, dict):
-        raise ChildError("gave no answer", last_words=_last_line(ended.stdout))
+        last_words = _last_line(ended.stdout)
+        raise ChildError(f"it gave no answer: {last_words}" if last_words else "it gave no answer")
     return answer
 
 

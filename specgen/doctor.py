@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from specgen import __version__, errors
 from specgen.backend.build import Build, Device
-from specgen.child import ChildError, ask_child
+from specgen.child import ChildDiedError, ChildError, ChildTimeoutError, ask_child
 from specgen.errors import BackendError, SpecgenError
 from specgen.kernels import KernelStatus
 from specgen.options import ContextOptions
@@ -280,24 +280,40 @@ def run_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
     """
     try:
         answer = ask_child(command, timeout_s)
+    except ChildDiedError as error:
+        raise _death(error) from None
+    except ChildTimeoutError as error:
+        raise BackendError(
+            str(error),
+            hint="if the machine is not merely busy, build llama.cpp again: " + _REINSTALL,
+        ) from None
     except ChildError as error:
-        who = "llama.cpp" if error.signal_name else "the check"
-        raise BackendError(f"{who} {error}", hint=_remedy(error)) from None
+        raise BackendError(str(error)) from error
     if "error" in answer:
         raise _error_named(answer["error"], answer["message"], answer["hint"])
     return answer
 
 
-def _remedy(error: ChildError) -> str:
-    """What helps against the end of a child."""
-    if error.signal_name == "SIGILL":
-        return (
-            "llama.cpp was built for another CPU, or by GCC 12, which gets the code for AMX wrong; "
+def _death(child: ChildDiedError) -> BackendError:
+    """What the end of a child says, and what helps against it."""
+    name = child.signal_name
+    message = (
+        f"llama.cpp died of {name}" if name else f"the check ended with code {child.returncode}"
+    )
+    if child.description:
+        message += f" ({child.description.lower()})"
+    if child.last_words:
+        message += f": {child.last_words}"
+    if name == "SIGILL":
+        hint = (
+            "it was built for another CPU, or by GCC 12, which gets the code for AMX wrong; "
             f"build it again, here: {REBUILD}"
         )
-    if error.signal_name == "SIGKILL":
-        return "most likely the memory ran out: free some, or take a smaller model"
-    return f"if the machine is not merely busy, build llama.cpp again: {_REINSTALL}"
+    elif name == "SIGKILL":
+        hint = "most likely the memory ran out: free some, or take a smaller model"
+    else:
+        hint = f"build llama.cpp again: {_REINSTALL}"
+    return BackendError(message, hint=hint)
 
 
 def _error_named(name: str | None, message: str, hint: str | None) -> SpecgenError:

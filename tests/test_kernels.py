@@ -150,9 +150,7 @@ def test_a_crash_is_a_failed_test(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_an_illegal_instruction_is_named(tmp_path: Path) -> None:
     dying = python(f"import os; os.kill(os.getpid(), {int(signal.SIGILL)})")
-    result = run_test(tmp_path, child=dying)
-    assert result.outcome == "failed"
-    assert result.message.startswith("it died of SIGILL")
+    assert run_test(tmp_path, child=dying) == TestResult("failed", "they died of SIGILL")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +159,7 @@ def test_an_illegal_instruction_is_named(tmp_path: Path) -> None:
         (python("print('nonsense')"), "it gave no answer"),
         (python('print(\'{"outcome": "fine"}\')'), "it gave no answer"),
         (python("import sys; sys.exit('what a pity')"), "it ended with code 1: what a pity"),
-        (["no-such-program"], "it cannot be started: no-such-program"),
+        (["no-such-program"], "no-such-program cannot be started"),
     ],
 )
 def test_a_child_without_an_answer_has_failed(

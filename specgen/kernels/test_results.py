@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from specgen import __version__
 from specgen.atomic import replace_text
-from specgen.child import ChildError, ask_child
+from specgen.child import ChildDiedError, ChildError, ask_child
 
 Outcome: TypeAlias = Literal["passed", "refused", "failed"]
 
@@ -72,8 +72,13 @@ def run_test(
     """Test a library in a child process, however that ends."""
     try:
         answer = _parse(ask_child([*child, os.fspath(library)], timeout_s))
+    except ChildDiedError as error:
+        name = error.signal_name
+        message = f"they died of {name}" if name else str(error)
+        last_words = f": {error.last_words}" if error.last_words else ""
+        return TestResult("failed", message + last_words)
     except ChildError as error:
-        return TestResult("failed", f"it {error}")
+        return TestResult("failed", str(error))
     return answer or TestResult("failed", "it gave no answer")
 
 
