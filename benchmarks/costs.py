@@ -135,7 +135,7 @@ def _measure(path: Path, kernels: str, n_context: int, n_threads: int) -> dict[s
             backend.remove(0, n_context)
     backend.close()
     model.close()
-    ms = {str(size): 1000 * min(times) for size, times in seconds.items()}
+    ms = {str(size): round(1000 * min(times), 1) for size, times in seconds.items()}
     return {"ms": ms, "load_s": load_s, **memory}
 
 

@@ -150,16 +150,15 @@ def made_up(row: float) -> list[CostTable]:
 
 
 def read_costs(path: Path, models: Sequence[Path]) -> dict[str, list[CostTable]]:
-    """The tables of the models, found by their files' names, with each code that computed."""
+    """The tables of the models, found by their files' names, for each code that computed and each
+    length of the context."""
     found: dict[str, dict[str, CostTable]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         told = json.loads(line)
         table = CostTable({int(n): ms / 1000 for n, ms in told["ms"].items()})
-        found.setdefault(told["kernels"], {})[told["model"]] = table
-    return {
-        f"{path.stem}, {kernels}": [tables[model.name] for model in models]
-        for kernels, tables in found.items()
-    }
+        name = f"{path.stem}, {told['kernels']}, {told['context']} tokens in context"
+        found.setdefault(name, {})[told["model"]] = table
+    return {name: [tables[model.name] for model in models] for name, tables in found.items()}
 
 
 class Entrant:
