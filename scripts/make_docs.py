@@ -1,6 +1,6 @@
 """Writes the generated part of docs/ from the sources; `--check` only tells what is stale.
 
-- docs/cli.md: the `--help` of every command;
+- docs/cli.md: what every command takes, from specgen/cli;
 - docs/events.md, docs/events.schema.json: from specgen/events.py, whose `#:` comments are the
   descriptions of the fields below them;
 - docs/exit-codes.md: from specgen/errors.py.
@@ -14,13 +14,12 @@ import dataclasses
 import difflib
 import inspect
 import json
-import os
-import subprocess
+import re
 import sys
 import tokenize
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -28,7 +27,6 @@ from typing import Any, Literal, TypeAlias
 from specgen import errors, events
 
 ROOT = Path(__file__).resolve().parent.parent
-HELP_WIDTH = 100
 
 #: A dataclass of events.py.
 Record: TypeAlias = type[Any]
@@ -90,54 +88,196 @@ def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 # --- the command line -----------------------------------------------------------------------
 
+#: A table of so few rows is repeated for every command that has it.
+FEW_ROWS = 2
+
 
 def cli_page() -> str:
-    """Every command's help as it shows on a terminal without colour."""
-    parts = []
-    for path in command_paths():
-        command = " ".join(("specgen", *path))
-        parts.append(f"## {command}\n\n```text\n{help_text(path)}\n```")
-    return page("The command line", "specgen/cli", *parts)
-
-
-def command_paths() -> Iterator[tuple[str, ...]]:
-    """The words after `specgen` of every command and group, in the order of the help."""
+    """Every command with its options in tables, from what the commands declare."""
     from typer.main import get_command
 
     from specgen.cli import app
 
-    def walk(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-        yield path
-        for name, child in getattr(command, "commands", {}).items():
-            if not child.hidden:
-                yield from walk(child, (*path, name))
-
-    return walk(get_command(app), ())
-
-
-def help_text(path: tuple[str, ...]) -> str:
-    """The help of one command, from a process whose terminal is known."""
-    plain = {
-        "COLUMNS": str(HELP_WIDTH),
-        "NO_COLOR": "1",
-        "PYTHONUTF8": "1",
-        "TERM": "dumb",
-        "TERMINAL_WIDTH": str(HELP_WIDTH),
-    }
-    loud = {"CLICOLOR_FORCE", "FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS", "_SPECGEN_COMPLETE"}
-    environment = {name: value for name, value in os.environ.items() if name not in loud}
-    program = "from specgen.cli import app; app(prog_name='specgen')"
-    answer = subprocess.run(
-        [sys.executable, "-c", program, *path, "--help"],
-        env=environment | plain,
-        cwd=ROOT,
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
+    introduction = (
+        "`--help` (`-h`) behind a command shows what stands here on the terminal. `specgen "
+        "--install-completion` lets your shell complete commands and options."
     )
-    if answer.returncode:
-        sys.exit(f"specgen {' '.join(path)} --help failed:\n{answer.stderr}")
-    return "\n".join(line.rstrip() for line in answer.stdout.strip("\n").splitlines())
+    sections = command_sections(get_command(app), "specgen")
+    return page("The command line", "specgen/cli", introduction, *sections)
+
+
+def command_sections(root: Any, program: str) -> Iterator[str]:
+    """For each command: what it does, how it is called, the commands below it, and a table for
+    each panel of its help, or a link where an earlier command has the same."""
+    #: Panel and rows of the tables so far, with the command and the heading they stand under.
+    shown: dict[tuple[str, tuple[OptionRow, ...]], tuple[str, str]] = {}
+    for name, command in commands(root, program):
+        yield f"## {name}"
+        yield prose_of(command)
+        yield usage(name, command)
+        below = [each for each in commands(command, name) if each[1] is not command]
+        if below:
+            yield table(("command", "what it does"), [command_row(*each) for each in below])
+        links: dict[str, list[str]] = {}
+        tables: list[str] = []
+        for panel, rows in panels(command).items():
+            heading = f"{name.removeprefix(f'{program} ')}: {panel}"
+            if (panel, rows) in shown and len(rows) > FEW_ROWS:
+                earlier, there = shown[panel, rows]
+                links.setdefault(earlier, []).append(f"[{panel}](#{anchor(there)})")
+            else:
+                shown.setdefault((panel, rows), (name, heading))
+                tables.append(f"### {heading}\n\n{options_table(rows)}")
+        for earlier, same in links.items():
+            yield f"It has these options in common with `{earlier}`: {', '.join(same)}."
+        yield from tables
+
+
+def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The command and, if it is a group, those below it, in the order of the help; each with
+    what one types to run it."""
+    yield name, command
+    for word, child in getattr(command, "commands", {}).items():
+        if not child.hidden:
+            yield from commands(child, f"{name} {word}")
+
+
+def command_row(name: str, command: Any) -> tuple[str, str]:
+    return f"[`{name}`](#{anchor(name)})", prose_of(command).partition("\n")[0]
+
+
+def prose_of(command: Any) -> str:
+    """The help of a command, a paragraph a line."""
+    return markdown(flowing(command.help or ""))
+
+
+def usage(name: str, command: Any) -> str:
+    """How a command is called, with what it cannot do without."""
+    if hasattr(command, "commands"):
+        return f"```text\n{name} COMMAND [OPTIONS]\n```"
+    options, arguments = [], []
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            many = "..." if parameter.nargs == -1 else ""
+            argument = placeholder(parameter)
+            arguments.append(f"{argument if parameter.required else f'[{argument}]'}{many}")
+        elif parameter.required:
+            options.append(f"{parameter.opts[0]} {placeholder(parameter)}")
+    return f"```text\n{' '.join([name, *options, '[OPTIONS]', *arguments])}\n```"
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionRow:
+    """An option or an argument, in Markdown."""
+
+    is_argument: bool
+    names: str
+    value: str
+    description: str
+    default: str
+
+
+def panels(command: Any) -> dict[str, tuple[OptionRow, ...]]:
+    """What a command takes by panel, in the order of the help: arguments and what has no panel
+    come first. What typer adds by itself (--help, completion) is not among it."""
+    found: dict[str, list[OptionRow]] = {"Arguments": [], "Options": []}
+    # A group may have no function, and then takes nothing.
+    declared = (
+        inspect.signature(command.callback, eval_str=True).parameters if command.callback else {}
+    )
+    for parameter in command.params:
+        if parameter.name in declared and not parameter.hidden:
+            row = option_row(parameter, declared[parameter.name])
+            usual = "Arguments" if row.is_argument else "Options"
+            found.setdefault(parameter.rich_help_panel or usual, []).append(row)
+    return {panel: tuple(rows) for panel, rows in found.items() if rows}
+
+
+def option_row(parameter: Any, declared: inspect.Parameter) -> OptionRow:
+    is_argument = parameter.param_type_name == "argument"
+    spellings = (
+        [[placeholder(parameter)]] if is_argument else [parameter.opts, parameter.secondary_opts]
+    )
+    description = markdown(parameter.help or "")
+    if parameter.envvar:
+        description += f" Environment variable: `{parameter.envvar}`."
+    return OptionRow(
+        is_argument=is_argument,
+        names=" / ".join(", ".join(f"`{name}`" for name in names) for names in spellings if names),
+        value="" if is_argument or parameter.is_flag else value_in_words(parameter, declared),
+        description=description,
+        default=default_in_words(parameter, declared),
+    )
+
+
+def placeholder(parameter: Any) -> str:
+    name: str = parameter.metavar or parameter.name.upper()
+    return name
+
+
+def value_in_words(parameter: Any, declared: inspect.Parameter) -> str:
+    """What an option takes: its placeholder, its choices or a kind of value, and the range."""
+    kind, option = type_and_option(declared.annotation)
+    if typing.get_origin(kind) is Literal:
+        return f"`{'|'.join(typing.get_args(kind))}`"
+    usual = {int: "integer", float: "number", Path: "`PATH`", str: "`TEXT`"}[kind]
+    words = f"`{parameter.metavar}`" if parameter.metavar else usual
+    if option.min is not None and option.max is not None:
+        low, high = (str(bound).removesuffix(".0") for bound in (option.min, option.max))
+        return f"{words} from {low} to {high}"
+    if option.min is not None:
+        return f"{words} ≥ {str(option.min).removesuffix('.0')}"
+    return words if option.max is None else f"{words} ≤ {str(option.max).removesuffix('.0')}"
+
+
+def type_and_option(annotation: Any) -> tuple[Any, Any]:
+    """The type of one value, out of `Annotated`, unions with None and lists, and typer's option
+    or argument that stands beside it."""
+    option = None
+    while not isinstance(annotation, type) and typing.get_origin(annotation) is not Literal:
+        if hasattr(annotation, "__metadata__"):
+            option = annotation.__metadata__[0]
+        annotation = next(each for each in typing.get_args(annotation) if each is not type(None))
+    return annotation, option
+
+
+def default_in_words(parameter: Any, declared: inspect.Parameter) -> str:
+    if isinstance(parameter.show_default, str):
+        return markdown(parameter.show_default)
+    if parameter.required:
+        return "required"
+    if not parameter.show_default or declared.default is None or declared.default is False:
+        return ""
+    return f"`{declared.default}`"
+
+
+def options_table(rows: Sequence[OptionRow]) -> str:
+    """The rows without the columns in which nothing stands."""
+    header = ("argument" if rows[0].is_argument else "option", "value", "what it does", "default")
+    columns = [
+        (heading, *cells)
+        for heading, *cells in zip(
+            header,
+            *((row.names, row.value, row.description, row.default) for row in rows),
+            strict=True,
+        )
+        if any(cells)
+    ]
+    first, *rest = zip(*columns, strict=True)
+    return table(first, rest)
+
+
+def markdown(text: str) -> str:
+    """The text with the characters escaped that mean something in Markdown; what stands between
+    backticks stays code."""
+    parts = text.split("`")
+    parts[::2] = (re.sub(r"[\\*_<\[]", r"\\\g<0>", part) for part in parts[::2])
+    return "`".join(parts)
+
+
+def anchor(heading: str) -> str:
+    """Where GitHub's link to a heading goes."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
 # --- the events -----------------------------------------------------------------------------

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-#: Where Linux counts what its cores did since the machine was started.
-_STAT = Path("/proc/stat")
-#: Of the counts in its first line: idle, and waiting for a disk; those behind the first eight
-#: are in others already.
-_IDLE = (3, 4)
-_N_COUNTS = 8
+#: Of what psutil counts: time without work, also for want of a disk.
+_IDLE = ("idle", "iowait")
+#: What is part of another count: of `user` and `nice` on Linux, of `system` on Windows.
+_COUNTED_TWICE = ("guest", "guest_nice", "interrupt", "dpc")
 #: Other programs that take more than this share of the cores slow down what is measured.
 BUSY_SHARE = 0.25
 
@@ -29,21 +27,18 @@ class CoreTime:
 
 def core_time() -> CoreTime | None:
     """What is counted at present; None where the system does not tell."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        text = _STAT.read_text(encoding="ascii")
+    import psutil
+
+    with contextlib.suppress(OSError):
         own = os.times()
-        return parse_stat(text, os.sysconf("SC_CLK_TCK"), own.user + own.system)
+        return of_counts(psutil.cpu_times()._asdict(), own.user + own.system)
     return None
 
 
-def parse_stat(text: str, ticks_per_s: int, own_s: float) -> CoreTime:
-    """What a `/proc/stat` says. Raises `ValueError` if it says something else."""
-    name, *counts = text.partition("\n")[0].split()
-    ticks = [int(count) for count in counts[:_N_COUNTS]]
-    if name != "cpu" or len(ticks) <= max(_IDLE):
-        raise ValueError("the first line is not that of all cores")
-    idle = sum(ticks[index] for index in _IDLE)
-    return CoreTime(sum(ticks) / ticks_per_s, (sum(ticks) - idle) / ticks_per_s, own_s)
+def of_counts(counts_s: Mapping[str, float], own_s: float) -> CoreTime:
+    """From seconds by the names that psutil gives them, which differ between systems."""
+    total_s = sum(seconds for name, seconds in counts_s.items() if name not in _COUNTED_TWICE)
+    return CoreTime(total_s, total_s - sum(counts_s.get(name, 0.0) for name in _IDLE), own_s)
 
 
 def share_of_others(before: CoreTime | None, after: CoreTime | None) -> float | None:
@@ -55,4 +50,4 @@ def share_of_others(before: CoreTime | None, after: CoreTime | None) -> float | 
     return min(1.0, max(0.0, others_s / (after.total_s - before.total_s)))
 
 
-__all__ = ["BUSY_SHARE", "CoreTime", "core_time", "parse_stat", "share_of_others"]
+__all__ = ["BUSY_SHARE", "CoreTime", "core_time", "of_counts", "share_of_others"]

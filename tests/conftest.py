@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,6 +10,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Threads that wait for each other do not take the processor from another worker's; llama.cpp's
+# runtime reads this once, when it is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from specgen.kernels import library_path
 from specgen.kernels.test_results import (
@@ -83,6 +88,10 @@ def _own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECGEN_DRAFT_WEIGHTS", "own")
     # Nor does it depend on what else runs here whether measurements are kept.
     monkeypatch.setattr("specgen.session.core_time", lambda: None)
+    # Nor does it depend on how quick it is what is told of progress.
+    monkeypatch.setattr("specgen.progress.INTERVAL_S", math.inf)
+    # Several workers share the cores: more threads than one are asked for by name.
+    monkeypatch.setattr("specgen.backend.llama.opening.default_threads", lambda: 1)
     # The kernels' self-test is made once: it takes a second.
     monkeypatch.setattr("specgen.kernels.choice.result_of", _remembered)
 

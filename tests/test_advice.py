@@ -22,7 +22,7 @@ from specgen.cli.advice import (
 )
 from specgen.copies import Comparison
 from specgen.costs import Costs
-from specgen.load import CoreTime, core_time, parse_stat, share_of_others
+from specgen.load import CoreTime, core_time, of_counts, share_of_others
 from specgen.options import DraftSource
 from specgen.threads import Threads, ThreadTimes
 from specgen.trial import Answer, Baseline, Figures
@@ -336,15 +336,18 @@ def test_half_a_tuning_says_what_it_found_and_concludes_nothing() -> None:
 
 # --- other programs
 
-STAT = "cpu  4000 100 900 5000 1000 0 50 50 999 0\ncpu0 1 2 3 4 5 6 7 8 9 10\n"
+LINUX = {
+    "user": 40.0, "nice": 1.0, "system": 9.0, "idle": 50.0, "iowait": 10.0, "irq": 0.0,
+    "softirq": 0.5, "steal": 0.5, "guest": 9.0, "guest_nice": 0.5,
+}  # fmt: skip
+MACOS = {"user": 40.0, "nice": 1.0, "system": 10.0, "idle": 60.0}
+WINDOWS = {"user": 40.0, "system": 11.0, "idle": 60.0, "interrupt": 3.0, "dpc": 2.0}
 
 
-def test_core_time_is_what_the_system_counts() -> None:
+@pytest.mark.parametrize("counts", [LINUX, MACOS, WINDOWS])
+def test_core_time_is_what_the_system_counts(counts: dict[str, float]) -> None:
     # Without idling and waiting, and without what is counted twice.
-    assert parse_stat(STAT, 100, 7.5) == CoreTime(total_s=111.0, busy_s=51.0, own_s=7.5)
-    for wrong in ("", "cpu0 1 2 3 4 5 6 7 8\n", "cpu 1 2\n", "cpu a b c d e f g h\n"):
-        with pytest.raises(ValueError):  # noqa: PT011
-            parse_stat(wrong, 100, 0.0)
+    assert of_counts(counts, 7.5) == CoreTime(total_s=111.0, busy_s=51.0, own_s=7.5)
 
 
 def test_others_take_what_this_process_does_not() -> None:
@@ -357,11 +360,18 @@ def test_others_take_what_this_process_does_not() -> None:
     assert share_of_others(before, None) is None
 
 
-@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="only Linux tells")
 def test_this_system_tells() -> None:
     found = core_time()
     assert found is not None
     assert 0.0 < found.own_s < found.busy_s < found.total_s
+
+
+def test_a_system_that_does_not_tell_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise PermissionError("/proc/stat")
+
+    monkeypatch.setattr("psutil.cpu_times", refuse)
+    assert core_time() is None
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.bench.html import to_html
+from specgen.bench.html import N_COLOURS, to_html
 from specgen.bench.report import Report
 from specgen.bench.runs import Failure, Runs, SkippedPrompt
-from specgen.bench.style import N_COLOURS
 from specgen.bench.svg import Bar, Line, Stack, bars, lines, stacks
 from tests.helpers_bench import foresight_of, outcome, report_of, result
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
+import typer
 from jsonschema import Draft202012Validator
+from markdown_it import MarkdownIt
+from typer.main import get_command
 
 from scripts import make_docs
 from specgen import events
@@ -111,6 +116,146 @@ def test_generated_documents_are_up_to_date() -> None:
         path.name for path, text in make_docs.pages().items() if make_docs.is_stale(path, text)
     ]
     assert not stale, "run `make docs`"
+
+
+# --- the command line
+
+Number = Annotated[int, typer.Option()]
+
+
+def sections(app: typer.Typer) -> str:
+    return "\n\n".join(make_docs.command_sections(get_command(app), "tool"))
+
+
+def rows(markdown: str) -> list[list[str]]:
+    """The cells of all tables, as a reader of the page sees them."""
+    found: list[list[str]] = []
+    is_cell = False
+    for token in MarkdownIt("commonmark").enable("table").parse(markdown):
+        if token.type == "tr_open":
+            found.append([])
+        elif token.type == "inline" and is_cell:
+            found[-1].append("".join(part.content for part in token.children or ()))
+        is_cell = token.type in {"th_open", "td_open"}
+    return found
+
+
+def headings(markdown: str) -> list[str]:
+    tokens = MarkdownIt("commonmark").parse(markdown)
+    pairs = itertools.pairwise(tokens)
+    return [inline.content for token, inline in pairs if token.type == "heading_open"]
+
+
+def test_an_option_is_a_row_with_what_it_takes_and_what_it_is_if_not_given() -> None:
+    app = typer.Typer()
+
+    @app.command()
+    def work(
+        files: Annotated[
+            list[Path] | None, typer.Argument(metavar="FILES", help="What to work on.")
+        ] = None,
+        kind: Annotated[
+            Literal["a", "b"], typer.Option("--kind", "-k", envvar="KIND", help="Of a_b_ <c>.")
+        ] = "a",
+        share: Annotated[float, typer.Option(min=0.0, max=1.0, help="`x|y` or *z*.")] = 0.5,
+        times: Annotated[list[int] | None, typer.Option("--times", metavar="N", min=1)] = None,
+        level: Annotated[int, typer.Option(max=9)] = 3,
+        text: Annotated[str | None, typer.Option(show_default=r"\n, of `tool`")] = None,
+        path: Annotated[Path, typer.Option(show_default=False)] = Path("x"),
+        loud: Annotated[bool | None, typer.Option("--loud/--quiet", help="More.")] = None,
+        secret: Annotated[bool, typer.Option("--secret", hidden=True)] = False,
+        panelled: Annotated[bool, typer.Option("--on", help="It.", rich_help_panel="P")] = False,
+    ) -> None:
+        """Work."""
+
+    page = sections(app)
+    assert rows(page) == [
+        ["argument", "what it does"],
+        ["FILES", "What to work on."],
+        ["option", "value", "what it does", "default"],
+        ["--kind, -k", "a|b", "Of a_b_ <c>. Environment variable: KIND.", "a"],
+        ["--share", "number from 0 to 1", "x|y or *z*.", "0.5"],
+        ["--times", "N ≥ 1", "", ""],
+        ["--level", "integer ≤ 9", "", "3"],
+        ["--text", "TEXT", "", r"\n, of tool"],
+        ["--path", "PATH", "", ""],
+        ["--loud / --quiet", "", "More.", ""],
+        ["option", "what it does"],
+        ["--on", "It."],
+    ]
+    assert headings(page) == ["tool", "tool: Arguments", "tool: Options", "tool: P"]
+    assert "\ntool [OPTIONS] [FILES]...\n" in page
+
+
+def test_a_table_that_an_earlier_command_has_is_a_link() -> None:
+    app = typer.Typer(help="A tool.")
+    group = typer.Typer(help="More.")
+    app.add_typer(group, name="more")
+
+    @app.command()
+    def one(a: Number = 1, b: Number = 2, c: Number = 3) -> None:
+        """First.
+
+        In detail.
+        """
+
+    @group.command()
+    def two(a: Number = 1, b: Number = 2, c: Number = 3) -> None:
+        """Second."""
+
+    @group.command()
+    def three(name: Annotated[str, typer.Argument()], a: Number, b: Number = 2) -> None:
+        """Third."""
+
+    @group.command(hidden=True)
+    def four() -> None: ...
+
+    page = sections(app)
+    below = ["tool one", "tool more", "tool more two", "tool more three"]
+    assert headings(page) == [
+        "tool", "tool one", "one: Options", "tool more", "tool more two", "tool more three",
+        "more three: Arguments", "more three: Options",
+    ]  # fmt: skip
+    assert [row for row in rows(page) if row[0].startswith("tool")] == [
+        *zip_lists(below, ["First.", "More.", "Second.", "Third."]),
+        *zip_lists(below[2:], ["Second.", "Third."]),
+    ]
+    assert "[`tool more two`](#tool-more-two)" in page
+    assert "options in common with `tool one`: [Options](#one-options)." in page
+    assert "\ntool more three --a A [OPTIONS] NAME\n" in page
+    assert ["--a", "integer", "required"] in rows(page)
+
+
+def zip_lists(*columns: list[str]) -> list[list[str]]:
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def test_every_option_of_every_command_is_in_the_page() -> None:
+    from specgen.cli import app
+
+    page = make_docs.cli_page()
+    told = {name for row in rows(page) for name in row[0].replace(" / ", ", ").split(", ")}
+    every = [command for _, command in make_docs.commands(get_command(app), "specgen")]
+    names = {
+        name
+        for command in every
+        for parameter in command.params
+        if not parameter.hidden and parameter.param_type_name == "option"
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    }
+    assert names - told == {"--install-completion", "--show-completion"}  # typer's own
+
+
+def test_links_within_the_page_go_to_its_headings() -> None:
+    page = make_docs.cli_page()
+    anchors = [make_docs.anchor(heading) for heading in headings(page)]
+    assert len(set(anchors)) == len(anchors)
+    goals = set(re.findall(r"\]\(#([^)]*)\)", page))
+    assert "run-sampling-more-of-llamacpps-samplers" in goals
+    assert goals <= set(anchors)
+
+
+# --- the events
 
 
 def test_there_is_a_sample_of_every_event() -> None:

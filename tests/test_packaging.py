@@ -186,7 +186,7 @@ def test_the_wheel_is_whole(tmp_path: Path) -> None:
         assert wheel.read("specgen/models.toml") == (ROOT / "models.toml").read_bytes()
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "specgen").rglob("*.py")}
     assert sources <= names
-    assert "specgen/py.typed" in names
+    assert {"specgen/py.typed", "specgen/bench/page.html.jinja"} <= names
     assert f"{about}/licenses/LICENSE" in names
     assert "specgen = specgen.cli:main" in entry_points
     assert "\nRequires-Python: >=3.10\n" in metadata

@@ -1,10 +1,11 @@
-"""A bar on standard error, for commands that measure for minutes."""
+"""A bar on standard error, or lines, for commands that measure for minutes."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 #: Told what is going on, and how much of it is done, of how much.
@@ -12,10 +13,15 @@ Progress = Callable[[str, int, int], None]
 
 
 @contextlib.contextmanager
-def progress_bar(*, quiet: bool) -> Iterator[Progress]:
-    """Tells on standard error how far the work is, on a terminal; gone when the work is done."""
-    if quiet or not sys.stderr.isatty():
+def progress_bar(*, quiet: bool, clock: Callable[[], float] = time.monotonic) -> Iterator[Progress]:
+    """Tells on standard error how far the work is: on a terminal with a bar that is gone when the
+    work is done, elsewhere with a line now and then (`ProgressLines`); with `quiet` not at all."""
+    if quiet:
         yield _nothing
+        return
+    if not sys.stderr.isatty():
+        with _lines(clock) as progress:
+            yield progress
         return
     from rich.progress import (
         BarColumn,
@@ -46,6 +52,24 @@ def progress_bar(*, quiet: bool) -> Iterator[Progress]:
             bar.update(tasks[what], completed=done, total=total)  # type: ignore[arg-type]
 
         yield show
+
+
+@contextlib.contextmanager
+def _lines(clock: Callable[[], float]) -> Iterator[Progress]:
+    from specgen.progress import ProgressLines
+    from specgen.render.text import clean_line
+
+    lines = ProgressLines(sys.stderr, clock)
+    encoding = sys.stderr.encoding
+
+    def show(what: str, done: int, total: int) -> None:
+        # There are names of files in it.
+        lines.update(clean_line(f"{what}: {done} of {total}", encoding))
+
+    try:
+        yield show
+    finally:
+        lines.finish()
 
 
 def _nothing(_what: str, _done: int, _total: int) -> None:

@@ -6,13 +6,15 @@ calls the methods of whatever it was given, and prints nothing.
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from specgen.models.sizes import human_bytes
+from specgen.progress import ProgressLines
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import TextIO
 
     from rich.console import Console
@@ -66,36 +68,38 @@ class SilentProgress:
 
 
 class LineProgress:
-    """Write a line for every tenth of the whole: for logs, and terminals that only add lines."""
+    """Write a line now and then (`ProgressLines`): for logs, and terminals that only add lines."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
+        self._clock = clock
+        self._lines: ProgressLines | None = None
         self._label = ""
         self._total_bytes = 0
-        self._tenth = 0
+        self._most_bytes = 0
 
     def start(self, label: str, total_bytes: int, done_bytes: int = 0) -> None:
+        self._lines = ProgressLines(self._stream, self._clock)
         self._label = label
         self._total_bytes = total_bytes
-        self._tenth = self._tenth_at(done_bytes)
+        self._most_bytes = done_bytes
 
     def update(self, done_bytes: int) -> None:
-        tenth = self._tenth_at(done_bytes)
-        # A position that moves back writes nothing until it is past where it was.
-        if tenth > self._tenth:
-            self._tenth = tenth
+        # A position that moves back changes nothing until it is past where it was.
+        if self._lines is not None and done_bytes > self._most_bytes:
+            self._most_bytes = done_bytes
+            percent = 100 * done_bytes // max(1, self._total_bytes)
             done, total = human_bytes(done_bytes), human_bytes(self._total_bytes)
-            self.note(f"{self._label}: {tenth * 10} % ({done} of {total})")
+            self._lines.update(f"{self._label}: {percent} % ({done} of {total})")
 
     def finish(self) -> None:
-        pass
+        if self._lines is not None:
+            self._lines.finish()
+        self._lines = None
 
     def note(self, message: str) -> None:
         self._stream.write(f"{message}\n")
         self._stream.flush()
-
-    def _tenth_at(self, done_bytes: int) -> int:
-        return 10 * done_bytes // max(1, self._total_bytes)
 
 
 class RichProgress:
