@@ -35,5 +35,6 @@ def replace_bytes(path: Path, data: bytes) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """`replace_bytes` with text, in UTF-8."""
-    replace_bytes(path, text.encode())
+    """`replace_bytes` with JSON, in UTF-8. Names of files that are not UTF-8 have lone surrogates:
+    they are written as escapes, which JSON reads back."""
+    replace_bytes(path, text.encode("utf-8", "backslashreplace"))

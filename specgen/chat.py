@@ -50,7 +50,9 @@ def render(
 
     `template` is Jinja as Hugging Face's chat templates use it; it comes with the model file,
     from whoever made that, so it runs in a sandbox. Raises `PromptError` if the template does
-    not accept the messages (some know no system message, for example) or is broken.
+    not accept the messages (some know no system message, for example) or is broken, whatever
+    goes wrong in it. The sandbox bounds the length of a `range`, not the time that a template
+    takes: one that loops for very long is not stopped.
     """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
@@ -60,16 +62,19 @@ def render(
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = now.strftime
+    variables = {
+        "messages": [{"role": m.role, "content": m.content} for m in messages],
+        "add_generation_prompt": True,
+        "bos_token": bos_token,
+        "eos_token": eos_token,
+    }
     try:
-        return environment.from_string(template).render(
-            messages=[{"role": m.role, "content": m.content} for m in messages],
-            add_generation_prompt=True,
-            bos_token=bos_token,
-            eos_token=eos_token,
-        )
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        return environment.from_string(template).render(variables)
+    # What a template's expressions raise can be anything, as can what compiling them raises.
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise PromptError(
-            f"the model's chat template failed: {error}",
+            f"the model's chat template failed: {reason}",
             hint="leave out --system if it is the system message; --raw does without a template",
         ) from error
 

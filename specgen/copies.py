@@ -15,6 +15,7 @@ machine; one that is not worth it is deleted. Copies are kept in a folder, the l
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -103,6 +104,8 @@ class Copies:
         self._tell = tell
         #: What is known already, by the model's path: it is asked for with every table of costs.
         self._found: dict[Path, Path | None] = {}
+        #: Models whose comparison failed for a reason that may be gone the next time.
+        self._postponed: set[Path] = set()
 
     def of(self, model: Path, context: ContextOptions) -> Path | None:
         """The copy from which a model drafts; None where it drafts from its own weights."""
@@ -124,19 +127,23 @@ class Copies:
         """Let a model be compared anew."""
         self._memory.keep_weights(model, context, None)
         self._found.pop(model, None)
+        self._postponed.discard(model)
 
     def discard(self, model: Path) -> None:
         """Draft from the model's own weights from now on: its copy cannot be used."""
         copy = self._found.get(model)
         if copy is not None:
-            with contextlib.suppress(OSError):
-                copy.unlink()
+            _delete(copy)
         self._found[model] = None
 
     def compare(self, model: LlamaModel, context: ContextOptions, text: str) -> Comparison | None:
         """Find out whether a copy of a model is quicker and says much the same about a text, making
         one if there is none, and remember that; None if it is known, or not to be tried, or no copy
-        can be made."""
+        can be made.
+
+        That llama.cpp cannot make or load a copy is remembered as well. A failure for want of disk
+        space or memory, or in reading or writing, is not: the next session tries again, this one
+        does not."""
         folder = self._folder
         if folder is None or not self._is_new(model, context):
             return None
@@ -146,22 +153,27 @@ class Copies:
         started = self._clock()
         self._tell(f"comparing {model.name} with a copy in {COPY_TYPE.upper()}")
         try:
-            if not path.is_file() and not _make(model, path, context):
-                return None
+            if not path.is_file():
+                _make(model, path, context)
             share, distance = self._measure(model, path, context, text)
-        except (BackendError, MemoryLimitError, ModelFileError, OSError):
-            # The model's own weights draft as well.
+        except (BackendError, ModelFileError):
             self._memory.keep_weights(model.path, context, "own")
+            _delete(path)
+            return None
+        except (MemoryLimitError, OSError):
+            self._postponed.add(model.path)
             return None
         found = Comparison(model.name, share, distance, path, self._clock() - started)
         self._memory.keep_weights(model.path, context, COPY_TYPE if found.is_taken else "own")
         self._found.pop(model.path, None)
         if not found.is_taken:
-            path.unlink(missing_ok=True)
+            _delete(path)
         return found
 
     def _is_new(self, model: LlamaModel, context: ContextOptions) -> bool:
         """Whether a model is worth a comparison and there was none."""
+        if model.path in self._postponed:
+            return False
         known = self._memory.weights(model.path, context)
         if known == "own" or (known == COPY_TYPE and self.of(model.path, context) is not None):
             return False
@@ -193,7 +205,8 @@ def _copy_path(folder: Path, model: Path) -> Path | None:
         about = model.stat()
     except OSError:
         return None
-    digest = hashlib.sha256(f"{model.name}\0{about.st_size}\0{about.st_mtime_ns}".encode())
+    name = os.fsencode(model.name)
+    digest = hashlib.sha256(name + f"\0{about.st_size}\0{about.st_mtime_ns}".encode())
     return folder / f"{model.stem}-{digest.hexdigest()[:12]}.{COPY_TYPE}.gguf"
 
 
@@ -240,18 +253,27 @@ def _softmax(logits: Logits) -> ProbArray:
     return probs
 
 
-def _make(model: LlamaModel, path: Path, context: ContextOptions) -> bool:
-    """Make the copy of a model; False if there is no room for it. Raises `BackendError`,
-    `OSError`."""
+def _make(model: LlamaModel, path: Path, context: ContextOptions) -> None:
+    """Make the copy of a model. Raises `BackendError` if llama.cpp cannot make it, `OSError` if it
+    cannot be written or there is no room for it."""
     folder = path.parent
     folder.mkdir(parents=True, exist_ok=True)
     with new_beside(path) as new:
         _make_room(folder, _MOST_KEPT - model.size_bytes, new.stat().st_mtime)
-        if shutil.disk_usage(folder).free < _FREE * model.size_bytes:
-            return False
-        requantize(model.path, new, context.n_threads_batch or default_threads())
+        _check_room(folder, _FREE * model.size_bytes)
+        try:
+            requantize(model.path, new, context.n_threads_batch or default_threads())
+        except BackendError:
+            # llama.cpp does not say whether it could not write. There was room for two copies.
+            _check_room(folder, model.size_bytes)
+            raise
         new.replace(path)
-        return True
+
+
+def _check_room(folder: Path, n_bytes: int) -> None:
+    """Raise `OSError` if fewer bytes are free on a folder's disk."""
+    if shutil.disk_usage(folder).free < n_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 def _make_room(folder: Path, most_bytes: int, now_s: float) -> None:
@@ -262,8 +284,13 @@ def _make_room(folder: Path, most_bytes: int, now_s: float) -> None:
         is_left = copy.suffix == NEW
         kept += 0 if is_left else about.st_size
         if now_s - about.st_mtime > _STALE_S if is_left else kept > most_bytes:
-            with contextlib.suppress(OSError):  # one that is in use stays, on some systems
-                copy.unlink()
+            _delete(copy)
+
+
+def _delete(copy: Path) -> None:
+    """Delete a copy, if it is there. One that is in use stays, on some systems."""
+    with contextlib.suppress(OSError):
+        copy.unlink()
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:

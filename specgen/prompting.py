@@ -103,7 +103,15 @@ def draft_chat_tokens(
 
 
 def tokenize(vocabulary: LlamaVocabulary, text: str, *, parse_special: bool) -> list[int]:
-    """A prompt's tokens, its beginning-of-text token included where the model wants one."""
+    """A prompt's tokens, its beginning-of-text token included where the model wants one. Raises
+    `PromptError` if the text has half a surrogate pair, which UTF-8 lacks."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"the prompt has half a surrogate pair, {text[error.start]!r}, at character {error.start}",
+            hint="give text that UTF-8 can express",
+        ) from None
     bos = vocabulary.control_text(vocabulary.special_tokens()["bos"])
     # A chat template may have written the beginning-of-text token already.
     add_special = not (parse_special and bos and text.startswith(bos))

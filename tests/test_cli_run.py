@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from typing import Any
 import pytest
 
 from specgen.events import FinishedEvent
+from specgen.models import memory_file
+from specgen.tiny import TinyConfig, write_tiny_model
 from tests.helpers_cli import ROOT, Cli, complaint, events_of
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
@@ -446,6 +449,31 @@ def test_bad_prompts_exit_with_3(cli: Cli, tmp_path: Path) -> None:
     assert "no prompt" in complaint(cli(*model), 2)
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 // 0 }}",
+        "{{ 10.0 ** 400 }}",
+        "{{ range(10**12) | length }}",
+        "{{ 'x' * 10**15 }}",
+        "{{ '{}'.format() }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        "{% for message in messages %}",
+        "{{ raise_exception('one line\nand another') }}",
+        "{{ raise_exception('') }}",
+        r"{{ '\ud800' }}",
+    ],
+)
+def test_whatever_a_chat_template_does_wrong_exits_with_3(
+    cli: Cli, tmp_path: Path, template: str
+) -> None:
+    path = write_tiny_model(tmp_path / "m.gguf", TinyConfig(chat_template=template))
+    result = cli("-m", str(path), "-md", "none", "-t", "1", "Hi")
+    assert re.match("error: (the model's chat template failed: .|the prompt has)", result.err)
+    complaint(result, 3)
+
+
 def test_bad_models_exit_with_4(cli: Cli, tmp_path: Path) -> None:
     text = tmp_path / "text.gguf"
     text.write_text("hello", encoding="utf-8")
@@ -523,6 +551,68 @@ def start(
         stderr=subprocess.PIPE,
         bufsize=0,
     )
+
+
+#: Runs `specgen run` once with each option that takes a value and, for it, bytes that are not UTF-8;
+#: says after each how it ended.
+_EACH_OPTION = """
+import sys, typer, specgen.cli
+bad, *own = sys.argv[1:]
+run = typer.main.get_command(specgen.cli.app).commands["run"]
+for option in run.params:
+    if option.param_type_name == "option" and not option.is_flag:
+        try:
+            specgen.cli.main(["run", *own, option.opts[0], bad, "Hi"])
+        except SystemExit as end:
+            print(option.opts[0], end.code, file=sys.stderr)
+"""
+
+
+@posix
+def test_bytes_that_are_not_utf_8_are_refused_by_every_option(tiny_models: Path) -> None:
+    own = ["-m", str(tiny_models / "chat.gguf"), "-md", "none", "-t", "1", "-n", "1"]
+    own += ["--no-stats", "--dry-multiplier", "1"]
+    process = start([sys.executable, "-c", _EACH_OPTION, os.fsdecode(b"\xff"), *own])
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err.decode()
+    assert out == b""
+    lines = iter(err.decode().splitlines())
+    ends = {}
+    for line in lines:
+        assert line.startswith("error: "), line
+        after = next(lines)
+        if after.startswith("hint: "):
+            after = next(lines)
+        option, code = after.split()
+        ends[option] = code, line
+    assert len(ends) > 50
+    for option in ("--system", "--stop", "--grammar", "--json-schema", "--dry-sequence-breaker"):
+        assert ends[option][0] == "2"
+        assert option in ends[option][1]
+        assert "not UTF-8 at character 0" in ends[option][1]
+    assert {option for option, (code, _) in ends.items() if code != "2"} == {"--target"}
+    assert ends["--target"][0] == "6"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs file names of any bytes")
+def test_file_names_that_are_not_utf_8_are_those_of_files_all_the_same(
+    tiny_models: Path, tmp_path: Path
+) -> None:
+    draft = tmp_path / os.fsdecode(b"caf\xe9.gguf")
+    draft.write_bytes((tiny_models / "draft.gguf").read_bytes())
+    strict = {"PYTHONIOENCODING": "utf-8:strict"}  # as in the locales of most people
+    specgen, own = [sys.executable, "-m", "specgen"], ["-t", "1", "-n", "8"]
+    target = ["-m", str(tiny_models / "target.gguf")]
+    answer = start([*specgen, "run", *target, "-md", str(draft), *own, "--json", PROMPT], strict)
+    out, err = answer.communicate(timeout=120)
+    assert answer.returncode == 0, err.decode()
+    assert json.loads(out.splitlines()[0])["draft"] == draft.name
+    learnt = json.loads(memory_file().read_text(encoding="utf-8"))
+    assert any(draft.name in key for key in learnt["costs"])
+    found = start([*specgen, "draft", "find", *target, str(draft), "-N", "1", *own], strict)
+    out, err = found.communicate(timeout=120)
+    assert found.returncode == 0, err.decode()
+    assert rb"caf\udce9.gguf" in out
 
 
 def test_in_a_pipe_there_are_no_escape_codes(tiny_models: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -17,7 +19,7 @@ from specgen import copies
 from specgen.backend.build import Build
 from specgen.backend.llama import LlamaBackend, LlamaModel, requantize
 from specgen.copies import Comparison, Copies, distance_on
-from specgen.errors import BackendError
+from specgen.errors import BackendError, MemoryLimitError
 from specgen.events import CommittedEvent, PromptEvent
 from specgen.memory import Memory
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions
@@ -279,14 +281,96 @@ def test_one_that_cannot_be_made_is_not_tried_again(
 ) -> None:
     def fail(model: Path, copy: Path, n_threads: int) -> None:
         copy.write_bytes(b"half of it")
-        raise BackendError("the disk is full")
+        raise BackendError("no such type")
 
     memory = Memory()
     with monkeypatch.context() as patched:
         patched.setattr(copies, "requantize", fail)
         assert compare(draft, opened(folder, memory)) is None
     assert files(folder) == []
+    assert memory.weights(draft, CONTEXT) == "own"
     assert compare(draft, opened(folder, memory)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("requantize", OSError(errno.EIO, os.strerror(errno.EIO))),
+        ("LlamaBackend", MemoryLimitError("a context of 128 tokens needs about 0.1 GiB")),
+    ],
+)
+def test_a_failure_that_may_pass_is_forgotten_with_the_session(
+    draft: Path,
+    folder: Path,
+    takes: Callable[[float, float], None],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    error: Exception,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    memory = Memory()
+    told: list[str] = []
+    found = Copies(folder, memory, time.perf_counter, told.append)
+    with monkeypatch.context() as patched:
+        patched.setattr(copies, name, fail)
+        assert compare(draft, found) is None
+    assert memory.weights(draft, CONTEXT) is None, "nothing was decided"
+    assert compare(draft, found) is None
+    assert len(told) == 1, "it is not tried again in this session"
+    compared = compare(draft, opened(folder, memory))
+    assert compared is not None
+    assert compared.is_taken
+    found.forget(draft, CONTEXT)
+    assert compare(draft, found) is not None, "tuning tries anew"
+
+
+def test_a_disk_that_becomes_full_decides_nothing(
+    draft: Path,
+    folder: Path,
+    takes: Callable[[float, float], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usage, free = shutil.disk_usage(draft.parent), [2**40]
+
+    def fill(model: Path, copy: Path, n_threads: int) -> None:
+        free.append(4096)
+        raise BackendError("iostream error")  # all that llama.cpp says
+
+    memory = Memory()
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=free[-1]))
+        patched.setattr(copies, "requantize", fill)
+        assert compare(draft, opened(folder, memory)) is None
+    assert files(folder) == []
+    assert memory.weights(draft, CONTEXT) is None
+    assert compare(draft, opened(folder, memory)) is not None
+
+
+def test_a_copy_that_cannot_be_loaded_goes(
+    draft: Path, folder: Path, takes: Callable[[float, float], None]
+) -> None:
+    memory = Memory()
+    compared = compare(draft, opened(folder, memory))
+    assert compared is not None
+    compared.copy.write_bytes(b"GGUF" + bytes(100))
+    found = opened(folder, Memory())
+    assert compare(draft, found) is None
+    assert files(folder) == []
+    found.forget(draft, CONTEXT)
+    assert compare(draft, found) is not None, "another one is made"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs file names of any bytes")
+def test_a_file_name_that_is_not_utf_8_is_no_obstacle(
+    draft: Path, folder: Path, takes: Callable[[float, float], None]
+) -> None:
+    renamed = draft.rename(draft.with_name(os.fsdecode(b"caf\xe9.gguf")))
+    memory = Memory()
+    compared = compare(renamed, opened(folder, memory))
+    assert compared is not None
+    assert opened(folder, memory).of(renamed, CONTEXT) == compared.copy
 
 
 def test_ctrl_c_leaves_nothing(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -85,6 +86,9 @@ def _specgen(
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: the one place where errors become exit codes."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names of files need not be UTF-8. They are shown with escapes, as on standard error.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = app(arguments, prog_name="specgen", standalone_mode=False)
     except SpecgenError as error:

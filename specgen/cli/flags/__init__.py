@@ -17,6 +17,7 @@ from specgen.cli.flags.groups import takes
 from specgen.cli.flags.machine import Contexts, machine
 from specgen.cli.flags.models import ModelChoice, models
 from specgen.cli.flags.sampling import sampling
+from specgen.cli.flags.text import utf8
 from specgen.errors import UsageError
 from specgen.options import Show
 
@@ -66,6 +67,7 @@ System = Annotated[
         "--system",
         "-sys",
         metavar="TEXT",
+        parser=utf8,
         help="A system message for the chat template.",
         rich_help_panel=_PROMPT,
     ),

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from specgen.cli.flags.text import utf8
 from specgen.errors import UsageError
 from specgen.options import GenerationOptions
 
@@ -30,6 +31,7 @@ def constraint(
         typer.Option(
             "--grammar",
             metavar="GBNF",
+            parser=utf8,
             help="A grammar that the answer follows, in llama.cpp's GBNF.",
             rich_help_panel=_GRAMMAR,
         ),
@@ -44,6 +46,7 @@ def constraint(
             "--json-schema",
             "-j",
             metavar="SCHEMA",
+            parser=utf8,
             help="A JSON schema that the answer conforms to; {} is any JSON object.",
             rich_help_panel=_GRAMMAR,
         ),
@@ -98,6 +101,7 @@ def answer(
             "--reverse-prompt",
             "-r",
             metavar="TEXT",
+            parser=utf8,
             help="End the answer before this text; may be given several times.",
             rich_help_panel=_ANSWER,
         ),

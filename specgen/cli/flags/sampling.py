@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from specgen.cli.flags.text import utf8
 from specgen.errors import UsageError
 from specgen.options import (
     SamplerName,
@@ -184,6 +185,7 @@ def sampling(
         typer.Option(
             "--dry-sequence-breaker",
             metavar="TEXT",
+            parser=utf8,
             help="DRY: no repetition goes on across this text; may be given several times and "
             "replaces the defaults; none leaves none.",
             show_default=r"\n : \" *",
