@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,8 @@ import pytest
 
 from specgen.arrays import Logits
 from specgen.backend.base import Batch
-from specgen.backend.llama import LlamaBackend, LlamaModel
+from specgen.backend.llama import LlamaBackend, LlamaModel, weights
+from specgen.backend.llama.kernels import Kernels
 from specgen.draft import ROOT, Draft
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, UsageError
 from specgen.options import ContextOptions
@@ -271,3 +273,51 @@ def test_a_quantised_value_cache_needs_flash_attention(model: LlamaModel) -> Non
     backend = LlamaBackend(model, on, n_ctx=256, clock=time.perf_counter)
     decode(backend, TEXT)
     backend.close()
+
+
+# --- weights
+
+
+def test_weights_of_a_file_are_in_memory_once(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "one.gguf", TinyConfig())
+    first = LlamaModel(path)
+    link = tmp_path / "other name.gguf"
+    link.symlink_to(path)
+    second = LlamaModel(link)
+    assert first.handle == second.handle
+    assert (first.name, second.name) == ("one.gguf", "other name.gguf")
+    # Each is closed for itself, and the last one frees the weights.
+    with contextlib.closing(context(second)) as backend:
+        expected = decode(backend, TEXT)
+        first.close()
+        first.close()
+        with pytest.raises(BackendError, match="one.gguf is closed"):
+            _ = first.handle
+        backend.remove(0)
+        assert np.array_equal(decode(backend, TEXT), expected)
+    second.close()
+    assert not [key for key in weights._loaded if key[1] == path.stat().st_ino]
+
+
+def test_another_file_of_the_same_name_has_weights_of_its_own(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "one.gguf", TinyConfig(seed=1))
+    first = LlamaModel(path)
+    new = write_tiny_model(tmp_path / "new.gguf", TinyConfig(seed=2))
+    new.replace(path)
+    second = LlamaModel(path)
+    assert first.handle != second.handle
+    rows = []
+    for model in (first, second):
+        with contextlib.closing(context(model)) as backend:
+            rows.append(decode(backend, TEXT))
+        model.close()
+    assert not np.allclose(rows[0], rows[1])
+
+
+def test_weights_are_packed_for_who_computes(tmp_path: Path, kernels: Kernels) -> None:
+    path = write_tiny_model(tmp_path / "one.gguf", TinyConfig())
+    with contextlib.closing(LlamaModel(path)) as ours:
+        kernels.enable(products=False, attention=False)
+        with contextlib.closing(LlamaModel(path)) as theirs:
+            assert ours.kernels != theirs.kernels
+            assert ours.handle != theirs.handle

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import datetime
 import functools
+import gc
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from specgen.backend.llama.library import llama_cpp
 from specgen.errors import (
+    BackendError,
     MemoryLimitError,
     PromptError,
     UsageError,
@@ -206,6 +209,79 @@ def test_an_abandoned_generation_frees_its_contexts(models: Path) -> None:
         stream.close()  # type: ignore[attr-defined]
         again = finished(list(session.generate(session.prompt(PROMPT, chat=False))))
     assert again.token_ids == plain_answer(models).token_ids
+
+
+class Freed:
+    """What llama.cpp is told to free: the models of contexts, and models."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.contexts: list[int] = []
+        self.models: list[int] = []
+        free_context, free_model = llama_cpp.llama_free, llama_cpp.llama_model_free
+
+        def note_context(context: object) -> None:
+            model = llama_cpp.llama_get_model(context)
+            assert model not in self.models, "the weights are needed until the context is freed"
+            self.contexts.append(model)
+            free_context(context)
+
+        def note_model(model: int) -> None:
+            self.models.append(model)
+            free_model(model)
+
+        monkeypatch.setattr(llama_cpp, "llama_free", note_context)
+        monkeypatch.setattr(llama_cpp, "llama_model_free", note_model)
+
+
+def test_weights_are_freed_after_the_contexts_of_an_abandoned_answer(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed = Freed(monkeypatch)
+    session = Session(options(models, draft="good"), time.perf_counter)
+    stream = session.generate(session.prompt(PROMPT, chat=False))
+    next(stream)
+    session.close()
+    assert freed.models == []
+    del stream
+    gc.collect()
+    assert len(freed.contexts) == len(set(freed.models)) == len(freed.models) == 2
+    session.close()
+    assert len(freed.models) == 2
+
+
+@pytest.mark.parametrize("n_events", [1, 5])
+@pytest.mark.parametrize("draft", ["none", "good", "ngram"])
+def test_an_answer_does_not_go_on_in_a_closed_session(
+    models: Path, monkeypatch: pytest.MonkeyPatch, draft: str, n_events: int
+) -> None:
+    freed = Freed(monkeypatch)
+    session = Session(options(models, draft=draft), time.perf_counter)
+    prompt = session.prompt(PROMPT, chat=False)
+    stream = session.generate(prompt)
+    for _ in range(n_events):
+        next(stream)
+    session.close()
+    with pytest.raises(BackendError, match=r"target\.gguf is closed"):
+        list(stream)
+    assert len(freed.contexts) == len(freed.models) == (2 if draft == "good" else 1)
+    with pytest.raises(BackendError, match="closed"):
+        next(session.generate(prompt))
+    with pytest.raises(BackendError, match="closed"):
+        session.prompt(PROMPT, chat=False)
+
+
+def test_an_answer_goes_on_when_its_draft_is_replaced(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed = Freed(monkeypatch)
+    with Session(options(models, draft="good"), time.perf_counter) as session:
+        stream = session.generate(session.prompt(PROMPT, chat=False))
+        before = [next(stream) for _ in range(6)]
+        session.change_draft("none")
+        assert freed.models == []
+        assert finished([*before, *stream]).token_ids == plain_answer(models).token_ids
+        assert len(freed.models) == 1
+    assert len(freed.models) == 2
 
 
 # --- the chat template

@@ -33,6 +33,8 @@ class LlamaBackend:
     state: some keep a snapshot for each. `clock` gives seconds and is read before and after
     each decode. Raises `MemoryLimitError` if the cache does not fit, `UsageError` if the cache
     types exclude each other, `BackendError` otherwise.
+
+    Whoever makes it closes it. Its model may be closed before: it then decodes nothing more.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class LlamaBackend:
         if n_rollback is None:
             n_rollback = n_outputs - 1
         self._handle, self._n_snapshots = open_context(model, options, size, n_rollback)
+        model.hold()
         self._cache = Cache(model.name, self._handle, model.n_window)
         if not self._cache:
             self.close()
@@ -139,6 +142,7 @@ class LlamaBackend:
             self._decode_s = before_s + self._clock() - started
 
     def _decode_rows(self, batch: Batch) -> Logits:
+        self._model.check_open()
         n_wanted = self._rows.fill(batch)
         started = self._clock()
         status: int = llama_cpp.llama_decode(self._handle, self._rows.native)
@@ -212,6 +216,7 @@ class LlamaBackend:
         if self._handle:
             llama_cpp.llama_free(self._handle)
             self._handle = None
+            self._model.let_go()
 
 
 _DECODE_ERRORS = {

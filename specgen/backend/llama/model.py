@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import stat
 from pathlib import Path
 from typing import Any
 
 from specgen.backend.llama.kernels import computing
-from specgen.backend.llama.library import forget_log, last_error, llama_cpp
+from specgen.backend.llama.library import llama_cpp
 from specgen.backend.llama.vocabulary import LlamaVocabulary
+from specgen.backend.llama.weights import lease_weights
 from specgen.errors import BackendError, ModelFileError
 from specgen.options import CacheType
 
@@ -30,7 +30,8 @@ _GGUF_MAGIC = b"GGUF"
 
 
 class LlamaModel:
-    """The weights and the vocabulary of a GGUF file; contexts are made from it.
+    """A GGUF file: its vocabulary and what else it says of itself; contexts are made from it. Its
+    weights are in memory once, however many models of the same file are open.
 
     `weights` is a copy of the file that is loaded in its place. Raises `ModelFileError` if the file
     cannot be used to generate text.
@@ -42,20 +43,10 @@ class LlamaModel:
         self.path = path
         #: Who computes on the CPU, as `computing` says it.
         self.kernels = computing()
-        self._handle: Any = None
-        params = llama_cpp.llama_model_default_params()
-        params.n_gpu_layers = n_gpu_layers
-        forget_log()
-        self._handle = llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
-        if not self._handle:
-            raise ModelFileError(
-                f"{file}: llama.cpp cannot load this model: {last_error()}",
-                hint="if the download was cut short, fetch the file again; if the model is "
-                "newer than this llama-cpp-python, upgrade it",
-            )
+        self._is_closed = False
+        self._weights = lease_weights(file, n_gpu_layers)
         try:
             self._check_generates()
-            self.vocabulary = LlamaVocabulary(self._handle)
             if self.vocabulary.kind == 0:
                 raise ModelFileError(f"{path}: the model has no vocabulary")
         except ModelFileError:
@@ -69,9 +60,19 @@ class LlamaModel:
     @property
     def handle(self) -> Any:
         """The native model; raises `BackendError` once it is closed."""
-        if not self._handle:
+        self.check_open()
+        return self._weights.handle
+
+    @property
+    def vocabulary(self) -> LlamaVocabulary:
+        """Its tokens; raises `BackendError` once it is closed."""
+        self.check_open()
+        return self._weights.vocabulary
+
+    def check_open(self) -> None:
+        """Raise `BackendError` if the model is closed."""
+        if self._is_closed:
             raise BackendError(f"{self.name} is closed")
-        return self._handle
 
     @property
     def n_ctx_train(self) -> int:
@@ -161,10 +162,20 @@ class LlamaModel:
         return int(value) if value.isdecimal() else 0
 
     def close(self) -> None:
-        """Free the weights. Contexts made from the model must be closed before."""
-        if self._handle:
-            llama_cpp.llama_model_free(self._handle)
-            self._handle = None
+        """End the use of the model, also by contexts that were made from it. The weights are freed
+        with the last of all contexts and models that use them, wherever in this process. May be
+        called twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._weights.release()
+
+    def hold(self) -> None:
+        """A context was made from the model: keep its weights until `let_go`."""
+        self._weights.share()
+
+    def let_go(self) -> None:
+        """A context that was made from the model is freed."""
+        self._weights.release()
 
     def _check_generates(self) -> None:
         architecture = self.metadata("general.architecture") or "unknown"

@@ -1,0 +1,80 @@
+"""The weights of model files, loaded once however many use them."""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from specgen.backend.llama.kernels import computing
+from specgen.backend.llama.library import forget_log, last_error, llama_cpp
+from specgen.backend.llama.vocabulary import LlamaVocabulary
+from specgen.errors import ModelFileError
+
+#: A file as it is now, where its layers are computed, and by whom.
+_Key: TypeAlias = tuple[int, int, int, int, int, str]
+
+_loaded: dict[_Key, Weights] = {}
+
+
+class Weights:
+    """The native model of a file. `lease_weights` makes it; everyone who uses it is counted, and it
+    is freed with the last one."""
+
+    def __init__(self, key: _Key, handle: Any) -> None:
+        self._key = key
+        self._n_users = 1
+        #: llama.cpp's pointer.
+        self.handle = handle
+
+    @cached_property
+    def vocabulary(self) -> LlamaVocabulary:
+        """The model's tokens."""
+        return LlamaVocabulary(self.handle)
+
+    def share(self) -> None:
+        """Count one more user."""
+        self._n_users += 1
+
+    def release(self) -> None:
+        """Count one user less."""
+        self._n_users -= 1
+        if self._n_users == 0:
+            _loaded.pop(self._key, None)
+            llama_cpp.llama_model_free(self.handle)
+            self.handle = None
+
+
+def lease_weights(file: Path, n_gpu_layers: int) -> Weights:
+    """The weights of a file, loaded if nobody in this process uses them already; the caller is
+    counted as a user. Raises `ModelFileError` if llama.cpp cannot load them, `OSError` if the file
+    is gone."""
+    about = file.stat()
+    key = (
+        about.st_dev,
+        about.st_ino,
+        about.st_size,
+        about.st_mtime_ns,
+        n_gpu_layers,
+        computing(),
+    )
+    known = _loaded.get(key)
+    if known is not None:
+        known.share()
+        return known
+    params = llama_cpp.llama_model_default_params()
+    params.n_gpu_layers = n_gpu_layers
+    forget_log()
+    handle = llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
+    if not handle:
+        raise ModelFileError(
+            f"{file}: llama.cpp cannot load this model: {last_error()}",
+            hint="if the download was cut short, fetch the file again; if the model is "
+            "newer than this llama-cpp-python, upgrade it",
+        )
+    weights = _loaded[key] = Weights(key, handle)
+    return weights
+
+
+__all__ = ["Weights", "lease_weights"]
