@@ -222,9 +222,7 @@ class Entrant:
         drafting = None if draft is None else cast(Backend, Timed(draft, self._costs[1], clock))
         generation = session.generation(prompt, real.n_ctx, drafting, seed=1)
         loop = Loop(target, clock)
-        loop.start(generation)
-        while not generation.is_finished:
-            loop.round([generation])
+        list(loop.run(generation))
         assert tuple(generation.answer) == told.tokens, "the recorded answer"
         finished = loop.finish(generation, estimate_gain=False)[0]
         assert isinstance(finished, FinishedEvent)

@@ -147,46 +147,43 @@ class Counts:
 
 
 class Chances:
-    """The chance that a drafted token is accepted, those before it being accepted, by the
-    confidence in [0, 1] that its drafter has.
+    """The chance that a drafted token is accepted in one text, those before it being accepted, by
+    the confidence in [0, 1] that its drafter has.
 
-    `counts` are those of earlier texts and go on being counted. On top of them a deviation of
-    the present text is learnt, one number: some texts suit a draft better than others.
+    `counts` are those of all texts; texts that are written at the same time count in the same
+    ones. On top of them a deviation of this text is learnt, one number: some texts suit a draft
+    better than others.
     """
 
     def __init__(
         self, counts: Counts | None = None, start: Callable[[float], float] = model_start
     ) -> None:
         self.counts = counts if counts is not None else Counts()
+        self._start_of = start
         self._start = [start(float(middle)) for middle in _MIDDLES]
         self._deviation = 0.0
-        #: How many confidences were counted in the present text, and in which bins.
+        #: How many confidences were counted in this text, and in which bins.
         self.n_looks = 0
         self._seen_here = np.zeros(N_BINS)
-        #: What a round is worth in the present text, in plain tokens' time, if that is known.
+        #: What a round is worth in this text, in plain tokens' time, if that is known.
         self._worth: float | None = None
         #: Counts all that may have changed the chances, or how often each comes.
         self.version = 0
         #: The chances that were asked for since then.
         self._by_bin: dict[int, float] = {}
 
-    def begin_text(self) -> None:
-        """Another text begins, which deviates in its own way."""
-        self.end_text()
-        self._deviation = 0.0
-        self.n_looks = 0
-        self._seen_here[:] = 0.0
-        self.version += 1
-        self._by_bin.clear()
+    def of_another_text(self) -> Chances:
+        """The chances in another text, which deviates in its own way; they share the counts."""
+        return Chances(self.counts, self._start_of)
 
     def expect(self, worth: float) -> None:
-        """Note what a round seems to be worth in the present text, in plain tokens' time."""
+        """Note what a round seems to be worth in this text, in plain tokens' time."""
         self._worth = worth
         if self.counts.worths.start is None:
             self.counts.worths.start = worth
 
     def end_text(self) -> None:
-        """Count what the present text was worth, if enough was seen of it, and once."""
+        """Count what this text was worth, if enough was seen of it, and once."""
         if self._worth is not None and self.n_looks >= _N_ENOUGH:
             self.counts.worths.add(self._worth, self.n_looks / (self.n_looks + _N_HALF))
         self._worth = None
@@ -200,7 +197,7 @@ class Chances:
         return np.array([self._of_bin(index) for index in range(N_BINS)])
 
     def frequencies(self) -> ProbArray:
-        """How often each bin's confidences come in the present text, summing to 1:
+        """How often each bin's confidences come in this text, summing to 1:
         float64[N_BINS]."""
         seen = self.counts.n_seen + _START_SEEN
         seen = seen * (_N_HERE / seen.sum()) + self._seen_here
@@ -239,7 +236,7 @@ class Chances:
         self._by_bin.clear()
 
     def _of_bin(self, index: int) -> float:
-        """The chance in the present text, of a bin."""
+        """The chance in this text, of a bin."""
         chance = self._by_bin.get(index)
         if chance is None:
             chance = self._by_bin[index] = _shifted(self._kept(index), self._deviation)

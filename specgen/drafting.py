@@ -208,7 +208,7 @@ class DraftModel:
             costs=costs,
             guesses=guesses,
         )
-        return TranslatedDrafter(inner, translation, text, None)
+        return TranslatedDrafter(inner, translation, text, shared)
 
     def _guesses(
         self,

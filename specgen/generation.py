@@ -8,6 +8,7 @@ import numpy as np
 
 from specgen.backend.base import Vocabulary
 from specgen.drafters.base import Drafter
+from specgen.errors import SpecgenError
 from specgen.events import FinishedEvent, FinishReason
 from specgen.options import GenerationOptions
 from specgen.packing import Slot
@@ -48,6 +49,8 @@ class Generation:
     text: TextStream = field(init=False)
     tally: Tally = field(default_factory=Tally)
     finish_reason: FinishReason | None = None
+    #: What ended the answer before its time; it then has no `finish_reason`.
+    failure: SpecgenError | None = None
     stopped_by: str | None = None
     n_prompt: int = field(init=False)
     #: The last token of `tokens` ends the text and is not part of the answer.
@@ -68,7 +71,7 @@ class Generation:
 
     @property
     def is_finished(self) -> bool:
-        return self.finish_reason is not None
+        return self.finish_reason is not None or self.failure is not None
 
     @property
     def answer(self) -> list[int]:

@@ -8,14 +8,14 @@ target and judged one by one. The loop knows nothing of files, options or screen
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
 from specgen.draft import NO_DRAFT, ROOT, Draft
-from specgen.errors import SpecgenError
+from specgen.errors import BackendError, SpecgenError
 from specgen.events import (
     DraftedEvent,
     Event,
@@ -28,6 +28,7 @@ from specgen.generation import Generation
 from specgen.packing import keep_path, pack
 from specgen.policy import RoundReport
 from specgen.sampling import Distribution, NoTokenAllowedError
+from specgen.tables import Others
 from specgen.telling import committed, describe, next_kind, rejected_branches, with_logprobs
 from specgen.verify import Verdict
 
@@ -60,6 +61,14 @@ class Loop:
         """Seconds since the loop was made: the `time_s` of events."""
         return self._clock() - self._started_s
 
+    def run(self, generation: Generation) -> Iterator[Event]:
+        """Generate a whole answer. Raises what ends it before its time."""
+        yield from self.start(generation)
+        while not generation.is_finished:
+            yield from self.round([generation])
+        if generation.failure is not None:
+            raise generation.failure
+
     def start(self, generation: Generation) -> list[Event]:
         """Decode a prompt and commit the first token. No draft takes part: the first token
         comes as soon, and the prompt is decoded in the same pieces, as without one."""
@@ -91,7 +100,10 @@ class Loop:
     def round(self, generations: Sequence[Generation]) -> list[Event]:
         """One round for all generations that are not finished.
 
-        Whatever time passes outside this call, in a renderer for example, is in no statistic.
+        A generation that its grammar leaves no token, or whose logits are no numbers, is finished
+        with its `failure`, and the others go on. Raises `BackendError` if the target cannot decode
+        the round's batch. Whatever time passes outside this call, in a renderer for example, is in
+        no statistic.
         """
         active = [generation for generation in generations if not generation.is_finished]
         if not active:
@@ -100,9 +112,13 @@ class Loop:
             return [event for generation in active for event in self._interrupt(generation)]
         round_started = self._clock()
         events: list[Event] = []
-        drafts, draft_s = [], []
+        drafts: list[Draft] = []
+        draft_s: list[tuple[float, float]] = []
         for generation in active:
-            draft, model_s, propose_s = self._propose(generation, len(active), events)
+            # Those that come later have one row each at least.
+            n_others = len(active) - 1
+            others = Others(n_others, n_others + sum(map(len, drafts)))
+            draft, model_s, propose_s = self._propose(generation, others, events)
             drafts.append(draft)
             draft_s.append((model_s, propose_s))
 
@@ -124,11 +140,17 @@ class Loop:
             tally = generation.tally
             n_tokens = len(generation.tokens)
             n_before = n_tokens - tally.n_forced
-            verdict = self._verify(generation, draft, rows)
+            try:
+                verdict = self._verify(generation, draft, rows)
+            except BackendError as error:  # a dead end of its grammar, a row of no numbers
+                generation.failure = error
+                continue
             tally.n_rounds += 1
             events += self._commit(generation, draft, verdict, rows)
             told = tuple(generation.tokens[n_tokens:])
-            report = RoundReport(draft, verdict.path, propose_s, target_s, n_rows, told)
+            report = RoundReport(
+                draft, verdict.path, propose_s, target_s, n_rows, told, len(active)
+            )
             generation.policy.observe(report)
             if generation.drafter is not None:
                 generation.drafter.observe(report)
@@ -145,6 +167,7 @@ class Loop:
     def finish(self, generation: Generation, *, estimate_gain: bool) -> list[Event]:
         """The summary of a finished generation. With `estimate_gain`, a generation that was
         drafted for is compared with plain decoding, which may take a few decodes more."""
+        generation.policy.finish()
         token_s, how = None, ""
         if estimate_gain and generation.tally.n_drafted:
             token_s = generation.tally.plain_token_s()
@@ -214,7 +237,7 @@ class Loop:
         return tokens[position:]
 
     def _propose(
-        self, generation: Generation, n_active: int, events: list[Event]
+        self, generation: Generation, others: Others, events: list[Event]
     ) -> tuple[Draft, float, float]:
         """A draft for this round, and the seconds of the model's decodes and of all drafting. A
         drafter that fails ends drafting, not the answer."""
@@ -222,9 +245,9 @@ class Loop:
         if drafter is None:
             return NO_DRAFT, 0.0, 0.0
         n_max = min(
-            policy.room(generation.n_expected),
+            policy.room(generation.n_expected, others),
             generation.n_draftable,
-            self._target.n_outputs // n_active - 1,
+            self._target.n_outputs // (1 + others.n_sequences) - 1,
         )
         if n_max < 1:
             return NO_DRAFT, 0.0, 0.0
@@ -243,7 +266,9 @@ class Loop:
                 )
             )
             draft = NO_DRAFT
-        draft = policy.trim(_within_grammar(generation, draft))
+        if not draft.is_drawn:  # a model that draws has the grammar; and its draws stay whole
+            draft = generation.state.within_grammar(draft)
+        draft = policy.trim(draft)
         return draft, drafter.model_s - model_s, self._clock() - started
 
     def _verify(self, generation: Generation, draft: Draft, logits: Logits) -> Verdict:
@@ -309,22 +334,6 @@ class Loop:
             )
         events.append(committed(generation, now_s, pieces))
         return events
-
-
-def _within_grammar(generation: Generation, draft: Draft) -> Draft:
-    """The draft without what the grammar refuses: it could not be accepted.
-
-    A draft that was drawn at random was drawn from what the grammar allows, and stays whole.
-    """
-    if not generation.state.has_grammar or draft.is_drawn:
-        return draft
-    kept: list[int] = []
-    for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
-        if parent == ROOT or parent in kept:
-            grammar = generation.state.grammar(draft.text(parent))
-            if grammar is not None and grammar.allows(np.array([token]))[0]:
-                kept.append(node)
-    return draft.only(kept)
 
 
 def _commit_forced(generation: Generation) -> list[Piece]:

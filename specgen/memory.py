@@ -132,8 +132,6 @@ class Memory:
                 document[_COSTS].pop(key, None)
                 document[_COSTS][key] = {str(n): round(s, 7) for n, s in table.known.items()}
         for key, by_origin in self._chances.items():
-            for chances in by_origin.values():
-                chances.end_text()
             counted = {o: _to_json(c.counts) for o, c in by_origin.items() if c.n_judged}
             if counted:
                 document[_CHANCES].pop(key, None)

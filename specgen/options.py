@@ -342,6 +342,11 @@ class DraftOptions:
         return self.is_by_cost if self.ngrams is None else self.ngrams
 
     @property
+    def policy_in_use(self) -> PolicyName:
+        """What decides how much is drafted: a shape that was asked for is a fixed draft."""
+        return "fixed" if self.tree.is_fixed else self.policy
+
+    @property
     def is_by_cost(self) -> bool:
         """Whether costs decide how much is drafted: no shape was asked for, and no other policy."""
         return self.policy == "cost" and not self.tree.is_fixed

@@ -20,7 +20,7 @@ from specgen.backend.llama import LlamaBackend, LlamaGrammar, LlamaModel, defaul
 from specgen.backend.llama.vocabulary import LlamaVocabulary
 from specgen.chances import Chances
 from specgen.copies import COPY_TYPE, Comparison, Copies
-from specgen.drafters import CombinedDrafter, Drafter, SuffixDrafter
+from specgen.drafters import CombinedDrafter, ConstrainedDrafter, Drafter, SuffixDrafter
 from specgen.drafting import DraftModel, MakeShaper
 from specgen.errors import ModelFileError, PromptError, UsageError
 from specgen.events import Event, NoticeEvent, PromptEvent
@@ -145,7 +145,11 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Free the models. May be called twice."""
+        """Close the models. May be called twice.
+
+        Their weights are freed with the last context that was made from them: that of an answer
+        which is not at its end is freed when the iterator is. The answer does not go on: the
+        iterator raises `BackendError`."""
         self._close_draft()
         self._resources.close()
 
@@ -196,6 +200,13 @@ class Session:
                 draft.helper = self._stage(sources[1:], draft.model) if is_model else "ngram"
             on_error.pop_all()
         return draft
+
+    def change_drafting(self, drafting: DraftOptions) -> None:
+        """Draft by other options from now on. The draft is opened anew; there must be no context
+        of it. Raises `ModelFileError` or `PairError`; there is then no draft."""
+        if drafting != self._options.drafting:
+            self._options = replace(self._options, drafting=drafting)
+            self.change_draft(self._draft_source)
 
     def let_ngrams_draft(self, wanted: bool | None) -> None:
         """Let n-grams draft beside a draft model, or not; None is as the policy has it."""
@@ -321,16 +332,14 @@ class Session:
         `interrupted` is asked between decodes; a yes ends the answer with what there is.
         `estimate_gain` allows a few extra decodes at the end to learn what plain decoding
         costs. Raises `PromptError` if the prompt does not fit the context, `MemoryLimitError`
-        if the context does not fit the memory.
+        if the context does not fit the memory, `BackendError` if the session is closed.
         """
         options = self._options
         n_ctx = self.context_size(len(prompt.tokens))
         seed = options.sampler.seed if options.sampler.seed >= 0 else secrets.randbits(32)
         with self.contexts(n_ctx) as (target, draft), self.helper_contexts(n_ctx) as helpers:
             loop = Loop(target, self._clock, interrupted)
-            measured_s = 0.0
-            if options.drafting.is_by_cost and self._draft_source != "none":
-                measured_s = self.measure_if_new(target, draft)
+            measured_s = self.measure_if_costs_decide(target, draft)
             generation = self.generation(prompt, n_ctx, draft, seed, helpers=helpers)
             yield PromptEvent(
                 sequence=0,
@@ -356,9 +365,7 @@ class Session:
                         "; the machine had other work to do, so it is measured anew the next time"
                     )
                 yield NoticeEvent(sequence=0, time_s=loop.now_s, message=message)
-            yield from loop.start(generation)
-            while not generation.is_finished:
-                yield from loop.round([generation])
+            yield from loop.run(generation)
             if self._store is not None:
                 self._store.add(generation.tokens)
             yield from loop.finish(generation, estimate_gain=estimate_gain)
@@ -386,7 +393,8 @@ class Session:
         self, n_ctx: int, *, drafts: bool = True
     ) -> Iterator[tuple[LlamaBackend, LlamaBackend | None]]:
         """Contexts of n_ctx tokens of the target and, if there is one and `drafts` asks for
-        it, of the draft model. Raises `MemoryLimitError`."""
+        it, of the draft model; they are closed at the end of the `with`, by nobody else. Raises
+        `MemoryLimitError`."""
         with contextlib.ExitStack() as stack:
             target = LlamaBackend(
                 self._target_model,
@@ -469,9 +477,10 @@ class Session:
             backends = (draft, *helpers)
             drafter = self._draft.drafter(prompt, backends, state, rng, make_shaper, known)
             if drafting.adds_ngrams:
-                drafter = CombinedDrafter(self.ngrams(), drafter, merges=self._draft.merges)
+                ngrams = self._ngrams_within(state)
+                drafter = CombinedDrafter(ngrams, drafter, merges=self._draft.merges)
         elif self._draft_source == "ngram":
-            drafter = self.ngrams()
+            drafter = self._ngrams_within(state)
         return Generation(
             vocabulary=self._target_model.vocabulary,
             options=self._options.generation,
@@ -504,6 +513,11 @@ class Session:
         return SuffixDrafter(
             *drafting.ngrams_of, self._corpora, n_children=n_children, n_deepest=n_deepest
         )
+
+    def _ngrams_within(self, state: TextState) -> Drafter:
+        """N-grams that propose what the grammar allows."""
+        ngrams = self.ngrams()
+        return ConstrainedDrafter(ngrams, state) if state.has_grammar else ngrams
 
     def _open_lookups(self, vocabulary: LlamaVocabulary) -> None:
         """Read the texts that are looked up, as the options say. Raises `UsageError`."""
@@ -605,6 +619,12 @@ class Session:
                 self._keep_no_costs()
         is_sampled = draft is not None and self._sample_agreement(target, draft)
         return self._clock() - started if is_sampled or not is_known else 0.0
+
+    def measure_if_costs_decide(self, target: Backend, draft: Backend | None) -> float:
+        """The same where there is a draft and costs decide how much is drafted."""
+        if not self._options.drafting.is_by_cost or self._draft_source == "none":
+            return 0.0
+        return self.measure_if_new(target, draft)
 
     def _keep_no_costs(self) -> None:
         """Let what was just measured be measured anew the next time."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from specgen.arrays import Logits, TokenArray
+from specgen.draft import NO_DRAFT, ROOT, Draft
 from specgen.grammar import GrammarState
 from specgen.sampling import Distribution, Sampler, top_probability
 
@@ -88,6 +89,21 @@ class TextState:
         one."""
         grammar = self.grammar(path)
         return grammar.forced() if grammar is not None else None
+
+    def within_grammar(self, draft: Draft, before: Sequence[int] = ()) -> Draft:
+        """The nodes of a draft, behind the text and the tokens `before`, that the grammar allows;
+        all of them without a grammar, none where it refuses what stands before."""
+        if self._grammar is None or not len(draft):
+            return draft
+        try:
+            states = {ROOT: self.grammar(before)}
+        except ValueError:
+            return NO_DRAFT
+        for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
+            state = states.get(parent)
+            if state is not None and state.allows(np.array([token]))[0]:
+                states[node] = state.after(token)
+        return draft.only([node for node in states if node != ROOT])
 
     def _reserve(self, n: int) -> None:
         """Make room for n tokens behind the text."""

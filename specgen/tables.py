@@ -35,6 +35,19 @@ class Price:
 FREE = Price(0.0, 0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class Others:
+    """The other sequences in a batch of the target: how many, and the rows that they bring, one
+    for each at least."""
+
+    n_sequences: int = 0
+    n_rows: int = 0
+
+
+#: No other sequences.
+ALONE = Others()
+
+
 class CostTable:
     """Seconds in which a model decodes batches, by their rows; corrected by every decode.
 
@@ -118,3 +131,50 @@ class CostTable:
         below_size, above_size = sizes[index - 1], sizes[index]
         share = (n_rows - below_size) / (above_size - below_size)
         return self._seconds[below_size] * (1.0 - share) + above * share
+
+
+class BatchShare:
+    """What the rows of one sequence cost in a batch of the target that it shares with others.
+
+    Without drafts, N sequences share a batch of N rows, and each pays for v(N) / N. A drafted
+    token is a row more in a batch of B rows, and costs what that row adds: v(B + 1) - v(B). (Alone,
+    n rows cost v(n).) `table` is v, the seconds of the target's batches by their rows.
+    """
+
+    def __init__(self, table: CostTable, others: Others = ALONE) -> None:
+        self._table = table
+        self._n_sequences = 1 + others.n_sequences
+        self._n_other_rows = others.n_rows
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a batch without drafts was measured or seen."""
+        return self._table.knows(self._n_sequences)
+
+    @property
+    def n_seen(self) -> int:
+        """How many batches without drafts were seen."""
+        return self._table.n_seen(self._n_sequences)
+
+    def seconds(self, n_rows: int) -> float:
+        """What so many rows of this sequence cost; 0 for none. Raises `LookupError` if nothing is
+        known at all."""
+        if n_rows <= 0:
+            return 0.0
+        table, others = self._table, self._n_other_rows
+        if not others:
+            return table.seconds(n_rows)
+        plain_s = table.seconds(self._n_sequences) / self._n_sequences
+        return plain_s + table.seconds(others + n_rows) - table.seconds(others + 1)
+
+    def of_batch(self, n_rows: int, n_batch_rows: int) -> float:
+        """The share, in [0, 1], that a sequence with so many rows pays of a batch of so many: the
+        shares of all sequences sum to 1 at most."""
+        n, table = self._n_sequences, self._table
+        if n == 1:
+            return 1.0
+        plain_s, batch_s = table.seconds(n), table.seconds(n_batch_rows)
+        if n_batch_rows <= n or batch_s <= plain_s:
+            return 1.0 / n
+        drafted = (n_rows - 1) / (n_batch_rows - n)
+        return (plain_s / n + drafted * (batch_s - plain_s)) / batch_s

@@ -145,7 +145,7 @@ def measure_target(
             progress(len(answers), len(fitting))
             target.remove(0)
             generation = session.generation(prompt, n_ctx, None, 0, plain=True)
-            _decode(Loop(target, session.clock, interrupted), generation)
+            list(Loop(target, session.clock, interrupted).run(generation))
             if interrupted():
                 return None
             answers.append(Answer(text, tuple(generation.tokens[generation.n_prompt :])))
@@ -237,6 +237,7 @@ def replay(
         draft_s += seconds
         target_s += baseline.rows_s(1 + len(draft))
         n_accepted += commit(draft, seconds)
+    policy.finish()
     n_tokens = len(tokens) - 1
     plain_s = n_tokens * baseline.token_s
     return Replay(
@@ -325,12 +326,6 @@ def _timed_sizes(sizes: Sequence[int]) -> Iterator[int]:
     that of a token by itself, which the answer itself times."""
     for repeat in range(_N_REPEATS):
         yield from sizes[1 : None if repeat == 0 else _N_OFTEN]
-
-
-def _decode(loop: Loop, generation: Generation) -> None:
-    loop.start(generation)
-    while not generation.is_finished:
-        loop.round([generation])
 
 
 def _replays(

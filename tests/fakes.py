@@ -61,12 +61,13 @@ class TreeDrafter:
     rng: np.random.Generator
     name: str = "tree"
     model_s: float = 0.0
-    closed: bool = False
 
     def price(self, n_context: int) -> Price:
         return FREE
 
-    def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
+    def propose(
+        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+    ) -> Draft:
         tokens: list[int] = []
         parents: list[int] = []
         n_leaves = 1
@@ -93,9 +94,6 @@ class TreeDrafter:
     def rewind(self, n_tokens: int) -> None:
         pass
 
-    def close(self) -> None:
-        self.closed = True
-
     @staticmethod
     def _path(tokens: Sequence[int], parents: Sequence[int], node: int) -> tuple[int, ...]:
         path: list[int] = []
@@ -121,7 +119,9 @@ class SiblingDrafter:
     def price(self, n_context: int) -> Price:
         return FREE
 
-    def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
+    def propose(
+        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+    ) -> Draft:
         tokens: list[int] = []
         parents: list[int] = []
         distributions: list[Distribution | None] = []
@@ -149,9 +149,6 @@ class SiblingDrafter:
     def rewind(self, n_tokens: int) -> None:
         pass
 
-    def close(self) -> None:
-        pass
-
 
 class FailingDrafter(WrappedDrafter):
     """Works for a while, then raises."""
@@ -161,11 +158,13 @@ class FailingDrafter(WrappedDrafter):
         self._n_good = n_good
         self._error = error
 
-    def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
+    def propose(
+        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+    ) -> Draft:
         if self._n_good == 0:
             raise self._error
         self._n_good -= 1
-        return super().propose(context, n_max, policy)
+        return super().propose(context, n_max, policy, n_drafted)
 
 
 class NoDrafter:
@@ -177,16 +176,15 @@ class NoDrafter:
     def price(self, n_context: int) -> Price:
         return FREE
 
-    def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
+    def propose(
+        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+    ) -> Draft:
         return NO_DRAFT
 
     def observe(self, report: RoundReport) -> None:
         pass
 
     def rewind(self, n_tokens: int) -> None:
-        pass
-
-    def close(self) -> None:
         pass
 
 
@@ -245,9 +243,7 @@ class Setup:
     ) -> tuple[Generation, list[Event]]:
         loop = Loop(self.backend(), Clock(), interrupted)
         generation = self.generation()
-        events = loop.start(generation)
-        while generation.finish_reason is None:
-            events += loop.round([generation])
+        events = list(loop.run(generation))
         events += loop.finish(generation, estimate_gain=False)
         return generation, events
 
@@ -338,7 +334,7 @@ def translated_drafter(
     shaped = draft_sampling(sampler, DraftOptions(policy="fixed"), draws=draws)
     shared = SharedShaper(translation.shared, Shaper(Sampler(shaped), state))
     inner = ModelDrafter(backend, shared, rng, draws=draws, n_shared_tokens=vocabulary.n_tokens)
-    return TranslatedDrafter(inner, translation, text, None), backend
+    return TranslatedDrafter(inner, translation, text, shared), backend
 
 
 def ngram_drafter() -> SuffixDrafter:

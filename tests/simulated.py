@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -65,8 +66,15 @@ class World:
 
     def n_right(self, place: int, n: int) -> int:
         """How many of n drafted tokens after the first `place` of the text are accepted."""
-        wrong = np.flatnonzero(self.rights[place : place + n] == 0)
-        return int(wrong[0]) if len(wrong) else n
+        return min(n, self._n_right_from[place])
+
+    @cached_property
+    def _n_right_from(self) -> list[int]:
+        """How many tokens in a row are right, from each place of the text on."""
+        counts: list[int] = []
+        for is_right in reversed(self.rights.tolist()):
+            counts.append(counts[-1] + 1 if is_right and counts else int(is_right))
+        return counts[::-1]
 
 
 @dataclass
@@ -106,6 +114,7 @@ def run(world: World, policy: Policy, *, backlog_s: float = 0.0, seed: int = 0) 
         found.seconds += draft_s + target_s
         found.n_rounds += 1
         found.lengths.append(len(draft))
+    policy.finish()
     return found
 
 

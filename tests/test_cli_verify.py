@@ -111,10 +111,10 @@ def test_each_check_may_run_alone(verify: Verify) -> None:
 JSON_KEYS = {
     "": "verdict target draft verifier draft_max sampler seeded_bug check greedy sampled skipped "
     "is_interrupted",
-    "greedy": "prompt n_tokens n_drafted n_accepted n_rows moved_by batches_move difference exact_rows "
-    "is_defect",
-    "sampled": "prompt n_prompt n_answer n_draws n_impossible n_rounds n_drafted n_accepted "
-    "n_decodes level depths rows is_tested fits is_defect",
+    "greedy": "prompt way n_tokens n_drafted drafted_by n_accepted n_rows moved_by batches_move "
+    "difference exact_rows is_defect",
+    "sampled": "prompt way n_prompt n_answer n_draws n_impossible n_rounds n_drafted drafted_by "
+    "n_accepted n_decodes level depths rows is_tested fits is_defect",
     "rows": "n_rows moved_by batches_move exact_rows is_defect",
     "depths": "n_tokens test distance detectable",
     "test": "statistic degrees_of_freedom p_value n_pooled n_cells",
@@ -147,6 +147,33 @@ def test_json_has_the_documented_fields(verify: Verify) -> None:
     assert len({place["prompt"] for place in report["sampled"]}) == 2
     assert place["level"] == pytest.approx(1e-4 / 4)
     assert verify("--json", "--places", "2").out == result.out, "the seed repeats it"
+
+
+def test_the_default_policy_is_checked_beside_forced_drafts(verify: Verify) -> None:
+    result = verify("--json", "--policy", "cost", "--places", "2")
+    assert result.code == 0, result.out
+    report = json.loads(result.out)
+    greedy, sampled = report["greedy"], report["sampled"]
+    assert [each["way"] for each in greedy] == ["cost"] * 2 + ["forced"] * 2
+    assert [each["prompt"] for each in greedy[:2]] == [each["prompt"] for each in greedy[2:]]
+    forced = [place for place in sampled if place["way"] == "forced"]
+    assert len(forced) == 2
+    # What costs allow depends on the machine; what is forced does not.
+    assert all(place["n_drafted"] > 0 for place in (*greedy[2:], *forced))
+    assert all(place["level"] == pytest.approx(1e-4 / (2 * 2 * 2)) for place in sampled)
+    out = verify("--policy", "cost").out
+    assert "As `specgen run` drafts: costs decide (--policy cost)" in out
+    assert "With a draft in every round, whatever it costs" in out
+    # Where the user's own options say how much is drafted, there is one way to draft.
+    for own in (("--policy", "threshold"), ("--policy", "cost", "--tree", "2,1")):
+        report = json.loads(verify("--json", *own).out)
+        assert {each["way"] for each in report["greedy"]} == {own[1] if len(own) == 2 else "fixed"}
+
+
+def test_a_bug_that_is_planted_in_the_default_way_is_found(verify: Verify) -> None:
+    more = ("--policy", "cost", "--check", "greedy", "-n", "30", "--draft-p-min", "0")
+    result = verify("--seeded-bug", "wrong-row", *more, draft="bad")
+    assert result.code == 11, result.out
 
 
 def test_numbers_of_prompts_places_and_draws(verify: Verify, tmp_path: Path) -> None:

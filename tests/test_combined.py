@@ -5,17 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 
-from specgen.backend.fake import FakeVocabulary, random_language
+from specgen.arrays import Logits
+from specgen.backend.fake import FakeBackend, FakeVocabulary, random_language
 from specgen.draft import NO_DRAFT, Draft
-from specgen.drafters import CombinedDrafter, Drafter, Guesses, SuffixDrafter
+from specgen.drafters import (
+    CombinedDrafter,
+    Drafter,
+    Guesses,
+    HeadlessDrafter,
+    ModelDrafter,
+    SuffixDrafter,
+    TreeModelDrafter,
+)
 from specgen.events import DraftedEvent
-from specgen.options import DraftOptions, SamplerOptions
+from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.policy import FixedPolicy, Policy, RoundReport
-from specgen.state import TextState
+from specgen.sampling import Distribution, Sampler
+from specgen.state import Shaper, TextState
 from specgen.tables import FREE, Price
-from tests.fakes import N_VOCAB, PROMPT, Setup, model_drafter
+from tests.fakes import N_VOCAB, PROMPT, NoDrafter, Setup, model_drafter
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
@@ -37,7 +48,9 @@ class Scripted:
     def price(self, n_context: int) -> Price:
         return self.price_s
 
-    def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
+    def propose(
+        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+    ) -> Draft:
         self.told.append((list(context), n_max))
         wanted = self.drafts.pop(0)
         n = 0
@@ -50,9 +63,6 @@ class Scripted:
 
     def rewind(self, n_tokens: int) -> None:
         self.told.append(f"rewind {n_tokens}")
-
-    def close(self) -> None:
-        self.told.append("close")
 
 
 class Promises(FixedPolicy):
@@ -165,6 +175,114 @@ def test_a_model_keeps_what_was_accepted_of_what_it_was_shown(
     assert model.told == ([] if expected is None else [expected])
 
 
+# --- what stands before a draft
+
+
+class Paths(Shaper):
+    """A shaper that notes the paths that it is asked about."""
+
+    def __init__(self, state: TextState) -> None:
+        super().__init__(Sampler(SamplerOptions()), state)
+        self.paths: list[tuple[int, ...]] = []
+
+    def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
+        self.paths.append(tuple(path))
+        return super().distribution(logits, path)
+
+
+@pytest.mark.parametrize("is_tree", [False, True])
+@pytest.mark.parametrize("is_headless", [False, True])
+def test_a_model_knows_what_stands_between_the_text_and_its_draft(
+    is_tree: bool, is_headless: bool
+) -> None:
+    """Penalties and grammars depend on it."""
+    state = TextState(TEXT)
+    shaper, rng = Paths(state), np.random.default_rng(0)
+    backend = FakeBackend(LETTERS, LANGUAGE, n_ctx=64, n_sequences=4)
+    model: Drafter
+    if is_tree:
+        model = TreeModelDrafter(
+            backend,
+            shaper,
+            rng,
+            draws=False,
+            n_shared_tokens=N_VOCAB,
+            shape=parse_tree("1,1,1"),
+        )
+    else:
+        model = ModelDrafter(backend, shaper, rng, draws=False, n_shared_tokens=N_VOCAB)
+    if is_headless:
+        model = HeadlessDrafter(model, range(1))
+    drafter = CombinedDrafter(Scripted("ngram", [[4, 5]]), model)
+
+    class Certain(Promises):
+        def prospect(self, origin: str, price: Price, after: Draft = NO_DRAFT) -> float:
+            return 1.0
+
+        def trim(self, draft: Draft) -> Draft:
+            return draft
+
+    draft = drafter.propose(TEXT, 5, Certain(1.0, after=1.0))
+    assert draft.tokens[:2] == (4, 5)
+    assert len(draft) == 5
+    assert shaper.paths[:3] == [draft.tokens[:n] for n in (2, 3, 4)]
+
+
+def test_a_drafts_own_draft_knows_all_that_stands_before_it() -> None:
+    class Noted(Scripted):
+        def propose(
+            self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+        ) -> Draft:
+            self.told.append(n_drafted)
+            return super().propose(context, n_max, policy)
+
+    drafter = Noted("ngram", [[4]] * 2)
+    guesses = Guesses(drafter, Noting())
+    guesses.after([*TEXT, 7, 7], [9, 8], 5, 2)
+    assert drafter.told[0] == 4
+
+
+@pytest.mark.parametrize("penalty", [1.0, 5.0])
+def test_with_penalties_a_model_goes_on_behind_ngrams_as_the_target_does(penalty: float) -> None:
+    """A model that is the target itself is then always right."""
+    sampler = SamplerOptions(repeat_penalty=penalty, presence_penalty=penalty, repeat_last_n=-1)
+    plain, _ = Setup(language=LANGUAGE, vocabulary=LETTERS, sampler=sampler).run()
+    n_right = 2
+
+    class Right(NoDrafter):
+        """Knows how the text goes on, for two tokens."""
+
+        name = "ngram"
+
+        def propose(
+            self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+        ) -> Draft:
+            tokens = plain.tokens[len(context) :][: min(n_right, n_max)]
+            return Draft.chain(tokens, self.name)
+
+    def make(state: TextState) -> Drafter:
+        model, _ = model_drafter(LANGUAGE, LETTERS, sampler, state=state)
+        return CombinedDrafter(Right(), model)
+
+    class Both(FixedPolicy):
+        def prospect(self, origin: str, price: Price, after: Draft = NO_DRAFT) -> float:
+            return 1.0
+
+    setup = Setup(
+        language=LANGUAGE,
+        vocabulary=LETTERS,
+        sampler=sampler,
+        drafter=make,
+        policy=Both,
+        drafting=DraftOptions(policy="fixed", max_tokens=6, p_min=0.0),
+    )
+    fast, events = setup.run()
+    assert fast.tokens == plain.tokens
+    drafted = [event for event in events if isinstance(event, DraftedEvent)]
+    assert any(node.origin == "model" for event in drafted for node in event.nodes)
+    assert fast.tally.acceptance_rate == 1.0
+
+
 # --- the rest of a drafter
 
 
@@ -191,8 +309,6 @@ def test_it_is_both_of_them() -> None:
     drafter.propose(TEXT, 8, Promises(1.0, after=0.1))
     drafter.rewind(9)
     assert (ngrams.told[-1], model.told[-1]) == ("rewind 9", "rewind 3")
-    drafter.close()
-    assert ngrams.told[-1] == model.told[-1] == "close"
 
 
 def with_ngrams(sampler: SamplerOptions) -> Setup:
@@ -293,7 +409,7 @@ def test_a_guesser_forgets_the_draft_and_keeps_what_became_text() -> None:
         assert drafter.told == [*expected, (text, 3)]
 
 
-def test_guesses_are_rewound_and_closed_with_their_drafter() -> None:
+def test_guesses_are_rewound_with_their_drafter() -> None:
     drafter = Scripted("ngram", [[4]])
     guesses = Guesses(drafter, Noting())
     assert guesses.model_s == 0.5
@@ -301,7 +417,6 @@ def test_guesses_are_rewound_and_closed_with_their_drafter() -> None:
     guesses.after(TEXT, [9], 5)
     guesses.rewind(5)
     guesses.rewind(2)
-    guesses.close()
     told = [what for what in drafter.told if isinstance(what, str)]
-    assert told == ["rewind 7", "rewind 3", "rewind 2", "close"]
+    assert told == ["rewind 7", "rewind 3", "rewind 2"]
     assert list(Guesses(Scripted("ngram", []), Noting()).after(TEXT, [9], 0)) == []

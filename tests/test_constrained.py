@@ -113,7 +113,9 @@ class GrammarTrees:
     def price(self, n_context: int) -> Price:
         return FREE
 
-    def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
+    def propose(
+        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+    ) -> Draft:
         tokens: list[int] = []
         parents: list[int] = []
         texts: dict[int, tuple[int, ...]] = {ROOT: ()}
@@ -147,9 +149,6 @@ class GrammarTrees:
         pass
 
     def rewind(self, n_tokens: int) -> None:
-        pass
-
-    def close(self) -> None:
         pass
 
 
@@ -501,9 +500,7 @@ def test_a_dead_end_is_an_error_and_tells_nothing_wrong(kind: str | None, depth:
     generation = setup.generation()
 
     def to_the_end() -> None:
-        loop.start(generation)
-        while True:
-            assert not any(isinstance(e, NoticeEvent) for e in loop.round([generation]))
+        assert not any(isinstance(event, NoticeEvent) for event in loop.run(generation))
 
     with pytest.raises(NoTokenAllowedError, match="the grammar allows no token here"):
         to_the_end()

@@ -80,8 +80,10 @@ def test_what_was_learnt_is_there_again(file: Path) -> None:
 def test_what_texts_were_worth_is_there_again(file: Path) -> None:
     memory = opened(file)
     judge(memory, 20)
-    memory.chances(TARGET, DRAFT, "greedy")["model"].expect(0.25)
-    memory.save()  # an answer has ended
+    model = memory.chances(TARGET, DRAFT, "greedy")["model"]
+    model.expect(0.25)
+    model.end_text()
+    memory.save()
     worths = opened(file).chances(TARGET, DRAFT, "greedy")["model"].counts.worths
     assert worths.start == 0.25
     assert worths.n == pytest.approx(0.5)

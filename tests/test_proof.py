@@ -6,6 +6,7 @@ without a bug. They would fail by chance with a probability below 1e-3; the seed
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import tracemalloc
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,12 +26,14 @@ from specgen.backend.llama import LlamaBackend
 from specgen.backend.memo import MemoBackend
 from specgen.draft import Draft
 from specgen.errors import PromptError
+from specgen.generation import Generation
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
 from specgen.packing import Slot, keep_path
 from specgen.proof import (
     BUGS,
     Difference,
     GreedyResult,
+    PlainAnswers,
     Report,
     SampledPlan,
     SampledResult,
@@ -40,12 +44,14 @@ from specgen.proof import (
     room,
     spread,
     to_json_object,
+    ways_to_draft,
 )
 from specgen.proof.exact import Exact
 from specgen.proof.rows import movement
 from specgen.session import DraftSource, Session, SessionOptions
 from specgen.state import TextState
 from specgen.tiny import TinyConfig, write_tiny_model
+from tests.virtual_time import VirtualTime
 
 PROMPT = "".join(map(chr, range(32, 127))) + " the cat is in the else for with that it be not self"
 PROMPTS = tuple(PROMPT[start:] for start in (0, 9, 30, 60))
@@ -82,6 +88,7 @@ def opened(
     drafting: DraftOptions | None = None,
     grammar: str | None = None,
     max_tokens: int = 40,
+    clock: Callable[[], float] = time.perf_counter,
     **sampler: object,
 ) -> Session:
     draft: DraftSource = "ngram" if ngram else models / f"draft {pair}.gguf"
@@ -99,7 +106,7 @@ def opened(
         target_context=EXACT,
         draft_context=EXACT,
     )
-    return Session(options, time.perf_counter)
+    return Session(options, clock)
 
 
 def sampled(
@@ -166,6 +173,143 @@ def test_greedy_texts_show_the_bugs_that_need_no_draws(
     if bug is None:
         assert all(result.difference is None for result in results)
         assert all(result.n_rows == result.n_tokens for result in results)
+
+
+# --- as `specgen run` drafts by default: costs decide, and n-grams draft beside the model
+
+#: N-grams of one token: tiny models repeat nothing longer.
+BY_COST = DraftOptions(ngram_min=1)
+
+
+@pytest.fixture
+def costs(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
+    """Rows are cheap, and a drafted token takes a third of the target's: model and n-grams both
+    pay, and a model stops early enough for n-grams to go on."""
+
+    def seconds(name: str, n_rows: int) -> float:
+        return (0.03 if name.startswith("draft") else 0.1) * (1.0 + 0.03 * (n_rows - 1))
+
+    return VirtualTime(monkeypatch, seconds)
+
+
+@pytest.mark.parametrize("pair", range(len(PAIRS)))
+@pytest.mark.parametrize("seed", [-1, 0])
+def test_what_runs_by_default_fits(models: Path, costs: VirtualTime, pair: int, seed: int) -> None:
+    """Without a seed a chain is drawn; with one, drafts are matched, and trees."""
+    with opened(models, pair, drafting=BY_COST, clock=costs, seed=seed) as session:
+        assert session.verifier_name == ("auto" if seed < 0 else "match")
+        result = sampled(session)
+    assert result.way == "cost"
+    assert not result.is_defect
+    assert result.is_tested
+    assert set(result.drafted_by) == {"model", "ngram"}
+    assert sum(result.drafted_by.values()) == result.n_drafted
+    assert max(depth.detectable for depth in result.depths) <= SampledPlan().deviation
+
+
+#: A policy that drops what it paid for soon lets the model draft no more.
+HIDES_ITSELF = "picky-policy"
+
+
+@pytest.mark.parametrize("bug", [name for name in BUGS if name != HIDES_ITSELF])
+def test_a_known_bug_shows_in_what_runs_by_default(
+    models: Path, costs: VirtualTime, bug: str
+) -> None:
+    def results() -> Iterator[SampledResult]:
+        for pair in range(len(PAIRS)):
+            with opened(models, pair, drafting=BY_COST, clock=costs, seed=-1) as session:
+                yield from (sampled(session, bug, seed=seed) for seed in (1, 2, 3))
+
+    result = next(result for result in results() if not result.fits)
+    assert min(depth.test.p_value for depth in result.depths) < 1e-6
+
+
+@pytest.mark.parametrize("bug", [None, *BUGS])
+def test_drafts_by_turns_show_every_bug(models: Path, bug: str | None) -> None:
+    """Whatever costs say, the model draws, and n-grams go on behind it."""
+    results = []
+    for pair in range(len(PAIRS)):
+        with opened(models, pair, seed=-1) as session:
+            _, forced = ways_to_draft(replace(BY_COST, p_min=0.0))
+            prompt = session.prompt(PROMPT, chat=False)
+            planted = BUGS[bug] if bug else None
+            result = check_sampled(session, prompt, SampledPlan(), seed=1, bug=planted, way=forced)
+        assert result is not None
+        assert result.way == "forced"
+        assert set(result.drafted_by) == {"model", "ngram"}
+        assert min(result.drafted_by.values()) > 0.1 * result.n_drafted
+        results.append(result)
+        if result.is_defect:
+            break
+    assert results[-1].is_defect == (bug is not None)
+    if bug is not None:
+        assert min(depth.test.p_value for depth in results[-1].depths) < 1e-6
+
+
+@pytest.mark.parametrize("bug", [None, *GREEDY_BUGS])
+def test_greedy_texts_show_bugs_in_what_runs_by_default(
+    models: Path, costs: VirtualTime, bug: str | None
+) -> None:
+    with opened(models, 1, drafting=BY_COST, clock=costs, temperature=0.0, seed=-1) as session:
+        results = greedy(session, bug)
+    assert {result.way for result in results} == {"cost"}
+    assert any(result.is_defect for result in results) == (bug is not None)
+    if bug is None:
+        drafted_by = Counter[str]()
+        for result in results:
+            drafted_by.update(result.drafted_by)
+        assert set(drafted_by) == {"model", "ngram"}
+        assert all(result.n_rows == result.n_tokens for result in results)
+
+
+def test_every_stage_of_a_staged_draft_takes_part(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {"target 1.gguf": 0.1, "draft 1.gguf": 0.04, "draft 0.gguf": 0.001}
+    clock = VirtualTime(monkeypatch, lambda name, n: seconds[name] * (1.0 + 0.03 * (n - 1)))
+    with opened(models, 1, drafting=BY_COST, temperature=0.0) as session:
+        staged = replace(session.options, helpers=(models / "draft 0.gguf",))
+    used: list[str] = []
+    with Session(staged, clock) as session:
+        contexts = session.helper_contexts
+
+        @contextlib.contextmanager
+        def noted(n_ctx: int) -> Iterator[tuple[LlamaBackend, ...]]:
+            with contexts(n_ctx) as backends:
+                yield backends
+                used.extend(b.model.name for b in backends if b.decode_s > 0.0)
+
+        session.helper_contexts = noted  # type: ignore[method-assign]
+        assert not any(result.is_defect for result in greedy(session))
+        prompt = session.prompt(PROMPT, chat=False)
+        check_sampled(session, prompt, SampledPlan(n_draws=200), seed=0)
+    assert used == ["draft 0.gguf"] * 2
+
+
+def test_two_ways_to_draft_are_compared_with_one_plain_answer(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_plain = 0
+    generation = Session.generation
+
+    def counted(self: Session, *rest: Any, **more: Any) -> Generation:
+        nonlocal n_plain
+        n_plain += bool(more.get("plain"))
+        return generation(self, *rest, **more)
+
+    monkeypatch.setattr(Session, "generation", counted)
+    answers = PlainAnswers()
+    fixed = DraftOptions(policy="fixed", p_min=0.0)
+    with opened(models, 1, drafting=fixed, temperature=0.0) as session:
+        prompts = [session.prompt(prompt, chat=False) for prompt in PROMPTS]
+        for length in (2, 5):
+            session.change_drafting(replace(fixed, max_tokens=length))
+            results = list(check_greedy(session, prompts, answers=answers))
+            assert all(result.n_drafted and not result.is_defect for result in results)
+        assert n_plain == len(PROMPTS)
+        # What there is no memory for is decoded again.
+        list(check_greedy(session, prompts, answers=PlainAnswers(1)))
+        assert n_plain == 2 * len(PROMPTS)
 
 
 # --- a cache that holds what was refused

@@ -15,6 +15,7 @@ import numpy as np
 from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch, Rollback, Vocabulary
 from specgen.errors import BackendError, RollbackError
+from specgen.tables import CostTable
 
 #: The node of the empty text.
 _EMPTY = 0
@@ -38,10 +39,24 @@ class MemoBackend:
     `n_bytes_max` bounds the remembered rows: beyond it, those used least recently go, and
     count in `n_evicted`. A text whose row went is computed anew when it comes again, perhaps
     with other last bits.
+
+    With `costs`, a decode that is answered from memory counts in `decode_s` with what the table
+    says that it would have taken (`saved_s`): whoever decides by what decodes cost then decides
+    as without a memory.
     """
 
-    def __init__(self, inner: Backend, *, n_bytes_max: int | None = None) -> None:
+    def __init__(
+        self,
+        inner: Backend,
+        *,
+        n_bytes_max: int | None = None,
+        costs: CostTable | None = None,
+    ) -> None:
         self._inner = inner
+        self._costs = costs
+        #: Seconds that decodes which were answered from memory would have taken.
+        self.saved_s = 0.0
+        self._n_saved_rows = 0
         self._n_bytes_max = n_bytes_max
         self._texts = _Trie()
         #: Rows by node, the least recently used first; not to be written to.
@@ -100,13 +115,13 @@ class MemoBackend:
 
     @property
     def decode_s(self) -> float:
-        """Seconds that the inner backend spent in decoding."""
-        return self._inner.decode_s
+        """Seconds that the inner backend spent in decoding, and `saved_s`."""
+        return self._inner.decode_s + self.saved_s
 
     @property
     def n_decoded_rows(self) -> int:
-        """Rows that the inner backend decoded."""
-        return self._inner.n_decoded_rows
+        """Rows that the inner backend decoded, and those that were answered from memory."""
+        return self._inner.n_decoded_rows + self._n_saved_rows
 
     def decode(self, batch: Batch) -> Logits:
         """See `Backend.decode`. Raises `BackendError` also where a batch would leave a gap in
@@ -116,6 +131,9 @@ class MemoBackend:
         if all(node in self._rows for node in wanted):
             self.n_hits += bool(wanted)
             logits = self._recall(wanted)
+            if self._costs:
+                self.saved_s += self._costs.seconds(len(batch))
+            self._n_saved_rows += len(batch)
         else:
             logits = self._compute(batch, wanted, ends)
         for sequence, node in ends.items():

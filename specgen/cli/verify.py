@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         SampledPlan,
         SampledResult,
         SkippedPrompt,
+        Way,
     )
     from specgen.session import Prompt, Session, SessionOptions
 
@@ -84,7 +85,8 @@ def verify(
         typer.Option(
             "--places",
             min=1,
-            help="Sampled: at how many places, each in another prompt's answer, to draw.",
+            help="Sampled: at how many places, each in another prompt's answer, to draw, for each way "
+            "to draft.",
             rich_help_panel=_CHECKS,
         ),
     ] = 3,
@@ -143,11 +145,13 @@ def verify(
 ) -> int:
     """Show that drafting does not change what your model says.
 
-    Greedy: answers with and without drafts are compared token by token; a difference is traced
-    to a near-tie that llama.cpp's rounding in batches turns, or is a defect. Sampled: draws are
-    tested against the target's exact distribution. Exit code 0 means that no defect was found.
+    Drafts are made as `specgen run` makes them with the same options and, where costs decide, once
+    more in every round. Greedy: answers with and without drafts are compared token by token; a
+    difference is traced to a near-tie that llama.cpp's rounding in batches turns, or is a defect.
+    Sampled: draws are tested against the target's exact distribution. Exit code 0 means that no
+    defect was found.
     """
-    from specgen.proof import BUGS, SampledPlan, split_level
+    from specgen.proof import BUGS, SampledPlan, split_level, ways_to_draft
 
     flags.check_loudness(quiet=quiet, verbose=verbose)
     if seeded_bug is not None and seeded_bug not in BUGS:
@@ -157,10 +161,11 @@ def verify(
     if drafting.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to verify")
     texts = _prompts(prompts)
+    ways = ways_to_draft(drafting)
     plan = SampledPlan(
         depth=depth,
         deviation=deviation,
-        level=split_level(false_alarm, depth * n_places),
+        level=split_level(false_alarm, depth * n_places * len(ways)),
         n_draws=n_draws,
     )
     sources = find_models(models, quiet=quiet)
@@ -168,14 +173,11 @@ def verify(
         why = sources.drafts[0].why  # what was saved for this target
         raise UsageError(f"{why}: there is nothing to verify", hint="--draft names a draft")
     answer = GenerationOptions(max_tokens=max_tokens, grammar=grammar.grammar)
-    if drafting.policy == "cost":
-        # What is to be tested is drafts: there are to be some, whatever they cost.
-        drafting = replace(drafting, policy="fixed")
     options = session_options(sources, sampling, drafting, answer, machine)
     use_kernels(machine.kernels, quiet=quiet)
     with log_shown(verbose), progress_bar(quiet=quiet or verbose) as progress, Interrupt() as stop:
         opener = Opener(sources.drafts, quiet=quiet, verbose=verbose)
-        job = _Job(options, opener, texts, chat, progress, stop, seeded_bug)
+        job = _Job(options, ways, opener, texts, chat, progress, stop, seeded_bug)
         greedy = job.greedy(n_prompts) if check != "sampled" else ()
         sampled = job.sampled(plan, n_places) if check != "greedy" else ()
     report = job.report(check, greedy, sampled)
@@ -204,6 +206,7 @@ class _Job:
     def __init__(
         self,
         options: SessionOptions,
+        ways: list[Way],
         opener: Opener,
         prompts: list[str],
         chat: bool | None,
@@ -214,6 +217,7 @@ class _Job:
         from specgen.proof import BUGS
 
         self._options = options
+        self._ways = ways
         self._opener = opener
         self._prompts = prompts
         self._chat = chat
@@ -223,54 +227,76 @@ class _Job:
         sampler = options.sampler
         if sampler.temperature <= 0.0:
             sampler = replace(sampler, temperature=_TEMPERATURE)
-        self._sampler = replace(sampler, seed=max(0, sampler.seed))
+        # A seed that was not asked for stays so: it decides how drafts are judged.
+        self._sampler = sampler
+        self._seed = max(0, sampler.seed)
         #: By number.
         self._skipped: dict[int, SkippedPrompt] = {}
 
     def greedy(self, n_prompts: int) -> tuple[GreedyResult, ...]:
-        from specgen.proof import check_greedy, spread
+        from specgen.proof import PlainAnswers, check_greedy, spread
 
         sampler = replace(self._options.sampler, temperature=0.0, xtc_probability=0.0)
-        results = []
+        results: list[GreedyResult] = []
         with self._open(sampler) as session:
             chosen = spread(enumerate(self._prompts, 1), n_prompts)
-            prompts = {number: self._prompt(session, number, text, 0) for number, text in chosen}
-            fitting = {number: prompt for number, prompt in prompts.items() if prompt is not None}
-            self._progress("greedy", 0, len(fitting))
-            checked = check_greedy(
-                session, list(fitting.values()), interrupted=self._stop, bug=self._bug
-            )
-            for number, result in zip(fitting, checked, strict=False):
-                results.append(replace(result, prompt=number))
-                self._progress("greedy", len(results), len(fitting))
+            answers = PlainAnswers()
+            for way in self._ways:
+                session.change_drafting(way.drafting)
+                prompts = {n: self._prompt(session, n, text, 0) for n, text in chosen}
+                fitting = {n: prompt for n, prompt in prompts.items() if prompt is not None}
+                checked = check_greedy(
+                    session,
+                    list(fitting.values()),
+                    interrupted=self._stop,
+                    bug=self._bug,
+                    answers=answers,
+                    way=way,
+                )
+                n_all = len(fitting) * len(self._ways)
+                self._progress("greedy", len(results), n_all)
+                for number, result in zip(fitting, checked, strict=False):
+                    results.append(replace(result, prompt=number))
+                    self._progress("greedy", len(results), n_all)
         return tuple(results)
 
     def sampled(self, plan: SampledPlan, n_places: int) -> tuple[SampledResult, ...]:
-        from specgen.proof import check_sampled, room
-
         results: list[SampledResult] = []
         with self._open(self._sampler) as session:
-            for number, text in enumerate(self._prompts, 1):
-                if len(results) == n_places or self._stop():
-                    break
-                prompt = self._prompt(session, number, text, room(plan))
-                if prompt is None:
-                    continue
-                result = check_sampled(
-                    session,
-                    prompt,
-                    plan,
-                    seed=self._sampler.seed + number,
-                    number=number,
-                    progress=lambda done, total: self._progress(
-                        f"sampled, place {len(results) + 1} of {n_places}", done, total
-                    ),
-                    interrupted=self._stop,
-                    bug=self._bug,
-                )
-                if result is not None:
-                    results.append(result)
+            for n_ways, way in enumerate(self._ways):
+                results += self._sampled(session, way, plan, n_places, n_places * n_ways)
         return tuple(results)
+
+    def _sampled(
+        self, session: Session, way: Way, plan: SampledPlan, n_places: int, n_before: int
+    ) -> list[SampledResult]:
+        """Draw at so many places, drafting by a way; so many places came before."""
+        from specgen.proof import check_sampled, room
+
+        session.change_drafting(way.drafting)
+        results: list[SampledResult] = []
+        n_all = n_places * len(self._ways)
+        for number, text in enumerate(self._prompts, 1):
+            if len(results) == n_places or self._stop():
+                break
+            prompt = self._prompt(session, number, text, room(plan))
+            if prompt is None:
+                continue
+            what = f"sampled, place {n_before + len(results) + 1} of {n_all}"
+            result = check_sampled(
+                session,
+                prompt,
+                plan,
+                seed=self._seed + number,
+                number=number,
+                progress=lambda done, total, what=what: self._progress(what, done, total),  # type: ignore[misc]
+                interrupted=self._stop,
+                bug=self._bug,
+                way=way,
+            )
+            if result is not None:
+                results.append(result)
+        return results
 
     def report(
         self,
@@ -293,7 +319,7 @@ class _Job:
             draft=draft.name if isinstance(draft, Path) else draft,
             verifier=self._options.drafting.verifier,
             draft_max=self._options.drafting.n_max,
-            sampler=self._sampler,
+            sampler=replace(self._sampler, seed=self._seed),
             seeded_bug=self._bug.name if self._bug is not None else None,
             check=check,
             greedy=greedy,

@@ -2,6 +2,7 @@
 
 from specgen.drafters.base import Drafter
 from specgen.drafters.combined import CombinedDrafter
+from specgen.drafters.constrained import ConstrainedDrafter
 from specgen.drafters.guesses import Guesses
 from specgen.drafters.headless import HeadlessDrafter
 from specgen.drafters.model import ModelDrafter
@@ -12,6 +13,7 @@ from specgen.drafters.wrapped import WrappedDrafter
 
 __all__ = [
     "CombinedDrafter",
+    "ConstrainedDrafter",
     "Drafter",
     "Guesses",
     "HeadlessDrafter",

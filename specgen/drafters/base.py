@@ -16,7 +16,7 @@ class Drafter(Protocol):
     """Proposes drafts for one generation.
 
     A drafter may fail: the loop then goes on without it. It never changes the text, only how
-    soon it comes.
+    soon it comes. The context that it decodes in belongs to whoever made it.
     """
 
     @property
@@ -33,11 +33,14 @@ class Drafter(Protocol):
         """What it would take now to draft for a text of so many tokens."""
         ...
 
-    def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
+    def propose(
+        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+    ) -> Draft:
         """A draft of at most n_max >= 1 tokens to follow `context`; it may be empty.
 
-        `context` is all committed tokens, prompt and answer. It is the caller's list: read it,
-        do not keep it. From call to call it only grows, unless `rewind` comes between.
+        `context` is all committed tokens, prompt and answer, and behind them `n_drafted` tokens
+        that another drafter proposed. It is the caller's list: read it, do not keep it. From call
+        to call it only grows, unless `rewind` comes between.
         """
         ...
 
@@ -47,8 +50,4 @@ class Drafter(Protocol):
 
     def rewind(self, n_tokens: int) -> None:
         """Forget the text from its first `n_tokens` on: another one goes on from there."""
-        ...
-
-    def close(self) -> None:
-        """Free what the drafter holds. May be called twice."""
         ...

@@ -44,7 +44,9 @@ class CombinedDrafter:
     def price(self, n_context: int) -> Price:
         return FREE
 
-    def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
+    def propose(
+        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+    ) -> Draft:
         self._take_back(context)
         proposed = self._free.propose(context, n_max, policy)
         found = policy.trim(proposed)
@@ -70,10 +72,6 @@ class CombinedDrafter:
         self._model.rewind(min(n_tokens, self._n_text) if self._shown else n_tokens)
         self._shown = ()
 
-    def close(self) -> None:
-        self._free.close()
-        self._model.close()
-
     def _extended_by_model(
         self, context: Sequence[int], found: Draft, n_max: int, policy: Policy
     ) -> Draft:
@@ -85,7 +83,7 @@ class CombinedDrafter:
             return found
         self._shown, self._n_text = found.tokens, len(context)
         behind = Decided(policy, n_after=len(found))
-        more = self._model.propose([*context, *found.tokens], n_room, behind)
+        more = self._model.propose([*context, *found.tokens], n_room, behind, len(found))
         self._sole = None
         return found.followed_by(more)
 
@@ -97,7 +95,7 @@ class CombinedDrafter:
             return draft
         if policy.prospect(self._free.name, FREE, draft) <= 0.0:
             return draft
-        more = self._free.propose([*context, *draft.tokens], n_room, policy)
+        more = self._free.propose([*context, *draft.tokens], n_room, policy, len(draft))
         self._free.rewind(len(context))
         if len(more):
             self._sole = None

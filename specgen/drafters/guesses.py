@@ -18,8 +18,6 @@ class Guesses:
     the distributions that go on record, are those that it would have without guesses. How much
     is guessed is for a policy of the same kind to say, by what the draft model's decodes cost.
     (Spector & Re, arXiv:2308.04623, section 3.2.)
-
-    It owns `drafter` and closes it.
     """
 
     def __init__(self, drafter: Drafter, policy: Policy) -> None:
@@ -45,8 +43,11 @@ class Guesses:
         """Seconds for a drafted token, without guesses in `plain_s`."""
         return plain_s if self._token_s is None else min(plain_s, self._token_s)
 
-    def after(self, context: Sequence[int], drafted: Sequence[int], n_room: int) -> Sequence[int]:
-        """Guess how the draft goes on, by at most `n_room` tokens."""
+    def after(
+        self, context: Sequence[int], drafted: Sequence[int], n_room: int, n_before: int = 0
+    ) -> Sequence[int]:
+        """Guess how the draft goes on, by at most `n_room` tokens. Of the context the last
+        `n_before` tokens are drafted too, by another drafter."""
         self._guess, self._n_before = NO_DRAFT, len(drafted)
         self._is_open = True
         self._draft_s = 0.0
@@ -55,7 +56,9 @@ class Guesses:
             text = [*context, *drafted]
             self._take_back(text)
             before_s = self._drafter.model_s
-            guess = self._policy.trim(self._drafter.propose(text, n_max, self._policy))
+            n_drafted = n_before + len(drafted)
+            guess = self._drafter.propose(text, n_max, self._policy, n_drafted)
+            guess = self._policy.trim(guess)
             self._guess = guess if guess.is_chain else NO_DRAFT
             self._draft_s = self._drafter.model_s - before_s
             self._shown, self._n_text = tuple(drafted), len(context)
@@ -96,10 +99,6 @@ class Guesses:
         self._drafter.rewind(min(n_tokens, self._n_text) if self._shown else n_tokens)
         self._shown = ()
         self._is_open = False
-
-    def close(self) -> None:
-        """Free the drafter. May be called twice."""
-        self._drafter.close()
 
     def _take_back(self, text: Sequence[int]) -> None:
         """Let the drafter forget what it was shown and the text does not say."""

@@ -27,11 +27,13 @@ class HeadlessDrafter(WrappedDrafter):
     def price(self, n_context: int) -> Price:
         return self._inner.price(n_context - len(self._head))
 
-    def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
+    def propose(
+        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+    ) -> Draft:
         text, head = self._text, self._head
         text.extend(context[len(text) : head.start])
         text.extend(context[len(text) + len(head) :])
-        return self._inner.propose(text, n_max, policy)
+        return self._inner.propose(text, n_max, policy, n_drafted)
 
     def rewind(self, n_tokens: int) -> None:
         n_left_out = len(range(self._head.start, min(self._head.stop, n_tokens)))

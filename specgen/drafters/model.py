@@ -38,8 +38,8 @@ class ModelDrafter:
     With `draws`, each token is drawn from what `shaper` makes of the model's logits, and the
     distribution goes on record, for verifiers that weigh it against the target's. Without, the
     shaper is expected to be greedy, and the draft is the model's most likely text. The shaper
-    sees the target's own text: the grammar and the penalties hold within the draft too, so
-    that nothing is drafted that cannot be accepted.
+    sees the target's own text and all that is drafted behind it: the grammar and the penalties
+    hold within the draft too, so that nothing is drafted that cannot be accepted.
 
     The model's cache is cut back to what was kept and never to less, so no token is decoded
     twice: the next proposal begins with one batch of what was committed since (usually the
@@ -51,8 +51,7 @@ class ModelDrafter:
 
     `n_shared_tokens`: tokens from this id on exist in only one of the two vocabularies
     (padding); they are never drafted. `costs` is the table of the model's decodes, which each
-    decode corrects. With `guesses`, the model is itself sped up by a cheaper drafter. The drafter
-    owns the backend and closes it.
+    decode corrects. With `guesses`, the model is itself sped up by a cheaper drafter.
     """
 
     def __init__(
@@ -101,7 +100,9 @@ class ModelDrafter:
             next_s = self._guesses.token_s(next_s)
         return Price(first_s, next_s, max(0.0, self._costs.seconds(n_behind) - first_s))
 
-    def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
+    def propose(
+        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+    ) -> Draft:
         if policy.prospect(self.name, self.price(len(context))) <= 0.0:
             return NO_DRAFT
         n_max = self._make_room(len(context), n_max)
@@ -109,16 +110,19 @@ class ModelDrafter:
             return NO_DRAFT
         row = self._catch_up(context)
         self._backend.checkpoint(self._sequence)
+        before = list(context[len(context) - n_drafted :])
         tokens: list[int] = []
         probabilities: list[float | None] = []
         distributions: list[Distribution | None] = []
         while True:
             row = row[: self._n_shared_tokens]
-            top = self._shaper.top_probability(row, tokens) if policy.needs_confidence else None
+            path, top = before + tokens, None
+            if policy.needs_confidence:
+                top = self._shaper.top_probability(row, path)
             if not policy.wants_more(len(tokens), 1.0 if top is None else top, self.name):
                 break
             try:
-                source = self._shaper.distribution(row, tokens)
+                source = self._shaper.distribution(row, path)
             except NoTokenAllowedError:  # none, or none of those that the models share
                 break
             token = source.draw(self._rng)
@@ -129,7 +133,7 @@ class ModelDrafter:
                 break
             if not policy.goes_on(len(tokens), self.name):
                 break
-            row = self._row_after(tokens, context, n_max)
+            row = self._row_after(tokens, context, n_max, n_drafted)
         if self._guesses is not None:
             self._guesses.settle(tokens)
         return Draft.chain(tokens, self.name, probabilities, distributions)
@@ -148,11 +152,6 @@ class ModelDrafter:
         self._backend.remove(self._sequence, n_tokens - self._n_skipped)
         self._ahead.clear()
         self._n_agreed = n_tokens
-
-    def close(self) -> None:
-        self._backend.close()
-        if self._guesses is not None:
-            self._guesses.close()
 
     def _empty(self) -> None:
         self._backend.remove(self._sequence)
@@ -196,7 +195,9 @@ class ModelDrafter:
         self._n_agreed = len(context)
         return row
 
-    def _row_after(self, tokens: Sequence[int], context: Sequence[int], n_max: int) -> Logits:
+    def _row_after(
+        self, tokens: Sequence[int], context: Sequence[int], n_max: int, n_drafted: int
+    ) -> Logits:
         """The logits after the drafted tokens so far, float32[n_vocab]; all but the last of them
         are decoded. With guesses the last one may be too, and some that come after it."""
         ahead, n_before = self._ahead, len(tokens) - 1
@@ -212,7 +213,7 @@ class ModelDrafter:
         if self._guesses is not None:
             self._guesses.settle(tokens)
             n_room = min(n_max - len(tokens) - 1, self._backend.n_outputs - 1)
-            guessed = self._guesses.after(context, tokens, n_room)
+            guessed = self._guesses.after(context, tokens, n_room, n_drafted)
         before_s = self._backend.decode_s
         rows = self._decode_rows([tokens[-1], *guessed], n_wanted=1 + len(guessed))
         if self._guesses is not None:

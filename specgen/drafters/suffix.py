@@ -94,7 +94,9 @@ class SuffixDrafter:
     def price(self, n_context: int) -> Price:
         return FREE
 
-    def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
+    def propose(
+        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+    ) -> Draft:
         text = self._text
         for token in context[len(text) :]:
             text.extend(token)
@@ -194,10 +196,6 @@ class SuffixDrafter:
 
     def rewind(self, n_tokens: int) -> None:
         self._text.rewind(n_tokens)
-
-    def close(self) -> None:
-        self._text = SuffixAutomaton()
-        self._corpora = ()
 
     def _continue(self, cursor: Cursor) -> _Guess:
         """What the text itself went on with."""

@@ -10,7 +10,7 @@ from specgen.drafters.base import Drafter
 from specgen.drafters.wrapped import WrappedDrafter
 from specgen.policy import Decided, Policy, RoundReport
 from specgen.tables import Price
-from specgen.translation import BeginningShaper, DraftText, Translation
+from specgen.translation import BeginningShaper, DraftText, SharedShaper, Translation
 from specgen.translation.unicode import n_unfinished
 
 #: Bytes of the text before a draft that the target's tokenizer is shown with it.
@@ -23,10 +23,10 @@ class TranslatedDrafter(WrappedDrafter):
     """Stands between a drafter and the loop: tells the drafter the text in its own tokens, and
     the loop the drafts in the target's.
 
-    With `beginning`, drafts are translated as strings, and the shaper by which `inner` drafts
-    is told what a draft must begin with, where the text ends in the middle of a token. Without,
-    they are translated token by token, with the distributions that they were drawn from; `inner`
-    then does best to draft shared tokens only (`SharedShaper`).
+    `shaper` is the one by which `inner` drafts. With a `BeginningShaper`, drafts are translated as
+    strings, and it is told what a draft must begin with, where the text ends in the middle of a
+    token. Else they are translated token by token, with the distributions that they were drawn
+    from; `inner` then does best to draft shared tokens only (`SharedShaper`).
 
     It serves one text, whose tokens `text` follows. `holds_back` allows to take tokens at its end
     back: not worth it for a model whose cache does not easily give up what it holds.
@@ -37,15 +37,16 @@ class TranslatedDrafter(WrappedDrafter):
         inner: Drafter,
         translation: Translation,
         text: DraftText,
-        beginning: BeginningShaper | None,
+        shaper: BeginningShaper | SharedShaper | None,
         *,
         holds_back: bool = True,
     ) -> None:
         super().__init__(inner)
         self._translation = translation
         self._text = text
-        self._beginning = beginning
-        self._holds_back = holds_back and beginning is not None
+        self._beginning = shaper if isinstance(shaper, BeginningShaper) else None
+        self._shared = shaper if isinstance(shaper, SharedShaper) else None
+        self._holds_back = holds_back and self._beginning is not None
         #: The last draft as the inner drafter made it, what it begins with, and how many
         #: tokens of the text the inner drafter has seen.
         self._drafted = NO_DRAFT
@@ -56,7 +57,9 @@ class TranslatedDrafter(WrappedDrafter):
         n_new = n_context - self._text.n_followed
         return self._inner.price(len(self._text.tokens) + n_new)
 
-    def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
+    def propose(
+        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+    ) -> Draft:
         if policy.prospect(self.name, self.price(len(context))) <= 0.0:
             return NO_DRAFT
         text = self._text
@@ -72,6 +75,8 @@ class TranslatedDrafter(WrappedDrafter):
             return NO_DRAFT
         self._held_back = text.held_back
         if self._beginning is None:
+            if self._shared is not None:
+                self._shared.before = context[len(context) - n_drafted :]
             self._drafted = self._inner.propose(text.tokens, n_max, Decided(policy))
             return self._translation.shared.translate(self._drafted)
         self._beginning.beginning = self._held_back

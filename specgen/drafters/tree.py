@@ -14,6 +14,7 @@ from specgen.draft import NO_DRAFT, ROOT, Draft
 from specgen.drafters.model import N_USUAL, DraftShaper, ModelDrafter
 from specgen.growing import GrowingTree
 from specgen.options import TreeShape
+from specgen.packing import Slot
 from specgen.policy import Policy, TreePolicy
 from specgen.sampling import Distribution, NoTokenAllowedError
 from specgen.tables import CostTable, Price
@@ -65,7 +66,8 @@ class TreeModelDrafter(ModelDrafter):
     replacement; the walks of a shape like 4x5 are drawn independently. Dynamic trees of this kind
     are SpecInfer's (Miao et al., arXiv:2305.09781) and EAGLE-2's (Li et al., arXiv:2406.16858).
 
-    `shaper` is expected to leave several tokens where `draws` is not set, at temperature 1.
+    `shaper` is expected to leave several tokens where `draws` is not set, at temperature 1. `slot`
+    are the sequences of the model's cache that are this drafter's, by default all.
     """
 
     def __init__(
@@ -79,14 +81,22 @@ class TreeModelDrafter(ModelDrafter):
         shape: TreeShape,
         costs: CostTable | None = None,
         n_deepest: int | None = None,
+        slot: Slot | None = None,
     ) -> None:
+        slot = slot or Slot(0, backend.n_sequences)
         super().__init__(
-            backend, shaper, rng, draws=draws, n_shared_tokens=n_shared_tokens, costs=costs
+            backend,
+            shaper,
+            rng,
+            draws=draws,
+            n_shared_tokens=n_shared_tokens,
+            costs=costs,
+            sequence=slot.first,
         )
         self._shape = shape
         self._n_deepest = n_deepest
         self._n_guesses = max(_N_GUESSES, *shape.numbers) if shape.is_fixed else _N_GUESSES
-        self._branches = _Branches(backend, self._sequence)
+        self._branches = _Branches(backend, slot)
         self._tree = GrowingTree(self.name)
         #: What was found beyond the nodes of the tree, and how long the text was then.
         self._looks: dict[int, Look] = {}
@@ -100,7 +110,9 @@ class TreeModelDrafter(ModelDrafter):
         # Of what became text since the last tree, most is in the cache: by far the usual case.
         return super().price(max(self._n_agreed, min(n_context, self._n_agreed + N_USUAL)))
 
-    def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
+    def propose(
+        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+    ) -> Draft:
         self._settle(context)
         if policy.prospect(self.name, self.price(len(context))) <= 0.0:
             return NO_DRAFT
@@ -109,9 +121,10 @@ class TreeModelDrafter(ModelDrafter):
             return NO_DRAFT
         tree = self._tree = GrowingTree(self.name)
         self._n_text = len(context)
+        before = tuple(context[len(context) - n_drafted :])
         look = self._known
         if look is None or self._n_agreed < len(context):
-            look = self._look(self._catch_up(context), ())
+            look = self._look(self._catch_up(context), before)
         growth = self._growth(policy, n_max)
         growth.take(tree, ROOT, look)
         self._looks[ROOT] = look
@@ -119,7 +132,8 @@ class TreeModelDrafter(ModelDrafter):
         while frontier := growth.frontier(tree, self._n_most()):
             rows = self._decode_nodes(tree, frontier)
             looks = [
-                self._look(row, tree.path(node)) for node, row in zip(frontier, rows, strict=True)
+                self._look(row, (*before, *tree.path(node)))
+                for node, row in zip(frontier, rows, strict=True)
             ]
             for node, look in zip(frontier, looks, strict=True):
                 tree.look_beyond(node)
@@ -217,15 +231,17 @@ class _Branches:
     same node, or of one further up, gets a sequence of its own that shares the cells up to there.
     """
 
-    def __init__(self, backend: Backend, trunk: int) -> None:
+    def __init__(self, backend: Backend, slot: Slot) -> None:
         self._backend = backend
-        self._trunk = trunk
+        self._trunk = slot.first
+        #: The sequences that branches may have; those beyond the slot are of other texts.
+        self._others = range(slot.first + 1, slot.first + slot.n_branches)
         #: The sequence of each decoded node, and the node on which each sequence ends.
         self._sequences: dict[int, int] = {}
         self._tips: dict[int, int] = {}
         self._free: list[int] = []
-        for sequence in range(backend.n_sequences):  # an answer before this one may have left some
-            if sequence != trunk and backend.length(sequence):
+        for sequence in self._others:  # an answer before this one may have left some
+            if backend.length(sequence):
                 backend.remove(sequence)
 
     def __contains__(self, node: int) -> bool:
@@ -239,10 +255,9 @@ class _Branches:
 
     def begin(self) -> None:
         """Begin a tree behind the text."""
-        n, trunk = self._backend.n_sequences, self._trunk
-        self._free = [sequence for sequence in range(n - 1, -1, -1) if sequence != trunk]
-        self._sequences = {ROOT: trunk}
-        self._tips = {trunk: ROOT}
+        self._free = list(reversed(self._others))
+        self._sequences = {ROOT: self._trunk}
+        self._tips = {self._trunk: ROOT}
 
     def follow(self, node: int, parent: int, position: int) -> int:
         """The sequence for a node that is about to be decoded at a position, `parent` being

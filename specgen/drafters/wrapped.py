@@ -27,14 +27,13 @@ class WrappedDrafter:
     def price(self, n_context: int) -> Price:
         return self._inner.price(n_context)
 
-    def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
-        return self._inner.propose(context, n_max, policy)
+    def propose(
+        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+    ) -> Draft:
+        return self._inner.propose(context, n_max, policy, n_drafted)
 
     def observe(self, report: RoundReport) -> None:
         self._inner.observe(report)
 
     def rewind(self, n_tokens: int) -> None:
         self._inner.rewind(n_tokens)
-
-    def close(self) -> None:
-        self._inner.close()

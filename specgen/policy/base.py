@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from specgen.draft import NO_DRAFT, Draft
 from specgen.growing import GrowingTree
-from specgen.tables import Price
+from specgen.tables import ALONE, Others, Price
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +18,15 @@ class RoundReport:
     draft: Draft
     #: The accepted nodes.
     path: tuple[int, ...]
-    #: Seconds of drafting and of the target's decode, and the rows that the target decoded.
+    #: Seconds of this sequence's drafting.
     draft_s: float
+    #: Seconds of the target's batch and its rows, those of the other sequences in it included.
     target_s: float
     n_rows: int
     #: What the round added to the text: accepted tokens, then the target's own.
     committed: tuple[int, ...] = ()
+    #: Sequences that had a part in the batch.
+    n_sequences: int = 1
 
 
 class Policy(Protocol):
@@ -43,9 +46,9 @@ class Policy(Protocol):
         """Whether `wants_more` looks at the confidence: it costs a pass over the logits."""
         ...
 
-    def room(self, n_left: int) -> int:
+    def room(self, n_left: int, others: Others = ALONE) -> int:
         """The most tokens to draft in the round that begins; 0 decodes without a draft. So many
-        tokens are expected to be left of the answer."""
+        tokens are expected to be left of the answer; `others` share the target's batch."""
         ...
 
     def prospect(self, origin: str, price: Price, after: Draft = NO_DRAFT) -> float:
@@ -72,6 +75,10 @@ class Policy(Protocol):
         ...
 
     def observe(self, report: RoundReport) -> None: ...
+
+    def finish(self) -> None:
+        """The text is finished: what it says of other texts may be counted. May be said twice."""
+        ...
 
 
 @runtime_checkable

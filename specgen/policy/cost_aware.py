@@ -24,7 +24,7 @@ from specgen.policy.pace import Pace
 from specgen.policy.plans import best_frontier, best_nodes
 from specgen.policy.stopping import StoppingRule
 from specgen.policy.witness import Witness
-from specgen.tables import FREE, CostTable, Price
+from specgen.tables import ALONE, FREE, BatchShare, CostTable, Others, Price
 
 #: Decodes of a single row to see before anything is drafted where nothing was measured.
 _N_FIRST = 2
@@ -83,7 +83,11 @@ class CostAwarePolicy:
     tried as often as a small budget allows, and one that loses time against what it promised
     is put aside for a while.
 
-    `costs` is the target's table; what is observed goes into it. `chances` are by origin.
+    Beside other sequences a token's plain decode is a part of a batch that all of them share, and
+    a drafted row costs what it adds to that batch (`BatchShare`).
+
+    A policy decides for one text. `costs` is the target's table; what is observed goes into it.
+    `chances` are by origin; their counts are of all texts and may be shared with other policies.
     """
 
     def __init__(
@@ -94,10 +98,12 @@ class CostAwarePolicy:
     ) -> None:
         self._n_max = options.n_max
         self._p_min = options.stops_below
-        self._costs = costs
-        self._chances = {} if chances is None else chances
-        for known in self._chances.values():
-            known.begin_text()
+        self._table = costs
+        #: What rows cost in the round's batch.
+        self._costs = BatchShare(costs)
+        #: What is known of all texts, and the chances in this one; by origin.
+        self._known = {} if chances is None else chances
+        self._chances: dict[str, Chances] = {}
         self._rules: dict[str, _Rule] = {}
         #: Those that hold until anything changes.
         self._in_force: dict[str, StoppingRule] = {}
@@ -125,8 +131,9 @@ class CostAwarePolicy:
     def needs_confidence(self) -> bool:
         return True
 
-    def room(self, n_left: int) -> int:
+    def room(self, n_left: int, others: Others = ALONE) -> int:
         self._n_left = n_left
+        self._costs = BatchShare(self._table, others)
         self._path.clear()
         self._witness.begin_round()
         self._in_force.clear()
@@ -134,7 +141,7 @@ class CostAwarePolicy:
         self._is_trial = False
         self._began, self._invested_s = None, 0.0
         self._budget.begin_round()
-        if not self._costs or (self._costs.n_seen(1) < _N_FIRST and not self._costs.knows(1)):
+        if not self._table or (self._costs.n_seen < _N_FIRST and not self._costs.is_known):
             return 0
         self._n_stale += 1
         if self._n_stale > _MAX_STALE:
@@ -288,17 +295,18 @@ class CostAwarePolicy:
 
     def observe(self, report: RoundReport) -> None:
         self._in_force.clear()
-        self._costs.observe(report.n_rows, report.target_s)
+        self._table.observe(report.n_rows, report.target_s)
         if not len(report.draft):
             self._n_stale = 0
         n_committed = max(1, len(report.committed), len(report.path) + 1)
         for origin, saved_s in self._witness.observe(report, self.token_s):
             self._budget.show(origin, saved_s, self._costs.seconds(1))
-        if not self._costs.knows(1):
+        if not self._costs.is_known:
             return
         plain_s = self._costs.seconds(1)
+        target_s = report.target_s * self._costs.of_batch(1 + len(report.draft), report.n_rows)
         # What was read in advance serves the rounds to come.
-        round_s = max(0.0, report.draft_s - self._invested_s) + report.target_s
+        round_s = max(0.0, report.draft_s - self._invested_s) + target_s
         self._budget.spend(
             self._began,
             saved_s=n_committed * plain_s - round_s,
@@ -314,6 +322,10 @@ class CostAwarePolicy:
             self._has_model_begun = True
             self._pace.begin_anew()
         self._pace.observe(round_s, n_committed, plain_s, by_ngrams=by_ngrams)
+
+    def finish(self) -> None:
+        for chances in self._chances.values():
+            chances.end_text()
 
     def _leave(self, draft: Draft) -> None:
         """Remember what a draft that nothing was read for would have been worth verifying: the
@@ -351,7 +363,8 @@ class CostAwarePolicy:
     def _of(self, origin: str) -> Chances:
         chances = self._chances.get(origin)
         if chances is None:
-            chances = self._chances[origin] = new_chances(origin)
+            known = self._known.setdefault(origin, new_chances(origin))
+            chances = self._chances[origin] = known.of_another_text()
         return chances
 
     def _chance_of(self, draft: Draft) -> float:

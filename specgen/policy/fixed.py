@@ -7,7 +7,7 @@ import math
 from specgen.draft import NO_DRAFT, Draft
 from specgen.options import DraftOptions
 from specgen.policy.base import RoundReport
-from specgen.tables import Price
+from specgen.tables import ALONE, Others, Price
 
 
 class FixedPolicy:
@@ -25,7 +25,7 @@ class FixedPolicy:
     def needs_confidence(self) -> bool:
         return self._p_min > 0.0
 
-    def room(self, n_left: int) -> int:
+    def room(self, n_left: int, others: Others = ALONE) -> int:
         return self._n_max
 
     def prospect(self, origin: str, price: Price, after: Draft = NO_DRAFT) -> float:
@@ -44,4 +44,7 @@ class FixedPolicy:
         return draft if draft.is_drawn or len(draft) >= self._n_min else NO_DRAFT
 
     def observe(self, report: RoundReport) -> None:
+        pass
+
+    def finish(self) -> None:
         pass

@@ -7,7 +7,7 @@ import math
 from specgen.draft import NO_DRAFT, Draft
 from specgen.options import DraftOptions
 from specgen.policy.base import RoundReport
-from specgen.tables import Price
+from specgen.tables import ALONE, Others, Price
 
 #: The share of drafted tokens that may be refused: the bound falls while less is, and rises when
 #: more is.
@@ -46,7 +46,7 @@ class ThresholdPolicy:
     def needs_confidence(self) -> bool:
         return True
 
-    def room(self, n_left: int) -> int:
+    def room(self, n_left: int, others: Others = ALONE) -> int:
         self._log_chances.clear()
         return self._n_max
 
@@ -86,6 +86,9 @@ class ThresholdPolicy:
             return
         refused = 1.0 - len(report.path) / len(report.draft)
         self._move(refused - _REFUSED)
+
+    def finish(self) -> None:
+        pass
 
     def _move(self, difference: float) -> None:
         moved = self._log_bound + _RATE * difference

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from specgen.draft import NO_DRAFT, Draft
 from specgen.growing import GrowingTree
 from specgen.policy.base import Policy, RoundReport, TreePolicy
-from specgen.tables import Price
+from specgen.tables import ALONE, Others, Price
 
 
 class WrappedPolicy:
@@ -21,8 +21,8 @@ class WrappedPolicy:
     def needs_confidence(self) -> bool:
         return self._inner.needs_confidence
 
-    def room(self, n_left: int) -> int:
-        return self._inner.room(n_left)
+    def room(self, n_left: int, others: Others = ALONE) -> int:
+        return self._inner.room(n_left, others)
 
     def prospect(self, origin: str, price: Price, after: Draft = NO_DRAFT) -> float:
         return self._inner.prospect(origin, price, after)
@@ -49,6 +49,9 @@ class WrappedPolicy:
 
     def observe(self, report: RoundReport) -> None:
         self._inner.observe(report)
+
+    def finish(self) -> None:
+        self._inner.finish()
 
     def _of_trees(self) -> TreePolicy:
         assert isinstance(self._inner, TreePolicy), "only such a one is asked about trees"

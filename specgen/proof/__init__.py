@@ -6,11 +6,18 @@ mistakes that the checks must find.
 """
 
 from specgen.proof.bugs import BUGS, Bug
-from specgen.proof.greedy import Choice, Difference, GreedyResult, check_greedy
+from specgen.proof.greedy import (
+    Choice,
+    Difference,
+    GreedyResult,
+    PlainAnswers,
+    check_greedy,
+)
 from specgen.proof.prompts import OWN_PROMPTS, read_prompts, spread
 from specgen.proof.report import Check, Report, SkippedPrompt, to_json_object
 from specgen.proof.sampled import SampledPlan, SampledResult, check_sampled, room
 from specgen.proof.statistics import split_level
+from specgen.proof.ways import Way, WayName, ways_to_draft
 
 __all__ = [
     "BUGS",
@@ -20,10 +27,13 @@ __all__ = [
     "Choice",
     "Difference",
     "GreedyResult",
+    "PlainAnswers",
     "Report",
     "SampledPlan",
     "SampledResult",
     "SkippedPrompt",
+    "Way",
+    "WayName",
     "check_greedy",
     "check_sampled",
     "read_prompts",
@@ -31,4 +41,5 @@ __all__ = [
     "split_level",
     "spread",
     "to_json_object",
+    "ways_to_draft",
 ]

@@ -15,7 +15,7 @@ import numpy as np
 from specgen.draft import ROOT, Draft
 from specgen.drafters import Drafter, WrappedDrafter
 from specgen.generation import Generation
-from specgen.policy import Policy
+from specgen.policy import Policy, WrappedPolicy
 from specgen.sampling import Distribution
 from specgen.verify import MatchVerifier, Target, Verdict, Verifier
 
@@ -30,6 +30,7 @@ class Bug:
     needs_draws: bool
     verifier: Callable[[Verifier], Verifier] | None = None
     drafter: Callable[[Drafter], Drafter] | None = None
+    policy: Callable[[Policy], Policy] | None = None
     #: Whether the text loses what comes after a wholly accepted draft.
     loses_bonus: bool = False
 
@@ -39,19 +40,34 @@ class Bug:
             generation.verifier = self.verifier(generation.verifier)
         if self.drafter is not None and generation.drafter is not None:
             generation.drafter = self.drafter(generation.drafter)
+        if self.policy is not None:
+            generation.policy = self.policy(generation.policy)
 
 
 class _TopToken(WrappedDrafter):
     """Drafts the most likely token and says that it was drawn (the ratio test on an argmax
     draft)."""
 
-    def propose(self, context: Sequence[int], n_max: int, policy: Policy) -> Draft:
-        draft = self._inner.propose(context, n_max, policy)
+    def propose(
+        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+    ) -> Draft:
+        draft = self._inner.propose(context, n_max, policy, n_drafted)
         if not len(draft) or draft.distributions[0] is None:
             return draft
         top = draft.drawn_from(0).mode
         # What was drafted after the token that was really drawn does not follow this one.
         return replace(draft.first(1), tokens=(top,))
+
+
+class _Picky(WrappedPolicy):
+    """Drops drawn tokens that turned out unlikely, and what stands behind them."""
+
+    def trim(self, draft: Draft) -> Draft:
+        kept = super().trim(draft)
+        for node, source in enumerate(kept.distributions if kept.is_chain else ()):
+            if source is not None and source.probability(kept.tokens[node]) < 0.5:
+                return kept.first(node)
+        return kept
 
 
 class _Residual:
@@ -153,6 +169,12 @@ BUGS: Mapping[str, Bug] = MappingProxyType(
                 needs_draws=True,
                 verifier=_Residual,
                 drafter=_TopToken,
+            ),
+            Bug(
+                "picky-policy",
+                "drawn tokens dropped for being unlikely",
+                needs_draws=True,
+                policy=_Picky,
             ),
             Bug(
                 "one-sided-truncation",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from specgen.backend.base import Backend
@@ -10,8 +11,9 @@ from specgen.generation import Generation
 from specgen.loop import Loop
 from specgen.policy import Policy, WrappedPolicy
 from specgen.proof.bugs import Bug
-from specgen.proof.told import check_drafting, tokens_told
+from specgen.proof.told import check_drafting, drafted_by, tokens_told
 from specgen.state import Mark
+from specgen.tables import ALONE, Others
 from specgen.tally import Tally
 
 
@@ -22,8 +24,8 @@ class _UpTo(WrappedPolicy):
         super().__init__(inner)
         self.limit = 1
 
-    def room(self, n_left: int) -> int:
-        return min(self.limit, super().room(n_left))
+    def room(self, n_left: int, others: Others = ALONE) -> int:
+        return min(self.limit, super().room(n_left, others))
 
 
 class Drawer:
@@ -31,7 +33,7 @@ class Drawer:
 
     Drafts are of at most one token in one draw, two in the next, and so on in turn: the token
     after a wholly accepted draft, which is none of the draft's, then is among those that are
-    tested, whatever the longest draft.
+    tested, whatever the longest draft (`n_longest`).
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Drawer:
         generation: Generation,
         place: Mark,
         depth: int,
+        n_longest: int,
         bug: Bug | None,
     ) -> None:
         self._loop = loop
@@ -49,7 +52,7 @@ class Drawer:
         self._depth = depth
         self._loses_bonus = bug is not None and bug.loses_bonus
         self._policy = _UpTo(generation.policy)
-        self._n_lengths = max(1, min(depth, generation.policy.room(depth)))
+        self._n_lengths = max(1, min(depth, n_longest))
         self._generation = replace(
             generation,
             policy=self._policy,
@@ -60,6 +63,7 @@ class Drawer:
             bug.plant(self._generation)
         #: Counts over all draws.
         self.tally = Tally()
+        self.drafted_by: Counter[str] = Counter()
 
     def draw(self) -> tuple[int, ...]:
         """The tokens of one draw; fewer than `depth` if the text ended."""
@@ -75,7 +79,10 @@ class Drawer:
         while len(told) < self._depth and not once.is_finished:
             events = self._loop.round([once])
             check_drafting(events)
+            if once.failure is not None:
+                raise once.failure
             told += tokens_told(events, loses_bonus=self._loses_bonus)
+            self.drafted_by += drafted_by(events)
         self.tally.n_rounds += once.tally.n_rounds
         self.tally.n_drafted += once.tally.n_drafted
         self.tally.n_accepted += once.tally.n_accepted

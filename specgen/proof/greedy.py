@@ -15,22 +15,22 @@ texts part: a wrong cache shows long before it turns a choice.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from specgen.arrays import Logits
 from specgen.backend.llama.kernels import LLAMA_CPP
-from specgen.generation import Generation
 from specgen.loop import Loop
 from specgen.prompting import Prompt
 from specgen.proof.bugs import Bug
 from specgen.proof.rows import batch_sizes, batches_move, is_moved, movement, plain_rows
-from specgen.proof.told import check_drafting, tokens_told
+from specgen.proof.told import check_drafting, drafted_by, tokens_told
+from specgen.proof.ways import Way, WayName
 from specgen.sampling import Distribution, Sampler
 from specgen.session import Session
 from specgen.state import Shaper, TextState
 
-#: Memory for the rows of one plain answer; those after that are not compared.
+#: Memory for the rows of plain answers. Those of one answer that have no room are not compared.
 _N_BYTES_MAX = 2**30
 
 
@@ -78,6 +78,9 @@ class Difference:
 class GreedyResult:
     """One prompt; they are counted from 1.
 
+    `way` says what decided how much was drafted, and `drafted_by` which drafter proposed how many
+    of the tokens that were verified.
+
     `n_tokens` of plain decoding were compared; there is no `difference` if all are equal.
     `n_rows` rows of logits, up to where the texts part, were compared too: the furthest is
     `moved_by` from plain decoding's, and batches alone were seen to move rows by up to
@@ -94,6 +97,8 @@ class GreedyResult:
     batches_move: float
     difference: Difference | None
     exact_rows: bool = False
+    way: WayName = "fixed"
+    drafted_by: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_moved(self) -> bool:
@@ -105,51 +110,95 @@ class GreedyResult:
         return self.is_moved or (self.difference is not None and self.difference.is_defect)
 
 
+@dataclass(frozen=True, slots=True)
+class PlainAnswer:
+    """What plain decoding answers: its tokens, the one that ended it too, and the rows of logits
+    that they were chosen from, float32[n_vocab] each, by how many tokens come before."""
+
+    tokens: list[int]
+    rows: dict[int, Logits]
+
+
+class PlainAnswers:
+    """Answers of plain decoding, kept as far as there is memory: checks of several ways to draft
+    compare with the same."""
+
+    def __init__(self, n_bytes_max: int = _N_BYTES_MAX) -> None:
+        self._n_bytes_left = n_bytes_max
+        self._n_bytes_max = n_bytes_max
+        self._kept: dict[tuple[tuple[int, ...], int], PlainAnswer] = {}
+
+    def of(self, session: Session, loop: Loop, prompt: Prompt, n_ctx: int) -> PlainAnswer:
+        """The answer to a prompt, decoded by `loop` into an empty cache if it is not kept."""
+        key = prompt.tokens, n_ctx
+        if key in self._kept:
+            return self._kept[key]
+        plain = session.generation(prompt, n_ctx, None, 0, plain=True)
+        row_bytes = 4 * session.target_model.vocabulary.n_tokens
+        keeper = _Keeper(session.sampler, plain.state, max(1, self._n_bytes_max // row_bytes))
+        plain.shaper = keeper
+        events = list(loop.run(plain))
+        answer = PlainAnswer(list(tokens_told(events)), keeper.rows)
+        n_bytes = len(keeper.rows) * row_bytes
+        if plain.finish_reason != "interrupted" and n_bytes <= self._n_bytes_left:
+            self._n_bytes_left -= n_bytes
+            self._kept[key] = answer
+        return answer
+
+
 def check_greedy(
     session: Session,
     prompts: Sequence[Prompt],
     *,
     interrupted: Callable[[], bool] = lambda: False,
     bug: Bug | None = None,
+    answers: PlainAnswers | None = None,
+    way: Way | None = None,
 ) -> Iterator[GreedyResult]:
     """Compare speculative and plain decoding, prompt by prompt.
 
-    The session's temperature must be 0. Ends early when `interrupted` says so. `bug` is built
-    into the speculative side: the check must find it.
+    The session drafts by a `way` from now on (None: as its options say); its temperature must be 0.
+    Ends early when `interrupted` says so. `bug` is built into the speculative side: the check must
+    find it. `answers` are those of earlier checks of the same target.
     """
     if not prompts:
         return
+    way = way or Way(session.options.drafting)
+    session.change_drafting(way.drafting)
+    answers = answers if answers is not None else PlainAnswers()
     n_ctx = max(session.context_size(len(prompt.tokens)) for prompt in prompts)
-    n_rows_max = max(1, _N_BYTES_MAX // (4 * session.target_model.vocabulary.n_tokens))
     by_batches = 0.0
     # Until batches alone are seen to move a row: not all models and caches are the kernels' alone.
     exact = session.target_model.kernels != LLAMA_CPP
-    with session.contexts(n_ctx) as (target, draft):
+    with session.contexts(n_ctx) as (target, draft), session.helper_contexts(n_ctx) as helpers:
+        session.measure_if_costs_decide(target, draft)
+        drafts = [*([] if draft is None else [draft]), *helpers]
         for number, prompt in enumerate(prompts, 1):
             loop = Loop(target, session.clock, interrupted)
             target.remove(0)
-            plain = session.generation(prompt, n_ctx, None, 0, plain=True)
-            keeper = _Keeper(session.sampler, plain.state, n_rows_max)
-            plain.shaper = keeper
-            expected = _tokens(loop, plain)
+            plain = answers.of(session, loop, prompt, n_ctx)
+            expected = plain.tokens
             if interrupted():
                 return
 
-            target.remove(0)
-            if draft is not None:
-                draft.remove(0)
-            fast = session.generation(prompt, n_ctx, draft, 0)
-            watch = _Watch(session.sampler, fast.state, expected, keeper.rows)
+            for backend in (target, *drafts):
+                backend.remove(0)
+            fast = session.generation(prompt, n_ctx, draft, 0, helpers=helpers)
+            watch = _Watch(session.sampler, fast.state, expected, plain.rows)
             fast.shaper = watch
+            way.prepare(fast)
             if bug is not None:
                 bug.plant(fast)
-            found = _tokens(loop, fast, loses_bonus=bug is not None and bug.loses_bonus)
+            events = list(loop.run(fast))
+            check_drafting(events)
+            loses_bonus = bug is not None and bug.loses_bonus
+            found = list(tokens_told(events, loses_bonus=loses_bonus))
             if interrupted():
                 return
             moved_by = max(watch.moved_by.values(), default=0.0)
             # Rows further away than batches moved any so far: measure here what batches do.
             if is_moved(moved_by, by_batches, exact=exact):
-                here = batches_move(session, n_ctx, prompt.tokens, expected[:-1], keeper.rows)
+                here = batches_move(session, n_ctx, prompt.tokens, expected[:-1], plain.rows)
                 by_batches = max(by_batches, here)
                 exact = exact and by_batches == 0.0
             yield GreedyResult(
@@ -164,16 +213,9 @@ def check_greedy(
                     session, n_ctx, prompt.tokens, expected, found, watch, by_batches, exact=exact
                 ),
                 exact_rows=exact,
+                way=way.name,
+                drafted_by=dict(drafted_by(events)),
             )
-
-
-def _tokens(loop: Loop, generation: Generation, *, loses_bonus: bool = False) -> list[int]:
-    """Generate; the answer's tokens, the one that ended it too."""
-    events = loop.start(generation)
-    while not generation.is_finished:
-        events += loop.round([generation])
-    check_drafting(events)
-    return list(tokens_told(events, loses_bonus=loses_bonus))
 
 
 class _Keeper(Shaper):

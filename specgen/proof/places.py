@@ -68,4 +68,6 @@ def find_place(loop: Loop, generation: Generation) -> Mark | None:
         check_drafting(loop.round([answering]))
         if answering.tally.n_drafted > n_drafted and scout.chance > best_chance:
             best, best_chance = place, scout.chance
+    if answering.failure is not None:
+        raise answering.failure
     return best

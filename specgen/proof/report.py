@@ -76,12 +76,13 @@ def to_json_object(report: Report) -> dict[str, Any]:
       `seeded_bug`: the name of the bug that was built in, or null. `is_interrupted`.
     - `skipped`: prompts that were not checked with: `prompt`, `reason`. Prompts are counted
       from 1, in the order of their file.
-    - `greedy`: for each prompt the fields of `GreedyResult` (`prompt`, `n_tokens`, `n_drafted`,
-      `n_accepted`, `n_rows`, `moved_by`, `batches_move`, `exact_rows`) and `is_defect`; `difference` is null
-      or the fields of `Difference` and `is_defect`, its `plain` and `speculative` those of
-      `Choice`.
-    - `sampled`: for each place the fields of `SampledResult` (`prompt`, `n_prompt`, `n_answer`,
-      `n_draws`, `n_impossible`, `n_rounds`, `n_drafted`, `n_accepted`, `n_decodes`, `level`),
+    - `greedy`: for each way to draft and prompt the fields of `GreedyResult` (`prompt`, `way`,
+      `n_tokens`, `n_drafted`, `drafted_by`, `n_accepted`, `n_rows`, `moved_by`, `batches_move`,
+      `exact_rows`) and `is_defect`; `difference` is null or the fields of `Difference` and
+      `is_defect`, its `plain` and `speculative` those of `Choice`.
+    - `sampled`: for each way to draft and place the fields of `SampledResult` (`prompt`, `way`,
+      `n_prompt`, `n_answer`, `n_draws`, `n_impossible`, `n_rounds`, `n_drafted`, `drafted_by`,
+      `n_accepted`, `n_decodes`, `level`),
       `is_tested`, `fits` and `is_defect`; `rows`: `n_rows`, `moved_by`, `batches_move`,
       `exact_rows`, `is_defect`; `depths`: for 1, 2, ... tokens `n_tokens`, `detectable`, `test` (`statistic`,
       `degrees_of_freedom`, `p_value`, `n_pooled`, `n_cells`) and `distance` (`measured`,

@@ -14,9 +14,10 @@ that rounds computed are compared with the same texts decoded without drafts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from specgen.backend.llama import LlamaBackend
 from specgen.backend.llama.kernels import LLAMA_CPP
 from specgen.backend.memo import MemoBackend
 from specgen.loop import Loop
@@ -36,6 +37,7 @@ from specgen.proof.statistics import (
     n_cells_tested,
     total_variation,
 )
+from specgen.proof.ways import Way, WayName
 from specgen.session import Session
 from specgen.state import RememberingShaper
 
@@ -95,7 +97,8 @@ class RowsResult:
 @dataclass(frozen=True, slots=True)
 class SampledResult:
     """One place. `prompt`, `n_prompt` and `n_answer` say where: in an answer to which prompt,
-    counted from 1, and after so many tokens of the prompt and of the answer."""
+    counted from 1, and after so many tokens of the prompt and of the answer. `way` says what
+    decided how much was drafted, and `drafted_by` which drafter proposed how many of the tokens."""
 
     prompt: int
     n_prompt: int
@@ -110,6 +113,8 @@ class SampledResult:
     level: float
     depths: tuple[DepthResult, ...]
     rows: RowsResult
+    way: WayName = "fixed"
+    drafted_by: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
@@ -141,25 +146,44 @@ def check_sampled(
     progress: Callable[[int, int], None] = lambda _done, _total: None,
     interrupted: Callable[[], bool] = lambda: False,
     bug: Bug | None = None,
+    way: Way | None = None,
 ) -> SampledResult | None:
     """Draw and test at one place of an answer to `prompt`.
 
     The place is the one, among the first tokens of an answer, where a mistake in judging drafts
     would show most: see `find_place`. None if nothing was ever drafted there, or if interrupted.
     `number` is the prompt's, for the result. `progress` is told how many draws of how many are
-    done. `bug` is built into the speculative side: the check must find it.
+    done. `bug` is built into the speculative side: the check must find it. The session drafts by a
+    `way` from now on; None: as its options say.
     """
+    way = way or Way(session.options.drafting)
+    session.change_drafting(way.drafting)
     n_prompt = len(prompt.tokens)
     n_ctx = session.context_size(n_prompt + room(plan))
-    with session.contexts(n_ctx) as (target_cache, draft_cache):
-        target = MemoBackend(target_cache, n_bytes_max=_N_BYTES_MAX)
-        draft = None if draft_cache is None else MemoBackend(draft_cache, n_bytes_max=_N_BYTES_MAX)
-        loop = Loop(target, session.clock, interrupted)
-        generation = session.generation(prompt, n_ctx, draft, seed, make_shaper=RememberingShaper)
+    with session.contexts(n_ctx) as (cache, draft_cache), session.helper_contexts(n_ctx) as caches:
+        session.measure_if_costs_decide(cache, draft_cache)
+        target = _remembering(session, cache, prompt)
+        drafts = [_remembering(session, each, prompt) for each in (draft_cache, *caches) if each]
+
+        def clock() -> float:
+            """Seconds, as if nothing were remembered: a policy compares decodes with all else."""
+            return session.clock() + sum(each.saved_s for each in (target, *drafts))
+
+        loop = Loop(target, clock, interrupted)
+        generation = session.generation(
+            prompt,
+            n_ctx,
+            drafts[0] if drafts else None,
+            seed,
+            helpers=drafts[1:],
+            make_shaper=RememberingShaper,
+        )
+        way.prepare(generation)
         place = find_place(loop, generation)
         if place is None or interrupted():
             return None
-        drawer = Drawer(loop, target, generation, place, plan.depth, bug)
+        n_longest = session.options.drafting.n_max
+        drawer = Drawer(loop, target, generation, place, plan.depth, n_longest, bug)
         for _ in range(_N_PILOT):
             drawer.draw()
         generation.state.rewind(place)
@@ -198,7 +222,17 @@ def check_sampled(
             level=plan.level,
             depths=tuple(depths),
             rows=_compare_rows(session, n_ctx, target, prompt.tokens, drawn),
+            way=way.name,
+            drafted_by=dict(drawer.drafted_by),
         )
+
+
+def _remembering(session: Session, cache: LlamaBackend, prompt: Prompt) -> MemoBackend:
+    """A model's cache with a memory, in which decodes take as long as was measured."""
+    model = cache.model.path
+    is_target = cache.model is session.target_model
+    costs = session.table(None if is_target else model, len(prompt.tokens))
+    return MemoBackend(cache, n_bytes_max=_N_BYTES_MAX, costs=costs)
 
 
 def _shorten(cells: Cells, n_tokens: int) -> Cells:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 from specgen.errors import BackendError
-from specgen.events import CommittedEvent, Event, NoticeEvent
+from specgen.events import CommittedEvent, DraftedEvent, Event, NoticeEvent
 
 
 def check_drafting(events: Sequence[Event]) -> None:
@@ -13,6 +14,13 @@ def check_drafting(events: Sequence[Event]) -> None:
     for event in events:
         if isinstance(event, NoticeEvent):
             raise BackendError(event.message)
+
+
+def drafted_by(events: Iterable[Event]) -> Counter[str]:
+    """How many of the drafted tokens that were verified came from each drafter, by its name."""
+    return Counter(
+        node.origin for event in events if isinstance(event, DraftedEvent) for node in event.nodes
+    )
 
 
 def tokens_told(events: Sequence[Event], *, loses_bonus: bool = False) -> Iterator[int]:

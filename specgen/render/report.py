@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from specgen.proof import Difference, GreedyResult, Report, SampledResult
+from specgen.proof import Difference, GreedyResult, Report, SampledResult, WayName
 from specgen.render.text import clean_line, counted
 
 #: Wide enough to read where output goes to a file.
@@ -15,6 +18,13 @@ _WIDTH = 100
 _HEADING = "bold"
 _DEFECT = "bold red"
 _EXPLANATION = "dim"
+#: What decides how much is drafted, in a line.
+_WAYS: Mapping[WayName, str] = {
+    "cost": "As `specgen run` drafts: costs decide (--policy cost)",
+    "threshold": "As `specgen run` drafts: the draft's probability decides (--policy threshold)",
+    "fixed": "As `specgen run` drafts: a fixed length (--policy fixed, or --tree)",
+    "forced": "With a draft in every round, whatever it costs, by model and n-grams in turn",
+}
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -52,26 +62,34 @@ def _print(console: Console, text: str | Text, *, indent: int = 0, style: str = 
 
 
 def _print_greedy(report: Report, console: Console) -> None:
-    results, differing = report.greedy, report.differences
-    near_ties = [r for r in differing if r.difference is not None and not r.is_defect]
+    console.print()
+    _print(console, "Greedy: the same text with and without drafts?", style=_HEADING)
+    for way in dict.fromkeys(result.way for result in report.greedy):
+        results = [result for result in report.greedy if result.way == way]
+        _print(console, _WAYS[way], indent=2)
+        _print_greedy_results(results, console)
+
+
+def _print_greedy_results(results: Sequence[GreedyResult], console: Console) -> None:
+    """Print what was found with one way to draft."""
+    differing = [result for result in results if result.difference is not None]
+    n_near_ties = sum(not result.is_defect for result in differing)
     n_defects = sum(result.is_defect for result in results)
     n_equal = sum(r.difference is None and not r.is_defect for r in results)
     n_tokens = sum(result.n_tokens for result in results)
-    console.print()
-    _print(console, "Greedy: the same text with and without drafts?", style=_HEADING)
     _print(
         console,
         f"{counted(len(results), 'prompt')}, {counted(n_tokens, 'token')}; {_drafts(results)}",
-        indent=2,
+        indent=4,
     )
     _print(
         console,
-        f"{n_equal} equal, {counted(len(near_ties), 'near-tie')}, {counted(n_defects, 'defect')}",
-        indent=2,
+        f"{n_equal} equal, {counted(n_near_ties, 'near-tie')}, {counted(n_defects, 'defect')}",
+        indent=4,
     )
     for result in results:
         if result.difference is not None:
-            _print(console, _difference(result, result.difference, console.encoding), indent=2)
+            _print(console, _difference(result, result.difference, console.encoding), indent=4)
     worst = max(results, key=lambda r: (r.is_moved, r.moved_by))
     _print(
         console,
@@ -82,7 +100,7 @@ def _print_greedy(report: Report, console: Console) -> None:
             exact_rows=worst.exact_rows,
             is_defect=worst.is_moved,
         ),
-        indent=2,
+        indent=4,
     )
 
 
@@ -116,17 +134,21 @@ def _print_sampled(report: Report, console: Console) -> None:
     console.print()
     heading = f"Sampled at temperature {report.sampler.temperature:g}: the target's distribution?"
     _print(console, heading, style=_HEADING)
+    way = None
     for result in report.sampled:
+        if result.way != way:
+            way = result.way
+            _print(console, _WAYS[way], indent=2)
         _print(
             console,
             f"prompt {result.prompt}, after {counted(result.n_answer, 'token')} of its answer: "
             f"{result.n_draws} draws, {_drafts((result,))}",
-            indent=2,
+            indent=4,
         )
-        console.print(Padding(_tests(result), (0, 0, 0, 4), expand=False))
+        console.print(Padding(_tests(result), (0, 0, 0, 6), expand=False))
         if result.n_impossible:
             impossible = f"{counted(result.n_impossible, 'draw')} that the target never says"
-            _print(console, Text(impossible, _DEFECT), indent=4)
+            _print(console, Text(impossible, _DEFECT), indent=6)
         rows = result.rows
         moved = _moved(
             rows.n_rows,
@@ -135,7 +157,7 @@ def _print_sampled(report: Report, console: Console) -> None:
             exact_rows=rows.exact_rows,
             is_defect=rows.is_defect,
         )
-        _print(console, moved, indent=4)
+        _print(console, moved, indent=6)
     level = report.sampled[0].level
     _print(
         console,
@@ -198,12 +220,17 @@ def _verdict(report: Report) -> Text:
     return Text("Lossless: no defect found.", "bold green")
 
 
-def _drafts(results: tuple[GreedyResult, ...] | tuple[SampledResult, ...]) -> str:
+def _drafts(results: Sequence[GreedyResult] | Sequence[SampledResult]) -> str:
     n_drafted = sum(result.n_drafted for result in results)
     n_accepted = sum(result.n_accepted for result in results)
     if not n_drafted:
         return "nothing was drafted"
-    return f"{n_accepted / n_drafted:.0%} of {counted(n_drafted, 'drafted token')} accepted"
+    drafters: Counter[str] = Counter()
+    for result in results:
+        drafters.update(result.drafted_by)
+    by = ", ".join(f"{name} {n}" for name, n in drafters.most_common())
+    drafted = counted(n_drafted, "drafted token") + (f" ({by})" if len(drafters) > 1 else "")
+    return f"{n_accepted / n_drafted:.0%} of {drafted} accepted"
 
 
 def _token(text: str, encoding: str) -> str:

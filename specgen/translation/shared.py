@@ -93,6 +93,8 @@ class SharedShaper:
         self._shared = shared
         self._shaper = shaper
         self._row = np.full(shared.n_target, -np.inf, np.float32)
+        #: The target's tokens that another drafter put between the text and this draft.
+        self.before: Sequence[int] = ()
 
     def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
         """The distribution over tokens of the draft after `path`, which is of shared ones, from
@@ -100,14 +102,18 @@ class SharedShaper:
         shared = self._shared
         # The samplers leave the row as they find it, so the other tokens stay impossible.
         self._row[shared.target_ids] = logits[shared.draft_ids]
-        found = self._shaper.distribution(self._row, shared.target_tokens(path))
+        found = self._shaper.distribution(self._row, self._path(path))
         renamed = shared.to_draft(found)
         if renamed is None:  # a grammar forces a token that is not shared
             raise NoTokenAllowedError
         return renamed
 
     def top_probability(self, logits: Logits, path: Sequence[int] = ()) -> float:
-        return self._shaper.top_probability(logits, self._shared.target_tokens(path))
+        return self._shaper.top_probability(logits, self._path(path))
+
+    def _path(self, path: Sequence[int]) -> list[int]:
+        """What stands behind the text, in the target's tokens; `path` is in the draft's."""
+        return [*self.before, *self._shared.target_tokens(path)]
 
 
 def _ends(target: Vocabulary, draft: Vocabulary, to_target: ControlTokens) -> list[tuple[int, int]]:

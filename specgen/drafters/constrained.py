@@ -1,0 +1,29 @@
+"""A drafter that knows nothing of the text's grammar, kept within it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specgen.draft import Draft
+from specgen.drafters.base import Drafter
+from specgen.drafters.wrapped import WrappedDrafter
+from specgen.policy import Policy
+from specgen.state import TextState
+
+
+class ConstrainedDrafter(WrappedDrafter):
+    """Cuts what `inner` proposes where the grammar of `state` refuses it: it could not be accepted,
+    and a model that drafts on behind it would have no place in the grammar to go on from.
+
+    `inner` draws nothing at random.
+    """
+
+    def __init__(self, inner: Drafter, state: TextState) -> None:
+        super().__init__(inner)
+        self._state = state
+
+    def propose(
+        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+    ) -> Draft:
+        draft = self._inner.propose(context, n_max, policy, n_drafted)
+        return self._state.within_grammar(draft, context[len(context) - n_drafted :])

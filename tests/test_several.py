@@ -1,0 +1,285 @@
+"""Several sequences that share a target: none of them takes from another what is its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specgen.arrays import Logits
+from specgen.backend.base import Backend, Batch
+from specgen.backend.fake import FakeBackend, FakeVocabulary, noisy, random_language
+from specgen.chances import Chances
+from specgen.draft import Draft
+from specgen.drafters import Drafter, TreeModelDrafter
+from specgen.drafting import guess_sampling
+from specgen.generation import Generation
+from specgen.loop import Loop
+from specgen.options import DraftOptions, GenerationOptions, parse_tree
+from specgen.packing import Slot
+from specgen.policy import CostAwarePolicy, Policy, RoundReport
+from specgen.sampling import NoTokenAllowedError, Sampler
+from specgen.state import Shaper, TextState
+from specgen.tables import BatchShare, CostTable, Others
+from tests.fake_grammar import FakeGrammar
+from tests.fakes import GREEDY, N_VOCAB, PROMPT, Clock, NoDrafter, Setup, model_drafter
+
+LANGUAGE = random_language(N_VOCAB, seed=7)
+LETTERS = FakeVocabulary.letters(N_VOCAB)
+SHAPE = parse_tree("2,2,1")
+COSTS = {1: 1.0, 2: 1.2, 4: 1.5, 8: 2.0, 16: 3.0}
+
+
+def started(loop: Loop, setups: Sequence[Setup]) -> list[Generation]:
+    generations = [setup.generation(index) for index, setup in enumerate(setups)]
+    for generation in generations:
+        loop.start(generation)
+    return generations
+
+
+def finish(loop: Loop, generations: Sequence[Generation]) -> None:
+    while not all(generation.is_finished for generation in generations):
+        loop.round(generations)
+
+
+# --- what a batch costs each of them
+
+
+def test_alone_a_sequence_pays_for_the_batch() -> None:
+    table = CostTable(COSTS)
+    share = BatchShare(table)
+    for n in range(20):
+        assert share.seconds(n) == table.seconds(n)
+    assert share.of_batch(3, 5) == 1.0
+
+
+def test_beside_others_a_row_costs_what_it_adds() -> None:
+    table = CostTable(COSTS)
+    share = BatchShare(table, Others(3, 7))
+    # Without drafts each pays for a fourth of four rows.
+    assert share.seconds(1) == pytest.approx(1.5 / 4)
+    assert share.seconds(5) - share.seconds(1) == pytest.approx(table.seconds(12) - 2.0)
+
+
+@given(
+    n_drafted=st.lists(st.integers(0, 8), min_size=1, max_size=6),
+    own_s=st.floats(0.001, 1.0),
+    row_s=st.floats(0.0, 1.0),
+)
+def test_the_shares_of_a_batch_are_all_of_it(
+    n_drafted: list[int], own_s: float, row_s: float
+) -> None:
+    table = CostTable({n: own_s + row_s * n for n in range(1, 60)})
+    n_rows = len(n_drafted) + sum(n_drafted)
+    share = BatchShare(table, Others(len(n_drafted) - 1, n_rows - 1))
+    parts = [share.of_batch(1 + n, n_rows) for n in n_drafted]
+    assert sum(parts) == pytest.approx(1.0)
+    assert min(parts) > 0.0
+    # Who drafts more pays more.
+    assert [parts[i] for i in np.argsort(n_drafted, kind="stable")] == sorted(parts)
+
+
+@dataclass
+class Timed:
+    """A backend whose decodes take what a table says."""
+
+    inner: FakeBackend
+    costs: CostTable
+    decode_s: float = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def decode(self, batch: Batch) -> Logits:
+        self.decode_s += self.costs.seconds(len(batch))
+        return self.inner.decode(batch)
+
+
+class AlwaysRight(NoDrafter):
+    """Knows what the target says, and takes no time."""
+
+    name = "ngram"
+
+    def propose(
+        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+    ) -> Draft:
+        text = tuple(context)
+        for _ in range(min(n_max, 4)):
+            text = (*text, int(LANGUAGE(text).argmax()))
+        tokens = text[len(context) :]
+        return Draft.chain(tokens, self.name, [0.95] * len(tokens))
+
+
+@pytest.mark.parametrize("n_sequences", [1, 2, 4, 8])
+def test_a_drafter_that_is_always_right_is_followed_beside_others(n_sequences: int) -> None:
+    """Rows are dear: alone, a batch of five takes 1.8 tokens. If each sequence were charged with
+    the batch of all, it would seem to lose by drafting, and put its drafter aside."""
+    table = {n: 0.8 + 0.2 * n for n in range(1, 60)}
+
+    def seconds(drafter: Drafter | None) -> tuple[float, list[Generation]]:
+        setup = Setup(
+            drafter=drafter,
+            policy=lambda options: CostAwarePolicy(options, CostTable(table)),
+            drafting=DraftOptions(policy="cost"),
+            options=GenerationOptions(max_tokens=120),
+            n_batch=100,
+        )
+        target = Timed(setup.backend(n_sequences), CostTable(table))
+        loop = Loop(cast(Backend, target), lambda: target.decode_s)
+        generations = started(loop, [setup] * n_sequences)
+        before_s = target.decode_s
+        finish(loop, generations)
+        return target.decode_s - before_s, generations
+
+    plain_s, plain = seconds(None)
+    drafted_s, drafted = seconds(AlwaysRight())
+    assert [g.tokens for g in drafted] == [g.tokens for g in plain]
+    for generation in drafted:
+        assert generation.tally.n_accepted > 60
+    assert drafted_s < 0.8 * plain_s
+
+
+def test_the_more_sequences_the_less_is_worth_drafting() -> None:
+    """What a row adds to a full batch is worth more tokens of it."""
+    table = CostTable({1: 1.0, 2: 1.05, 4: 1.1, 8: 1.4, 16: 2.8, 32: 5.6})
+    draft = Draft.chain(range(12), "ngram", [0.85] * 12)
+    lengths = []
+    for n_sequences in (1, 2, 4, 8, 16):
+        policy = CostAwarePolicy(DraftOptions(), table)
+        assert policy.room(100, Others(n_sequences - 1, n_sequences - 1)) > 0
+        lengths.append(len(policy.trim(draft)))
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > 4
+    assert lengths[-1] == 0
+
+
+# --- what each of them learns
+
+
+def test_texts_that_are_written_at_once_learn_apart_and_count_together() -> None:
+    known: dict[str, Chances] = {}
+    table = CostTable(dict.fromkeys(range(1, 18), 1.0))
+    draft = Draft.chain([1], "model", [0.85])
+
+    def judged(policy: CostAwarePolicy, *, right: bool) -> None:
+        policy.room(100)
+        policy.wants_more(0, 0.85)
+        policy.trim(draft)
+        told = (1, 2) if right else (3,)
+        policy.observe(RoundReport(draft, (0,) if right else (), 0.0, 1.0, 2, told))
+
+    one = CostAwarePolicy(DraftOptions(), table, known)
+    for _ in range(12):
+        judged(one, right=True)
+    sure = one._of("model").chance(0.85)
+    n_looks = one._of("model").n_looks
+    other = CostAwarePolicy(DraftOptions(), table, known)
+    for _ in range(12):
+        judged(other, right=False)
+    # A text begins beside it, which the draft does not suit: what this one learnt of itself stays.
+    assert one._of("model").n_looks == n_looks == 12
+    assert other._of("model").chance(0.85) < sure - 0.2
+    assert one._of("model").chance(0.85) > other._of("model").chance(0.85) + 0.2
+    assert known["model"].n_judged == pytest.approx(24, abs=0.5)
+
+
+# --- what each of them has in a cache
+
+
+def tree_drafters(backend: FakeBackend, n: int) -> list[TreeModelDrafter]:
+    n_each = backend.n_sequences // n
+    return [
+        TreeModelDrafter(
+            backend,
+            Shaper(Sampler(guess_sampling(GREEDY, SHAPE)), TextState(PROMPT)),
+            np.random.default_rng(0),
+            draws=False,
+            n_shared_tokens=N_VOCAB,
+            shape=SHAPE,
+            slot=Slot(number * n_each, n_each),
+        )
+        for number in range(n)
+    ]
+
+
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 1000),
+    n_sequences=st.integers(2, 4),
+    lengths=st.lists(st.integers(1, 40), min_size=4, max_size=4),
+)
+def test_trees_of_several_texts_grow_in_one_cache(
+    seed: int, n_sequences: int, lengths: list[int]
+) -> None:
+    language = random_language(N_VOCAB, seed=seed)
+    prompts = [(3, 1, 4), (1, 5, 9, 2), (6,), (5, 3, 5)][:n_sequences]
+    cache = FakeBackend(
+        LETTERS, noisy(language, 0.7, seed=seed), n_ctx=600, n_sequences=6 * n_sequences
+    )
+    drafters = tree_drafters(cache, n_sequences)
+    setups = [
+        Setup(
+            language=language,
+            prompt=prompt,
+            drafter=drafter,
+            drafting=DraftOptions(policy="fixed", tree=SHAPE, p_min=0.0),
+            options=GenerationOptions(max_tokens=length),
+            n_batch=100,
+        )
+        for prompt, drafter, length in zip(prompts, drafters, lengths, strict=False)
+    ]
+    loop = Loop(setups[0].backend(n_sequences), Clock())
+    generations = started(loop, setups)
+    finish(loop, generations)
+    for generation, setup in zip(generations, setups, strict=True):
+        assert generation.drafter is not None, "it did not fail"
+        alone = Setup(language=language, prompt=setup.prompt, options=setup.options).run()[0]
+        assert generation.tokens == alone.tokens
+    if min(lengths[:n_sequences]) > 20:
+        assert all(generation.tally.n_accepted > 0 for generation in generations)
+
+
+# --- what ends one of them
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("depth", [2, 5])
+def test_a_dead_end_of_one_grammar_ends_that_text_alone(place: int, depth: int) -> None:
+    dead = FakeGrammar({i: dict.fromkeys(range(N_VOCAB), i + 1) for i in range(depth)})
+    setups = [
+        Setup(
+            prompt=prompt,
+            grammar=dead.start if number == place else None,
+            drafter=model_drafter(LANGUAGE, LETTERS)[0],
+            options=GenerationOptions(max_tokens=24),
+        )
+        for number, prompt in enumerate([(3, 1, 4), (1, 5, 9, 2), (6,)])
+    ]
+    loop = Loop(setups[0].backend(3), Clock())
+    generations = started(loop, setups)
+    finish(loop, generations)
+    for number, (generation, setup) in enumerate(zip(generations, setups, strict=True)):
+        alone = Setup(prompt=setup.prompt, options=setup.options).run()[0]
+        if number == place:
+            assert isinstance(generation.failure, NoTokenAllowedError)
+            assert generation.finish_reason is None
+            # What was accepted in its last round is not told; nothing else is missing.
+            assert 0 < len(generation.answer) <= depth
+            assert generation.tokens == alone.tokens[: len(generation.tokens)]
+        else:
+            assert generation.failure is None
+            assert generation.tokens == alone.tokens
+            assert generation.finish_reason == "length"
+
+
+def test_a_text_by_itself_raises_what_ends_it() -> None:
+    dead = FakeGrammar({i: dict.fromkeys(range(N_VOCAB), i + 1) for i in range(3)})
+    setup = Setup(grammar=dead.start)
+    loop = Loop(setup.backend(), Clock())
+    with pytest.raises(NoTokenAllowedError):
+        list(loop.run(setup.generation()))
