@@ -38,7 +38,8 @@ import numpy as np
 from benchmarks.answers import answer, begin
 from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
-from specgen.loop import Loop
+from specgen.engine.loop import Loop
+from specgen.engine.session import Session, SessionOptions
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -48,7 +49,6 @@ from specgen.options import (
 )
 from specgen.proof import read_prompts, spread
 from specgen.sampling import Distribution, Sampler, argmax
-from specgen.session import Session, SessionOptions
 
 VERIFIERS: tuple[VerifierName, ...] = ("match", "residual", "block")
 #: Draft temperatures relative to the target's, and top-k, of the sweep.

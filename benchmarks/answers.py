@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from specgen.bench.contenders import NOW
+from specgen.engine.session import Prompt, Session
 from specgen.events import FinishedEvent
 from specgen.options import DraftOptions, DraftSource, parse_tree
-from specgen.session import Prompt, Session
 
 #: What a setting may say of a draft: the option's name and what its value is.
 _FIELDS: dict[str, tuple[str, Callable[[str], object]]] = {

@@ -22,9 +22,9 @@ from benchmarks.answers import begin
 from benchmarks.costs import measure
 from benchmarks.replays import Told, parser_of_answers, read_answers
 from specgen.backend.llama import default_threads, requantize
+from specgen.catalogue import cache_folder
+from specgen.engine.session import Session, SessionOptions
 from specgen.kernels import choose, wanted_in
-from specgen.models import cache_folder
-from specgen.session import Session, SessionOptions
 
 #: Tokens before the batches that are timed.
 N_CONTEXT = 200

@@ -27,8 +27,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import answers
+from specgen.calibration.cost_table import CostTable
+from specgen.calibration.memory import Memory
+from specgen.engine.session import DraftSource, Session, SessionOptions
 from specgen.events import FinishedEvent
-from specgen.memory import Memory
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -37,9 +39,7 @@ from specgen.options import (
     SamplerOptions,
     parse_tree,
 )
-from specgen.session import DraftSource, Session, SessionOptions
-from specgen.tables import CostTable
-from specgen.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny import TinyConfig, write_tiny_model
 
 PROMPT = "the sum of the sum is the sum of the sum is the sum of"
 DRAFT_LENGTHS = (0, 1, 2, 4, 8, 16)

@@ -41,15 +41,15 @@ from benchmarks.answers import begin, read_setting
 from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
 from specgen.backend.fake import FakeBackend
-from specgen.backend.memo import MemoBackend
 from specgen.bench.prompts import BenchPrompt, first_of_each, read_bench_prompts
+from specgen.calibration.cost_table import CostTable
+from specgen.calibration.memory import Memory
+from specgen.calibration.timing import MIN_SIZES
+from specgen.engine.loop import Loop
+from specgen.engine.session import Session, SessionOptions
 from specgen.events import FinishedEvent
-from specgen.loop import Loop
-from specgen.measuring import MIN_SIZES
-from specgen.memory import Memory
 from specgen.options import GenerationOptions
-from specgen.session import Session, SessionOptions
-from specgen.tables import CostTable
+from specgen.proof.memo_backend import MemoBackend
 
 #: Costs that are made up: seconds of a token, and what a row of the draft takes of that.
 _TOKEN_S = 0.068

@@ -23,10 +23,10 @@ from pathlib import Path
 
 from benchmarks.answers import answer, read_setting
 from specgen.bench.prompts import first_of_each, read_bench_prompts
+from specgen.catalogue import cache_folder
+from specgen.engine.session import Session, SessionOptions
 from specgen.kernels import choose, wanted_in
-from specgen.models import cache_folder
 from specgen.options import ContextOptions, GenerationOptions, SamplerOptions
-from specgen.session import Session, SessionOptions
 
 
 def main() -> int:

@@ -16,8 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from specgen.bench.prompts import own_prompts, read_bench_prompts
+from specgen.calibration.cost_table import CostTable
+from specgen.calibration.memory import Memory
+from specgen.engine.session import Session, SessionOptions
 from specgen.events import FinishedEvent
-from specgen.memory import Memory
 from specgen.options import (
     DraftOptions,
     GenerationOptions,
@@ -25,8 +27,6 @@ from specgen.options import (
     VerifierName,
     parse_tree,
 )
-from specgen.session import Session, SessionOptions
-from specgen.tables import CostTable
 
 
 def ways(n: int) -> Iterator[tuple[str, DraftOptions]]:

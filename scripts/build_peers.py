@@ -27,10 +27,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from scripts import cmake_args
+from specgen.catalogue.index import ACCEPT, IndexFile, normalized, parse_page
+from specgen.catalogue.progress import LineProgress
+from specgen.catalogue.pypi import INDEX_VARIABLE, index_url
 from specgen.errors import FetchError, SpecgenError
-from specgen.models.index import ACCEPT, IndexFile, normalized, parse_page
-from specgen.models.progress import LineProgress
-from specgen.models.pypi import INDEX_VARIABLE, index_url
 
 PACKAGE = "llama-cpp-python"
 PROGRAMS = ("llama-speculative-simple", "llama-lookup")
@@ -138,7 +138,7 @@ def fetch(version: str, work: Path) -> Path:
     `FetchError`."""
     import requests
 
-    from specgen.models.transfer import Transfer
+    from specgen.catalogue.transfer import Transfer
 
     file_name = f"{PACKAGE.replace('-', '_')}-{version}"
     root, archive = work / file_name, work / f"{file_name}.tar.gz"

@@ -30,7 +30,7 @@ from specgen.options import ContextOptions
 
 if TYPE_CHECKING:
     from specgen.arrays import Logits
-    from specgen.tiny import TensorType
+    from specgen.testing.tiny import TensorType
 
 #: Starts a child; the name of a task and its arguments follow.
 CHILD_COMMAND = (sys.executable, "-m", "specgen.doctor", "--child")
@@ -134,7 +134,7 @@ def examine(
     `child` is the command that starts a child process (by default `CHILD_COMMAND`). `on_check`
     is told what is being tried.
     """
-    from specgen.models import cache_folder, config_folder
+    from specgen.catalogue import cache_folder, config_folder
 
     found, problem = _models_on_disk()
     on_check = on_check or (lambda _name: None)
@@ -155,7 +155,7 @@ def examine(
 def _kernels(build: Build | None, on_check: Callable[[str], None]) -> KernelStatus:
     """Test specgen's kernels anew, unless the user does without them."""
     from specgen import kernels
-    from specgen.models import cache_folder
+    from specgen.catalogue import cache_folder
 
     if kernels.wanted_in(os.environ) == "llama.cpp":
         reason = f"{kernels.VARIABLE} asks for llama.cpp's"
@@ -178,7 +178,7 @@ def _kernel_checks(kernels: KernelStatus) -> list[Check]:
 
 
 def _models_on_disk() -> tuple[dict[str, Path], Check | None]:
-    from specgen.models import load_registry, locate
+    from specgen.catalogue import load_registry, locate
 
     try:
         registry = load_registry()
@@ -357,7 +357,7 @@ def _decode_tiny(tensor_type: TensorType, n_gpu_layers: str, folder: str) -> dic
     The batch is compared with its tokens one by one, and with a model of the same numbers in
     f32, whose kernels are others.
     """
-    from specgen.tiny import TinyConfig, write_tiny_model
+    from specgen.testing.tiny import TinyConfig, write_tiny_model
 
     config = TinyConfig(
         n_vocab=512, n_embd=256, n_head=4, n_ff=512, tensor_type=tensor_type, seed=1

@@ -22,7 +22,7 @@ from specgen.kernels.test_results import (
     TestResult,
     result_of,
 )
-from specgen.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.helpers_cli import Cli
 
 # How busy the machine is fails no test.
@@ -87,7 +87,7 @@ def _own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nor does it depend on the machine what is said of copies.
     monkeypatch.setenv("SPECGEN_DRAFT_WEIGHTS", "own")
     # Nor does it depend on what else runs here whether measurements are kept.
-    monkeypatch.setattr("specgen.session.core_time", lambda: None)
+    monkeypatch.setattr("specgen.engine.session.core_time", lambda: None)
     # Nor does it depend on how quick it is what is told of progress.
     monkeypatch.setattr("specgen.progress.INTERVAL_S", math.inf)
     # Several workers share the cores: more threads than one are asked for by name.
@@ -137,7 +137,7 @@ def gemma3() -> Path:
 
 def _fetched(model: str) -> Path:
     """A real model in the user's own cache."""
-    from specgen.models import fetch, load_registry
+    from specgen.catalogue import fetch, load_registry
 
     with pytest.MonkeyPatch.context() as environment:
         for name in ("SPECGEN_CACHE", "XDG_CACHE_HOME", "HF_HOME"):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from specgen.arrays import BoolArray, TokenArray
-from specgen.grammar import GrammarState
+from specgen.constrain.grammar import GrammarState
 
 
 class FakeGrammar:

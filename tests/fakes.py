@@ -10,7 +10,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from specgen.backend.fake import FakeBackend, FakeVocabulary, Language, random_language
-from specgen.draft import NO_DRAFT, ROOT, Draft
+from specgen.backend.tree_batch import Slot
+from specgen.calibration.cost_table import FREE, CostTable, Price
+from specgen.constrain.grammar import GrammarState
+from specgen.core.draft import NO_DRAFT, ROOT, Draft
+from specgen.core.text_state import Shaper, TextState
+from specgen.core.verifiers import AutoVerifier, Verifier
 from specgen.drafters import (
     Drafter,
     ModelDrafter,
@@ -19,19 +24,14 @@ from specgen.drafters import (
     TreeModelDrafter,
     WrappedDrafter,
 )
-from specgen.drafting import Translated, draft_sampling, guess_sampling
+from specgen.drafters.translation import BeginningShaper, SharedShaper, Translation
+from specgen.engine.draft_model import Translated, draft_sampling, guess_sampling
+from specgen.engine.generation import Generation
+from specgen.engine.loop import Loop
 from specgen.events import Event
-from specgen.generation import Generation
-from specgen.grammar import GrammarState
-from specgen.loop import Loop
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, parse_tree
-from specgen.packing import Slot
 from specgen.policy import FixedPolicy, Policy, RoundReport
 from specgen.sampling import Distribution, Sampler, distribution
-from specgen.state import Shaper, TextState
-from specgen.tables import FREE, CostTable, Price
-from specgen.translation import BeginningShaper, SharedShaper, Translation
-from specgen.verify import AutoVerifier, Verifier
 
 GREEDY = SamplerOptions()
 N_VOCAB = 12

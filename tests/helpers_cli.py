@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 import specgen.cli
 
@@ -73,12 +75,16 @@ class Cli:
 def events_of(result: Result) -> list[dict[str, Any]]:
     """The events of a --json run, each of which conforms to the schema."""
     assert result.code == 0, result.err
-    schema = json.loads((ROOT / "docs" / "events.schema.json").read_text(encoding="utf-8"))
-    jsonschema = pytest.importorskip("jsonschema")
     events = [json.loads(line, parse_constant=pytest.fail) for line in result.out.splitlines()]
     for event in events:
-        jsonschema.validate(event, schema)
+        _validator().validate(event)
     return events
+
+
+@functools.cache
+def _validator() -> Draft202012Validator:
+    schema = json.loads((ROOT / "docs" / "events.schema.json").read_text(encoding="utf-8"))
+    return Draft202012Validator(schema)
 
 
 def complaint(result: Result, code: int) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from specgen.models import HubSource, Model, PypiSource
+from specgen.catalogue import HubSource, Model, PypiSource
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from specgen.tiny import TinyConfig, TinyVocabulary, tiny_vocabulary, write_tiny_model
+from specgen.testing.tiny import TinyConfig, TinyVocabulary, tiny_vocabulary, write_tiny_model
 
 
 def write_respelled_model(path: Path, config: TinyConfig) -> Path:

@@ -13,9 +13,9 @@ from functools import cached_property
 import numpy as np
 
 from specgen.arrays import ProbArray
-from specgen.draft import NO_DRAFT, Draft
+from specgen.calibration.cost_table import Price
+from specgen.core.draft import NO_DRAFT, Draft
 from specgen.policy import Policy, RoundReport
-from specgen.tables import Price
 
 #: A token that is never right.
 WRONG = -1

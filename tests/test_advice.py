@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specgen.agreement import Agreement
+from specgen.calibration.system_load import CoreTime, core_time, of_counts, share_of_others
+from specgen.calibration.threads import Threads, ThreadTimes
+from specgen.calibration.weight_copies import Comparison
 from specgen.cli.advice import (
     advice,
     name_of_way,
@@ -20,13 +22,11 @@ from specgen.cli.advice import (
     threads_text,
     to_json_object,
 )
-from specgen.copies import Comparison
-from specgen.costs import Costs
-from specgen.load import CoreTime, core_time, of_counts, share_of_others
+from specgen.engine.agreement import Agreement
 from specgen.options import DraftSource
-from specgen.threads import Threads, ThreadTimes
-from specgen.trial import Answer, Baseline, Figures
-from specgen.tuning import DraftFindings, Tuning, Way
+from specgen.selection.outlook import Costs
+from specgen.selection.trial import Answer, Baseline, Figures
+from specgen.selection.tuning import DraftFindings, Tuning, Way
 
 TARGET, DRAFT, OTHER = Path("/m/target.gguf"), Path("/m/draft.gguf"), Path("/m/an other.gguf")
 #: A token takes 100 ms, a batch of n rows 75 + 25 n.

@@ -8,7 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specgen.agreement import (
+from specgen.arrays import Logits
+from specgen.backend.base import Batch
+from specgen.backend.fake import FakeBackend, FakeVocabulary, Language, noisy, random_language
+from specgen.calibration.acceptance import Chances
+from specgen.calibration.cost_table import CostTable
+from specgen.calibration.memory import Memory
+from specgen.core.text_state import Shaper, TextState
+from specgen.drafters import ModelDrafter
+from specgen.engine.agreement import (
     N_BEFORE,
     N_KNOWN,
     N_TOKENS,
@@ -19,19 +27,11 @@ from specgen.agreement import (
     greedy_tokens,
     sample_agreement,
 )
-from specgen.arrays import Logits
-from specgen.backend.base import Batch
-from specgen.backend.fake import FakeBackend, FakeVocabulary, Language, noisy, random_language
-from specgen.chances import Chances
-from specgen.drafters import ModelDrafter
+from specgen.engine.session import Session, SessionOptions
 from specgen.events import FinishedEvent, NoticeEvent
-from specgen.memory import Memory
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
 from specgen.sampling import Sampler
-from specgen.session import Session, SessionOptions
-from specgen.state import Shaper, TextState
-from specgen.tables import CostTable
-from specgen.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers_tiny import write_respelled_model
 
 N_VOCAB = 12

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.chances import Worths
+from specgen.calibration.acceptance import Worths
+from specgen.calibration.cost_table import Price
 from specgen.policy.beginning import worth_of_beginning
-from specgen.tables import Price
 
 PLAIN_S = 0.05
 

@@ -31,14 +31,14 @@ from specgen.bench.peers import (
     run_program,
     sampler_flags,
 )
+from specgen.engine.session import Session, SessionOptions
 from specgen.options import (
     ContextOptions,
     DraftOptions,
     GenerationOptions,
     SamplerOptions,
 )
-from specgen.session import Session, SessionOptions
-from specgen.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 posix = pytest.mark.skipif(os.name != "posix", reason="scripts as programs")
 

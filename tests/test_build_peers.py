@@ -16,9 +16,9 @@ import pytest
 
 from scripts import build_peers, cmake_args
 from scripts.build_peers import BuildError
+from specgen.catalogue.index import IndexFile
+from specgen.catalogue.pypi import INDEX_VARIABLE
 from specgen.errors import FetchError
-from specgen.models.index import IndexFile
-from specgen.models.pypi import INDEX_VARIABLE
 from tests.helpers_fetch import Resource, WebServer, sha256, web_server
 
 posix = pytest.mark.skipif(os.name != "posix", reason="scripts as programs")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.chances import (
+from specgen.calibration.acceptance import (
     N_BINS,
     NGRAM_ORIGINS,
     Chances,
@@ -18,7 +18,7 @@ from specgen.chances import (
     model_start,
     new_chances,
 )
-from specgen.chances import ngram_start as start_of_ngrams
+from specgen.calibration.acceptance import ngram_start as start_of_ngrams
 
 CONFIDENCES = st.floats(0.0, 1.0)
 #: One confidence of each bin.

@@ -11,10 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from specgen.cli.choosing import DraftChoice, choose_drafts
-from specgen.cli.sources import Disk, resolve
-from specgen.errors import OutputError, UsageError
-from specgen.models import (
+from specgen.catalogue import (
     FileIdentity,
     Model,
     Pair,
@@ -26,7 +23,10 @@ from specgen.models import (
     saved_drafts_file,
     shard_number,
 )
+from specgen.errors import OutputError, UsageError
 from specgen.options import DraftSource
+from specgen.selection.default_draft import DraftChoice, choose_drafts
+from specgen.selection.resolve import Disk, resolve
 
 TARGET = FileIdentity("big.gguf", 4000)
 SAVED = SavedDraft(

@@ -16,13 +16,14 @@ from rich.console import Console
 
 import specgen.cli
 from specgen.bench.runs import Runs
+from specgen.calibration.memory import Memory
+from specgen.calibration.threads import Threads
 from specgen.cli.bench import parse_policies
 from specgen.cli.bench_table import lines, print_tables
 from specgen.cli.contest import Field, Plan, named_apart
 from specgen.cli.flags import Contexts, sampling, takes
 from specgen.cli.flags.part import without
 from specgen.errors import UsageError
-from specgen.memory import Memory
 from specgen.options import (
     AUTO_TREE,
     ContextOptions,
@@ -30,8 +31,7 @@ from specgen.options import (
     GenerationOptions,
     SamplerOptions,
 )
-from specgen.threads import Threads
-from specgen.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers_bench import foresight_of, report_of, result
 
 #: Quick, and enough for a test of the command line.

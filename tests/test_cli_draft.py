@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specgen.cli.candidates import Refused, find_candidates
+from specgen.catalogue import SavedDraft, identify, save_draft, saved_draft, saved_drafts_file
 from specgen.cli.ranking import Search, Tried, lines, print_table, ranked
-from specgen.models import SavedDraft, identify, save_draft, saved_draft, saved_drafts_file
-from specgen.tiny import TinyConfig, write_tiny_model
-from specgen.trial import Answer, Baseline, Figures
+from specgen.selection.candidates import Refused, find_candidates
+from specgen.selection.trial import Answer, Baseline, Figures
+from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers_cli import Result, Specgen, in_process
 
 ROOT = Path(__file__).parent.parent
@@ -137,8 +137,8 @@ def test_the_models_of_a_folder_are_tried(find: Specgen, tiny_models: Path, tmp_
 def test_models_that_have_a_name_and_are_on_the_disk_are_tried(
     find: Specgen, tiny_models: Path
 ) -> None:
-    from specgen.models import load_registry, models_folder
-    from specgen.models.store import file_sha256, slot_of
+    from specgen.catalogue import load_registry, models_folder
+    from specgen.catalogue.store import file_sha256, slot_of
 
     draft = tiny_models / "draft.gguf"
     config = saved_drafts_file().parent

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specgen.backend.llama import LlamaBackend
-from specgen.models import cache_folder, memory_file
+from specgen.catalogue import cache_folder, memory_file
 from tests.helpers_cli import Cli, Result, complaint, events_of
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"

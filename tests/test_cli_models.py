@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from specgen.catalogue import Model, fetch, load_registry
 from specgen.cli import models as cli
 from specgen.errors import FetchError, ModelFileError, UnknownModelError
-from specgen.models import Model, fetch, load_registry
 from tests.helpers_fetch import (
     WebServer,
     environment,

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from specgen.catalogue import memory_file
 from specgen.events import FinishedEvent
-from specgen.models import memory_file
-from specgen.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers_cli import ROOT, Cli, complaint, events_of
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
@@ -516,12 +516,12 @@ def test_a_context_without_memory_exits_with_8(cli: Cli) -> None:
 
 
 def test_a_bug_keeps_its_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    import specgen.session
+    import specgen.engine.session
 
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(specgen.session.Session, "prompt", broken)
+    monkeypatch.setattr(specgen.engine.session.Session, "prompt", broken)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     with pytest.raises(ZeroDivisionError):
         specgen.cli.main(["run", "-m", cli.model("target"), PROMPT])

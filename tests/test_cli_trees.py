@@ -10,7 +10,7 @@ import pytest
 
 from specgen.events import Piece
 from specgen.render.marks import Round
-from specgen.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers_cli import Cli, Specgen, complaint, events_of, in_process
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"

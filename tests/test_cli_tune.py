@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from specgen.backend.llama import LlamaBackend
-from specgen.models import SavedDraft, identify, memory_file, save_draft, saved_drafts_file
+from specgen.calibration.threads import Threads, ThreadTimes
+from specgen.catalogue import SavedDraft, identify, memory_file, save_draft, saved_drafts_file
 from specgen.options import ContextOptions
-from specgen.threads import Threads, ThreadTimes
-from specgen.trial import try_draft
+from specgen.selection.trial import try_draft
 from tests.helpers_cli import Result, Specgen, in_process
 
 #: Quick, and enough for a test of the command line.
@@ -49,9 +49,9 @@ def tune(specgen_: Specgen, tiny_models: Path) -> Specgen:
 @pytest.fixture(autouse=True)
 def _quick_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads are compared, but not for long: many are slow on a machine that is busy."""
-    monkeypatch.setattr("specgen.tuning._THREADS_BUDGET_S", 0.05)
-    monkeypatch.setattr("specgen.tuning.default_threads", lambda: 1)
-    monkeypatch.setattr("specgen.tuning.thread_counts", lambda *_: [1, 2])
+    monkeypatch.setattr("specgen.selection.tuning._THREADS_BUDGET_S", 0.05)
+    monkeypatch.setattr("specgen.selection.tuning.default_threads", lambda: 1)
+    monkeypatch.setattr("specgen.selection.tuning.thread_counts", lambda *_: [1, 2])
 
 
 def document(result: Result) -> dict[str, Any]:
@@ -135,8 +135,8 @@ def test_the_prompts_of_a_file_are_taken(tune: Specgen, tmp_path: Path) -> None:
 def test_models_that_are_on_this_disk_are_tried_and_what_cannot_draft_is_a_note(
     tune: Specgen, tiny_models: Path
 ) -> None:
-    from specgen.models import load_registry, models_folder
-    from specgen.models.store import slot_of
+    from specgen.catalogue import load_registry, models_folder
+    from specgen.catalogue.store import slot_of
 
     config = saved_drafts_file().parent
     config.mkdir(parents=True)
@@ -249,7 +249,7 @@ def test_ctrl_c_tells_what_there_is_and_keeps_nothing(
             os.kill(os.getpid(), signal.SIGINT)
         return try_draft(*arguments, **named)
 
-    monkeypatch.setattr("specgen.tuning.try_draft", try_and_stop)
+    monkeypatch.setattr("specgen.selection.tuning.try_draft", try_and_stop)
     result = tune("--draft", "draft", *(["--json"] if as_json else []))
     assert (result.code, result.err) == (130, INTERRUPTED)
     if as_json:
@@ -270,7 +270,7 @@ def test_before_there_is_anything_to_tell_nothing_is(
     def stop(*_: Any, **__: Any) -> Any:
         os.kill(os.getpid(), getattr(signal, number))
 
-    monkeypatch.setattr("specgen.tuning.measure_target", stop)
+    monkeypatch.setattr("specgen.selection.tuning.measure_target", stop)
     result = tune("--draft", "draft", "--json")
     assert (result.code, result.out, result.err) == (code, "", INTERRUPTED)
     assert not memory_file().exists()
@@ -315,7 +315,7 @@ def test_run_takes_the_threads_that_were_chosen(
         # A tiny model with many threads is slow on a machine that has other work to do.
         open_(self, model, replace(options, n_threads=1, n_threads_batch=1), **more)
 
-    monkeypatch.setattr("specgen.tuning.measure_threads", measure)
+    monkeypatch.setattr("specgen.selection.tuning.measure_threads", measure)
     monkeypatch.setattr(LlamaBackend, "__init__", opened)
     result = tune("--draft", "draft", threads=())
     assert "threads of target.gguf: 1 " in result.out

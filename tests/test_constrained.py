@@ -16,19 +16,19 @@ from hypothesis import strategies as st
 
 from specgen.arrays import Logits
 from specgen.backend.fake import FakeVocabulary, Language, noisy, random_language
-from specgen.draft import ROOT, Draft
+from specgen.calibration.cost_table import FREE, Price
+from specgen.core.draft import ROOT, Draft
+from specgen.core.text_state import Shaper, TextState
+from specgen.core.verifiers import BlockVerifier, MatchVerifier, ResidualVerifier, Verifier
 from specgen.drafters import Drafter
+from specgen.engine.generation import Generation
+from specgen.engine.loop import Loop
+from specgen.engine.session import Session, SessionOptions
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
-from specgen.generation import Generation
-from specgen.loop import Loop
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
 from specgen.policy import Policy, RoundReport
 from specgen.sampling import Distribution, NoTokenAllowedError
-from specgen.session import Session, SessionOptions
-from specgen.state import Shaper, TextState
-from specgen.tables import FREE, Price
-from specgen.tiny import Architecture, TinyConfig, write_tiny_model
-from specgen.verify import BlockVerifier, MatchVerifier, ResidualVerifier, Verifier
+from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
 from tests.fake_grammar import FakeGrammar
 from tests.fakes import PROMPT, Clock, Setup, model_drafter, ngram_drafter
 

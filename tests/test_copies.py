@@ -15,16 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from specgen import copies
 from specgen.backend.build import Build
 from specgen.backend.llama import LlamaBackend, LlamaModel, requantize
-from specgen.copies import Comparison, Copies, distance_on
+from specgen.calibration import weight_copies as copies
+from specgen.calibration.memory import Memory
+from specgen.calibration.weight_copies import Comparison, Copies, distance_on
+from specgen.engine.session import Session, SessionOptions
 from specgen.errors import BackendError, MemoryLimitError
 from specgen.events import CommittedEvent, PromptEvent
-from specgen.memory import Memory
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions
-from specgen.session import Session, SessionOptions
-from specgen.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers_cli import Cli, events_of
 
 TARGET = TinyConfig(logit_scale=6.0, n_vocab=384, n_embd=64, tensor_type="f16")

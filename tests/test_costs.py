@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.costs import (
+from specgen.selection.outlook import (
     ACCEPTANCE,
     WORTH,
     Costs,

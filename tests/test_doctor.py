@@ -14,7 +14,7 @@ import pytest
 from specgen import child, cli, doctor
 from specgen.backend.build import Build
 from specgen.errors import BackendError, ModelFileError, UsageError
-from specgen.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny import TinyConfig, write_tiny_model
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals")
 
@@ -230,7 +230,7 @@ def test_the_command_shows_what_it_found(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model = tmp_path / "here.gguf"
-    monkeypatch.setattr("specgen.models.locate", lambda _model: model)
+    monkeypatch.setattr("specgen.catalogue.locate", lambda _model: model)
     assert run_cli() == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -291,9 +291,9 @@ def test_a_model_that_is_not_there_is_named(
 def test_a_known_model_that_is_not_on_disk_is_not_fetched(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specgen.models import load_registry
+    from specgen.catalogue import load_registry
 
-    monkeypatch.setattr("specgen.models.locate", lambda _model: None)
+    monkeypatch.setattr("specgen.catalogue.locate", lambda _model: None)
     name = next(iter(load_registry().models))
     assert run_cli("--model", name) == ModelFileError.exit_code
     assert f"specgen models pull {name}" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.backend.fake import FakeBackend, FakeVocabulary, random_language
-from specgen.draft import NO_DRAFT, ROOT, Draft
+from specgen.core.draft import NO_DRAFT, ROOT, Draft
 from specgen.options import DraftOptions, SamplerOptions
 from specgen.policy import FixedPolicy
 from specgen.sampling import distribution

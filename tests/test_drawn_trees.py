@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.draft import ROOT, Draft
+from specgen.core.draft import ROOT, Draft
+from specgen.core.verifiers import AutoVerifier, BlockVerifier, ResidualVerifier, Verifier
 from specgen.sampling import Distribution
-from specgen.verify import AutoVerifier, BlockVerifier, ResidualVerifier, Verifier
 from tests.fates import Fate, all_fates
 
 N_LETTERS = 3

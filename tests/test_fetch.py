@@ -18,8 +18,7 @@ import pytest
 import requests
 from rich.console import Console
 
-from specgen.errors import FetchError
-from specgen.models import (
+from specgen.catalogue import (
     HubSource,
     Model,
     RichProgress,
@@ -29,11 +28,12 @@ from specgen.models import (
     locate,
     models_folder,
 )
-from specgen.models.hub import _Bar
-from specgen.models.index import IndexFile, find_wheel, normalized, parse_page
-from specgen.models.pypi import PypiMirror
-from specgen.models.store import OpenFile, Slot, open_file, slot_of
-from specgen.models.transfer import Page, Transfer
+from specgen.catalogue.hub import _Bar
+from specgen.catalogue.index import IndexFile, find_wheel, normalized, parse_page
+from specgen.catalogue.pypi import PypiMirror
+from specgen.catalogue.store import OpenFile, Slot, open_file, slot_of
+from specgen.catalogue.transfer import Page, Transfer
+from specgen.errors import FetchError
 from tests.helpers_fetch import (
     Fault,
     RecordedProgress,
@@ -62,7 +62,7 @@ CONTENT = random_bytes(600_000)
 FETCH = """
 import sys
 from specgen.errors import FetchError
-from specgen.models import LineProgress, fetch, load_registry, locate
+from specgen.catalogue import LineProgress, fetch, load_registry, locate
 try:
     path = fetch(load_registry().model("tiny"), progress=LineProgress(sys.stderr))
     assert path == locate(load_registry().model("tiny"))
@@ -854,7 +854,7 @@ def test_file_in_the_hub_cache_counts_if_it_is_the_one(
     other = random_bytes(len(CONTENT), seed=1)
     in_user_file(tmp_path, replace(hub_model, sha256=sha256(other)))
     script = """
-from specgen.models import load_registry, locate
+from specgen.catalogue import load_registry, locate
 print(locate(load_registry().model("tiny")))
 """
     assert finished(python(tmp_path, server, script))[0] == "None"
@@ -918,8 +918,8 @@ def test_bar_shows_label_and_bytes_and_notes_stand_as_they_are() -> None:
 def test_nothing_heavy_is_imported_with_the_package(tmp_path: Path, server: WebServer) -> None:
     script = """
 import sys
-import specgen.models
-specgen.models.load_registry()
+import specgen.catalogue
+specgen.catalogue.load_registry()
 heavy = ("requests", "urllib3", "huggingface_hub", "httpx", "rich", "filelock")
 print([name for name in heavy if name in sys.modules])
 """

@@ -24,10 +24,10 @@ from specgen.backend.llama.grammar import LlamaGrammar
 from specgen.backend.llama.library import llama_cpp
 from specgen.backend.llama.schema import json_schema_to_gbnf, unenforced_keywords
 from specgen.backend.llama.utf8 import BOUNDARY, INVALID, utf8_state
+from specgen.constrain.gbnf import read_gbnf
+from specgen.constrain.grammar import GrammarState
 from specgen.errors import UsageError
-from specgen.gbnf import read_gbnf
-from specgen.grammar import GrammarState
-from specgen.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.fake_grammar import FakeGrammar
 
 JSON = r"""

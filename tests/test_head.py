@@ -13,9 +13,11 @@ import pytest
 
 from specgen.backend.fake import FakeVocabulary, random_language
 from specgen.backend.llama import LlamaModel
+from specgen.calibration.cost_table import CostTable
 from specgen.drafters import HeadlessDrafter
+from specgen.engine.loop import Loop
+from specgen.engine.session import Prompt, Session, SessionOptions
 from specgen.events import Event, FinishedEvent
-from specgen.loop import Loop
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -24,9 +26,7 @@ from specgen.options import (
     parse_tree,
 )
 from specgen.policy import FixedPolicy
-from specgen.session import Prompt, Session, SessionOptions
-from specgen.tables import CostTable
-from specgen.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.fakes import N_VOCAB, model_drafter
 
 NOW = datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc)
@@ -211,7 +211,7 @@ def test_a_drafts_own_draft_reads_what_the_draft_does(
 ) -> None:
     """The head is left out once, not once for each stage."""
     always = FixedPolicy(DraftOptions(policy="fixed", max_tokens=2, p_min=0.0))
-    monkeypatch.setattr("specgen.session._Known.policy", lambda *_: always)
+    monkeypatch.setattr("specgen.engine.session._Known.policy", lambda *_: always)
     plain = opened(models, draft="none")
     prompt = plain.prompt("the sum of", now=NOW)
     expected, _ = answered(plain, prompt)

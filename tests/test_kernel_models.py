@@ -15,8 +15,8 @@ from specgen.backend.base import Batch
 from specgen.backend.llama import LlamaBackend, LlamaModel
 from specgen.backend.llama.kernels import Kernels
 from specgen.options import CacheType, ContextOptions
-from specgen.tiny import TinyConfig, write_tiny_model
-from specgen.tiny.config import Architecture
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny.config import Architecture
 
 ARCHITECTURES = tuple(name for name in get_args(Architecture) if name != "bert")
 #: Those whose every row is the kernels' and of operators that compute rows one by one.

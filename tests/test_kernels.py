@@ -405,9 +405,9 @@ def test_what_was_measured_is_kept_apart_by_who_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from specgen.backend.llama import kernels
+    from specgen.calibration.threads import Threads
     from specgen.cli.opening import open_memory
     from specgen.options import ContextOptions
-    from specgen.threads import Threads
 
     model, context = tmp_path / "model.gguf", ContextOptions()
     model.write_bytes(b"model")

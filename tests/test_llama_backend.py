@@ -17,11 +17,11 @@ from specgen.arrays import Logits
 from specgen.backend.base import Batch
 from specgen.backend.llama import LlamaBackend, LlamaModel, weights
 from specgen.backend.llama.kernels import Kernels
-from specgen.draft import ROOT, Draft
+from specgen.backend.tree_batch import Slot, keep_path, pack
+from specgen.core.draft import ROOT, Draft
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, UsageError
 from specgen.options import ContextOptions
-from specgen.packing import Slot, keep_path, pack
-from specgen.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny import TinyConfig, write_tiny_model
 
 TEXT = [300 % 290, 17, 45, 99, 3, 120, 33]
 #: Six nodes, four leaves, two of them deep.

@@ -16,7 +16,7 @@ from specgen.backend.base import Vocabulary
 from specgen.backend.llama import LlamaModel
 from specgen.options import SamplerOptions
 from specgen.sampling import DryBreakers, Sampler
-from specgen.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers_llama_samplers import assert_same, native_distribution
 
 

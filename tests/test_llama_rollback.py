@@ -24,7 +24,7 @@ from specgen.backend.llama.cache import Cache
 from specgen.backend.llama.library import llama_cpp
 from specgen.errors import BackendError, RollbackError
 from specgen.options import ContextOptions
-from specgen.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny import TinyConfig, write_tiny_model
 
 CONFIGS = {
     "llama": TinyConfig(),

@@ -9,6 +9,7 @@ import pytest
 
 from specgen.backend.fake import FakeVocabulary, noisy, random_language
 from specgen.drafters import Drafter
+from specgen.engine.loop import Loop
 from specgen.errors import BackendError
 from specgen.events import (
     CommittedEvent,
@@ -18,7 +19,6 @@ from specgen.events import (
     NoticeEvent,
     VerifiedEvent,
 )
-from specgen.loop import Loop
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from tests.fakes import (
     N_VOCAB,

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from specgen.arrays import Logits
 from specgen.backend import Batch
 from specgen.backend.fake import FakeBackend, FakeVocabulary, noisy, random_language
-from specgen.backend.memo import MemoBackend
-from specgen.draft import NO_DRAFT, ROOT, Draft
+from specgen.backend.tree_batch import Slot, keep_path, pack
+from specgen.core.draft import NO_DRAFT, ROOT, Draft
+from specgen.engine.loop import Loop
 from specgen.errors import BackendError
 from specgen.events import CommittedEvent
-from specgen.loop import Loop
 from specgen.options import SamplerOptions
-from specgen.packing import Slot, keep_path, pack
+from specgen.proof.memo_backend import MemoBackend
 from tests.fakes import GREEDY, Clock, Setup, TreeDrafter, model_drafter
 
 N_VOCAB = 4

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specgen.chances import N_BINS, Worths, new_chances
-from specgen.memory import Memory
+from specgen.calibration.acceptance import N_BINS, Worths, new_chances
+from specgen.calibration.memory import Memory
 from specgen.options import ContextOptions
 
 CONTEXT = ContextOptions(n_threads=2)
@@ -254,7 +254,7 @@ def test_another_process_keeps_what_this_one_wrote(file: Path) -> None:
     learn(learner)
     learner.save()
     script = (
-        "import sys; from pathlib import Path; from specgen.memory import Memory;"
+        "import sys; from pathlib import Path; from specgen.calibration.memory import Memory;"
         "from specgen.options import ContextOptions;"
         "m = Memory(Path(sys.argv[1]), {'cpu': 'x', 'cores': [2, 4]});"
         "m.costs(Path('other.gguf'), ContextOptions(n_threads=2), 0, 2).start(1, 3.0);"

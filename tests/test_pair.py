@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from specgen.engine.pairing import check_pair
 from specgen.errors import PairError
-from specgen.pair import check_pair
 
 UNUSED = 2
 

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.backend.fake import FakeVocabulary, noisy, random_language
-from specgen.chances import Chances
-from specgen.draft import NO_DRAFT, ROOT, Draft
+from specgen.calibration.acceptance import Chances
+from specgen.calibration.cost_table import FREE, CostTable, Price
+from specgen.core.draft import NO_DRAFT, ROOT, Draft
 from specgen.options import FIXED_LENGTH, FIXED_P_MIN, LONGEST_DRAFT, DraftOptions, SamplerOptions
 from specgen.policy import (
     CostAwarePolicy,
@@ -28,7 +29,6 @@ from specgen.policy import (
     WrappedPolicy,
 )
 from specgen.sampling import distribution
-from specgen.tables import FREE, CostTable, Price
 from tests.fakes import N_VOCAB, model_drafter
 from tests.simulated import WRONG, Run, World, run, steps, text
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from specgen import progress
+from specgen.catalogue.progress import LineProgress, shown
 from specgen.cli.progress import progress_bar
-from specgen.models.progress import LineProgress, shown
 from specgen.progress import ProgressLines
 from tests.helpers_cli import Specgen, in_process
 

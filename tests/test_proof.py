@@ -19,16 +19,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-import specgen.loop
+import specgen.engine.loop
 from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
 from specgen.backend.llama import LlamaBackend
-from specgen.backend.memo import MemoBackend
-from specgen.draft import Draft
+from specgen.backend.tree_batch import Slot, keep_path
+from specgen.core.draft import Draft
+from specgen.core.text_state import TextState
+from specgen.engine.generation import Generation
+from specgen.engine.session import DraftSource, Session, SessionOptions
 from specgen.errors import PromptError
-from specgen.generation import Generation
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
-from specgen.packing import Slot, keep_path
 from specgen.proof import (
     BUGS,
     Difference,
@@ -47,10 +48,9 @@ from specgen.proof import (
     ways_to_draft,
 )
 from specgen.proof.exact import Exact
+from specgen.proof.memo_backend import MemoBackend
 from specgen.proof.rows import movement
-from specgen.session import DraftSource, Session, SessionOptions
-from specgen.state import TextState
-from specgen.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.virtual_time import VirtualTime
 
 PROMPT = "".join(map(chr, range(32, 127))) + " the cat is in the else for with that it be not self"
@@ -361,7 +361,7 @@ def test_a_wrong_branch_that_is_kept_is_a_defect(
             batch.add(draft.tokens[-1], position, (slot.first,), False)
             backend.decode(batch)
 
-    monkeypatch.setattr(specgen.loop, "keep_path", keep_wrong)
+    monkeypatch.setattr(specgen.engine.loop, "keep_path", keep_wrong)
     drafting = DraftOptions(policy="fixed", p_min=0.0)
     with opened(models, 1, drafting=drafting, temperature=0.0) as session:
         assert all(result.is_defect for result in greedy(session))

@@ -11,10 +11,10 @@ import pytest
 
 from specgen.backend.base import Batch
 from specgen.backend.llama import LlamaBackend
+from specgen.engine.session import DraftSource, Session, SessionOptions
 from specgen.events import FinishedEvent
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
 from specgen.proof import check_greedy
-from specgen.session import DraftSource, Session, SessionOptions
 
 pytestmark = pytest.mark.real_model
 

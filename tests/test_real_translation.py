@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from specgen.engine.prompts import Prompt
+from specgen.engine.session import Session, SessionOptions
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -19,9 +21,7 @@ from specgen.options import (
     TranslateMode,
     VerifierName,
 )
-from specgen.prompting import Prompt
 from specgen.proof import SampledPlan, check_greedy, check_sampled
-from specgen.session import Session, SessionOptions
 
 pytestmark = pytest.mark.real_model
 

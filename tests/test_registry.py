@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.errors import UnknownModelError, UsageError
-from specgen.models import (
+from specgen.catalogue import (
     NGRAM,
     FileIdentity,
     Model,
@@ -22,7 +21,8 @@ from specgen.models import (
     human_bytes,
     load_registry,
 )
-from specgen.models.registry import parse_registry_file
+from specgen.catalogue.registry import parse_registry_file
+from specgen.errors import UnknownModelError, UsageError
 from tests.helpers_fetch import REPOSITORY
 
 MODEL = f"""
@@ -291,7 +291,7 @@ def test_installed_package_reads_the_file_beside_it(tmp_path: Path) -> None:
     (tmp_path / "specgen" / "models.toml").write_text(text, encoding="utf-8")
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from specgen.models import load_registry\n"
+        "from specgen.catalogue import load_registry\n"
         "from pathlib import Path\n"
         "print(load_registry(Path('none')).default_pair)"
     )

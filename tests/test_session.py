@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from specgen.backend.llama.library import llama_cpp
+from specgen.engine.session import DraftSource, Session, SessionOptions
 from specgen.errors import (
     BackendError,
     MemoryLimitError,
@@ -20,8 +21,7 @@ from specgen.errors import (
 )
 from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
-from specgen.session import DraftSource, Session, SessionOptions
-from specgen.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 #: Peaked enough that a difference in rounding does not change the most likely token.

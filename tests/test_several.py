@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
 from specgen.backend.fake import FakeBackend, FakeVocabulary, noisy, random_language
-from specgen.chances import Chances
-from specgen.draft import Draft
+from specgen.backend.tree_batch import Slot
+from specgen.calibration.acceptance import Chances
+from specgen.calibration.cost_table import BatchShare, CostTable, Others
+from specgen.core.draft import Draft
+from specgen.core.text_state import Shaper, TextState
 from specgen.drafters import Drafter, TreeModelDrafter
-from specgen.drafting import guess_sampling
-from specgen.generation import Generation
-from specgen.loop import Loop
+from specgen.engine.draft_model import guess_sampling
+from specgen.engine.generation import Generation
+from specgen.engine.loop import Loop
 from specgen.options import DraftOptions, GenerationOptions, parse_tree
-from specgen.packing import Slot
 from specgen.policy import CostAwarePolicy, Policy, RoundReport
 from specgen.sampling import NoTokenAllowedError, Sampler
-from specgen.state import Shaper, TextState
-from specgen.tables import BatchShare, CostTable, Others
 from tests.fake_grammar import FakeGrammar
 from tests.fakes import GREEDY, N_VOCAB, PROMPT, Clock, NoDrafter, Setup, model_drafter
 

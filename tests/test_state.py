@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.backend.fake import random_language
+from specgen.core.text_state import RememberingShaper, Shaper, TextState
 from specgen.options import SamplerOptions
 from specgen.sampling import NoTokenAllowedError, Sampler
-from specgen.state import RememberingShaper, Shaper, TextState
 from tests.fake_grammar import FakeGrammar
 
 N_VOCAB = 12

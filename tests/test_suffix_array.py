@@ -10,8 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.suffixes import array as array_module
-from specgen.suffixes.array import MAX_MATCH, MAX_PLACES, Match, SuffixArray, _sorted_suffixes
+from specgen.drafters.lookup import array as array_module
+from specgen.drafters.lookup.array import (
+    MAX_MATCH,
+    MAX_PLACES,
+    Match,
+    SuffixArray,
+    _sorted_suffixes,
+)
 
 TEXT = st.lists(st.integers(0, 3), max_size=25)
 TEXTS = st.lists(TEXT, max_size=5)

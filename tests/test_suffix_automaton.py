@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.suffixes.automaton import NOWHERE, Cursor, SuffixAutomaton
+from specgen.drafters.lookup.automaton import NOWHERE, Cursor, SuffixAutomaton
 
 TEXTS = st.lists(st.integers(0, 3), max_size=40)
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.draft import NO_DRAFT, Draft
-from specgen.drafters.suffix import SuffixDrafter, confidence
+from specgen.core.draft import NO_DRAFT, Draft
+from specgen.drafters.lookup.array import SuffixArray
+from specgen.drafters.lookup.automaton import SuffixAutomaton
+from specgen.drafters.ngram import SuffixDrafter, confidence
 from specgen.options import DraftOptions
 from specgen.policy import FixedPolicy
-from specgen.suffixes.array import SuffixArray
-from specgen.suffixes.automaton import SuffixAutomaton
 
 TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 POLICY = FixedPolicy(DraftOptions(max_tokens=1, p_min=1.0))

@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
+import specgen.calibration.timing
 import specgen.cli
-import specgen.costs
-import specgen.measuring
+import specgen.selection.outlook
 from specgen.backend.llama import LlamaBackend
-from specgen.cli.choosing import DraftChoice
+from specgen.calibration.memory import Memory
+from specgen.calibration.timing import batch_sizes
+from specgen.catalogue import SavedDraft, identify, memory_file, save_draft, saved_drafts_file
 from specgen.cli.opening import Opener
-from specgen.cli.taking import Taken, refusal, take_first
-from specgen.costs import Costs, known_costs, measure_costs, outlook
+from specgen.engine.session import DraftSource, Session, SessionOptions
 from specgen.errors import BackendError, MemoryLimitError
-from specgen.measuring import batch_sizes
-from specgen.memory import Memory
-from specgen.models import SavedDraft, identify, memory_file, save_draft, saved_drafts_file
 from specgen.options import ContextOptions, DraftOptions
-from specgen.session import DraftSource, Session, SessionOptions
+from specgen.selection.default_draft import DraftChoice
+from specgen.selection.outlook import Costs, known_costs, measure_costs, outlook
+from specgen.selection.pick import Taken, refusal, take_first
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 #: Batches that are nearly free, ones that no draft can pay for, and a draft as slow as a target.
@@ -57,7 +57,7 @@ class Measured:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     measured = Measured()
-    monkeypatch.setattr(specgen.measuring, "measure_sizes", measured)
+    monkeypatch.setattr(specgen.calibration.timing, "measure_sizes", measured)
     return measured
 
 
@@ -154,7 +154,7 @@ def test_where_batches_are_too_dear_no_other_model_is_tried(
 
 def test_a_gain_too_small_to_count_on_is_said_to_be_one() -> None:
     small = outlook(Costs({1: 0.03, 2: 0.04, 3: 0.07}, 0.007))
-    assert 1.0 < small.speedup < specgen.costs.WORTH
+    assert 1.0 < small.speedup < specgen.selection.outlook.WORTH
     assert refusal("x.gguf", small) == (
         "not drafting with x.gguf: on this machine a batch of 2 costs 1.3 tokens and a drafted "
         f"token 0.23, so it would be about x{small.speedup:.2f}, too little to count on"
@@ -338,8 +338,8 @@ def test_later_sessions_have_the_draft_of_the_first_and_are_not_checked_again(
 @pytest.fixture
 def target(tiny_models: Path) -> Path:
     """A target whose partner is on the disk, by the user's own list of models."""
-    from specgen.models import load_registry, models_folder
-    from specgen.models.store import file_sha256, slot_of
+    from specgen.catalogue import load_registry, models_folder
+    from specgen.catalogue.store import file_sha256, slot_of
 
     target, draft = tiny_models / "target.gguf", tiny_models / "draft.gguf"
     config = saved_drafts_file().parent

@@ -17,11 +17,9 @@ from specgen.arrays import Logits
 from specgen.backend.base import Batch
 from specgen.backend.fake import FakeBackend, FakeVocabulary, random_language
 from specgen.backend.llama import LlamaBackend, LlamaModel
-from specgen.load import CoreTime
-from specgen.memory import Memory
-from specgen.options import ContextOptions
-from specgen.session import Session, SessionOptions
-from specgen.threads import (
+from specgen.calibration.memory import Memory
+from specgen.calibration.system_load import CoreTime
+from specgen.calibration.threads import (
     BATCH_ROWS,
     Threads,
     choose,
@@ -29,6 +27,8 @@ from specgen.threads import (
     thread_counts,
     with_threads,
 )
+from specgen.engine.session import Session, SessionOptions
+from specgen.options import ContextOptions
 
 # --- which are tried
 
@@ -251,7 +251,7 @@ def test_what_a_busy_machine_costs_holds_for_now_and_is_not_kept(
 ) -> None:
     file, draft = tmp_path / "learnt.json", tiny_models / "draft.gguf"
     times = iter([CoreTime(10.0, 4.0, 3.0), CoreTime(20.0, 6.0 + 10.0 * share_of_others, 5.0)])
-    monkeypatch.setattr("specgen.session.core_time", lambda: next(times))
+    monkeypatch.setattr("specgen.engine.session.core_time", lambda: next(times))
     options = SessionOptions(tiny_models / "target.gguf", draft)
     memory = Memory(file)
     with Session(options, time.perf_counter, memory) as session, session.contexts(64) as contexts:

@@ -15,7 +15,7 @@ from specgen.backend.base import Batch
 from specgen.backend.llama import LlamaBackend, LlamaModel
 from specgen.errors import ModelFileError
 from specgen.options import ContextOptions
-from specgen.tiny import (
+from specgen.testing.tiny import (
     CHATML_TEMPLATE,
     Architecture,
     TensorType,

@@ -21,23 +21,23 @@ from hypothesis import strategies as st
 
 from specgen.arrays import TokenArray
 from specgen.backend.fake import FakeBackend, FakeVocabulary, Language, random_language
-from specgen.draft import Draft
-from specgen.drafters import Drafter, ModelDrafter, SuffixDrafter, TranslatedDrafter, WrappedDrafter
-from specgen.drafting import Translated
-from specgen.events import CommittedEvent, Event, NoticeEvent
-from specgen.generation import Generation
-from specgen.loop import Loop
-from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
-from specgen.policy import FixedPolicy, Policy, RoundReport
-from specgen.sampling import Distribution, Sampler
-from specgen.state import Shaper, TextState
-from specgen.translation import SharedTokens, Translation
-from specgen.verify import (
+from specgen.core.draft import Draft
+from specgen.core.text_state import Shaper, TextState
+from specgen.core.verifiers import (
     BlockVerifier,
     MatchVerifier,
     ResidualVerifier,
     Verifier,
 )
+from specgen.drafters import Drafter, ModelDrafter, SuffixDrafter, TranslatedDrafter, WrappedDrafter
+from specgen.drafters.translation import SharedTokens, Translation
+from specgen.engine.draft_model import Translated
+from specgen.engine.generation import Generation
+from specgen.engine.loop import Loop
+from specgen.events import CommittedEvent, Event, NoticeEvent
+from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
+from specgen.policy import FixedPolicy, Policy, RoundReport
+from specgen.sampling import Distribution, Sampler
 from tests import goodness
 from tests.fakes import GREEDY, Clock, Setup, translated_drafter
 from tests.goodness import LEVEL
@@ -516,7 +516,7 @@ def test_distributions_that_are_not_renormalised_are_caught(
         kept = kept[token_ids[kept].argsort()]
         return Distribution(token_ids[kept], source.probs[kept])
 
-    monkeypatch.setattr("specgen.translation.shared._renamed", renamed)
+    monkeypatch.setattr("specgen.drafters.translation.shared._renamed", renamed)
     counts, _ = draw("residual, tokens", "same language", "plain", make=whole_drafter)
     assert p_value(counts, "plain") < LEVEL
 

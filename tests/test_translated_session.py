@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from specgen.engine.prompts import Prompt
+from specgen.engine.session import Session, SessionOptions
 from specgen.errors import PairError
 from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.options import (
@@ -19,9 +21,7 @@ from specgen.options import (
     SamplerOptions,
     TranslateMode,
 )
-from specgen.prompting import Prompt
-from specgen.session import Session, SessionOptions
-from specgen.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 NOW = datetime.datetime(2025, 1, 2, tzinfo=datetime.timezone.utc)
 TARGET = TinyConfig(logit_scale=6.0, unprintable_scale=0.3)

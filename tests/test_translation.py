@@ -11,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.backend.fake import FakeVocabulary
-from specgen.draft import ROOT, Draft
-from specgen.options import SamplerOptions
-from specgen.sampling import Distribution, NoTokenAllowedError, Sampler
-from specgen.state import Shaper, TextState
-from specgen.translation import (
+from specgen.core.draft import ROOT, Draft
+from specgen.core.text_state import Shaper, TextState
+from specgen.drafters.translation import (
     BeginningShaper,
     Lexicon,
     SharedShaper,
@@ -23,7 +21,9 @@ from specgen.translation import (
     Speller,
     Translation,
 )
-from specgen.translation.unicode import n_unfinished
+from specgen.drafters.translation.unicode import n_unfinished
+from specgen.options import SamplerOptions
+from specgen.sampling import Distribution, NoTokenAllowedError, Sampler
 from tests.fake_grammar import FakeGrammar
 from tests.helpers_vocabularies import (
     broken_texts,

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.backend.fake import FakeVocabulary
-from specgen.draft import NO_DRAFT, Draft
-from specgen.translation import DraftText, Lexicon, Speller, Translation
-from specgen.translation.roles import ControlTokens
-from specgen.translation.unicode import n_unfinished
+from specgen.core.draft import NO_DRAFT, Draft
+from specgen.drafters.translation import DraftText, Lexicon, Speller, Translation
+from specgen.drafters.translation.roles import ControlTokens
+from specgen.drafters.translation.unicode import n_unfinished
 from tests.helpers_vocabularies import (
     CountingVocabulary,
     broken_texts,

@@ -13,11 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.backend.fake import FakeVocabulary, Language, noisy, random_language
-from specgen.draft import NO_DRAFT, ROOT, Draft
+from specgen.calibration.cost_table import CostTable, Price
+from specgen.core.draft import NO_DRAFT, ROOT, Draft
+from specgen.core.growing_tree import GrowingTree
+from specgen.core.text_state import Shaper, TextState
+from specgen.core.verifiers import (
+    AutoVerifier,
+    MatchVerifier,
+    ResidualVerifier,
+    SpecTrVerifier,
+    Verifier,
+)
 from specgen.drafters import CombinedDrafter, Drafter, SuffixDrafter, TreeModelDrafter
-from specgen.drafting import guess_sampling
+from specgen.engine.draft_model import guess_sampling
 from specgen.events import DraftedEvent
-from specgen.growing import GrowingTree
 from specgen.options import (
     LARGEST_TREE,
     DraftOptions,
@@ -27,19 +36,10 @@ from specgen.options import (
 from specgen.policy import CostAwarePolicy, Decided, FixedPolicy, RoundReport
 from specgen.policy.plans import best_nodes
 from specgen.sampling import Distribution, Sampler
-from specgen.state import Shaper, TextState
-from specgen.tables import CostTable, Price
-from specgen.verify import (
-    AutoVerifier,
-    MatchVerifier,
-    ResidualVerifier,
-    SpecTrVerifier,
-    Verifier,
-)
 from tests.fakes import GREEDY, PROMPT, Setup, tree_drafter
 from tests.fates import Fate, all_fates
-from tests.goodness import p_value
-from tests.test_verify import DRAFTS, LETTERS, LEVEL, SAMPLERS, draw, exact
+from tests.goodness import LEVEL, p_value
+from tests.test_verify import DRAFTS, LETTERS, SAMPLERS, draw, exact
 from tests.test_verify import PROMPT as SHORT_PROMPT
 
 N_VOCAB = 12

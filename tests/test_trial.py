@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 
 from specgen.backend.fake import FakeVocabulary, noisy, random_language
-from specgen.draft import Draft
+from specgen.core.draft import Draft
 from specgen.drafters import Drafter
 from specgen.errors import BackendError
 from specgen.options import DraftOptions, GenerationOptions
 from specgen.policy import RoundReport
-from specgen.trial import (
+from specgen.selection.trial import (
     Answer,
     Baseline,
     Replay,

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.agreement import Agreement
-from specgen.costs import Costs, known_costs, outlook
+from specgen.calibration.memory import Memory
+from specgen.engine.agreement import Agreement
+from specgen.engine.session import Session, SessionOptions
 from specgen.errors import ModelFileError, PairError, PromptError
-from specgen.memory import Memory
 from specgen.options import ContextOptions, DraftOptions, DraftSource, GenerationOptions
-from specgen.session import Session, SessionOptions
-from specgen.trial import Baseline, Figures, measure_target
-from specgen.tuning import (
+from specgen.selection.outlook import Costs, known_costs, outlook
+from specgen.selection.trial import Baseline, Figures, measure_target
+from specgen.selection.tuning import (
     DraftFindings,
     Tuner,
     Tuning,
@@ -38,9 +38,9 @@ ONE_THREAD = ContextOptions(n_threads=1, flash_attention="off")
 @pytest.fixture(autouse=True)
 def _quick_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads are compared, but not for long: many are slow on a machine that is busy."""
-    monkeypatch.setattr("specgen.tuning._THREADS_BUDGET_S", 0.05)
-    monkeypatch.setattr("specgen.tuning.default_threads", lambda: 1)
-    monkeypatch.setattr("specgen.tuning.thread_counts", lambda *_: [1, 2])
+    monkeypatch.setattr("specgen.selection.tuning._THREADS_BUDGET_S", 0.05)
+    monkeypatch.setattr("specgen.selection.tuning.default_threads", lambda: 1)
+    monkeypatch.setattr("specgen.selection.tuning.thread_counts", lambda *_: [1, 2])
 
 
 @contextmanager

@@ -19,13 +19,8 @@ import numpy as np
 import pytest
 
 from specgen.backend.fake import FakeVocabulary, Language, noisy, random_language
-from specgen.draft import Draft
-from specgen.drafters import Drafter, SuffixDrafter
-from specgen.loop import Loop
-from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
-from specgen.policy import Policy
-from specgen.sampling import Distribution, distribution
-from specgen.verify import (
+from specgen.core.draft import Draft
+from specgen.core.verifiers import (
     BlockVerifier,
     MatchVerifier,
     ResidualVerifier,
@@ -33,6 +28,11 @@ from specgen.verify import (
     Verdict,
     Verifier,
 )
+from specgen.drafters import Drafter, SuffixDrafter
+from specgen.engine.loop import Loop
+from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
+from specgen.policy import Policy
+from specgen.sampling import Distribution, distribution
 from tests.fakes import Clock, Setup, SiblingDrafter, TreeDrafter, model_drafter
 from tests.goodness import LEVEL, p_value
 

@@ -10,45 +10,62 @@ from __future__ import annotations
 
 import hashlib
 import re
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
+from operator import attrgetter
 
 import numpy as np
+import numpy.typing as npt
 
 from specgen.arrays import Logits
 from specgen.backend.base import Batch, Rollback
 from specgen.errors import BackendError, RollbackError
 
-#: Logits of the token after a text: float32[n_vocab].
+#: Logits of the token after a text: float32[n_vocab], which may be read only.
 Language = Callable[[tuple[int, ...]], Logits]
+
+#: Rows that a made-up language remembers: to make one takes longer than all that the loop does with
+#: it, and a test asks for most of them several times.
+_N_REMEMBERED = 2**14
 
 
 def random_language(n_vocab: int, *, seed: int = 0, scale: float = 3.0, order: int = 3) -> Language:
     """A made-up language in which the last `order` tokens and the length of the text decide
     the next token's logits, normally distributed with standard deviation `scale`."""
 
-    def logits(text: tuple[int, ...]) -> Logits:
-        # The last tokens make text repeat itself often enough for n-grams; the sum over all
-        # tokens makes a stray cell anywhere in the cache change the result.
-        key = repr((seed, text[-order:], sum(text) % 7, len(text) % 5)).encode()
-        digest = hashlib.blake2b(key, digest_size=8).digest()
-        rng = np.random.default_rng(int.from_bytes(digest, "little"))
-        return rng.normal(0.0, scale, n_vocab).astype(np.float32)
+    @lru_cache(_N_REMEMBERED)
+    def row(last: tuple[int, ...], total: int, length: int) -> Logits:
+        return _frozen(_normal((seed, last, total, length), scale, n_vocab).astype(np.float32))
 
-    return logits
+    # The last tokens make text repeat itself often enough for n-grams; the sum over all
+    # tokens makes a stray cell anywhere in the cache change the result.
+    return lambda text: row(text[-order:], sum(text) % 7, len(text) % 5)
 
 
 def noisy(language: Language, noise: float, *, seed: int = 1) -> Language:
     """A language like another one but for noise on its logits: a draft of chosen quality."""
 
-    def logits(text: tuple[int, ...]) -> Logits:
-        row = language(text)
-        digest = hashlib.blake2b(repr((seed, text)).encode(), digest_size=8).digest()
-        rng = np.random.default_rng(int.from_bytes(digest, "little"))
-        return (row + rng.normal(0.0, noise, len(row))).astype(np.float32)
+    @lru_cache(_N_REMEMBERED)
+    def row(text: tuple[int, ...]) -> Logits:
+        clean = language(text)
+        return _frozen((clean + _normal((seed, text), noise, len(clean))).astype(np.float32))
 
-    return logits
+    return row
+
+
+def _normal(key: object, scale: float, n: int) -> npt.NDArray[np.float64]:
+    """Normally distributed numbers, float64[n], that depend on how `key` is written only."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return np.random.default_rng(int.from_bytes(digest, "little")).normal(0.0, scale, n)
+
+
+def _frozen(row: Logits) -> Logits:
+    """A row that is remembered: writing to it is an error."""
+    row.setflags(write=False)
+    return row
 
 
 @dataclass(frozen=True, repr=False)
@@ -170,11 +187,14 @@ class FakeVocabulary:
             parts[i : i + 2] = [parts[i] + parts[i + 1]]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Cell:
     token: int
     position: int
     sequences: set[int]
+
+
+_position = attrgetter("position")
 
 
 @dataclass(slots=True)
@@ -195,7 +215,10 @@ class FakeBackend:
     decoded: list[int] = field(default_factory=list)
     n_decodes: int = 0
     closed: bool = False
-    _cells: list[_Cell] = field(default_factory=list)
+    #: Cells that any sequence owns.
+    n_cells: int = 0
+    #: The cells of each sequence, by position.
+    _cells: defaultdict[int, list[_Cell]] = field(default_factory=lambda: defaultdict(list))
     _checkpoints: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -214,7 +237,7 @@ class FakeBackend:
         n_max = max(self.n_batch, self.n_outputs)
         if not 0 < len(batch) <= n_max or sum(batch.wants_logits) > self.n_outputs:
             raise BackendError(f"a batch of {len(batch)} rows; 1 to {n_max} can be decoded")
-        if len(self._cells) + len(batch) > self.n_ctx:
+        if self.n_cells + len(batch) > self.n_ctx:
             raise BackendError(f"no room in the cache of {self.n_ctx} cells")
         rows = list(
             zip(batch.tokens, batch.positions, batch.sequences, batch.wants_logits, strict=True)
@@ -232,7 +255,10 @@ class FakeBackend:
                         f"the row is at {position}"
                     )
                 next_position[sequence] = position + 1
-            self._cells.append(_Cell(token, position, set(sequences)))
+            cell = _Cell(token, position, set(sequences))
+            self.n_cells += 1
+            for sequence in sequences:
+                self._cells[sequence].append(cell)
         self.n_decodes += 1
         self.n_decoded_rows += len(batch)
         self.decoded.extend(batch.tokens)
@@ -245,16 +271,13 @@ class FakeBackend:
 
     def text(self, sequence: int, end: int | None = None) -> tuple[int, ...]:
         """The tokens of a sequence as the cache has them, by position, up to `end`."""
-        cells = [
-            cell
-            for cell in self._cells
-            if sequence in cell.sequences and (end is None or cell.position < end)
-        ]
-        return tuple(cell.token for cell in sorted(cells, key=lambda cell: cell.position))
+        cells = self._cells[sequence]
+        n_seen = len(cells) if end is None else bisect_left(cells, end, key=_position)
+        return tuple([cell.token for cell in cells[:n_seen]])
 
     def length(self, sequence: int) -> int:
-        positions = [cell.position for cell in self._cells if sequence in cell.sequences]
-        return max(positions, default=-1) + 1
+        cells = self._cells[sequence]
+        return cells[-1].position + 1 if cells else 0
 
     def checkpoint(self, sequence: int) -> None:
         self._checkpoints[sequence] = self.length(sequence)
@@ -262,13 +285,13 @@ class FakeBackend:
     def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
         if self.recurrent:
             raise BackendError(f"sequences {source} and {destination} cannot share a state")
-        for cell in self._cells:
-            if (
-                source in cell.sequences
-                and start <= cell.position
-                and (end < 0 or cell.position < end)
-            ):
+        theirs = self._cells[destination]
+        for cell in self._cells[source]:
+            is_meant = start <= cell.position and (end < 0 or cell.position < end)
+            if is_meant and destination not in cell.sequences:
                 cell.sequences.add(destination)
+                theirs.append(cell)
+        theirs.sort(key=_position)
 
     def remove(self, sequence: int, start: int = 0) -> None:
         if self.recurrent and 0 < start < self.length(sequence):
@@ -280,10 +303,12 @@ class FakeBackend:
                 )
         if start <= 0:
             self._checkpoints.pop(sequence, None)
-        for cell in self._cells:
-            if cell.position >= start:
-                cell.sequences.discard(sequence)
-        self._cells = [cell for cell in self._cells if cell.sequences]
+        cells = self._cells[sequence]
+        n_kept = bisect_left(cells, start, key=_position)
+        for cell in cells[n_kept:]:
+            cell.sequences.remove(sequence)
+            self.n_cells -= not cell.sequences
+        del cells[n_kept:]
 
     def close(self) -> None:
         self.closed = True

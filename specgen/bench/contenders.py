@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from specgen.events import CommittedEvent, FinishedEvent, NoticeEvent
 
 if TYPE_CHECKING:
-    from specgen.session import Session
+    from specgen.engine.session import Session
 
 #: A template may tell the date, which must not change between runs.
 NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from specgen.bench.contenders import NOW
 from specgen.bench.foresight import Drafting, Way, best_way, run_lengths
 from specgen.bench.prompts import BenchPrompt
-from specgen.draft import ROOT, Draft
-from specgen.generation import Generation
-from specgen.trial import Answer, Baseline, agreeing_path, measure_target
+from specgen.core.draft import ROOT, Draft
+from specgen.engine.generation import Generation
+from specgen.selection.trial import Answer, Baseline, agreeing_path, measure_target
 
 if TYPE_CHECKING:
+    from specgen.engine.session import Session, SessionOptions
     from specgen.options import DraftSource
-    from specgen.session import Session, SessionOptions
 
 #: Every so many looks, a draft of a single token is timed too.
 _EVERY = 4

@@ -20,7 +20,7 @@ from specgen.bench.peers import (
 )
 
 if TYPE_CHECKING:
-    from specgen.session import Prompt, Session
+    from specgen.engine.session import Prompt, Session
 
 #: llama.cpp in its usual settings, in all that are known here, or llama-cpp-python's own lookup.
 Against: TypeAlias = Literal["llama.cpp", "llama.cpp-all", "llama-cpp-python"]

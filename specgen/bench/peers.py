@@ -34,7 +34,7 @@ from specgen.errors import SpecgenError
 from specgen.options import ContextOptions, SamplerOptions
 
 if TYPE_CHECKING:
-    from specgen.session import Prompt, Session
+    from specgen.engine.session import Prompt, Session
 
 #: Set, the programs are looked for in this folder only.
 PEERS_VARIABLE = "SPECGEN_PEERS"

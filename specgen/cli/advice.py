@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specgen.cli.choosing import name_of
-from specgen.copies import COPY_TYPE
-from specgen.costs import Costs, rows_s
-from specgen.threads import BATCH_ROWS, ThreadTimes
-from specgen.tuning import (
+from specgen.calibration.threads import BATCH_ROWS, ThreadTimes
+from specgen.calibration.weight_copies import COPY_TYPE
+from specgen.selection.default_draft import name_of
+from specgen.selection.outlook import Costs, rows_s
+from specgen.selection.tuning import (
     DraftFindings,
     Tuning,
     Way,
@@ -27,8 +27,8 @@ from specgen.tuning import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specgen.copies import Comparison
-    from specgen.trial import Baseline, Figures
+    from specgen.calibration.weight_copies import Comparison
+    from specgen.selection.trial import Baseline, Figures
 
 #: A gain below this is no gain: another minute measures something else.
 _LEAST_GAIN = 1.03

@@ -74,7 +74,7 @@ class Job:
     def foresee(self, field: Field) -> None:
         """What could be reached, where there is a draft and a temperature of 0."""
         from specgen.bench.foreseen import foresee, foresight_options
-        from specgen.session import Session
+        from specgen.engine.session import Session
 
         plan, groups = self._plan, self._plan.groups(field)
         if self._is_over or 0.0 not in plan.temperatures or not groups:

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from specgen.bench.contenders import Contender
     from specgen.bench.peer_contenders import Against
     from specgen.bench.runs import Lineup
+    from specgen.calibration.memory import Memory
     from specgen.cli.progress import Progress
-    from specgen.memory import Memory
-    from specgen.session import Session, SessionOptions
+    from specgen.engine.session import Session, SessionOptions
 
 #: What plain decoding is called.
 PLAIN = "plain"
@@ -75,8 +75,8 @@ class Plan:
 
     def options(self, field: Field, draft: Stages = ("none",)) -> SessionOptions:
         """Those of the first policy and temperature."""
-        from specgen.models import cache_folder
-        from specgen.session import SessionOptions
+        from specgen.catalogue import cache_folder
+        from specgen.engine.session import SessionOptions
 
         return SessionOptions(
             target=field.target,
@@ -92,7 +92,7 @@ class Plan:
 
     def _context(self, model: DraftSource, context: ContextOptions) -> ContextOptions:
         """A model's context, as `specgen run` has it."""
-        from specgen.threads import with_threads
+        from specgen.calibration.threads import with_threads
 
         if self.known is None or not isinstance(model, Path):
             return context
@@ -216,7 +216,7 @@ def lineups(
     from specgen.bench.contenders import SessionContender
     from specgen.bench.peer_contenders import peers_of
     from specgen.bench.runs import Lineup
-    from specgen.session import Session
+    from specgen.engine.session import Session
 
     n_contenders = len(plan.temperatures) * (1 + len(field.drafts) * len(plan.ways))
     opened: list[Session] = []

@@ -52,8 +52,8 @@ def doctor(
 
 def _model_file(name: str) -> Path:
     """The file of a model; raises `SpecgenError` for names that are not known or not here."""
-    from specgen.cli import sources
-    from specgen.models import load_registry, locate
+    from specgen.catalogue import load_registry, locate
+    from specgen.selection import resolve
 
     registry = load_registry()
 
@@ -65,7 +65,7 @@ def _model_file(name: str) -> Path:
             )
         return path
 
-    return sources.find_model(name, registry, find)
+    return resolve.find_model(name, registry, find)
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def _kernels(status: KernelStatus) -> str:
 
 
 def _sections(report: Report) -> Iterator[Section]:
-    from specgen.models import human_bytes
+    from specgen.catalogue import human_bytes
 
     machine, build = report.machine, report.build
     cores = f"{machine.n_physical_cores or '?'} cores, {machine.n_logical_cores or '?'} threads"

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specgen.cli import flags
-from specgen.cli.choosing import name_of
 from specgen.cli.interrupt import Interrupt
 from specgen.cli.opening import find_target, log_shown, open_session, use_kernels
 from specgen.cli.progress import Progress, progress_bar
@@ -24,13 +23,14 @@ from specgen.errors import (
     UsageError,
 )
 from specgen.options import DraftOptions, GenerationOptions
+from specgen.selection.default_draft import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specgen.cli.ranking import Search
+    from specgen.engine.session import Session, SessionOptions
     from specgen.options import DraftSource
-    from specgen.session import Session, SessionOptions
 
 
 app = typer.Typer(name="draft", help="Find out what drafts best for a model.", no_args_is_help=True)
@@ -93,7 +93,7 @@ def find(
     the share of drafted tokens that is accepted; tokens a round;
     milliseconds to draft a token, and to begin.
     """
-    from specgen.models import identify, saved_draft
+    from specgen.catalogue import identify, saved_draft
     from specgen.proof import OWN_PROMPTS, read_prompts, spread
 
     flags.check_loudness(quiet=quiet, verbose=verbose)
@@ -127,8 +127,8 @@ def find(
 def _options(
     target: Path, drafting: DraftOptions, answer: GenerationOptions, machine: flags.Contexts
 ) -> SessionOptions:
-    from specgen.models import cache_folder
-    from specgen.session import SessionOptions
+    from specgen.catalogue import cache_folder
+    from specgen.engine.session import SessionOptions
 
     return SessionOptions(
         target=target,
@@ -150,10 +150,10 @@ def _search(
     stop: Interrupt,
 ) -> Search | None:
     """Try everything; None if interrupted before there was anything to tell."""
-    from specgen.cli.candidates import Refused, find_candidates
+    from specgen.catalogue import load_registry, locate
     from specgen.cli.ranking import Search, Tried, ranked
-    from specgen.models import load_registry, locate
-    from specgen.trial import measure_target, plain_figures, try_draft
+    from specgen.selection.candidates import Refused, find_candidates
+    from specgen.selection.trial import measure_target, plain_figures, try_draft
 
     target = session.options.target
     known = [path for path in map(locate, load_registry().models.values()) if path is not None]
@@ -197,7 +197,7 @@ def _save(search: Search) -> Search:
     import datetime
     from dataclasses import replace
 
-    from specgen.models import SavedDraft, identify, save_draft
+    from specgen.catalogue import SavedDraft, identify, save_draft
 
     identity = identify(search.target)
     assert identity is not None, "a target that was opened"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from specgen.models import Model, Pair, Registry
+    from specgen.catalogue import Model, Pair, Registry
 
     #: A model, and its path if it is on this disk.
     _Found: TypeAlias = tuple[Model, Path | None]
@@ -39,7 +39,7 @@ def list_models(as_json: _Json = False) -> None:
     """
     import sys
 
-    from specgen.models import load_registry, locate
+    from specgen.catalogue import load_registry, locate
 
     registry = load_registry()
     found = [(model, locate(model)) for model in registry.models.values()]
@@ -70,7 +70,7 @@ def list_models(as_json: _Json = False) -> None:
 @app.command()
 def show(name: _Name, as_json: _Json = False) -> None:
     """Show what is known about a model or a pair."""
-    from specgen.models import Model, load_registry, locate
+    from specgen.catalogue import Model, load_registry, locate
 
     registry = load_registry()
     found = registry.find(name)
@@ -100,7 +100,7 @@ def pull(
     What is on this disk already is not downloaded again, and a download
     that was interrupted goes on where it was.
     """
-    from specgen.models import fetch, load_registry, stderr_progress
+    from specgen.catalogue import fetch, load_registry, stderr_progress
 
     progress = stderr_progress(quiet=quiet)
     for model in load_registry().models_of(name):
@@ -110,8 +110,8 @@ def pull(
 @app.command()
 def path(name: _Name) -> None:
     """Print where a model is on this disk; for a pair, the target first."""
+    from specgen.catalogue import load_registry, locate
     from specgen.errors import ModelFileError
-    from specgen.models import load_registry, locate
 
     paths = []
     for model in load_registry().models_of(name):
@@ -131,7 +131,7 @@ def print_tables(console: Console, registry: Registry, found: list[_Found]) -> N
     from rich.table import Table
     from rich.text import Text
 
-    from specgen.models import human_bytes
+    from specgen.catalogue import human_bytes
 
     models = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("model", "on disk", "size", "licence", "pairs"):

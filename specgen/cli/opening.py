@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.cli import flags
-from specgen.cli.choosing import DraftChoice
-from specgen.cli.sources import Disk, Sources, find_model, resolve
-from specgen.cli.taking import Taken, take_first
 from specgen.options import DraftOptions, GenerationOptions, KernelChoice, SamplerOptions
+from specgen.selection.default_draft import DraftChoice
+from specgen.selection.pick import Taken, take_first
+from specgen.selection.resolve import Disk, Sources, find_model, resolve
 
 if TYPE_CHECKING:
-    from specgen.cli.sources import Fetch
-    from specgen.memory import Memory
-    from specgen.models import Registry
+    from specgen.calibration.memory import Memory
+    from specgen.catalogue import Registry
+    from specgen.engine.session import Session, SessionOptions
     from specgen.options import DraftSource
-    from specgen.session import Session, SessionOptions
+    from specgen.selection.resolve import Fetch
 
 
 def find_models(choice: flags.ModelChoice, *, quiet: bool) -> Sources:
     """The files of the run, fetched if need be, with progress on standard error."""
-    from specgen.models import identify, load_registry, locate, saved_draft
+    from specgen.catalogue import identify, load_registry, locate, saved_draft
 
     registry = load_registry()
     disk = Disk(locate, identify, saved_draft)
@@ -41,14 +41,14 @@ def find_models(choice: flags.ModelChoice, *, quiet: bool) -> Sources:
 
 def find_target(name: str, *, quiet: bool) -> Path:
     """The file of a target, fetched if need be, with progress on standard error."""
-    from specgen.models import load_registry
+    from specgen.catalogue import load_registry
 
     registry = load_registry()
     return find_model(name, registry, _fetch(registry, quiet=quiet))
 
 
 def _fetch(registry: Registry, *, quiet: bool) -> Fetch:
-    from specgen.models import SilentProgress, fetch, stderr_progress
+    from specgen.catalogue import SilentProgress, fetch, stderr_progress
 
     def get(name: str) -> Path:
         progress = SilentProgress() if quiet else stderr_progress()
@@ -65,8 +65,8 @@ def session_options(
     machine: flags.Contexts,
 ) -> SessionOptions:
     """Everything that decides what the session does."""
-    from specgen.models import cache_folder
-    from specgen.session import SessionOptions
+    from specgen.catalogue import cache_folder
+    from specgen.engine.session import SessionOptions
 
     return SessionOptions(
         target=sources.target,
@@ -84,8 +84,8 @@ def session_options(
 def use_kernels(wanted: KernelChoice, *, quiet: bool) -> None:
     """Choose who computes on the CPU, before the first model is loaded; says on standard error if
     kernels that are there cannot be used. Raises `UsageError` if they were asked for."""
+    from specgen.catalogue import cache_folder
     from specgen.kernels import choose
-    from specgen.models import cache_folder
 
     status = choose(wanted, cache_folder())
     if wanted == "auto" and status.reason and status.path is not None and not quiet:
@@ -142,7 +142,7 @@ class Opener:
 
     def open(self, options: SessionOptions) -> Session:
         """Load the models. Raises `ModelFileError`, `PairError`."""
-        from specgen.session import Session
+        from specgen.engine.session import Session
 
         if self._drafts:
             options = replace(options, draft=self._drafts[0].draft)
@@ -174,9 +174,9 @@ def open_memory() -> Memory:
     """What was learnt on this machine with this build of llama.cpp and the kernels in use."""
     from specgen.backend.llama import build
     from specgen.backend.llama.kernels import computing
+    from specgen.calibration.memory import Memory
+    from specgen.catalogue import memory_file
     from specgen.doctor import look_at_machine
-    from specgen.memory import Memory
-    from specgen.models import memory_file
 
     built, machine = build(), look_at_machine()
     about = {

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specgen.cli.candidates import Refused
-from specgen.cli.choosing import name_of
+from specgen.selection.candidates import Refused
+from specgen.selection.default_draft import name_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from specgen.options import DraftSource
-    from specgen.trial import Baseline, Figures
+    from specgen.selection.trial import Baseline, Figures
 
 #: Where two gain the same as far as it is shown: what needs no second model comes first, and
 #: a model only that gains something.

@@ -21,7 +21,7 @@ from specgen.errors import UsageError
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, Show
 
 if TYPE_CHECKING:
-    from specgen.session import Prompt, Session
+    from specgen.engine.session import Prompt, Session
 
 
 @flags.takes(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specgen.calibration.system_load import core_time, share_of_others
 from specgen.cli import flags
 from specgen.cli.flags.part import without
 from specgen.cli.interrupt import Interrupt
@@ -29,13 +30,12 @@ from specgen.errors import (
     PairError,
     UsageError,
 )
-from specgen.load import core_time, share_of_others
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 
 if TYPE_CHECKING:
-    from specgen.cli.sources import Sources
-    from specgen.session import Session
-    from specgen.tuning import Tuning
+    from specgen.engine.session import Session
+    from specgen.selection.resolve import Sources
+    from specgen.selection.tuning import Tuning
 
 
 @flags.takes(
@@ -84,7 +84,7 @@ def tune(
         progress_bar(quiet=quiet or verbose) as progress,
         Interrupt() as stop,
     ):
-        from specgen.tuning import Tuner
+        from specgen.selection.tuning import Tuner
 
         draft, notes = _draft(session, sources)
         before = core_time()
@@ -120,8 +120,8 @@ def _draft(session: Session, sources: Sources) -> tuple[Path | None, list[str]]:
 
 def _others(draft: Path | None, target: Path) -> list[Path]:
     """Models on this disk, other than this draft, that may draft for a target."""
-    from specgen.cli.candidates import find_candidates
-    from specgen.models import load_registry, locate
+    from specgen.catalogue import load_registry, locate
+    from specgen.selection.candidates import find_candidates
 
     known = [path for path in map(locate, load_registry().models.values()) if path is not None]
     named = [] if draft is None else [draft]
@@ -130,7 +130,7 @@ def _others(draft: Path | None, target: Path) -> list[Path]:
 
 def _keep(session: Session, tuning: Tuning | None) -> str:
     """Keep what was learnt, if the tuning is whole; says whether it was, and what for."""
-    from specgen.models import memory_file
+    from specgen.catalogue import memory_file
 
     if tuning is None or tuning.is_interrupted:
         return "interrupted: not everything was measured, nothing was kept"

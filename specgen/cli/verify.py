@@ -20,6 +20,7 @@ from specgen.errors import DefectError, PromptError, UsageError
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 
 if TYPE_CHECKING:
+    from specgen.engine.session import Prompt, Session, SessionOptions
     from specgen.proof import (
         Check,
         GreedyResult,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
         SkippedPrompt,
         Way,
     )
-    from specgen.session import Prompt, Session, SessionOptions
 
 _CHECKS = "Checks"
 #: Where no temperature is given, sampled text is checked at llama.cpp's own default.

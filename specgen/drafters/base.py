@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from specgen.draft import Draft
+from specgen.calibration.cost_table import Price
+from specgen.core.draft import Draft
 from specgen.policy import Policy, RoundReport
-from specgen.tables import Price
 
 __all__ = ["Drafter", "Price"]
 

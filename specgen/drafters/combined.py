@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specgen.draft import NO_DRAFT, Draft
+from specgen.calibration.cost_table import FREE, Price
+from specgen.core.draft import NO_DRAFT, Draft
 from specgen.drafters.base import Drafter
 from specgen.policy import Decided, Policy, RoundReport
-from specgen.tables import FREE, Price
 
 
 class CombinedDrafter:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specgen.draft import Draft
+from specgen.core.draft import Draft
+from specgen.core.text_state import TextState
 from specgen.drafters.base import Drafter
 from specgen.drafters.wrapped import WrappedDrafter
 from specgen.policy import Policy
-from specgen.state import TextState
 
 
 class ConstrainedDrafter(WrappedDrafter):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specgen.draft import Draft
+from specgen.calibration.cost_table import Price
+from specgen.core.draft import Draft
 from specgen.drafters.base import Drafter
 from specgen.drafters.wrapped import WrappedDrafter
 from specgen.policy import Policy
-from specgen.tables import Price
 
 
 class HeadlessDrafter(WrappedDrafter):

@@ -9,11 +9,11 @@ import numpy as np
 
 from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
-from specgen.draft import NO_DRAFT, Draft
-from specgen.drafters.guesses import Guesses
+from specgen.calibration.cost_table import FREE, CostTable, Price
+from specgen.core.draft import NO_DRAFT, Draft
+from specgen.drafters.staged import Guesses
 from specgen.policy import Policy, RoundReport
 from specgen.sampling import Distribution, NoTokenAllowedError
-from specgen.tables import FREE, CostTable, Price
 
 #: Tokens at the beginning of the text that a window keeps: attention rests on the first few,
 #: whatever they say (Xiao et al., arXiv:2309.17453).

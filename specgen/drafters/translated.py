@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from specgen.draft import NO_DRAFT, ROOT, Draft
+from specgen.calibration.cost_table import Price
+from specgen.core.draft import NO_DRAFT, ROOT, Draft
 from specgen.drafters.base import Drafter
+from specgen.drafters.translation import BeginningShaper, DraftText, SharedShaper, Translation
+from specgen.drafters.translation.unicode import n_unfinished
 from specgen.drafters.wrapped import WrappedDrafter
 from specgen.policy import Decided, Policy, RoundReport
-from specgen.tables import Price
-from specgen.translation import BeginningShaper, DraftText, SharedShaper, Translation
-from specgen.translation.unicode import n_unfinished
 
 #: Bytes of the text before a draft that the target's tokenizer is shown with it.
 _BEFORE = 32

@@ -10,14 +10,14 @@ import numpy as np
 
 from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
-from specgen.draft import NO_DRAFT, ROOT, Draft
+from specgen.backend.tree_batch import Slot
+from specgen.calibration.cost_table import CostTable, Price
+from specgen.core.draft import NO_DRAFT, ROOT, Draft
+from specgen.core.growing_tree import GrowingTree
 from specgen.drafters.model import N_USUAL, DraftShaper, ModelDrafter
-from specgen.growing import GrowingTree
 from specgen.options import TreeShape
-from specgen.packing import Slot
 from specgen.policy import Policy, TreePolicy
 from specgen.sampling import Distribution, NoTokenAllowedError
-from specgen.tables import CostTable, Price
 
 #: So many of a model's guesses for a place are looked at where no shape asks for more, and, where
 #: costs decide, none less likely than this.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specgen.draft import Draft
+from specgen.calibration.cost_table import Price
+from specgen.core.draft import Draft
 from specgen.drafters.base import Drafter
 from specgen.policy import Policy, RoundReport
-from specgen.tables import Price
 
 
 class WrappedDrafter:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from specgen.draft import NO_DRAFT, Draft
-from specgen.growing import GrowingTree
-from specgen.tables import ALONE, Others, Price
+from specgen.calibration.cost_table import ALONE, Others, Price
+from specgen.core.draft import NO_DRAFT, Draft
+from specgen.core.growing_tree import GrowingTree
 
 
 @dataclass(frozen=True, slots=True)

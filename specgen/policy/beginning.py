@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from specgen.chances import Worths
-from specgen.tables import Price
+from specgen.calibration.acceptance import Worths
+from specgen.calibration.cost_table import Price
 
 #: The most that is read first, as a share of the time that the answer took so far: one that ends
 #: soon loses no more. (In replays of 75 answers 0.2, 0.3, 0.5 and 1 gained alike, within noise; with 1

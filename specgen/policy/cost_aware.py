@@ -7,15 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specgen.chances import (
+from specgen.calibration.acceptance import (
     NGRAM_ORIGINS,
     Chances,
     Worths,
     new_chances,
     ranked,
 )
-from specgen.draft import NO_DRAFT, ROOT, Draft
-from specgen.growing import GrowingTree
+from specgen.calibration.cost_table import ALONE, FREE, BatchShare, CostTable, Others, Price
+from specgen.core.draft import NO_DRAFT, ROOT, Draft
+from specgen.core.growing_tree import GrowingTree
 from specgen.options import DraftOptions
 from specgen.policy.base import RoundReport
 from specgen.policy.beginning import worth_of_beginning
@@ -24,7 +25,6 @@ from specgen.policy.pace import Pace
 from specgen.policy.plans import best_frontier, best_nodes
 from specgen.policy.stopping import StoppingRule
 from specgen.policy.witness import Witness
-from specgen.tables import ALONE, FREE, BatchShare, CostTable, Others, Price
 
 #: Decodes of a single row to see before anything is drafted where nothing was measured.
 _N_FIRST = 2

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from specgen.growing import GrowingTree
+from specgen.core.growing_tree import GrowingTree
 from specgen.policy.stopping import StoppingRule
 
 #: What a look beyond a second branch, in the same batch as the first, is taken to gain, as a

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from specgen.draft import NO_DRAFT, Draft
+from specgen.calibration.cost_table import ALONE, Others, Price
+from specgen.core.draft import NO_DRAFT, Draft
 from specgen.options import DraftOptions
 from specgen.policy.base import RoundReport
-from specgen.tables import ALONE, Others, Price
 
 #: The share of drafted tokens that may be refused: the bound falls while less is, and rises when
 #: more is.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from specgen.chances import Chances, ranked
-from specgen.draft import ROOT, Draft
+from specgen.calibration.acceptance import Chances, ranked
+from specgen.core.draft import ROOT, Draft
 from specgen.policy.base import RoundReport
 
 

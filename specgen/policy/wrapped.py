@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from specgen.draft import NO_DRAFT, Draft
-from specgen.growing import GrowingTree
+from specgen.calibration.cost_table import ALONE, Others, Price
+from specgen.core.draft import NO_DRAFT, Draft
+from specgen.core.growing_tree import GrowingTree
 from specgen.policy.base import Policy, RoundReport, TreePolicy
-from specgen.tables import ALONE, Others, Price
 
 
 class WrappedPolicy:

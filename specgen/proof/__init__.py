@@ -5,7 +5,6 @@ both compare rows of logits (`rows`). `statistics` is the mathematics of it, and
 mistakes that the checks must find.
 """
 
-from specgen.proof.bugs import BUGS, Bug
 from specgen.proof.greedy import (
     Choice,
     Difference,
@@ -18,6 +17,7 @@ from specgen.proof.report import Check, Report, SkippedPrompt, to_json_object
 from specgen.proof.sampled import SampledPlan, SampledResult, check_sampled, room
 from specgen.proof.statistics import split_level
 from specgen.proof.ways import Way, WayName, ways_to_draft
+from specgen.testing.bugs import BUGS, Bug
 
 __all__ = [
     "BUGS",

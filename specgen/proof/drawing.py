@@ -6,15 +6,15 @@ from collections import Counter
 from dataclasses import replace
 
 from specgen.backend.base import Backend
+from specgen.calibration.cost_table import ALONE, Others
+from specgen.core.tally import Tally
+from specgen.core.text_state import Mark
 from specgen.drafters import Drafter
-from specgen.generation import Generation
-from specgen.loop import Loop
+from specgen.engine.generation import Generation
+from specgen.engine.loop import Loop
 from specgen.policy import Policy, WrappedPolicy
-from specgen.proof.bugs import Bug
 from specgen.proof.told import check_drafting, drafted_by, tokens_told
-from specgen.state import Mark
-from specgen.tables import ALONE, Others
-from specgen.tally import Tally
+from specgen.testing.bugs import Bug
 
 
 class _UpTo(WrappedPolicy):

@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from specgen.arrays import Logits
-from specgen.backend.memo import MemoBackend
+from specgen.core.text_state import Shaper, TextState
+from specgen.proof.memo_backend import MemoBackend
 from specgen.proof.rows import decode
 from specgen.proof.statistics import Cells
 from specgen.sampling import Distribution
-from specgen.state import Shaper, TextState
 
 #: Prefixes less likely than this are not followed further: each costs a decode.
 _MIN_PREFIX = 0.004

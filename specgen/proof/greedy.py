@@ -20,15 +20,15 @@ from dataclasses import dataclass, field
 
 from specgen.arrays import Logits
 from specgen.backend.llama.kernels import LLAMA_CPP
-from specgen.loop import Loop
-from specgen.prompting import Prompt
-from specgen.proof.bugs import Bug
+from specgen.core.text_state import Shaper, TextState
+from specgen.engine.loop import Loop
+from specgen.engine.prompts import Prompt
+from specgen.engine.session import Session
 from specgen.proof.rows import batch_sizes, batches_move, is_moved, movement, plain_rows
 from specgen.proof.told import check_drafting, drafted_by, tokens_told
 from specgen.proof.ways import Way, WayName
 from specgen.sampling import Distribution, Sampler
-from specgen.session import Session
-from specgen.state import Shaper, TextState
+from specgen.testing.bugs import Bug
 
 #: Memory for the rows of plain answers. Those of one answer that have no room are not compared.
 _N_BYTES_MAX = 2**30

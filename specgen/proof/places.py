@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from specgen.draft import ROOT, Draft
-from specgen.generation import Generation
-from specgen.loop import Loop
+from specgen.core.draft import ROOT, Draft
+from specgen.core.text_state import Mark
+from specgen.core.verifiers import Target, Verdict, Verifier
+from specgen.engine.generation import Generation
+from specgen.engine.loop import Loop
 from specgen.proof.told import check_drafting
-from specgen.state import Mark
-from specgen.verify import Target, Verdict, Verifier
 
 #: Tokens of an answer in which to look for a place that tells much.
 N_SEARCHED = 48

@@ -19,7 +19,7 @@ from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
 
 if TYPE_CHECKING:
-    from specgen.session import Session
+    from specgen.engine.session import Session
 
 #: A row may move by this many times the most that batches alone were seen to move rows. What
 #: drafting leaves in a cache was written in batches of several sizes, so more than one.

@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 
 from specgen.backend.llama import LlamaBackend
 from specgen.backend.llama.kernels import LLAMA_CPP
-from specgen.backend.memo import MemoBackend
-from specgen.loop import Loop
-from specgen.prompting import Prompt
-from specgen.proof.bugs import Bug
+from specgen.core.text_state import RememberingShaper
+from specgen.engine.loop import Loop
+from specgen.engine.prompts import Prompt
+from specgen.engine.session import Session
 from specgen.proof.drawing import Drawer
 from specgen.proof.exact import Exact
+from specgen.proof.memo_backend import MemoBackend
 from specgen.proof.places import N_SEARCHED, find_place
 from specgen.proof.rows import batches_move, is_moved, movement, plain_rows
 from specgen.proof.statistics import (
@@ -38,8 +39,7 @@ from specgen.proof.statistics import (
     total_variation,
 )
 from specgen.proof.ways import Way, WayName
-from specgen.session import Session
-from specgen.state import RememberingShaper
+from specgen.testing.bugs import Bug
 
 #: Memory for the rows of each model.
 _N_BYTES_MAX = 2**29

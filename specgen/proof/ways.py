@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from specgen.chances import NGRAM_ORIGINS
-from specgen.draft import NO_DRAFT, Draft
+from specgen.calibration.acceptance import NGRAM_ORIGINS
+from specgen.calibration.cost_table import ALONE, Others, Price
+from specgen.core.draft import NO_DRAFT, Draft
 from specgen.drafters import CombinedDrafter
-from specgen.generation import Generation
+from specgen.engine.generation import Generation
 from specgen.options import DraftOptions, PolicyName
 from specgen.policy import Policy, WrappedPolicy
-from specgen.tables import ALONE, Others, Price
 
 WayName: TypeAlias = Literal[PolicyName, "forced"]
 

@@ -25,9 +25,9 @@ from specgen.arrays import BoolArray, TokenArray
 from specgen.backend.llama.library import forget_log, last_error, llama_cpp
 from specgen.backend.llama.utf8 import BOUNDARY, INVALID, utf8_state
 from specgen.backend.llama.vocabulary import LlamaVocabulary
+from specgen.constrain.gbnf import Gbnf, read_gbnf
+from specgen.constrain.grammar import GrammarState
 from specgen.errors import UsageError
-from specgen.gbnf import Gbnf, read_gbnf
-from specgen.grammar import GrammarState
 
 #: llama_token_data of llama.h.
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])

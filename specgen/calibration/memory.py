@@ -1,0 +1,295 @@
+"""What was learnt on this machine: what decodes cost, which drafts are accepted, and with how
+many threads and which type of weights a model is quickest.
+
+One JSON file. Each process reads it once, corrects what it used, and writes that back into what
+the file says by then; of two that correct the same at once, the later one stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeGuard, get_args
+
+import numpy as np
+
+from specgen.arrays import ProbArray
+from specgen.atomic import replace_text
+from specgen.calibration.acceptance import N_BINS, Chances, Counts, Worths, new_chances
+from specgen.calibration.cost_table import CostTable
+from specgen.calibration.threads import Threads
+from specgen.options import ContextOptions, WeightType
+
+#: Tables by how full the context is, in tokens: below 512, 1024, 2048, ...
+_SHALLOW = 512
+_N_DEPTHS = 22
+#: Entries that are kept of each kind, the latest ones.
+_N_KEPT = 256
+
+#: More threads than llama.cpp has room for were not measured.
+_MAX_THREADS = 512
+
+_COSTS, _CHANCES, _THREADS, _WEIGHTS = "costs", "chances", "threads", "weights"
+#: What may be known of a model's weights.
+_WEIGHT_TYPES = (*get_args(WeightType), "own")
+
+
+class Memory:
+    """What is known, from a file (None: from nothing, and nothing is kept).
+
+    `machine` is everything about the machine and the build of llama.cpp that decides what a
+    decode costs, as JSON can have it.
+    """
+
+    def __init__(self, file: Path | None = None, machine: Mapping[str, Any] | None = None) -> None:
+        self._file = file
+        self._machine = dict(machine or {})
+        self._known = _read(file)
+        self._tables: dict[str, CostTable] = {}
+        self._chances: dict[str, dict[str, Chances]] = {}
+        self._threads: dict[str, Threads] = {}
+        self._weights: dict[str, str | None] = {}
+        #: Keys of tables that are not to be kept any more.
+        self._forgotten: set[str] = set()
+        #: Keys of tables that are good for now and not worth keeping.
+        self._passing: set[str] = set()
+
+    def costs(self, model: Path, context: ContextOptions, n_past: int, n_threads: int) -> CostTable:
+        """The table of a model's decodes in such contexts with some `n_past` tokens in them;
+        empty if nothing is known. It is kept with what it learns. `n_threads` is what is taken
+        where the options name no number."""
+        depth = _depth(n_past)
+        keys = self._cost_keys(model, context, n_threads)
+        if keys[depth] not in self._tables:
+            self._tables[keys[depth]] = CostTable(self._kept_seconds(keys, depth))
+        return self._tables[keys[depth]]
+
+    def forget_costs(self, model: Path, context: ContextOptions, n_threads: int) -> None:
+        """Let a model's decodes in such contexts be measured anew: what is known may be from a
+        time when the machine had other work to do. Nobody may hold a table of them."""
+        for key in self._cost_keys(model, context, n_threads):
+            self._tables.pop(key, None)
+            self._known[_COSTS].pop(key, None)
+            self._forgotten.add(key)
+            self._passing.discard(key)
+
+    def keep_no_costs(self, model: Path, context: ContextOptions, n_threads: int) -> None:
+        """Keep nothing of what is known now of a model's decodes in such contexts, and let it be
+        measured anew the next time: the machine had other work to do."""
+        self._passing.update(self._cost_keys(model, context, n_threads))
+
+    def threads(self, model: Path, context: ContextOptions) -> Threads | None:
+        """With how many threads a model was found to be quickest; None if nobody measured it."""
+        key = self._model_key(model, context)
+        return self._threads.get(key) or _kept_threads(self._known[_THREADS].get(key))
+
+    def keep_threads(self, model: Path, context: ContextOptions, threads: Threads) -> None:
+        """Take so many threads for a model from now on."""
+        self._threads[self._model_key(model, context)] = threads
+
+    def weights(self, model: Path, context: ContextOptions) -> str | None:
+        """The type of weights with which a model was found to be quickest, "own" for those that it
+        has; None if nobody measured it."""
+        key = self._model_key(model, context)
+        known = self._weights.get(key, self._known[_WEIGHTS].get(key))
+        return known if known in _WEIGHT_TYPES else None
+
+    def keep_weights(self, model: Path, context: ContextOptions, weights: str | None) -> None:
+        """Take weights of this type for a model from now on; None lets it be measured anew."""
+        self._weights[self._model_key(model, context)] = weights
+
+    def chances(self, target: Path, draft: Path | str, mode: str) -> dict[str, Chances]:
+        """What was learnt about the drafts of `draft` for `target`, by origin; origins that are
+        added are kept. `mode` tells cases apart that have nothing to do with each other."""
+        name = _identity(draft) if isinstance(draft, Path) else draft
+        key = _key({"target": _identity(target), "draft": name, "mode": mode})
+        if key not in self._chances:
+            kept = self._known[_CHANCES].get(key, {})
+            self._chances[key] = {
+                origin: new_chances(origin, counts) for origin, counts in _all_counts(kept).items()
+            }
+        return self._chances[key]
+
+    def save(self) -> None:
+        """Write what was learnt to the file. One that cannot be written is left as it is: what
+        it would have said is learnt again."""
+        with contextlib.suppress(OSError):
+            self.write()
+
+    def write(self) -> None:
+        """Write what was learnt to the file. Raises `OSError`; the file is then as it was."""
+        if self._file is None:
+            return
+        document = _read(self._file)
+        for key in self._forgotten | self._passing:
+            document[_COSTS].pop(key, None)
+        for key, table in self._tables.items():
+            if table and key not in self._passing:
+                document[_COSTS].pop(key, None)
+                document[_COSTS][key] = {str(n): round(s, 7) for n, s in table.known.items()}
+        for key, by_origin in self._chances.items():
+            counted = {o: _to_json(c.counts) for o, c in by_origin.items() if c.n_judged}
+            if counted:
+                document[_CHANCES].pop(key, None)
+                document[_CHANCES][key] = counted
+        for key, threads in self._threads.items():
+            document[_THREADS].pop(key, None)
+            document[_THREADS][key] = dataclasses.asdict(threads)
+        for key, weights in self._weights.items():
+            document[_WEIGHTS].pop(key, None)
+            if weights is not None:
+                document[_WEIGHTS][key] = weights
+        for kind, entries in document.items():
+            document[kind] = dict(list(entries.items())[-_N_KEPT:])
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(self._file, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+
+    def _kept_seconds(self, keys: Sequence[str], depth: int) -> dict[int, float]:
+        """What is kept under the key of a depth, or for the nearest one of which anything is
+        known."""
+        for other in sorted(range(len(keys)), key=lambda other: abs(other - depth)):
+            if keys[other] in self._tables and other != depth:
+                return self._tables[keys[other]].known
+            seconds = _seconds(self._known[_COSTS].get(keys[other]))
+            if seconds:
+                return seconds
+        return {}
+
+    def _cost_keys(self, model: Path, context: ContextOptions, n_threads: int) -> list[str]:
+        """The keys of a model's tables, by depth."""
+        about = {"model": _identity(model), "context": _settings(context, n_threads)}
+        return [
+            _key({**about, "depth": depth, "machine": self._machine}) for depth in range(_N_DEPTHS)
+        ]
+
+    def _model_key(self, model: Path, context: ContextOptions) -> str:
+        """The key of what is known of a model by itself. Layers on a GPU need no threads, so how many
+        there are matters."""
+        about = {"model": _identity(model), "n_gpu_layers": context.n_gpu_layers}
+        return _key({**about, "machine": self._machine})
+
+
+def _depth(n_past: int) -> int:
+    return min(max(0, n_past // _SHALLOW).bit_length(), _N_DEPTHS - 1)
+
+
+def _identity(model: Path) -> str:
+    """A model file, wherever it lies: its name and size. One that is not there has no size."""
+    try:
+        return f"{model.name}:{model.stat().st_size}"
+    except OSError:
+        return model.name
+
+
+def _settings(context: ContextOptions, n_threads: int) -> dict[str, Any]:
+    """What of a context's options decides what a decode costs."""
+    n_threads = context.n_threads or n_threads
+    own = {} if context.weights is None else {"weights": context.weights}
+    return own | {
+        "n_threads": n_threads,
+        "n_threads_batch": context.n_threads_batch or n_threads,
+        "n_gpu_layers": context.n_gpu_layers,
+        "flash_attention": context.flash_attention,
+        "cache_type_k": context.cache_type_k,
+        "cache_type_v": context.cache_type_v,
+    }
+
+
+def _key(about: Mapping[str, Any]) -> str:
+    return json.dumps(about, sort_keys=True, ensure_ascii=False)
+
+
+# --- the file --------------------------------------------------------------------------------
+
+
+def _read(file: Path | None) -> dict[str, dict[str, Any]]:
+    """What the file says; nothing if it is not there, not readable, or makes no sense."""
+    document: object = None
+    if file is not None:
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            document = json.loads(file.read_text(encoding="utf-8"), parse_int=_whole)
+    found = document if isinstance(document, dict) else {}
+    kinds = {kind: found.get(kind) for kind in (_COSTS, _CHANCES, _THREADS, _WEIGHTS)}
+    return {kind: dict(value) if isinstance(value, dict) else {} for kind, value in kinds.items()}
+
+
+def _whole(digits: str) -> int | float:
+    """A whole number; one too large to become a float later becomes one now, infinity maybe."""
+    return int(digits) if len(digits) < 16 else float(digits)
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _seconds(entry: object) -> dict[int, float]:
+    """A table's seconds by rows; nothing if there is anything in it that makes no sense."""
+    if not isinstance(entry, dict):
+        return {}
+    found: dict[int, float] = {}
+    for size, seconds in entry.items():
+        if not (isinstance(size, str) and size.isascii() and size.isdigit() and len(size) < 7):
+            return {}
+        is_time = _is_number(seconds) and math.isfinite(seconds) and seconds > 0.0
+        if not is_time or int(size) < 1:
+            return {}
+        found[int(size)] = float(seconds)
+    return found
+
+
+def _kept_threads(entry: object) -> Threads | None:
+    """The numbers of threads; None if they make no sense."""
+    if not isinstance(entry, dict):
+        return None
+    numbers = [entry.get(name) for name in ("n_single", "n_batch")]
+    counts = [n for n in numbers if type(n) is int and 1 <= n <= _MAX_THREADS]
+    return Threads(*counts) if len(counts) == len(numbers) else None
+
+
+def _all_counts(entry: object) -> dict[str, Counts]:
+    if not isinstance(entry, dict):
+        return {}
+    found = {origin: _counts(value) for origin, value in entry.items()}
+    return {origin: counts for origin, counts in found.items() if counts is not None}
+
+
+def _counts(value: object) -> Counts | None:
+    if not isinstance(value, dict):
+        return None
+    judged, accepted, seen = (_numbers(value.get(name)) for name in ("judged", "accepted", "seen"))
+    if judged is None or accepted is None or seen is None or np.any(accepted > judged + 1e-6):
+        return None
+    return Counts(judged, accepted, seen, _worths(value.get("worths")))
+
+
+def _worths(value: object) -> Worths:
+    """What texts were worth; nothing, where that was not kept."""
+    if not isinstance(value, list) or len(value) != len(dataclasses.fields(Worths)):
+        return Worths()
+    if not all(_is_number(number) and math.isfinite(number) for number in value):
+        return Worths()
+    worths = Worths(*map(float, value))
+    return Worths() if worths.n < 0.0 or worths.squares < 0.0 else worths
+
+
+def _numbers(value: object) -> ProbArray | None:
+    if not isinstance(value, list) or len(value) != N_BINS:
+        return None
+    if not all(map(_is_number, value)):
+        return None
+    numbers = np.array(value, np.float64)
+    return numbers if np.all(np.isfinite(numbers) & (numbers >= 0.0)) else None
+
+
+def _to_json(counts: Counts) -> dict[str, list[float]]:
+    worths = dataclasses.astuple(counts.worths)
+    known = {} if counts.worths.start is None else {"worths": [round(w, 4) for w in worths]}
+    return known | {
+        "judged": [round(number, 3) for number in counts.n_judged.tolist()],
+        "accepted": [round(number, 3) for number in counts.n_accepted.tolist()],
+        "seen": [round(number, 3) for number in counts.n_seen.tolist()],
+    }

@@ -1,0 +1,186 @@
+"""How many threads a model decodes with: one row by itself, and batches, chosen by measurement.
+
+A token by itself waits for the memory, a batch computes: the two can be quickest with different
+numbers of threads, and neither need be the number of cores, on a machine whose cores differ or
+that has other work to do.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from specgen.backend.base import Backend
+from specgen.calibration.timing import begin, time_batch
+from specgen.options import ContextOptions
+
+#: Rows of the batch that is timed, as many as a round's batch usually has.
+BATCH_ROWS = 6
+#: Up to so many cores every number of threads is tried; beyond, these shares of them.
+_FEW_CORES = 4
+_SHARES = (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
+#: What is quicker than the usual number by less than this share is taken for noise; it also has
+#: to be quicker in at least this share of the rounds.
+_MARGIN = 0.03
+_MAJORITY = 0.75
+#: Rounds in which each number is timed once; with fewer nothing is changed.
+_N_ROUNDS = 9
+_N_LEAST = 4
+#: With a model so slow that these few do not fit into the time, only the best numbers so far are
+#: timed in the later ones, for so many times the time at most.
+_PATIENCE = 3.0
+#: A number that takes so many times as long as the usual one is not timed again.
+_HOPELESS = 1.3
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """Threads for one row by itself, and for batches."""
+
+    n_single: int
+    n_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadTimes:
+    """What was `chosen` by measurement, and the median seconds of one row and of a batch of
+    `BATCH_ROWS`, by the number of threads; `default` is what is taken without a measurement."""
+
+    chosen: Threads
+    default: int
+    single_s: dict[int, float]
+    batch_s: dict[int, float]
+
+
+class ThreadedBackend(Backend, Protocol):
+    """A backend whose number of threads can be changed."""
+
+    def set_threads(self, n_single: int, n_batch: int) -> None:
+        """Decode one row with `n_single` threads from now on, and more rows with `n_batch`."""
+        ...
+
+
+def with_threads(context: ContextOptions, threads: Threads | None) -> ContextOptions:
+    """The options with what was chosen by measurement in place of what they leave open. Who
+    names a number of threads means it for batches too."""
+    if threads is None or context.n_threads is not None:
+        return context
+    n_batch = context.n_threads_batch or threads.n_batch
+    return replace(context, n_threads=threads.n_single, n_threads_batch=n_batch)
+
+
+def thread_counts(n_cores: int, n_logical: int, n_usable: int) -> list[int]:
+    """The numbers of threads to try, ascending, on a machine with so many physical and logical
+    cores, of which this process may use `n_usable` logical ones."""
+    if n_cores <= _FEW_CORES:
+        counts = set(range(1, n_cores + 1))
+    else:
+        counts = {round(share * n_cores) for share in _SHARES} | {n_cores}
+    return sorted({*counts, n_logical, max(1, min(n_usable, n_logical))})
+
+
+def measure_threads(
+    backend: ThreadedBackend,
+    counts: Collection[int],
+    default: int,
+    budget_s: float,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> ThreadTimes:
+    """The best of these numbers of threads, and of `default`, for a model whose context is
+    empty, and is empty again afterwards; it is left with what was chosen.
+
+    All are timed in turns, a row and a batch each, since a machine's pace changes. After about
+    `budget_s` seconds of decoding nothing is begun but what a choice needs, and if `interrupted` says so the usual
+    number is left. Raises `BackendError`.
+    """
+    backend.set_threads(default, default)
+    text = begin(backend)
+    #: Seconds by round, then by number of threads.
+    singles: list[dict[int, float]] = []
+    batches: list[dict[int, float]] = []
+    left = [default, *(count for count in sorted(counts, reverse=True) if count != default)]
+    before_s = backend.decode_s
+    for number in range(_N_ROUNDS if len(left) > 1 else 0):
+        spent_s = backend.decode_s - before_s
+        if spent_s > (_PATIENCE if number < _N_LEAST else 1.0) * budget_s:
+            break
+        if spent_s > budget_s:
+            best = _quickest([singles, batches], left) - {default}
+            left = [default, *sorted(best, reverse=True)]
+        single_s, batch_s = _round(backend, text, left, interrupted)
+        if interrupted():
+            singles, batches = [], []
+            break
+        singles.append(single_s)
+        batches.append(batch_s)
+        left = [count for count in left if _is_hopeful(count, default, (singles, batches))]
+    backend.remove(0)
+    chosen = Threads(choose(singles, default), choose(batches, default))
+    backend.set_threads(chosen.n_single, chosen.n_batch)
+    return ThreadTimes(chosen, default, _medians(singles), _medians(batches))
+
+
+def choose(rounds: Sequence[Mapping[int, float]], default: int) -> int:
+    """The number of threads that takes the least time, from the seconds of some rounds by number;
+    `default` unless another one is clearly quicker."""
+    best, least = default, 1.0 - _MARGIN
+    for count in sorted({count for seconds in rounds for count in seconds} - {default}):
+        ratios = [s[count] / s[default] for s in rounds if count in s and default in s]
+        if len(ratios) < _N_LEAST:
+            continue
+        share = sum(ratio < 1.0 for ratio in ratios) / len(ratios)
+        if statistics.median(ratios) < least and share >= _MAJORITY:
+            best, least = count, statistics.median(ratios)
+    return best
+
+
+def _round(
+    backend: ThreadedBackend,
+    text: Sequence[int],
+    counts: Sequence[int],
+    interrupted: Callable[[], bool],
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Seconds of a row and of a batch with each number of threads; of fewer if interrupted."""
+    single_s: dict[int, float] = {}
+    batch_s: dict[int, float] = {}
+    for count in counts:
+        if interrupted():
+            break
+        backend.set_threads(count, count)
+        # The first decode after a change may have to start threads: it is not timed.
+        time_batch(backend, text, 1)
+        for n_rows, seconds in ((1, single_s), (BATCH_ROWS, batch_s)):
+            found = time_batch(backend, text, n_rows)
+            if found is not None and found > 0.0:
+                seconds[count] = found
+    return single_s, batch_s
+
+
+def _is_hopeful(count: int, default: int, kinds: Sequence[Sequence[Mapping[int, float]]]) -> bool:
+    """Whether a number is worth another look, for rows or for batches."""
+    if count == default:
+        return True
+    ratios = [
+        min((s[count] / s[default] for s in rounds if count in s and default in s), default=1.0)
+        for rounds in kinds
+    ]
+    return min(ratios) < _HOPELESS
+
+
+def _quickest(kinds: Sequence[Sequence[Mapping[int, float]]], counts: Collection[int]) -> set[int]:
+    """Of the numbers, the ones that are quickest so far for rows and for batches."""
+    found: set[int] = set()
+    for rounds in kinds:
+        medians = {n: s for n, s in _medians(rounds).items() if n in counts}
+        found |= {min(medians, key=lambda count: medians[count])} if medians else set()
+    return found
+
+
+def _medians(rounds: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    counts = sorted({count for seconds in rounds for count in seconds})
+    return {
+        count: statistics.median([seconds[count] for seconds in rounds if count in seconds])
+        for count in counts
+    }

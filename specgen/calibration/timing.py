@@ -1,0 +1,116 @@
+"""Timing the decodes of a model on the machine at hand."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from specgen.backend.base import Backend, Batch
+from specgen.calibration.cost_table import CostTable
+
+#: What is decoded in advance, token by token: the context is not empty, and the first decodes,
+#: in which llama.cpp makes its plans, are not timed.
+_FILLER = "The quick brown fox jumps over the lazy dog; 0123456789 (and so on)."
+_N_FILLER = 4
+#: All sizes up to this are of interest; of larger ones some, the others lie between them.
+_N_DENSE = 8
+#: How often each size is timed, if time allows.
+_N_REPEATS = 3
+#: A table of fewer sizes was not measured: it saw a few decodes.
+MIN_SIZES = 3
+#: Seconds of a model's decodes in which its costs are measured, about.
+_BUDGET_S = 2.0
+
+
+def batch_sizes(n_max: int) -> list[int]:
+    """The numbers of rows to time, 1 and `n_max` among them, ascending: neighbours differ by one
+    first, and by a quarter later."""
+    sizes = list(range(1, min(n_max, _N_DENSE) + 1))
+    while sizes[-1] < n_max:
+        sizes.append(min(n_max, sizes[-1] + sizes[-1] // 4))
+    return sizes
+
+
+def is_measured(table: CostTable, n_rows: int = 1) -> bool:
+    """Whether a table was measured, up to so many rows."""
+    known = table.known
+    return len(known) >= MIN_SIZES and max(known) >= n_rows
+
+
+def complete(table: CostTable, backend: Backend, sizes: Sequence[int], n_rows: int = 1) -> None:
+    """Time those of the sizes that the backend's table does not know, in an empty context, unless
+    it was measured before, up to so many rows. For what there was no time for, what the others say
+    is taken. Raises `BackendError`."""
+    if is_measured(table, n_rows):
+        return
+    is_new = not is_measured(table)
+    missing = [size for size in sizes if is_new or size == 1 or not table.knows(size)]
+    for size, seconds in measure_sizes(backend, missing, _BUDGET_S).items():
+        table.start(size, seconds)
+    if table and max(table.known) < n_rows:
+        table.start(n_rows, table.seconds(n_rows))
+
+
+def measure_sizes(backend: Backend, sizes: Iterable[int], budget_s: float) -> dict[int, float]:
+    """Median seconds of decoding batches of these sizes, in an empty context, which is empty
+    again afterwards.
+
+    What is coarse comes first, and after `budget_s` seconds of decoding nothing new is begun:
+    of a large model only some sizes are timed, of a small one all of them several times. A size
+    for which the context has no room is left out. Raises `BackendError`.
+    """
+    text = begin(backend)
+    samples: defaultdict[int, list[float]] = defaultdict(list)
+    before_s = backend.decode_s
+    for _ in range(_N_REPEATS):
+        for size in _coarse_first(sizes):
+            if size > 1 and backend.decode_s - before_s > budget_s:
+                break
+            seconds = time_batch(backend, text, size)
+            if seconds is not None:
+                samples[size].append(seconds)
+    backend.remove(0)
+    # What disturbs only adds: of an even number, the smaller of the two in the middle.
+    return {size: statistics.median_low(times) for size, times in sorted(samples.items())}
+
+
+def begin(backend: Backend) -> list[int]:
+    """Decode the beginning of some text; returns it whole."""
+    text = backend.vocabulary.tokenize(_FILLER, add_special=True, parse_special=False) or [0]
+    for position, token in enumerate(text[: min(_N_FILLER, backend.n_ctx // 2)]):
+        batch = Batch()
+        batch.add(token, position, (0,), True)
+        backend.decode(batch)
+    return text
+
+
+def time_batch(target: Backend, text: Sequence[int], n_rows: int) -> float | None:
+    """Seconds of a batch of so many rows behind the text, after which the cache is as before;
+    None if the context, or a batch, has no room for it.
+
+    The rows are tokens of the text, since a mixture of experts takes as long as its rows
+    differ. Where going back takes time, that of the batch before is included, as it is in
+    rounds whose drafts are not accepted whole. As many rows want logits as may.
+    """
+    length = target.length(0)
+    if length + n_rows > target.n_ctx or n_rows > target.n_batch:
+        return None
+    target.checkpoint(0)
+    batch = Batch()
+    for row in range(n_rows):
+        wants_logits = n_rows - row <= target.n_outputs
+        batch.add(text[(row - n_rows) % len(text)], length + row, (0,), wants_logits)
+    before_s = target.decode_s
+    target.decode(batch)
+    seconds = target.decode_s - before_s
+    target.remove(0, length)
+    return seconds
+
+
+def _coarse_first(sizes: Iterable[int]) -> Iterator[int]:
+    """1, then powers of two, then the others."""
+    ordered = sorted(sizes)
+    powers = [size for size in ordered if size & (size - 1) == 0]
+    yield from powers
+    yield from (size for size in ordered if size not in powers)

@@ -1,0 +1,64 @@
+"""Models by name: what there is, what is on this disk, and downloads that resume.
+
+Nothing here prints, and nothing heavy (requests, huggingface_hub, rich) is imported before
+it is needed.
+"""
+
+from specgen.catalogue.choices import SavedDraft, save_draft, saved_draft
+from specgen.catalogue.fetching import fetch, locate
+from specgen.catalogue.files import FileIdentity, identify, shard_number
+from specgen.catalogue.places import (
+    cache_folder,
+    config_folder,
+    memory_file,
+    models_folder,
+    saved_drafts_file,
+    user_registry_file,
+)
+from specgen.catalogue.progress import (
+    LineProgress,
+    Progress,
+    RichProgress,
+    SilentProgress,
+    stderr_progress,
+)
+from specgen.catalogue.registry import (
+    NGRAM,
+    HubSource,
+    Model,
+    Pair,
+    PypiSource,
+    Registry,
+    load_registry,
+)
+from specgen.catalogue.sizes import human_bytes
+
+__all__ = [
+    "NGRAM",
+    "FileIdentity",
+    "HubSource",
+    "LineProgress",
+    "Model",
+    "Pair",
+    "Progress",
+    "PypiSource",
+    "Registry",
+    "RichProgress",
+    "SavedDraft",
+    "SilentProgress",
+    "cache_folder",
+    "config_folder",
+    "fetch",
+    "human_bytes",
+    "identify",
+    "load_registry",
+    "locate",
+    "memory_file",
+    "models_folder",
+    "save_draft",
+    "saved_draft",
+    "saved_drafts_file",
+    "shard_number",
+    "stderr_progress",
+    "user_registry_file",
+]

@@ -1,0 +1,1 @@
+"""Grammars that a text has to follow: what the loop asks of one, and reading GBNF."""

@@ -1,0 +1,93 @@
+"""Counting what happens, for the summary at the end."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specgen.core.draft import Draft
+
+#: Fewer single-token rounds than this say too little about plain decoding.
+_MIN_PLAIN_SAMPLES = 3
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts and times of one generation. All times are seconds."""
+
+    #: Decodes of the target after the prompt's.
+    n_rounds: int = 0
+    #: Tokens committed in these rounds.
+    n_round_tokens: int = 0
+    #: Tokens that the grammar forced, the end of the text among them.
+    n_forced: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
+    drafted_by_depth: list[int] = field(default_factory=list)
+    accepted_by_depth: list[int] = field(default_factory=list)
+    #: The same by a node's place among its siblings; of chains only the first is counted.
+    drafted_by_rank: list[int] = field(default_factory=list)
+    accepted_by_rank: list[int] = field(default_factory=list)
+    prompt_s: float = 0.0
+    draft_s: float = 0.0
+    target_s: float = 0.0
+    #: Everything between the start of a round and its end.
+    wall_s: float = 0.0
+    #: `wall_s` when the first token was there.
+    first_token_s: float | None = None
+    #: `wall_s` when the prompt was decoded and its token committed, and how many tokens there
+    #: were then: a grammar may have forced some before and after it.
+    start_s: float = 0.0
+    n_start_tokens: int = 0
+    #: The target's decode times by the number of rows.
+    target_s_by_rows: defaultdict[int, list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+    def add_decode(self, n_committed: int, n_rows: int, target_s: float) -> None:
+        """A decode of the target after the prompt's, which committed so many tokens."""
+        self.n_round_tokens += n_committed
+        self.target_s_by_rows[n_rows].append(target_s)
+
+    def add_draft(self, draft: Draft, accepted: Sequence[int]) -> None:
+        """A verified draft, of which these nodes became part of the text."""
+        self.n_drafted += len(draft)
+        self.n_accepted += len(accepted)
+        _count(self.drafted_by_depth, draft.depths())
+        _count(self.accepted_by_depth, range(len(accepted)))
+        places = draft.places()
+        _count(self.drafted_by_rank, places)
+        _count(self.accepted_by_rank, [places[node] for node in accepted])
+
+    @property
+    def loop_s(self) -> float:
+        """Time in specgen itself."""
+        return max(0.0, self.wall_s - self.draft_s - self.target_s)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return self.n_accepted / self.n_drafted if self.n_drafted else None
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        return self.n_round_tokens / self.n_rounds if self.n_rounds else None
+
+    def tokens_per_s(self, n_tokens: int) -> float | None:
+        """Tokens per second after the prompt's decode and what came with it."""
+        if n_tokens <= self.n_start_tokens or self.wall_s <= self.start_s:
+            return None
+        return (n_tokens - self.n_start_tokens) / (self.wall_s - self.start_s)
+
+    def plain_token_s(self) -> float | None:
+        """Median time of the target's single-row decodes; None if there were too few."""
+        samples = self.target_s_by_rows.get(1, [])
+        return statistics.median(samples) if len(samples) >= _MIN_PLAIN_SAMPLES else None
+
+
+def _count(counts: list[int], indices: Sequence[int]) -> None:
+    if indices:
+        counts += [0] * (max(indices) + 1 - len(counts))
+    for index in indices:
+        counts[index] += 1

@@ -1,0 +1,163 @@
+"""The text so far, as samplers see it.
+
+Penalties and DRY look at the tokens before, a grammar at where the text stands in it. Inside
+a draft each node has a history of its own: the committed text and the path that leads to it.
+What holds for a path is asked here, by the verifier and by the drafter alike, so that the two
+mean the same and share the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from specgen.arrays import Logits, TokenArray
+from specgen.constrain.grammar import GrammarState
+from specgen.core.draft import NO_DRAFT, ROOT, Draft
+from specgen.sampling import Distribution, Sampler, top_probability
+
+#: Tokens to make room for behind the text; more where a text outgrows it.
+_ROOM = 512
+#: Distributions over more tokens than this are too large to remember thousands of them.
+_MAX_REMEMBERED = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in a text."""
+
+    n_tokens: int
+    grammar: GrammarState | None
+
+
+class TextState:
+    """The committed tokens of one text, and where its grammar stands.
+
+    `prompt` comes before the answer: penalties see it, the grammar does not.
+    """
+
+    def __init__(self, prompt: Sequence[int], grammar: GrammarState | None = None) -> None:
+        #: All committed tokens, prompt and answer. Read it; `commit` adds to it.
+        self.tokens: list[int] = list(prompt)
+        self._grammar = grammar
+        self._history = np.zeros(len(prompt) + _ROOM, np.int64)
+        self._history[: len(prompt)] = self.tokens
+
+    @property
+    def has_grammar(self) -> bool:
+        return self._grammar is not None
+
+    def commit(self, token: int) -> None:
+        """Add a token to the text. Raises ValueError if the grammar does not allow it."""
+        if self._grammar is not None:
+            self._grammar = self._grammar.after(token)
+        self._reserve(1)
+        self._history[len(self.tokens)] = token
+        self.tokens.append(token)
+
+    def mark(self) -> Mark:
+        """This place in the text, for `rewind`."""
+        return Mark(len(self.tokens), self._grammar)
+
+    def rewind(self, mark: Mark) -> None:
+        """Take back what was committed since the mark."""
+        del self.tokens[mark.n_tokens :]
+        self._grammar = mark.grammar
+
+    def history(self, path: Sequence[int], n_last: int) -> TokenArray:
+        """The last `n_last` tokens (-1: all) of the text followed by `path`, oldest first:
+        int64[m]. A view, valid until the next call."""
+        if n_last == 0:
+            return self._history[:0]
+        self._reserve(len(path))
+        end = len(self.tokens) + len(path)
+        self._history[len(self.tokens) : end] = path
+        return self._history[0 if n_last < 0 else max(0, end - n_last) : end]
+
+    def grammar(self, path: Sequence[int] = ()) -> GrammarState | None:
+        """Where the grammar stands after the text and `path`; None without a grammar."""
+        state = self._grammar
+        if state is not None:
+            for token in path:
+                state = state.after(token)
+        return state
+
+    def forced(self, path: Sequence[int] = ()) -> int | None:
+        """The only token that the grammar lets follow the text and `path`, if there is just
+        one."""
+        grammar = self.grammar(path)
+        return grammar.forced() if grammar is not None else None
+
+    def within_grammar(self, draft: Draft, before: Sequence[int] = ()) -> Draft:
+        """The nodes of a draft, behind the text and the tokens `before`, that the grammar allows;
+        all of them without a grammar, none where it refuses what stands before."""
+        if self._grammar is None or not len(draft):
+            return draft
+        try:
+            states = {ROOT: self.grammar(before)}
+        except ValueError:
+            return NO_DRAFT
+        for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
+            state = states.get(parent)
+            if state is not None and state.allows(np.array([token]))[0]:
+                states[node] = state.after(token)
+        return draft.only([node for node in states if node != ROOT])
+
+    def _reserve(self, n: int) -> None:
+        """Make room for n tokens behind the text."""
+        n_needed = len(self.tokens) + n
+        if n_needed > len(self._history):
+            self._history = np.resize(self._history, max(n_needed, 2 * len(self._history)))
+
+
+class Shaper:
+    """Makes a row of logits into the distribution of the token that comes next."""
+
+    def __init__(self, sampler: Sampler, state: TextState) -> None:
+        self._sampler = sampler
+        self._state = state
+        self._looks_back = sampler.n_history != 0 or state.has_grammar
+
+    def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
+        """The distribution after the text and `path`, from the model's logits there,
+        float32[n_vocab]. Raises `BackendError` if the row is not made of numbers, or if the
+        grammar allows no token."""
+        if not self._looks_back:
+            return self._sampler.distribution(logits)
+        grammar = self._state.grammar(path)
+        forced = grammar.forced() if grammar is not None else None
+        if forced is not None:
+            # Not always what the mask alone would give: where a text can only end, one of
+            # several end tokens is taken, and which one must not depend on who asks.
+            return Distribution.certain(forced)
+        return self._sampler.distribution(
+            logits,
+            self._state.history(path, self._sampler.n_history),
+            grammar.allows if grammar is not None else None,
+        )
+
+    def top_probability(self, logits: Logits, path: Sequence[int] = ()) -> float:
+        """How sure the model can be of the token after the text and `path`: entirely, if the
+        grammar leaves no other; else by its logits there, float32[n_vocab], at temperature 1."""
+        return 1.0 if self._state.forced(path) is not None else top_probability(logits)
+
+
+class RememberingShaper(Shaper):
+    """A shaper that makes each text's distribution once: for texts that come again and again,
+    with the same logits each time."""
+
+    def __init__(self, sampler: Sampler, state: TextState) -> None:
+        super().__init__(sampler, state)
+        self._n_fixed = len(state.tokens)
+        self._known: dict[tuple[int, ...], Distribution] = {}
+
+    def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
+        text = (*self._state.tokens[self._n_fixed :], *path)
+        found = self._known.get(text)
+        if found is None:
+            found = super().distribution(logits, path)
+            if len(found.token_ids) <= _MAX_REMEMBERED:
+                self._known[text] = found
+        return found

@@ -1,0 +1,330 @@
+"""Which drafted tokens are kept, and what replaces the first one that is not.
+
+Every verifier here is exact: what it keeps is distributed as the target alone would have
+written it. The legend for all of them: *target* is the distribution that the target's logits
+give after a node, samplers and grammar included; *draft* the one that a drafted token was
+drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from specgen.arrays import ProbArray
+from specgen.core.draft import ROOT, Draft
+from specgen.options import VerifierName
+from specgen.sampling import Distribution
+
+#: Steps in which SpecTr's rho is found: as many as a float has room for.
+_N_HALVINGS = 50
+
+#: The target's distribution after a node of the draft, or after `ROOT`. Each call costs a run
+#: of the samplers: ask for what is needed, once.
+Target: TypeAlias = Callable[[int], Distribution]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`path`: the accepted nodes from the root down. `next_token`: the target's own token
+    after them, where it refused the draft or the draft ended."""
+
+    path: tuple[int, ...]
+    next_token: int
+
+
+class Verifier(Protocol):
+    """Judges a draft."""
+
+    @property
+    def wants_draws(self) -> bool:
+        """Whether it accepts more of a draft that was drawn at random, with its distributions
+        on record, than of the draft model's most likely tokens."""
+        ...
+
+    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict: ...
+
+
+class MatchVerifier:
+    """Draw the target's token; go on while it is one of the drafted children.
+
+    This is plain decoding, told in advance: the target draws each token from its own
+    distribution with one random number a token, so the same seed gives the same text with and
+    without a draft. Any draft may be judged so, however its tokens came about. A drafted
+    child set is accepted with the sum of its target probabilities, which is the best there is
+    for a draft that was not drawn at random.
+    """
+
+    wants_draws = False
+
+    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
+        node = ROOT
+        path: list[int] = []
+        while True:
+            token = target(node).draw(rng)
+            for child in draft.children(node):
+                if draft.tokens[child] == token:
+                    break
+            else:
+                return Verdict(tuple(path), token)
+            node = child
+            path.append(child)
+
+
+class ResidualVerifier:
+    """Accept a drawn token x with probability min(1, target(x) / draft(x)); after a refusal
+    go on with the residual, normalize(max(0, target - draft)).
+
+    Speculative sampling (Leviathan et al., arXiv:2211.17192, Algorithm 1; Chen et al.,
+    arXiv:2302.01318, Algorithm 2), for trees by recursion over siblings (Miao et al.,
+    arXiv:2305.09781, Algorithm 2): each refused sibling replaces the target by the residual
+    that the next one is tested against. Siblings drawn without replacement are tested against
+    what each was drawn from, which is what the earlier ones left (Jeon et al., arXiv:2402.14160,
+    Algorithm 1); of independent walks a token is tested as often as it was drawn. A node without
+    a distribution was certain: its draft distribution has all its mass on the token.
+    """
+
+    wants_draws = True
+
+    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
+        node, walks = ROOT, draft.walks
+        path: list[int] = []
+        while True:
+            tries = draft.tries(node, walks, len(path))
+            accepted, remaining = _judged_siblings(draft, tries, target(node), rng)
+            if accepted is None:
+                return Verdict(tuple(path), remaining.draw(rng))
+            walks = _still_on(walks, accepted, len(path))
+            node = accepted
+            path.append(node)
+
+
+def _judged_siblings(
+    draft: Draft, tries: Sequence[int], remaining: Distribution, rng: np.random.Generator
+) -> tuple[int | None, Distribution]:
+    """The first node of `tries` that recursive rejection accepts, if any, and what those before
+    it leave of the target, given as `remaining`."""
+    for child in tries:
+        drawn_from = draft.drawn_from(child)
+        token = draft.tokens[child]
+        if rng.random() * drawn_from.probability(token) < remaining.probability(token):
+            return child, remaining
+        # Nothing is left only if the two are equal up to rounding, where a refusal
+        # has no chance but for rounding: the target itself is then the right choice.
+        remaining = remaining.minus(drawn_from) or remaining
+    return None, remaining
+
+
+def _still_on(
+    walks: tuple[tuple[int, ...], ...], node: int, depth: int
+) -> tuple[tuple[int, ...], ...]:
+    """Those of the walks that have `node` at this depth."""
+    return tuple(walk for walk in walks if walk[depth : depth + 1] == (node,))
+
+
+class SpecTrVerifier:
+    """Choose among the tokens that k independent drafts say next: k-sequential selection (Sun et
+    al., arXiv:2310.15141, Algorithm 2).
+
+    The drafts are asked one after the other; x is taken with probability
+    min(1, target(x) / (rho draft(x))), for a rho in [1, k] that is the same for all of them, and
+    after k refusals a token is drawn from what is missing, normalize(target - min(draft,
+    target / rho) (1 - (1 - beta)^k) / beta), where beta(rho) = sum of min(draft, target / rho) is
+    the chance that one of them is taken. rho is the least one for which nothing is taken too
+    often, 1 - (1 - beta)^k <= rho beta. Recursive rejection gives the first draft all it can and
+    leaves little to the others; this shares it out, and comes within a factor of 1 - 1/e of the
+    best selection that there is.
+
+    Drafts that go on from the taken token stay in, so there are fewer at each step, and with one
+    it is residual sampling. Other drafts (chains, siblings drawn without replacement, certain
+    ones) are judged so too: by `ResidualVerifier`.
+    """
+
+    wants_draws = True
+
+    def __init__(self) -> None:
+        self._residual = ResidualVerifier()
+
+    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
+        if not draft.walks:
+            return self._residual.verify(draft, target, rng)
+        node, walks = ROOT, draft.walks
+        path: list[int] = []
+        while True:
+            after = target(node)
+            tries = draft.tries(node, walks, len(path))
+            if not tries:
+                return Verdict(tuple(path), after.draw(rng))
+            drawn_from = draft.drawn_from(tries[0])
+            drafted = drawn_from.probabilities(after.token_ids)
+            rho = _least_rho(after.probs, drafted, len(tries))
+            for child in tries:
+                token = draft.tokens[child]
+                chance = after.probability(token) / (rho * drawn_from.probability(token))
+                if rng.random() < chance:
+                    break
+            else:
+                missing = _missing(after, drafted, rho, len(tries))
+                # None only where everything was taken, but for rounding.
+                return Verdict(tuple(path), (missing or after).draw(rng))
+            walks = _still_on(walks, child, len(path))
+            node = child
+            path.append(child)
+
+
+def _least_rho(target: ProbArray, draft: ProbArray, k: int) -> float:
+    """The least rho of k-sequential selection, up to rounding and never below it; both
+    distributions are over the same tokens, float64[m]."""
+    if k == 1:
+        return 1.0
+    low, high = 1.0, float(k)
+    # 1 - (1 - beta)^k <= k beta for all beta, so k will always do; the difference has one sign
+    # change, since more is taken for a smaller rho.
+    for _ in range(_N_HALVINGS):
+        middle = 0.5 * (low + high)
+        beta = float(np.minimum(draft, target / middle).sum())
+        if 1.0 - (1.0 - beta) ** k <= middle * beta:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _missing(target: Distribution, draft: ProbArray, rho: float, k: int) -> Distribution | None:
+    """What k refused drafts leave of the target; `draft` is over the target's tokens. None if that
+    is nothing."""
+    taken = np.minimum(draft, target.probs / rho)
+    beta = float(taken.sum())
+    if beta <= 0.0:
+        return target
+    left = target.probs - taken * ((1.0 - (1.0 - beta) ** k) / beta)
+    kept = left > 0.0
+    if not kept.any():
+        return None
+    left = left[kept]
+    return Distribution(target.token_ids[kept], left / left.sum())
+
+
+class BlockVerifier:
+    """Judge a drawn chain as a whole: never fewer accepted tokens than by judging them one by
+    one, in expectation (Sun et al., arXiv:2403.10444, Algorithm 2).
+
+    Token by token, a token less likely under the target than under the draft may end the
+    block although those after it would make up for it. Here the ratio of the probabilities
+    of whole prefixes decides: with r(0) = 1 and r(i) = min(1, r(i-1) target(x_i) / draft(x_i)),
+    the prefix of length i is accepted with probability h(i) = s(i) / (s(i) + 1 - r(i)), where
+    s(i) = sum over x of max(0, r(i) target(x) - draft(x)) after that prefix; the whole chain
+    with h = r. The longest accepted prefix is kept, and the token after it drawn from
+    normalize(max(0, r target - draft)).
+
+    It holds for chains whose length depends on the drafted tokens, as long as the decision to
+    stop was made before the next draw.
+
+    In a tree, each run of only children is such a chain, from the text or from an accepted sibling
+    on: it is judged as a block, and where it is accepted whole, what comes behind it is judged
+    anew. Siblings are judged by recursive rejection. That is exact as long as how many siblings
+    there are at a place was settled before anything behind it was drawn: a sibling that is added
+    for what lies behind another would make two ways of judging that one depend on what was drawn.
+    """
+
+    wants_draws = True
+
+    def __init__(self) -> None:
+        self._residual = ResidualVerifier()
+
+    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
+        if draft.walks:
+            return self._residual.verify(draft, target, rng)
+        node, path = ROOT, list[int]()
+        while True:
+            run = _only_children(draft, node)
+            n_kept, after = _judged_run(draft, run, target, node, rng)
+            path += run[:n_kept]
+            if n_kept < len(run):
+                return Verdict(tuple(path), after.draw(rng))
+            children = draft.children(run[-1] if run else node)
+            accepted, after = _judged_siblings(draft, children, after, rng)
+            if accepted is None:
+                return Verdict(tuple(path), after.draw(rng))
+            node = accepted
+            path.append(node)
+
+
+def _only_children(draft: Draft, node: int) -> list[int]:
+    """The nodes behind `node` (or `ROOT`) up to the first that has siblings."""
+    if draft.is_chain:
+        return list(range(node + 1, len(draft)))
+    run: list[int] = []
+    children = draft.children(node)
+    while len(children) == 1:
+        run += children
+        children = draft.children(children[0])
+    return run
+
+
+def _judged_run(
+    draft: Draft, run: Sequence[int], target: Target, before: int, rng: np.random.Generator
+) -> tuple[int, Distribution]:
+    """How many nodes of a run behind `before` a block verifier keeps, and what the token after
+    them is to be drawn from."""
+    after = kept_after = target(before)
+    ratio = kept_ratio = 1.0
+    n_kept = 0
+    for n, node in enumerate(run, 1):
+        token = draft.tokens[node]
+        ratio *= after.probability(token) / draft.drawn_from(node).probability(token)
+        if ratio == 0.0:  # no longer prefix can be accepted either
+            break
+        ratio = min(1.0, ratio)
+        after = target(node)
+        if n == len(run):
+            chance = ratio
+        else:
+            excess = after.excess(draft.drawn_from(run[n]), ratio)
+            # 0 / 0 where target and draft are equal and nothing was lost so far: the next
+            # prefix is then accepted with certainty, so it does not matter.
+            chance = excess / (excess + 1.0 - ratio) if excess > 0.0 else 0.0
+        if rng.random() < chance:
+            n_kept, kept_ratio, kept_after = n, ratio, after
+    if n_kept < len(run):
+        drawn_from = draft.drawn_from(run[n_kept])
+        kept_after = kept_after.minus(drawn_from, kept_ratio) or kept_after
+    return n_kept, kept_after
+
+
+class AutoVerifier:
+    """The verifier that accepts most of the draft at hand: drawn chains are judged as blocks,
+    drawn siblings by recursive rejection, independent drafts by k-sequential selection, and
+    any other by matching.
+
+    Which of the two judges a round depends on how the draft was made, never on its tokens,
+    so the choice biases nothing.
+    """
+
+    wants_draws = True
+
+    def __init__(self) -> None:
+        self._match = MatchVerifier()
+        self._block = BlockVerifier()
+        self._spectr = SpecTrVerifier()
+
+    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
+        verifier: Verifier = self._match
+        if draft.is_drawn:
+            verifier = self._spectr if draft.walks else self._block
+        return verifier.verify(draft, target, rng)
+
+
+def make_verifier(name: VerifierName) -> Verifier:
+    """The verifier of that name."""
+    kinds: dict[VerifierName, Callable[[], Verifier]] = {
+        "auto": AutoVerifier,
+        "match": MatchVerifier,
+        "residual": ResidualVerifier,
+        "block": BlockVerifier,
+        "spectr": SpecTrVerifier,
+    }
+    return kinds[name]()

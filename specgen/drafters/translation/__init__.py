@@ -1,0 +1,73 @@
+"""Drafts in another vocabulary than the target's (Timor et al., arXiv:2502.05202).
+
+`DraftText` tells the draft what was said, in its own tokens; `StringTranslation` and
+`SharedTokens` tell the target what the draft says: as text, or token by token. `Translation`
+has what both need of a pair of vocabularies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from specgen.backend.base import Vocabulary
+from specgen.drafters.translation.lexicon import Lexicon
+from specgen.drafters.translation.roles import ControlTokens
+from specgen.drafters.translation.shared import SharedShaper, SharedTokens
+from specgen.drafters.translation.spelling import Speller
+from specgen.drafters.translation.strings import BeginningShaper, StringTranslation
+from specgen.drafters.translation.text import DraftText
+
+__all__ = [
+    "BeginningShaper",
+    "DraftText",
+    "Lexicon",
+    "SharedShaper",
+    "SharedTokens",
+    "Speller",
+    "StringTranslation",
+    "Translation",
+]
+
+
+class Translation:
+    """Between the vocabularies of a target and a draft. Made once for a pair; what it needs to
+    know of whole vocabularies it reads when that is first used."""
+
+    def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
+        self.target = target
+        self.draft = draft
+        self.draft_lexicon = Lexicon(draft)
+        self._target_lexicon = Lexicon(target)
+        self._to_target = ControlTokens(draft, target)
+        self._to_draft = ControlTokens(target, draft)
+
+    @cached_property
+    def shared(self) -> SharedTokens:
+        """The tokens that both have."""
+        return SharedTokens(
+            self.target, self._target_lexicon, self.draft, self.draft_lexicon, self._to_target
+        )
+
+    @cached_property
+    def strings(self) -> StringTranslation:
+        """From the draft's text to the target's tokens."""
+        speller = Speller(self.target, self._target_lexicon)
+        return StringTranslation(self.target, self.draft, self._to_target, speller)
+
+    @cached_property
+    def _draft_speller(self) -> Speller:
+        return Speller(self.draft, self.draft_lexicon)
+
+    def text(self, prompt: Sequence[int], draft_prompt: Sequence[int] | None) -> DraftText:
+        """A text for the draft to follow. `draft_prompt` is what it sees in place of the
+        target's `prompt`, in its own tokens; None translates the prompt."""
+        n_prompt = len(prompt)
+        if draft_prompt is None:
+            # What a text begins with is for each tokenizer to decide.
+            own, theirs = self.target.special_tokens()["bos"], self.draft.special_tokens()["bos"]
+            n_prompt = int(prompt[0] == own)
+            draft_prompt = [theirs] if self.draft.add_bos and theirs >= 0 else []
+        return DraftText(
+            draft_prompt, n_prompt, self.target, self.draft, self._to_draft, self._draft_speller
+        )

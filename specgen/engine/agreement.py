@@ -1,0 +1,171 @@
+"""How often a draft model agrees with a target, looked at before the two draft together.
+
+Without a look, a draft that never says what its target says is found out in the course of the
+first answer, which it makes slower. So the two walk through a short text that we wrote: at each
+place the target's most likely token is compared with the draft's. Agreement about the most
+likely token is what acceptance at temperature 0 is, and close to it above (docs/lab-notes.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+
+from specgen.backend.base import Backend, Batch
+from specgen.calibration.acceptance import Chances, new_chances
+from specgen.calibration.cost_table import CostTable
+from specgen.core.draft import Draft
+from specgen.core.text_state import TextState
+from specgen.drafters import Drafter
+from specgen.options import DraftOptions
+from specgen.policy import Decided, FixedPolicy
+
+#: Prose and code, as a model may write them when asked: what is easy to foresee and what is not
+#: in about the proportions of an answer.
+TEXT = (
+    "To add up the numbers in a list, go through the list and add each number to a total:\n\n"
+    "```python\ndef add_up(numbers):\n    total = 0\n    for number in numbers:\n"
+    "        total += number\n    return total\n```\n\n"
+    "This function takes a list of numbers and returns the sum of the numbers in the list."
+)
+#: So many of its tokens are walked through, behind the first few, which only begin the text.
+N_TOKENS = 48
+N_BEFORE = 12
+#: A model with this many judged tokens is known.
+N_KNOWN = 20
+#: Seconds of decoding after which no more is looked at, if there is enough.
+_BUDGET_S = 1.5
+_N_ENOUGH = 24
+#: A draft with another vocabulary says so many of its tokens, since one may be the beginning
+#: only of a token of the target's.
+_N_TRANSLATED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """At how many places a drafter proposed something, and at how many of these what the target
+    says."""
+
+    n_places: int
+    n_agreed: int
+
+    @property
+    def rate(self) -> float | None:
+        return self.n_agreed / self.n_places if self.n_places else None
+
+
+class Walk:
+    """Walks a drafter through a text, place by place, and counts in `chances`, by origin, how
+    often it says what the target does there.
+
+    `state` stands at the text's beginning, and is what the drafter drafts by. With
+    `is_translated` its vocabulary is another.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        state: TextState,
+        chances: MutableMapping[str, Chances],
+        *,
+        is_translated: bool,
+    ) -> None:
+        self._drafter = drafter
+        self._state = state
+        self._chances = chances
+        self._policy = _Asking(_N_TRANSLATED if is_translated else 1)
+        self._n_places = self._n_agreed = 0
+
+    @property
+    def found(self) -> Agreement:
+        """What was found so far."""
+        return Agreement(self._n_places, self._n_agreed)
+
+    def look(self, tokens: Sequence[int], place: int, said: int) -> None:
+        """Compare what the drafter proposes after the first `place` of the tokens with what the
+        target says there. Places ascend. Raises what the drafter raises."""
+        for token in tokens[len(self._state.tokens) : place]:
+            self._state.commit(token)
+        draft, sure = self._policy.ask(self._drafter, self._state.tokens)
+        if sure is None:
+            return
+        origin = draft.origins[0] if len(draft) else self._drafter.name
+        chances = self._chances.setdefault(origin, new_chances(origin))
+        chances.see(sure)
+        if not len(draft):
+            return
+        agrees = draft.tokens[0] == said
+        confidence = draft.probabilities[0]
+        if confidence is None or draft.distributions[0] is not None:
+            # Of a drawn token it is how likely that one was to be drawn.
+            confidence = sure
+        chances.judge(confidence, accepted=agrees)
+        self._n_places += 1
+        self._n_agreed += agrees
+
+
+def sample_agreement(target: Backend, walk: Walk, tokens: Sequence[int]) -> Agreement:
+    """Walk through a text with a target whose context is empty, and is empty again afterwards;
+    the draft's is left as it is. Raises `BackendError`."""
+    before_s = target.decode_s
+    tokens = tokens[: target.n_ctx]
+    try:
+        for place, said in greedy_tokens(target, tokens, min(N_BEFORE, len(tokens))):
+            walk.look(tokens, place, said)
+            # What the target takes is most of it; the draft is smaller.
+            if walk.found.n_places >= _N_ENOUGH and target.decode_s - before_s > _BUDGET_S:
+                break
+    finally:
+        target.remove(0)
+    return walk.found
+
+
+def greedy_tokens(target: Backend, tokens: Sequence[int], start: int) -> Iterator[tuple[int, int]]:
+    """The target's most likely token after the first n of the tokens, for each n >= start, with
+    n before it. They are decoded as far as they are asked for, behind nothing."""
+    done = 0
+    while done < len(tokens):
+        is_before = done < start - 1
+        size = target.n_batch if is_before else min(target.n_outputs, target.n_batch)
+        end = min(done + size, start - 1 if is_before else len(tokens))
+        batch = Batch()
+        for position in range(done, end):
+            batch.add(tokens[position], position, (0,), not is_before)
+        said: list[int] = target.decode(batch).argmax(axis=1).tolist()
+        yield from ((done + row + 1, token) for row, token in enumerate(said))
+        done = end
+
+
+def can_pay(target: CostTable, draft: CostTable, n_max: int) -> bool:
+    """Whether a draft model that is always right would save time, by what decodes cost; False
+    if that is not known."""
+    if not target or not draft:
+        return False
+    plain_s, token_s = target.seconds(1), draft.seconds(1)
+    return any(target.seconds(n + 1) + n * token_s < (n + 1) * plain_s for n in range(1, n_max + 1))
+
+
+class _Asking(Decided):
+    """Lets a drafter propose `n_max` tokens at each place, and remembers how sure it was of the
+    first."""
+
+    def __init__(self, n_max: int) -> None:
+        super().__init__(FixedPolicy(DraftOptions(policy="fixed", max_tokens=n_max, p_min=0.0)))
+        self._n_max = n_max
+        self._confidence: float | None = None
+
+    def ask(self, drafter: Drafter, text: Sequence[int]) -> tuple[Draft, float | None]:
+        """What a drafter proposes, and how sure it could be of its first token; None if it did
+        not come to that."""
+        self._confidence = None
+        draft = drafter.propose(text, self._n_max, self)
+        return draft, self._confidence
+
+    @property
+    def needs_confidence(self) -> bool:
+        return True
+
+    def wants_more(self, n_drafted: int, confidence: float, origin: str = "model") -> bool:
+        if n_drafted == 0:
+            self._confidence = confidence
+        return super().wants_more(n_drafted, confidence, origin)

@@ -1,0 +1,296 @@
+"""A draft model beside a target: whether and how the two go together, and what drafts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
+
+from specgen.backend.base import Backend, Vocabulary
+from specgen.backend.llama import LlamaModel
+from specgen.calibration.cost_table import CostTable
+from specgen.core.text_state import Shaper, TextState
+from specgen.core.verifiers import make_verifier
+from specgen.drafters import (
+    Drafter,
+    Guesses,
+    HeadlessDrafter,
+    ModelDrafter,
+    TranslatedDrafter,
+    TreeModelDrafter,
+)
+from specgen.drafters.translation import BeginningShaper, SharedShaper, Translation
+from specgen.engine.pairing import check_pair
+from specgen.engine.prompts import Prompt
+from specgen.errors import PairError
+from specgen.options import (
+    AUTO_TREE,
+    DRAFT_TEMPERATURE,
+    ContextOptions,
+    DraftOptions,
+    GenerationOptions,
+    SamplerName,
+    SamplerOptions,
+    TreeShape,
+)
+from specgen.policy import Policy
+from specgen.sampling import DryBreakers, Sampler
+
+#: How a draft with another vocabulary is translated.
+Translated: TypeAlias = Literal["string", "tokens"]
+#: Makes a shaper of a chain of samplers and a text.
+MakeShaper: TypeAlias = Callable[[Sampler, TextState], Shaper]
+
+
+class Known(Protocol):
+    """What was learnt of models so far, for one answer."""
+
+    def costs(self, model: Path) -> CostTable:
+        """What a draft model's decodes take."""
+        ...
+
+    def policy(self, model: Path, draft: Path | str) -> Policy:
+        """What says how much another one drafts for a draft model."""
+        ...
+
+    def ngrams(self, vocabulary: Vocabulary) -> Drafter:
+        """N-grams of texts in a vocabulary."""
+        ...
+
+
+#: Samplers that treat each token by itself, for what it is.
+_BY_TOKEN: tuple[SamplerName, ...] = ("penalties", "dry")
+#: How many of a model's likeliest tokens are looked at for a place of a tree: most of the others
+#: stand for nothing that a row of the target's batch would pay for.
+_N_GUESSES = 8
+#: The share of the draft's tokens from which ``auto`` draws drafts from the shared ones. (With
+#: 80 % of them, spelled text is accepted more at every temperature: docs/lab-notes.md.)
+_MOSTLY = 0.95
+
+
+class DraftModel:
+    """A draft model for a target, loaded, from a copy of its `weights` if there is one.
+
+    Raises `ModelFileError` if the file cannot be used, and `PairError` if its vocabulary is
+    another and `translate` does not allow that, or there is nothing to translate by.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        target: LlamaModel,
+        context: ContextOptions,
+        sampler: SamplerOptions,
+        drafting: DraftOptions,
+        generation: GenerationOptions,
+        breakers: DryBreakers | None,
+        weights: Path | None = None,
+    ) -> None:
+        #: What drafts for it.
+        self.helper: DraftModel | Literal["ngram"] | None = None
+        is_random = Sampler(sampler, breakers).is_random
+        self.model = LlamaModel(path, weights=weights, n_gpu_layers=context.n_gpu_layers)
+        try:
+            self._pair(target, drafting)
+            self.translated = self._mode(target, drafting, is_random=is_random)
+        except PairError:
+            self.model.close()
+            raise
+        self._draws = (
+            is_random
+            and make_verifier(drafting.verifier).wants_draws
+            and self.translated != "string"
+        )
+        #: Whether its drafts may be trees.
+        self.branches = (
+            drafting.grows_trees
+            and not target.has_recurrent_state
+            and not self.model.has_recurrent_state
+            and self._translation is None
+            and (drafting.tree.is_fixed or not self._draws)
+        )
+        #: Whether what n-grams say may become branches of its drafts.
+        self.merges = self.branches and not drafting.tree.is_fixed
+        self._tree = (drafting.tree, drafting.tree_depth)
+        if self.translated == "string":
+            # The target's biases and penalties are by its own tokens.
+            ends = self.model.vocabulary.end_tokens() if generation.ignore_eos else ()
+            never = tuple((token, -math.inf) for token in ends)
+            self._sampler = Sampler(SamplerOptions(logit_bias=never))
+            assert self._translation is not None
+            self._translation.draft_lexicon.load()  # now, not in the middle of an answer
+        else:
+            shaped = draft_sampling(sampler, drafting, draws=self._draws)
+            if self.branches and not self._draws:
+                shaped = guess_sampling(sampler, drafting.tree)
+            self._sampler = Sampler(shaped, breakers)
+
+    def close(self) -> None:
+        """Free the model and its helper's. May be called twice."""
+        self.model.close()
+        if isinstance(self.helper, DraftModel):
+            self.helper.close()
+
+    @property
+    def has_own_vocabulary(self) -> bool:
+        return self._translation is not None
+
+    def drafter(
+        self,
+        prompt: Prompt,
+        backends: Sequence[Backend],
+        state: TextState,
+        rng: np.random.Generator,
+        make_shaper: MakeShaper,
+        known: Known,
+        *,
+        branches: bool = True,
+    ) -> Drafter:
+        """What drafts for one answer to `prompt`: in a context of this model, the first of
+        `backends`, with its helper in the others, if they are there. `state` is the target's
+        text, `known` what was learnt so far. Without `branches` it drafts chains."""
+        translation, backend = self._translation, backends[0]
+        costs = known.costs(self.model.path)
+        if translation is None:
+            shaper = make_shaper(self._sampler, state)
+            drafter: Drafter
+            if self.branches and branches:
+                shape, n_deepest = self._tree
+                drafter = TreeModelDrafter(
+                    backend,
+                    shaper,
+                    rng,
+                    draws=self._draws,
+                    n_shared_tokens=self._n_shared_tokens,
+                    shape=shape,
+                    costs=costs,
+                    n_deepest=n_deepest,
+                )
+            else:
+                drafter = ModelDrafter(
+                    backend,
+                    shaper,
+                    rng,
+                    draws=self._draws,
+                    n_shared_tokens=self._n_shared_tokens,
+                    costs=costs,
+                    guesses=self._guesses(prompt.without_head(), backends[1:], state, known),
+                )
+            return HeadlessDrafter(drafter, prompt.head) if prompt.head else drafter
+        n_tokens = self.model.vocabulary.n_tokens
+        text = translation.text(prompt.tokens, prompt.draft_tokens)
+        own_prompt, own_state = Prompt(prompt.text, tuple(text.tokens)), TextState(())
+        guesses = self._guesses(own_prompt, backends[1:], own_state, known)
+        if self.translated == "string":
+            beginning = BeginningShaper(self._sampler, translation.draft_lexicon)
+            inner = ModelDrafter(
+                backend,
+                beginning,
+                rng,
+                draws=False,
+                n_shared_tokens=n_tokens,
+                costs=costs,
+                guesses=guesses,
+            )
+            holds_back = backend.rollback == "cells"
+            return TranslatedDrafter(inner, translation, text, beginning, holds_back=holds_back)
+        shared = SharedShaper(translation.shared, make_shaper(self._sampler, state))
+        inner = ModelDrafter(
+            backend,
+            shared,
+            rng,
+            draws=self._draws,
+            n_shared_tokens=n_tokens,
+            costs=costs,
+            guesses=guesses,
+        )
+        return TranslatedDrafter(inner, translation, text, shared)
+
+    def _guesses(
+        self,
+        prompt: Prompt,
+        backends: Sequence[Backend],
+        state: TextState,
+        known: Known,
+    ) -> Guesses | None:
+        """What drafts for this model, over a text in its own tokens; it draws nothing that would
+        move this one's draws."""
+        helper = self.helper
+        if helper is None or (helper != "ngram" and not backends):
+            return None
+        if helper == "ngram":
+            drafter: Drafter = known.ngrams(self.model.vocabulary)
+            name: Path | str = helper
+        else:
+            own_rng = np.random.default_rng(0)
+            drafter = helper.drafter(prompt, backends, state, own_rng, Shaper, known)
+            name = helper.model.path
+        return Guesses(drafter, known.policy(self.model.path, name))
+
+    def _pair(self, target: LlamaModel, drafting: DraftOptions) -> None:
+        self._translation: Translation | None = None
+        self._n_shared_tokens = 0
+        try:
+            self._n_shared_tokens = check_pair(
+                target.vocabulary, self.model.vocabulary, target.name, self.model.name
+            )
+        except PairError:
+            if drafting.translate == "off":
+                raise
+            self._translation = Translation(target.vocabulary, self.model.vocabulary)
+
+    def _mode(
+        self, target: LlamaModel, drafting: DraftOptions, *, is_random: bool
+    ) -> Translated | None:
+        """How drafts are translated; None if they need not be."""
+        translation = self._translation
+        if translation is None:
+            return None
+        mode = drafting.translate
+        if mode == "auto":
+            # Without chance, text that is spelled anew is never worse than tokens, since it may
+            # hold tokens that only the draft has. Drawn drafts are accepted more than argmax
+            # drafts, but not by so much that few shared tokens would do.
+            n_tokens = len(translation.draft_lexicon)
+            shares = is_random and len(translation.shared) >= _MOSTLY * n_tokens
+            mode = "tokens" if shares else "string"
+        if mode == "tokens" and not len(translation.shared):
+            raise PairError(
+                f"{self.model.name} cannot draft for {target.name} token by token: they share none",
+                hint="--translate string translates what it says",
+            )
+        return "tokens" if mode == "tokens" else "string"
+
+
+def draft_sampling(
+    target: SamplerOptions, drafting: DraftOptions, *, draws: bool
+) -> SamplerOptions:
+    """The samplers of a draft model: the target's, shaped so that more of its drafts is
+    accepted. Penalties and biases stay, since they decide what the target can accept."""
+    if not draws:  # the most likely text is accepted most
+        # A temperature that is not among the samplers, or a dynamic one, would not be 0.
+        order = tuple(dict.fromkeys((*target.samplers, "temperature")))
+        return replace(
+            target, temperature=0.0, dynatemp_range=0.0, xtc_probability=0.0, samplers=order
+        )
+    temperature, top_k = drafting.temperature, drafting.top_k
+    if temperature is None:
+        temperature = DRAFT_TEMPERATURE * target.temperature
+    return replace(target, temperature=temperature, top_k=target.top_k if top_k is None else top_k)
+
+
+def guess_sampling(target: SamplerOptions, tree: TreeShape = AUTO_TREE) -> SamplerOptions:
+    """The samplers of a draft model whose likeliest tokens are taken, several of them: what
+    decides what the target can accept stays, and nothing that cuts off the less likely ones."""
+    order: list[SamplerName] = [name for name in target.samplers if name in _BY_TOKEN]
+    return replace(
+        target,
+        samplers=(*order, "top_k", "temperature"),
+        top_k=max(_N_GUESSES, *tree.numbers) if tree.is_fixed else _N_GUESSES,
+        temperature=1.0,
+        dynatemp_range=0.0,
+    )

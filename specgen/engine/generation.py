@@ -1,0 +1,170 @@
+"""One answer in the making: its tokens, its text, and when it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specgen.backend.base import Vocabulary
+from specgen.backend.tree_batch import Slot
+from specgen.core.tally import Tally
+from specgen.core.text_state import Shaper, TextState
+from specgen.core.text_stream import TextStream
+from specgen.core.verifiers import Verifier
+from specgen.drafters.base import Drafter
+from specgen.errors import SpecgenError
+from specgen.events import FinishedEvent, FinishReason
+from specgen.options import GenerationOptions
+from specgen.policy import Policy
+
+#: How many tokens an answer is expected to have left at its beginning. (In replays of 31 answers
+#: on three pairs, 8 to 16 gained most as a geometric mean, of 75 answers 4 to 8 did: a draft that
+#: reads the prompt for a short answer costs more than it can save.)
+_N_EXPECTED = 8
+
+
+@dataclass(slots=True)
+class Generation:
+    """The state of one sequence. The loop changes it; `n_ctx` is the most tokens that may be
+    decoded, prompt and answer together. `state` begins with the prompt.
+
+    `drafter` is None for plain decoding, and becomes None when drafting fails.
+    """
+
+    vocabulary: Vocabulary
+    options: GenerationOptions
+    n_ctx: int
+    drafter: Drafter | None
+    policy: Policy
+    verifier: Verifier
+    #: The target's samplers over `state`.
+    shaper: Shaper
+    #: The committed text, prompt and answer; the drafter may share it.
+    state: TextState
+    rng: np.random.Generator
+    slot: Slot = field(default_factory=Slot)
+    #: Which of several parallel generations this is, in events.
+    index: int = 0
+    text: TextStream = field(init=False)
+    tally: Tally = field(default_factory=Tally)
+    finish_reason: FinishReason | None = None
+    #: What ended the answer before its time; it then has no `finish_reason`.
+    failure: SpecgenError | None = None
+    stopped_by: str | None = None
+    n_prompt: int = field(init=False)
+    #: The last token of `tokens` ends the text and is not part of the answer.
+    _has_end_token: bool = False
+
+    def __post_init__(self) -> None:
+        self.n_prompt = len(self.state.tokens)
+        if not self.n_prompt:
+            raise ValueError("a generation needs at least one prompt token")
+        self.text = TextStream(self.options.stop)
+        if self.options.max_tokens == 0:
+            self.finish_reason = "length"
+
+    @property
+    def tokens(self) -> list[int]:
+        """All committed tokens, prompt and answer."""
+        return self.state.tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None or self.failure is not None
+
+    @property
+    def answer(self) -> list[int]:
+        """The answer's tokens, without the one that ended it."""
+        end = len(self.tokens) - 1 if self._has_end_token else len(self.tokens)
+        return self.tokens[self.n_prompt : end]
+
+    @property
+    def n_answer(self) -> int:
+        return len(self.tokens) - self.n_prompt - self._has_end_token
+
+    @property
+    def n_draftable(self) -> int:
+        """How many drafted tokens could still become part of the answer.
+
+        The target adds one token of its own to what it accepts, and each row of a batch needs
+        a cell of the context.
+        """
+        n = self.n_ctx - len(self.tokens)
+        if self.options.max_tokens >= 0:
+            n = min(n, self.options.max_tokens - self.n_answer - 1)
+        return max(0, n)
+
+    @property
+    def n_expected(self) -> int:
+        """How many tokens of the answer are expected to be left: as many as it has, since long
+        answers go on for longer, and no more than there is room for."""
+        n = max(_N_EXPECTED, self.n_answer)
+        return min(n, self.n_draftable + 1)
+
+    def commit(self, token: int) -> str:
+        """Add the target's next token; returns the text that may now be shown.
+
+        Sets `finish_reason` when the answer ends with this token. This is the only place
+        where an answer ends by what it contains, one token at a time, so that a draft cannot
+        move the end.
+        """
+        self.state.commit(token)
+        if self.vocabulary.is_end(token):
+            self._has_end_token = True
+            self.finish("stop", self.vocabulary.token_text(token))
+            return self.text.flush()
+        shown = self.text.push(self.vocabulary.token_bytes(token))
+        if self.text.stopped_by is not None:
+            self.finish("stop", self.text.stopped_by)
+        elif self.n_answer == self.options.max_tokens:
+            self.finish("length")
+            shown += self.text.flush()
+        elif len(self.tokens) > self.n_ctx:
+            self.finish("context")
+            shown += self.text.flush()
+        return shown
+
+    def finish(self, reason: FinishReason, stopped_by: str | None = None) -> None:
+        """End the answer; the first reason stands."""
+        if self.finish_reason is None:
+            self.finish_reason = reason
+            self.stopped_by = stopped_by
+
+    def finished_event(self, time_s: float, plain_token_s: float | None, how: str) -> FinishedEvent:
+        """The summary. `plain_token_s` is the cost of a token without a draft, if known, and
+        `how` tells how that was found."""
+        tally = self.tally
+        tokens_per_s = tally.tokens_per_s(len(self.tokens) - self.n_prompt)
+        plain_tokens_per_s = 1.0 / plain_token_s if plain_token_s else None
+        speedup = tokens_per_s / plain_tokens_per_s if tokens_per_s and plain_tokens_per_s else None
+        return FinishedEvent(
+            sequence=self.index,
+            time_s=time_s,
+            text=self.text.text,
+            token_ids=tuple(self.answer),
+            finish_reason=self.finish_reason or "interrupted",
+            stopped_by=self.stopped_by,
+            n_prompt_tokens=self.n_prompt,
+            n_tokens=self.n_answer,
+            n_rounds=tally.n_rounds,
+            n_forced=tally.n_forced,
+            n_drafted=tally.n_drafted,
+            n_accepted=tally.n_accepted,
+            acceptance_rate=tally.acceptance_rate,
+            mean_accepted_length=tally.mean_accepted_length,
+            accepted_by_depth=tuple(tally.accepted_by_depth),
+            drafted_by_depth=tuple(tally.drafted_by_depth),
+            accepted_by_rank=tuple(tally.accepted_by_rank),
+            drafted_by_rank=tuple(tally.drafted_by_rank),
+            tokens_per_s=tokens_per_s,
+            time_to_first_token_s=tally.first_token_s,
+            prompt_s=tally.prompt_s,
+            draft_s=tally.draft_s,
+            target_s=tally.target_s,
+            loop_s=tally.loop_s,
+            wall_s=tally.wall_s,
+            plain_tokens_per_s=plain_tokens_per_s,
+            estimated_speedup=speedup,
+            estimate=how if plain_tokens_per_s else None,
+        )

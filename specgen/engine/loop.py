@@ -1,0 +1,355 @@
+"""The draft/verify loop: propose, decode, verify, commit, tell.
+
+One round serves any number of generations: their drafts are packed into one batch of the
+target and judged one by one. The loop knows nothing of files, options or screens; it changes
+`Generation`s and returns events.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from specgen.arrays import Logits
+from specgen.backend.base import Backend, Batch
+from specgen.backend.tree_batch import keep_path, pack
+from specgen.calibration.cost_table import Others
+from specgen.core.draft import NO_DRAFT, ROOT, Draft
+from specgen.core.verifiers import Verdict
+from specgen.engine.generation import Generation
+from specgen.engine.round_events import (
+    committed,
+    describe,
+    next_kind,
+    rejected_branches,
+    with_logprobs,
+)
+from specgen.errors import BackendError, SpecgenError
+from specgen.events import (
+    DraftedEvent,
+    Event,
+    NoticeEvent,
+    Piece,
+    TokenKind,
+    VerifiedEvent,
+)
+from specgen.policy import RoundReport
+from specgen.sampling import Distribution, NoTokenAllowedError
+
+#: Single-token decodes timed by `plain_token_s`.
+_N_PROBES = 3
+#: Committed tokens that ride along with a draft; more of them are decoded before.
+_MAX_PENDING = 16
+
+
+class Loop:
+    """Generates with one target.
+
+    `clock` gives seconds on a monotonic clock. `interrupted` is asked between decodes; once
+    it says yes, generations finish with what they have.
+    """
+
+    def __init__(
+        self,
+        target: Backend,
+        clock: Callable[[], float],
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._target = target
+        self._clock = clock
+        self._interrupted = interrupted
+        self._started_s = clock()
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the loop was made: the `time_s` of events."""
+        return self._clock() - self._started_s
+
+    def run(self, generation: Generation) -> Iterator[Event]:
+        """Generate a whole answer. Raises what ends it before its time."""
+        yield from self.start(generation)
+        while not generation.is_finished:
+            yield from self.round([generation])
+        if generation.failure is not None:
+            raise generation.failure
+
+    def start(self, generation: Generation) -> list[Event]:
+        """Decode a prompt and commit the first token. No draft takes part: the first token
+        comes as soon, and the prompt is decoded in the same pieces, as without one."""
+        return [] if generation.is_finished else self._start(generation)
+
+    def _start(self, generation: Generation) -> list[Event]:
+        started = self._clock()
+        target_s = self._target.decode_s
+        events: list[Event] = []
+        tally = generation.tally
+        # What a grammar forces comes before any decode, and is decoded with the prompt.
+        forced = _commit_forced(generation)
+        if forced:
+            tally.first_token_s = self._clock() - started
+            events.append(committed(generation, self.now_s, forced))
+        logits = None if generation.is_finished else self._decode_prompt(generation)
+        if logits is not None:
+            verdict = self._verify(generation, NO_DRAFT, logits)
+            events += self._commit(generation, NO_DRAFT, verdict, logits)
+        elif not generation.is_finished:
+            events += self._interrupt(generation)
+        tally.prompt_s = tally.target_s = self._target.decode_s - target_s
+        tally.wall_s = tally.start_s = self._clock() - started
+        tally.n_start_tokens = len(generation.tokens) - generation.n_prompt
+        if logits is not None and tally.first_token_s is None:
+            tally.first_token_s = tally.wall_s
+        return events
+
+    def round(self, generations: Sequence[Generation]) -> list[Event]:
+        """One round for all generations that are not finished.
+
+        A generation that its grammar leaves no token, or whose logits are no numbers, is finished
+        with its `failure`, and the others go on. Raises `BackendError` if the target cannot decode
+        the round's batch. Whatever time passes outside this call, in a renderer for example, is in
+        no statistic.
+        """
+        active = [generation for generation in generations if not generation.is_finished]
+        if not active:
+            return []
+        if self._interrupted():
+            return [event for generation in active for event in self._interrupt(generation)]
+        round_started = self._clock()
+        events: list[Event] = []
+        drafts: list[Draft] = []
+        draft_s: list[tuple[float, float]] = []
+        for generation in active:
+            # Those that come later have one row each at least.
+            n_others = len(active) - 1
+            others = Others(n_others, n_others + sum(map(len, drafts)))
+            draft, model_s, propose_s = self._propose(generation, others, events)
+            drafts.append(draft)
+            draft_s.append((model_s, propose_s))
+
+        target_s, n_rows = self._target.decode_s, self._target.n_decoded_rows
+        batch = Batch()
+        for generation, draft in zip(active, drafts, strict=True):
+            n_room = self._target.n_batch // len(active) - len(draft)
+            pending = self._pending(generation, n_room)
+            pack(batch, self._target, generation.slot, pending, draft)
+        logits = self._target.decode(batch)
+        target_s = self._target.decode_s - target_s
+        # More than the batch where a recurrent state had to be brought up to date.
+        n_rows = self._target.n_decoded_rows - n_rows
+
+        first_row = 0
+        for generation, draft, (model_s, propose_s) in zip(active, drafts, draft_s, strict=True):
+            rows = logits[first_row : first_row + 1 + len(draft)]
+            first_row += len(rows)
+            tally = generation.tally
+            n_tokens = len(generation.tokens)
+            n_before = n_tokens - tally.n_forced
+            try:
+                verdict = self._verify(generation, draft, rows)
+            except BackendError as error:  # a dead end of its grammar, a row of no numbers
+                generation.failure = error
+                continue
+            tally.n_rounds += 1
+            events += self._commit(generation, draft, verdict, rows)
+            told = tuple(generation.tokens[n_tokens:])
+            report = RoundReport(
+                draft, verdict.path, propose_s, target_s, n_rows, told, len(active)
+            )
+            generation.policy.observe(report)
+            if generation.drafter is not None:
+                generation.drafter.observe(report)
+            n_committed = len(generation.tokens) - tally.n_forced - n_before
+            tally.add_decode(n_committed, n_rows, target_s)
+            # What one batch costs is shared by those that are in it.
+            tally.target_s += target_s / len(active)
+            tally.draft_s += model_s
+        wall_s = self._clock() - round_started
+        for generation in active:
+            generation.tally.wall_s += wall_s / len(active)
+        return events
+
+    def finish(self, generation: Generation, *, estimate_gain: bool) -> list[Event]:
+        """The summary of a finished generation. With `estimate_gain`, a generation that was
+        drafted for is compared with plain decoding, which may take a few decodes more."""
+        generation.policy.finish()
+        token_s, how = None, ""
+        if estimate_gain and generation.tally.n_drafted:
+            token_s = generation.tally.plain_token_s()
+            n_plain = len(generation.tally.target_s_by_rows[1])
+            how = f"from the {n_plain} rounds of this answer that had no draft"
+            if token_s is None and generation.finish_reason != "interrupted":
+                token_s = self.plain_token_s(generation)
+                how = f"from {_N_PROBES} single-token decodes at the end of the answer"
+        return [generation.finished_event(self.now_s, token_s, how)]
+
+    def plain_token_s(self, generation: Generation) -> float | None:
+        """Measure what the target needs for one token: the median of a few decodes of the
+        text's last token, after which the cache is as before. None if there is no room."""
+        sequence = generation.slot.first
+        length = self._target.length(sequence)
+        if length == 0 or length >= generation.n_ctx:
+            return None
+        samples = []
+        for _ in range(_N_PROBES):
+            self._target.checkpoint(sequence)
+            batch = Batch()
+            batch.add(generation.tokens[-1], length, (sequence,), True)
+            before = self._target.decode_s
+            self._target.decode(batch)
+            samples.append(self._target.decode_s - before)
+            self._target.remove(sequence, length)
+        return float(np.median(samples))
+
+    def _interrupt(self, generation: Generation) -> list[Event]:
+        """End the answer here; text that was held back in doubt is part of it."""
+        generation.finish("interrupted")
+        text = generation.text.flush()
+        if not text:
+            return []
+        piece = Piece(generation.tokens[-1], text, "plain", "target")
+        return [committed(generation, self.now_s, [piece])]
+
+    def _decode_prompt(self, generation: Generation) -> Logits | None:
+        """Decode the text, which is the prompt and what the grammar forces after it, in
+        batches; returns the logits after it, float32[1, n_vocab], or None if interrupted."""
+        prompt, n_batch = generation.tokens, self._target.n_batch
+        logits: Logits | None = None
+        for start in range(0, len(prompt), n_batch):
+            if self._interrupted():
+                return None
+            batch = Batch()
+            for offset, token in enumerate(prompt[start : start + n_batch]):
+                batch.add(token, start + offset, (generation.slot.first,), False)
+            batch.wants_logits[-1] = start + n_batch >= len(prompt)
+            logits = self._target.decode(batch)
+        return logits
+
+    def _pending(self, generation: Generation, n_room: int) -> list[int]:
+        """The committed tokens that the cache does not hold yet: the last one and, after
+        tokens that a grammar forced, those before it; what has no room in the round's batch
+        is decoded here."""
+        sequence, tokens = generation.slot.first, generation.tokens
+        position = self._target.length(sequence)
+        if len(tokens) - position > max(1, min(n_room, _MAX_PENDING)):
+            n_batch = self._target.n_batch
+            for start in range(position, len(tokens) - 1, n_batch):
+                batch = Batch()
+                for index in range(start, min(start + n_batch, len(tokens) - 1)):
+                    batch.add(tokens[index], index, (sequence,), False)
+                self._target.decode(batch)
+            position = len(tokens) - 1
+        return tokens[position:]
+
+    def _propose(
+        self, generation: Generation, others: Others, events: list[Event]
+    ) -> tuple[Draft, float, float]:
+        """A draft for this round, and the seconds of the model's decodes and of all drafting. A
+        drafter that fails ends drafting, not the answer."""
+        drafter, policy = generation.drafter, generation.policy
+        if drafter is None:
+            return NO_DRAFT, 0.0, 0.0
+        n_max = min(
+            policy.room(generation.n_expected, others),
+            generation.n_draftable,
+            self._target.n_outputs // (1 + others.n_sequences) - 1,
+        )
+        if n_max < 1:
+            return NO_DRAFT, 0.0, 0.0
+        started, model_s = self._clock(), drafter.model_s
+        try:
+            draft = drafter.propose(generation.tokens, n_max, policy)
+        except Exception as error:  # noqa: BLE001 - a bug in a drafter too
+            generation.drafter = None
+            what = error.message if isinstance(error, SpecgenError) else repr(error)
+            events.append(
+                NoticeEvent(
+                    sequence=generation.index,
+                    time_s=self.now_s,
+                    message=f"drafting failed, going on without a draft: {what}",
+                    detail=traceback.format_exc(),
+                )
+            )
+            draft = NO_DRAFT
+        if not draft.is_drawn:  # a model that draws has the grammar; and its draws stay whole
+            draft = generation.state.within_grammar(draft)
+        draft = policy.trim(draft)
+        return draft, drafter.model_s - model_s, self._clock() - started
+
+    def _verify(self, generation: Generation, draft: Draft, logits: Logits) -> Verdict:
+        dead_ends: dict[int, NoTokenAllowedError] = {}
+
+        def target(node: int) -> Distribution:
+            if node != ROOT and generation.vocabulary.is_end(draft.tokens[node]):
+                # Nothing follows the end of a text: whatever is drawn here is never told.
+                return Distribution.certain(draft.tokens[node])
+            try:
+                return generation.shaper.distribution(logits[node + 1], draft.text(node))
+            except NoTokenAllowedError as error:
+                if node == ROOT:
+                    raise
+                # A verifier may look further than it goes: only a text that gets there fails.
+                dead_ends[node] = error
+                return Distribution.certain(draft.tokens[node])
+
+        verdict = generation.verifier.verify(draft, target, generation.rng)
+        if verdict.path and verdict.path[-1] in dead_ends:
+            raise dead_ends[verdict.path[-1]]
+        return verdict
+
+    def _commit(
+        self, generation: Generation, draft: Draft, verdict: Verdict, logits: Logits
+    ) -> list[Event]:
+        """Make the accepted path, the target's token and what the grammar forces after it part
+        of the text, up to its end, and let the cache hold the accepted part of it."""
+        rejected = rejected_branches(generation, draft, verdict)
+        kinds: list[tuple[int, TokenKind, str]] = [
+            (draft.tokens[node], "accepted", draft.origins[node]) for node in verdict.path
+        ]
+        own_kind = next_kind(draft, verdict)
+        kinds.append((verdict.next_token, own_kind, "target"))
+
+        pieces: list[Piece] = []
+        for node, (token, kind, origin) in zip((ROOT, *verdict.path), kinds, strict=True):
+            piece = Piece(token, generation.commit(token), kind, origin)
+            pieces.append(with_logprobs(generation, piece, logits[node + 1]))
+            if generation.is_finished:
+                break
+        n_accepted = min(len(verdict.path), len(pieces))
+        keep_path(self._target, generation.slot, draft, verdict.path[:n_accepted])
+        pieces += _commit_forced(generation)
+
+        events: list[Event] = []
+        now_s, number = self.now_s, generation.tally.n_rounds
+        if len(draft):
+            generation.tally.add_draft(draft, verdict.path[:n_accepted])
+            events.append(
+                DraftedEvent(generation.index, now_s, number, describe(generation, draft))
+            )
+            events.append(
+                VerifiedEvent(
+                    sequence=generation.index,
+                    time_s=now_s,
+                    round=number,
+                    accepted=verdict.path,
+                    rejected=rejected,
+                    next_token_id=verdict.next_token,
+                    next_kind=own_kind,
+                )
+            )
+        events.append(committed(generation, now_s, pieces))
+        return events
+
+
+def _commit_forced(generation: Generation) -> list[Piece]:
+    """Commit the tokens to which the grammar leaves no alternative: a model's opinion of them
+    would change nothing, so none is asked."""
+    pieces: list[Piece] = []
+    while not generation.is_finished:
+        token = generation.state.forced()
+        if token is None:
+            break
+        pieces.append(Piece(token, generation.commit(token), "forced", "grammar"))
+    generation.tally.n_forced += len(pieces)
+    return pieces

@@ -1,0 +1,129 @@
+"""From what the user wrote to the tokens that the models begin with."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from specgen.backend.llama import LlamaModel
+from specgen.backend.llama.vocabulary import LlamaVocabulary
+from specgen.engine import chat_template as chat
+from specgen.errors import PromptError
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What an answer begins after: `text` as the target sees it, and its `tokens`, at least
+    one. `draft_tokens` is a draft model's own view of it, where it has one of its own; else
+    the draft is told the target's tokens, but for those at the places `head`."""
+
+    text: str
+    tokens: tuple[int, ...]
+    draft_tokens: tuple[int, ...] | None = None
+    head: range = range(0)
+
+    def without_head(self) -> Prompt:
+        """A prompt of the tokens that are not in the head."""
+        return Prompt(self.text, _without(self.tokens, self.head))
+
+
+def messages_of(text: str, system: str | None) -> list[chat.Message]:
+    """`text` as a user's turn, after a system message if there is one."""
+    user = chat.Message("user", text)
+    return [user] if system is None else [chat.Message("system", system), user]
+
+
+def chat_text(
+    model: LlamaModel, messages: Sequence[chat.Message], now: datetime.datetime
+) -> str | None:
+    """A conversation in the model's own template; None if it has no template. Raises
+    `PromptError` if the template does not accept it."""
+    template = model.chat_template()
+    if template is None:
+        return None
+    special = model.vocabulary.special_tokens()
+    return chat.render(
+        template,
+        messages,
+        bos_token=model.vocabulary.control_text(special["bos"]),
+        eos_token=model.vocabulary.control_text(special["eos"]),
+        now=now,
+    )
+
+
+def head_of(
+    vocabulary: LlamaVocabulary, text: str, tokens: Sequence[int], messages: Sequence[chat.Message]
+) -> range:
+    """The places, among the tokens of a conversation that a template wrote as `text`, of what the
+    template put before the first message by itself: whole turns, as a system message of its own.
+
+    A draft model need not read them: it drafts nearly as well without (docs/lab-notes.md), and reading takes
+    time. Empty if the first message is a system message, which says what was asked for. The
+    beginning-of-text token is not among them, since attention rests on it.
+    """
+    first = messages[0].content.strip()
+    before, found, _ = text.partition(first)
+    if messages[0].role == "system" or not first or not found:
+        return range(0)
+    head = tokenize(vocabulary, before, parse_special=True)
+    ends = [place for place, token in enumerate(head) if vocabulary.is_end(token)]
+    if not ends:
+        return range(0)
+    stop = ends[-1] + 1
+    if head[:stop] != list(tokens[:stop]):
+        return range(0)
+    # White space between two turns belongs to neither.
+    while stop < len(head) and vocabulary.token_bytes(head[stop]).isspace():
+        stop += 1
+    start = int(head[0] == vocabulary.special_tokens()["bos"])
+    return range(start, stop)
+
+
+def draft_chat_tokens(
+    model: LlamaModel, messages: Sequence[chat.Message], now: datetime.datetime
+) -> tuple[int, ...]:
+    """A conversation as a draft model is to see it, in its own template as far as that goes, without
+    its `head_of`.
+
+    A template that knows no system message gets it at the head of the first turn; a model
+    without a template that works, a base model for example, gets the turns as paragraphs.
+    """
+    for attempt in (messages, _without_system(messages)):
+        try:
+            text = chat_text(model, attempt, now)
+        except PromptError:
+            continue
+        if text is not None:
+            tokens = tokenize(model.vocabulary, text, parse_special=True)
+            head = head_of(model.vocabulary, text, tokens, attempt)
+            return _without(tokens, head)
+    paragraphs = "".join(f"{message.content}\n\n" for message in messages)
+    return tuple(tokenize(model.vocabulary, paragraphs, parse_special=False))
+
+
+def tokenize(vocabulary: LlamaVocabulary, text: str, *, parse_special: bool) -> list[int]:
+    """A prompt's tokens, its beginning-of-text token included where the model wants one. Raises
+    `PromptError` if the text has half a surrogate pair, which UTF-8 lacks."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"the prompt has half a surrogate pair, {text[error.start]!r}, at character {error.start}",
+            hint="give text that UTF-8 can express",
+        ) from None
+    bos = vocabulary.control_text(vocabulary.special_tokens()["bos"])
+    # A chat template may have written the beginning-of-text token already.
+    add_special = not (parse_special and bos and text.startswith(bos))
+    return vocabulary.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+
+def _without(tokens: Sequence[int], head: range) -> tuple[int, ...]:
+    return (*tokens[: head.start], *tokens[head.stop :])
+
+
+def _without_system(messages: Sequence[chat.Message]) -> list[chat.Message]:
+    if messages[0].role != "system" or len(messages) == 1:
+        return list(messages)
+    system, first, *others = messages
+    return [replace(first, content=f"{system.content}\n\n{first.content}"), *others]

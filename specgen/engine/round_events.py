@@ -1,0 +1,93 @@
+"""How events tell what a round did."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from specgen.arrays import Logits
+from specgen.core.draft import ROOT, Draft
+from specgen.core.verifiers import Verdict
+from specgen.engine.generation import Generation
+from specgen.events import (
+    CommittedEvent,
+    DraftNode,
+    Piece,
+    RejectedBranch,
+    TokenKind,
+    TokenLogprob,
+)
+from specgen.sampling.logprobs import log_probabilities, most_likely
+
+
+def next_kind(draft: Draft, verdict: Verdict) -> TokenKind:
+    """What the target's own token is: alone, a correction, or a bonus after a whole branch."""
+    if len(draft) == 0:
+        return "plain"
+    last = verdict.path[-1] if verdict.path else ROOT
+    return "corrected" if draft.children(last) else "bonus"
+
+
+def with_logprobs(generation: Generation, piece: Piece, row: Logits) -> Piece:
+    """The piece with the target's log-probabilities, if they were asked for; `row` is
+    float32[n_vocab]."""
+    n_top = generation.options.logprobs
+    if n_top is None:
+        return piece
+    top = most_likely(row, n_top)
+    own, *others = log_probabilities(row, [piece.token_id, *top])
+    token_bytes = generation.vocabulary.token_bytes
+    return dataclasses.replace(
+        piece,
+        logprob=own,
+        top_logprobs=tuple(
+            TokenLogprob(token, token_bytes(token).decode("utf-8", "replace"), logprob)
+            for token, logprob in zip(top, others, strict=True)
+        ),
+    )
+
+
+def committed(generation: Generation, now_s: float, pieces: Sequence[Piece]) -> CommittedEvent:
+    """The event of pieces that became part of the answer."""
+    return CommittedEvent(
+        sequence=generation.index,
+        time_s=now_s,
+        round=generation.tally.n_rounds,
+        pieces=tuple(pieces),
+        text="".join(piece.text for piece in pieces),
+        n_tokens=generation.n_answer,
+    )
+
+
+def describe(generation: Generation, draft: Draft) -> tuple[DraftNode, ...]:
+    """The nodes of a draft."""
+    token_bytes = generation.vocabulary.token_bytes
+    return tuple(
+        DraftNode(token, token_bytes(token).decode("utf-8", "replace"), parent, origin, probability)
+        for token, parent, origin, probability in zip(
+            draft.tokens, draft.parents, draft.origins, draft.probabilities, strict=True
+        )
+    )
+
+
+def rejected_branches(
+    generation: Generation, draft: Draft, verdict: Verdict
+) -> tuple[RejectedBranch, ...]:
+    """The lost parts of a draft, each from the node where it left the path to its leaf.
+
+    Asked before the commit: where the accepted path ends in the middle of a character, the
+    branch's text begins there.
+    """
+    if len(verdict.path) == len(draft):
+        return ()
+    kept = set(verdict.path)
+    token_bytes = generation.vocabulary.token_bytes
+    branches = []
+    for leaf in draft.leaves():
+        path = draft.path(leaf)
+        lost = tuple(node for node in path if node not in kept)
+        if lost:
+            before = b"".join(token_bytes(draft.tokens[node]) for node in path[: -len(lost)])
+            data = b"".join(token_bytes(draft.tokens[node]) for node in lost)
+            branches.append(RejectedBranch(lost, generation.text.preview(before, data)))
+    return tuple(branches)

@@ -1,0 +1,89 @@
+"""Which of the drafts that were chosen for a target is taken: the first that works and pays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError
+
+if TYPE_CHECKING:
+    from specgen.engine.session import Session
+    from specgen.options import DraftSource
+    from specgen.selection.default_draft import DraftChoice
+    from specgen.selection.outlook import Costs, Outlook
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The draft that was taken, a sentence that says why, and why none of those before it, and
+    what was `measured` of each model, for those who want to know."""
+
+    draft: DraftSource
+    note: str
+    measured: tuple[str, ...]
+
+
+def take_first(session: Session, choices: Sequence[DraftChoice]) -> Taken:
+    """Let a session have the first draft that can draft for its target and, if it is a model
+    that nobody measured, can be expected to make it faster."""
+    from specgen.selection.outlook import known_costs, measure_costs, outlook
+
+    said: list[str] = []
+    measured: list[str] = []
+    target = session.options.target.name
+    may_check, may_pay = session.n_rows_max > 1, True
+    for choice in choices:
+        checks = may_check and isinstance(choice.draft, Path) and not choice.is_measured
+        if checks and not may_pay:
+            continue
+        try:
+            path = Path(choice.draft)
+            costs = known_costs(session, path) if checks else None
+            # What is known not to pay need not be loaded.
+            if costs is None or outlook(costs).is_worth_it:
+                session.change_draft(choice.draft)
+                costs = measure_costs(session, path) if checks else None
+        except (BackendError, MemoryLimitError, ModelFileError, PairError) as error:
+            said.append(error.message)
+            continue
+        why = choice.why
+        if costs is not None:
+            draft, expected = Path(choice.draft).name, outlook(costs)
+            measured.append(measured_text(target, draft, costs))
+            if not expected.is_worth_it:
+                said.append(refusal(draft, expected))
+                may_pay = not expected.rules_out_all
+                continue
+            why += f" (about x{expected.speedup:.2f} expected)"
+        return Taken(
+            choice.draft, "; ".join(filter(None, (*said, why, choice.advice))), tuple(measured)
+        )
+    session.change_draft("none")
+    return Taken("none", "; ".join([*said, "not drafting"]), tuple(measured))
+
+
+def refusal(draft: str, expected: Outlook) -> str:
+    """Why a draft model is not taken, in figures."""
+    batch = f"a batch of {expected.n_drafted + 1} costs {expected.batch_tokens:.1f} tokens"
+    start = f"not drafting with {draft}: on this machine {batch}"
+    figure = f"about x{expected.speedup:.2f}"
+    if expected.rules_out_all:
+        return f"{start}, too much for a draft model to pay (this one: {figure})"
+    doubt = ", too little to count on" if expected.speedup >= 1.0 else ""
+    return (
+        f"{start} and a drafted token {expected.token_tokens:.2f}, so it would be {figure}{doubt}"
+    )
+
+
+def measured_text(target: str, draft: str, costs: Costs) -> str:
+    """What was measured, in milliseconds."""
+    sizes = sorted(costs.batch_s)
+    rows = ", ".join(str(size) for size in sizes)
+    times = ", ".join(f"{1000 * costs.batch_s[size]:.1f}" for size in sizes)
+    return (
+        f"{target} decodes {rows} rows in {times} ms, "
+        f"{draft} a token in {1000 * costs.draft_token_s:.1f} ms"
+    )

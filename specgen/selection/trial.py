@@ -1,0 +1,349 @@
+"""What a draft would gain for a target, worked out without running the two together.
+
+The target answers a few prompts plainly, once, and the time of its batches is measured. A draft
+is then tried on these answers: it proposes as it would while they are being made, what agrees
+with the answer counts as accepted, and the round costs what a batch of that size was measured
+to cost. That is speculative decoding at temperature 0 but for the target's arithmetic, so a
+dozen drafts are tried in the time that they themselves take.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specgen.backend.base import Backend
+from specgen.calibration.timing import batch_sizes, time_batch
+from specgen.core.draft import NO_DRAFT, ROOT, Draft
+from specgen.engine.generation import Generation
+from specgen.engine.loop import Loop
+from specgen.errors import PromptError
+from specgen.policy import Decided, Policy, RoundReport
+from specgen.selection.outlook import rows_s
+
+if TYPE_CHECKING:
+    from specgen.engine.session import Prompt, Session
+
+#: How often sizes of batches are timed after each prompt's answer: so many of the smaller ones,
+#: the others once.
+_N_REPEATS = 3
+_N_OFTEN = 6
+#: A template may tell the date, which must not matter.
+_NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
+
+#: Told what is going on: how many prompts are done, of how many.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A prompt as it was given, and the tokens of the target's own answer at temperature 0, the
+    one that ends it included: a draft may propose that as any other."""
+
+    prompt: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """A target without a draft: its answers, made in contexts of `n_ctx` tokens, and
+    `batch_s`, the median seconds of decoding so many rows, 1 row and at least one larger size
+    among them. `chat` is whether the prompts were put into its template (None: if it has one).
+
+    Prompts for which the context has no room are `skipped`; they are counted from 1.
+    `answer_token_s` are the median seconds of a token in each answer that has more than one: on
+    a machine with nothing else to do they are much the same.
+    """
+
+    answers: tuple[Answer, ...]
+    skipped: tuple[int, ...]
+    n_ctx: int
+    batch_s: dict[int, float]
+    chat: bool | None = None
+    answer_token_s: tuple[float, ...] = ()
+
+    @property
+    def token_s(self) -> float:
+        """Seconds for a token in plain decoding."""
+        return self.batch_s[1]
+
+    def rows_s(self, n_rows: int) -> float:
+        """Seconds for a batch of so many rows, between two sizes that were timed in proportion."""
+        return rows_s(self.batch_s, n_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a drafter did for one answer, without the token that came from the prompt's decode.
+
+    All times are seconds. `start_s` is the draft model's decode of the prompt, `draft_s` all
+    drafting after it, `target_s` what the target's batches would take, and `plain_s` what the
+    target takes for the same tokens by itself.
+    """
+
+    n_tokens: int
+    n_rounds: int
+    n_drafted: int
+    n_accepted: int
+    start_s: float
+    draft_s: float
+    target_s: float
+    plain_s: float
+    #: Of the rounds, those that had a draft.
+    n_drafts: int = 0
+
+    @property
+    def speedup(self) -> float:
+        """Over plain decoding; the prompt's decode, by the target or the draft, is in neither."""
+        return self.plain_s / (self.target_s + self.draft_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a draft would gain over all answers together; `worst_speedup` is that of the answer
+    for which it would gain least. Times are seconds: `draft_token_s` a drafted token, `start_s`
+    a prompt. None is what there is not, as nothing was drafted."""
+
+    speedup: float
+    worst_speedup: float
+    tokens_per_s: float
+    acceptance_rate: float | None
+    mean_accepted_length: float
+    draft_token_s: float | None
+    start_s: float
+    #: Tokens of a draft, in the rounds that had one, and the share of the rounds that had.
+    draft_length: float | None = None
+    draft_share: float = 0.0
+
+
+def measure_target(
+    session: Session,
+    prompts: Sequence[str],
+    *,
+    chat: bool | None = None,
+    interrupted: Callable[[], bool] = lambda: False,
+    progress: Progress = lambda _done, _total: None,
+) -> Baseline | None:
+    """Let the target answer the prompts by itself, and time its batches of 1 row to as many as
+    the session's options let a round have.
+
+    The session's temperature must be 0. Returns None if interrupted. Raises `PromptError` if
+    the context has room for no prompt, or no answer is longer than a token; `MemoryLimitError`.
+    """
+    fitting, skipped = _fitting(session, prompts, chat)
+    n_ctx = max(session.context_size(len(prompt.tokens)) for _, prompt in fitting)
+    sizes = batch_sizes(session.n_rows_max)
+    samples: defaultdict[int, list[float]] = defaultdict(list)
+    answers: list[Answer] = []
+    token_s: list[float] = []
+    with session.contexts(n_ctx, drafts=False) as (target, _):
+        for text, prompt in fitting:
+            progress(len(answers), len(fitting))
+            target.remove(0)
+            generation = session.generation(prompt, n_ctx, None, 0, plain=True)
+            list(Loop(target, session.clock, interrupted).run(generation))
+            if interrupted():
+                return None
+            answers.append(Answer(text, tuple(generation.tokens[generation.n_prompt :])))
+            if tokens_s := generation.tally.target_s_by_rows[1]:
+                samples[1] += tokens_s
+                token_s.append(statistics.median(tokens_s))
+            # Right after the tokens that they are compared with: a machine's pace changes.
+            for size in _timed_sizes(sizes):
+                if interrupted():
+                    return None
+                if (seconds := time_batch(target, generation.tokens, size)) is not None:
+                    samples[size].append(seconds)
+    if not samples[1]:
+        raise PromptError("no answer is longer than a token: there is nothing to draft")
+    if any(not samples[size] for size in sizes):
+        raise PromptError(
+            f"a context of {n_ctx} tokens has no room to time batches of {sizes[-1]} rows",
+            hint="take a larger --ctx-size, or a smaller --draft-max",
+        )
+    batch_s = {size: statistics.median(samples[size]) for size in sizes}
+    for size, seconds in batch_s.items():
+        session.table().start(size, seconds)
+    return Baseline(tuple(answers), skipped, n_ctx, batch_s, chat, tuple(token_s))
+
+
+def try_draft(
+    session: Session,
+    baseline: Baseline,
+    *,
+    interrupted: Callable[[], bool] = lambda: False,
+    progress: Progress = lambda _done, _total: None,
+) -> Figures | None:
+    """What the session's draft would gain for its target; None if interrupted.
+
+    Raises `MemoryLimitError` or `BackendError` if the draft model cannot be run.
+    """
+    with session.contexts(baseline.n_ctx) as (target, draft):
+        session.measure_if_new(target, draft)
+        replays = _replays(session, baseline, draft, interrupted, progress)
+    is_whole = len(replays) == len(baseline.answers)
+    return summarise(replays, baseline.token_s) if is_whole else None
+
+
+def replay(
+    generation: Generation, answer: Answer, baseline: Baseline, clock: Callable[[], float]
+) -> Replay:
+    """Let the generation's drafter propose at each place of an answer that is known.
+
+    `generation` stands at the end of the prompt, and at that of the answer afterwards. `clock`
+    gives seconds and is read around each proposal.
+    """
+    drafter, policy = generation.drafter, generation.policy
+    tokens = answer.tokens
+    n_drafted = n_accepted = n_rounds = n_drafts = 0
+    draft_s = target_s = 0.0
+
+    def propose(n_max: int, policy: Policy) -> tuple[Draft, float]:
+        n_max = min(n_max, generation.n_draftable)
+        if drafter is None or n_max < 1:
+            return NO_DRAFT, 0.0
+        started = clock()
+        draft = drafter.propose(generation.tokens, n_max, policy)
+        return policy.trim(draft), clock() - started
+
+    def commit(draft: Draft, seconds: float) -> int:
+        """End a round; returns how many drafted tokens are of the answer."""
+        done = len(generation.tokens) - generation.n_prompt
+        path = agreeing_path(draft, tokens[done:])
+        for token in tokens[done : done + len(path) + 1]:
+            generation.commit(token)
+        n_rows = 1 + len(draft)
+        told = tuple(tokens[done : done + len(path) + 1])
+        report = RoundReport(draft, path, seconds, baseline.rows_s(n_rows), n_rows, told)
+        policy.observe(report)
+        if drafter is not None:
+            drafter.observe(report)
+        return len(path)
+
+    # The prompt's own round has no draft, and the draft model decodes the prompt in the next
+    # one. Here it does so before, by proposing a token that is not asked for: what is left for
+    # the rounds is what goes on as long as the answer does.
+    _, start_s = propose(min(1, policy.room(generation.n_expected)), Decided(policy))
+    commit(NO_DRAFT, 0.0)
+    while len(generation.tokens) - generation.n_prompt < len(tokens):
+        draft, seconds = propose(policy.room(generation.n_expected), policy)
+        n_rounds += 1
+        n_drafts += len(draft) > 0
+        n_drafted += len(draft)
+        draft_s += seconds
+        target_s += baseline.rows_s(1 + len(draft))
+        n_accepted += commit(draft, seconds)
+    policy.finish()
+    n_tokens = len(tokens) - 1
+    plain_s = n_tokens * baseline.token_s
+    return Replay(
+        n_tokens,
+        n_rounds,
+        n_drafted,
+        n_accepted,
+        start_s=start_s,
+        draft_s=draft_s,
+        target_s=target_s,
+        plain_s=plain_s,
+        n_drafts=n_drafts,
+    )
+
+
+def summarise(replays: Sequence[Replay], plain_token_s: float) -> Figures:
+    """The figures of all answers together; those of a single token say nothing."""
+    told = [replay for replay in replays if replay.n_rounds]
+    n_drafted = sum(replay.n_drafted for replay in told)
+    n_drafts = sum(replay.n_drafts for replay in told)
+    n_tokens = sum(replay.n_tokens for replay in told)
+    draft_s = sum(replay.draft_s for replay in told)
+    seconds = draft_s + sum(replay.target_s for replay in told)
+    speedup = n_tokens * plain_token_s / seconds
+    return Figures(
+        speedup=speedup,
+        worst_speedup=min(replay.speedup for replay in told),
+        tokens_per_s=n_tokens / seconds,
+        acceptance_rate=sum(r.n_accepted for r in told) / n_drafted if n_drafted else None,
+        mean_accepted_length=n_tokens / sum(replay.n_rounds for replay in told),
+        draft_token_s=draft_s / n_drafted if n_drafted else None,
+        start_s=sum(replay.start_s for replay in told) / len(told),
+        draft_length=n_drafted / n_drafts if n_drafts else None,
+        draft_share=n_drafts / sum(replay.n_rounds for replay in told),
+    )
+
+
+def plain_figures(baseline: Baseline) -> Figures:
+    """The figures of not drafting."""
+    return Figures(1.0, 1.0, 1.0 / baseline.token_s, None, 1.0, None, 0.0)
+
+
+def agreeing_path(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
+    """The nodes of a draft, from the root down, that `tokens` follow: what a target that says
+    these would accept."""
+    path: list[int] = []
+    for token in tokens:
+        node = path[-1] if path else ROOT
+        following = [child for child in draft.children(node) if draft.tokens[child] == token]
+        if not following:
+            break
+        path.append(following[0])
+    return tuple(path)
+
+
+def answered_prompt(session: Session, baseline: Baseline, answer: Answer) -> Prompt:
+    """The prompt of an answer; made anew for each draft, whose own view of the text is part of
+    it."""
+    return session.prompt(answer.prompt, chat=baseline.chat, now=_NOW)
+
+
+def _fitting(
+    session: Session, texts: Sequence[str], chat: bool | None
+) -> tuple[list[tuple[str, Prompt]], tuple[int, ...]]:
+    """The prompts that the context has room for, as they were given and as the models see them,
+    and the numbers of the others. Raises `PromptError` if there is room for none."""
+    fitting: list[tuple[str, Prompt]] = []
+    skipped: list[int] = []
+    failure: PromptError | None = None
+    for number, text in enumerate(texts, 1):
+        prompt = session.prompt(text, chat=chat, now=_NOW)
+        try:
+            session.context_size(len(prompt.tokens) + 1)
+        except PromptError as error:
+            failure = error
+            skipped.append(number)
+        else:
+            fitting.append((text, prompt))
+    if not fitting:
+        raise failure or PromptError("there are no prompts")
+    return fitting, tuple(skipped)
+
+
+def _timed_sizes(sizes: Sequence[int]) -> Iterator[int]:
+    """The sizes of batches to time after an answer, one after the other; the first of `sizes` is
+    that of a token by itself, which the answer itself times."""
+    for repeat in range(_N_REPEATS):
+        yield from sizes[1 : None if repeat == 0 else _N_OFTEN]
+
+
+def _replays(
+    session: Session,
+    baseline: Baseline,
+    draft: Backend | None,
+    interrupted: Callable[[], bool],
+    progress: Progress,
+) -> list[Replay]:
+    """A replay of each answer; fewer if interrupted."""
+    replays: list[Replay] = []
+    for answer in baseline.answers:
+        progress(len(replays), len(baseline.answers))
+        if interrupted():
+            break
+        prompt = answered_prompt(session, baseline, answer)
+        if draft is not None:
+            draft.remove(0)
+        generation = session.generation(prompt, baseline.n_ctx, draft, 0)
+        replays.append(replay(generation, answer, baseline, session.clock))
+    return replays

@@ -1,0 +1,1 @@
+"""What tests, `specgen doctor` and `specgen verify` try things on: tiny models, known bugs."""

@@ -1,0 +1,223 @@
+"""Known bugs of the field, to be planted where a check must find them.
+
+A check that cannot fail proves nothing. Each of these was made by somebody: in a library, in
+an example that many copied, or in a paper's first code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import numpy as np
+
+from specgen.core.draft import ROOT, Draft
+from specgen.core.verifiers import MatchVerifier, Target, Verdict, Verifier
+from specgen.drafters import Drafter, WrappedDrafter
+from specgen.engine.generation import Generation
+from specgen.policy import Policy, WrappedPolicy
+from specgen.sampling import Distribution
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """A way to be wrong. `about` says what is done wrong, in a line."""
+
+    name: str
+    about: str
+    #: Whether the bug needs drafts that were drawn at random to show.
+    needs_draws: bool
+    verifier: Callable[[Verifier], Verifier] | None = None
+    drafter: Callable[[Drafter], Drafter] | None = None
+    policy: Callable[[Policy], Policy] | None = None
+    #: Whether the text loses what comes after a wholly accepted draft.
+    loses_bonus: bool = False
+
+    def plant(self, generation: Generation) -> None:
+        """Build the bug into a generation."""
+        if self.verifier is not None:
+            generation.verifier = self.verifier(generation.verifier)
+        if self.drafter is not None and generation.drafter is not None:
+            generation.drafter = self.drafter(generation.drafter)
+        if self.policy is not None:
+            generation.policy = self.policy(generation.policy)
+
+
+class _TopToken(WrappedDrafter):
+    """Drafts the most likely token and says that it was drawn (the ratio test on an argmax
+    draft)."""
+
+    def propose(
+        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+    ) -> Draft:
+        draft = self._inner.propose(context, n_max, policy, n_drafted)
+        if not len(draft) or draft.distributions[0] is None:
+            return draft
+        top = draft.drawn_from(0).mode
+        # What was drafted after the token that was really drawn does not follow this one.
+        return replace(draft.first(1), tokens=(top,))
+
+
+class _Picky(WrappedPolicy):
+    """Drops drawn tokens that turned out unlikely, and what stands behind them."""
+
+    def trim(self, draft: Draft) -> Draft:
+        kept = super().trim(draft)
+        for node, source in enumerate(kept.distributions if kept.is_chain else ()):
+            if source is not None and source.probability(kept.tokens[node]) < 0.5:
+                return kept.first(node)
+        return kept
+
+
+class _Residual:
+    """Speculative sampling with one step replaced."""
+
+    wants_draws = True
+
+    def __init__(self, _: Verifier) -> None:
+        pass
+
+    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
+        node = ROOT
+        path: list[int] = []
+        while draft.children(node):
+            child = draft.children(node)[0]
+            token = draft.tokens[child]
+            drawn_from = draft.drawn_from(child)
+            wanted = target(node)
+            if not self.accepts(wanted, drawn_from, token, rng):
+                return Verdict(tuple(path), self.residual(wanted, drawn_from).draw(rng))
+            path.append(child)
+            node = child
+        return Verdict(tuple(path), target(self.bonus_row(path)).draw(rng))
+
+    def accepts(
+        self, target: Distribution, draft: Distribution, token: int, rng: np.random.Generator
+    ) -> bool:
+        return rng.random() * draft.probability(token) < target.probability(token)
+
+    def residual(self, target: Distribution, draft: Distribution) -> Distribution:
+        return target.minus(draft) or target
+
+    def bonus_row(self, path: list[int]) -> int:
+        return path[-1] if path else ROOT
+
+
+class _NoResidual(_Residual):
+    def residual(self, target: Distribution, draft: Distribution) -> Distribution:
+        return target
+
+
+class _OneSidedTruncation(_Residual):
+    def residual(self, target: Distribution, draft: Distribution) -> Distribution:
+        kept = target.probs >= 0.3 * target.probs.max()
+        probs = target.probs[kept]
+        truncated = Distribution(target.token_ids[kept], probs / probs.sum())
+        return truncated.minus(draft) or truncated
+
+
+class _SubtractionByIndex(_Residual):
+    """After truncation the i-th entries of the two belong to different tokens."""
+
+    def residual(self, target: Distribution, draft: Distribution) -> Distribution:
+        n = min(len(target.probs), len(draft.probs))
+        probs = target.probs.copy()
+        probs[:n] -= draft.probs[:n]
+        probs = np.maximum(probs, 0.0)
+        if not probs.any():
+            return target
+        kept = probs > 0.0
+        return Distribution(target.token_ids[kept], probs[kept] / probs.sum())
+
+
+class _StaleBonus(_Residual):
+    def bonus_row(self, path: list[int]) -> int:
+        return path[-2] if len(path) > 1 else ROOT
+
+
+class _Lenient(_Residual):
+    """Keeps what is likely enough, as "typical acceptance" does."""
+
+    def accepts(
+        self, target: Distribution, draft: Distribution, token: int, rng: np.random.Generator
+    ) -> bool:
+        return target.probability(token) >= 0.1 * float(target.probs.max())
+
+
+class _WrongRow(MatchVerifier):
+    """Matches each drafted token against the row after it, not the one before."""
+
+    def __init__(self, _: Verifier) -> None:
+        pass
+
+    def verify(self, draft: Draft, target: Target, rng: np.random.Generator) -> Verdict:
+        def shifted(node: int) -> Distribution:
+            return target(min(node + 1, len(draft) - 1))
+
+        return super().verify(draft, shifted, rng)
+
+
+#: By name.
+BUGS: Mapping[str, Bug] = MappingProxyType(
+    {
+        bug.name: bug
+        for bug in (
+            Bug(
+                "argmax-as-drawn",
+                "the ratio test on the draft's most likely token, as if it had been drawn",
+                needs_draws=True,
+                verifier=_Residual,
+                drafter=_TopToken,
+            ),
+            Bug(
+                "picky-policy",
+                "drawn tokens dropped for being unlikely",
+                needs_draws=True,
+                policy=_Picky,
+            ),
+            Bug(
+                "one-sided-truncation",
+                "the residual taken after truncating the target alone",
+                needs_draws=True,
+                verifier=_OneSidedTruncation,
+            ),
+            Bug(
+                "subtraction-by-index",
+                "the residual taken entry by entry of two truncated lists",
+                needs_draws=True,
+                verifier=_SubtractionByIndex,
+            ),
+            Bug(
+                "no-residual",
+                "after a refusal, a draw from the target itself",
+                needs_draws=True,
+                verifier=_NoResidual,
+            ),
+            Bug(
+                "skipped-bonus",
+                "the token after a wholly accepted draft decoded but not told",
+                needs_draws=False,
+                loses_bonus=True,
+            ),
+            Bug(
+                "stale-bonus",
+                "the token after a wholly accepted draft drawn from the row before",
+                needs_draws=False,
+                verifier=_StaleBonus,
+            ),
+            Bug(
+                "wrong-row",
+                "drafted tokens matched against the row after them",
+                needs_draws=False,
+                verifier=_WrongRow,
+            ),
+            Bug(
+                "lenient",
+                "drafted tokens kept if they are likely enough",
+                needs_draws=False,
+                verifier=_Lenient,
+            ),
+        )
+    }
+)
