@@ -242,6 +242,8 @@ class FinishedEvent:
     #: the first guess for a place; chains have no other).
     accepted_by_rank: tuple[int, ...] = ()
     drafted_by_rank: tuple[int, ...] = ()
+    #: How many of the prompt's tokens were in the target's cache already, from an answer before.
+    n_cached_tokens: int = 0
 
 
 Event: TypeAlias = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -61,25 +62,44 @@ def _remembered(
     return _test_results[key]
 
 
-@pytest.fixture
-def kernels() -> Iterator[Kernels]:
-    """specgen's kernels, switched on for this test; they are as they were after it."""
+@pytest.fixture(autouse=True)
+def attached_kernels() -> Iterator[Kernels | None]:
+    """specgen's kernels, if they can be used here. After each test they are switched on or off as
+    they were before it, whatever its command lines chose."""
     from specgen.backend.llama.kernels import attached
 
     found = attached()
     if found is None:
-        pytest.skip("specgen's kernels cannot be used here")
+        yield None
+        return
     before = found.computes_products, found.computes_attention
-    found.enable(products=True, attention=True)
     yield found
     found.enable(products=before[0], attention=before[1])
 
 
+@pytest.fixture
+def kernels(attached_kernels: Kernels | None) -> Kernels:
+    """specgen's kernels, switched on for this test."""
+    if attached_kernels is None:
+        pytest.skip("specgen's kernels cannot be used here")
+    attached_kernels.enable(products=True, attention=True)
+    return attached_kernels
+
+
+@pytest.fixture(scope="session")
+def _homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for each test, which is there once something is written to it: thousands of
+    `tmp_path` take longer to make than many tests."""
+    folder = tmp_path_factory.mktemp("homes")
+    return (folder / str(number) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def _own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_directories(_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's configuration, models or caches."""
+    home = next(_homes)
     for name in ("SPECGEN_CACHE", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "HF_HOME"):
-        monkeypatch.setenv(name, str(tmp_path / "user" / name.lower()))
+        monkeypatch.setenv(name, str(home / name.lower()))
     for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "CMAKE_ARGS"):
         monkeypatch.delenv(name, raising=False)
     # Drafts of a fixed length can be counted: what costs decide depends on the machine.

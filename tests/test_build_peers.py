@@ -110,7 +110,7 @@ class TestSource:
         root = build_peers.fetch(VERSION, tmp_path)
         assert root == tmp_path / NAME
         assert (root / "vendor" / "llama.cpp" / "CMakeLists.txt").is_file()
-        assert [path.name for path in tmp_path.iterdir() if path.name != "user"] == [NAME]
+        assert [path.name for path in tmp_path.iterdir()] == [NAME]
         assert build_peers.fetch(VERSION, tmp_path) == root
         assert len(server.starts(PAGE)) == 1
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from specgen.backend.llama import operators
+from specgen.backend.llama.kernels import Kernels
 from specgen.backend.llama.operators import (
     CPU_BUFFER,
     AttentionOptions,
@@ -23,6 +24,13 @@ from specgen.errors import BackendError
 
 #: What rounding activations to 8 bits makes, as a root mean square; without that, numbers of 16 bits.
 ROUNDED, HALF = 0.015, 0.004
+
+
+@pytest.fixture(autouse=True)
+def _without_kernels(attached_kernels: Kernels | None) -> None:
+    """GGML's own code computes."""
+    if attached_kernels is not None:
+        attached_kernels.enable(products=False, attention=False)
 
 
 def normal(*shape: int, seed: int = 0) -> FloatArray:

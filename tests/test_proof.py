@@ -279,7 +279,7 @@ def test_every_stage_of_a_staged_draft_takes_part(
                 yield backends
                 used.extend(b.model.name for b in backends if b.decode_s > 0.0)
 
-        session.helper_contexts = noted  # type: ignore[method-assign]
+        session.helper_contexts = noted  # type: ignore[method-assign, assignment]
         assert not any(result.is_defect for result in greedy(session))
         prompt = session.prompt(PROMPT, chat=False)
         check_sampled(session, prompt, SampledPlan(n_draws=200), seed=0)

@@ -148,6 +148,11 @@ class Backend(Protocol):
         """The number of tokens in a sequence: the position of its next one."""
         ...
 
+    def text(self, sequence: int) -> Sequence[int]:
+        """The tokens of a sequence, as far as that is known for certain: after a decode that failed,
+        a beginning of them. Read it, do not keep it."""
+        ...
+
     def checkpoint(self, sequence: int) -> None:
         """What is decoded from here on may be dropped again: `remove` has to succeed, and be
         cheap, from this position on. To be said again before each draft is decoded."""

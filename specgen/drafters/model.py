@@ -51,7 +51,9 @@ class ModelDrafter:
 
     `n_shared_tokens`: tokens from this id on exist in only one of the two vocabularies
     (padding); they are never drafted. `costs` is the table of the model's decodes, which each
-    decode corrects. With `guesses`, the model is itself sped up by a cheaper drafter.
+    decode corrects. With `guesses`, the model is itself sped up by a cheaper drafter. Of the cache
+    the drafter has one `sequence`, which holds the beginning `held` of the text already, with room
+    for `n_ctx` tokens, by default as many as the cache has.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class ModelDrafter:
         costs: CostTable | None = None,
         guesses: Guesses | None = None,
         sequence: int = 0,
+        n_ctx: int | None = None,
+        held: Sequence[int] = (),
     ) -> None:
         self._backend = backend
         self._shaper = shaper
@@ -76,7 +80,8 @@ class ModelDrafter:
         self._sequence = sequence
         #: The cache agrees with the text on so many tokens; behind them it holds `_ahead`.
         self._n_agreed = 0
-        self._ahead = _Ahead()
+        self._ahead = _Ahead(held)
+        self._n_ctx = backend.n_ctx if n_ctx is None else n_ctx
         #: So many tokens of the text, behind the first few, are left out of the cache.
         self._n_skipped = 0
 
@@ -161,7 +166,7 @@ class ModelDrafter:
     def _make_room(self, n_context: int, n_max: int) -> int:
         """Slide the window, if the text and a draft of n_max tokens do not fit the cache;
         returns how many tokens may be drafted."""
-        n_ctx = self._backend.n_ctx
+        n_ctx = self._n_ctx
         # The last drafted token is not decoded, so n tokens need n - 1 cells after the text.
         n_room = n_ctx - (n_context - self._n_skipped) + 1
         if n_room < min(n_max, max(1, n_ctx // 4)):
@@ -253,8 +258,8 @@ class _Ahead:
     """What a cache holds behind the text, and the rows of logits of the last decode: these are
     there until the backend decodes anything else."""
 
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
+        self.tokens = list(tokens)
         self._rows: Logits | None = None
         #: Row i is that after the first `_n_first + i` of the tokens.
         self._n_first = 0

@@ -82,6 +82,8 @@ class TreeModelDrafter(ModelDrafter):
         costs: CostTable | None = None,
         n_deepest: int | None = None,
         slot: Slot | None = None,
+        n_ctx: int | None = None,
+        held: Sequence[int] = (),
     ) -> None:
         slot = slot or Slot(0, backend.n_sequences)
         super().__init__(
@@ -92,6 +94,8 @@ class TreeModelDrafter(ModelDrafter):
             n_shared_tokens=n_shared_tokens,
             costs=costs,
             sequence=slot.first,
+            n_ctx=n_ctx,
+            held=held,
         )
         self._shape = shape
         self._n_deepest = n_deepest

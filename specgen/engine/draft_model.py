@@ -26,6 +26,7 @@ from specgen.drafters import (
 from specgen.drafters.translation import BeginningShaper, SharedShaper, Translation
 from specgen.engine.pairing import check_pair
 from specgen.engine.prompts import Prompt
+from specgen.engine.slots import WHOLE, Part
 from specgen.errors import PairError
 from specgen.options import (
     AUTO_TREE,
@@ -149,14 +150,18 @@ class DraftModel:
         known: Known,
         *,
         branches: bool = True,
+        part: Part = WHOLE,
     ) -> Drafter:
-        """What drafts for one answer to `prompt`: in a context of this model, the first of
-        `backends`, with its helper in the others, if they are there. `state` is the target's
+        """What drafts for one answer to `prompt`: in its `part` of a context of this model, the first
+        of `backends`, with its helper in the others, if they are there. `state` is the target's
         text, `known` what was learnt so far. Without `branches` it drafts chains."""
         translation, backend = self._translation, backends[0]
         costs = known.costs(self.model.path)
+        slot, n_ctx = part.slot(backend), part.n_ctx(backend)
         if translation is None:
             shaper = make_shaper(self._sampler, state)
+            own_prompt = prompt.without_head()
+            held = own_prompt.tokens[: part.share_prefix(backend, own_prompt.tokens)]
             drafter: Drafter
             if self.branches and branches:
                 shape, n_deepest = self._tree
@@ -169,6 +174,9 @@ class DraftModel:
                     shape=shape,
                     costs=costs,
                     n_deepest=n_deepest,
+                    slot=slot,
+                    n_ctx=n_ctx,
+                    held=held,
                 )
             else:
                 drafter = ModelDrafter(
@@ -178,37 +186,34 @@ class DraftModel:
                     draws=self._draws,
                     n_shared_tokens=self._n_shared_tokens,
                     costs=costs,
-                    guesses=self._guesses(prompt.without_head(), backends[1:], state, known),
+                    guesses=self._guesses(own_prompt, backends[1:], state, known, part),
+                    sequence=slot.first,
+                    n_ctx=n_ctx,
+                    held=held,
                 )
             return HeadlessDrafter(drafter, prompt.head) if prompt.head else drafter
-        n_tokens = self.model.vocabulary.n_tokens
         text = translation.text(prompt.tokens, prompt.draft_tokens)
         own_prompt, own_state = Prompt(prompt.text, tuple(text.tokens)), TextState(())
-        guesses = self._guesses(own_prompt, backends[1:], own_state, known)
+        translated: BeginningShaper | SharedShaper
         if self.translated == "string":
-            beginning = BeginningShaper(self._sampler, translation.draft_lexicon)
-            inner = ModelDrafter(
-                backend,
-                beginning,
-                rng,
-                draws=False,
-                n_shared_tokens=n_tokens,
-                costs=costs,
-                guesses=guesses,
-            )
-            holds_back = backend.rollback == "cells"
-            return TranslatedDrafter(inner, translation, text, beginning, holds_back=holds_back)
-        shared = SharedShaper(translation.shared, make_shaper(self._sampler, state))
+            translated = BeginningShaper(self._sampler, translation.draft_lexicon)
+        else:
+            translated = SharedShaper(translation.shared, make_shaper(self._sampler, state))
         inner = ModelDrafter(
             backend,
-            shared,
+            translated,
             rng,
             draws=self._draws,
-            n_shared_tokens=n_tokens,
+            n_shared_tokens=self.model.vocabulary.n_tokens,
             costs=costs,
-            guesses=guesses,
+            guesses=self._guesses(own_prompt, backends[1:], own_state, known, part),
+            sequence=slot.first,
+            n_ctx=n_ctx,
+            held=own_prompt.tokens[: part.share_prefix(backend, own_prompt.tokens)],
         )
-        return TranslatedDrafter(inner, translation, text, shared)
+        return TranslatedDrafter(
+            inner, translation, text, translated, holds_back=backend.rollback == "cells"
+        )
 
     def _guesses(
         self,
@@ -216,6 +221,7 @@ class DraftModel:
         backends: Sequence[Backend],
         state: TextState,
         known: Known,
+        part: Part,
     ) -> Guesses | None:
         """What drafts for this model, over a text in its own tokens; it draws nothing that would
         move this one's draws."""
@@ -227,7 +233,7 @@ class DraftModel:
             name: Path | str = helper
         else:
             own_rng = np.random.default_rng(0)
-            drafter = helper.drafter(prompt, backends, state, own_rng, Shaper, known)
+            drafter = helper.drafter(prompt, backends, state, own_rng, Shaper, known, part=part)
             name = helper.model.path
         return Guesses(drafter, known.policy(self.model.path, name))
 

@@ -49,6 +49,8 @@ class Generation:
     text: TextStream = field(init=False)
     tally: Tally = field(default_factory=Tally)
     finish_reason: FinishReason | None = None
+    #: How many tokens of the prompt were in the cache already.
+    n_cached: int = 0
     #: What ended the answer before its time; it then has no `finish_reason`.
     failure: SpecgenError | None = None
     stopped_by: str | None = None
@@ -146,6 +148,7 @@ class Generation:
             finish_reason=self.finish_reason or "interrupted",
             stopped_by=self.stopped_by,
             n_prompt_tokens=self.n_prompt,
+            n_cached_tokens=self.n_cached,
             n_tokens=self.n_answer,
             n_rounds=tally.n_rounds,
             n_forced=tally.n_forced,

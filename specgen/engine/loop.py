@@ -213,10 +213,12 @@ class Loop:
 
     def _decode_prompt(self, generation: Generation) -> Logits | None:
         """Decode the text, which is the prompt and what the grammar forces after it, in
-        batches; returns the logits after it, float32[1, n_vocab], or None if interrupted."""
+        batches, behind what the cache holds of it; returns the logits after it,
+        float32[1, n_vocab], or None if interrupted."""
         prompt, n_batch = generation.tokens, self._target.n_batch
         logits: Logits | None = None
-        for start in range(0, len(prompt), n_batch):
+        generation.n_cached = self._target.length(generation.slot.first)
+        for start in range(generation.n_cached, len(prompt), n_batch):
             if self._interrupted():
                 return None
             batch = Batch()

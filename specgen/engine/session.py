@@ -44,6 +44,7 @@ from specgen.engine.prompts import (
     messages_of,
     tokenize,
 )
+from specgen.engine.slots import WHOLE, Part
 from specgen.errors import ModelFileError, PromptError, UsageError
 from specgen.events import Event, NoticeEvent, PromptEvent
 from specgen.options import (
@@ -259,6 +260,12 @@ class Session:
         return max(1, self._options.drafting.n_max)
 
     @property
+    def n_sequences_max(self) -> int:
+        """The most sequences of a context that one answer needs."""
+        n_draft = self.n_rows_max + 1 if self._draft is not None and self._draft.branches else 1
+        return max(self.n_branches_max, n_draft)
+
+    @property
     def _why_chains(self) -> str | None:
         """Why drafts cannot branch here, whatever their shape; None if they can."""
         target, draft = self._target_model, self._draft
@@ -341,21 +348,7 @@ class Session:
             loop = Loop(target, self._clock, interrupted)
             measured_s = self.measure_if_costs_decide(target, draft)
             generation = self.generation(prompt, n_ctx, draft, seed, helpers=helpers)
-            yield PromptEvent(
-                sequence=0,
-                time_s=loop.now_s,
-                text=prompt.text,
-                n_prompt_tokens=len(prompt.tokens),
-                target=self._target_model.name,
-                draft=self.draft_name,
-                translation=self._draft.translated if self._draft else None,
-                draft_weights=self._draft_weights,
-                kernels=self._target_model.kernels,
-                n_ctx=n_ctx,
-                sampler=_settings(replace(options.sampler, seed=seed)),
-                verifier=self.verifier_name,
-                grammar=options.generation.grammar,
-            )
+            yield self.prompt_event(prompt, generation, loop.now_s, n_ctx=n_ctx, seed=seed)
             for message in self._notices(n_ctx):
                 yield NoticeEvent(sequence=0, time_s=loop.now_s, message=message)
             if measured_s:
@@ -366,9 +359,34 @@ class Session:
                     )
                 yield NoticeEvent(sequence=0, time_s=loop.now_s, message=message)
             yield from loop.run(generation)
-            if self._store is not None:
-                self._store.add(generation.tokens)
+            self.keep_text(generation.tokens)
             yield from loop.finish(generation, estimate_gain=estimate_gain)
+
+    def prompt_event(
+        self, prompt: Prompt, generation: Generation, now_s: float, *, n_ctx: int, seed: int
+    ) -> PromptEvent:
+        """The event that says what is going to run, in a context of n_ctx tokens."""
+        options = self._options
+        return PromptEvent(
+            sequence=generation.index,
+            time_s=now_s,
+            text=prompt.text,
+            n_prompt_tokens=len(prompt.tokens),
+            target=self._target_model.name,
+            draft=self.draft_name,
+            translation=self._draft.translated if self._draft else None,
+            draft_weights=self._draft_weights,
+            kernels=self._target_model.kernels,
+            n_ctx=n_ctx,
+            sampler=_settings(replace(options.sampler, seed=seed)),
+            verifier=self.verifier_name,
+            grammar=options.generation.grammar,
+        )
+
+    def keep_text(self, tokens: Sequence[int]) -> None:
+        """Keep a finished text for later answers to draft from, if the options ask for that."""
+        if self._store is not None:
+            self._store.add(tokens)
 
     def context_size(self, n_prompt: int) -> int:
         """The target's context in tokens. Raises `PromptError` if the prompt is longer."""
@@ -390,43 +408,46 @@ class Session:
 
     @contextlib.contextmanager
     def contexts(
-        self, n_ctx: int, *, drafts: bool = True
+        self, n_ctx: int, *, drafts: bool = True, n_parts: int = 1
     ) -> Iterator[tuple[LlamaBackend, LlamaBackend | None]]:
-        """Contexts of n_ctx tokens of the target and, if there is one and `drafts` asks for
-        it, of the draft model; they are closed at the end of the `with`, by nobody else. Raises
-        `MemoryLimitError`."""
+        """Contexts of the target and, if there is one and `drafts` asks for it, of the draft model,
+        in which `n_parts` answers may be made at once, of n_ctx tokens each with their prompts. They
+        are closed at the end of the `with`, by nobody else. Raises `MemoryLimitError`."""
         with contextlib.ExitStack() as stack:
             target = LlamaBackend(
                 self._target_model,
                 self.context_options(),
-                n_ctx=n_ctx,
+                n_ctx=n_ctx * n_parts,
                 clock=self._clock,
-                n_sequences=self.n_branches_max,
-                n_outputs=self.n_rows_max,
+                n_sequences=self.n_branches_max * n_parts,
+                n_outputs=self.n_rows_max * n_parts,
+                n_rollback=self.n_rows_max - 1,
             )
             stack.callback(target.close)
             draft = None
             if drafts and self._draft is not None:
-                draft = self._draft_context(self._draft, n_ctx)
+                draft = self._draft_context(self._draft, n_ctx, n_parts)
                 stack.callback(draft.close)
             yield target, draft
 
     @contextlib.contextmanager
-    def helper_contexts(self, n_ctx: int) -> Iterator[tuple[LlamaBackend, ...]]:
-        """Contexts of the models that draft for the draft model, for a context of n_ctx tokens
-        of the target. Raises `MemoryLimitError`."""
+    def helper_contexts(
+        self, n_ctx: int, *, n_parts: int = 1
+    ) -> Iterator[tuple[LlamaBackend, ...]]:
+        """Contexts of the models that draft for the draft model, for such a context of the target.
+        Raises `MemoryLimitError`."""
         helper = self._draft.helper if self._draft is not None else None
         with contextlib.ExitStack() as stack:
             backends = []
             while isinstance(helper, DraftModel):
-                backends.append(self._draft_context(helper, n_ctx))
+                backends.append(self._draft_context(helper, n_ctx, n_parts))
                 stack.callback(backends[-1].close)
                 helper = helper.helper
             yield tuple(backends)
 
-    def _draft_context(self, draft: DraftModel, n_ctx: int) -> LlamaBackend:
-        """A context of a draft model, for a context of n_ctx tokens of the target. A draft whose
-        context is too small for a text sees the latest part of it."""
+    def _draft_context(self, draft: DraftModel, n_ctx: int, n_parts: int) -> LlamaBackend:
+        """A context of a draft model, for `n_parts` answers of n_ctx tokens in the target's. A draft
+        whose context is too small for a text sees the latest part of it."""
         if draft.has_own_vocabulary:  # it may need more tokens for the same text
             n_ctx = -(-n_ctx * 3 // 2 // _CONTEXT_STEP) * _CONTEXT_STEP
         n_train = draft.model.n_ctx_train
@@ -437,9 +458,9 @@ class Session:
         return LlamaBackend(
             draft.model,
             self.context_options(draft.model.path),
-            n_ctx=n_ctx,
+            n_ctx=n_ctx * n_parts,
             clock=self._clock,
-            n_sequences=self.n_rows_max + 1 if draft.branches else 1,
+            n_sequences=(self.n_rows_max + 1 if draft.branches else 1) * n_parts,
             n_outputs=n_outputs,
         )
 
@@ -461,9 +482,14 @@ class Session:
         helpers: Sequence[Backend] = (),
         plain: bool = False,
         make_shaper: MakeShaper = Shaper,
+        options: GenerationOptions | None = None,
+        part: Part = WHOLE,
+        index: int = 0,
     ) -> Generation:
-        """An answer to begin after `prompt`; `draft` is the draft model's context, if there is
-        one, and `helpers` are those of what drafts for it. With `plain`, nothing drafts."""
+        """An answer of its `index` to begin after `prompt`; `draft` is the draft model's context, if
+        there is one, and `helpers` are those of what drafts for it. With `plain`, nothing drafts.
+        `options` are the answer's own, by default the session's, and `part` is the answer's part of
+        all contexts."""
         drafting = self._options.drafting
         # The draft draws from a stream of its own: what it draws must not move the target's.
         target_seed, draft_seed = np.random.SeedSequence(seed).spawn(2)
@@ -475,7 +501,9 @@ class Session:
             rng = np.random.default_rng(draft_seed)
             known = _Known(self, len(prompt.tokens))
             backends = (draft, *helpers)
-            drafter = self._draft.drafter(prompt, backends, state, rng, make_shaper, known)
+            drafter = self._draft.drafter(
+                prompt, backends, state, rng, make_shaper, known, part=part
+            )
             if drafting.adds_ngrams:
                 ngrams = self._ngrams_within(state)
                 drafter = CombinedDrafter(ngrams, drafter, merges=self._draft.merges)
@@ -483,7 +511,7 @@ class Session:
             drafter = self._ngrams_within(state)
         return Generation(
             vocabulary=self._target_model.vocabulary,
-            options=self._options.generation,
+            options=options or self._options.generation,
             n_ctx=n_ctx,
             drafter=drafter,
             policy=self._policy(len(prompt.tokens)),
@@ -491,7 +519,8 @@ class Session:
             shaper=make_shaper(self._sampler, state),
             state=state,
             rng=np.random.default_rng(target_seed),
-            slot=Slot(0, self.n_branches_max),
+            slot=Slot(part.number * self.n_branches_max, self.n_branches_max),
+            index=index,
         )
 
     @property

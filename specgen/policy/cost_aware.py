@@ -296,6 +296,8 @@ class CostAwarePolicy:
     def observe(self, report: RoundReport) -> None:
         self._in_force.clear()
         self._table.observe(report.n_rows, report.target_s)
+        if not self._table:  # a clock that does not tell of the first decode
+            return
         if not len(report.draft):
             self._n_stale = 0
         n_committed = max(1, len(report.committed), len(report.path) + 1)

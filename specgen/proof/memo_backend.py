@@ -143,6 +143,9 @@ class MemoBackend:
     def length(self, sequence: int) -> int:
         return self._texts.depths[self._nodes[sequence]]
 
+    def text(self, sequence: int) -> Sequence[int]:
+        return self._texts.tokens_after(_EMPTY, self._nodes[sequence])
+
     def checkpoint(self, sequence: int) -> None:
         """Nothing: any text can be gone back to, and the inner backend is told by `decode`."""
 

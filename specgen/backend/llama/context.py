@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,6 +71,8 @@ class LlamaBackend:
         self._rows = _RowBuffers(size.n_rows, n_sequences, n_outputs)
         self._logits = np.empty((n_outputs, 0), np.float32)
         self._logits_address = 0
+        #: The tokens of each sequence.
+        self._texts: list[list[int]] = [[] for _ in range(n_sequences)]
         self._rewinder: Rewinder | None = None
         if model.has_recurrent_state:
             copies: StateCopies = SavedStates(self._cache)
@@ -132,7 +134,11 @@ class LlamaBackend:
 
     def decode(self, batch: Batch) -> Logits:
         if self._rewinder is None:
-            return self._decode_rows(batch)
+            logits = self._decode_rows(batch)
+            for token, sequences in zip(batch.tokens, batch.sequences, strict=True):
+                for sequence in sequences:
+                    self._texts[sequence].append(token)
+            return logits
         self._rows.check(batch)
         # Going back, and decoding again what was before, are decoding too.
         started, before_s = self._clock(), self._decode_s
@@ -192,6 +198,11 @@ class LlamaBackend:
             return self._rewinder.length(sequence)
         return self._cache.length(sequence)
 
+    def text(self, sequence: int) -> Sequence[int]:
+        if self._rewinder is not None:
+            return self._rewinder.text(sequence)
+        return self._texts[sequence]
+
     def checkpoint(self, sequence: int) -> None:
         if self._rewinder is not None:
             self._rewinder.checkpoint(sequence)
@@ -203,6 +214,9 @@ class LlamaBackend:
                 f"{destination} cannot share"
             )
         self._cache.copy(source, destination, start, end)
+        shared = self._texts[source]
+        if start <= len(self._texts[destination]):
+            self._texts[destination][start:] = shared[start : len(shared) if end < 0 else end]
 
     def remove(self, sequence: int, start: int = 0) -> None:
         if self._rewinder is not None:
@@ -211,6 +225,7 @@ class LlamaBackend:
         if start > 0 and self._cache.n_window:
             self._cache.check_window(sequence, start)
         self._cache.remove(sequence, start)
+        del self._texts[sequence][start:]
 
     def close(self) -> None:
         if self._handle:

@@ -92,6 +92,10 @@ class Rewinder:
         text = self._texts.get(sequence)
         return len(text.tokens) if text else 0
 
+    def text(self, sequence: int) -> list[int]:
+        text = self._texts.get(sequence)
+        return text.tokens if text else []
+
     def checkpoint(self, sequence: int) -> None:
         self._text(sequence).checkpoint_due = True
 

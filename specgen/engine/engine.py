@@ -1,0 +1,335 @@
+"""Several answers at once, from models that stay loaded and caches that stay filled."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from specgen.backend.llama import LlamaBackend
+from specgen.engine.generation import Generation
+from specgen.engine.loop import Loop
+from specgen.engine.prompts import Prompt
+from specgen.engine.session import Session
+from specgen.engine.slots import Part, n_common
+from specgen.errors import BackendError, PromptError, SpecgenError, UsageError
+from specgen.events import Event, FinishedEvent
+from specgen.options import GenerationOptions
+
+#: llama.cpp has no room for more sequences in a context.
+_MAX_SEQUENCES = 256
+#: Room for a prompt and its answer where no context size is given, in tokens.
+_N_CTX = 4096
+
+
+@dataclass(eq=False)
+class Answer:
+    """An answer that an engine was asked for: waiting, in the making, or finished."""
+
+    #: Which of the engine's answers it is, counted from 0: the `sequence` of its events.
+    index: int
+    prompt: Prompt
+    options: GenerationOptions
+    seed: int
+    #: The summary, once it is finished.
+    finished: FinishedEvent | None = None
+    #: What ended it before its time.
+    failure: SpecgenError | None = None
+    is_cancelled: bool = False
+    #: Events that `Engine.stream` has not told yet.
+    events: deque[Event] = field(default_factory=deque)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is finished or has failed."""
+        return self.finished is not None or self.failure is not None
+
+    @property
+    def text(self) -> str:
+        """The whole text. Raises what ended it before its time, and `RuntimeError` before it is
+        done."""
+        if self.failure is not None:
+            raise self.failure
+        if self.finished is None:
+            raise RuntimeError(f"answer {self.index} is not done")
+        return self.finished.text
+
+
+@dataclass(slots=True)
+class _Place:
+    """A part of the caches, and the answer that is made there."""
+
+    part: Part
+    answer: Answer | None = None
+    generation: Generation | None = None
+    #: Number of the last answer that was made there; -1 before any.
+    used_last: int = -1
+
+
+class Engine:
+    """Makes up to `n_parallel` answers at once with a session's models, and any number one after the
+    other. Use it as a context manager; it does not close the session.
+
+    The contexts stay: a prompt that begins like a text that is still in a cache decodes only the
+    rest, in the target and in the draft model alike. A round of several answers is one batch of the
+    target. `n_ctx` is the room for one prompt and its answer, in tokens; by default as the session's
+    options say, or 4096, or what the target was trained with if that is less.
+
+    One thread steps it; `submit` and `cancel` may be called from any. An answer that fails, or is
+    cancelled, ends alone. Raises `MemoryLimitError` if the contexts do not fit the memory.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        n_parallel: int = 1,
+        n_ctx: int | None = None,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        if n_parallel < 1:
+            raise UsageError(f"{n_parallel} answers at once: give 1 or more")
+        n_most = _MAX_SEQUENCES // session.n_sequences_max
+        if n_parallel > n_most:
+            raise UsageError(
+                f"{n_parallel} answers at once: with drafts like these {n_most} can be made",
+                hint="--tree off allows more",
+            )
+        self._session = session
+        self._n_ctx = n_ctx if n_ctx is not None else _default_n_ctx(session)
+        self._lock = threading.Lock()
+        self._waiting: deque[Answer] = deque()
+        self._n_submitted = 0
+        self._places = [_Place(Part(number, n_parallel)) for number in range(n_parallel)]
+        self._resources = contextlib.ExitStack()
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.close)
+            target, draft = self._resources.enter_context(
+                session.contexts(self._n_ctx, n_parts=n_parallel)
+            )
+            helpers = self._resources.enter_context(
+                session.helper_contexts(self._n_ctx, n_parts=n_parallel)
+            )
+            self._target = target
+            self._drafts: tuple[LlamaBackend, ...] = (() if draft is None else (draft,)) + helpers
+            #: Seconds that it took to measure what drafting costs; 0 where that was known.
+            self.measured_s = session.measure_if_costs_decide(target, draft)
+            on_error.pop_all()
+        self._loop = Loop(target, session.clock, interrupted)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the contexts; answers that are not done stay so. May be called twice."""
+        self._resources.close()
+
+    @property
+    def n_ctx(self) -> int:
+        """The room for one prompt and its answer, in tokens."""
+        return self._n_ctx
+
+    # --- from any thread ---------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: str | Prompt,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+        seed: int | None = None,
+    ) -> Answer:
+        """Ask for an answer; `max_tokens`, `stop` and `seed` are the session's unless given. (Texts
+        are prompts in the model's chat template, if it has one.) Raises `PromptError` if the prompt
+        has no room in the context, or cannot be one."""
+        session = self._session
+        if isinstance(prompt, str):
+            prompt = session.prompt(prompt)
+        if len(prompt.tokens) > self._n_ctx:
+            raise PromptError(
+                f"the prompt has {len(prompt.tokens)} tokens, the context {self._n_ctx}",
+                hint=f"take a context of {len(prompt.tokens) + 1} tokens or more",
+            )
+        options = session.options.generation
+        if max_tokens is not None:
+            options = replace(options, max_tokens=max_tokens)
+        if stop is not None:
+            options = replace(options, stop=tuple(stop))
+        seed = session.options.sampler.seed if seed is None else seed
+        seed = seed if seed >= 0 else secrets.randbits(32)
+        with self._lock:
+            answer = Answer(self._n_submitted, prompt, options, seed)
+            self._n_submitted += 1
+            self._waiting.append(answer)
+        return answer
+
+    def cancel(self, answer: Answer) -> None:
+        """End an answer with what there is of it, at the next step."""
+        answer.is_cancelled = True
+
+    # --- from one thread ---------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no answer is waiting or in the making."""
+        return not self._waiting and all(place.answer is None for place in self._places)
+
+    def step(self) -> list[Event]:
+        """Begin the answers that there is room for, and make one round of all that are begun; their
+        events. An answer that fails has its `failure` then, and no more events. Raises
+        `BackendError` if the target cannot decode the round's batch: all answers of it have
+        failed then."""
+        return self._admit() + self._round()
+
+    def _round(self) -> list[Event]:
+        """A round of all answers that are begun; their events."""
+        busy = [place for place in self._places if place.generation is not None]
+        answers: dict[int, Answer] = {}
+        generations: list[Generation] = []
+        for place in busy:
+            assert place.answer is not None
+            assert place.generation is not None
+            answers[place.answer.index] = place.answer
+            generations.append(place.generation)
+            if place.answer.is_cancelled:
+                place.generation.finish("interrupted")
+        try:
+            events = self._loop.round(generations)
+        except BackendError as error:
+            for place, generation in zip(busy, generations, strict=True):
+                if not generation.is_finished:
+                    self._fail(place, error)
+                self._settle(place)
+            raise
+        for event in events:
+            answers[event.sequence].events.append(event)
+        for place in busy:
+            events += self._settle(place)
+        return events
+
+    def run(self) -> Iterator[Event]:
+        """Make all answers that were asked for; their events, as they come."""
+        while not self.is_idle:
+            yield from self.step()
+
+    def stream(self, answer: Answer) -> Iterator[Event]:
+        """The events of one answer until it is done, making others beside it. Raises what ended it
+        before its time."""
+        while True:
+            while answer.events:
+                yield answer.events.popleft()
+            if answer.is_done:
+                break
+            self.step()
+        if answer.failure is not None:
+            raise answer.failure
+
+    def answers(self, prompts: Sequence[str | Prompt]) -> list[str]:
+        """The answers to prompts, in their order, as many at once as there is room for. Raises the
+        first failure."""
+        asked = [self.submit(prompt) for prompt in prompts]
+        for _ in self.run():
+            pass
+        return [answer.text for answer in asked]
+
+    # --- places ------------------------------------------------------------------------------
+
+    def _admit(self) -> list[Event]:
+        """Begin answers that are waiting, as long as there are free places."""
+        events: list[Event] = []
+        while any(place.answer is None for place in self._places):
+            with self._lock:
+                if not self._waiting:
+                    break
+                answer = self._waiting.popleft()
+            events += self._begin(answer, self._place_for(answer))
+        return events
+
+    def _place_for(self, answer: Answer) -> _Place:
+        """The free place for an answer: one whose text its prompt goes on from, else the one that
+        was not used for longest. (What another place holds of the prompt is shared.)"""
+        tokens = answer.prompt.tokens
+
+        def rank(place: _Place) -> tuple[int, int]:
+            text = self._target.text(place.part.slot(self._target).first)
+            n = n_common(text, tokens)
+            goes_on = n if n == len(text) or not self._target.can_branch else 0
+            return -goes_on, place.used_last
+
+        return min((place for place in self._places if place.answer is None), key=rank)
+
+    def _begin(self, answer: Answer, place: _Place) -> list[Event]:
+        place.answer, place.used_last = answer, answer.index
+        session, prompt, part = self._session, answer.prompt, place.part
+        try:
+            part.share_prefix(self._target, prompt.tokens)
+            place.generation = generation = session.generation(
+                prompt,
+                self._n_ctx,
+                self._drafts[0] if self._drafts else None,
+                answer.seed,
+                helpers=self._drafts[1:],
+                options=answer.options,
+                part=part,
+                index=answer.index,
+            )
+            events: list[Event] = [
+                session.prompt_event(
+                    prompt,
+                    generation,
+                    self._loop.now_s,
+                    n_ctx=self._n_ctx,
+                    seed=answer.seed,
+                )
+            ]
+            if answer.is_cancelled:
+                generation.finish("interrupted")
+            events += self._loop.start(generation)
+        except SpecgenError as error:
+            self._fail(place, error)
+            return []
+        answer.events.extend(events)
+        return events + self._settle(place)
+
+    def _settle(self, place: _Place) -> list[Event]:
+        """Free a place whose answer is done; the events of its end."""
+        answer, generation = place.answer, place.generation
+        if answer is None or generation is None or not generation.is_finished:
+            return []
+        if generation.failure is not None:
+            self._fail(place, generation.failure)
+            return []
+        events = self._loop.finish(generation, estimate_gain=False)
+        self._session.keep_text(generation.tokens)
+        answer.events.extend(events)
+        (answer.finished,) = [event for event in events if isinstance(event, FinishedEvent)]
+        self._free(place)
+        return events
+
+    def _fail(self, place: _Place, error: SpecgenError) -> None:
+        """End an answer that cannot go on. What its part of the caches holds is not certain."""
+        assert place.answer is not None
+        place.answer.failure = error
+        for backend in (self._target, *self._drafts):
+            slot = place.part.slot(backend)
+            for sequence in range(slot.first, slot.first + slot.n_branches):
+                backend.remove(sequence)
+        self._free(place)
+
+    def _free(self, place: _Place) -> None:
+        place.answer = place.generation = None
+
+
+def _default_n_ctx(session: Session) -> int:
+    """As the options say, or what the target was trained with, but no more than is usual."""
+    n_train = session.target_model.n_ctx_train
+    wanted = session.options.target_context.n_ctx
+    if wanted:
+        return wanted
+    return min(_N_CTX, n_train) if n_train > 0 else _N_CTX

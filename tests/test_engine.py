@@ -1,0 +1,416 @@
+"""Several answers at once, and one after the other in caches that stay: each is what it is alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from specgen.backend.base import Batch
+from specgen.backend.fake import FakeBackend, FakeVocabulary, random_language
+from specgen.backend.llama import LlamaBackend
+from specgen.calibration.memory import Memory
+from specgen.engine.engine import Answer, Engine
+from specgen.engine.prompts import Prompt
+from specgen.engine.session import Session, SessionOptions
+from specgen.engine.slots import Part, n_common
+from specgen.errors import BackendError, PromptError, UsageError
+from specgen.events import CommittedEvent, DraftedEvent, FinishedEvent, PromptEvent
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    DraftSource,
+    GenerationOptions,
+    SamplerOptions,
+    TreeShape,
+)
+from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
+from tests.fakes import N_VOCAB
+from tests.helpers_tiny import write_respelled_model
+from tests.virtual_time import VirtualTime
+
+CACHES: dict[str, Architecture] = {
+    "attention": "llama",
+    "sliding window": "gemma3",
+    "recurrent": "mamba",
+    "hybrid": "lfm2",
+}
+DRAFTERS = ("ngram", "draft", "respelled")
+#: f32 and no flash attention: rows are then equal in batches of every shape.
+EXACT = ContextOptions(n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32")
+SAMPLED = SamplerOptions(temperature=1.0, top_k=4, top_p=1.0, min_p=0.0, seed=7)
+LONG = "".join(map(chr, range(32, 127)))
+PROMPTS = (
+    "the cat is in the else",
+    LONG + " for with that",
+    "the cat is in the house of the",
+    "a",
+    LONG + " for with it be not self",
+    "def f(x):",
+)
+N_TOKENS = 24
+N_CTX = 256
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("engine")
+    for name, architecture in CACHES.items():
+        config = TinyConfig(architecture=architecture, logit_scale=2.0, unprintable_scale=0.0)
+        write_tiny_model(folder / f"{name}.gguf", config)
+        write_tiny_model(folder / f"{name} draft.gguf", config.draft(0.1))
+        write_respelled_model(folder / f"{name} respelled.gguf", config.draft(0.05))
+    return folder
+
+
+@pytest.fixture
+def costs(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
+    """Rows are cheap, and so are drafts: costs let a model and n-grams draft."""
+
+    def seconds(name: str, n_rows: int) -> float:
+        own = 0.1 if name.removesuffix(".gguf") in CACHES else 0.01
+        return own * (1.0 + 0.03 * (n_rows - 1))
+
+    return VirtualTime(monkeypatch, seconds)
+
+
+def opened(
+    models: Path,
+    clock: Callable[[], float],
+    kind: str = "attention",
+    drafter: str = "draft",
+    sampler: SamplerOptions | None = None,
+    tree: TreeShape | None = None,
+) -> Session:
+    draft: DraftSource = "ngram" if drafter == "ngram" else models / f"{kind} {drafter}.gguf"
+    drafting = DraftOptions(ngram_min=1, translate="auto")
+    options = SessionOptions(
+        target=models / f"{kind}.gguf",
+        draft=draft,
+        sampler=sampler or SamplerOptions(),
+        drafting=drafting if tree is None else replace(drafting, tree=tree),
+        generation=GenerationOptions(max_tokens=N_TOKENS),
+        target_context=EXACT,
+        draft_context=EXACT,
+    )
+    return Session(options, clock)
+
+
+def alone(session: Session) -> list[str]:
+    """The answers, each in contexts of its own, plainly."""
+    with Session(replace(session.options, draft="none"), session.clock, Memory()) as plain:
+        return [text_of(plain, prompt) for prompt in PROMPTS]
+
+
+def text_of(session: Session, prompt: str) -> str:
+    *_, last = session.generate(session.prompt(prompt), estimate_gain=False)
+    assert isinstance(last, FinishedEvent)
+    return last.text
+
+
+# --- what each of them says
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("n_parallel", [1, 3])
+def test_answers_at_once_are_what_they_are_alone(
+    models: Path, costs: VirtualTime, kind: str, drafter: str, n_parallel: int
+) -> None:
+    with opened(models, costs, kind, drafter) as session:
+        expected = alone(session)
+        with Engine(session, n_parallel=n_parallel, n_ctx=N_CTX) as engine:
+            asked = [engine.submit(prompt) for prompt in (*PROMPTS, *PROMPTS)]
+            events = list(engine.run())
+    assert [answer.text for answer in asked] == expected * 2
+    if kind == "attention":
+        assert any(isinstance(event, DraftedEvent) for event in events)
+    assert [e.sequence for e in events if isinstance(e, FinishedEvent)] != []
+
+
+@pytest.mark.parametrize("tree", ["auto", "2,2,1"])
+@pytest.mark.parametrize("sampler", [SamplerOptions(), SAMPLED])
+def test_with_trees_and_seeds_too(
+    models: Path, costs: VirtualTime, tree: str, sampler: SamplerOptions
+) -> None:
+    shape = TreeShape("auto") if tree == "auto" else TreeShape("levels", (2, 2, 1))
+    if sampler.temperature and shape.is_fixed:
+        pytest.skip("drawn trees keep no seed's text")
+    with opened(models, costs, sampler=sampler, tree=shape) as session:
+        expected = alone(session)
+        with Engine(session, n_parallel=4, n_ctx=N_CTX) as engine:
+            assert engine.answers(PROMPTS) == expected
+            # And once more, in caches that hold them.
+            assert engine.answers(PROMPTS) == expected
+
+
+def test_each_answer_has_its_own_options(models: Path, costs: VirtualTime) -> None:
+    with opened(models, costs, sampler=SAMPLED) as session:
+        expected = alone(session)
+        with Engine(session, n_parallel=3, n_ctx=N_CTX) as engine:
+            short = engine.submit(PROMPTS[0], max_tokens=5)
+            stopped = engine.submit(PROMPTS[0], stop=[expected[0][3:6]])
+            other = engine.submit(PROMPTS[0], seed=8)
+            list(engine.run())
+    assert expected[0].startswith(short.text)
+    assert short.finished is not None
+    assert (short.finished.n_tokens, short.finished.finish_reason) == (5, "length")
+    assert stopped.text == expected[0].partition(expected[0][3:6])[0]
+    assert other.text != expected[0]
+
+
+# --- what is in a cache already
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_conversation_decodes_what_is_new(models: Path, costs: VirtualTime, kind: str) -> None:
+    with opened(models, costs, kind) as session:
+        prompt = session.prompt(LONG)
+        more = session.prompt(" and so on").tokens
+        with Engine(session, n_parallel=2, n_ctx=N_CTX * 2) as engine:
+            for turn in range(4):
+                backends = (engine._target, *engine._drafts)
+                n_before = [backend.n_decoded_rows for backend in backends]
+                answer = engine.submit(prompt)
+                list(engine.run())
+                n_rows = [b.n_decoded_rows - n for b, n in zip(backends, n_before, strict=True)]
+                *_, last = session.generate(prompt, estimate_gain=False)
+                assert isinstance(last, FinishedEvent)
+                assert answer.text == last.text
+                assert answer.finished is not None
+                n_prompt = len(prompt.tokens)
+                if turn:
+                    # All but the last token of the answer, which nobody decoded, and what is new.
+                    assert n_prompt - answer.finished.n_cached_tokens <= 1 + len(more)
+                    assert max(n_rows) < n_prompt
+                tokens = (*prompt.tokens, *answer.finished.token_ids, *more)
+                prompt = Prompt("", tokens)
+
+
+def test_what_another_answer_has_read_is_not_read_again(models: Path, costs: VirtualTime) -> None:
+    with opened(models, costs) as session:
+        expected = [text_of(session, LONG + more) for more in ("x", "y", "z")]
+        with Engine(session, n_parallel=3, n_ctx=N_CTX) as engine:
+            asked = [engine.submit(LONG + more) for more in ("x", "y", "z")]
+            list(engine.run())
+            assert [answer.text for answer in asked] == expected
+    cached = [a.finished.n_cached_tokens for a in asked if a.finished is not None]
+    assert cached[0] == 0
+    assert min(cached[1:]) >= len(LONG) - 2
+
+
+def test_a_place_whose_text_goes_on_is_taken(models: Path, costs: VirtualTime) -> None:
+    with (
+        opened(models, costs) as session,
+        Engine(session, n_parallel=2, n_ctx=N_CTX) as engine,
+    ):
+        (first,) = engine.answers([LONG])
+        engine.answers(["other things"])
+        for place in engine._places:  # one of each
+            slot = place.part.slot(engine._target)
+            assert engine._target.length(slot.first) > 0
+        again = engine.submit(LONG + first + " and")
+        list(engine.run())
+        assert again.finished is not None
+        assert again.finished.n_cached_tokens > len(LONG)
+        # The other text is still there.
+        other = engine.submit("other things")
+        list(engine.run())
+        assert other.finished is not None
+        assert other.finished.n_cached_tokens == other.finished.n_prompt_tokens - 1
+
+
+@settings(max_examples=60)
+@given(
+    texts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=2, max_size=12),
+    n_parts=st.integers(1, 4),
+    data=st.data(),
+)
+def test_a_part_holds_the_beginning_of_its_text_and_nothing_else(
+    texts: list[list[int]], n_parts: int, data: st.DataObject
+) -> None:
+    language = random_language(N_VOCAB, seed=1)
+    backend = FakeBackend(
+        FakeVocabulary.letters(N_VOCAB), language, n_ctx=100, n_sequences=2 * n_parts
+    )
+    for text in texts:
+        part = Part(data.draw(st.integers(0, n_parts - 1)), n_parts)
+        slot = part.slot(backend)
+        held = [backend.text(Part(n, n_parts).slot(backend).first) for n in range(n_parts)]
+        n = part.share_prefix(backend, text)
+        assert n == max(n_common(other, text[:-1]) for other in held)
+        assert list(backend.text(slot.first)) == text[:n]
+        for number, before in enumerate(held):
+            if number != part.number:
+                assert backend.text(Part(number, n_parts).slot(backend).first) == before
+        batch = Batch()
+        for position in range(n, len(text)):
+            batch.add(text[position], position, (slot.first,), position == len(text) - 1)
+        (row,) = backend.decode(batch)
+        assert row.tolist() == language(tuple(text)).tolist()
+
+
+# --- coming and going
+
+
+@pytest.fixture(scope="module")
+def expected(models: Path) -> Callable[[int], str]:
+    @cache
+    def text(number: int) -> str:
+        with opened(models, lambda: 0.0, drafter="ngram") as session:
+            options = replace(session.options, draft="none")
+        with Session(options, lambda: 0.0) as plain:
+            return text_of(plain, PROMPTS[number])
+
+    return text
+
+
+@settings(
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    acts=st.lists(
+        st.one_of(
+            st.tuples(st.just("submit"), st.integers(0, len(PROMPTS) - 1)),
+            st.tuples(st.just("cancel"), st.integers(0, 20)),
+            st.tuples(st.just("step"), st.integers(1, 6)),
+            st.tuples(st.just("break"), st.just(0)),
+        ),
+        max_size=24,
+    ),
+    n_parallel=st.integers(1, 4),
+    drafter=st.sampled_from(["draft", "ngram"]),
+)
+def test_answers_come_and_go_at_any_time(
+    models: Path,
+    expected: Callable[[int], str],
+    acts: list[tuple[str, int]],
+    n_parallel: int,
+    drafter: str,
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        clock = VirtualTime(
+            patch, lambda name, n: (0.01 if "draft" in name else 0.1) * (1 + n / 40)
+        )
+        with opened(models, clock, drafter=drafter) as session:
+            asked: list[tuple[int, Answer]] = []
+            broken: set[int] = set()
+            with Engine(session, n_parallel=n_parallel, n_ctx=N_CTX) as engine:
+                for act, number in acts:
+                    if act == "submit":
+                        asked.append((number, engine.submit(PROMPTS[number])))
+                    elif act == "cancel" and asked:
+                        engine.cancel(asked[number % len(asked)][1])
+                    elif act == "step":
+                        for _ in range(number):
+                            engine.step()
+                    elif act == "break":
+                        broken |= break_round(engine)
+                list(engine.run())
+    for number, answer in asked:
+        assert answer.is_done
+        if answer.index in broken:
+            assert isinstance(answer.failure, BackendError)
+        elif answer.is_cancelled:
+            assert expected(number).startswith(answer.text)
+        else:
+            assert answer.text == expected(number)
+
+
+def break_round(engine: Engine) -> set[int]:
+    """Let the next round fail; returns which answers were in it."""
+    busy = {
+        place.answer.index
+        for place in engine._places
+        if place.answer is not None and not place.answer.is_cancelled
+    }
+    if not busy:
+        return set()
+
+    def fail(_backend: LlamaBackend, _batch: Batch) -> None:
+        raise BackendError("no room in the cache")
+
+    waiting, engine._waiting = engine._waiting, type(engine._waiting)()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(engine._target), "decode", fail)
+        with pytest.raises(BackendError):
+            engine.step()
+    engine._waiting = waiting
+    return busy
+
+
+def test_a_stream_has_the_events_of_its_answer(models: Path, costs: VirtualTime) -> None:
+    with opened(models, costs) as session:
+        expected = alone(session)
+        with Engine(session, n_parallel=2, n_ctx=N_CTX) as engine:
+            first, second = engine.submit(PROMPTS[0]), engine.submit(PROMPTS[1])
+            for number, answer in ((0, first), (1, second)):
+                events = list(engine.stream(answer))
+                assert {event.sequence for event in events} == {number}
+                assert isinstance(events[0], PromptEvent)
+                assert isinstance(events[-1], FinishedEvent)
+                told = [e.text for e in events if isinstance(e, CommittedEvent)]
+                assert "".join(told) == expected[number]
+            assert engine.is_idle
+
+
+def test_answers_are_asked_for_and_cancelled_from_other_threads(
+    models: Path, costs: VirtualTime
+) -> None:
+    asked: list[tuple[int, Answer]] = []
+    with opened(models, costs, drafter="ngram") as session:
+        expected = alone(session)
+        prompts = [session.prompt(prompt) for prompt in PROMPTS]
+        with Engine(session, n_parallel=3, n_ctx=N_CTX) as engine:
+
+            def ask(first: int) -> None:
+                for number in range(first, first + 8):
+                    answer = engine.submit(prompts[number % len(prompts)])
+                    asked.append((number % len(prompts), answer))
+                    if number % 5 == 0:
+                        engine.cancel(answer)
+
+            threads = [threading.Thread(target=ask, args=(first,)) for first in range(4)]
+            for thread in threads:
+                thread.start()
+            while any(thread.is_alive() for thread in threads) or not engine.is_idle:
+                engine.step()
+            for thread in threads:
+                thread.join()
+    assert len(asked) == 32
+    assert sorted(answer.index for _, answer in asked) == list(range(32))
+    for number, answer in asked:
+        if answer.is_cancelled:
+            assert expected[number].startswith(answer.text)
+        else:
+            assert answer.text == expected[number]
+
+
+# --- what cannot be
+
+
+def test_what_has_no_room_is_refused(models: Path, costs: VirtualTime) -> None:
+    with opened(models, costs) as session:
+        for n_parallel in (0, -1, 257):
+            with pytest.raises(UsageError, match="answers at once"):
+                Engine(session, n_parallel=n_parallel)
+        with Engine(session, n_ctx=N_CTX) as engine:
+            with pytest.raises(PromptError, match="the context 256"):
+                engine.submit("x " * 400)
+            assert engine.is_idle
+            assert engine.step() == []
+
+
+def test_a_text_before_it_is_there_is_a_mistake(models: Path, costs: VirtualTime) -> None:
+    with opened(models, costs) as session, Engine(session, n_ctx=N_CTX) as engine:
+        answer = engine.submit("a")
+        with pytest.raises(RuntimeError, match="answer 0 is not done"):
+            _ = answer.text
+    assert not answer.is_done
