@@ -6,9 +6,12 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from specgen.arrays import Logits
+from specgen.backend.base import Batch
 from specgen.backend.fake import FakeBackend, FakeVocabulary, Language, random_language
 from specgen.backend.tree_batch import Slot
 from specgen.calibration.cost_table import FREE, CostTable, Price
@@ -18,6 +21,7 @@ from specgen.core.text_state import Shaper, TextState
 from specgen.core.verifiers import AutoVerifier, Verifier
 from specgen.drafters import (
     Drafter,
+    Drafting,
     ModelDrafter,
     SuffixDrafter,
     TranslatedDrafter,
@@ -158,13 +162,13 @@ class FailingDrafter(WrappedDrafter):
         self._n_good = n_good
         self._error = error
 
-    def propose(
+    def drafting(
         self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-    ) -> Draft:
+    ) -> Drafting:
         if self._n_good == 0:
             raise self._error
         self._n_good -= 1
-        return super().propose(context, n_max, policy, n_drafted)
+        return (yield from super().drafting(context, n_max, policy, n_drafted))
 
 
 class NoDrafter:
@@ -186,6 +190,22 @@ class NoDrafter:
 
     def rewind(self, n_tokens: int) -> None:
         pass
+
+
+@dataclass
+class Timed:
+    """A backend whose decodes take what a table says."""
+
+    inner: FakeBackend
+    costs: CostTable
+    decode_s: float = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def decode(self, batch: Batch) -> Logits:
+        self.decode_s += self.costs.seconds(len(batch))
+        return self.inner.decode(batch)
 
 
 @dataclass

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -19,15 +18,26 @@ from specgen.calibration.acceptance import Chances
 from specgen.calibration.cost_table import BatchShare, CostTable, Others
 from specgen.core.draft import Draft
 from specgen.core.text_state import Shaper, TextState
-from specgen.drafters import Drafter, TreeModelDrafter
+from specgen.drafters import Drafter, ModelDrafter, TreeModelDrafter
 from specgen.engine.draft_model import guess_sampling
 from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
+from specgen.errors import BackendError
+from specgen.events import NoticeEvent
 from specgen.options import DraftOptions, GenerationOptions, parse_tree
 from specgen.policy import CostAwarePolicy, Policy, RoundReport
 from specgen.sampling import NoTokenAllowedError, Sampler
 from tests.fake_grammar import FakeGrammar
-from tests.fakes import GREEDY, N_VOCAB, PROMPT, Clock, NoDrafter, Setup, model_drafter
+from tests.fakes import (
+    GREEDY,
+    N_VOCAB,
+    PROMPT,
+    Clock,
+    NoDrafter,
+    Setup,
+    Timed,
+    model_drafter,
+)
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
@@ -82,22 +92,6 @@ def test_the_shares_of_a_batch_are_all_of_it(
     assert min(parts) > 0.0
     # Who drafts more pays more.
     assert [parts[i] for i in np.argsort(n_drafted, kind="stable")] == sorted(parts)
-
-
-@dataclass
-class Timed:
-    """A backend whose decodes take what a table says."""
-
-    inner: FakeBackend
-    costs: CostTable
-    decode_s: float = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def decode(self, batch: Batch) -> Logits:
-        self.decode_s += self.costs.seconds(len(batch))
-        return self.inner.decode(batch)
 
 
 class AlwaysRight(NoDrafter):
@@ -242,6 +236,91 @@ def test_trees_of_several_texts_grow_in_one_cache(
         assert generation.tokens == alone.tokens
     if min(lengths[:n_sequences]) > 20:
         assert all(generation.tally.n_accepted > 0 for generation in generations)
+
+
+# --- what is decoded in common
+
+
+class Counted(FakeBackend):
+    """Counts its decodes, and the rows of each."""
+
+    n_rows: list[int]
+
+    def decode(self, batch: Batch) -> Logits:
+        self.n_rows.append(len(batch))
+        return super().decode(batch)
+
+
+def chain_drafters(backend: FakeBackend, n: int) -> list[ModelDrafter]:
+    return [
+        ModelDrafter(
+            backend,
+            Shaper(Sampler(GREEDY), TextState(PROMPT)),
+            np.random.default_rng(0),
+            draws=False,
+            n_shared_tokens=N_VOCAB,
+            sequence=number,
+        )
+        for number in range(n)
+    ]
+
+
+@pytest.mark.parametrize("n_sequences", [1, 2, 5])
+@pytest.mark.parametrize("n_outputs", [2, 8])
+def test_drafts_of_several_texts_are_decoded_side_by_side(n_sequences: int, n_outputs: int) -> None:
+    prompts = [(3, 1, 4), (1, 5, 9, 2), (6,), (5, 3, 5), (8, 9)][:n_sequences]
+    cache = Counted(LETTERS, noisy(LANGUAGE, 0.7), n_ctx=600, n_sequences=n_sequences)
+    cache.n_rows, cache.n_outputs = [], n_outputs
+    setups = [
+        Setup(prompt=prompt, drafter=drafter, n_batch=100)
+        for prompt, drafter in zip(prompts, chain_drafters(cache, n_sequences), strict=True)
+    ]
+    loop = Loop(setups[0].backend(n_sequences), Clock())
+    generations = started(loop, setups)
+    loop.round(generations)  # in which they read the prompts
+    cache.n_rows.clear()
+    loop.round(generations)
+    # Each of the four drafted tokens takes a batch, with a row or two for each text.
+    n_batches = 4 * -(-n_sequences // n_outputs)
+    assert len(cache.n_rows) == n_batches
+    assert 4 * n_sequences <= sum(cache.n_rows) <= 5 * n_sequences
+    finish(loop, generations)
+    for generation, setup in zip(generations, setups, strict=True):
+        alone = Setup(prompt=setup.prompt).run()[0]
+        assert generation.tokens == alone.tokens
+        assert generation.tally.n_accepted > 0
+
+
+def test_a_draft_cache_that_fails_ends_the_drafting_of_those_who_asked() -> None:
+    class Failing(FakeBackend):
+        n_left: int
+
+        def decode(self, batch: Batch) -> Logits:
+            self.n_left -= 1
+            if self.n_left < 0:
+                raise BackendError("no room in the cache")
+            return super().decode(batch)
+
+    failing = Failing(LETTERS, noisy(LANGUAGE, 0.7), n_ctx=600, n_sequences=2)
+    failing.n_left = 9
+    sound = FakeBackend(LETTERS, noisy(LANGUAGE, 0.7), n_ctx=600, n_sequences=1)
+    drafters = [*chain_drafters(failing, 2), *chain_drafters(sound, 1)]
+    prompts = [(3, 1, 4), (1, 5, 9, 2), (6,)]
+    setups = [
+        Setup(prompt=prompt, drafter=drafter, n_batch=100)
+        for prompt, drafter in zip(prompts, drafters, strict=True)
+    ]
+    loop = Loop(setups[0].backend(3), Clock())
+    generations = started(loop, setups)
+    notices = []
+    while not all(generation.is_finished for generation in generations):
+        notices += [e for e in loop.round(generations) if isinstance(e, NoticeEvent)]
+    assert {notice.sequence for notice in notices} == {0, 1}
+    assert all("no room in the cache" in notice.message for notice in notices)
+    assert all("Traceback" in str(notice.detail) for notice in notices)
+    assert [generation.drafter is None for generation in generations] == [True, True, False]
+    for generation, setup in zip(generations, setups, strict=True):
+        assert generation.tokens == Setup(prompt=setup.prompt).run()[0].tokens
 
 
 # --- what ends one of them

@@ -29,7 +29,14 @@ from specgen.core.verifiers import (
     ResidualVerifier,
     Verifier,
 )
-from specgen.drafters import Drafter, ModelDrafter, SuffixDrafter, TranslatedDrafter, WrappedDrafter
+from specgen.drafters import (
+    Drafter,
+    Drafting,
+    ModelDrafter,
+    SuffixDrafter,
+    TranslatedDrafter,
+    WrappedDrafter,
+)
 from specgen.drafters.translation import SharedTokens, Translation
 from specgen.engine.draft_model import Translated
 from specgen.engine.generation import Generation
@@ -166,13 +173,13 @@ class Watched(WrappedDrafter):
         self.n_drafted = self.n_accepted = self.n_rounds = 0
         self.n_redecoded = self.n_proposals = self.n_slides = 0
 
-    def propose(
+    def drafting(
         self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-    ) -> Draft:
+    ) -> Drafting:
         text = self.inner._text
         cached, n_before = self.backend.text(0), self.backend.n_decoded_rows
         n_skipped = self.inner._inner._n_skipped  # type: ignore[attr-defined]
-        draft = self.inner.propose(context, n_max, policy)
+        draft = yield from super().drafting(context, n_max, policy, n_drafted)
         is_slid = self.inner._inner._n_skipped != n_skipped  # type: ignore[attr-defined]
         # What is spelled anew may begin before the window, which is then filled again.
         is_slid |= n_skipped > 0 and text.n_unchanged < 4 + n_skipped

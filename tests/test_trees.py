@@ -6,12 +6,14 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specgen.backend.base import Backend
 from specgen.backend.fake import FakeVocabulary, Language, noisy, random_language
 from specgen.calibration.cost_table import CostTable, Price
 from specgen.core.draft import NO_DRAFT, ROOT, Draft
@@ -26,6 +28,7 @@ from specgen.core.verifiers import (
 )
 from specgen.drafters import CombinedDrafter, Drafter, SuffixDrafter, TreeModelDrafter
 from specgen.engine.draft_model import guess_sampling
+from specgen.engine.loop import Loop
 from specgen.events import DraftedEvent
 from specgen.options import (
     LARGEST_TREE,
@@ -36,7 +39,7 @@ from specgen.options import (
 from specgen.policy import CostAwarePolicy, Decided, FixedPolicy, RoundReport
 from specgen.policy.plans import best_nodes
 from specgen.sampling import Distribution, Sampler
-from tests.fakes import GREEDY, PROMPT, Setup, tree_drafter
+from tests.fakes import GREEDY, PROMPT, Setup, Timed, tree_drafter
 from tests.fates import Fate, all_fates
 from tests.goodness import LEVEL, p_value
 from tests.test_verify import DRAFTS, LETTERS, SAMPLERS, draw, exact
@@ -369,8 +372,10 @@ def test_where_rows_are_cheap_trees_grow_and_more_is_accepted_than_of_a_chain() 
             n_ctx=400,
             n_branches=16,
         )
-        generation, events = setup.run()
-        seen += [event for event in events if isinstance(event, DraftedEvent)]
+        target = Timed(setup.backend(), CostTable(CHEAP))
+        loop = Loop(cast(Backend, target), lambda target=target: target.decode_s)  # type: ignore[misc]
+        generation = setup.generation()
+        seen += [event for event in loop.run(generation) if isinstance(event, DraftedEvent)]
         n_branching = sum(
             len({node.parent for node in event.nodes}) < len(event.nodes) for event in seen
         )

@@ -1,6 +1,6 @@
 """What proposes drafts."""
 
-from specgen.drafters.base import Drafter
+from specgen.drafters.base import Ask, AskingDrafter, Drafter, Drafting, draft_alone, drafting_of
 from specgen.drafters.combined import CombinedDrafter
 from specgen.drafters.constrained import ConstrainedDrafter
 from specgen.drafters.headless import HeadlessDrafter
@@ -12,9 +12,12 @@ from specgen.drafters.tree import TreeModelDrafter
 from specgen.drafters.wrapped import WrappedDrafter
 
 __all__ = [
+    "Ask",
+    "AskingDrafter",
     "CombinedDrafter",
     "ConstrainedDrafter",
     "Drafter",
+    "Drafting",
     "Guesses",
     "HeadlessDrafter",
     "ModelDrafter",
@@ -22,4 +25,6 @@ __all__ = [
     "TranslatedDrafter",
     "TreeModelDrafter",
     "WrappedDrafter",
+    "draft_alone",
+    "drafting_of",
 ]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, runtime_checkable
 
-from specgen.calibration.cost_table import Price
+from specgen.arrays import Logits
+from specgen.backend.base import Backend, Batch
+from specgen.calibration.cost_table import CostTable, Price
 from specgen.core.draft import Draft
 from specgen.policy import Policy, RoundReport
 
-__all__ = ["Drafter", "Price"]
+__all__ = ["Ask", "AskingDrafter", "Drafter", "Drafting", "Price", "draft_alone", "drafting_of"]
 
 
 class Drafter(Protocol):
@@ -51,3 +54,53 @@ class Drafter(Protocol):
     def rewind(self, n_tokens: int) -> None:
         """Forget the text from its first `n_tokens` on: another one goes on from there."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A batch that a drafter wants decoded before it goes on, and the table that learns what it
+    takes."""
+
+    backend: Backend
+    batch: Batch
+    costs: CostTable
+
+
+#: A draft in the making: asks for decodes, is sent the logits of the rows that want them, and
+#: returns the draft. The logits are valid until it asks for the next decode.
+Drafting: TypeAlias = Generator[Ask, Logits, Draft]
+
+
+@runtime_checkable
+class AskingDrafter(Drafter, Protocol):
+    """A drafter that needs a model's decodes. It asks for them, so that those of several sequences
+    can be one batch."""
+
+    def drafting(
+        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+    ) -> Drafting:
+        """As `propose`, step by step."""
+        ...
+
+
+def drafting_of(
+    drafter: Drafter, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+) -> Drafting:
+    """A draft of any drafter, step by step."""
+    if isinstance(drafter, AskingDrafter):
+        return (yield from drafter.drafting(context, n_max, policy, n_drafted))
+    return drafter.propose(context, n_max, policy, n_drafted)
+
+
+def draft_alone(drafting: Drafting) -> Draft:
+    """Make a draft, decoding whatever it asks for by itself."""
+    try:
+        ask = next(drafting)
+        while True:
+            before_s = ask.backend.decode_s
+            logits = ask.backend.decode(ask.batch)
+            ask.costs.observe(len(ask.batch), ask.backend.decode_s - before_s)
+            ask = drafting.send(logits)
+    except StopIteration as ended:
+        draft: Draft = ended.value
+        return draft

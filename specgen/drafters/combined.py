@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from specgen.calibration.cost_table import FREE, Price
 from specgen.core.draft import NO_DRAFT, Draft
-from specgen.drafters.base import Drafter
+from specgen.drafters.base import Drafter, Drafting, draft_alone, drafting_of
 from specgen.policy import Decided, Policy, RoundReport
 
 
@@ -47,17 +47,22 @@ class CombinedDrafter:
     def propose(
         self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
     ) -> Draft:
+        return draft_alone(self.drafting(context, n_max, policy, n_drafted))
+
+    def drafting(
+        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+    ) -> Drafting:
         self._take_back(context)
         proposed = self._free.propose(context, n_max, policy)
         found = policy.trim(proposed)
         prospect = policy.prospect(self._model.name, self._model.price(len(context)))
         if len(found) and policy.worth(found) >= prospect:
             self._sole = self._free
-            return self._extended_by_model(context, found, n_max, policy)
+            return (yield from self._extended_by_model(context, found, n_max, policy))
         self._sole = self._model
         if prospect <= 0.0:
             return NO_DRAFT
-        draft = self._model.propose(context, n_max, Decided(policy))
+        draft = yield from drafting_of(self._model, context, n_max, Decided(policy))
         draft = self._extended_by_ngrams(context, draft, n_max, policy)
         if self._merges and len(draft) and len(proposed):
             return policy.trim(draft.merged_with(proposed)).first(n_max)
@@ -74,7 +79,7 @@ class CombinedDrafter:
 
     def _extended_by_model(
         self, context: Sequence[int], found: Draft, n_max: int, policy: Policy
-    ) -> Draft:
+    ) -> Drafting:
         n_room = n_max - len(found)
         if n_room < 1 or not found.is_chain:
             return found
@@ -83,7 +88,8 @@ class CombinedDrafter:
             return found
         self._shown, self._n_text = found.tokens, len(context)
         behind = Decided(policy, n_after=len(found))
-        more = self._model.propose([*context, *found.tokens], n_room, behind, len(found))
+        text = [*context, *found.tokens]
+        more = yield from drafting_of(self._model, text, n_room, behind, len(found))
         self._sole = None
         return found.followed_by(more)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specgen.core.draft import Draft
 from specgen.core.text_state import TextState
-from specgen.drafters.base import Drafter
+from specgen.drafters.base import Drafter, Drafting
 from specgen.drafters.wrapped import WrappedDrafter
 from specgen.policy import Policy
 
@@ -22,8 +21,8 @@ class ConstrainedDrafter(WrappedDrafter):
         super().__init__(inner)
         self._state = state
 
-    def propose(
+    def drafting(
         self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-    ) -> Draft:
-        draft = self._inner.propose(context, n_max, policy, n_drafted)
+    ) -> Drafting:
+        draft = yield from super().drafting(context, n_max, policy, n_drafted)
         return self._state.within_grammar(draft, context[len(context) - n_drafted :])

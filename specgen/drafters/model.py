@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -11,6 +11,7 @@ from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
 from specgen.calibration.cost_table import FREE, CostTable, Price
 from specgen.core.draft import NO_DRAFT, Draft
+from specgen.drafters.base import Ask, Drafting, draft_alone
 from specgen.drafters.staged import Guesses
 from specgen.policy import Policy, RoundReport
 from specgen.sampling import Distribution, NoTokenAllowedError
@@ -108,12 +109,17 @@ class ModelDrafter:
     def propose(
         self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
     ) -> Draft:
+        return draft_alone(self.drafting(context, n_max, policy, n_drafted))
+
+    def drafting(
+        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+    ) -> Drafting:
         if policy.prospect(self.name, self.price(len(context))) <= 0.0:
             return NO_DRAFT
         n_max = self._make_room(len(context), n_max)
         if n_max < 1:
             return NO_DRAFT
-        row = self._catch_up(context)
+        row = yield from self._catch_up(context)
         self._backend.checkpoint(self._sequence)
         before = list(context[len(context) - n_drafted :])
         tokens: list[int] = []
@@ -138,7 +144,7 @@ class ModelDrafter:
                 break
             if not policy.goes_on(len(tokens), self.name):
                 break
-            row = self._row_after(tokens, context, n_max, n_drafted)
+            row = yield from self._row_after(tokens, context, n_max, n_drafted)
         if self._guesses is not None:
             self._guesses.settle(tokens)
         return Draft.chain(tokens, self.name, probabilities, distributions)
@@ -178,7 +184,7 @@ class ModelDrafter:
             n_room = n_ctx - (n_context - self._n_skipped) + 1
         return min(n_max, n_room)
 
-    def _catch_up(self, context: Sequence[int]) -> Logits:
+    def _catch_up(self, context: Sequence[int]) -> Generator[Ask, Logits, Logits]:
         """Bring the cache to `context`; returns the logits after it, float32[n_vocab]."""
         new, ahead = context[self._n_agreed :], self._ahead
         n_same = ahead.n_same(new) if new else 0
@@ -196,13 +202,13 @@ class ModelDrafter:
         missing = context[n_kept:]
         if self._n_skipped and n_kept == 0:
             missing = [*context[:_N_SINK], *context[_N_SINK + self._n_skipped :]]
-        row = self._decode(missing)
+        row = yield from self._decode(missing)
         self._n_agreed = len(context)
         return row
 
     def _row_after(
         self, tokens: Sequence[int], context: Sequence[int], n_max: int, n_drafted: int
-    ) -> Logits:
+    ) -> Generator[Ask, Logits, Logits]:
         """The logits after the drafted tokens so far, float32[n_vocab]; all but the last of them
         are decoded. With guesses the last one may be too, and some that come after it."""
         ahead, n_before = self._ahead, len(tokens) - 1
@@ -218,19 +224,22 @@ class ModelDrafter:
         if self._guesses is not None:
             self._guesses.settle(tokens)
             n_room = min(n_max - len(tokens) - 1, self._backend.n_outputs - 1)
-            guessed = self._guesses.after(context, tokens, n_room, n_drafted)
+            guessed = yield from self._guesses.after(context, tokens, n_room, n_drafted)
         before_s = self._backend.decode_s
-        rows = self._decode_rows([tokens[-1], *guessed], n_wanted=1 + len(guessed))
+        rows = yield from self._decode_rows([tokens[-1], *guessed], n_wanted=1 + len(guessed))
         if self._guesses is not None:
             self._guesses.decoded(self._backend.decode_s - before_s)
         return ahead.add((tokens[-1], *guessed), rows, self._backend)
 
-    def _decode(self, tokens: Sequence[int]) -> Logits:
+    def _decode(self, tokens: Sequence[int]) -> Generator[Ask, Logits, Logits]:
         """Decode tokens in batches; returns the logits after the last one, float32[n_vocab]."""
-        row: Logits = self._decode_rows(tokens, n_wanted=1)[-1]
+        rows = yield from self._decode_rows(tokens, n_wanted=1)
+        row: Logits = rows[-1]
         return row
 
-    def _decode_rows(self, tokens: Sequence[int], *, n_wanted: int) -> Logits:
+    def _decode_rows(
+        self, tokens: Sequence[int], *, n_wanted: int
+    ) -> Generator[Ask, Logits, Logits]:
         """Decode tokens in batches; returns the logits after the last ones, of the last batch at
         most: float32[n_wanted, n_vocab]."""
         position = self._backend.length(self._sequence)
@@ -247,9 +256,7 @@ class ModelDrafter:
                 [False] * n_silent + [True] * (n - n_silent),
             )
             position += n
-            before_s = self._backend.decode_s
-            logits = self._backend.decode(batch)
-            self._costs.observe(n, self._backend.decode_s - before_s)
+            logits = yield Ask(self._backend, batch, self._costs)
         assert logits is not None, "at least one token is decoded"
         return logits
 

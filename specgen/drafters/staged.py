@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
+from specgen.arrays import Logits
 from specgen.core.draft import NO_DRAFT
-from specgen.drafters.base import Drafter
+from specgen.drafters.base import Ask, Drafter, drafting_of
 from specgen.policy import Policy, RoundReport
 
 
@@ -45,7 +46,7 @@ class Guesses:
 
     def after(
         self, context: Sequence[int], drafted: Sequence[int], n_room: int, n_before: int = 0
-    ) -> Sequence[int]:
+    ) -> Generator[Ask, Logits, Sequence[int]]:
         """Guess how the draft goes on, by at most `n_room` tokens. Of the context the last
         `n_before` tokens are drafted too, by another drafter."""
         self._guess, self._n_before = NO_DRAFT, len(drafted)
@@ -57,7 +58,7 @@ class Guesses:
             self._take_back(text)
             before_s = self._drafter.model_s
             n_drafted = n_before + len(drafted)
-            guess = self._drafter.propose(text, n_max, self._policy, n_drafted)
+            guess = yield from drafting_of(self._drafter, text, n_max, self._policy, n_drafted)
             guess = self._policy.trim(guess)
             self._guess = guess if guess.is_chain else NO_DRAFT
             self._draft_s = self._drafter.model_s - before_s

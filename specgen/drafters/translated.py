@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from specgen.calibration.cost_table import Price
-from specgen.core.draft import NO_DRAFT, ROOT, Draft
-from specgen.drafters.base import Drafter
+from specgen.core.draft import NO_DRAFT, ROOT
+from specgen.drafters.base import Drafter, Drafting
 from specgen.drafters.translation import BeginningShaper, DraftText, SharedShaper, Translation
 from specgen.drafters.translation.unicode import n_unfinished
 from specgen.drafters.wrapped import WrappedDrafter
@@ -57,9 +57,9 @@ class TranslatedDrafter(WrappedDrafter):
         n_new = n_context - self._text.n_followed
         return self._inner.price(len(self._text.tokens) + n_new)
 
-    def propose(
+    def drafting(
         self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-    ) -> Draft:
+    ) -> Drafting:
         if policy.prospect(self.name, self.price(len(context))) <= 0.0:
             return NO_DRAFT
         text = self._text
@@ -77,12 +77,12 @@ class TranslatedDrafter(WrappedDrafter):
         if self._beginning is None:
             if self._shared is not None:
                 self._shared.before = context[len(context) - n_drafted :]
-            self._drafted = self._inner.propose(text.tokens, n_max, Decided(policy))
+            self._drafted = yield from super().drafting(text.tokens, n_max, Decided(policy))
             return self._translation.shared.translate(self._drafted)
         self._beginning.beginning = self._held_back
         # What is held back is drafted again before anything else is.
         behind = Decided(policy, n_own=n_held_back)
-        self._drafted = self._inner.propose(text.tokens, n_max + n_held_back, behind)
+        self._drafted = yield from super().drafting(text.tokens, n_max + n_held_back, behind)
         return self._translation.strings.translate(
             self._drafted, text.last_bytes(_BEFORE), self._held_back
         ).first(n_max)

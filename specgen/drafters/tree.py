@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,8 +12,9 @@ from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
 from specgen.backend.tree_batch import Slot
 from specgen.calibration.cost_table import CostTable, Price
-from specgen.core.draft import NO_DRAFT, ROOT, Draft
+from specgen.core.draft import NO_DRAFT, ROOT
 from specgen.core.growing_tree import GrowingTree
+from specgen.drafters.base import Ask, Drafting
 from specgen.drafters.model import N_USUAL, DraftShaper, ModelDrafter
 from specgen.options import TreeShape
 from specgen.policy import Policy, TreePolicy
@@ -114,9 +115,9 @@ class TreeModelDrafter(ModelDrafter):
         # Of what became text since the last tree, most is in the cache: by far the usual case.
         return super().price(max(self._n_agreed, min(n_context, self._n_agreed + N_USUAL)))
 
-    def propose(
+    def drafting(
         self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-    ) -> Draft:
+    ) -> Drafting:
         self._settle(context)
         if policy.prospect(self.name, self.price(len(context))) <= 0.0:
             return NO_DRAFT
@@ -128,13 +129,14 @@ class TreeModelDrafter(ModelDrafter):
         before = tuple(context[len(context) - n_drafted :])
         look = self._known
         if look is None or self._n_agreed < len(context):
-            look = self._look(self._catch_up(context), before)
+            row = yield from self._catch_up(context)
+            look = self._look(row, before)
         growth = self._growth(policy, n_max)
         growth.take(tree, ROOT, look)
         self._looks[ROOT] = look
         self._branches.begin()
         while frontier := growth.frontier(tree, self._n_most()):
-            rows = self._decode_nodes(tree, frontier)
+            rows = yield from self._decode_nodes(tree, frontier)
             looks = [
                 self._look(row, (*before, *tree.path(node)))
                 for node, row in zip(frontier, rows, strict=True)
@@ -186,7 +188,9 @@ class TreeModelDrafter(ModelDrafter):
 
     # --- the cache ---------------------------------------------------------------------------
 
-    def _decode_nodes(self, tree: GrowingTree, nodes: Sequence[int]) -> Logits:
+    def _decode_nodes(
+        self, tree: GrowingTree, nodes: Sequence[int]
+    ) -> Generator[Ask, Logits, Logits]:
         """Decode nodes, each on its branch; returns the logits beyond each of them,
         float32[n, n_vocab]."""
         n_past = self._n_text - self._n_skipped
@@ -195,10 +199,7 @@ class TreeModelDrafter(ModelDrafter):
             position = n_past + tree.depths[node]
             branch = self._branches.follow(node, tree.parents[node], position)
             batch.add(tree.tokens[node], position, (branch,), True)
-        before_s = self._backend.decode_s
-        rows = self._backend.decode(batch)
-        self._costs.observe(len(batch), self._backend.decode_s - before_s)
-        return rows
+        return (yield Ask(self._backend, batch, self._costs))
 
     def _settle(self, context: Sequence[int]) -> None:
         """Let the cache hold what became text of the last tree, and nothing else of it."""

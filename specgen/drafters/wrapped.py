@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from specgen.calibration.cost_table import Price
 from specgen.core.draft import Draft
-from specgen.drafters.base import Drafter
+from specgen.drafters.base import Drafter, Drafting, draft_alone, drafting_of
 from specgen.policy import Policy, RoundReport
 
 
@@ -30,7 +30,12 @@ class WrappedDrafter:
     def propose(
         self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
     ) -> Draft:
-        return self._inner.propose(context, n_max, policy, n_drafted)
+        return draft_alone(self.drafting(context, n_max, policy, n_drafted))
+
+    def drafting(
+        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+    ) -> Drafting:
+        return (yield from drafting_of(self._inner, context, n_max, policy, n_drafted))
 
     def observe(self, report: RoundReport) -> None:
         self._inner.observe(report)

@@ -49,6 +49,8 @@ class Generation:
     text: TextStream = field(init=False)
     tally: Tally = field(default_factory=Tally)
     finish_reason: FinishReason | None = None
+    #: Its rows in the last round's batch.
+    n_rows: int = 1
     #: How many tokens of the prompt were in the cache already.
     n_cached: int = 0
     #: What ended the answer before its time; it then has no `finish_reason`.

@@ -18,7 +18,9 @@ from specgen.backend.tree_batch import keep_path, pack
 from specgen.calibration.cost_table import Others
 from specgen.core.draft import NO_DRAFT, ROOT, Draft
 from specgen.core.verifiers import Verdict
+from specgen.drafters import Drafting, drafting_of
 from specgen.engine.generation import Generation
+from specgen.engine.proposing import propose_together
 from specgen.engine.round_events import (
     committed,
     describe,
@@ -118,15 +120,7 @@ class Loop:
             return [event for generation in active for event in self._interrupt(generation)]
         round_started = self._clock()
         events: list[Event] = []
-        drafts: list[Draft] = []
-        draft_s: list[tuple[float, float]] = []
-        for generation in active:
-            # Those that come later have one row each at least.
-            n_others = len(active) - 1
-            others = Others(n_others, n_others + sum(map(len, drafts)))
-            draft, model_s, propose_s = self._propose(generation, others, events)
-            drafts.append(draft)
-            draft_s.append((model_s, propose_s))
+        drafts, draft_s = self._propose(active, events)
 
         target_s, n_rows = self._target.decode_s, self._target.n_decoded_rows
         batch = Batch()
@@ -245,39 +239,52 @@ class Loop:
         return tokens[position:]
 
     def _propose(
-        self, generation: Generation, others: Others, events: list[Event]
-    ) -> tuple[Draft, float, float]:
-        """A draft for this round, and the seconds of the model's decodes and of all drafting. A
-        drafter that fails ends drafting, not the answer."""
-        drafter, policy = generation.drafter, generation.policy
-        if drafter is None:
-            return NO_DRAFT, 0.0, 0.0
-        n_max = min(
-            policy.room(generation.n_expected, others),
-            generation.n_draftable,
-            self._target.n_outputs // (1 + others.n_sequences) - 1,
-        )
-        if n_max < 1:
-            return NO_DRAFT, 0.0, 0.0
-        started, model_s = self._clock(), drafter.model_s
-        try:
-            draft = drafter.propose(generation.tokens, n_max, policy)
-        except Exception as error:  # noqa: BLE001 - a bug in a drafter too
-            generation.drafter = None
-            what = error.message if isinstance(error, SpecgenError) else repr(error)
-            events.append(
-                NoticeEvent(
-                    sequence=generation.index,
-                    time_s=self.now_s,
-                    message=f"drafting failed, going on without a draft: {what}",
-                    detail=traceback.format_exc(),
-                )
+        self, active: Sequence[Generation], events: list[Event]
+    ) -> tuple[list[Draft], list[tuple[float, float]]]:
+        """A draft for each, and the seconds of the model's decodes and of all drafting. A drafter
+        that fails ends drafting, not the answer."""
+        n_others = len(active) - 1
+        # Of the others it is not known yet how much they draft: about as much as in the last round.
+        n_all_rows = sum(generation.n_rows for generation in active)
+        drafting: list[Generation] = []
+        draftings: list[Drafting] = []
+        for generation in active:
+            drafter, policy = generation.drafter, generation.policy
+            if drafter is None:
+                continue
+            others = Others(n_others, n_all_rows - generation.n_rows)
+            n_max = min(
+                policy.room(generation.n_expected, others),
+                generation.n_draftable,
+                self._target.n_outputs // len(active) - 1,
             )
-            draft = NO_DRAFT
-        if not draft.is_drawn:  # a model that draws has the grammar; and its draws stay whole
-            draft = generation.state.within_grammar(draft)
-        draft = policy.trim(draft)
-        return draft, drafter.model_s - model_s, self._clock() - started
+            if n_max >= 1:
+                drafting.append(generation)
+                draftings.append(drafting_of(drafter, generation.tokens, n_max, policy))
+        drafts = dict.fromkeys(map(id, active), NO_DRAFT)
+        draft_s = dict.fromkeys(map(id, active), (0.0, 0.0))
+        proposals = propose_together(draftings, self._clock)
+        for generation, proposal in zip(drafting, proposals, strict=True):
+            started, draft = self._clock(), proposal.draft
+            if proposal.error is not None:
+                generation.drafter = None
+                events.append(self._drafting_failed(generation, proposal.error))
+            if not draft.is_drawn:  # a model that draws has the grammar; and its draws stay whole
+                draft = generation.state.within_grammar(draft)
+            drafts[id(generation)] = draft = generation.policy.trim(draft)
+            generation.n_rows = 1 + len(draft)
+            seconds = proposal.seconds + self._clock() - started
+            draft_s[id(generation)] = proposal.model_s, seconds
+        return list(drafts.values()), list(draft_s.values())
+
+    def _drafting_failed(self, generation: Generation, error: Exception) -> NoticeEvent:
+        what = error.message if isinstance(error, SpecgenError) else repr(error)
+        return NoticeEvent(
+            sequence=generation.index,
+            time_s=self.now_s,
+            message=f"drafting failed, going on without a draft: {what}",
+            detail="".join(traceback.format_exception(error)),
+        )
 
     def _verify(self, generation: Generation, draft: Draft, logits: Logits) -> Verdict:
         dead_ends: dict[int, NoTokenAllowedError] = {}

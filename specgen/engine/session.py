@@ -461,7 +461,8 @@ class Session:
             n_ctx=n_ctx * n_parts,
             clock=self._clock,
             n_sequences=(self.n_rows_max + 1 if draft.branches else 1) * n_parts,
-            n_outputs=n_outputs,
+            n_outputs=n_outputs * n_parts,
+            n_rollback=n_outputs - 1,
         )
 
     def text(self, prompt: Sequence[int]) -> TextState:

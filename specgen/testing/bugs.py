@@ -14,7 +14,7 @@ import numpy as np
 
 from specgen.core.draft import ROOT, Draft
 from specgen.core.verifiers import MatchVerifier, Target, Verdict, Verifier
-from specgen.drafters import Drafter, WrappedDrafter
+from specgen.drafters import Drafter, Drafting, WrappedDrafter
 from specgen.engine.generation import Generation
 from specgen.policy import Policy, WrappedPolicy
 from specgen.sampling import Distribution
@@ -48,10 +48,10 @@ class _TopToken(WrappedDrafter):
     """Drafts the most likely token and says that it was drawn (the ratio test on an argmax
     draft)."""
 
-    def propose(
+    def drafting(
         self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-    ) -> Draft:
-        draft = self._inner.propose(context, n_max, policy, n_drafted)
+    ) -> Drafting:
+        draft = yield from super().drafting(context, n_max, policy, n_drafted)
         if not len(draft) or draft.distributions[0] is None:
             return draft
         top = draft.drawn_from(0).mode
