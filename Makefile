@@ -7,6 +7,8 @@ VENV ?= .venv
 PROMPT ?= Correct the spelling and change nothing else: The harbour was quiet when the first boats came in. Nobody on the pier had expeckted them before noon, and the fish market was still closed. The oldest of the fishermen, who had recieved the message a day earlier, was already waiting with his dog. He said nothing, looked at the sky, and began to untie the ropes. Then the harbour master came down the stairs, and the two of them talked untill the first boat touched the pier.
 ARGS ?=
 PYTEST_ARGS ?=
+# A process for each core; `PYTEST_ARGS="-n 0 tests/test_loop.py"` does without.
+WORKERS = --numprocesses auto --maxprocesses 8 --dist worksteal
 
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
@@ -29,7 +31,7 @@ run: $(VENV)/.installed ## Answer PROMPT with the default pair of models, fetche
 	@$(BIN)/specgen run $(ARGS) -- "$$PROMPT"
 
 test: $(VENV)/.installed-dev ## Run the test suite
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
 check: lint format-check types docs-check ## What CI runs: lint, format, types, docs, then the tests
 	@$(MAKE) --no-print-directory test

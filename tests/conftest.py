@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 from specgen.kernels import library_path
 from specgen.kernels.test_results import (
     CHILD_COMMAND,
+    FILE_NAME,
     INSTRUCTIONS_VARIABLE,
     TestResult,
     result_of,
@@ -38,13 +40,15 @@ _OWN_ENVIRONMENT = dict(os.environ)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
+def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Who computes in tests is who computes for users: specgen's kernels where they can be used, or
     what the user's own SPECGEN_KERNELS asks for. They have to be attached before any test loads a
-    model."""
+    model. Returns the folder that has the result of their self-test."""
     from specgen.kernels import choose, wanted_in
 
-    choose(wanted_in(_OWN_ENVIRONMENT), tmp_path_factory.mktemp("kernels"))
+    folder = tmp_path_factory.mktemp("kernels")
+    choose(wanted_in(_OWN_ENVIRONMENT), folder)
+    return folder
 
 
 _test_results: dict[tuple[Path, str], TestResult] = {}
@@ -114,6 +118,16 @@ def _own_directories(_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("specgen.backend.llama.opening.default_threads", lambda: 1)
     # The kernels' self-test is made once: it takes a second.
     monkeypatch.setattr("specgen.kernels.choice.result_of", _remembered)
+
+
+@pytest.fixture
+def tested_kernels(_kernels: Path, _own_directories: None) -> None:
+    """The kernels' self-test is known in this test's cache: child processes need not make it."""
+    result = _kernels / FILE_NAME
+    if result.exists():
+        cache = Path(os.environ["SPECGEN_CACHE"])
+        cache.mkdir(parents=True, exist_ok=True)
+        shutil.copy(result, cache)
 
 
 @pytest.fixture(scope="session")

@@ -370,6 +370,7 @@ def test_verify_takes_what_was_saved(specgen_: Specgen, tiny_models: Path) -> No
 # --- how it ends
 
 
+@pytest.mark.usefixtures("tested_kernels")
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals and terminals")
 def test_ctrl_c_shows_what_is_measured_so_far(tiny_models: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"

@@ -24,6 +24,8 @@ from tests.helpers_cli import ROOT, Cli, complaint, events_of
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 posix = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals and terminals")
 
+pytestmark = pytest.mark.usefixtures("tested_kernels")
+
 
 @pytest.fixture
 def cli(
@@ -699,6 +701,7 @@ def test_on_a_terminal_colours_show_what_was_accepted(tiny_models: Path) -> None
 
     import pyte
 
+    answer, _ = start(command(tiny_models)).communicate(timeout=120)
     for environment in ({}, {"NO_COLOR": "1"}, {"TERM": "dumb"}):
         ours, theirs = pty.openpty()
         settings = {"TERM": "xterm-256color", "COLUMNS": "70", "LINES": "30", **environment}
@@ -721,7 +724,6 @@ def test_on_a_terminal_colours_show_what_was_accepted(tiny_models: Path) -> None
         stream = pyte.ByteStream(screen)
         stream.feed(data)
         shown = "".join("".join(screen.display).split())
-        answer, _ = start(command(tiny_models)).communicate(timeout=120)
         assert "".join(answer.decode().split()) == shown
         colours = {screen.buffer[y][x].fg for y in range(40) for x in range(80)}
         marked = any(
