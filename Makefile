@@ -9,6 +9,16 @@ ARGS ?=
 PYTEST_ARGS ?=
 # A process for each core; `PYTEST_ARGS="-n 0 tests/test_loop.py"` does without.
 WORKERS = --numprocesses auto --maxprocesses 8 --dist worksteal
+# What `make quick` leaves out, four fifths of the time: real models, draws by the thousand, simulated
+# worlds, child processes, and comparisons with llama.cpp case by case. The rest runs 97 % of the
+# lines of specgen/ that the whole suite runs. (Files, or the beginnings of tests' names.)
+SLOW = cli_drafting.py cli_run.py cli_trees.py cli_verify.py doctor.py fetch.py kernels.py \
+	llama_dry.py llama_sampling.py lossless.py::test_sampled lossless.py::test_matching \
+	policy.py::test_in_the_long_run policy.py::test_a_draft_that_cannot_pay proof.py \
+	proof_statistics.py real_model.py real_translation.py render_live.py \
+	translated_loop.py::test_distributions translated_loop.py::test_draws \
+	translated_loop.py::test_sampled translated_loop.py::test_stopping translation_text.py \
+	trees.py::test_drawn_trees_fit trees.py::test_trees_of_the_likeliest verify.py
 
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
@@ -18,7 +28,7 @@ KERNELS := hatch_build.py scripts/build_kernels.py $(wildcard kernels/*.cpp kern
 
 export PROMPT
 
-.PHONY: help run peers test check lint format format-check types docs docs-check install clean FORCE
+.PHONY: help run peers test quick check lint format format-check types docs docs-check install clean FORCE
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' Makefile | \
@@ -32,6 +42,9 @@ run: $(VENV)/.installed ## Answer PROMPT with the default pair of models, fetche
 
 test: $(VENV)/.installed-dev ## Run the test suite
 	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
+
+quick: lint types ## Lint, types, and the tests that find most mistakes, in about a minute
+	$(BIN)/python -m pytest $(WORKERS) $(SLOW:%=--deselect tests/test_%) $(PYTEST_ARGS)
 
 check: lint format-check types docs-check ## What CI runs: lint, format, types, docs, then the tests
 	@$(MAKE) --no-print-directory test
