@@ -23,6 +23,7 @@ from benchmarks.costs import measure
 from benchmarks.replays import Told, parser_of_answers, read_answers
 from specgen.backend.llama import default_threads, requantize
 from specgen.catalogue import cache_folder
+from specgen.engine.measurements import agreement_walk
 from specgen.engine.session import Session, SessionOptions
 from specgen.kernels import choose, wanted_in
 
@@ -62,7 +63,7 @@ def agreement(target: Path, draft: Path, answers: Sequence[Told]) -> dict[str, f
             tokens = [*prompt.tokens, *told.tokens]
             with session.contexts(session.context_size(len(tokens))) as (_, drafting):
                 assert drafting is not None, "the session's draft"
-                walk = session.walk(prompt, drafting)
+                walk = agreement_walk(session, prompt, drafting)
                 for place in range(len(prompt.tokens), len(tokens)):
                     walk.look(tokens, place, tokens[place])
             n_places += walk.found.n_places

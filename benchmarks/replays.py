@@ -46,6 +46,7 @@ from specgen.calibration.cost_table import CostTable
 from specgen.calibration.memory import Memory
 from specgen.calibration.timing import MIN_SIZES
 from specgen.engine.loop import Loop
+from specgen.engine.measurements import measure_if_new
 from specgen.engine.session import Session, SessionOptions
 from specgen.events import FinishedEvent
 from specgen.options import GenerationOptions
@@ -187,7 +188,7 @@ class Entrant:
                 table.start(n_rows, known.seconds(n_rows))
         if drafting.is_by_cost:
             with self._session.contexts(256) as (context, drafts):
-                self._session.measure_if_new(context, drafts)
+                measure_if_new(self._session, context, drafts)
         self._known_first = copy.deepcopy(vars(self._session.memory))
 
     def close(self) -> None:

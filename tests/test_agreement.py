@@ -27,6 +27,7 @@ from specgen.engine.agreement import (
     greedy_tokens,
     sample_agreement,
 )
+from specgen.engine.measurements import measure_if_new
 from specgen.engine.session import Session, SessionOptions
 from specgen.events import FinishedEvent, NoticeEvent
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
@@ -216,7 +217,7 @@ def fill(opened: Session, target_s: dict[int, float], draft_s: float) -> None:
 def sampled(opened: Session) -> Chances | None:
     fill(opened, GOOD, 0.01)
     with opened.contexts(256) as (target_backend, draft_backend):
-        opened.measure_if_new(target_backend, draft_backend)
+        measure_if_new(opened, target_backend, draft_backend)
         assert target_backend.length(0) == 0
         assert draft_backend is not None
         assert draft_backend.length(0) == 0
@@ -282,7 +283,7 @@ def test_what_is_known_is_not_looked_at_again(models: Path) -> None:
         assert again is first
         assert again.n_judged == n_judged
         with opened.contexts(256) as contexts:
-            assert opened.measure_if_new(*contexts) == 0.0
+            assert measure_if_new(opened, *contexts) == 0.0
 
 
 def test_what_could_not_matter_is_not_looked_at(models: Path) -> None:
@@ -291,7 +292,7 @@ def test_what_could_not_matter_is_not_looked_at(models: Path) -> None:
     with session(models, "itself") as opened:
         fill(opened, GOOD, 5.0)
         with opened.contexts(256) as contexts:
-            assert opened.measure_if_new(*contexts) == 0.0
+            assert measure_if_new(opened, *contexts) == 0.0
         assert "model" not in opened.chances()
 
 

@@ -154,9 +154,11 @@ def test_each_answer_has_its_own_options(models: Path, costs: VirtualTime) -> No
     with opened(models, costs, sampler=SAMPLED) as session:
         expected = alone(session)
         with Engine(session, n_parallel=3, n_ctx=N_CTX) as engine:
-            short = engine.submit(PROMPTS[0], max_tokens=5)
-            stopped = engine.submit(PROMPTS[0], stop=[expected[0][3:6]])
-            other = engine.submit(PROMPTS[0], seed=8)
+            own = session.options.generation
+            short = engine.submit(PROMPTS[0], generation=replace(own, max_tokens=5))
+            until = replace(own, stop=(expected[0][3:6],))
+            stopped = engine.submit(PROMPTS[0], generation=until)
+            other = engine.submit(PROMPTS[0], sampling=replace(SAMPLED, seed=8))
             list(engine.run())
     assert expected[0].startswith(short.text)
     assert short.finished is not None

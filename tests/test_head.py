@@ -234,8 +234,8 @@ def test_a_draft_with_another_vocabulary_does_not_read_its_own_head(tmp_path: Pa
     assert (target.parent, other.name) == (tmp_path, "draft.gguf")
     prompt = session.prompt("the sum of", now=NOW)
     assert prompt.draft_tokens is not None
-    assert session._draft is not None
-    told = said(session._draft.model, prompt.draft_tokens)
+    assert session.draft_model is not None
+    told = said(session.draft_model, prompt.draft_tokens)
     assert "You are tiny" not in told
     assert told.startswith("<s>")
     assert "user\nthe sum of" in told

@@ -197,7 +197,7 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
 def test_what_runs_by_default_fits(models: Path, costs: VirtualTime, pair: int, seed: int) -> None:
     """Without a seed a chain is drawn; with one, drafts are matched, and trees."""
     with opened(models, pair, drafting=BY_COST, clock=costs, seed=seed) as session:
-        assert session.verifier_name == ("auto" if seed < 0 else "match")
+        assert session.verifier_name() == ("auto" if seed < 0 else "match")
         result = sampled(session)
     assert result.way == "cost"
     assert not result.is_defect

@@ -110,7 +110,8 @@ def test_the_answer_in_chat_is_drafted_as_chat(smollm2: Path, gemma3: Path) -> N
     with opened((smollm2, gemma3), "string") as session:
         prompt = session.prompt("Why is the sky blue?", system="Be brief.")
         assert prompt.draft_tokens is not None
-        vocabulary = session._draft.model.vocabulary  # type: ignore[union-attr]
+        assert session.draft_model is not None
+        vocabulary = session.draft_model.vocabulary
         text = b"".join(map(vocabulary.token_bytes, prompt.draft_tokens))
         assert text == b"Be brief.\n\nWhy is the sky blue?\n\n"
         assert prompt.draft_tokens[0] == vocabulary.special_tokens()["bos"]

@@ -27,6 +27,7 @@ from specgen.calibration.threads import (
     thread_counts,
     with_threads,
 )
+from specgen.engine.measurements import is_pair_measured, measure_if_new
 from specgen.engine.session import Session, SessionOptions
 from specgen.options import ContextOptions
 
@@ -251,17 +252,17 @@ def test_what_a_busy_machine_costs_holds_for_now_and_is_not_kept(
 ) -> None:
     file, draft = tmp_path / "learnt.json", tiny_models / "draft.gguf"
     times = iter([CoreTime(10.0, 4.0, 3.0), CoreTime(20.0, 6.0 + 10.0 * share_of_others, 5.0)])
-    monkeypatch.setattr("specgen.engine.session.core_time", lambda: next(times))
+    monkeypatch.setattr("specgen.engine.measurements.core_time", lambda: next(times))
     options = SessionOptions(tiny_models / "target.gguf", draft)
     memory = Memory(file)
     with Session(options, time.perf_counter, memory) as session, session.contexts(64) as contexts:
-        assert session.measure_if_new(*contexts) > 0.0
-        assert session.is_measured(draft)
+        assert measure_if_new(session, *contexts) > 0.0
+        assert is_pair_measured(session, draft)
         assert session.was_busy == (share_of_others > 0.25)
-        assert session.measure_if_new(*contexts) == 0.0
+        assert measure_if_new(session, *contexts) == 0.0
     memory.save()
     with Session(options, time.perf_counter, Memory(file)) as session:
-        assert session.is_measured(draft) == (share_of_others <= 0.25)
+        assert is_pair_measured(session, draft) == (share_of_others <= 0.25)
 
 
 def test_threads_are_kept_by_model_and_machine(tmp_path: Path, tiny_models: Path) -> None:

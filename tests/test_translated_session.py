@@ -211,9 +211,9 @@ def test_stop_strings_and_ends_are_exact(models: Path, translate: TranslateMode)
 
 
 def draft_text(session: Session, tokens: tuple[int, ...]) -> str:
-    draft = session._draft
+    draft = session.draft_model
     assert draft is not None
-    vocabulary = draft.model.vocabulary
+    vocabulary = draft.vocabulary
     said = (
         vocabulary.token_bytes(token) or vocabulary.control_text(token).encode() for token in tokens
     )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from specgen.calibration.memory import Memory
 from specgen.engine.agreement import Agreement
+from specgen.engine.measurements import is_pair_measured, measure_if_new
 from specgen.engine.session import Session, SessionOptions
 from specgen.errors import ModelFileError, PairError, PromptError
 from specgen.options import ContextOptions, DraftOptions, DraftSource, GenerationOptions
@@ -197,7 +198,7 @@ def test_costs_chances_and_threads_are_known_afterwards(tiny_models: Path) -> No
     assert memory.threads(draft, context) == tuning.draft.threads.chosen
     with session(tiny_models, context, memory) as opened:
         opened.change_draft(draft)
-        assert opened.is_measured(draft)
+        assert is_pair_measured(opened, draft)
         assert known_costs(opened, draft) is not None
         taken = opened.context_options()
         chosen = tuning.threads.chosen
@@ -206,7 +207,7 @@ def test_costs_chances_and_threads_are_known_afterwards(tiny_models: Path) -> No
         assert judged > 0.9 * tuning.draft.agreement.n_places
         # Nothing is left to measure.
         with opened.contexts(256) as contexts:
-            assert opened.measure_if_new(*contexts) == 0.0
+            assert measure_if_new(opened, *contexts) == 0.0
 
 
 @pytest.mark.parametrize("named", [{"n_threads": 1}, {"n_threads_batch": 1}])

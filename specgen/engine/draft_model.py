@@ -24,6 +24,7 @@ from specgen.drafters import (
     TreeModelDrafter,
 )
 from specgen.drafters.translation import BeginningShaper, SharedShaper, Translation
+from specgen.engine.answer_settings import AnswerSettings
 from specgen.engine.pairing import check_pair
 from specgen.engine.prompts import Prompt
 from specgen.engine.slots import WHOLE, Part
@@ -33,13 +34,12 @@ from specgen.options import (
     DRAFT_TEMPERATURE,
     ContextOptions,
     DraftOptions,
-    GenerationOptions,
     SamplerName,
     SamplerOptions,
     TreeShape,
 )
 from specgen.policy import Policy
-from specgen.sampling import DryBreakers, Sampler
+from specgen.sampling import Sampler
 
 #: How a draft with another vocabulary is translated.
 Translated: TypeAlias = Literal["string", "tokens"]
@@ -85,50 +85,25 @@ class DraftModel:
         path: Path,
         target: LlamaModel,
         context: ContextOptions,
-        sampler: SamplerOptions,
         drafting: DraftOptions,
-        generation: GenerationOptions,
-        breakers: DryBreakers | None,
         weights: Path | None = None,
     ) -> None:
         #: What drafts for it.
         self.helper: DraftModel | Literal["ngram"] | None = None
-        is_random = Sampler(sampler, breakers).is_random
+        self._drafting = drafting
         self.model = LlamaModel(path, weights=weights, n_gpu_layers=context.n_gpu_layers)
         try:
-            self._pair(target, drafting)
-            self.translated = self._mode(target, drafting, is_random=is_random)
+            self._pair(target)
         except PairError:
             self.model.close()
             raise
-        self._draws = (
-            is_random
-            and make_verifier(drafting.verifier).wants_draws
-            and self.translated != "string"
-        )
-        #: Whether its drafts may be trees.
+        #: Whether its drafts may be trees, with samplers that allow it.
         self.branches = (
             drafting.grows_trees
             and not target.has_recurrent_state
             and not self.model.has_recurrent_state
             and self._translation is None
-            and (drafting.tree.is_fixed or not self._draws)
         )
-        #: Whether what n-grams say may become branches of its drafts.
-        self.merges = self.branches and not drafting.tree.is_fixed
-        self._tree = (drafting.tree, drafting.tree_depth)
-        if self.translated == "string":
-            # The target's biases and penalties are by its own tokens.
-            ends = self.model.vocabulary.end_tokens() if generation.ignore_eos else ()
-            never = tuple((token, -math.inf) for token in ends)
-            self._sampler = Sampler(SamplerOptions(logit_bias=never))
-            assert self._translation is not None
-            self._translation.draft_lexicon.load()  # now, not in the middle of an answer
-        else:
-            shaped = draft_sampling(sampler, drafting, draws=self._draws)
-            if self.branches and not self._draws:
-                shaped = guess_sampling(sampler, drafting.tree)
-            self._sampler = Sampler(shaped, breakers)
 
     def close(self) -> None:
         """Free the model and its helper's. May be called twice."""
@@ -140,6 +115,38 @@ class DraftModel:
     def has_own_vocabulary(self) -> bool:
         return self._translation is not None
 
+    def translated(self, settings: AnswerSettings) -> Translated | None:
+        """How its drafts for such an answer are translated; None if they need not be."""
+        translation = self._translation
+        if translation is None:
+            return None
+        mode = self._drafting.translate
+        if mode == "auto":
+            # Without chance, text that is spelled anew is never worse than tokens, since it may
+            # hold tokens that only the draft has. Drawn drafts are accepted more than argmax
+            # drafts, but not by so much that few shared tokens would do.
+            n_tokens = len(translation.draft_lexicon)
+            shares = settings.sampler.is_random and len(translation.shared) >= _MOSTLY * n_tokens
+            mode = "tokens" if shares else "string"
+        return "tokens" if mode == "tokens" else "string"
+
+    def draws(self, settings: AnswerSettings) -> bool:
+        """Whether its drafts for such an answer are drawn at random."""
+        return (
+            settings.sampler.is_random
+            and make_verifier(settings.verifier(self._drafting)).wants_draws
+            and self.translated(settings) != "string"
+        )
+
+    def grows_trees(self, settings: AnswerSettings) -> bool:
+        """Whether its drafts for such an answer may be trees."""
+        is_fixed = self._drafting.tree.is_fixed
+        return self.branches and (is_fixed or not self.draws(settings))
+
+    def merges(self, settings: AnswerSettings) -> bool:
+        """Whether what n-grams say may become branches of its drafts for such an answer."""
+        return self.grows_trees(settings) and not self._drafting.tree.is_fixed
+
     def drafter(
         self,
         prompt: Prompt,
@@ -148,32 +155,34 @@ class DraftModel:
         rng: np.random.Generator,
         make_shaper: MakeShaper,
         known: Known,
+        settings: AnswerSettings,
         *,
         branches: bool = True,
         part: Part = WHOLE,
     ) -> Drafter:
         """What drafts for one answer to `prompt`: in its `part` of a context of this model, the first
         of `backends`, with its helper in the others, if they are there. `state` is the target's
-        text, `known` what was learnt so far. Without `branches` it drafts chains."""
+        text, `known` what was learnt so far, and `settings` are the answer's. Without `branches` it
+        drafts chains."""
         translation, backend = self._translation, backends[0]
         costs = known.costs(self.model.path)
         slot, n_ctx = part.slot(backend), part.n_ctx(backend)
+        draws, sampler = self.draws(settings), self._sampler(settings)
         if translation is None:
-            shaper = make_shaper(self._sampler, state)
+            shaper = make_shaper(sampler, state)
             own_prompt = prompt.without_head()
             held = own_prompt.tokens[: part.share_prefix(backend, own_prompt.tokens)]
             drafter: Drafter
-            if self.branches and branches:
-                shape, n_deepest = self._tree
+            if branches and self.grows_trees(settings):
                 drafter = TreeModelDrafter(
                     backend,
                     shaper,
                     rng,
-                    draws=self._draws,
+                    draws=draws,
                     n_shared_tokens=self._n_shared_tokens,
-                    shape=shape,
+                    shape=self._drafting.tree,
                     costs=costs,
-                    n_deepest=n_deepest,
+                    n_deepest=self._drafting.tree_depth,
                     slot=slot,
                     n_ctx=n_ctx,
                     held=held,
@@ -183,10 +192,10 @@ class DraftModel:
                     backend,
                     shaper,
                     rng,
-                    draws=self._draws,
+                    draws=draws,
                     n_shared_tokens=self._n_shared_tokens,
                     costs=costs,
-                    guesses=self._guesses(own_prompt, backends[1:], state, known, part),
+                    guesses=self._guesses(own_prompt, backends[1:], state, known, settings, part),
                     sequence=slot.first,
                     n_ctx=n_ctx,
                     held=held,
@@ -195,18 +204,18 @@ class DraftModel:
         text = translation.text(prompt.tokens, prompt.draft_tokens)
         own_prompt, own_state = Prompt(prompt.text, tuple(text.tokens)), TextState(())
         translated: BeginningShaper | SharedShaper
-        if self.translated == "string":
-            translated = BeginningShaper(self._sampler, translation.draft_lexicon)
+        if self.translated(settings) == "string":
+            translated = BeginningShaper(sampler, translation.draft_lexicon)
         else:
-            translated = SharedShaper(translation.shared, make_shaper(self._sampler, state))
+            translated = SharedShaper(translation.shared, make_shaper(sampler, state))
         inner = ModelDrafter(
             backend,
             translated,
             rng,
-            draws=self._draws,
+            draws=draws,
             n_shared_tokens=self.model.vocabulary.n_tokens,
             costs=costs,
-            guesses=self._guesses(own_prompt, backends[1:], own_state, known, part),
+            guesses=self._guesses(own_prompt, backends[1:], own_state, known, settings, part),
             sequence=slot.first,
             n_ctx=n_ctx,
             held=own_prompt.tokens[: part.share_prefix(backend, own_prompt.tokens)],
@@ -221,6 +230,7 @@ class DraftModel:
         backends: Sequence[Backend],
         state: TextState,
         known: Known,
+        settings: AnswerSettings,
         part: Part,
     ) -> Guesses | None:
         """What drafts for this model, over a text in its own tokens; it draws nothing that would
@@ -233,43 +243,48 @@ class DraftModel:
             name: Path | str = helper
         else:
             own_rng = np.random.default_rng(0)
-            drafter = helper.drafter(prompt, backends, state, own_rng, Shaper, known, part=part)
+            drafter = helper.drafter(
+                prompt, backends, state, own_rng, Shaper, known, settings.most_likely(), part=part
+            )
             name = helper.model.path
         return Guesses(drafter, known.policy(self.model.path, name))
 
-    def _pair(self, target: LlamaModel, drafting: DraftOptions) -> None:
+    def _sampler(self, settings: AnswerSettings) -> Sampler:
+        """The samplers that it drafts with."""
+        if self.translated(settings) == "string":
+            # The target's biases and penalties are by its own tokens.
+            is_endless = settings.generation.ignore_eos
+            ends = self.model.vocabulary.end_tokens() if is_endless else ()
+            never = tuple((token, -math.inf) for token in ends)
+            return Sampler(SamplerOptions(logit_bias=never))
+        if self.grows_trees(settings) and not self.draws(settings):
+            shaped = guess_sampling(settings.in_use, self._drafting.tree)
+        else:
+            draws = self.draws(settings)
+            shaped = draft_sampling(settings.in_use, self._drafting, draws=draws)
+        return Sampler(shaped, settings.breakers)
+
+    def _pair(self, target: LlamaModel) -> None:
+        """Compare the vocabularies, and make ready to translate where they differ."""
         self._translation: Translation | None = None
         self._n_shared_tokens = 0
+        translate = self._drafting.translate
         try:
             self._n_shared_tokens = check_pair(
                 target.vocabulary, self.model.vocabulary, target.name, self.model.name
             )
         except PairError:
-            if drafting.translate == "off":
+            if translate == "off":
                 raise
             self._translation = Translation(target.vocabulary, self.model.vocabulary)
-
-    def _mode(
-        self, target: LlamaModel, drafting: DraftOptions, *, is_random: bool
-    ) -> Translated | None:
-        """How drafts are translated; None if they need not be."""
-        translation = self._translation
-        if translation is None:
-            return None
-        mode = drafting.translate
-        if mode == "auto":
-            # Without chance, text that is spelled anew is never worse than tokens, since it may
-            # hold tokens that only the draft has. Drawn drafts are accepted more than argmax
-            # drafts, but not by so much that few shared tokens would do.
-            n_tokens = len(translation.draft_lexicon)
-            shares = is_random and len(translation.shared) >= _MOSTLY * n_tokens
-            mode = "tokens" if shares else "string"
-        if mode == "tokens" and not len(translation.shared):
-            raise PairError(
-                f"{self.model.name} cannot draft for {target.name} token by token: they share none",
-                hint="--translate string translates what it says",
-            )
-        return "tokens" if mode == "tokens" else "string"
+            if translate == "tokens" and not len(self._translation.shared):
+                raise PairError(
+                    f"{self.model.name} cannot draft for {target.name} token by token: "
+                    "they share none",
+                    hint="--translate string translates what it says",
+                ) from None
+            if translate != "tokens":
+                self._translation.draft_lexicon.load()  # now, not in the middle of an answer
 
 
 def draft_sampling(

@@ -7,17 +7,22 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from specgen.backend.llama import LlamaBackend
+from specgen.engine.answer_settings import AnswerSettings
 from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
+from specgen.engine.measurements import measure_if_costs_decide
 from specgen.engine.prompts import Prompt
-from specgen.engine.session import Session
 from specgen.engine.slots import Part, n_common
 from specgen.errors import BackendError, PromptError, SpecgenError, UsageError
-from specgen.events import Event, FinishedEvent
-from specgen.options import GenerationOptions
+from specgen.events import Event, FinishedEvent, NoticeEvent
+from specgen.options import GenerationOptions, SamplerOptions
+
+if TYPE_CHECKING:
+    from specgen.engine.session import Session
 
 #: llama.cpp has no room for more sequences in a context.
 _MAX_SEQUENCES = 256
@@ -32,7 +37,7 @@ class Answer:
     #: Which of the engine's answers it is, counted from 0: the `sequence` of its events.
     index: int
     prompt: Prompt
-    options: GenerationOptions
+    settings: AnswerSettings
     seed: int
     #: The summary, once it is finished.
     finished: FinishedEvent | None = None
@@ -78,6 +83,10 @@ class Engine:
     target. `n_ctx` is the room for one prompt and its answer, in tokens; by default as the session's
     options say, or 4096, or what the target was trained with if that is less.
 
+    `interrupted` is asked between decodes; a yes ends the answers that are in the making with what
+    there is of them. `estimate_gain` allows a few decodes at the end of each answer to learn what
+    plain decoding costs.
+
     One thread steps it; `submit` and `cancel` may be called from any. An answer that fails, or is
     cancelled, ends alone. Raises `MemoryLimitError` if the contexts do not fit the memory.
     """
@@ -89,6 +98,7 @@ class Engine:
         n_parallel: int = 1,
         n_ctx: int | None = None,
         interrupted: Callable[[], bool] = lambda: False,
+        estimate_gain: bool = False,
     ) -> None:
         if n_parallel < 1:
             raise UsageError(f"{n_parallel} answers at once: give 1 or more")
@@ -104,6 +114,7 @@ class Engine:
         self._waiting: deque[Answer] = deque()
         self._n_submitted = 0
         self._places = [_Place(Part(number, n_parallel)) for number in range(n_parallel)]
+        self._estimates_gain = estimate_gain
         self._resources = contextlib.ExitStack()
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
@@ -114,11 +125,12 @@ class Engine:
                 session.helper_contexts(self._n_ctx, n_parts=n_parallel)
             )
             self._target = target
+            self._loop = Loop(target, session.clock, interrupted)
             self._drafts: tuple[LlamaBackend, ...] = (() if draft is None else (draft,)) + helpers
             #: Seconds that it took to measure what drafting costs; 0 where that was known.
-            self.measured_s = session.measure_if_costs_decide(target, draft)
+            self.measured_s = measure_if_costs_decide(session, target, draft)
             on_error.pop_all()
-        self._loop = Loop(target, session.clock, interrupted)
+        self._notices = deque(self._what_to_know())
 
     def __enter__(self) -> Engine:
         return self
@@ -141,13 +153,12 @@ class Engine:
         self,
         prompt: str | Prompt,
         *,
-        max_tokens: int | None = None,
-        stop: Sequence[str] | None = None,
-        seed: int | None = None,
+        sampling: SamplerOptions | None = None,
+        generation: GenerationOptions | None = None,
     ) -> Answer:
-        """Ask for an answer; `max_tokens`, `stop` and `seed` are the session's unless given. (Texts
-        are prompts in the model's chat template, if it has one.) Raises `PromptError` if the prompt
-        has no room in the context, or cannot be one."""
+        """Ask for an answer, with the session's options unless others are given. A text is a user's
+        turn in the model's chat template, if it has one. Raises `PromptError` if the prompt has no
+        room in the context, or cannot be one, and `UsageError` if the options cannot be met."""
         session = self._session
         if isinstance(prompt, str):
             prompt = session.prompt(prompt)
@@ -156,15 +167,11 @@ class Engine:
                 f"the prompt has {len(prompt.tokens)} tokens, the context {self._n_ctx}",
                 hint=f"take a context of {len(prompt.tokens) + 1} tokens or more",
             )
-        options = session.options.generation
-        if max_tokens is not None:
-            options = replace(options, max_tokens=max_tokens)
-        if stop is not None:
-            options = replace(options, stop=tuple(stop))
-        seed = session.options.sampler.seed if seed is None else seed
+        settings = session.answer_settings(sampling, generation)
+        seed = settings.sampling.seed
         seed = seed if seed >= 0 else secrets.randbits(32)
         with self._lock:
-            answer = Answer(self._n_submitted, prompt, options, seed)
+            answer = Answer(self._n_submitted, prompt, settings, seed)
             self._n_submitted += 1
             self._waiting.append(answer)
         return answer
@@ -275,19 +282,23 @@ class Engine:
                 self._drafts[0] if self._drafts else None,
                 answer.seed,
                 helpers=self._drafts[1:],
-                options=answer.options,
+                settings=answer.settings,
                 part=part,
                 index=answer.index,
             )
             events: list[Event] = [
                 session.prompt_event(
                     prompt,
-                    generation,
-                    self._loop.now_s,
-                    n_ctx=self._n_ctx,
+                    answer.settings,
                     seed=answer.seed,
+                    index=answer.index,
+                    now_s=self._loop.now_s,
+                    n_ctx=self._n_ctx,
                 )
             ]
+            while self._notices:
+                message = self._notices.popleft()
+                events.append(NoticeEvent(answer.index, self._loop.now_s, message))
             if answer.is_cancelled:
                 generation.finish("interrupted")
             events += self._loop.start(generation)
@@ -297,6 +308,17 @@ class Engine:
         answer.events.extend(events)
         return events + self._settle(place)
 
+    def _what_to_know(self) -> Iterator[str]:
+        """Notices that the first answer's events bring."""
+        yield from self._session.notices(self._n_ctx)
+        if self.measured_s:
+            message = f"measured what drafting costs and promises here, in {self.measured_s:.1f} s"
+            if self._session.was_busy:
+                message += (
+                    "; the machine had other work to do, so it is measured anew the next time"
+                )
+            yield message
+
     def _settle(self, place: _Place) -> list[Event]:
         """Free a place whose answer is done; the events of its end."""
         answer, generation = place.answer, place.generation
@@ -305,7 +327,7 @@ class Engine:
         if generation.failure is not None:
             self._fail(place, generation.failure)
             return []
-        events = self._loop.finish(generation, estimate_gain=False)
+        events = self._loop.finish(generation, estimate_gain=self._estimates_gain)
         self._session.keep_text(generation.tokens)
         answer.events.extend(events)
         (answer.finished,) = [event for event in events if isinstance(event, FinishedEvent)]

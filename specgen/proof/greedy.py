@@ -22,6 +22,7 @@ from specgen.arrays import Logits
 from specgen.backend.llama.kernels import LLAMA_CPP
 from specgen.core.text_state import Shaper, TextState
 from specgen.engine.loop import Loop
+from specgen.engine.measurements import measure_if_costs_decide
 from specgen.engine.prompts import Prompt
 from specgen.engine.session import Session
 from specgen.proof.rows import batch_sizes, batches_move, is_moved, movement, plain_rows
@@ -135,7 +136,9 @@ class PlainAnswers:
             return self._kept[key]
         plain = session.generation(prompt, n_ctx, None, 0, plain=True)
         row_bytes = 4 * session.target_model.vocabulary.n_tokens
-        keeper = _Keeper(session.sampler, plain.state, max(1, self._n_bytes_max // row_bytes))
+        keeper = _Keeper(
+            session.settings.sampler, plain.state, max(1, self._n_bytes_max // row_bytes)
+        )
         plain.shaper = keeper
         events = list(loop.run(plain))
         answer = PlainAnswer(list(tokens_told(events)), keeper.rows)
@@ -171,7 +174,7 @@ def check_greedy(
     # Until batches alone are seen to move a row: not all models and caches are the kernels' alone.
     exact = session.target_model.kernels != LLAMA_CPP
     with session.contexts(n_ctx) as (target, draft), session.helper_contexts(n_ctx) as helpers:
-        session.measure_if_costs_decide(target, draft)
+        measure_if_costs_decide(session, target, draft)
         drafts = [*([] if draft is None else [draft]), *helpers]
         for number, prompt in enumerate(prompts, 1):
             loop = Loop(target, session.clock, interrupted)
@@ -184,7 +187,7 @@ def check_greedy(
             for backend in (target, *drafts):
                 backend.remove(0)
             fast = session.generation(prompt, n_ctx, draft, 0, helpers=helpers)
-            watch = _Watch(session.sampler, fast.state, expected, plain.rows)
+            watch = _Watch(session.settings.sampler, fast.state, expected, plain.rows)
             fast.shaper = watch
             way.prepare(fast)
             if bug is not None:

@@ -21,6 +21,7 @@ from specgen.backend.llama import LlamaBackend
 from specgen.backend.llama.kernels import LLAMA_CPP
 from specgen.core.text_state import RememberingShaper
 from specgen.engine.loop import Loop
+from specgen.engine.measurements import measure_if_costs_decide
 from specgen.engine.prompts import Prompt
 from specgen.engine.session import Session
 from specgen.proof.drawing import Drawer
@@ -161,7 +162,7 @@ def check_sampled(
     n_prompt = len(prompt.tokens)
     n_ctx = session.context_size(n_prompt + room(plan))
     with session.contexts(n_ctx) as (cache, draft_cache), session.helper_contexts(n_ctx) as caches:
-        session.measure_if_costs_decide(cache, draft_cache)
+        measure_if_costs_decide(session, cache, draft_cache)
         target = _remembering(session, cache, prompt)
         drafts = [_remembering(session, each, prompt) for each in (draft_cache, *caches) if each]
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specgen.engine.measurements import is_pair_measured, measure_if_new
+
 if TYPE_CHECKING:
     from specgen.engine.session import Session
 
@@ -94,7 +96,7 @@ def _speedup(costs: Costs, n_drafted: int, draft_token_s: float, acceptance: flo
 
 def known_costs(session: Session, draft: Path) -> Costs | None:
     """What the session's target and a draft model cost, if that is known."""
-    if not session.is_measured(draft):
+    if not is_pair_measured(session, draft):
         return None
     known = session.table().known
     sizes = {n: seconds for n, seconds in known.items() if n <= session.n_rows_max}
@@ -105,11 +107,11 @@ def measure_costs(session: Session, draft: Path) -> Costs | None:
     """What they cost, measured if that is not known yet; `draft` is the session's. None if a
     round has no room for a draft. Raises `MemoryLimitError` if there is no room for the
     contexts, `BackendError`."""
-    if not session.is_measured(draft):
+    if not is_pair_measured(session, draft):
         n_train = session.target_model.n_ctx_train
         n_ctx = min(_N_CTX, n_train) if n_train > 0 else _N_CTX
         with session.contexts(n_ctx) as (target, drafting):
-            session.measure_if_new(target, drafting)
+            measure_if_new(session, target, drafting)
     return known_costs(session, draft)
 
 

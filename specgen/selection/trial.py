@@ -21,6 +21,7 @@ from specgen.calibration.timing import batch_sizes, time_batch
 from specgen.core.draft import NO_DRAFT, ROOT, Draft
 from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
+from specgen.engine.measurements import measure_if_new
 from specgen.errors import PromptError
 from specgen.policy import Decided, Policy, RoundReport
 from specgen.selection.outlook import rows_s
@@ -183,7 +184,7 @@ def try_draft(
     Raises `MemoryLimitError` or `BackendError` if the draft model cannot be run.
     """
     with session.contexts(baseline.n_ctx) as (target, draft):
-        session.measure_if_new(target, draft)
+        measure_if_new(session, target, draft)
         replays = _replays(session, baseline, draft, interrupted, progress)
     is_whole = len(replays) == len(baseline.answers)
     return summarise(replays, baseline.token_s) if is_whole else None

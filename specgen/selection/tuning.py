@@ -18,6 +18,7 @@ from specgen.backend.llama import default_threads
 from specgen.calibration.threads import ThreadTimes, measure_threads, thread_counts
 from specgen.calibration.weight_copies import Comparison
 from specgen.engine.agreement import Agreement
+from specgen.engine.measurements import agreement_walk, measure_if_new
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError, SpecgenError
 from specgen.options import DraftSource
 from specgen.selection.outlook import Costs, Outlook, known_costs, outlook
@@ -235,12 +236,12 @@ class Tuner:
         tell = self._telling(f"agreement of {draft.name}")
         with self._session.contexts(baseline.n_ctx) as (target, drafting):
             assert drafting is not None, "the session's draft"
-            self._session.measure_if_new(target, drafting)
+            measure_if_new(self._session, target, drafting)
             for number, answer in enumerate(baseline.answers):
                 tell(number, len(baseline.answers))
                 prompt = answered_prompt(self._session, baseline, answer)
                 drafting.remove(0)
-                walk = self._session.walk(prompt, drafting)
+                walk = agreement_walk(self._session, prompt, drafting)
                 tokens = [*prompt.tokens, *answer.tokens]
                 for place in range(len(prompt.tokens), len(tokens)):
                     if self._interrupted():

@@ -1,0 +1,74 @@
+"""How the tokens of one answer are chosen, and when it ends, made ready for a target."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from specgen.backend.llama import LlamaGrammar, LlamaModel
+from specgen.constrain.grammar import GrammarState
+from specgen.errors import UsageError
+from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
+from specgen.sampling import DryBreakers, Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSettings:
+    """What one answer asks of the target's samplers and grammar. Answers of the same settings share
+    one object; it holds nothing that changes."""
+
+    #: As they were asked for.
+    sampling: SamplerOptions
+    generation: GenerationOptions
+    #: The samplers that are in use: `sampling`, with the biases that `generation` adds.
+    in_use: SamplerOptions
+    breakers: DryBreakers | None
+    sampler: Sampler
+    #: The grammar at the beginning of an answer.
+    grammar: GrammarState | None
+
+    @staticmethod
+    def of(
+        model: LlamaModel, sampling: SamplerOptions, generation: GenerationOptions
+    ) -> AnswerSettings:
+        """Build the samplers and the grammar. Raises `UsageError` if a token of a bias does not
+        exist, or the grammar is not one."""
+        vocabulary, in_use = model.vocabulary, sampling
+        for token, _ in sampling.logit_bias:
+            if not 0 <= token < vocabulary.n_tokens:
+                raise UsageError(
+                    f"--logit-bias: there is no token {token}: "
+                    f"{model.name} has {vocabulary.n_tokens}"
+                )
+        if generation.ignore_eos:
+            never = tuple((token, -math.inf) for token in vocabulary.end_tokens())
+            in_use = replace(in_use, logit_bias=in_use.logit_bias + never)
+        breakers = None
+        if in_use.dry_multiplier > 0.0:
+            breakers = DryBreakers.of(vocabulary, in_use.dry_breakers)
+        grammar = None
+        if generation.grammar is not None:
+            grammar = LlamaGrammar(vocabulary, generation.grammar).start
+        return AnswerSettings(
+            sampling, generation, in_use, breakers, Sampler(in_use, breakers), grammar
+        )
+
+    def with_generation(self, generation: GenerationOptions) -> AnswerSettings:
+        """The same but for what ends the answer; grammar and `ignore_eos` must be as before."""
+        return replace(self, generation=generation)
+
+    def most_likely(self) -> AnswerSettings:
+        """The same samplers without chance: those of what drafts for a draft model."""
+        in_use = replace(self.in_use, temperature=0.0, dynatemp_range=0.0)
+        return replace(self, in_use=in_use, sampler=Sampler(in_use, self.breakers))
+
+    def verifier(self, drafting: DraftOptions) -> VerifierName:
+        """How drafts are judged. A seed that was asked for gives the same text every time, also
+        where the lengths of drafts depend on how long decodes take: drafts are then matched."""
+        is_timed = drafting.is_by_cost and self.sampling.seed >= 0
+        return "match" if drafting.verifier == "auto" and is_timed else drafting.verifier
+
+    @property
+    def kind_of_chances(self) -> str:
+        """What acceptance rates depend on, besides the models, in words."""
+        return f"temp {self.sampling.temperature:.1f}"

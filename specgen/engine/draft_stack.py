@@ -1,0 +1,179 @@
+"""The models that draft for a target: the draft model, what drafts for it, and so on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from specgen.backend.llama import LlamaBackend, LlamaModel
+from specgen.calibration.weight_copies import Comparison, Copies
+from specgen.engine.agreement import TEXT
+from specgen.engine.draft_model import DraftModel
+from specgen.errors import ModelFileError
+from specgen.options import ContextOptions, DraftOptions, DraftSource, TreeShape
+
+#: The most tokens that one draft model guesses of another's draft.
+LONGEST_GUESS = 8
+#: The most nodes that a draft model decodes at once while a tree grows.
+_WIDEST = 8
+#: Context sizes are rounded up to a multiple of this, as llama.cpp does.
+CONTEXT_STEP = 256
+
+
+class DraftStack:
+    """The draft models of a session, loaded, from copies of their weights where these are quicker.
+
+    `context_options` gives the options of a draft model's contexts. A model that drafts for another
+    one is opened with it and closed with it.
+    """
+
+    def __init__(
+        self,
+        target: LlamaModel,
+        helpers: Sequence[DraftSource],
+        copies: Copies,
+        context: ContextOptions,
+        context_options: Callable[[Path], ContextOptions],
+        clock: Callable[[], float],
+    ) -> None:
+        self._target = target
+        self._helpers = helpers
+        self._copies = copies
+        self._context = context
+        self._context_options = context_options
+        self._clock = clock
+        #: What drafts for the target, and the model where it is one.
+        self.source: DraftSource = "none"
+        self.model: DraftModel | None = None
+        #: Draft models that were compared with copies.
+        self.compared: list[Comparison] = []
+
+    def change(self, source: DraftSource, drafting: DraftOptions) -> None:
+        """Let another draft take the place of the present one, which is closed; there must be
+        no context of it. Raises `ModelFileError` or `PairError`; there is then no draft."""
+        self.close()
+        if isinstance(source, Path):
+            self.model = self._open((source, *self._helpers), self._target, drafting)
+        self.source = source
+
+    def close(self) -> None:
+        """Close the models. May be called twice."""
+        if self.model is not None:
+            self.model.close()
+        self.model, self.source = None, "none"
+
+    @property
+    def path(self) -> Path | None:
+        """The draft model's file; None where none is loaded."""
+        return self.model.model.path if self.model is not None else None
+
+    @property
+    def name(self) -> str:
+        return self.model.model.name if self.model is not None else str(self.source)
+
+    @property
+    def copied(self) -> list[Comparison]:
+        """Those of `compared` that draft from their copy, the last one of each model."""
+        last = {compared.model: compared for compared in self.compared}
+        return [compared for compared in last.values() if compared.is_taken]
+
+    @property
+    def why_chains(self) -> str | None:
+        """Why drafts cannot branch here, whatever their shape; None if they can."""
+        target, draft = self._target, self.model
+        if target.has_recurrent_state:
+            return f"{target.name} has a recurrent state, which branches cannot share"
+        if draft is None or draft.branches:
+            return None
+        if draft.model.has_recurrent_state:
+            return f"{draft.model.name} has a recurrent state, which branches cannot share"
+        if draft.has_own_vocabulary:
+            return f"what {draft.model.name} drafts is translated, a chain at a time"
+        return f"{draft.model.name} has a draft of its own, which drafts chains"
+
+    @contextlib.contextmanager
+    def contexts(
+        self,
+        n_ctx: int,
+        n_rows: int,
+        *,
+        n_parts: int = 1,
+        first: int = 0,
+        n_models: int | None = None,
+    ) -> Iterator[tuple[LlamaBackend, ...]]:
+        """Contexts of the draft model, of the model that drafts for it, and so on, in which
+        `n_parts` answers may be made at once, each of `n_ctx` tokens with its prompt and with up to
+        `n_rows` rows a round; of `n_models` models from the `first` on, by default of all. They are
+        closed at the end of the `with`. Raises `MemoryLimitError`."""
+        models: list[DraftModel] = []
+        draft: DraftModel | str | None = self.model
+        while isinstance(draft, DraftModel):
+            models.append(draft)
+            draft = draft.helper
+        wanted = models[first:] if n_models is None else models[first : first + n_models]
+        with contextlib.ExitStack() as stack:
+            found = []
+            for draft in wanted:
+                context = self._context_of(draft, n_ctx, n_rows, n_parts)
+                found.append(context)
+                stack.callback(context.close)
+            yield tuple(found)
+
+    def _context_of(self, draft: DraftModel, n_ctx: int, n_rows: int, n_parts: int) -> LlamaBackend:
+        """A context of a draft model. A draft whose context is too small for a text sees the latest
+        part of it."""
+        if draft.has_own_vocabulary:  # it may need more tokens for the same text
+            n_ctx = -(-n_ctx * 3 // 2 // CONTEXT_STEP) * CONTEXT_STEP
+        n_train = draft.model.n_ctx_train
+        n_ctx = min(n_ctx, n_train) if n_train > 0 else n_ctx
+        n_outputs = 1 if draft.helper is None else 1 + LONGEST_GUESS
+        if draft.branches:
+            n_outputs = min(n_rows, _WIDEST)
+        return LlamaBackend(
+            draft.model,
+            self._context_options(draft.model.path),
+            n_ctx=n_ctx * n_parts,
+            clock=self._clock,
+            n_sequences=(n_rows + 1 if draft.branches else 1) * n_parts,
+            n_outputs=n_outputs * n_parts,
+            n_rollback=n_outputs - 1,
+        )
+
+    def _open(
+        self, sources: Sequence[DraftSource], target: LlamaModel, drafting: DraftOptions
+    ) -> DraftModel:
+        """The first of the sources, which drafts for `target`, with the others as its helpers."""
+        if len(sources) > 1 or target is not self._target:  # stages draft chains
+            drafting = replace(drafting, tree=TreeShape("off"))
+        path = Path(sources[0])
+        draft = self._load(path, target, drafting)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(draft.close)
+            compared = self._copies.compare(draft.model, self._context_options(path), TEXT)
+            if compared is not None:
+                self.compared.append(compared)
+            if compared is not None and compared.is_taken:
+                draft.close()
+                draft = self._load(path, target, drafting)
+            on_error.pop_all()
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(draft.close)
+            if len(sources) > 1:
+                is_model = isinstance(sources[1], Path)
+                rest = sources[1:]
+                draft.helper = self._open(rest, draft.model, drafting) if is_model else "ngram"
+            on_error.pop_all()
+        return draft
+
+    def _load(self, path: Path, target: LlamaModel, drafting: DraftOptions) -> DraftModel:
+        """A draft model from its copy, or from its own file where there is none that works."""
+        copy = self._copies.of(path, self._context)
+        try:
+            return DraftModel(path, target, self._context, drafting, copy)
+        except ModelFileError:
+            if copy is None:
+                raise
+            self._copies.discard(path)
+            return DraftModel(path, target, self._context, drafting)

@@ -1,0 +1,105 @@
+"""What is measured of models before costs decide: what decodes take, and how often a draft agrees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specgen.backend.base import Backend
+from specgen.backend.llama import default_threads
+from specgen.calibration.system_load import BUSY_SHARE, core_time, share_of_others
+from specgen.calibration.timing import MIN_SIZES, batch_sizes, complete, is_measured
+from specgen.core.text_state import Shaper, TextState
+from specgen.engine.agreement import N_KNOWN, N_TOKENS, TEXT, Walk, can_pay, sample_agreement
+from specgen.engine.prompts import Prompt, tokenize
+from specgen.options import SamplerOptions
+from specgen.sampling import Sampler
+
+if TYPE_CHECKING:
+    from specgen.engine.session import Session
+
+#: Sizes to time of a draft model: tokens one by one, what it has to catch up with, a prompt.
+_DRAFT_SIZES = (1, 2, 3, 4, 8, 16, 64)
+
+
+def is_pair_measured(session: Session, draft: Path | None) -> bool:
+    """Whether the costs of the target, up to the largest batch of a round, and of a draft
+    model are known."""
+    own = is_measured(session.table(), session.n_rows_max)
+    return own and (draft is None or is_measured(session.table(draft)))
+
+
+def measure_if_costs_decide(session: Session, target: Backend, draft: Backend | None) -> float:
+    """`measure_if_new`, where there is a draft and costs decide how much is drafted."""
+    if not session.options.drafting.is_by_cost or session.draft_source == "none":
+        return 0.0
+    return measure_if_new(session, target, draft)
+
+
+def measure_if_new(session: Session, target: Backend, draft: Backend | None) -> float:
+    """Measure what decodes cost and, where costs decide how much is drafted, how often a draft
+    model agrees with the target, unless that is known, in contexts that are empty; returns
+    how many seconds that took, 0 for none.
+
+    What other programs slow down holds for now and is not kept (`session.was_busy`): a table of a
+    busy machine may say that no draft pays, and then nothing is decoded that would correct
+    it."""
+    started, path = session.clock(), session.draft_path
+    is_known = is_pair_measured(session, path)
+    if not is_known:
+        before = core_time()
+        sizes = batch_sizes(max(MIN_SIZES, session.n_rows_max))
+        complete(session.table(), target, sizes, session.n_rows_max)
+        if draft is not None and path is not None:
+            complete(session.table(path), draft, _DRAFT_SIZES)
+        share = share_of_others(before, core_time())
+        session.was_busy = share is not None and share > BUSY_SHARE
+        if session.was_busy:
+            _keep_no_costs(session)
+    is_sampled = draft is not None and _sample_agreement(session, target, draft)
+    return session.clock() - started if is_sampled or not is_known else 0.0
+
+
+def agreement_walk(session: Session, prompt: Prompt, draft: Backend) -> Walk:
+    """A walk through a text that begins with `prompt`, with the draft model in an empty
+    context, to see how often it agrees with what the target says. The user's samplers do not
+    matter: the most likely tokens are compared."""
+    state = TextState(())
+    drafter = session.model_drafter(
+        prompt, (draft,), state, np.random.default_rng(0), _most_likely, branches=False
+    )
+    return Walk(drafter, state, session.chances(), is_translated=session.is_translated)
+
+
+def _keep_no_costs(session: Session) -> None:
+    """Let what was just measured be measured anew the next time."""
+    options, path = session.options, session.draft_path
+    models = [(options.target, session.context_options())]
+    if path is not None:
+        models.append((path, session.context_options(path)))
+    for model, context in models:
+        session.memory.keep_no_costs(model, context, default_threads())
+
+
+def _sample_agreement(session: Session, target: Backend, draft: Backend) -> bool:
+    """See how often the draft model says what the target does, unless that is known or could
+    not matter; returns whether that was seen."""
+    path, chances = session.draft_path, session.chances()
+    is_known = "model" in chances and chances["model"].n_judged >= N_KNOWN
+    if path is None or is_known or not session.options.drafting.is_by_cost:
+        return False
+    if not can_pay(session.table(), session.table(path), session.options.drafting.n_max):
+        return False
+    tokens = tokenize(session.target_model.vocabulary, TEXT, parse_special=False)[:N_TOKENS]
+    walk = agreement_walk(session, Prompt(TEXT, tuple(tokens[:1])), draft)
+    try:
+        return sample_agreement(target, walk, tokens).n_places > 0
+    finally:
+        draft.remove(0)
+
+
+def _most_likely(_sampler: Sampler, state: TextState) -> Shaper:
+    """A shaper that leaves the most likely token only."""
+    return Shaper(Sampler(SamplerOptions()), state)
