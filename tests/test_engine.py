@@ -167,6 +167,43 @@ def test_each_answer_has_its_own_options(models: Path, costs: VirtualTime) -> No
     assert other.text != expected[0]
 
 
+def test_each_answer_has_its_own_samplers_and_grammar(models: Path, costs: VirtualTime) -> None:
+    """Greedy, drawn and constrained answers in the same batches, each as alone with its options."""
+    samplings = (
+        SamplerOptions(),
+        SAMPLED,
+        replace(SAMPLED, temperature=2.0, seed=11),
+        replace(SamplerOptions(), repeat_penalty=1.8),
+        SamplerOptions(),
+    )
+    grammars = (None, None, None, None, 'root ::= ("the " | "else ")+')
+    asked_for = [
+        (sampling, GenerationOptions(max_tokens=N_TOKENS, grammar=grammar))
+        for sampling, grammar in zip(samplings, grammars, strict=True)
+    ]
+    expected = []
+    with opened(models, costs) as session:
+        for sampling, generation in asked_for:
+            options = replace(session.options, sampler=sampling, generation=generation)
+            with Session(replace(options, draft="none"), session.clock, Memory()) as plain:
+                expected.append(text_of(plain, PROMPTS[0]))
+        assert len(set(expected)) == len(expected)
+        with Engine(session, n_parallel=3, n_ctx=N_CTX) as engine:
+            asked = [
+                engine.submit(PROMPTS[0], sampling=sampling, generation=generation)
+                for sampling, generation in asked_for
+            ]
+            list(engine.run())
+            with pytest.raises(UsageError, match="grammar"):
+                engine.submit(PROMPTS[0], generation=GenerationOptions(grammar="root = x"))
+            with pytest.raises(UsageError, match="no token 5000"):
+                engine.submit(PROMPTS[0], sampling=SamplerOptions(logit_bias=((5000, 1.0),)))
+            assert engine.is_idle
+    assert [answer.text for answer in asked] == expected
+    drafted = [answer.finished.n_drafted for answer in asked if answer.finished]
+    assert all(drafted)
+
+
 # --- what is in a cache already
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from specgen.backend.llama.library import llama_cpp
 from specgen.errors import BackendError
 
+#: Bytes that most tokens fit in.
+_PIECE_BYTES = 64
 #: So many entries are looked at to tell vocabularies apart.
 _N_SAMPLED = 2048
 
@@ -21,7 +23,6 @@ class LlamaVocabulary:
         self._vocab = llama_cpp.llama_model_get_vocab(model)
         self._n_tokens: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
         self._pieces: dict[int, bytes] = {}
-        self._buffer = ctypes.create_string_buffer(64)
         self._is_end: dict[int, bool] = {}
         self._ends: list[int] | None = None
 
@@ -109,11 +110,13 @@ class LlamaVocabulary:
         return self._read_piece(token_id, special=True).decode("utf-8", "replace")
 
     def _read_piece(self, token_id: int, *, special: bool) -> bytes:
+        capacity = _PIECE_BYTES
         while True:
-            capacity = len(self._buffer)
+            # A buffer of its own: prompts are tokenized in one thread while another one decodes.
+            buffer = ctypes.create_string_buffer(capacity)
             n: int = llama_cpp.llama_token_to_piece(
-                self._vocab, token_id, self._buffer, capacity, 0, special
+                self._vocab, token_id, buffer, capacity, 0, special
             )
             if n >= 0:
-                return self._buffer.raw[:n]
-            self._buffer = ctypes.create_string_buffer(-n)
+                return buffer.raw[:n]
+            capacity = -n
