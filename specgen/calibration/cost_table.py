@@ -60,6 +60,8 @@ class CostTable:
         self._sizes = list(self._seconds)
         self._pace = 1.0
         self._n_observed: dict[int, int] = {}
+        #: How many sequences the last decodes served at once, each with rows of its own.
+        self.n_sharing = 1
 
     def __bool__(self) -> bool:
         """Whether anything is known."""
@@ -87,6 +89,11 @@ class CostTable:
             raise LookupError("no decode was measured")
         known = self._seconds.get(n_rows)
         return self._pace * (self._between(n_rows) if known is None else known)
+
+    def share_s(self, n_rows: int) -> float:
+        """Expected seconds of so many rows of one sequence, where as many sequences as in the last
+        decodes bring as many rows and each pays an equal part of the batch."""
+        return self.seconds(n_rows * self.n_sharing) / self.n_sharing
 
     def start(self, n_rows: int, seconds: float) -> None:
         """Take what was measured for a size as it is."""

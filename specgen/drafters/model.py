@@ -100,11 +100,11 @@ class ModelDrafter:
             return FREE
         n_behind = max(1, n_context - self._n_agreed - len(self._ahead))
         n_usual = min(n_behind, N_USUAL)
-        first_s = self._costs.seconds(n_usual)
-        next_s = self._costs.seconds(1)
+        first_s = self._costs.share_s(n_usual)
+        next_s = self._costs.share_s(1)
         if self._guesses is not None:
             next_s = self._guesses.token_s(next_s)
-        return Price(first_s, next_s, max(0.0, self._costs.seconds(n_behind) - first_s))
+        return Price(first_s, next_s, max(0.0, self._costs.share_s(n_behind) - first_s))
 
     def propose(
         self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0

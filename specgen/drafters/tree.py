@@ -319,7 +319,7 @@ class _Worthwhile:
         return self.policy.frontier(tree, self.n_deepest, n_most, self._seconds)
 
     def _seconds(self, n_rows: int) -> float:
-        return self.costs.seconds(n_rows) if self.costs else 0.0
+        return self.costs.share_s(n_rows) if self.costs else 0.0
 
 
 @dataclass(slots=True)

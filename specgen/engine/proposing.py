@@ -35,8 +35,14 @@ def propose_together(draftings: Sequence[Drafting], clock: Callable[[], float]) 
     proposals = [Proposal(drafting) for drafting in draftings]
     for proposal in proposals:
         _resume(proposal, None, clock)
+    most: dict[int, int] = {}
     while waiting := [proposal for proposal in proposals if proposal.ask is not None]:
-        _decode_together(_first_batch(waiting), clock)
+        asked = _first_batch(waiting)
+        backend = id(asked[0][1].backend)
+        most[backend] = max(len(asked), most.get(backend, 0))
+        for _, ask in asked:  # by the round's largest crowd, which is most of its decodes
+            ask.costs.n_sharing = most[backend]
+        _decode_together(asked, clock)
     return proposals
 
 
