@@ -179,9 +179,9 @@ class Entrant:
         )
         self._session = Session(options, self._clock, Memory())
         self.found: list[dict[str, Any]] = []
-        tables = [self._session.table()]
+        tables = [self._session.costs.table()]
         if isinstance(draft, Path):
-            tables.append(self._session.table(draft))
+            tables.append(self._session.costs.table(draft))
         n_known = max(self._session.n_rows_max, MIN_SIZES)
         for table, known in zip(tables, costs, strict=False):
             for n_rows in range(1, n_known + 1):

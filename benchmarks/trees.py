@@ -95,8 +95,8 @@ def main() -> None:
         n_tokens = n_rounds = n_drafted = 0
         with Session(options, time.perf_counter, memory) as session:
             if drafting.policy == "cost":
-                free(session.table(), drafting.n_max, 1e-4)
-                table = session.table(asked.draft)
+                free(session.costs.table(), drafting.n_max, 1e-4)
+                table = session.costs.table(asked.draft)
                 free(table, drafting.n_max, 0.0)
                 for n_rows in table.known:
                     table.start(n_rows, 1e-6)

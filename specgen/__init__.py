@@ -1,5 +1,121 @@
-"""specgen: faster generation from local GGUF models by lossless speculative decoding."""
+"""specgen: faster generation from local GGUF models by lossless speculative decoding.
+
+`load` opens a target and what drafts for it; `docs/python.md` has examples. Names are imported when
+they are first used, so that `import specgen` is quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specgen.api import AnswerOptions, Model, load
+    from specgen.engine.chat_template import Message
+    from specgen.engine.engine import Answer, Engine
+    from specgen.engine.prompts import Prompt
+    from specgen.engine.session import Session, SessionOptions
+    from specgen.errors import (
+        BackendError,
+        FetchError,
+        MemoryLimitError,
+        ModelFileError,
+        PairError,
+        PromptError,
+        SpecgenError,
+        UnknownModelError,
+        UsageError,
+    )
+    from specgen.events import (
+        CommittedEvent,
+        DraftedEvent,
+        FinishedEvent,
+        NoticeEvent,
+        PromptEvent,
+        VerifiedEvent,
+    )
+    from specgen.options import (
+        ContextOptions,
+        DraftOptions,
+        GenerationOptions,
+        SamplerOptions,
+        TreeShape,
+    )
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__"]
+#: The module of each public name.
+_MODULES = {
+    "specgen.api": ("AnswerOptions", "Model", "load"),
+    "specgen.engine.chat_template": ("Message",),
+    "specgen.engine.engine": ("Answer", "Engine"),
+    "specgen.engine.prompts": ("Prompt",),
+    "specgen.engine.session": ("Session", "SessionOptions"),
+    "specgen.errors": (
+        "BackendError",
+        "FetchError",
+        "MemoryLimitError",
+        "ModelFileError",
+        "PairError",
+        "PromptError",
+        "SpecgenError",
+        "UnknownModelError",
+        "UsageError",
+    ),
+    "specgen.events": (
+        "CommittedEvent",
+        "DraftedEvent",
+        "FinishedEvent",
+        "NoticeEvent",
+        "PromptEvent",
+        "VerifiedEvent",
+    ),
+    "specgen.options": (
+        "ContextOptions",
+        "DraftOptions",
+        "GenerationOptions",
+        "SamplerOptions",
+        "TreeShape",
+    ),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "Answer",
+    "AnswerOptions",
+    "BackendError",
+    "CommittedEvent",
+    "ContextOptions",
+    "DraftOptions",
+    "DraftedEvent",
+    "Engine",
+    "FetchError",
+    "FinishedEvent",
+    "GenerationOptions",
+    "MemoryLimitError",
+    "Message",
+    "Model",
+    "ModelFileError",
+    "NoticeEvent",
+    "PairError",
+    "Prompt",
+    "PromptError",
+    "PromptEvent",
+    "SamplerOptions",
+    "Session",
+    "SessionOptions",
+    "SpecgenError",
+    "TreeShape",
+    "UnknownModelError",
+    "UsageError",
+    "VerifiedEvent",
+    "__version__",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'specgen' has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)

@@ -11,8 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +24,7 @@ from specgen.backend.build import Build, Device
 from specgen.child import ChildDiedError, ChildError, ChildTimeoutError, ask_child
 from specgen.errors import BackendError, SpecgenError
 from specgen.kernels import KernelStatus
+from specgen.machine import Machine, look_at_machine
 from specgen.options import ContextOptions
 
 if TYPE_CHECKING:
@@ -59,19 +58,6 @@ _TEXT = (
 
 
 # --- the report -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What specgen runs on."""
-
-    system: str
-    python: str
-    cpu: str
-    n_physical_cores: int | None
-    n_logical_cores: int | None
-    memory_bytes: int
-    available_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,41 +172,6 @@ def _models_on_disk() -> tuple[dict[str, Path], Check | None]:
         return {}, _failed("the list of models", error)
     places = {name: locate(model) for name, model in registry.models.items()}
     return {name: path for name, path in places.items() if path is not None}, None
-
-
-def look_at_machine() -> Machine:
-    """The machine and the Python that runs on it."""
-    import psutil
-
-    memory = psutil.virtual_memory()
-    return Machine(
-        system=f"{platform.system()} {platform.release()} ({platform.machine()})",
-        python=f"{platform.python_implementation()} {platform.python_version()}",
-        cpu=cpu_name(),
-        n_physical_cores=psutil.cpu_count(logical=False),
-        n_logical_cores=psutil.cpu_count(),
-        memory_bytes=memory.total,
-        available_bytes=memory.available,
-    )
-
-
-def cpu_name() -> str:
-    """The name that the CPU gives itself, where the system tells it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() in {"model name", "Model"} and value.strip():
-                return value.strip()
-    if platform.system() == "Darwin":
-        command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
-        try:
-            answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-        except (OSError, subprocess.SubprocessError):
-            pass
-        else:
-            return answer.stdout.strip()
-    return platform.processor() or platform.machine()
 
 
 # --- the checks, seen from the parent -------------------------------------------------------
@@ -439,10 +390,8 @@ __all__ = [
     "Machine",
     "Report",
     "child_main",
-    "cpu_name",
     "deviation",
     "examine",
-    "look_at_machine",
     "run_child",
 ]
 

@@ -6,7 +6,7 @@ Importing this module costs nothing (no NumPy, no llama.cpp).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
@@ -375,6 +375,15 @@ class ContextOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Contexts:
+    """The contexts of the two models, and who computes on the CPU for both."""
+
+    target: ContextOptions
+    draft: ContextOptions
+    kernels: KernelChoice = "auto"
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationOptions:
     """When an answer ends."""
 
@@ -389,3 +398,20 @@ class GenerationOptions:
     #: Report the target's log-probability of each token, and of this many of the most likely
     #: ones in its place; None reports none.
     logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """Everything that decides what a session does."""
+
+    target: Path
+    draft: DraftSource = "ngram"
+    sampler: SamplerOptions = field(default_factory=SamplerOptions)
+    drafting: DraftOptions = field(default_factory=DraftOptions)
+    generation: GenerationOptions = field(default_factory=GenerationOptions)
+    target_context: ContextOptions = field(default_factory=ContextOptions)
+    draft_context: ContextOptions = field(default_factory=ContextOptions)
+    #: What drafts for the draft model, what drafts for that one, and so on; n-grams come last.
+    helpers: tuple[DraftSource, ...] = ()
+    #: Where what is made of texts to look up is kept, and copies of draft models; None keeps nothing.
+    cache: Path | None = None

@@ -209,9 +209,9 @@ def fill(opened: Session, target_s: dict[int, float], draft_s: float) -> None:
     draft = opened.options.draft
     assert isinstance(draft, Path)
     for size, seconds in target_s.items():
-        opened.table().start(size, seconds)
+        opened.costs.table().start(size, seconds)
     for size in (1, 2, 4):
-        opened.table(draft).start(size, draft_s)
+        opened.costs.table(draft).start(size, draft_s)
 
 
 def sampled(opened: Session) -> Chances | None:

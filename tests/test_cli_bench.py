@@ -21,12 +21,13 @@ from specgen.calibration.threads import Threads
 from specgen.cli.bench import parse_policies
 from specgen.cli.bench_table import lines, print_tables
 from specgen.cli.contest import Field, Plan, named_apart
-from specgen.cli.flags import Contexts, sampling, takes
+from specgen.cli.flags import sampling, takes
 from specgen.cli.flags.part import without
 from specgen.errors import UsageError
 from specgen.options import (
     AUTO_TREE,
     ContextOptions,
+    Contexts,
     DraftOptions,
     GenerationOptions,
     SamplerOptions,

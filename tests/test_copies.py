@@ -474,16 +474,16 @@ def test_a_session_drafts_from_the_copy_and_says_the_same(
     with Session(options, time.perf_counter, memory, told.append) as session:
         assert told == ["comparing draft.gguf with a copy in Q4_0"]
         assert [copied.model for copied in session.copied] == ["draft.gguf"]
-        assert session.context_options(draft).weights == "q4_0"
-        assert session.context_options().weights is None
-        table = session.table(draft)
+        assert session.costs.context_options(draft).weights == "q4_0"
+        assert session.costs.context_options().weights is None
+        table = session.costs.table(draft)
         with_copy = answer(session)
     with Session(options, time.perf_counter, memory) as session:
         assert session.copied == []
         assert answer(session) == with_copy
     own_options = session_options(tmp_path, draft, weights="own")
     with Session(own_options, time.perf_counter, memory) as session:
-        assert session.table(draft) is not table, "other weights have other costs"
+        assert session.costs.table(draft) is not table, "other weights have other costs"
         own = answer(session)
     assert with_copy[0] == "q4_0"
     assert own[0] is None
@@ -502,10 +502,10 @@ def test_tuning_compares_anew(
         takes(2.0, 1.0)
         session.change_draft(draft)
         assert len(session.compared) == 1, "it is known"
-        session.forget_weights(draft)
+        session.costs.forget_weights(draft)
         session.change_draft(draft)
         assert len(session.copied) == 1
-        assert session.context_options(draft).weights == "q4_0"
+        assert session.costs.context_options(draft).weights == "q4_0"
 
 
 def test_a_damaged_copy_is_thrown_away(

@@ -211,7 +211,7 @@ def test_a_drafts_own_draft_reads_what_the_draft_does(
 ) -> None:
     """The head is left out once, not once for each stage."""
     always = FixedPolicy(DraftOptions(policy="fixed", max_tokens=2, p_min=0.0))
-    monkeypatch.setattr("specgen.engine.session._Known.policy", lambda *_: always)
+    monkeypatch.setattr("specgen.engine.model_costs.KnownOfAnswer.policy", lambda *_: always)
     plain = opened(models, draft="none")
     prompt = plain.prompt("the sum of", now=NOW)
     expected, _ = answered(plain, prompt)

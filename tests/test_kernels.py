@@ -406,8 +406,8 @@ def test_what_was_measured_is_kept_apart_by_who_computes(
 ) -> None:
     from specgen.backend.llama import kernels
     from specgen.calibration.threads import Threads
-    from specgen.cli.opening import open_memory
     from specgen.options import ContextOptions
+    from specgen.selection.session_opening import open_memory
 
     model, context = tmp_path / "model.gguf", ContextOptions()
     model.write_bytes(b"model")

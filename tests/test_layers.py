@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "specgen"
 
 #: From the bottom up; a module imports from its own layer and from those below it only.
 LAYERS = (
-    ("errors", "options", "arrays", "events", "atomic", "child"),
+    ("errors", "options", "arrays", "events", "atomic", "child", "machine"),
     ("sampling", "constrain"),
     ("core",),
     ("backend",),
@@ -23,7 +23,7 @@ LAYERS = (
     ("bench",),
     ("render",),
     ("kernels",),
-    ("doctor",),
+    ("doctor", "api"),
     ("cli",),
 )
 

@@ -142,6 +142,51 @@ def test_only_wanted_logits_are_given_and_they_are_a_view(model: LlamaModel) -> 
     alone.close()
 
 
+def test_hidden_states_are_what_the_logits_are_made_of(model: LlamaModel) -> None:
+    """The output matrix, found from some rows, gives the logits of the others."""
+    backend, plain = context(model), context(model)
+    all_logits, all_hidden = [], []
+    for start in range(0, 240, 16):
+        batch = Batch()
+        for position in range(start, start + 16):
+            batch.add((7 * position * position + 3) % 290, position, (0,), True)
+        logits, hidden = backend.decode_hidden(batch)
+        assert hidden.shape == (16, model.n_embd)
+        assert logits == pytest.approx(plain.decode(batch), abs=2e-4)
+        all_logits.append(logits.copy())
+        all_hidden.append(hidden.copy())
+    found, seen = np.concatenate(all_logits), np.concatenate(all_hidden)
+    assert len(seen) > 2 * model.n_embd
+    half = len(seen) // 2 + model.n_embd // 2
+    matrix, *_ = np.linalg.lstsq(seen[:half], found[:half], rcond=None)
+    assert seen[half:] @ matrix == pytest.approx(found[half:], abs=1e-2)
+    backend.close()
+    plain.close()
+
+
+def test_hidden_states_are_given_of_wanted_rows_and_leave_no_trace(model: LlamaModel) -> None:
+    backend, alone = context(model), context(model)
+    batch = Batch()
+    for position, token in enumerate(TEXT):
+        batch.add(token, position, (0,), position in (2, 6))
+    logits, hidden = backend.decode_hidden(batch)
+    assert (len(logits), len(hidden)) == (2, 2)
+    expected = decode(alone, TEXT)
+    assert logits[1] == pytest.approx(expected, abs=2e-4)
+    after = Batch()
+    after.add(5, len(TEXT), (0,), True)
+    following = backend.decode(after)
+    assert following.shape == (1, model.vocabulary.n_tokens)
+    assert following[0] == pytest.approx(decode(alone, [5]), abs=2e-4)
+    too_many = Batch()
+    for position in range(17):
+        too_many.add(1, 8 + position, (0,), position == 16)
+    with pytest.raises(BackendError, match="17 rows of hidden states; 16 at most"):
+        backend.decode_hidden(too_many)
+    backend.close()
+    alone.close()
+
+
 def test_what_cannot_be_decoded_is_an_error_with_the_position(model: LlamaModel) -> None:
     backend = context(model)
     decode(backend, TEXT)

@@ -84,10 +84,22 @@ def test_what_texts_were_worth_is_there_again(file: Path) -> None:
     model.expect(0.25)
     model.end_text()
     memory.save()
-    worths = opened(file).chances(TARGET, DRAFT, "greedy")["model"].counts.worths
+    beside = memory.chances(TARGET, DRAFT, "greedy")["model"].of_another_text()
+    for _ in range(20):
+        beside.see(0.5)
+    beside.expect(-0.5, 3)
+    beside.end_text()
+    memory.save()
+    counts = opened(file).chances(TARGET, DRAFT, "greedy")["model"].counts
+    worths = counts.worths
     assert worths.start == 0.25
     assert worths.n == pytest.approx(0.5)
     assert worths.total == pytest.approx(0.125)
+    # Beside other texts a draft is worth something else.
+    assert counts.worths_at(1) is worths
+    assert counts.worths_at(4) is counts.worths_at(3)
+    assert counts.worths_at(3).total == pytest.approx(-0.25)
+    assert counts.worths_at(2).start is None
 
 
 @pytest.mark.parametrize(
@@ -100,10 +112,12 @@ def test_worths_that_make_no_sense_are_learnt_anew(file: Path, kept: object) -> 
     whole = document(file)
     for by_origin in whole["chances"].values():
         by_origin["model"]["worths"] = kept
+        by_origin["model"]["worths_beside"] = {"3": kept, "4": kept, "x": [1.0] * 5}
     file.write_text(json.dumps(whole), encoding="utf-8")
     counts = opened(file).chances(TARGET, DRAFT, "greedy")["model"].counts
     assert counts.n_judged.sum() > 19.0
     assert counts.worths == Worths()
+    assert list(counts.worths_beside.values()) in ([Worths()], [])
 
 
 def test_the_type_of_weights_is_there_again(file: Path) -> None:

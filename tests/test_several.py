@@ -251,7 +251,9 @@ class Counted(FakeBackend):
         return super().decode(batch)
 
 
-def chain_drafters(backend: FakeBackend, n: int) -> list[ModelDrafter]:
+def chain_drafters(
+    backend: FakeBackend, n: int, costs: CostTable | None = None
+) -> list[ModelDrafter]:
     return [
         ModelDrafter(
             backend,
@@ -259,6 +261,7 @@ def chain_drafters(backend: FakeBackend, n: int) -> list[ModelDrafter]:
             np.random.default_rng(0),
             draws=False,
             n_shared_tokens=N_VOCAB,
+            costs=costs,
             sequence=number,
         )
         for number in range(n)
@@ -289,6 +292,29 @@ def test_drafts_of_several_texts_are_decoded_side_by_side(n_sequences: int, n_ou
         alone = Setup(prompt=setup.prompt).run()[0]
         assert generation.tokens == alone.tokens
         assert generation.tally.n_accepted > 0
+
+
+@pytest.mark.parametrize("n_outputs", [1, 4])
+def test_who_shares_a_drafts_batch_pays_a_part_of_it(n_outputs: int) -> None:
+    """Four rows at once cost 1.5 here: each of four texts pays 0.375 for a drafted token, and
+    all of 1.0 where only one row fits a batch."""
+    table = CostTable(COSTS)
+    cache = Counted(LETTERS, LANGUAGE, n_ctx=600, n_sequences=4)
+    cache.n_rows, cache.n_outputs = [], n_outputs
+    drafters = chain_drafters(cache, 4, table)
+    assert drafters[0].price(3).next_s == 1.0
+    setups = [Setup(drafter=drafter, n_batch=100) for drafter in drafters]
+    loop = Loop(setups[0].backend(4), Clock())
+    generations = started(loop, setups)
+    loop.round(generations)
+    n_sharing = min(4, n_outputs)
+    price = drafters[0].price(len(generations[0].tokens))
+    assert price.next_s == pytest.approx(table.seconds(n_sharing) / n_sharing)
+    # One by itself pays for all of it again.
+    for generation in generations[1:]:
+        generation.finish("length")
+    loop.round(generations)
+    assert drafters[0].price(9).next_s == pytest.approx(table.seconds(1))
 
 
 def test_a_draft_cache_that_fails_ends_the_drafting_of_those_who_asked() -> None:

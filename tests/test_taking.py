@@ -17,7 +17,7 @@ from specgen.backend.llama import LlamaBackend
 from specgen.calibration.memory import Memory
 from specgen.calibration.timing import batch_sizes
 from specgen.catalogue import SavedDraft, identify, memory_file, save_draft, saved_drafts_file
-from specgen.cli.opening import Opener
+from specgen.cli.opening import make_opener
 from specgen.engine.session import DraftSource, Session, SessionOptions
 from specgen.errors import BackendError, MemoryLimitError
 from specgen.options import ContextOptions, DraftOptions
@@ -323,7 +323,7 @@ def test_later_sessions_have_the_draft_of_the_first_and_are_not_checked_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     measured.costs = {"draft.gguf": SLOW_DRAFT}
-    opener = Opener(choices, quiet=False, verbose=True)
+    opener = make_opener(choices, quiet=False, verbose=True)
     for _ in range(2):
         with opener.open(options(tiny_models)) as session:
             assert session.draft_name == "bad.gguf"

@@ -231,15 +231,15 @@ def test_costs_are_those_of_the_threads_that_are_taken(tiny_models: Path) -> Non
     memory = Memory()
     options = SessionOptions(tiny_models / "target.gguf", "none")
     with Session(options, time.perf_counter, memory) as session:
-        before = session.table()
+        before = session.costs.table()
         before.start(1, 0.5)
         memory.keep_threads(options.target, options.target_context, Threads(77, 78))
-        assert not session.table()
-        session.table().start(1, 0.25)
+        assert not session.costs.table()
+        session.costs.table().start(1, 0.25)
         named = ContextOptions(n_threads=77, n_threads_batch=78)
         assert memory.costs(options.target, named, 0, 1).known == {1: 0.25}
-        session.forget_costs()
-        assert not session.table()
+        session.costs.forget()
+        assert not session.costs.table()
         assert before.known == {1: 0.5}
 
 

@@ -200,7 +200,7 @@ def test_costs_chances_and_threads_are_known_afterwards(tiny_models: Path) -> No
         opened.change_draft(draft)
         assert is_pair_measured(opened, draft)
         assert known_costs(opened, draft) is not None
-        taken = opened.context_options()
+        taken = opened.costs.context_options()
         chosen = tuning.threads.chosen
         assert (taken.n_threads, taken.n_threads_batch) == (chosen.n_single, chosen.n_batch)
         judged = opened.chances()["model"].n_judged
@@ -227,15 +227,15 @@ def test_what_was_known_of_the_costs_is_measured_anew(tiny_models: Path) -> None
     draft, memory = tiny_models / "draft.gguf", Memory()
     with session(tiny_models, memory=memory) as opened:
         for size in (1, 2, 3, 4, 5):
-            opened.table().start(size, 1e6)
-            opened.table(draft).start(size, 1e6)
+            opened.costs.table().start(size, 1e6)
+            opened.costs.table(draft).start(size, 1e6)
         # In a context that is fuller than any prompt of ours makes it.
-        opened.table(n_past=5000).start(3, 1e6)
+        opened.costs.table(n_past=5000).start(3, 1e6)
         tuning = Tuner(opened).run(draft, [], PROMPTS)
         assert tuning is not None
-        assert max(opened.table().known.values()) < 1e5
-        assert max(opened.table(n_past=5000).known.values()) < 1e5
-        assert max(opened.table(draft).known.values()) < 1e5
+        assert max(opened.costs.table().known.values()) < 1e5
+        assert max(opened.costs.table(n_past=5000).known.values()) < 1e5
+        assert max(opened.costs.table(draft).known.values()) < 1e5
 
 
 # --- interrupted

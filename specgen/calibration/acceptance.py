@@ -144,6 +144,15 @@ class Counts:
     n_accepted: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
     n_seen: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
     worths: Worths = field(default_factory=Worths)
+    #: The same of texts that were written beside others, where a plain token is cheaper: by
+    #: how many there were, up to the next power of two.
+    worths_beside: dict[int, Worths] = field(default_factory=dict)
+
+    def worths_at(self, n_sequences: int) -> Worths:
+        """What texts were worth of which so many were written at once."""
+        if n_sequences <= 1:
+            return self.worths
+        return self.worths_beside.setdefault(1 << (n_sequences - 1).bit_length(), Worths())
 
 
 class Chances:
@@ -165,8 +174,10 @@ class Chances:
         #: How many confidences were counted in this text, and in which bins.
         self.n_looks = 0
         self._seen_here = np.zeros(N_BINS)
-        #: What a round is worth in this text, in plain tokens' time, if that is known.
+        #: What a round is worth in this text, in plain tokens' time, if that is known; and what
+        #: other texts were worth in such company.
         self._worth: float | None = None
+        self.worths = self.counts.worths
         #: Counts all that may have changed the chances, or how often each comes.
         self.version = 0
         #: The chances that were asked for since then.
@@ -176,16 +187,17 @@ class Chances:
         """The chances in another text, which deviates in its own way; they share the counts."""
         return Chances(self.counts, self._start_of)
 
-    def expect(self, worth: float) -> None:
-        """Note what a round seems to be worth in this text, in plain tokens' time."""
-        self._worth = worth
-        if self.counts.worths.start is None:
-            self.counts.worths.start = worth
+    def expect(self, worth: float, n_sequences: int = 1) -> None:
+        """Note what a round seems to be worth in this text, in plain tokens' time, where so many
+        are written at once."""
+        self._worth, self.worths = worth, self.counts.worths_at(n_sequences)
+        if self.worths.start is None:
+            self.worths.start = worth
 
     def end_text(self) -> None:
         """Count what this text was worth, if enough was seen of it, and once."""
         if self._worth is not None and self.n_looks >= _N_ENOUGH:
-            self.counts.worths.add(self._worth, self.n_looks / (self.n_looks + _N_HALF))
+            self.worths.add(self._worth, self.n_looks / (self.n_looks + _N_HALF))
         self._worth = None
 
     def chance(self, confidence: float) -> float:

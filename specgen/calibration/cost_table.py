@@ -150,18 +150,18 @@ class BatchShare:
 
     def __init__(self, table: CostTable, others: Others = ALONE) -> None:
         self._table = table
-        self._n_sequences = 1 + others.n_sequences
+        self.n_sequences = 1 + others.n_sequences
         self._n_other_rows = others.n_rows
 
     @property
     def is_known(self) -> bool:
         """Whether a batch without drafts was measured or seen."""
-        return self._table.knows(self._n_sequences)
+        return self._table.knows(self.n_sequences)
 
     @property
     def n_seen(self) -> int:
         """How many batches without drafts were seen."""
-        return self._table.n_seen(self._n_sequences)
+        return self._table.n_seen(self.n_sequences)
 
     def seconds(self, n_rows: int) -> float:
         """What so many rows of this sequence cost; 0 for none. Raises `LookupError` if nothing is
@@ -171,13 +171,13 @@ class BatchShare:
         table, others = self._table, self._n_other_rows
         if not others:
             return table.seconds(n_rows)
-        plain_s = table.seconds(self._n_sequences) / self._n_sequences
+        plain_s = table.seconds(self.n_sequences) / self.n_sequences
         return plain_s + table.seconds(others + n_rows) - table.seconds(others + 1)
 
     def of_batch(self, n_rows: int, n_batch_rows: int) -> float:
         """The share, in [0, 1], that a sequence with so many rows pays of a batch of so many: the
         shares of all sequences sum to 1 at most."""
-        n, table = self._n_sequences, self._table
+        n, table = self.n_sequences, self._table
         if n == 1:
             return 1.0
         plain_s, batch_s = table.seconds(n), table.seconds(n_batch_rows)

@@ -30,6 +30,8 @@ _N_DEPTHS = 22
 #: Entries that are kept of each kind, the latest ones.
 _N_KEPT = 256
 
+#: How many texts at once the worths of drafters are kept apart by.
+_AT_ONCE = tuple(str(2**n) for n in range(1, 9))
 #: More threads than llama.cpp has room for were not measured.
 _MAX_THREADS = 512
 
@@ -263,7 +265,13 @@ def _counts(value: object) -> Counts | None:
     judged, accepted, seen = (_numbers(value.get(name)) for name in ("judged", "accepted", "seen"))
     if judged is None or accepted is None or seen is None or np.any(accepted > judged + 1e-6):
         return None
-    return Counts(judged, accepted, seen, _worths(value.get("worths")))
+    beside = value.get("worths_beside")
+    worths_beside = {
+        int(n): _worths(worths)
+        for n, worths in (beside.items() if isinstance(beside, dict) else ())
+        if n in _AT_ONCE
+    }
+    return Counts(judged, accepted, seen, _worths(value.get("worths")), worths_beside)
 
 
 def _worths(value: object) -> Worths:
@@ -285,9 +293,21 @@ def _numbers(value: object) -> ProbArray | None:
     return numbers if np.all(np.isfinite(numbers) & (numbers >= 0.0)) else None
 
 
-def _to_json(counts: Counts) -> dict[str, list[float]]:
-    worths = dataclasses.astuple(counts.worths)
-    known = {} if counts.worths.start is None else {"worths": [round(w, 4) for w in worths]}
+def _rounded(worths: Worths) -> list[float]:
+    return [round(number, 4) for number in dataclasses.astuple(worths)]
+
+
+def _to_json(counts: Counts) -> dict[str, Any]:
+    known: dict[str, Any] = {}
+    if counts.worths.start is not None:
+        known["worths"] = _rounded(counts.worths)
+    beside = {
+        str(n): _rounded(worths)
+        for n, worths in counts.worths_beside.items()
+        if worths.start is not None
+    }
+    if beside:
+        known["worths_beside"] = beside
     return known | {
         "judged": [round(number, 3) for number in counts.n_judged.tolist()],
         "accepted": [round(number, 3) for number in counts.n_accepted.tolist()],

@@ -21,7 +21,7 @@ import os
 import shutil
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -122,6 +122,11 @@ class Copies:
                     os.utime(copy)
             self._found[model] = copy
         return self._found[model]
+
+    def context_of(self, model: Path, context: ContextOptions) -> ContextOptions:
+        """The options of a model's contexts, which say if it drafts from its copy."""
+        copy = self.of(model, context)
+        return context if copy is None else replace(context, weights=COPY_TYPE)
 
     def forget(self, model: Path, context: ContextOptions) -> None:
         """Let a model be compared anew."""

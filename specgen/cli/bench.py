@@ -16,10 +16,11 @@ from specgen.cli.bench_table import lines, print_tables
 from specgen.cli.contest import Plan, find_fields
 from specgen.cli.flags.part import without
 from specgen.cli.interrupt import Interrupt
-from specgen.cli.opening import log_shown, open_memory, use_kernels
+from specgen.cli.opening import log_shown, use_kernels
 from specgen.cli.progress import progress_bar
 from specgen.errors import OutputError, UsageError
-from specgen.options import DraftOptions, GenerationOptions, PolicyName, SamplerOptions
+from specgen.options import Contexts, DraftOptions, GenerationOptions, PolicyName, SamplerOptions
+from specgen.selection.session_opening import open_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -185,7 +186,7 @@ def bench(
     chat: flags.Chat = None,
     drafting: DraftOptions,
     sampling: SamplerOptions,
-    machine: flags.Contexts,
+    machine: Contexts,
     json_file: Annotated[
         Path | None,
         typer.Option(

@@ -20,7 +20,7 @@ def about(plan: Plan, fields: Sequence[Field]) -> dict[str, Any]:
     """The machine, the versions, the files and all settings, as JSON can have them."""
     from specgen.backend.llama import build
     from specgen.backend.llama.kernels import computing
-    from specgen.doctor import look_at_machine
+    from specgen.machine import look_at_machine
 
     made = build()
     files = [

@@ -9,12 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from specgen.cli.flags import Contexts
-from specgen.cli.flags.models import staged
-from specgen.cli.opening import find_models
 from specgen.errors import UsageError
 from specgen.options import (
     ContextOptions,
+    Contexts,
     DraftOptions,
     DraftSource,
     GenerationOptions,
@@ -22,6 +20,8 @@ from specgen.options import (
     SamplerOptions,
     TreeShape,
 )
+from specgen.selection.model_choice import staged
+from specgen.selection.session_opening import find_models
 
 if TYPE_CHECKING:
     from specgen.bench.contenders import Contender

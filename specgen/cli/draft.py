@@ -12,7 +12,7 @@ import typer
 
 from specgen.cli import flags
 from specgen.cli.interrupt import Interrupt
-from specgen.cli.opening import find_target, log_shown, open_session, use_kernels
+from specgen.cli.opening import log_shown, open_session, use_kernels
 from specgen.cli.progress import Progress, progress_bar
 from specgen.errors import (
     BackendError,
@@ -22,8 +22,9 @@ from specgen.errors import (
     SpecgenError,
     UsageError,
 )
-from specgen.options import DraftOptions, GenerationOptions
+from specgen.options import Contexts, DraftOptions, GenerationOptions
 from specgen.selection.default_draft import name_of
+from specgen.selection.session_opening import find_target
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,7 +76,7 @@ def find(
     max_tokens: flags.TrialTokens = 64,
     chat: flags.Chat = None,
     drafting: DraftOptions,
-    machine: flags.Contexts,
+    machine: Contexts,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
     quiet: flags.Quiet = False,
     verbose: flags.Verbose = False,
@@ -125,7 +126,7 @@ def find(
 
 
 def _options(
-    target: Path, drafting: DraftOptions, answer: GenerationOptions, machine: flags.Contexts
+    target: Path, drafting: DraftOptions, answer: GenerationOptions, machine: Contexts
 ) -> SessionOptions:
     from specgen.catalogue import cache_folder
     from specgen.engine.session import SessionOptions

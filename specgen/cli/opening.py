@@ -1,4 +1,4 @@
-"""From what the user asked for to a session: shared by the commands that load models."""
+"""Opens sessions and says so: shared by the commands that load models."""
 
 from __future__ import annotations
 
@@ -7,78 +7,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specgen.cli import flags
-from specgen.options import DraftOptions, GenerationOptions, KernelChoice, SamplerOptions
+from specgen.options import KernelChoice
 from specgen.selection.default_draft import DraftChoice
-from specgen.selection.pick import Taken, take_first
-from specgen.selection.resolve import Disk, Sources, find_model, resolve
+from specgen.selection.session_opening import SessionOpener
 
 if TYPE_CHECKING:
-    from specgen.calibration.memory import Memory
-    from specgen.catalogue import Registry
     from specgen.engine.session import Session, SessionOptions
-    from specgen.options import DraftSource
-    from specgen.selection.resolve import Fetch
-
-
-def find_models(choice: flags.ModelChoice, *, quiet: bool) -> Sources:
-    """The files of the run, fetched if need be, with progress on standard error."""
-    from specgen.catalogue import identify, load_registry, locate, saved_draft
-
-    registry = load_registry()
-    disk = Disk(locate, identify, saved_draft)
-    get = _fetch(registry, quiet=quiet)
-    sources = resolve(choice.target, choice.draft, choice.pair, registry, get, disk)
-    helpers: list[DraftSource] = [
-        "ngram" if name == "ngram" else find_model(name, registry, get) for name in choice.helpers
-    ]
-    return replace(sources, helpers=tuple(helpers))
-
-
-def find_target(name: str, *, quiet: bool) -> Path:
-    """The file of a target, fetched if need be, with progress on standard error."""
-    from specgen.catalogue import load_registry
-
-    registry = load_registry()
-    return find_model(name, registry, _fetch(registry, quiet=quiet))
-
-
-def _fetch(registry: Registry, *, quiet: bool) -> Fetch:
-    from specgen.catalogue import SilentProgress, fetch, stderr_progress
-
-    def get(name: str) -> Path:
-        progress = SilentProgress() if quiet else stderr_progress()
-        return fetch(registry.model(name), progress=progress)
-
-    return get
-
-
-def session_options(
-    sources: Sources,
-    sampling: SamplerOptions,
-    drafting: DraftOptions,
-    answer: GenerationOptions,
-    machine: flags.Contexts,
-) -> SessionOptions:
-    """Everything that decides what the session does."""
-    from specgen.catalogue import cache_folder
-    from specgen.engine.session import SessionOptions
-
-    return SessionOptions(
-        target=sources.target,
-        draft=sources.draft,
-        sampler=sampling,
-        drafting=drafting,
-        generation=answer,
-        target_context=machine.target,
-        draft_context=machine.draft,
-        helpers=sources.helpers,
-        cache=cache_folder(),
-    )
 
 
 def use_kernels(wanted: KernelChoice, *, quiet: bool) -> None:
@@ -113,87 +49,26 @@ def open_session(
     verbose: bool = False,
     drafts: Sequence[DraftChoice] = (),
 ) -> Session:
-    """Load the models, as an `Opener` does. Raises `ModelFileError`, `PairError`."""
-    return Opener(drafts, quiet=quiet, verbose=verbose).open(options)
+    """Load the models, as a `SessionOpener` does. Raises `ModelFileError`, `PairError`."""
+    return make_opener(drafts, quiet=quiet, verbose=verbose).open(options)
 
 
-class Opener:
-    """Loads models for one session after the other; on a terminal, says so while it lasts.
+def make_opener(
+    drafts: Sequence[DraftChoice] = (), *, quiet: bool, verbose: bool = False
+) -> SessionOpener:
+    """What loads models; on a terminal, it says so while it lasts. Notes go to standard error."""
 
-    Of `drafts`, the first that can draft for the target and is not too dear on this machine
-    takes the place of the options' draft, and a note on standard error says why it was taken.
-    Only what the user named himself may fail: for a draft that was chosen for him there is
-    always another. Later sessions have the draft that the first one had, and nothing more is
-    said of it.
-    """
+    def note(text: str) -> None:
+        if not quiet:
+            print(f"note: {text}", file=sys.stderr)
 
-    def __init__(
-        self, drafts: Sequence[DraftChoice] = (), *, quiet: bool, verbose: bool = False
-    ) -> None:
-        self._drafts = list(drafts)
-        self._quiet = quiet
-        self._verbose = verbose
-        self._memory = open_memory()
-
-    @property
-    def draft(self) -> DraftSource | None:
-        """What drafts, once a session is open; None for the options' own draft."""
-        return self._drafts[0].draft if self._drafts else None
-
-    def open(self, options: SessionOptions) -> Session:
-        """Load the models. Raises `ModelFileError`, `PairError`."""
-        from specgen.engine.session import Session
-
-        if self._drafts:
-            options = replace(options, draft=self._drafts[0].draft)
-        # What was chosen for the user is opened apart from the target: the failure of one is
-        # told from that of the other, and the target is loaded once however many are tried.
-        is_chosen = bool(self._drafts and self._drafts[0].why)
-        taken: Taken | None = None
-        with contextlib.ExitStack() as on_error:
-            with _loading(options.target.name, quiet=self._quiet or self._verbose) as tell:
-                own = replace(options, draft="none") if is_chosen else options
-                session = on_error.enter_context(
-                    Session(own, time.perf_counter, self._memory, tell)
-                )
-                if is_chosen:
-                    taken = take_first(session, self._drafts)
-                    self._drafts = [DraftChoice(taken.draft)]
-                    if taken.measured:  # not every command saves what its session learns
-                        self._memory.save()
-            on_error.pop_all()
-        if session.compared:  # that it is not worth it is known too, and took as long to find out
-            self._memory.save()
-        if taken is not None and not self._quiet:
-            for note in (*(taken.measured if self._verbose else ()), taken.note):
-                print(f"note: {note}", file=sys.stderr)
-        return session
-
-
-def open_memory() -> Memory:
-    """What was learnt on this machine with this build of llama.cpp and the kernels in use."""
-    from specgen.backend.llama import build
-    from specgen.backend.llama.kernels import computing
-    from specgen.calibration.memory import Memory
-    from specgen.catalogue import memory_file
-    from specgen.doctor import look_at_machine
-
-    built, machine = build(), look_at_machine()
-    about = {
-        "llama_cpp_python": built.version,
-        "features": built.system_info,
-        "devices": [device.description for device in built.devices],
-        "cores": [machine.n_physical_cores, machine.n_logical_cores, _n_usable_cores()],
-        "cpu": machine.cpu,
-        "kernels": computing(),
-    }
-    return Memory(memory_file(), about)
-
-
-def _n_usable_cores() -> int | None:
-    """How many of them this process may use, where the system tells."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else None
+    return SessionOpener(
+        drafts,
+        clock=time.perf_counter,
+        note=note,
+        details=verbose,
+        loading=lambda name: _loading(name, quiet=quiet or verbose),
+    )
 
 
 @contextlib.contextmanager

@@ -9,16 +9,12 @@ from typing import TYPE_CHECKING
 
 from specgen.cli import flags
 from specgen.cli.interrupt import Interrupt
-from specgen.cli.opening import (
-    find_models,
-    log_shown,
-    open_session,
-    session_options,
-    use_kernels,
-)
+from specgen.cli.opening import log_shown, open_session, use_kernels
 from specgen.cli.prompt import read_prompt
 from specgen.errors import UsageError
-from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, Show
+from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions, Show
+from specgen.selection.model_choice import ModelChoice
+from specgen.selection.session_opening import find_models, session_options
 
 if TYPE_CHECKING:
     from specgen.engine.session import Prompt, Session
@@ -34,7 +30,7 @@ if TYPE_CHECKING:
 )
 def run(
     *,
-    models: flags.ModelChoice,
+    models: ModelChoice,
     prompt_argument: flags.PromptArgument = None,
     prompt_option: flags.PromptOption = None,
     prompt_file: flags.PromptFile = None,
@@ -44,7 +40,7 @@ def run(
     grammar: flags.Constraint,
     sampling: SamplerOptions,
     drafting: DraftOptions,
-    machine: flags.Contexts,
+    machine: Contexts,
     show: flags.ShowOption = "accepted",
     stats: flags.Stats = None,
     json: flags.Json = False,

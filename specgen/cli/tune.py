@@ -15,13 +15,7 @@ from specgen.calibration.system_load import core_time, share_of_others
 from specgen.cli import flags
 from specgen.cli.flags.part import without
 from specgen.cli.interrupt import Interrupt
-from specgen.cli.opening import (
-    find_models,
-    log_shown,
-    open_session,
-    session_options,
-    use_kernels,
-)
+from specgen.cli.opening import log_shown, open_session, use_kernels
 from specgen.cli.progress import progress_bar
 from specgen.errors import (
     BackendError,
@@ -30,7 +24,9 @@ from specgen.errors import (
     PairError,
     UsageError,
 )
-from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
+from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.selection.model_choice import ModelChoice
+from specgen.selection.session_opening import find_models, session_options
 
 if TYPE_CHECKING:
     from specgen.engine.session import Session
@@ -45,13 +41,13 @@ if TYPE_CHECKING:
 )
 def tune(
     *,
-    models: flags.ModelChoice,
+    models: ModelChoice,
     prompts: flags.TrialPrompts = None,
     n_prompts: flags.TrialCount = 4,
     max_tokens: flags.TrialTokens = 64,
     chat: flags.Chat = None,
     drafting: DraftOptions,
-    machine: flags.Contexts,
+    machine: Contexts,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
     quiet: flags.Quiet = False,
     verbose: flags.Verbose = False,

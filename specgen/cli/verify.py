@@ -14,10 +14,12 @@ import typer
 
 from specgen.cli import flags
 from specgen.cli.interrupt import Interrupt
-from specgen.cli.opening import Opener, find_models, log_shown, session_options, use_kernels
+from specgen.cli.opening import log_shown, make_opener, use_kernels
 from specgen.cli.progress import Progress, progress_bar
 from specgen.errors import DefectError, PromptError, UsageError
-from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
+from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.selection.model_choice import ModelChoice
+from specgen.selection.session_opening import SessionOpener, find_models, session_options
 
 if TYPE_CHECKING:
     from specgen.engine.session import Prompt, Session, SessionOptions
@@ -45,7 +47,7 @@ _TEMPERATURE = 0.8
 )
 def verify(
     *,
-    models: flags.ModelChoice,
+    models: ModelChoice,
     check: Annotated[
         Literal["both", "greedy", "sampled"],
         typer.Option("--check", help="What to check.", rich_help_panel=_CHECKS),
@@ -135,7 +137,7 @@ def verify(
     grammar: flags.Constraint,
     sampling: SamplerOptions,
     drafting: DraftOptions,
-    machine: flags.Contexts,
+    machine: Contexts,
     seeded_bug: Annotated[str | None, typer.Option("--seeded-bug", hidden=True)] = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print the whole report as one JSON object.")
@@ -176,7 +178,7 @@ def verify(
     options = session_options(sources, sampling, drafting, answer, machine)
     use_kernels(machine.kernels, quiet=quiet)
     with log_shown(verbose), progress_bar(quiet=quiet or verbose) as progress, Interrupt() as stop:
-        opener = Opener(sources.drafts, quiet=quiet, verbose=verbose)
+        opener = make_opener(sources.drafts, quiet=quiet, verbose=verbose)
         job = _Job(options, ways, opener, texts, chat, progress, stop, seeded_bug)
         greedy = job.greedy(n_prompts) if check != "sampled" else ()
         sampled = job.sampled(plan, n_places) if check != "greedy" else ()
@@ -207,7 +209,7 @@ class _Job:
         self,
         options: SessionOptions,
         ways: list[Way],
-        opener: Opener,
+        opener: SessionOpener,
         prompts: list[str],
         chat: bool | None,
         progress: Progress,

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from specgen.backend.llama import LlamaBackend
 from specgen.engine.answer_settings import AnswerSettings
 from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
 from specgen.engine.measurements import measure_if_costs_decide
+from specgen.engine.notices import opening_notices
 from specgen.engine.prompts import Prompt
 from specgen.engine.slots import Part, n_common
 from specgen.errors import BackendError, PromptError, SpecgenError, UsageError
-from specgen.events import Event, FinishedEvent, NoticeEvent
+from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.options import GenerationOptions, SamplerOptions
 
 if TYPE_CHECKING:
@@ -87,7 +90,7 @@ class Engine:
     there is of them. `estimate_gain` allows a few decodes at the end of each answer to learn what
     plain decoding costs.
 
-    One thread steps it; `submit` and `cancel` may be called from any. An answer that fails, or is
+    All of it may be used from several threads: one at a time steps it, for the answers of all. An answer that fails, or is
     cancelled, ends alone. Raises `MemoryLimitError` if the contexts do not fit the memory.
     """
 
@@ -110,9 +113,11 @@ class Engine:
             )
         self._session = session
         self._n_ctx = n_ctx if n_ctx is not None else _default_n_ctx(session)
-        self._lock = threading.Lock()
+        #: Held while the queue is changed, and while the engine steps.
+        self._lock, self._stepping = threading.Lock(), threading.RLock()
         self._waiting: deque[Answer] = deque()
         self._n_submitted = 0
+        self._is_closed = False
         self._places = [_Place(Part(number, n_parallel)) for number in range(n_parallel)]
         self._estimates_gain = estimate_gain
         self._resources = contextlib.ExitStack()
@@ -130,7 +135,7 @@ class Engine:
             #: Seconds that it took to measure what drafting costs; 0 where that was known.
             self.measured_s = measure_if_costs_decide(session, target, draft)
             on_error.pop_all()
-        self._notices = deque(self._what_to_know())
+        self._notices = deque(opening_notices(session, self._n_ctx, self.measured_s))
 
     def __enter__(self) -> Engine:
         return self
@@ -139,15 +144,23 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Free the contexts; answers that are not done stay so. May be called twice."""
-        self._resources.close()
+        """Free the contexts; answers that are not done fail. May be called twice."""
+        with self._stepping:
+            self._resources.close()
+            with self._lock:
+                self._is_closed = True
+                waiting, self._waiting = list(self._waiting), deque()
+            error = BackendError("the engine is closed")
+            for answer in (*waiting, *(place.answer for place in self._places)):
+                if answer is not None and not answer.is_done:
+                    answer.failure = error
+            for place in self._places:
+                self._free(place)
 
     @property
     def n_ctx(self) -> int:
         """The room for one prompt and its answer, in tokens."""
         return self._n_ctx
-
-    # --- from any thread ---------------------------------------------------------------------
 
     def submit(
         self,
@@ -158,7 +171,8 @@ class Engine:
     ) -> Answer:
         """Ask for an answer, with the session's options unless others are given. A text is a user's
         turn in the model's chat template, if it has one. Raises `PromptError` if the prompt has no
-        room in the context, or cannot be one, and `UsageError` if the options cannot be met."""
+        room in the context, or cannot be one, `UsageError` if the options cannot be met, and
+        `BackendError` if the engine is closed."""
         session = self._session
         if isinstance(prompt, str):
             prompt = session.prompt(prompt)
@@ -171,6 +185,8 @@ class Engine:
         seed = settings.sampling.seed
         seed = seed if seed >= 0 else secrets.randbits(32)
         with self._lock:
+            if self._is_closed:
+                raise BackendError("the engine is closed")
             answer = Answer(self._n_submitted, prompt, settings, seed)
             self._n_submitted += 1
             self._waiting.append(answer)
@@ -179,8 +195,6 @@ class Engine:
     def cancel(self, answer: Answer) -> None:
         """End an answer with what there is of it, at the next step."""
         answer.is_cancelled = True
-
-    # --- from one thread ---------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
@@ -192,7 +206,8 @@ class Engine:
         events. An answer that fails has its `failure` then, and no more events. Raises
         `BackendError` if the target cannot decode the round's batch: all answers of it have
         failed then."""
-        return self._admit() + self._round()
+        with self._stepping:
+            return self._admit() + self._round()
 
     def _round(self) -> list[Event]:
         """A round of all answers that are begun; their events."""
@@ -208,10 +223,10 @@ class Engine:
                 place.generation.finish("interrupted")
         try:
             events = self._loop.round(generations)
-        except BackendError as error:
+        except BaseException as error:  # Ctrl-C in the middle of a round too
             for place, generation in zip(busy, generations, strict=True):
                 if not generation.is_finished:
-                    self._fail(place, error)
+                    self._fail(place, _why(error))
                 self._settle(place)
             raise
         for event in events:
@@ -227,13 +242,18 @@ class Engine:
 
     def stream(self, answer: Answer) -> Iterator[Event]:
         """The events of one answer until it is done, making others beside it. Raises what ended it
-        before its time."""
-        while True:
-            while answer.events:
-                yield answer.events.popleft()
-            if answer.is_done:
-                break
-            self.step()
+        before its time. An answer whose iterator is closed before is cancelled."""
+        try:
+            while True:
+                is_done = answer.is_done  # before its events are looked at: another thread may step
+                while answer.events:
+                    yield answer.events.popleft()
+                if is_done:
+                    break
+                self.step()
+        finally:
+            if not answer.is_done:  # nobody wants the rest
+                self.cancel(answer)
         if answer.failure is not None:
             raise answer.failure
 
@@ -286,38 +306,40 @@ class Engine:
                 part=part,
                 index=answer.index,
             )
-            events: list[Event] = [
-                session.prompt_event(
-                    prompt,
-                    answer.settings,
-                    seed=answer.seed,
-                    index=answer.index,
-                    now_s=self._loop.now_s,
-                    n_ctx=self._n_ctx,
-                )
-            ]
+            events: list[Event] = [self._prompt_event(answer)]
             while self._notices:
                 message = self._notices.popleft()
                 events.append(NoticeEvent(answer.index, self._loop.now_s, message))
             if answer.is_cancelled:
                 generation.finish("interrupted")
             events += self._loop.start(generation)
-        except SpecgenError as error:
-            self._fail(place, error)
+        except BaseException as error:
+            self._fail(place, _why(error))
+            if not isinstance(error, SpecgenError):
+                raise
             return []
         answer.events.extend(events)
         return events + self._settle(place)
 
-    def _what_to_know(self) -> Iterator[str]:
-        """Notices that the first answer's events bring."""
-        yield from self._session.notices(self._n_ctx)
-        if self.measured_s:
-            message = f"measured what drafting costs and promises here, in {self.measured_s:.1f} s"
-            if self._session.was_busy:
-                message += (
-                    "; the machine had other work to do, so it is measured anew the next time"
-                )
-            yield message
+    def _prompt_event(self, answer: Answer) -> PromptEvent:
+        """The event that says what is going to run."""
+        session, prompt, settings = self._session, answer.prompt, answer.settings
+        path = session.draft_path
+        return PromptEvent(
+            sequence=answer.index,
+            time_s=self._loop.now_s,
+            text=prompt.text,
+            n_prompt_tokens=len(prompt.tokens),
+            target=session.target_model.name,
+            draft=session.draft_name,
+            translation=session.translation(settings),
+            draft_weights=session.costs.context_options(path).weights if path is not None else None,
+            kernels=session.target_model.kernels,
+            n_ctx=self._n_ctx,
+            sampler=_to_json_object(replace(settings.sampling, seed=answer.seed)),
+            verifier=session.verifier_name(settings),
+            grammar=settings.generation.grammar,
+        )
 
     def _settle(self, place: _Place) -> list[Event]:
         """Free a place whose answer is done; the events of its end."""
@@ -348,6 +370,13 @@ class Engine:
         place.answer = place.generation = None
 
 
+def _why(error: BaseException) -> SpecgenError:
+    """What an answer fails with, for what broke off its round."""
+    if isinstance(error, SpecgenError):
+        return error
+    return BackendError(f"the round was broken off: {type(error).__name__}")
+
+
 def _default_n_ctx(session: Session) -> int:
     """As the options say, or what the target was trained with, but no more than is usual."""
     n_train = session.target_model.n_ctx_train
@@ -355,3 +384,13 @@ def _default_n_ctx(session: Session) -> int:
     if wanted:
         return wanted
     return min(_N_CTX, n_train) if n_train > 0 else _N_CTX
+
+
+def _to_json_object(options: SamplerOptions) -> dict[str, Any]:
+    """The samplers' options as JSON can have them."""
+    settings = dataclasses.asdict(options)
+    # JSON has no infinity.
+    settings["logit_bias"] = [
+        [token, bias if math.isfinite(bias) else str(bias)] for token, bias in options.logit_bias
+    ]
+    return settings

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specgen.backend.base import Backend
-from specgen.backend.llama import default_threads
 from specgen.calibration.system_load import BUSY_SHARE, core_time, share_of_others
 from specgen.calibration.timing import MIN_SIZES, batch_sizes, complete, is_measured
 from specgen.core.text_state import Shaper, TextState
@@ -27,8 +26,8 @@ _DRAFT_SIZES = (1, 2, 3, 4, 8, 16, 64)
 def is_pair_measured(session: Session, draft: Path | None) -> bool:
     """Whether the costs of the target, up to the largest batch of a round, and of a draft
     model are known."""
-    own = is_measured(session.table(), session.n_rows_max)
-    return own and (draft is None or is_measured(session.table(draft)))
+    own = is_measured(session.costs.table(), session.n_rows_max)
+    return own and (draft is None or is_measured(session.costs.table(draft)))
 
 
 def measure_if_costs_decide(session: Session, target: Backend, draft: Backend | None) -> float:
@@ -51,13 +50,13 @@ def measure_if_new(session: Session, target: Backend, draft: Backend | None) -> 
     if not is_known:
         before = core_time()
         sizes = batch_sizes(max(MIN_SIZES, session.n_rows_max))
-        complete(session.table(), target, sizes, session.n_rows_max)
+        complete(session.costs.table(), target, sizes, session.n_rows_max)
         if draft is not None and path is not None:
-            complete(session.table(path), draft, _DRAFT_SIZES)
+            complete(session.costs.table(path), draft, _DRAFT_SIZES)
         share = share_of_others(before, core_time())
         session.was_busy = share is not None and share > BUSY_SHARE
         if session.was_busy:
-            _keep_no_costs(session)
+            session.costs.do_not_keep(path)
     is_sampled = draft is not None and _sample_agreement(session, target, draft)
     return session.clock() - started if is_sampled or not is_known else 0.0
 
@@ -73,16 +72,6 @@ def agreement_walk(session: Session, prompt: Prompt, draft: Backend) -> Walk:
     return Walk(drafter, state, session.chances(), is_translated=session.is_translated)
 
 
-def _keep_no_costs(session: Session) -> None:
-    """Let what was just measured be measured anew the next time."""
-    options, path = session.options, session.draft_path
-    models = [(options.target, session.context_options())]
-    if path is not None:
-        models.append((path, session.context_options(path)))
-    for model, context in models:
-        session.memory.keep_no_costs(model, context, default_threads())
-
-
 def _sample_agreement(session: Session, target: Backend, draft: Backend) -> bool:
     """See how often the draft model says what the target does, unless that is known or could
     not matter; returns whether that was seen."""
@@ -90,7 +79,9 @@ def _sample_agreement(session: Session, target: Backend, draft: Backend) -> bool
     is_known = "model" in chances and chances["model"].n_judged >= N_KNOWN
     if path is None or is_known or not session.options.drafting.is_by_cost:
         return False
-    if not can_pay(session.table(), session.table(path), session.options.drafting.n_max):
+    if not can_pay(
+        session.costs.table(), session.costs.table(path), session.options.drafting.n_max
+    ):
         return False
     tokens = tokenize(session.target_model.vocabulary, TEXT, parse_special=False)[:N_TOKENS]
     walk = agreement_walk(session, Prompt(TEXT, tuple(tokens[:1])), draft)

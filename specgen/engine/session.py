@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
-import math
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from specgen.backend.base import Backend, Vocabulary
-from specgen.backend.llama import LlamaBackend, LlamaModel, default_threads
+from specgen.backend.base import Backend
+from specgen.backend.llama import LlamaBackend, LlamaModel
 from specgen.backend.tree_batch import Slot
 from specgen.calibration.acceptance import Chances
-from specgen.calibration.cost_table import CostTable
 from specgen.calibration.memory import Memory
-from specgen.calibration.threads import with_threads
-from specgen.calibration.weight_copies import COPY_TYPE, Comparison, Copies
+from specgen.calibration.weight_copies import Comparison, Copies
 from specgen.core.text_state import Shaper, TextState
 from specgen.core.verifiers import make_verifier
-from specgen.drafters import CombinedDrafter, ConstrainedDrafter, Drafter, SuffixDrafter
+from specgen.drafters import CombinedDrafter, ConstrainedDrafter, Drafter
 from specgen.engine.answer_settings import AnswerSettings
 from specgen.engine.chat_template import Message
-from specgen.engine.draft_model import MakeShaper
-from specgen.engine.draft_stack import CONTEXT_STEP, LONGEST_GUESS, DraftStack
+from specgen.engine.draft_model import MakeShaper, Translated
+from specgen.engine.draft_stack import CONTEXT_STEP, DraftStack
 from specgen.engine.engine import Engine
 from specgen.engine.generation import Generation
 from specgen.engine.lookups import Lookups
+from specgen.engine.model_costs import ModelCosts
 from specgen.engine.prompts import (
     Prompt,
     chat_text,
@@ -41,13 +37,13 @@ from specgen.engine.prompts import (
 )
 from specgen.engine.slots import WHOLE, Part
 from specgen.errors import PromptError, UsageError
-from specgen.events import Event, PromptEvent
+from specgen.events import Event
 from specgen.options import (
-    ContextOptions,
     DraftOptions,
     DraftSource,
     GenerationOptions,
     SamplerOptions,
+    SessionOptions,
     TreeShape,
     VerifierName,
 )
@@ -57,23 +53,6 @@ __all__ = ["DraftSource", "Prompt", "Session", "SessionOptions"]
 
 #: Room for an answer of unlimited length where no context size is given, in tokens.
 _ANSWER_ROOM = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class SessionOptions:
-    """Everything that decides what a session does."""
-
-    target: Path
-    draft: DraftSource = "ngram"
-    sampler: SamplerOptions = field(default_factory=SamplerOptions)
-    drafting: DraftOptions = field(default_factory=DraftOptions)
-    generation: GenerationOptions = field(default_factory=GenerationOptions)
-    target_context: ContextOptions = field(default_factory=ContextOptions)
-    draft_context: ContextOptions = field(default_factory=ContextOptions)
-    #: What drafts for the draft model, what drafts for that one, and so on; n-grams come last.
-    helpers: tuple[DraftSource, ...] = ()
-    #: Where what is made of texts to look up is kept, and copies of draft models; None keeps nothing.
-    cache: Path | None = None
 
 
 class Session:
@@ -102,7 +81,11 @@ class Session:
         folder = None
         if options.cache is not None and options.drafting.weights == "auto":
             folder = options.cache / "drafts"
-        self._copies = Copies(folder, self.memory, clock, tell)
+        copies = Copies(folder, self.memory, clock, tell)
+        #: What decodes of the models cost, and the options of their contexts.
+        self.costs = ModelCosts(
+            options.target, options.target_context, options.draft_context, self.memory, copies
+        )
         self._resources = contextlib.ExitStack()
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
@@ -117,9 +100,9 @@ class Session:
             self._drafts = DraftStack(
                 self._target_model,
                 options.helpers,
-                self._copies,
+                copies,
                 options.draft_context,
-                self.context_options,
+                self.costs.context_options,
                 clock,
             )
             self._resources.callback(self._drafts.close)
@@ -182,6 +165,17 @@ class Session:
     def copied(self) -> list[Comparison]:
         """Those of `compared` that draft from their copy, the last one of each model."""
         return self._drafts.copied
+
+    def news_of_copies(self) -> list[str]:
+        """What came of copies that draft since this was asked last."""
+        news = [comparison.note for comparison in self.copied[self._n_told :]]
+        self._n_told = len(self.copied)
+        return news
+
+    @property
+    def why_chains(self) -> str | None:
+        """Why drafts cannot branch here, whatever their shape; None if they can."""
+        return self._drafts.why_chains
 
     @property
     def draft_source(self) -> DraftSource:
@@ -315,34 +309,10 @@ class Session:
         ) as engine:
             yield from engine.stream(engine.submit(prompt))
 
-    def prompt_event(
-        self,
-        prompt: Prompt,
-        settings: AnswerSettings,
-        *,
-        seed: int,
-        index: int,
-        now_s: float,
-        n_ctx: int,
-    ) -> PromptEvent:
-        """The event that says what is going to run, in a context of n_ctx tokens."""
+    def translation(self, settings: AnswerSettings) -> Translated | None:
+        """How drafts for an answer are translated; None if they need not be."""
         draft = self._drafts.model
-        path = self.draft_path
-        return PromptEvent(
-            sequence=index,
-            time_s=now_s,
-            text=prompt.text,
-            n_prompt_tokens=len(prompt.tokens),
-            target=self._target_model.name,
-            draft=self.draft_name,
-            translation=draft.translated(settings) if draft is not None else None,
-            draft_weights=self.context_options(path).weights if path is not None else None,
-            kernels=self._target_model.kernels,
-            n_ctx=n_ctx,
-            sampler=_to_json_object(replace(settings.sampling, seed=seed)),
-            verifier=self.verifier_name(settings),
-            grammar=settings.generation.grammar,
-        )
+        return draft.translated(settings) if draft is not None else None
 
     def verifier_name(self, settings: AnswerSettings | None = None) -> VerifierName:
         """How drafts for an answer are judged."""
@@ -380,7 +350,7 @@ class Session:
         with contextlib.ExitStack() as stack:
             target = LlamaBackend(
                 self._target_model,
-                self.context_options(),
+                self.costs.context_options(),
                 n_ctx=n_ctx * n_parts,
                 clock=self._clock,
                 n_sequences=self.n_branches_max * n_parts,
@@ -478,7 +448,7 @@ class Session:
     ) -> Drafter:
         """What the draft model drafts, alone, in contexts of it and of what drafts for it."""
         assert self._drafts.model is not None, "there is no draft model"
-        known = _Known(self, len(prompt.tokens))
+        known = self.costs.known(len(prompt.tokens))
         settings = settings or self.settings
         return self._drafts.model.drafter(
             prompt,
@@ -513,9 +483,7 @@ class Session:
             return FixedPolicy(drafting)
         if drafting.policy == "threshold":
             return ThresholdPolicy(drafting)
-        return CostAwarePolicy(drafting, self.table(n_past=n_past), self.chances(settings))
-
-    # --- what is known of the models ---------------------------------------------------------
+        return CostAwarePolicy(drafting, self.costs.table(n_past=n_past), self.chances(settings))
 
     def chances(self, settings: AnswerSettings | None = None) -> MutableMapping[str, Chances]:
         """What is known of the present draft's chances with an answer's samplers, by origin."""
@@ -525,82 +493,3 @@ class Session:
             mode = f"temp {settings.sampling.temperature:.1f}, {self.verifier_name(settings)}"
         draft = self._drafts.path or str(self._drafts.source)
         return self.memory.chances(self._options.target, draft, mode)
-
-    def context_options(self, draft: Path | None = None) -> ContextOptions:
-        """Those of contexts of the target, or of a draft model, with as many threads as were
-        found to be best where the user named no number."""
-        options = self._options
-        if draft is None:
-            context = options.target_context
-            return with_threads(context, self.memory.threads(options.target, context))
-        context = options.draft_context
-        if self._copies.of(draft, context) is not None:
-            context = replace(context, weights=COPY_TYPE)
-        return with_threads(context, self.memory.threads(draft, context))
-
-    def table(self, draft: Path | None = None, n_past: int = 0) -> CostTable:
-        """What is known of the costs of the target, or of a draft model, in contexts with so
-        many tokens in them."""
-        model, context = draft or self._options.target, self.context_options(draft)
-        return self.memory.costs(model, context, n_past, default_threads())
-
-    def forget_costs(self, draft: Path | None = None) -> None:
-        """Let the costs of the target, or of a draft model, be measured anew. Nothing may be
-        generating."""
-        model, context = draft or self._options.target, self.context_options(draft)
-        self.memory.forget_costs(model, context, default_threads())
-
-    def forget_weights(self, draft: Path) -> None:
-        """Let a draft model be compared with a copy anew, when it is the session's the next time."""
-        self._copies.forget(draft, self._options.draft_context)
-
-    def notices(self, n_ctx: int) -> Iterator[str]:
-        """What a user should know of an answer in a context of n_ctx tokens."""
-        for copied in self.copied[self._n_told :]:
-            yield copied.note
-        self._n_told = len(self.copied)
-        shape = self._options.drafting.tree
-        if shape.is_fixed and self._drafts.source != "none" and (why := self._drafts.why_chains):
-            yield f"--tree {shape}: {why}: drafting chains of {shape.n_levels} tokens"
-        target, n_train = self._target_model, self._target_model.n_ctx_train
-        if 0 < n_train < n_ctx:
-            yield (
-                f"{target.name} was trained with {n_train} tokens of context, "
-                f"{n_ctx} are asked for: expect poor text"
-            )
-        draft = self.draft_model
-        if draft is not None and 0 < draft.n_ctx_train < n_ctx:
-            yield (
-                f"{draft.name} was trained with {draft.n_ctx_train} tokens of context, "
-                f"{n_ctx} are asked for: of a longer text it sees the latest part"
-            )
-
-
-class _Known:
-    """What a session knows of its models, for one answer after so many tokens."""
-
-    def __init__(self, session: Session, n_past: int) -> None:
-        self._session = session
-        self._n_past = n_past
-
-    def costs(self, model: Path) -> CostTable:
-        return self._session.table(model, self._n_past)
-
-    def policy(self, model: Path, draft: Path | str) -> Policy:
-        options = DraftOptions(max_tokens=LONGEST_GUESS)
-        chances = self._session.memory.chances(model, draft, "guesses")
-        return CostAwarePolicy(options, self.costs(model), chances)
-
-    def ngrams(self, vocabulary: Vocabulary) -> Drafter:
-        shortest, longest = DraftOptions().ngrams_of
-        return SuffixDrafter(shortest, longest)
-
-
-def _to_json_object(options: SamplerOptions) -> dict[str, Any]:
-    """The samplers' options as JSON can have them."""
-    settings = dataclasses.asdict(options)
-    # JSON has no infinity.
-    settings["logit_bias"] = [
-        [token, bias if math.isfinite(bias) else str(bias)] for token, bias in options.logit_bias
-    ]
-    return settings

@@ -172,8 +172,8 @@ class CostAwarePolicy:
         """What it promises to begin with a model whose rounds are worth `value` in this text, as far
         as that shows."""
         plain_s, chances = self._costs.seconds(1), self._of(origin)
-        chances.expect(value / plain_s)
-        worths = self._asked[origin] = chances.counts.worths
+        chances.expect(value / plain_s, self._costs.n_sequences)
+        worths = self._asked[origin] = chances.worths
         worth = worth_of_beginning(
             value,
             price,

@@ -232,7 +232,7 @@ def _remembering(session: Session, cache: LlamaBackend, prompt: Prompt) -> MemoB
     """A model's cache with a memory, in which decodes take as long as was measured."""
     model = cache.model.path
     is_target = cache.model is session.target_model
-    costs = session.table(None if is_target else model, len(prompt.tokens))
+    costs = session.costs.table(None if is_target else model, len(prompt.tokens))
     return MemoBackend(cache, n_bytes_max=_N_BYTES_MAX, costs=costs)
 
 

@@ -98,9 +98,9 @@ def known_costs(session: Session, draft: Path) -> Costs | None:
     """What the session's target and a draft model cost, if that is known."""
     if not is_pair_measured(session, draft):
         return None
-    known = session.table().known
+    known = session.costs.table().known
     sizes = {n: seconds for n, seconds in known.items() if n <= session.n_rows_max}
-    return Costs(sizes, session.table(draft).seconds(1)) if len(sizes) > 1 else None
+    return Costs(sizes, session.costs.table(draft).seconds(1)) if len(sizes) > 1 else None
 
 
 def measure_costs(session: Session, draft: Path) -> Costs | None:

@@ -168,7 +168,7 @@ def measure_target(
         )
     batch_s = {size: statistics.median(samples[size]) for size in sizes}
     for size, seconds in batch_s.items():
-        session.table().start(size, seconds)
+        session.costs.table().start(size, seconds)
     return Baseline(tuple(answers), skipped, n_ctx, batch_s, chat, tuple(token_s))
 
 

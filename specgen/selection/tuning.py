@@ -133,11 +133,11 @@ class Tuner:
         `BackendError`; other drafts that cannot be used are refused.
         """
         if draft is not None:
-            self._session.forget_weights(draft)
+            self._session.costs.forget_weights(draft)
         self._session.change_draft(draft if draft is not None else "none")
         threads = self._threads(None)
         draft_threads = self._threads(draft) if draft is not None else None
-        self._session.forget_costs()
+        self._session.costs.forget()
         baseline = measure_target(
             self._session,
             prompts,
@@ -157,7 +157,7 @@ class Tuner:
 
     def _with_draft(self, found: Tuning, draft: Path, threads: ThreadTimes | None) -> Tuning:
         """With what is found of the draft, which is the session's."""
-        self._session.forget_costs(draft)
+        self._session.costs.forget(draft)
         agreement = self._walk(found.baseline, draft)
         if agreement is None:
             return found
@@ -181,7 +181,7 @@ class Tuner:
             try:
                 self._session.change_draft(source)
                 if isinstance(source, Path):
-                    self._session.forget_costs(source)
+                    self._session.costs.forget(source)
                 found = self._with_way(found, source, ngrams=is_model)
             except _DRAFT_ERRORS as error:
                 refused = (Path(source), _reason(error, source))

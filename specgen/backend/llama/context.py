@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from specgen.arrays import Logits
+from specgen.arrays import Hidden, Logits
 from specgen.backend.base import Batch, Rollback
 from specgen.backend.llama.cache import Cache, SavedStates, SharedStates, StateCopies
 from specgen.backend.llama.library import last_error, llama_cpp
@@ -146,6 +146,38 @@ class LlamaBackend:
             return self._rewinder.decode(batch)
         finally:
             self._decode_s = before_s + self._clock() - started
+
+    def decode_hidden(self, batch: Batch) -> tuple[Logits, Hidden]:
+        """As `decode`, with the final hidden states (after the last norm, before the output matrix)
+        of the rows that want logits: float32[n_wanted, n_embd]. Both are valid until the next decode.
+
+        llama.cpp computes an output for each row of such a batch: for a prompt that is dear. Raises
+        `BackendError` where a state is recurrent, which decodes rows of its own between those asked
+        for.
+        """
+        if self._rewinder is not None:
+            raise BackendError(f"{self._model.name}: no hidden states of a recurrent model")
+        if len(batch) > self._n_outputs:
+            raise BackendError(
+                f"a batch wants {len(batch)} rows of hidden states; {self._n_outputs} at most"
+            )
+        wanted = np.flatnonzero(batch.wants_logits)
+        llama_cpp.llama_set_embeddings(self._handle, True)
+        try:
+            self.decode(batch)
+            logits = self._view(len(batch))
+            pointer = llama_cpp.llama_get_embeddings(self._handle)
+            if not pointer:
+                raise BackendError(f"{self._model.name}: llama.cpp gave no hidden states")
+            n_embd = self._model.n_embd
+            address = ctypes.addressof(pointer.contents)
+            memory = (ctypes.c_float * (len(batch) * n_embd)).from_address(address)
+            hidden = np.ctypeslib.as_array(memory).reshape(len(batch), n_embd)
+        finally:
+            llama_cpp.llama_set_embeddings(self._handle, False)
+        if len(wanted) < len(batch):
+            return logits[wanted], hidden[wanted]
+        return logits, hidden
 
     def _decode_rows(self, batch: Batch) -> Logits:
         self._model.check_open()

@@ -80,6 +80,11 @@ class LlamaModel:
         return int(llama_cpp.llama_model_n_ctx_train(self.handle))
 
     @property
+    def n_embd(self) -> int:
+        """Length of a hidden state."""
+        return int(llama_cpp.llama_model_n_embd(self.handle))
+
+    @property
     def has_recurrent_state(self) -> bool:
         """Whether it keeps a state that every token changes, alone or beside a cache of cells:
         recurrent and hybrid models."""

@@ -14,8 +14,8 @@ import typer
 from specgen.cli.flags.answer import Constraint, answer, constraint
 from specgen.cli.flags.drafting import drafting, tree_shape
 from specgen.cli.flags.groups import takes
-from specgen.cli.flags.machine import Contexts, machine
-from specgen.cli.flags.models import ModelChoice, models
+from specgen.cli.flags.machine import machine
+from specgen.cli.flags.models import models
 from specgen.cli.flags.sampling import sampling
 from specgen.cli.flags.text import utf8
 from specgen.errors import UsageError
@@ -156,9 +156,7 @@ Verbose = Annotated[
 __all__ = [
     "Chat",
     "Constraint",
-    "Contexts",
     "Json",
-    "ModelChoice",
     "PromptArgument",
     "PromptFile",
     "PromptOption",

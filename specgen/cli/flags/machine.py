@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
-from specgen.options import CacheType, ContextOptions, FlashAttention, KernelChoice
+from specgen.options import CacheType, ContextOptions, Contexts, FlashAttention, KernelChoice
 
 _DEFAULT = ContextOptions()
 _MACHINE = "Machine"
-
-
-@dataclass(frozen=True, slots=True)
-class Contexts:
-    """The contexts of the two models, and who computes on the CPU for both."""
-
-    target: ContextOptions
-    draft: ContextOptions
-    kernels: KernelChoice = "auto"
 
 
 def machine(

@@ -1,0 +1,228 @@
+"""Generate text from Python: open a target and what drafts for it, then ask for answers.
+
+The answers are those of the target alone. `docs/python.md` has examples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+
+from specgen.backend.llama import json_schema_to_gbnf
+from specgen.catalogue import cache_folder
+from specgen.engine.chat_template import Message
+from specgen.engine.engine import Answer, Engine
+from specgen.engine.prompts import Prompt
+from specgen.engine.session import Session
+from specgen.errors import UsageError
+from specgen.events import CommittedEvent, Event
+from specgen.kernels import choose
+from specgen.options import (
+    ContextOptions,
+    Contexts,
+    DraftOptions,
+    GenerationOptions,
+    KernelChoice,
+    SamplerOptions,
+)
+from specgen.selection.model_choice import staged
+from specgen.selection.session_opening import SessionOpener, find_models, session_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+#: What an answer begins after: a user's message, a conversation, or tokens.
+Asked: TypeAlias = "str | Sequence[Message] | Prompt"
+
+
+class AnswerOptions(TypedDict, total=False):
+    """What one answer may ask for. Whatever is left out is as it was given to `load`."""
+
+    #: The most tokens of the answer; negative goes on until the text ends or the context is full.
+    max_tokens: int
+    #: Strings that end the answer; not part of it.
+    stop: Sequence[str]
+    #: 0 takes the most likely token each time.
+    temperature: float
+    #: The same seed gives the same text.
+    seed: int
+    #: All samplers; `temperature` and `seed` change these.
+    sampling: SamplerOptions
+    #: A grammar (GBNF) that the answer follows.
+    grammar: str
+    #: A JSON schema, as text or as a mapping, that the answer follows.
+    json_schema: str | Mapping[str, Any]
+    #: Never choose an end-of-text token.
+    ignore_eos: bool
+    #: Report the log-probability of each token, and of this many of the most likely ones.
+    logprobs: int
+    #: A system message before the user's; only beside a prompt that is a text.
+    system: str
+    #: True: the text is a user's turn in the model's chat template; False: it is continued as it is.
+    #: By default a turn, where the model has a template.
+    chat: bool
+
+
+def load(
+    target: str | Path,
+    draft: str | Path | Sequence[str | Path] | None = None,
+    *,
+    n_ctx: int | None = None,
+    n_parallel: int = 1,
+    sampling: SamplerOptions | None = None,
+    generation: GenerationOptions | None = None,
+    drafting: DraftOptions | None = None,
+    context: ContextOptions | None = None,
+    draft_context: ContextOptions | None = None,
+    kernels: KernelChoice = "auto",
+    note: Callable[[str], None] = lambda _text: None,
+) -> Model:
+    """Load a target and what drafts for it. Close the result, or use it as a context manager.
+
+    `target` is a GGUF file or a name from `specgen models list`, fetched if it is not on this
+    disk. `draft` is the same, or ``ngram``, or ``none``; of several, each drafts for the one before
+    it; None chooses as `specgen run` does. Up to `n_parallel` answers are made at once, each in a
+    context of `n_ctx` tokens (by default 4096, or what the target was trained with if that is
+    less). `note` is told why a draft was chosen, and what else the command line would say.
+
+    Raises `ModelFileError`, `PairError`, `UnknownModelError`, `FetchError`, `MemoryLimitError` or
+    `UsageError`.
+    """
+    drafts = [draft] if isinstance(draft, (str, Path)) else list(draft or ())
+    sources = find_models(staged(str(target), [str(each) for each in drafts], None), quiet=True)
+    status = choose(kernels, cache_folder())
+    if kernels == "auto" and status.reason and status.path is not None:
+        note(f"not using specgen's kernels: {status.reason}")
+    options = session_options(
+        sources,
+        sampling or SamplerOptions(),
+        drafting or DraftOptions(),
+        generation or GenerationOptions(),
+        Contexts(context or ContextOptions(), draft_context or ContextOptions(), kernels),
+    )
+    with contextlib.ExitStack() as on_error:
+        session = SessionOpener(sources.drafts, clock=time.perf_counter, note=note).open(options)
+        on_error.callback(session.close)
+        engine = Engine(session, n_parallel=n_parallel, n_ctx=n_ctx)
+        on_error.pop_all()
+    return Model(session, engine)
+
+
+class Model:
+    """A target and what drafts for it, ready to answer. `load` makes it.
+
+    Caches stay filled: a prompt that begins like an earlier text decodes only the rest. Its methods
+    may be called from several threads; one at a time decodes, for the answers of all.
+    """
+
+    def __init__(self, session: Session, engine: Engine) -> None:
+        self._session = session
+        self._engine = engine
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the contexts and the weights, and keep what was learnt of the models. May be called
+        twice. Answers that are not done fail."""
+        self._engine.close()
+        self._session.memory.save()
+        self._session.close()
+
+    @property
+    def engine(self) -> Engine:
+        """What makes the answers, to step it oneself."""
+        return self._engine
+
+    @property
+    def target(self) -> str:
+        """The target's file name."""
+        return self._session.target_model.name
+
+    @property
+    def draft(self) -> str:
+        """What drafts: a model's file name, ``ngram`` or ``none``."""
+        return self._session.draft_name
+
+    def generate(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Answer:
+        """One answer, whole: its `text`, and its figures in `finished`. Raises what ends it before
+        its time, and `PromptError` or `UsageError` for what cannot be asked."""
+        answer = self.submit(prompt, **options)
+        for _ in self._engine.stream(answer):
+            pass
+        return answer
+
+    def stream(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Iterator[str]:
+        """The text of one answer, in pieces as it comes."""
+        for event in self.events(prompt, **options):
+            if isinstance(event, CommittedEvent) and event.text:
+                yield event.text
+
+    def events(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Iterator[Event]:
+        """All that happens while one answer is made: drafts, verdicts, tokens, figures."""
+        return self._engine.stream(self.submit(prompt, **options))
+
+    def generate_all(
+        self, prompts: Iterable[Asked], **options: Unpack[AnswerOptions]
+    ) -> list[Answer]:
+        """The answers to several prompts, in their order, `n_parallel` of them at once. An answer
+        that fails has its `failure`, and the others are made."""
+        answers = [self.submit(prompt, **options) for prompt in prompts]
+        while not all(answer.is_done for answer in answers):
+            self._engine.step()
+        return answers
+
+    def submit(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Answer:
+        """Ask for an answer, which is made while any other is waited for, or by `engine.step`."""
+        system, chat = options.get("system"), options.get("chat")
+        if isinstance(prompt, str):
+            prompt = self._session.prompt(prompt, chat=chat, system=system)
+        elif system is not None or chat is not None:
+            raise UsageError("system and chat go with a prompt that is a text")
+        elif not isinstance(prompt, Prompt):
+            prompt = self._session.conversation(prompt)
+        return self._engine.submit(
+            prompt, sampling=self._sampling(options), generation=self._generation(options)
+        )
+
+    def cancel(self, answer: Answer) -> None:
+        """End an answer with what there is of it, at the next step."""
+        self._engine.cancel(answer)
+
+    def _sampling(self, options: AnswerOptions) -> SamplerOptions:
+        sampling = options.get("sampling", self._session.options.sampler)
+        if "temperature" in options:
+            sampling = replace(sampling, temperature=options["temperature"])
+        if "seed" in options:
+            sampling = replace(sampling, seed=options["seed"])
+        return sampling
+
+    def _generation(self, options: AnswerOptions) -> GenerationOptions:
+        generation = self._session.options.generation
+        if "max_tokens" in options:
+            generation = replace(generation, max_tokens=options["max_tokens"])
+        if "stop" in options:
+            generation = replace(generation, stop=tuple(options["stop"]))
+        if "ignore_eos" in options:
+            generation = replace(generation, ignore_eos=options["ignore_eos"])
+        if "logprobs" in options:
+            generation = replace(generation, logprobs=options["logprobs"])
+        if "grammar" in options and "json_schema" in options:
+            raise UsageError("grammar and json_schema exclude each other")
+        if "grammar" in options:
+            generation = replace(generation, grammar=options["grammar"])
+        if "json_schema" in options:
+            schema = options["json_schema"]
+            text = schema if isinstance(schema, str) else json.dumps(schema)
+            generation = replace(generation, grammar=json_schema_to_gbnf(text))
+        if generation.grammar is not None and generation.ignore_eos:
+            raise UsageError("ignore_eos and a grammar exclude each other: its text has an end")
+        return generation

@@ -1,0 +1,94 @@
+"""What is known of the costs of a session's models, and the contexts that these costs are of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from specgen.backend.base import Vocabulary
+from specgen.backend.llama import default_threads
+from specgen.calibration.cost_table import CostTable
+from specgen.calibration.memory import Memory
+from specgen.calibration.threads import with_threads
+from specgen.calibration.weight_copies import Copies
+from specgen.drafters import Drafter, SuffixDrafter
+from specgen.engine.draft_stack import LONGEST_GUESS
+from specgen.options import ContextOptions, DraftOptions
+from specgen.policy import CostAwarePolicy, Policy
+
+
+class ModelCosts:
+    """The tables of a target and of what drafts for it, as `memory` has them for contexts of these
+    options. A model is named by its file; None is the target."""
+
+    def __init__(
+        self,
+        target: Path,
+        target_context: ContextOptions,
+        draft_context: ContextOptions,
+        memory: Memory,
+        copies: Copies,
+    ) -> None:
+        self._target = target
+        self._target_context = target_context
+        self._draft_context = draft_context
+        self._memory = memory
+        self._copies = copies
+
+    def context_options(self, draft: Path | None = None) -> ContextOptions:
+        """Those of contexts of the target, or of a draft model, with as many threads as were
+        found to be best where the user named no number."""
+        if draft is None:
+            context = self._target_context
+            return with_threads(context, self._memory.threads(self._target, context))
+        context = self._copies.context_of(draft, self._draft_context)
+        return with_threads(context, self._memory.threads(draft, context))
+
+    def table(self, draft: Path | None = None, n_past: int = 0) -> CostTable:
+        """What is known of the costs of the target, or of a draft model, in contexts with so
+        many tokens in them."""
+        context = self.context_options(draft)
+        return self._memory.costs(draft or self._target, context, n_past, default_threads())
+
+    def forget(self, draft: Path | None = None) -> None:
+        """Let the costs of the target, or of a draft model, be measured anew. Nothing may be
+        generating."""
+        context = self.context_options(draft)
+        self._memory.forget_costs(draft or self._target, context, default_threads())
+
+    def forget_weights(self, draft: Path) -> None:
+        """Let a draft model be compared with a copy anew, when it is the session's the next time."""
+        self._copies.forget(draft, self._draft_context)
+
+    def do_not_keep(self, draft: Path | None) -> None:
+        """Let what was just measured of the target and a draft model be measured anew the next time."""
+        for model in (None,) if draft is None else (None, draft):
+            context = self.context_options(model)
+            self._memory.keep_no_costs(model or self._target, context, default_threads())
+
+    def known(self, n_past: int) -> KnownOfAnswer:
+        """What is known, for one answer after so many tokens."""
+        return KnownOfAnswer(self.table, self._memory, n_past)
+
+
+class KnownOfAnswer:
+    """What is known of draft models, for one answer after so many tokens."""
+
+    def __init__(
+        self, table: Callable[[Path, int], CostTable], memory: Memory, n_past: int
+    ) -> None:
+        self._table = table
+        self._memory = memory
+        self._n_past = n_past
+
+    def costs(self, model: Path) -> CostTable:
+        return self._table(model, self._n_past)
+
+    def policy(self, model: Path, draft: Path | str) -> Policy:
+        options = DraftOptions(max_tokens=LONGEST_GUESS)
+        chances = self._memory.chances(model, draft, "guesses")
+        return CostAwarePolicy(options, self.costs(model), chances)
+
+    def ngrams(self, vocabulary: Vocabulary) -> Drafter:
+        shortest, longest = DraftOptions().ngrams_of
+        return SuffixDrafter(shortest, longest)

@@ -1,0 +1,34 @@
+"""What a user should know before the first answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from specgen.engine.session import Session
+
+
+def opening_notices(session: Session, n_ctx: int, measured_s: float) -> Iterator[str]:
+    """A sentence each: of copies that draft, of shapes that cannot be drafted, of contexts of n_ctx
+    tokens that are too long, and of the seconds that were spent on measuring."""
+    yield from session.news_of_copies()
+    shape = session.options.drafting.tree
+    if shape.is_fixed and session.draft_source != "none" and (why := session.why_chains):
+        yield f"--tree {shape}: {why}: drafting chains of {shape.n_levels} tokens"
+    target, draft = session.target_model, session.draft_model
+    if 0 < target.n_ctx_train < n_ctx:
+        yield (
+            f"{target.name} was trained with {target.n_ctx_train} tokens of context, "
+            f"{n_ctx} are asked for: expect poor text"
+        )
+    if draft is not None and 0 < draft.n_ctx_train < n_ctx:
+        yield (
+            f"{draft.name} was trained with {draft.n_ctx_train} tokens of context, "
+            f"{n_ctx} are asked for: of a longer text it sees the latest part"
+        )
+    if measured_s:
+        message = f"measured what drafting costs and promises here, in {measured_s:.1f} s"
+        if session.was_busy:
+            message += "; the machine had other work to do, so it is measured anew the next time"
+        yield message

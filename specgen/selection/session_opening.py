@@ -1,0 +1,173 @@
+"""From what was asked for to a session: its files, its options, and the draft that is taken."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specgen.options import (
+    Contexts,
+    DraftOptions,
+    GenerationOptions,
+    SamplerOptions,
+    SessionOptions,
+)
+from specgen.selection.default_draft import DraftChoice
+from specgen.selection.model_choice import ModelChoice
+from specgen.selection.pick import Taken, take_first
+from specgen.selection.resolve import Disk, Sources, find_model, resolve
+
+if TYPE_CHECKING:
+    from specgen.calibration.memory import Memory
+    from specgen.catalogue import Registry
+    from specgen.engine.session import Session
+    from specgen.options import DraftSource
+    from specgen.selection.resolve import Fetch
+
+#: Shows that something of this name is loading, while it lasts; it can be told what goes on.
+Loading = Callable[[str], AbstractContextManager[Callable[[str], None]]]
+
+
+def find_models(choice: ModelChoice, *, quiet: bool) -> Sources:
+    """The files of the run, fetched if need be, with progress on standard error."""
+    from specgen.catalogue import identify, load_registry, locate, saved_draft
+
+    registry = load_registry()
+    disk = Disk(locate, identify, saved_draft)
+    get = _fetch(registry, quiet=quiet)
+    sources = resolve(choice.target, choice.draft, choice.pair, registry, get, disk)
+    helpers: list[DraftSource] = [
+        "ngram" if name == "ngram" else find_model(name, registry, get) for name in choice.helpers
+    ]
+    return replace(sources, helpers=tuple(helpers))
+
+
+def find_target(name: str, *, quiet: bool) -> Path:
+    """The file of a target, fetched if need be, with progress on standard error."""
+    from specgen.catalogue import load_registry
+
+    registry = load_registry()
+    return find_model(name, registry, _fetch(registry, quiet=quiet))
+
+
+def _fetch(registry: Registry, *, quiet: bool) -> Fetch:
+    from specgen.catalogue import SilentProgress, fetch, stderr_progress
+
+    def get(name: str) -> Path:
+        progress = SilentProgress() if quiet else stderr_progress()
+        return fetch(registry.model(name), progress=progress)
+
+    return get
+
+
+def session_options(
+    sources: Sources,
+    sampling: SamplerOptions,
+    drafting: DraftOptions,
+    answer: GenerationOptions,
+    contexts: Contexts,
+) -> SessionOptions:
+    """Everything that decides what the session does."""
+    from specgen.catalogue import cache_folder
+
+    return SessionOptions(
+        target=sources.target,
+        draft=sources.draft,
+        sampler=sampling,
+        drafting=drafting,
+        generation=answer,
+        target_context=contexts.target,
+        draft_context=contexts.draft,
+        helpers=sources.helpers,
+        cache=cache_folder(),
+    )
+
+
+class SessionOpener:
+    """Loads models for one session after the other.
+
+    Of `drafts`, the first that can draft for the target and is not too dear on this machine
+    takes the place of the options' draft, and `note` is told why; with `details`, also what was
+    measured. Only what the user named himself may fail: for a draft that was chosen for him there is
+    always another. Later sessions have the draft that the first one had, and nothing more is
+    said of it. `clock` gives seconds; `loading` shows what is going on.
+    """
+
+    def __init__(
+        self,
+        drafts: Sequence[DraftChoice] = (),
+        *,
+        clock: Callable[[], float],
+        note: Callable[[str], None] = lambda _text: None,
+        details: bool = False,
+        loading: Loading = lambda _name: contextlib.nullcontext(lambda _what: None),
+    ) -> None:
+        self._drafts = list(drafts)
+        self._clock = clock
+        self._note = note
+        self._details = details
+        self._loading = loading
+        self._memory = open_memory()
+
+    @property
+    def draft(self) -> DraftSource | None:
+        """What drafts, once a session is open; None for the options' own draft."""
+        return self._drafts[0].draft if self._drafts else None
+
+    def open(self, options: SessionOptions) -> Session:
+        """Load the models. Raises `ModelFileError`, `PairError`."""
+        from specgen.engine.session import Session
+
+        if self._drafts:
+            options = replace(options, draft=self._drafts[0].draft)
+        # What was chosen for the user is opened apart from the target: the failure of one is
+        # told from that of the other, and the target is loaded once however many are tried.
+        is_chosen = bool(self._drafts and self._drafts[0].why)
+        taken: Taken | None = None
+        with contextlib.ExitStack() as on_error:
+            with self._loading(options.target.name) as tell:
+                own = replace(options, draft="none") if is_chosen else options
+                session = on_error.enter_context(Session(own, self._clock, self._memory, tell))
+                if is_chosen:
+                    taken = take_first(session, self._drafts)
+                    self._drafts = [DraftChoice(taken.draft)]
+                    if taken.measured:  # not every command saves what its session learns
+                        self._memory.save()
+            on_error.pop_all()
+        if session.compared:  # that it is not worth it is known too, and took as long to find out
+            self._memory.save()
+        if taken is not None:
+            for note in (*(taken.measured if self._details else ()), taken.note):
+                self._note(note)
+        return session
+
+
+def open_memory() -> Memory:
+    """What was learnt on this machine with this build of llama.cpp and the kernels in use."""
+    from specgen.backend.llama import build
+    from specgen.backend.llama.kernels import computing
+    from specgen.calibration.memory import Memory
+    from specgen.catalogue import memory_file
+    from specgen.machine import look_at_machine
+
+    built, machine = build(), look_at_machine()
+    about = {
+        "llama_cpp_python": built.version,
+        "features": built.system_info,
+        "devices": [device.description for device in built.devices],
+        "cores": [machine.n_physical_cores, machine.n_logical_cores, _n_usable_cores()],
+        "cpu": machine.cpu,
+        "kernels": computing(),
+    }
+    return Memory(memory_file(), about)
+
+
+def _n_usable_cores() -> int | None:
+    """How many of them this process may use, where the system tells."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else None
