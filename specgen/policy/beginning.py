@@ -56,10 +56,7 @@ def worth_of_beginning(
     value_s = unknown * mean * plain_s + (1.0 - unknown) * value_s
     if value_s <= 0.0 and not could_pay():
         return value_s
-    is_proven = worths.n >= _N_PROVEN and mean > deviation
-    most_ahead = _MOST_AHEAD_IF_PROVEN if is_proven else _MOST_AHEAD
-    most_s = min(worths.allowance * plain_s, most_ahead * elapsed_s)
-    if price.backlog_s > max(0.0, most_s):
+    if not may_read(price, worths, plain_s=plain_s, elapsed_s=elapsed_s):
         return min(value_s, 0.0)
     gain_s = _mean_above_zero(value_s, deviation * plain_s * math.sqrt(unknown))
     cost_s = _N_TRIED * max(0.0, -value_s)
@@ -68,6 +65,16 @@ def worth_of_beginning(
     if gain_s * horizon <= reading_s + cost_s or gain_s * min(horizon, _N_NEAR) <= cost_s:
         return min(value_s, 0.0)
     return max(value_s - price.backlog_s / horizon, 1e-9)
+
+
+def may_read(price: Price, worths: Worths, *, plain_s: float, elapsed_s: float) -> bool:
+    """Whether a model may read now what it has not read of the text: not where that takes longer
+    than may be lost on it, or a share of the answer's time."""
+    mean, deviation = worths.of_next(price.first_s / plain_s)
+    is_proven = worths.n >= _N_PROVEN and mean > deviation
+    most_ahead = _MOST_AHEAD_IF_PROVEN if is_proven else _MOST_AHEAD
+    most_s = min(worths.allowance * plain_s, most_ahead * elapsed_s)
+    return price.backlog_s <= max(0.0, most_s)
 
 
 def _mean_above_zero(mean: float, deviation: float) -> float:

@@ -19,7 +19,7 @@ from specgen.core.draft import NO_DRAFT, ROOT, Draft
 from specgen.core.growing_tree import GrowingTree
 from specgen.options import DraftOptions
 from specgen.policy.base import RoundReport
-from specgen.policy.beginning import worth_of_beginning
+from specgen.policy.beginning import may_read, worth_of_beginning
 from specgen.policy.budget import Budget
 from specgen.policy.pace import Pace
 from specgen.policy.plans import best_frontier, best_nodes
@@ -157,11 +157,15 @@ class CostAwarePolicy:
         n, chance = len(after), self._chance_of(after)
         if n >= self._n_max:
             return 0.0
-        value = self._rule(origin).value(n, chance) + price.next_s - price.first_s
-        if n > 0:
-            value -= price.backlog_s / self._horizon()
+        if n == 0 and self._is_too_early(origin, price):
+            value = 0.0
         else:
-            value = self._begun(origin, price, value)
+            value = self._rule(origin).value(n, chance) + price.next_s - price.first_s
+            if n > 0:
+                value -= price.backlog_s / self._horizon()
+            else:
+                value = self._begun(origin, price, value)
+        if n == 0:
             self._is_trial = value <= 0.0 and self._may_try(origin, price)
         if value > 0.0 or self._is_trial:
             self._began, self._invested_s = origin, price.backlog_s
@@ -186,6 +190,17 @@ class CostAwarePolicy:
             elapsed_s=self._budget.elapsed_s,
         )
         return min(worth, 0.0) if self._budget.is_put_aside(origin) else worth
+
+    def _is_too_early(self, origin: str, price: Price) -> bool:
+        """Whether a model that has not looked at this text yet may not read it now, whatever it
+        promises: nothing else has to be worked out then."""
+        chances = self._of(origin)
+        worths = chances.counts.worths_at(self._costs.n_sequences)
+        if chances.n_looks or worths.start is None:
+            return False
+        self._asked[origin] = worths
+        plain_s, elapsed_s = self._costs.seconds(1), self._budget.elapsed_s
+        return not may_read(price, worths, plain_s=plain_s, elapsed_s=elapsed_s)
 
     def _horizon(self) -> float:
         """The rounds that are left, with caution."""
@@ -473,12 +488,10 @@ class CostAwarePolicy:
     def _may_try(self, origin: str, price: Price) -> bool:
         """Whether a drafter that promises nothing is tried all the same, to learn whether that
         is still so: not if it could not pay even if it were always right."""
-        if self._ideal_s(price) <= 0.0:
-            return False
         n = min(self._budget.n_tokens, self._n_max)
         cost_s = price.first_s + price.backlog_s + (n - 1) * price.next_s
         cost_s += self._costs.seconds(n + 1) - self._costs.seconds(1)
-        return self._budget.allows(cost_s)
+        return self._budget.allows(cost_s) and self._ideal_s(price) > 0.0
 
     def _ideal_s(self, price: Price) -> float:
         """Seconds that a round would save with a draft of the best length that is all right."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -101,6 +102,7 @@ def _make(
     return llama_cpp.llama_init_from_model(model.handle, params)
 
 
+@functools.cache
 def default_threads() -> int:
     """The number of physical cores: hyper-threads do not help matrix products."""
     return psutil.cpu_count(logical=False) or os.cpu_count() or 1
