@@ -40,7 +40,6 @@ import numpy as np
 from benchmarks.answers import begin, read_setting
 from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
-from specgen.backend.fake import FakeBackend
 from specgen.bench.prompts import BenchPrompt, first_of_each, read_bench_prompts
 from specgen.calibration.cost_table import CostTable
 from specgen.calibration.memory import Memory
@@ -51,6 +50,7 @@ from specgen.engine.session import Session, SessionOptions
 from specgen.events import FinishedEvent
 from specgen.options import GenerationOptions
 from specgen.proof.memo_backend import MemoBackend
+from specgen.testing.fake_backend import FakeBackend
 
 #: Costs that are made up: seconds of a token, and what a row of the draft takes of that.
 _TOKEN_S = 0.068

@@ -12,7 +12,6 @@ import numpy as np
 
 from specgen.arrays import Logits
 from specgen.backend.base import Batch
-from specgen.backend.fake import FakeBackend, FakeVocabulary, Language, random_language
 from specgen.backend.tree_batch import Slot
 from specgen.calibration.cost_table import FREE, CostTable, Price
 from specgen.constrain.grammar import GrammarState
@@ -36,6 +35,7 @@ from specgen.events import Event
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, parse_tree
 from specgen.policy import FixedPolicy, Policy, RoundReport
 from specgen.sampling import Distribution, Sampler, distribution
+from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, Language, random_language
 
 GREEDY = SamplerOptions()
 N_VOCAB = 12

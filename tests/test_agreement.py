@@ -10,7 +10,6 @@ import pytest
 
 from specgen.arrays import Logits
 from specgen.backend.base import Batch
-from specgen.backend.fake import FakeBackend, FakeVocabulary, Language, noisy, random_language
 from specgen.calibration.acceptance import Chances
 from specgen.calibration.cost_table import CostTable
 from specgen.calibration.memory import Memory
@@ -32,6 +31,13 @@ from specgen.engine.session import Session, SessionOptions
 from specgen.events import FinishedEvent, NoticeEvent
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
 from specgen.sampling import Sampler
+from specgen.testing.fake_backend import (
+    FakeBackend,
+    FakeVocabulary,
+    Language,
+    noisy,
+    random_language,
+)
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers_tiny import write_respelled_model
 

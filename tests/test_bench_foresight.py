@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.backend.fake import FakeVocabulary, noisy, random_language
 from specgen.bench.foreseen import Foresight, drafting_of
 from specgen.bench.foresight import Drafting, Step, best_way, run_lengths
 from specgen.core.draft import Draft
 from specgen.drafters import Drafter
 from specgen.options import DraftOptions, GenerationOptions
 from specgen.selection.trial import Answer, agreeing_path
+from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
 from tests.fakes import N_VOCAB, Clock, NoDrafter, Setup, model_drafter, ngram_drafter
 
 LANGUAGE = random_language(N_VOCAB, seed=7)

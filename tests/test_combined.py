@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from specgen.arrays import Logits
-from specgen.backend.fake import FakeBackend, FakeVocabulary, random_language
 from specgen.calibration.cost_table import FREE, Price
 from specgen.core.draft import NO_DRAFT, Draft
 from specgen.core.text_state import Shaper, TextState
@@ -26,6 +25,7 @@ from specgen.events import DraftedEvent
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.policy import FixedPolicy, Policy, RoundReport
 from specgen.sampling import Distribution, Sampler
+from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.fakes import N_VOCAB, PROMPT, NoDrafter, Setup, model_drafter
 
 LANGUAGE = random_language(N_VOCAB, seed=7)

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.arrays import Logits
-from specgen.backend.fake import FakeVocabulary, Language, noisy, random_language
 from specgen.calibration.cost_table import FREE, Price
 from specgen.core.draft import ROOT, Draft
 from specgen.core.text_state import Shaper, TextState
@@ -28,6 +27,7 @@ from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, N
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
 from specgen.policy import Policy, RoundReport
 from specgen.sampling import Distribution, NoTokenAllowedError
+from specgen.testing.fake_backend import FakeVocabulary, Language, noisy, random_language
 from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
 from tests.fake_grammar import FakeGrammar
 from tests.fakes import PROMPT, Clock, Setup, model_drafter, ngram_drafter

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.backend.fake import FakeBackend, FakeVocabulary, random_language
 from specgen.core.draft import NO_DRAFT, ROOT, Draft
 from specgen.options import DraftOptions, SamplerOptions
 from specgen.policy import FixedPolicy
 from specgen.sampling import distribution
+from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.fakes import N_VOCAB, model_drafter
 
 LANGUAGE = random_language(N_VOCAB, seed=2)

@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specgen.backend.base import Batch
-from specgen.backend.fake import FakeBackend, FakeVocabulary, random_language
 from specgen.backend.llama import LlamaBackend
 from specgen.calibration.memory import Memory
 from specgen.engine.engine import Answer, Engine
@@ -30,6 +29,7 @@ from specgen.options import (
     SamplerOptions,
     TreeShape,
 )
+from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
 from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
 from tests.fakes import N_VOCAB
 from tests.helpers_tiny import write_respelled_model

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from specgen.backend.fake import FakeVocabulary, random_language
 from specgen.backend.llama import LlamaModel
 from specgen.calibration.cost_table import CostTable
 from specgen.drafters import HeadlessDrafter
@@ -26,6 +25,7 @@ from specgen.options import (
     parse_tree,
 )
 from specgen.policy import FixedPolicy
+from specgen.testing.fake_backend import FakeVocabulary, random_language
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.fakes import N_VOCAB, model_drafter
 

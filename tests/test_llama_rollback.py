@@ -18,12 +18,12 @@ import pytest
 
 from specgen.arrays import Logits
 from specgen.backend.base import Batch, Rollback
-from specgen.backend.fake import FakeBackend, FakeVocabulary, random_language
 from specgen.backend.llama import LlamaBackend, LlamaModel
 from specgen.backend.llama.cache import Cache
 from specgen.backend.llama.library import llama_cpp
 from specgen.errors import BackendError, RollbackError
 from specgen.options import ContextOptions
+from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 
 CONFIGS = {

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from specgen.arrays import Logits
 from specgen.backend.base import Batch
-from specgen.backend.fake import FakeVocabulary, noisy, random_language
 from specgen.core.text_state import TextState
 from specgen.core.verifiers import MatchVerifier, Verifier
 from specgen.engine.session import DraftSource, Session, SessionOptions
 from specgen.events import CommittedEvent, Event, Piece, to_json_object
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
 from specgen.sampling.logprobs import log_probabilities, most_likely
+from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.fake_grammar import FakeGrammar
 from tests.fakes import N_VOCAB, PROMPT, Setup, TreeDrafter, model_drafter, ngram_drafter

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 
-from specgen.backend.fake import FakeVocabulary, noisy, random_language
 from specgen.drafters import Drafter
 from specgen.engine.loop import Loop
 from specgen.errors import BackendError
@@ -20,6 +19,7 @@ from specgen.events import (
     VerifiedEvent,
 )
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
+from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
 from tests.fakes import (
     N_VOCAB,
     PROMPT,

@@ -10,9 +10,9 @@ import pytest
 
 from specgen.arrays import Logits
 from specgen.backend.base import Batch
-from specgen.backend.fake import FakeBackend, FakeVocabulary, random_language
 from specgen.calibration.cost_table import CostTable
 from specgen.calibration.timing import batch_sizes, begin, measure_sizes, time_batch
+from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
 
 
 @dataclass(slots=True)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from specgen.arrays import Logits
 from specgen.backend import Batch
-from specgen.backend.fake import FakeBackend, FakeVocabulary, noisy, random_language
 from specgen.backend.tree_batch import Slot, keep_path, pack
 from specgen.core.draft import NO_DRAFT, ROOT, Draft
 from specgen.engine.loop import Loop
@@ -23,6 +22,7 @@ from specgen.errors import BackendError
 from specgen.events import CommittedEvent
 from specgen.options import SamplerOptions
 from specgen.proof.memo_backend import MemoBackend
+from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
 from tests.fakes import GREEDY, Clock, Setup, TreeDrafter, model_drafter
 
 N_VOCAB = 4

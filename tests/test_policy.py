@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.backend.fake import FakeVocabulary, noisy, random_language
 from specgen.calibration.acceptance import Chances
 from specgen.calibration.cost_table import FREE, CostTable, Price
 from specgen.core.draft import NO_DRAFT, ROOT, Draft
@@ -29,6 +28,7 @@ from specgen.policy import (
     WrappedPolicy,
 )
 from specgen.sampling import distribution
+from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
 from tests.fakes import N_VOCAB, model_drafter
 from tests.simulated import WRONG, Run, World, run, steps, text
 

@@ -10,7 +10,6 @@ import pytest
 
 from specgen.arrays import Logits
 from specgen.backend.base import Batch
-from specgen.backend.fake import FakeBackend, FakeVocabulary, noisy, random_language
 from specgen.calibration.cost_table import Price
 from specgen.core.draft import NO_DRAFT, Draft
 from specgen.core.text_state import Shaper, TextState
@@ -19,6 +18,7 @@ from specgen.events import DraftedEvent, DraftNode, Event, NoticeEvent
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.policy import FixedPolicy
 from specgen.sampling import Sampler
+from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
 from tests.fakes import GREEDY, N_VOCAB, PROMPT, Setup
 
 LANGUAGE = random_language(N_VOCAB, seed=7)

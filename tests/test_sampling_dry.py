@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.arrays import TokenArray
-from specgen.backend.fake import FakeVocabulary
 from specgen.sampling import DryBreakers
 from specgen.sampling.dry import dry_penalties
+from specgen.testing.fake_backend import FakeVocabulary
 
 BASE, MULTIPLIER = 1.75, 0.8
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
-from specgen.backend.fake import FakeBackend, FakeVocabulary, noisy, random_language
 from specgen.backend.tree_batch import Slot
 from specgen.calibration.acceptance import Chances
 from specgen.calibration.cost_table import BatchShare, CostTable, Others
@@ -27,6 +26,7 @@ from specgen.events import NoticeEvent
 from specgen.options import DraftOptions, GenerationOptions, parse_tree
 from specgen.policy import CostAwarePolicy, Policy, RoundReport
 from specgen.sampling import NoTokenAllowedError, Sampler
+from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
 from tests.fake_grammar import FakeGrammar
 from tests.fakes import (
     GREEDY,

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.backend.fake import random_language
 from specgen.core.text_state import RememberingShaper, Shaper, TextState
 from specgen.options import SamplerOptions
 from specgen.sampling import NoTokenAllowedError, Sampler
+from specgen.testing.fake_backend import random_language
 from tests.fake_grammar import FakeGrammar
 
 N_VOCAB = 12

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from specgen.arrays import Logits
 from specgen.backend.base import Batch
-from specgen.backend.fake import FakeBackend, FakeVocabulary, random_language
 from specgen.backend.llama import LlamaBackend, LlamaModel
 from specgen.calibration.memory import Memory
 from specgen.calibration.system_load import CoreTime
@@ -30,6 +29,7 @@ from specgen.calibration.threads import (
 from specgen.engine.measurements import is_pair_measured, measure_if_new
 from specgen.engine.session import Session, SessionOptions
 from specgen.options import ContextOptions
+from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
 
 # --- which are tried
 

@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.arrays import TokenArray
-from specgen.backend.fake import FakeBackend, FakeVocabulary, Language, random_language
 from specgen.core.draft import Draft
 from specgen.core.text_state import Shaper, TextState
 from specgen.core.verifiers import (
@@ -45,6 +44,7 @@ from specgen.events import CommittedEvent, Event, NoticeEvent
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.policy import FixedPolicy, Policy, RoundReport
 from specgen.sampling import Distribution, Sampler
+from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, Language, random_language
 from tests import goodness
 from tests.fakes import GREEDY, Clock, Setup, translated_drafter
 from tests.goodness import LEVEL

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.backend.fake import FakeVocabulary
 from specgen.core.draft import ROOT, Draft
 from specgen.core.text_state import Shaper, TextState
 from specgen.drafters.translation import (
@@ -24,6 +23,7 @@ from specgen.drafters.translation import (
 from specgen.drafters.translation.unicode import n_unfinished
 from specgen.options import SamplerOptions
 from specgen.sampling import Distribution, NoTokenAllowedError, Sampler
+from specgen.testing.fake_backend import FakeVocabulary
 from tests.fake_grammar import FakeGrammar
 from tests.helpers_vocabularies import (
     broken_texts,

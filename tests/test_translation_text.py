@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.backend.fake import FakeVocabulary
 from specgen.core.draft import NO_DRAFT, Draft
 from specgen.drafters.translation import DraftText, Lexicon, Speller, Translation
 from specgen.drafters.translation.roles import ControlTokens
 from specgen.drafters.translation.unicode import n_unfinished
+from specgen.testing.fake_backend import FakeVocabulary
 from tests.helpers_vocabularies import (
     CountingVocabulary,
     broken_texts,

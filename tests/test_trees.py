@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.backend.base import Backend
-from specgen.backend.fake import FakeVocabulary, Language, noisy, random_language
 from specgen.calibration.cost_table import CostTable, Price
 from specgen.core.draft import NO_DRAFT, ROOT, Draft
 from specgen.core.growing_tree import GrowingTree
@@ -39,6 +38,7 @@ from specgen.options import (
 from specgen.policy import CostAwarePolicy, Decided, FixedPolicy, RoundReport
 from specgen.policy.plans import best_nodes
 from specgen.sampling import Distribution, Sampler
+from specgen.testing.fake_backend import FakeVocabulary, Language, noisy, random_language
 from tests.fakes import GREEDY, PROMPT, Setup, Timed, tree_drafter
 from tests.fates import Fate, all_fates
 from tests.goodness import LEVEL, p_value

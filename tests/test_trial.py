@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 
-from specgen.backend.fake import FakeVocabulary, noisy, random_language
 from specgen.core.draft import Draft
 from specgen.drafters import Drafter
 from specgen.errors import BackendError
@@ -21,6 +20,7 @@ from specgen.selection.trial import (
     replay,
     summarise,
 )
+from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
 from tests.fakes import (
     N_VOCAB,
     Clock,

@@ -18,7 +18,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from specgen.backend.fake import FakeVocabulary, Language, noisy, random_language
 from specgen.core.draft import Draft
 from specgen.core.verifiers import (
     BlockVerifier,
@@ -33,6 +32,7 @@ from specgen.engine.loop import Loop
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.policy import Policy
 from specgen.sampling import Distribution, distribution
+from specgen.testing.fake_backend import FakeVocabulary, Language, noisy, random_language
 from tests.fakes import Clock, Setup, SiblingDrafter, TreeDrafter, model_drafter
 from tests.goodness import LEVEL, p_value
 

@@ -1,4 +1,4 @@
-"""What computes logits: llama.cpp (`specgen.backend.llama`) or a fake (`specgen.backend.fake`)."""
+"""What computes logits: llama.cpp (`specgen.backend.llama`) or a fake (`specgen.testing.fake_backend`)."""
 
 from specgen.backend.base import Backend, Batch, Rollback, Vocabulary
 
