@@ -47,7 +47,7 @@ from specgen.options import (
     SamplerOptions,
     VerifierName,
 )
-from specgen.proof import read_prompts, spread
+from specgen.proof import evenly_chosen, read_prompts
 from specgen.sampling import Distribution, Sampler, argmax
 
 VERIFIERS: tuple[VerifierName, ...] = ("match", "residual", "block")
@@ -58,7 +58,7 @@ TOP_K = (1, 2, 4, 10, 40, 0)
 
 def main() -> int:
     arguments = parse_arguments()
-    prompts = spread(read_prompts(arguments.prompts), arguments.n)
+    prompts = evenly_chosen(read_prompts(arguments.prompts), arguments.n)
     result: dict[str, object] = {"draft_max": arguments.draft_max, "n_prompts": len(prompts)}
     if arguments.measure != "places":
         result["runs"] = [

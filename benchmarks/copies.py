@@ -25,7 +25,7 @@ from specgen.backend.llama import default_threads, requantize
 from specgen.catalogue import cache_folder
 from specgen.engine.measurements import agreement_walk
 from specgen.engine.session import Session, SessionOptions
-from specgen.kernels import choose, wanted_in
+from specgen.kernels import choose_kernels, wanted_in
 
 #: Tokens before the batches that are timed.
 N_CONTEXT = 200
@@ -35,7 +35,7 @@ def main() -> None:
     parser = parser_of_answers(__doc__)
     parser.add_argument("drafts", nargs="+", type=Path)
     asked = parser.parse_args()
-    kernels = choose(wanted_in(os.environ), cache_folder()).computes
+    kernels = choose_kernels(wanted_in(os.environ), cache_folder()).computes
     answers = read_answers(asked.answers, asked.prompts, asked.count)
     for draft in asked.drafts:
         with tempfile.TemporaryDirectory() as folder:

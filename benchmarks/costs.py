@@ -99,10 +99,10 @@ def measure(path: Path, kernels: str, n_context: int, n_threads: int) -> dict[st
 def _measure(path: Path, kernels: str, n_context: int, n_threads: int) -> dict[str, Any]:
     from specgen.backend.base import Batch
     from specgen.backend.llama import LlamaBackend, LlamaModel
-    from specgen.kernels import choose
+    from specgen.kernels import choose_kernels
     from specgen.options import ContextOptions
 
-    choose("specgen" if kernels == "specgen" else "llama.cpp", Path(tempfile.mkdtemp()))
+    choose_kernels("specgen" if kernels == "specgen" else "llama.cpp", Path(tempfile.mkdtemp()))
     started = time.perf_counter()
     model = LlamaModel(path)
     load_s = time.perf_counter() - started

@@ -25,7 +25,7 @@ from benchmarks.answers import answer, read_setting
 from specgen.bench.prompts import first_of_each, read_bench_prompts
 from specgen.catalogue import cache_folder
 from specgen.engine.session import Session, SessionOptions
-from specgen.kernels import choose, wanted_in
+from specgen.kernels import choose_kernels, wanted_in
 from specgen.options import ContextOptions, GenerationOptions, SamplerOptions
 
 
@@ -44,7 +44,7 @@ def main() -> int:
         prompts = first_of_each(prompts, arguments.count)
     speedups: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     results = []
-    print(choose(wanted_in(os.environ), cache_folder()).label, file=sys.stderr)
+    print(choose_kernels(wanted_in(os.environ), cache_folder()).label, file=sys.stderr)
     with contextlib.ExitStack() as stack:
         sessions = {
             setting: stack.enter_context(open_session(arguments, setting))

@@ -23,9 +23,9 @@ from specgen.calibration.memory import Memory
 from specgen.catalogue import cache_folder
 from specgen.engine.engine import Engine
 from specgen.engine.session import Session, SessionOptions
-from specgen.kernels import choose
+from specgen.kernels import choose_kernels
 from specgen.options import DraftSource, GenerationOptions
-from specgen.proof import read_prompts, spread
+from specgen.proof import evenly_chosen, read_prompts
 
 N_AT_ONCE = (1, 2, 4, 8)
 
@@ -41,8 +41,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    choose("auto", cache_folder())
-    prompts = spread(read_prompts(asked.prompts), asked.count)
+    choose_kernels("auto", cache_folder())
+    prompts = evenly_chosen(read_prompts(asked.prompts), asked.count)
     memory = Memory()
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     texts: list[str] = []

@@ -21,7 +21,7 @@ from specgen.engine.prompts import Prompt
 from specgen.engine.session import Session
 from specgen.errors import UsageError
 from specgen.events import CommittedEvent, Event
-from specgen.kernels import choose
+from specgen.kernels import choose_kernels
 from specgen.options import (
     ContextOptions,
     Contexts,
@@ -95,7 +95,7 @@ def load(
     """
     drafts = [draft] if isinstance(draft, (str, Path)) else list(draft or ())
     sources = find_models(staged(str(target), [str(each) for each in drafts], None), quiet=True)
-    status = choose(kernels, cache_folder())
+    status = choose_kernels(kernels, cache_folder())
     if kernels == "auto" and status.reason and status.path is not None:
         note(f"not using specgen's kernels: {status.reason}")
     options = session_options(

@@ -75,7 +75,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class DoctorReport:
     """Everything that `specgen doctor` finds."""
 
     version: str
@@ -109,12 +109,12 @@ class Report:
         return ready
 
 
-def examine(
+def diagnose(
     model: Path | None = None,
     *,
     child: Sequence[str] | None = None,
     on_check: Callable[[str], None] | None = None,
-) -> Report:
+) -> DoctorReport:
     """Look at everything, and decode with tiny models and with `model`.
 
     `child` is the command that starts a child process (by default `CHILD_COMMAND`). `on_check`
@@ -126,7 +126,7 @@ def examine(
     on_check = on_check or (lambda _name: None)
     build, checks = _decode_checks(model, child or CHILD_COMMAND, on_check)
     kernels = _kernels(build, on_check)
-    return Report(
+    return DoctorReport(
         version=__version__,
         machine=look_at_machine(),
         build=build,
@@ -150,7 +150,7 @@ def _kernels(build: Build | None, on_check: Callable[[str], None]) -> KernelStat
         return KernelStatus("llama.cpp", reason="llama.cpp could not be loaded")
     if kernels.library_path() is not None:
         on_check(_KERNELS)
-    return kernels.examine(cache_folder(), anew=True)
+    return kernels.examine_kernels(cache_folder(), anew=True)
 
 
 def _kernel_checks(kernels: KernelStatus) -> list[Check]:
@@ -387,11 +387,11 @@ __all__ = [
     "CHILD_COMMAND",
     "REBUILD",
     "Check",
+    "DoctorReport",
     "Machine",
-    "Report",
     "child_main",
     "deviation",
-    "examine",
+    "diagnose",
     "run_child",
 ]
 

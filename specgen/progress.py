@@ -1,4 +1,4 @@
-"""Lines that say how far long work is, for files and pipes: there a bar would be garbage."""
+"""How long work says how far it is; and lines of it for files and pipes, where a bar is garbage."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import contextlib
 import time
 from collections.abc import Callable
 from typing import TextIO
+
+#: Called with the name of the work, how much of it is done, and of how much.
+Progress = Callable[[str, int, int], None]
 
 #: Seconds from one line to the next, and from the start to the first.
 INTERVAL_S = 10.0
@@ -44,4 +47,4 @@ class ProgressLines:
             self._stream.flush()
 
 
-__all__ = ["INTERVAL_S", "ProgressLines"]
+__all__ = ["INTERVAL_S", "Progress", "ProgressLines"]

@@ -44,10 +44,10 @@ def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Who computes in tests is who computes for users: specgen's kernels where they can be used, or
     what the user's own SPECGEN_KERNELS asks for. They have to be attached before any test loads a
     model. Returns the folder that has the result of their self-test."""
-    from specgen.kernels import choose, wanted_in
+    from specgen.kernels import choose_kernels, wanted_in
 
     folder = tmp_path_factory.mktemp("kernels")
-    choose(wanted_in(_OWN_ENVIRONMENT), folder)
+    choose_kernels(wanted_in(_OWN_ENVIRONMENT), folder)
     return folder
 
 
@@ -102,7 +102,7 @@ def _homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def _own_directories(_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's configuration, models or caches."""
     home = next(_homes)
-    for name in ("SPECGEN_CACHE", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "HF_HOME"):
+    for name in ("SPECGEN_CACHE", "SPECGEN_DATA", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "HF_HOME"):
         monkeypatch.setenv(name, str(home / name.lower()))
     for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "CMAKE_ARGS"):
         monkeypatch.delenv(name, raising=False)

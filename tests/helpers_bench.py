@@ -10,7 +10,7 @@ from specgen.bench.contenders import Outcome
 from specgen.bench.figures import figures_of
 from specgen.bench.foreseen import Foreseen, Foresight
 from specgen.bench.prompts import BenchPrompt
-from specgen.bench.report import Report
+from specgen.bench.report import BenchReport
 from specgen.bench.runs import Result, Runs
 from specgen.errors import SpecgenError
 
@@ -74,7 +74,7 @@ class FakeContender:
             raise self.fails[""]
 
 
-def report_of(results: Sequence[Result], **changes: Any) -> Report:
+def report_of(results: Sequence[Result], **changes: Any) -> BenchReport:
     names = {(each.target, each.temperature, each.contender): None for each in results}
     values: dict[str, Any] = {
         "about": {"command": "specgen bench", "machine": {"cpu": "fake"}},
@@ -88,7 +88,7 @@ def report_of(results: Sequence[Result], **changes: Any) -> Report:
         "figures": figures_of(results),
         **changes,
     }
-    return Report(**values)
+    return BenchReport(**values)
 
 
 def foresight_of(drafter: str, best: dict[int, float]) -> Foresight:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from specgen.catalogue import HubSource, Model, PypiSource
+from specgen.catalogue import CatalogueModel, HubSource, PypiSource
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -189,11 +189,13 @@ def wheel_with(members: Mapping[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-def small_model(content: bytes, *, n_parts: int = 1, hub: HubSource | None = None) -> Model:
+def small_model(
+    content: bytes, *, n_parts: int = 1, hub: HubSource | None = None
+) -> CatalogueModel:
     """A made-up model in so many parts on the index of `publish`."""
     part_bytes = -(-len(content) // n_parts)
     several = "-part{part}" if n_parts > 1 else ""
-    return Model(
+    return CatalogueModel(
         name="tiny",
         file="tiny.gguf",
         size_bytes=len(content),
@@ -213,7 +215,7 @@ def small_model(content: bytes, *, n_parts: int = 1, hub: HubSource | None = Non
     )
 
 
-def registry_text(model: Model) -> str:
+def registry_text(model: CatalogueModel) -> str:
     """The model as a user's models.toml."""
     keys = ["name", "file", "size_bytes", "sha256", "licence", "parameters", "quantisation"]
     values = [f"{key} = {json.dumps(getattr(model, key))}" for key in [*keys, "description"]]
@@ -230,28 +232,28 @@ def registry_text(model: Model) -> str:
     return "\n".join(lines) + "\n"
 
 
-def page_path(model: Model, index: int = 0) -> str:
+def page_path(model: CatalogueModel, index: int = 0) -> str:
     """The index's page of the package that holds a part."""
     return f"/simple/{_package(model, index, '-')}/"
 
 
-def wheel_path(model: Model, index: int = 0) -> str:
+def wheel_path(model: CatalogueModel, index: int = 0) -> str:
     """Where the wheel of a part is."""
     return f"/files/{index}/{_wheel_name(model, index)}"
 
 
-def _wheel_name(model: Model, index: int) -> str:
+def _wheel_name(model: CatalogueModel, index: int) -> str:
     return f"{_package(model, index, '_')}-1.0-py3-none-any.whl"
 
 
-def _package(model: Model, index: int, separator: str) -> str:
+def _package(model: CatalogueModel, index: int, separator: str) -> str:
     assert model.pypi is not None
     return re.sub(r"[-_.]+", separator, model.pypi.package_of(index)).lower()
 
 
 def publish(
     server: WebServer,
-    model: Model,
+    model: CatalogueModel,
     content: bytes,
     *,
     as_json: bool = False,
@@ -270,7 +272,7 @@ def publish(
 
 
 def publish_wheel(
-    server: WebServer, model: Model, index: int, wheel: bytes, *, as_json: bool = False
+    server: WebServer, model: CatalogueModel, index: int, wheel: bytes, *, as_json: bool = False
 ) -> None:
     name = _wheel_name(model, index)
     server.resources[wheel_path(model, index)] = Resource(wheel)

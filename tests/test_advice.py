@@ -14,31 +14,31 @@ from rich.console import Console
 from specgen.calibration.system_load import CoreTime, core_time, of_counts, share_of_others
 from specgen.calibration.threads import Threads, ThreadTimes
 from specgen.calibration.weight_copies import Comparison
-from specgen.cli.advice import (
+from specgen.engine.agreement import Agreement
+from specgen.options import DraftSource
+from specgen.render.advice import print_advice
+from specgen.selection.advice import (
     advice,
     name_of_way,
     options_of_way,
-    print_advice,
     threads_text,
     to_json_object,
 )
-from specgen.engine.agreement import Agreement
-from specgen.options import DraftSource
 from specgen.selection.outlook import Costs
-from specgen.selection.trial import Answer, Baseline, Figures
-from specgen.selection.tuning import DraftFindings, Tuning, Way
+from specgen.selection.trial import Baseline, DraftFigures, TargetAnswer
+from specgen.selection.tuning import DraftFindings, TriedDraft, Tuning
 
 TARGET, DRAFT, OTHER = Path("/m/target.gguf"), Path("/m/draft.gguf"), Path("/m/an other.gguf")
 #: A token takes 100 ms, a batch of n rows 75 + 25 n.
 BATCH_S = {rows: 0.075 + 0.025 * rows for rows in range(1, 18)}
-BASELINE = Baseline((Answer("a", (1,) * 60),) * 2, (), 256, BATCH_S, None, (0.1, 0.1))
+BASELINE = Baseline((TargetAnswer("a", (1,) * 60),) * 2, (), 256, BATCH_S, None, (0.1, 0.1))
 THREADS = ThreadTimes(Threads(2, 4), 4, {2: 0.1, 4: 0.13}, {2: 0.3, 4: 0.2})
 FINDINGS = DraftFindings(DRAFT, Agreement(120, 96), Costs(BATCH_S, 0.01), None)
-PLAIN = Figures(1.0, 1.0, 10.0, None, 1.0, None, 0.0)
+PLAIN = DraftFigures(1.0, 1.0, 10.0, None, 1.0, None, 0.0)
 
 
-def figures(speedup: float) -> Figures:
-    return Figures(
+def figures(speedup: float) -> DraftFigures:
+    return DraftFigures(
         speedup=speedup,
         worst_speedup=speedup - 0.125,
         tokens_per_s=10.0 * speedup,
@@ -51,13 +51,13 @@ def figures(speedup: float) -> Figures:
     )
 
 
-def ways(**speedups: float) -> tuple[Way, ...]:
+def ways(**speedups: float) -> tuple[TriedDraft, ...]:
     """Ways by name, after not drafting; `..._ngrams` has n-grams beside."""
     named: dict[str, DraftSource] = {"draft": DRAFT, "other": OTHER, "ngram": "ngram"}
-    found = [Way("none", False, PLAIN)]
+    found = [TriedDraft("none", False, PLAIN)]
     for name, speedup in speedups.items():
         draft, _, beside = name.partition("_")
-        found.append(Way(named[draft], bool(beside), figures(speedup)))
+        found.append(TriedDraft(named[draft], bool(beside), figures(speedup)))
     return tuple(found)
 
 
@@ -122,7 +122,7 @@ def test_without_an_own_draft_the_best_is_told() -> None:
 
 def test_a_draft_that_drafted_nothing_has_no_rate() -> None:
     idle = replace(figures(1.0), acceptance_rate=None, draft_length=None, draft_share=0.0)
-    found = tuning(ways=(Way("none", False, PLAIN), Way(DRAFT, True, idle)))
+    found = tuning(ways=(TriedDraft("none", False, PLAIN), TriedDraft(DRAFT, True, idle)))
     assert not any("accepts" in sentence for sentence in said(found, WORTH))
     assert said(found, SETTINGS)[-1].endswith("16 tokens at most: here none was")
 

@@ -6,14 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.bench.figures import Figures, Spread, Worst, figures_of, geometric_mean, spread
+from specgen.bench.figures import (
+    ContenderFigures,
+    Spread,
+    Worst,
+    figures_of,
+    geometric_mean,
+    spread,
+)
 from specgen.bench.runs import Result
 from tests.helpers_bench import foresight_of, outcome, report_of, result
 
 SPEEDS = st.floats(0.1, 1000.0)
 
 
-def by_name(results: list[Result]) -> dict[str, Figures]:
+def by_name(results: list[Result]) -> dict[str, ContenderFigures]:
     return {each.contender: each for each in figures_of(results)}
 
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.bench.foreseen import Foresight, drafting_of
-from specgen.bench.foresight import Drafting, Step, best_way, run_lengths
+from specgen.bench.foreseen import Foresight, foresee_drafter
+from specgen.bench.foresight import DrafterForesight, ScheduledRound, best_schedule, run_lengths
 from specgen.core.draft import Draft
 from specgen.drafters import Drafter
 from specgen.options import DraftOptions, GenerationOptions
-from specgen.selection.trial import Answer, agreeing_path
+from specgen.selection.trial import TargetAnswer, agreeing_path
 from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
-from tests.fakes import N_VOCAB, Clock, NoDrafter, Setup, model_drafter, ngram_drafter
+from tests.fake_generations import N_VOCAB, Clock, NoDrafter, Setup, model_drafter, ngram_drafter
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
 N_MAX = 4
@@ -24,16 +24,18 @@ SECONDS = st.floats(0.01, 10.0)
 
 
 @st.composite
-def tasks(draw: st.DrawFn) -> tuple[int, list[float], list[Drafting]]:
+def tasks(draw: st.DrawFn) -> tuple[int, list[float], list[DrafterForesight]]:
     """A number of tokens, the costs of batches, and what some drafters could do."""
     n_tokens = draw(st.integers(0, 7))
     lengths = st.lists(st.integers(0, N_MAX), min_size=n_tokens, max_size=n_tokens).map(tuple)
-    drafters = st.builds(Drafting, lengths, SECONDS, SECONDS)
+    drafters = st.builds(DrafterForesight, lengths, SECONDS, SECONDS)
     rows_s = draw(st.lists(SECONDS, min_size=N_MAX + 1, max_size=N_MAX + 1))
     return n_tokens, rows_s, draw(st.lists(drafters, max_size=3))
 
 
-def least_s(place: int, n_tokens: int, rows_s: list[float], drafters: list[Drafting]) -> float:
+def least_s(
+    place: int, n_tokens: int, rows_s: list[float], drafters: list[DrafterForesight]
+) -> float:
     """By trying everything."""
     if place == n_tokens:
         return 0.0
@@ -47,9 +49,9 @@ def least_s(place: int, n_tokens: int, rows_s: list[float], drafters: list[Draft
 
 
 @given(tasks())
-def test_no_way_is_quicker(task: tuple[int, list[float], list[Drafting]]) -> None:
+def test_no_way_is_quicker(task: tuple[int, list[float], list[DrafterForesight]]) -> None:
     n_tokens, rows_s, drafters = task
-    way = best_way(n_tokens, lambda n_rows: rows_s[n_rows - 1], drafters)
+    way = best_schedule(n_tokens, lambda n_rows: rows_s[n_rows - 1], drafters)
     assert way.seconds == pytest.approx(least_s(0, n_tokens, rows_s, drafters))
     place, seconds = 0, 0.0
     for step in way.steps:
@@ -67,16 +69,16 @@ def test_no_way_is_quicker(task: tuple[int, list[float], list[Drafting]]) -> Non
 
 def test_jagged_costs_decide_how_much_is_drafted() -> None:
     rows_s = {1: 1.0, 2: 1.1, 3: 1.2, 4: 5.0, 5: 5.0}
-    drafter = Drafting((4,) * 6, 0.1, 0.1)
-    way = best_way(6, rows_s.__getitem__, [drafter])
-    assert way.steps == (Step(0, 2), Step(0, 2))
+    drafter = DrafterForesight((4,) * 6, 0.1, 0.1)
+    way = best_schedule(6, rows_s.__getitem__, [drafter])
+    assert way.steps == (ScheduledRound(0, 2), ScheduledRound(0, 2))
     assert way.seconds == pytest.approx(2 * 1.4)
 
 
 def test_without_drafters_it_is_plain_decoding() -> None:
-    way = best_way(5, lambda n_rows: 2.0 * n_rows, [])
-    assert (way.seconds, way.steps) == (10.0, (Step(None, 0),) * 5)
-    assert best_way(0, float, []).steps == ()
+    way = best_schedule(5, lambda n_rows: 2.0 * n_rows, [])
+    assert (way.seconds, way.steps) == (10.0, (ScheduledRound(None, 0),) * 5)
+    assert best_schedule(0, float, []).steps == ()
 
 
 @given(st.lists(st.booleans()), st.integers(1, 5), st.integers(1, 5))
@@ -132,7 +134,7 @@ def test_what_is_accepted_at_each_place_is_what_a_draft_from_there_has_right(nam
     tokens = plain_answer(setup)
     setup.drafter = drafters()[name]()
     generation = setup.generation()
-    found = drafting_of(generation, Answer("", tokens), N_MAX, Clock())
+    found = foresee_drafter(generation, TargetAnswer("", tokens), N_MAX, Clock())
     assert len(found.accepted) == len(tokens) - 1
     assert found.first_s >= 0.0
     assert found.next_s >= 0.0
@@ -169,7 +171,7 @@ def test_times_are_medians_of_what_drafts_took() -> None:
     )
     tokens, clock = plain_answer(setup), [0.0]
     setup.drafter = Slow(drafters()["close"](), clock)  # type: ignore[assignment]
-    found = drafting_of(setup.generation(), Answer("", tokens), N_MAX, lambda: clock[0])
+    found = foresee_drafter(setup.generation(), TargetAnswer("", tokens), N_MAX, lambda: clock[0])
     assert (found.first_s, found.next_s) == (5.0, 3.0)
 
 

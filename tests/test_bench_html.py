@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.bench.html import N_COLOURS, to_html
-from specgen.bench.report import Report
+from specgen.bench.report import BenchReport
 from specgen.bench.runs import Failure, Runs, SkippedPrompt
-from specgen.bench.svg import Bar, Line, Stack, bars, lines, stacks
+from specgen.bench.svg import Bar, ChartLine, Stack, bars, line_chart, stacks
 from tests.helpers_bench import foresight_of, outcome, report_of, result
 
 #: Names that a page must not take for its own.
@@ -61,7 +61,7 @@ def parsed(text: str) -> Page:
     return page
 
 
-def full_report(names: tuple[str, ...] = NASTY) -> Report:
+def full_report(names: tuple[str, ...] = NASTY) -> BenchReport:
     results = []
     for prompt, category in enumerate(("<b>code</b>", "prose", "prose"), 1):
         for temperature in (0.0, 0.8):
@@ -139,7 +139,7 @@ def test_pictures_hold_any_names_and_values(given_: list[tuple[str, float]], nam
         bars([(name, rows), ("none", [])], 1.0, "×"),
         stacks([Stack(label, (("x", "c0", value), (name, "c1", 0.0))) for label, value in given_],
                "ms"),
-        lines([Line(name, "c0", points)], name, name),
+        line_chart([ChartLine(name, "c0", points)], name, name),
     ):  # fmt: skip
         parsed(picture)
         assert not re.search(r"\b(nan|inf)\b", re.sub(r"<title>.*?</title>|>[^<]*<", "", picture))

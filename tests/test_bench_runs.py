@@ -6,7 +6,7 @@ import pytest
 
 from specgen.bench.contenders import Outcome
 from specgen.bench.prompts import BenchPrompt
-from specgen.bench.runs import Failure, Lineup, Runs, SkippedPrompt, run
+from specgen.bench.runs import Failure, Lineup, Runs, SkippedPrompt, run_lineups
 from specgen.errors import BackendError, PromptError
 from tests.helpers_bench import OUTCOME, FakeContender, outcome
 
@@ -21,7 +21,7 @@ def lineup(log: Log, *names: str, temperature: float = 0.0) -> Lineup:
 
 def measured(*lineups: Lineup, **options: object) -> Runs:
     runs = Runs()
-    run(lineups, PROMPTS, runs, **options)  # type: ignore[arg-type]
+    run_lineups(lineups, PROMPTS, runs, **options)  # type: ignore[arg-type]
     return runs
 
 
@@ -94,7 +94,7 @@ def test_if_plain_decoding_fails_there_is_nothing_to_compare_with() -> None:
     only.plain.fails["p2"] = BackendError("broken")
     runs = Runs()
     with pytest.raises(BackendError, match="broken"):
-        run([only], PROMPTS, runs)
+        run_lineups([only], PROMPTS, runs)
     assert [each.prompt for each in runs.results] == [1, 1]
 
 

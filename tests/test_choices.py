@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from specgen.catalogue import (
+    CatalogueModel,
     FileIdentity,
-    Model,
     Pair,
     Registry,
     SavedDraft,
@@ -184,8 +184,8 @@ def test_a_model_in_shards_is_as_large_as_all_of_them(tmp_path: Path) -> None:
 # --- which draft is taken
 
 
-def model(name: str, size_bytes: int) -> Model:
-    return Model(
+def model(name: str, size_bytes: int) -> CatalogueModel:
+    return CatalogueModel(
         name=name,
         file=f"{name}.gguf",
         size_bytes=size_bytes,
@@ -207,7 +207,7 @@ def registry(*pairs: tuple[str, str], general: str | None = "tiny") -> Registry:
     return Registry(models, named, "big-small", general)
 
 
-def here(*names: str) -> Callable[[Model], Path | None]:
+def here(*names: str) -> Callable[[CatalogueModel], Path | None]:
     """Finds these models on the disk."""
     return lambda model: Path("/store", model.file) if model.name in names else None
 
@@ -296,7 +296,7 @@ def test_a_draft_that_is_there_in_two_roles_is_tried_once() -> None:
 
 
 def test_nothing_is_looked_for_after_what_always_works() -> None:
-    def locate(model: Model) -> Path | None:
+    def locate(model: CatalogueModel) -> Path | None:
         pytest.fail(f"looked for {model.name}")
 
     choose_drafts(TARGET, SavedDraft("ngram"), registry(("big", "small")), locate)

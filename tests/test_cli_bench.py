@@ -15,13 +15,12 @@ import pytest
 from rich.console import Console
 
 import specgen.cli
+from specgen.bench.plan import Field, Plan, named_apart
 from specgen.bench.runs import Runs
 from specgen.calibration.memory import Memory
 from specgen.calibration.threads import Threads
 from specgen.cli.bench import parse_policies
-from specgen.cli.bench_table import lines, print_tables
-from specgen.cli.contest import Field, Plan, named_apart
-from specgen.cli.flags import sampling, takes
+from specgen.cli.flags import sampling, takes_options
 from specgen.cli.flags.part import without
 from specgen.errors import UsageError
 from specgen.options import (
@@ -32,6 +31,7 @@ from specgen.options import (
     GenerationOptions,
     SamplerOptions,
 )
+from specgen.render.bench_tables import bench_lines, print_bench_tables
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers_bench import foresight_of, report_of, result
 
@@ -348,7 +348,7 @@ def test_files_of_one_name_are_told_apart() -> None:
 
 
 def test_a_group_without_some_options_keeps_their_defaults() -> None:
-    @takes(sampler=without(sampling, "temperature", "no such option"))
+    @takes_options(sampler=without(sampling, "temperature", "no such option"))
     def command(*, sampler: SamplerOptions) -> int:
         return sampler.top_k
 
@@ -374,20 +374,20 @@ def test_the_tables_tell_each_lineup(has_foresight: bool) -> None:
     foresights = [foresight_of("[red]a", {1: 5.0, 2: 5.0})] if has_foresight else []
     report = report_of(results, foresights=foresights)
     out = io.StringIO()
-    print_tables(report, Console(file=out, width=120))
+    print_bench_tables(report, Console(file=out, width=120))
     text = out.getvalue()
     assert text.count("target.gguf, temperature") == 2
     assert text.count("[red]a") == 4
     assert text.count("[b]code[/b]") == 2
     assert "2.50" in text
     assert ("50%" in text) is has_foresight
-    assert {line.count("\t") for line in lines(report)} == {N_COLUMNS - 1}
+    assert {line.count("\t") for line in bench_lines(report)} == {N_COLUMNS - 1}
 
 
 def test_without_results_there_is_nothing_to_tell() -> None:
     report = report_of([], runs=Runs(), is_interrupted=True)
-    assert list(lines(report)) == []
-    print_tables(report, Console(file=io.StringIO()))
+    assert list(bench_lines(report)) == []
+    print_bench_tables(report, Console(file=io.StringIO()))
 
 
 def test_models_have_as_many_threads_as_were_found_to_be_best(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ import pytest
 from rich.console import Console
 
 from specgen.catalogue import SavedDraft, identify, save_draft, saved_draft, saved_drafts_file
-from specgen.cli.ranking import Search, Tried, lines, print_table, ranked
+from specgen.render.draft_table import draft_lines, print_draft_table
 from specgen.selection.candidates import Refused, find_candidates
-from specgen.selection.trial import Answer, Baseline, Figures
+from specgen.selection.draft_search import Search, Tried, by_speedup
+from specgen.selection.trial import Baseline, DraftFigures, TargetAnswer
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers_cli import Result, Specgen, in_process
 
@@ -93,7 +94,7 @@ def test_json_has_every_figure_the_refused_files_and_the_target(
     names = {Path(entry["draft"]).stem for entry in document["drafts"]}
     assert names == {"draft", "ngram", "none"}
     for entry in document["drafts"]:
-        assert set(entry) == {"draft", *Figures.__dataclass_fields__}
+        assert set(entry) == {"draft", *DraftFigures.__dataclass_fields__}
     (refused,) = document["refused"]
     assert refused["file"] == str(tiny_models / "bert.gguf")
     assert document["saved"] is None
@@ -437,8 +438,8 @@ def test_a_context_without_room_for_batches_is_told(find: Specgen) -> None:
 # --- the ranking
 
 
-def figures(speedup: float) -> Figures:
-    return Figures(speedup, speedup - 0.2, 10 * speedup, 0.625, 2.5, 0.00412, 0.0816)
+def figures(speedup: float) -> DraftFigures:
+    return DraftFigures(speedup, speedup - 0.2, 10 * speedup, 0.625, 2.5, 0.00412, 0.0816)
 
 
 def test_of_equals_what_needs_no_model_comes_first_and_not_drafting_before_a_model() -> None:
@@ -450,11 +451,11 @@ def test_of_equals_what_needs_no_model_comes_first_and_not_drafting_before_a_mod
         Tried(Path("worst.gguf"), figures(0.7)),
     ]
     order = [Path("best.gguf"), "ngram", "none", Path("equal.gguf"), Path("worst.gguf")]
-    assert [one.draft for one in ranked(tried)] == order
+    assert [one.draft for one in by_speedup(tried)] == order
 
 
 def search(**changes: Any) -> Search:
-    baseline = Baseline((Answer("a", (1, 2)),) * 6, (), 256, {1: 0.1, 2: 0.12})
+    baseline = Baseline((TargetAnswer("a", (1, 2)),) * 6, (), 256, {1: 0.1, 2: 0.12})
     plain = dataclasses.replace(figures(1.0), acceptance_rate=None, draft_token_s=None)
     tried = (
         Tried(Path("/models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"), figures(1.41)),
@@ -468,7 +469,9 @@ def search(**changes: Any) -> Search:
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table_is_whole_at_every_width(width: int) -> None:
     stream = io.StringIO()
-    print_table(search(), Console(file=stream, width=width, force_terminal=True, color_system=None))
+    print_draft_table(
+        search(), Console(file=stream, width=width, force_terminal=True, color_system=None)
+    )
     shown = stream.getvalue()
     assert max(map(len, shown.splitlines())) <= width
     words = shown.split()
@@ -480,7 +483,7 @@ def test_the_table_is_whole_at_every_width(width: int) -> None:
 
 
 def test_a_line_in_a_pipe_names_the_file_with_its_folder() -> None:
-    first, second, third = lines(search().tried)
+    first, second, third = draft_lines(search().tried)
     assert first.split("\t")[0] == "/models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
     assert second.split("\t")[0] == "ngram"
     assert third.split("\t")[4:7] == ["", "2.50", ""]

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from specgen.catalogue import Model, fetch, load_registry
+from specgen.catalogue import CatalogueModel, fetch, load_registry
 from specgen.cli import models as cli
 from specgen.errors import FetchError, ModelFileError, UnknownModelError
 from tests.helpers_fetch import (
@@ -45,7 +45,7 @@ def isolated(tmp_path: Path, server: WebServer, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, server: WebServer) -> Model:
+def tiny(tmp_path: Path, server: WebServer) -> CatalogueModel:
     """A model of the user's own, on the index, with the pair "tiny-pair"."""
     model = small_model(CONTENT, n_parts=4)
     (tmp_path / "config").mkdir()
@@ -65,7 +65,7 @@ def lines_of(result: Result) -> dict[str, list[str]]:
     return {name: rest for name, *rest in (line.split("\t") for line in result.stdout.splitlines())}
 
 
-def test_list_in_a_pipe_is_one_line_of_columns_for_each_model(tiny: Model) -> None:
+def test_list_in_a_pipe_is_one_line_of_columns_for_each_model(tiny: CatalogueModel) -> None:
     lines = lines_of(run("list"))
     assert list(lines) == list(load_registry().models)
     assert lines["smollm2-135m"] == [
@@ -80,7 +80,7 @@ def test_list_in_a_pipe_is_one_line_of_columns_for_each_model(tiny: Model) -> No
     assert lines_of(run("list"))["tiny"] == ["yes", "100000", "MIT", "tiny-pair"]
 
 
-def test_list_as_json_holds_models_pairs_and_the_default(tiny: Model) -> None:
+def test_list_as_json_holds_models_pairs_and_the_default(tiny: CatalogueModel) -> None:
     path = fetch(tiny)
     document = json.loads(run("list", "--json").stdout)
     assert document["default_pair"] == "qwen2.5-coder-smollm2"
@@ -100,12 +100,12 @@ def test_list_as_json_holds_models_pairs_and_the_default(tiny: Model) -> None:
     }
 
 
-def test_tables_hold_every_name_unshortened_on_eighty_columns(tiny: Model) -> None:
+def test_tables_hold_every_name_unshortened_on_eighty_columns(tiny: CatalogueModel) -> None:
     registry = load_registry()
     stream = io.StringIO()
     console = Console(file=stream, width=80, force_terminal=True, color_system=None)
     found = [(model, None) for model in registry.models.values()]
-    cli.print_tables(console, registry, [*found[:-1], (tiny, Path("tiny.gguf"))])
+    cli.print_model_tables(console, registry, [*found[:-1], (tiny, Path("tiny.gguf"))])
     shown = stream.getvalue()
     for name in (*registry.models, *registry.pairs):
         assert f" {name} " in shown
@@ -115,7 +115,7 @@ def test_tables_hold_every_name_unshortened_on_eighty_columns(tiny: Model) -> No
     assert default_line.split()[0] == "qwen2.5-coder-smollm2"
 
 
-def test_show_prints_what_is_known_of_a_model(tiny: Model) -> None:
+def test_show_prints_what_is_known_of_a_model(tiny: CatalogueModel) -> None:
     result = run("show", "tiny")
     assert result.exit_code == 0
     lines = dict(line.split("  ", 1) for line in result.stdout.splitlines())
@@ -135,14 +135,14 @@ def test_show_prints_what_is_known_of_a_pair() -> None:
     assert "default      yes" in run("show", "qwen2.5-coder-smollm2").stdout.splitlines()
 
 
-def test_show_as_json_names_every_package(tiny: Model) -> None:
+def test_show_as_json_names_every_package(tiny: CatalogueModel) -> None:
     document = json.loads(run("show", "--json", "tiny").stdout)
     assert document["pypi_packages"] == [f"Tiny.Model-part{part}" for part in (1, 2, 3, 4)]
     assert document["sha256"] == tiny.sha256
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-pair"])
-def test_pull_prints_the_path_alone_on_stdout(tiny: Model, name: str) -> None:
+def test_pull_prints_the_path_alone_on_stdout(tiny: CatalogueModel, name: str) -> None:
     result = run("pull", name)
     assert result.exit_code == 0
     path = Path(result.stdout.removesuffix("\n"))
@@ -154,20 +154,20 @@ def test_pull_prints_the_path_alone_on_stdout(tiny: Model, name: str) -> None:
     assert (again.stdout, again.stderr) == (result.stdout, "")
 
 
-def test_quiet_pull_prints_nothing_on_stderr(tiny: Model) -> None:
+def test_quiet_pull_prints_nothing_on_stderr(tiny: CatalogueModel) -> None:
     result = run("pull", "--quiet", "tiny")
     assert result.stderr == ""
     assert Path(result.stdout.strip()).read_bytes() == CONTENT
 
 
-def test_pull_from_where_the_model_is_not_says_so(tiny: Model, server: WebServer) -> None:
+def test_pull_from_where_the_model_is_not_says_so(tiny: CatalogueModel, server: WebServer) -> None:
     result = run("pull", "--source", "hub", "tiny")
     assert isinstance(result.exception, FetchError)
     assert result.exception.message.endswith("does not say where to get tiny on the hub")
     assert server.asked == []
 
 
-def test_path_of_what_is_not_on_disk_is_an_error_without_output(tiny: Model) -> None:
+def test_path_of_what_is_not_on_disk_is_an_error_without_output(tiny: CatalogueModel) -> None:
     result = run("path", "tiny-pair")
     assert result.stdout == ""
     assert isinstance(result.exception, ModelFileError)
@@ -189,7 +189,7 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def test_whole_command_ends_with_the_code_and_the_lines_of_its_error(
-    tiny: Model, tmp_path: Path, server: WebServer
+    tiny: CatalogueModel, tmp_path: Path, server: WebServer
 ) -> None:
     server.resources.clear()
     code, stdout, stderr = finished(python(tmp_path, server, MAIN, "models", "pull", "tiny"))
@@ -201,7 +201,9 @@ def test_whole_command_ends_with_the_code_and_the_lines_of_its_error(
     assert hint.startswith("hint: ")
 
 
-def test_whole_command_pulls_into_a_pipe(tiny: Model, tmp_path: Path, server: WebServer) -> None:
+def test_whole_command_pulls_into_a_pipe(
+    tiny: CatalogueModel, tmp_path: Path, server: WebServer
+) -> None:
     code, stdout, stderr = finished(python(tmp_path, server, MAIN, "models", "pull", "tiny"))
     assert code == 0
     assert Path(stdout.strip()).read_bytes() == CONTENT

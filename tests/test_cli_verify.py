@@ -23,9 +23,9 @@ from specgen.proof import (
     Choice,
     Difference,
     GreedyResult,
-    Report,
+    ProofReport,
     SampledResult,
-    SkippedPrompt,
+    UncheckedPrompt,
 )
 from specgen.proof.sampled import DepthResult, RowsResult
 from specgen.proof.statistics import Distance, GTest
@@ -361,7 +361,7 @@ def test_pairs_and_models_that_cannot_be(verify: Verify) -> None:
 # --- the report
 
 
-def _report() -> Report:
+def _report() -> ProofReport:
     choices = (Choice(67, "C", 9.551, 9.539), Choice(71, "\n", 9.538, 9.543))
     difference = Difference(18, *choices, True, 0.0126, 0.0039, 0.0141, 4)
     equal = GreedyResult(1, 64, 40, 30, 64, 0.0039, 0.0041, None)
@@ -377,7 +377,7 @@ def _report() -> Report:
     place = SampledResult(
         2, 60, 17, 12423, 0, 30000, 19165, 15300, 400, 1.1e-5, depths, RowsResult(93, 4e-4, 4e-4)
     )
-    return Report(
+    return ProofReport(
         "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
         "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
         "auto",
@@ -387,11 +387,11 @@ def _report() -> Report:
         "both",
         (equal, replace(equal, prompt=2, difference=difference)),
         (place,),
-        (SkippedPrompt(4, "the context has no room for its 5000 tokens and an answer"),),
+        (UncheckedPrompt(4, "the context has no room for its 5000 tokens and an answer"),),
     )
 
 
-def shown(report: Report, width: int, *, terminal: bool = True) -> str:
+def shown(report: ProofReport, width: int, *, terminal: bool = True) -> str:
     stream = io.StringIO()
     print_report(
         report,

@@ -26,7 +26,7 @@ from specgen.options import DraftOptions, SamplerOptions, parse_tree
 from specgen.policy import FixedPolicy, Policy, RoundReport
 from specgen.sampling import Distribution, Sampler
 from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
-from tests.fakes import N_VOCAB, PROMPT, NoDrafter, Setup, model_drafter
+from tests.fake_generations import N_VOCAB, PROMPT, NoDrafter, Setup, model_drafter
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
 LETTERS = FakeVocabulary.letters(N_VOCAB)

@@ -29,8 +29,8 @@ from specgen.policy import Policy, RoundReport
 from specgen.sampling import Distribution, NoTokenAllowedError
 from specgen.testing.fake_backend import FakeVocabulary, Language, noisy, random_language
 from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
+from tests.fake_generations import PROMPT, Clock, Setup, model_drafter, ngram_drafter
 from tests.fake_grammar import FakeGrammar
-from tests.fakes import PROMPT, Clock, Setup, model_drafter, ngram_drafter
 
 N_VOCAB = 12
 #: Token 10 and 11 end a text.

@@ -116,7 +116,7 @@ def test_a_command_that_cannot_be_started_has_failed(tmp_path: Path) -> None:
 
 def test_this_build_decodes() -> None:
     tried: list[str] = []
-    report = doctor.examine(on_check=tried.append)
+    report = doctor.diagnose(on_check=tried.append)
     assert report.healthy, report.checks
     report.raise_first_error()
     assert [check.name for check in report.checks][:1] == ["q8_0 on the CPU"]
@@ -133,7 +133,7 @@ def test_this_build_decodes() -> None:
 
 def test_a_model_of_ones_own_is_decoded_too(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "own.gguf", TinyConfig(tokenizer="spm", tensor_type="q4_1"))
-    report = doctor.examine(path)
+    report = doctor.diagnose(path)
     assert report.healthy, report.checks
     (own,) = [check for check in report.checks if check.name == "own.gguf"]
     assert "24 tokens" in own.message
@@ -141,7 +141,7 @@ def test_a_model_of_ones_own_is_decoded_too(tmp_path: Path) -> None:
 
 def test_a_model_that_does_not_generate_is_the_models_fault(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "bert.gguf", TinyConfig(architecture="bert", n_ctx_train=64))
-    report = doctor.examine(path)
+    report = doctor.diagnose(path)
     assert not report.healthy
     with pytest.raises(ModelFileError, match=r"^bert\.gguf: "):
         report.raise_first_error()
@@ -149,7 +149,7 @@ def test_a_model_that_does_not_generate_is_the_models_fault(tmp_path: Path) -> N
 
 @posix
 def test_a_kernel_that_dies_is_found_and_the_others_are_tried() -> None:
-    report = doctor.examine(child=dying(signal.SIGILL, task="q4_0"))
+    report = doctor.diagnose(child=dying(signal.SIGILL, task="q4_0"))
     assert {check.name: check.passed for check in report.checks}["q8_0 on the CPU"]
     assert not {check.name: check.passed for check in report.checks}["q4_0 on the CPU"]
     with pytest.raises(BackendError, match=r"q4_0 on the CPU: llama\.cpp died of SIGILL"):
@@ -164,7 +164,7 @@ def test_without_llama_cpp_the_hint_says_how_to_install_it(tmp_path: Path, error
         "from specgen.doctor import child_main\n"
         "child_main(sys.argv[1:])"
     )
-    report = doctor.examine(child=child)
+    report = doctor.diagnose(child=child)
     assert report.build is None
     assert [check.passed for check in report.checks] == [False]
     with pytest.raises(BackendError, match="not found") as caught:
@@ -175,7 +175,7 @@ def test_without_llama_cpp_the_hint_says_how_to_install_it(tmp_path: Path, error
 def test_a_broken_list_of_models_is_reported(tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "models.toml").write_text("this is no TOML")
-    report = doctor.examine()
+    report = doctor.diagnose()
     assert report.checks[0].passed
     with pytest.raises(UsageError, match="the list of models"):
         report.raise_first_error()

@@ -15,7 +15,7 @@ from specgen.options import DraftOptions, SamplerOptions
 from specgen.policy import FixedPolicy
 from specgen.sampling import distribution
 from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
-from tests.fakes import N_VOCAB, model_drafter
+from tests.fake_generations import N_VOCAB, model_drafter
 
 LANGUAGE = random_language(N_VOCAB, seed=2)
 LETTERS = FakeVocabulary.letters(N_VOCAB)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from specgen.core.draft import ROOT, Draft
 from specgen.core.verifiers import AutoVerifier, BlockVerifier, ResidualVerifier, Verifier
 from specgen.sampling import Distribution
-from tests.fates import Fate, all_fates
+from tests.exact_distributions import Fate, all_fates
 
 N_LETTERS = 3
 N_DEEP = 3

@@ -31,7 +31,7 @@ from specgen.options import (
 )
 from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
 from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
-from tests.fakes import N_VOCAB
+from tests.fake_generations import N_VOCAB
 from tests.helpers_tiny import write_respelled_model
 from tests.virtual_time import VirtualTime
 

@@ -259,15 +259,15 @@ def test_a_cache_that_cannot_be_written_remembers_nothing(tmp_path: Path, librar
 
 def test_what_was_not_built_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "library_path", lambda: None)
-    status = choice.choose("auto", tmp_path)
+    status = choice.choose_kernels("auto", tmp_path)
     assert status.label == "llama.cpp"
     assert status.reason
     assert status.path is None
     monkeypatch.setattr("sysconfig.get_platform", lambda: "macosx-14.0-arm64")
-    assert choice.choose("auto", tmp_path).reason == "there are none for macosx-14.0-arm64"
+    assert choice.choose_kernels("auto", tmp_path).reason == "there are none for macosx-14.0-arm64"
     with pytest.raises(UsageError, match="there are none for macosx"):
-        choice.choose("specgen", tmp_path)
-    assert choice.choose("llama.cpp", tmp_path).computes == "llama.cpp"
+        choice.choose_kernels("specgen", tmp_path)
+    assert choice.choose_kernels("llama.cpp", tmp_path).computes == "llama.cpp"
 
 
 def test_a_library_that_was_built_lies_in_the_package_and_passes_its_test() -> None:
@@ -291,14 +291,14 @@ def test_the_environment_may_choose() -> None:
 @pytest.mark.parametrize("outcome", ["refused", "failed"])
 def test_what_does_not_pass_is_not_used(tmp_path: Path, library: Path, outcome: str) -> None:
     child = answering({"outcome": outcome, "message": "the reason"})
-    status = choice.choose("auto", tmp_path, child=child)
+    status = choice.choose_kernels("auto", tmp_path, child=child)
     assert status.computes == "llama.cpp"
     assert status.path == library
     assert status.reason is not None
     assert "the reason" in status.reason
     assert status.is_broken == (outcome == "failed")
     with pytest.raises(UsageError, match="the reason") as caught:
-        choice.choose("specgen", tmp_path, child=child)
+        choice.choose_kernels("specgen", tmp_path, child=child)
     assert caught.value.hint is not None
     assert "--kernels llama.cpp" in caught.value.hint
 
@@ -316,7 +316,7 @@ child = [sys.executable, "-c", "print('" + json.dumps(
 ) + "')"]
 found = []
 for each in wanted:
-    status = choice.choose(each, Path(cache), child=child)
+    status = choice.choose_kernels(each, Path(cache), child=child)
     assert status.label == kernels.computing(), status
     found.append(status.label)
 print(json.dumps(found))
@@ -443,9 +443,9 @@ def report_with(status: KernelStatus, monkeypatch: pytest.MonkeyPatch) -> Any:
     from specgen import doctor, kernels
 
     monkeypatch.setenv("SPECGEN_KERNELS", "auto")
-    monkeypatch.setattr(kernels, "examine", lambda *_args, **_options: status)
+    monkeypatch.setattr(kernels, "examine_kernels", lambda *_args, **_options: status)
     monkeypatch.setattr(doctor, "TENSOR_TYPES", ())
-    return doctor.examine()
+    return doctor.diagnose()
 
 
 def test_the_doctor_shows_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,6 +482,6 @@ def test_the_doctor_does_without_kernels_where_the_user_does(
 
     monkeypatch.setattr(doctor, "TENSOR_TYPES", ())
     monkeypatch.setenv("SPECGEN_KERNELS", "llama.cpp")
-    report = doctor.examine()
+    report = doctor.diagnose()
     assert report.checks == ()
     assert "SPECGEN_KERNELS" in (report.kernels.reason or "")

@@ -25,8 +25,8 @@ from specgen.options import ContextOptions, DraftOptions, GenerationOptions, Sam
 from specgen.sampling.logprobs import log_probabilities, most_likely
 from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
 from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.fake_generations import N_VOCAB, PROMPT, Setup, TreeDrafter, model_drafter, ngram_drafter
 from tests.fake_grammar import FakeGrammar
-from tests.fakes import N_VOCAB, PROMPT, Setup, TreeDrafter, model_drafter, ngram_drafter
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
 LETTERS = FakeVocabulary.letters(N_VOCAB)

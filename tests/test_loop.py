@@ -20,7 +20,7 @@ from specgen.events import (
 )
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
-from tests.fakes import (
+from tests.fake_generations import (
     N_VOCAB,
     PROMPT,
     Clock,

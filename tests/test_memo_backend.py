@@ -23,7 +23,7 @@ from specgen.events import CommittedEvent
 from specgen.options import SamplerOptions
 from specgen.proof.memo_backend import MemoBackend
 from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
-from tests.fakes import GREEDY, Clock, Setup, TreeDrafter, model_drafter
+from tests.fake_generations import GREEDY, Clock, Setup, TreeDrafter, model_drafter
 
 N_VOCAB = 4
 ROW_BYTES = 4 * N_VOCAB

@@ -29,8 +29,8 @@ from specgen.policy import (
 )
 from specgen.sampling import distribution
 from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
-from tests.fakes import N_VOCAB, model_drafter
-from tests.simulated import WRONG, Run, World, run, steps, text
+from tests.fake_generations import N_VOCAB, model_drafter
+from tests.simulated_drafting import WRONG, Run, World, run, steps, text
 
 LANGUAGE = random_language(N_VOCAB, seed=3)
 LETTERS = FakeVocabulary.letters(N_VOCAB)

@@ -10,8 +10,8 @@ import pytest
 
 from specgen import progress
 from specgen.catalogue.progress import LineProgress, shown
-from specgen.cli.progress import progress_bar
 from specgen.progress import ProgressLines
+from specgen.render.progress_bar import progress_bar
 from tests.helpers_cli import Specgen, in_process
 
 

@@ -35,15 +35,15 @@ from specgen.proof import (
     Difference,
     GreedyResult,
     PlainAnswers,
-    Report,
+    ProofReport,
     SampledPlan,
     SampledResult,
-    SkippedPrompt,
+    UncheckedPrompt,
     check_greedy,
     check_sampled,
+    evenly_chosen,
     read_prompts,
     room,
-    spread,
     to_json_object,
     ways_to_draft,
 )
@@ -587,8 +587,8 @@ def test_prompts_are_read_from_json_lines(tmp_path: Path) -> None:
 
 
 def test_prompts_are_spread_evenly() -> None:
-    assert spread("abcdef", 3) == ["a", "c", "e"]
-    assert spread("ab", 5) == ["a", "b"]
+    assert evenly_chosen("abcdef", 3) == ["a", "c", "e"]
+    assert evenly_chosen("ab", 5) == ["a", "b"]
 
 
 def test_the_check_says_how_much_room_it_needs() -> None:
@@ -597,7 +597,7 @@ def test_the_check_says_how_much_room_it_needs() -> None:
 
 def test_verdicts() -> None:
     equal = GreedyResult(1, 5, 3, 2, 5, 0.0, 0.0, None)
-    report = Report(
+    report = ProofReport(
         "t",
         "d",
         "auto",
@@ -612,7 +612,7 @@ def test_verdicts() -> None:
     assert replace(report, is_interrupted=True).verdict == "interrupted"
     assert replace(report, greedy=(replace(equal, n_drafted=0),)).verdict == "nothing drafted"
     assert replace(report, greedy=(replace(equal, moved_by=1.0),)).verdict == "defect"
-    skipping = to_json_object(replace(report, skipped=(SkippedPrompt(2, "too long"),)))
+    skipping = to_json_object(replace(report, skipped=(UncheckedPrompt(2, "too long"),)))
     assert skipping["skipped"] == [{"prompt": 2, "reason": "too long"}]
     assert skipping["sampler"]["logit_bias"] == [[1, None]]
     assert skipping["greedy"][0]["is_defect"] is False

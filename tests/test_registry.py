@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from specgen.catalogue import (
     NGRAM,
+    CatalogueModel,
     FileIdentity,
-    Model,
     Pair,
     Registry,
     human_bytes,
@@ -108,7 +108,7 @@ def test_model_not_under_a_usual_licence_says_where_its_terms_are(builtin: Regis
 
 
 def test_find_takes_models_and_pairs(builtin: Registry) -> None:
-    assert isinstance(builtin.find("smollm2-135m"), Model)
+    assert isinstance(builtin.find("smollm2-135m"), CatalogueModel)
     assert isinstance(builtin.find("smollm2"), Pair)
     pairs = builtin.pairs_with(builtin.model("smollm2-135m"))
     assert pairs == (builtin.pair("qwen2.5-coder-smollm2"), builtin.pair("smollm2"))

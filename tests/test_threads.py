@@ -21,7 +21,7 @@ from specgen.calibration.system_load import CoreTime
 from specgen.calibration.threads import (
     BATCH_ROWS,
     Threads,
-    choose,
+    choose_threads,
     measure_threads,
     thread_counts,
     with_threads,
@@ -66,17 +66,17 @@ def test_no_more_threads_are_tried_than_there_are_cores(
 
 
 def test_what_is_clearly_quicker_is_chosen() -> None:
-    assert choose([{2: 1.0, 1: 0.9, 3: 0.8}] * 4, 2) == 3
-    assert choose([{2: 1.0, 1: 1.5}] * 4, 2) == 2
+    assert choose_threads([{2: 1.0, 1: 0.9, 3: 0.8}] * 4, 2) == 3
+    assert choose_threads([{2: 1.0, 1: 1.5}] * 4, 2) == 2
 
 
 def test_noise_changes_nothing() -> None:
-    assert choose([{2: 1.0, 1: 0.98}] * 9, 2) == 2  # by too little
-    assert choose([{2: 1.0, 1: 0.5}] * 3, 2) == 2  # too seldom
+    assert choose_threads([{2: 1.0, 1: 0.98}] * 9, 2) == 2  # by too little
+    assert choose_threads([{2: 1.0, 1: 0.5}] * 3, 2) == 2  # too seldom
     uneven = [{2: 1.0, 1: 0.9}] * 6 + [{2: 1.0, 1: 1.1}] * 3  # and not always
-    assert choose(uneven, 2) == 2
-    assert choose([], 2) == 2
-    assert choose([{1: 0.5}] * 9, 2) == 2
+    assert choose_threads(uneven, 2) == 2
+    assert choose_threads([], 2) == 2
+    assert choose_threads([{1: 0.5}] * 9, 2) == 2
 
 
 # --- measuring

@@ -45,9 +45,9 @@ from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.policy import FixedPolicy, Policy, RoundReport
 from specgen.sampling import Distribution, Sampler
 from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, Language, random_language
-from tests import goodness
-from tests.fakes import GREEDY, Clock, Setup, translated_drafter
-from tests.goodness import LEVEL
+from tests import goodness_of_fit
+from tests.fake_generations import GREEDY, Clock, Setup, translated_drafter
+from tests.goodness_of_fit import LEVEL
 from tests.helpers_vocabularies import (
     ALPHABET,
     ByteLanguage,
@@ -542,7 +542,7 @@ def test_distributions_of_other_tokens_are_caught(monkeypatch: pytest.MonkeyPatc
 
 
 def p_value(counts: Counter[tuple[int, ...]], sampler: str) -> float:
-    return goodness.p_value(counts, exact(SAMPLERS[sampler]))
+    return goodness_of_fit.p_value(counts, exact(SAMPLERS[sampler]))
 
 
 #: Makes what drafts for a text, from a seed.

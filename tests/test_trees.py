@@ -39,11 +39,11 @@ from specgen.policy import CostAwarePolicy, Decided, FixedPolicy, RoundReport
 from specgen.policy.plans import best_nodes
 from specgen.sampling import Distribution, Sampler
 from specgen.testing.fake_backend import FakeVocabulary, Language, noisy, random_language
-from tests.fakes import GREEDY, PROMPT, Setup, Timed, tree_drafter
-from tests.fates import Fate, all_fates
-from tests.goodness import LEVEL, p_value
-from tests.test_verify import DRAFTS, LETTERS, SAMPLERS, draw, exact
-from tests.test_verify import PROMPT as SHORT_PROMPT
+from tests.exact_distributions import Fate, all_fates
+from tests.fake_generations import GREEDY, PROMPT, Setup, Timed, tree_drafter
+from tests.goodness_of_fit import LEVEL, p_value
+from tests.test_verifiers import DRAFTS, LETTERS, SAMPLERS, draw, exact
+from tests.test_verifiers import PROMPT as SHORT_PROMPT
 
 N_VOCAB = 12
 WORDS = FakeVocabulary.letters(N_VOCAB, ends=(N_VOCAB - 1,))

@@ -13,15 +13,15 @@ from specgen.errors import BackendError
 from specgen.options import DraftOptions, GenerationOptions
 from specgen.policy import RoundReport
 from specgen.selection.trial import (
-    Answer,
     Baseline,
     Replay,
+    TargetAnswer,
     agreeing_path,
     replay,
     summarise,
 )
 from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
-from tests.fakes import (
+from tests.fake_generations import (
     N_VOCAB,
     Clock,
     FailingDrafter,
@@ -42,7 +42,7 @@ def plain_answer(setup: Setup) -> tuple[int, ...]:
 
 
 def replayed(setup: Setup, clock: Callable[[], float] | None = None) -> Replay:
-    answer = Answer("", plain_answer(setup))
+    answer = TargetAnswer("", plain_answer(setup))
     generation = setup.generation()
     result = replay(generation, answer, BASELINE, clock or Clock())
     assert tuple(generation.tokens[generation.n_prompt :]) == answer.tokens

@@ -18,12 +18,12 @@ from specgen.engine.session import Session, SessionOptions
 from specgen.errors import ModelFileError, PairError, PromptError
 from specgen.options import ContextOptions, DraftOptions, DraftSource, GenerationOptions
 from specgen.selection.outlook import Costs, known_costs, outlook
-from specgen.selection.trial import Baseline, Figures, measure_target
+from specgen.selection.trial import Baseline, DraftFigures, measure_target
 from specgen.selection.tuning import (
     DraftFindings,
+    TriedDraft,
     Tuner,
     Tuning,
-    Way,
     break_even,
     halfway_right,
     speedup_with,
@@ -283,17 +283,17 @@ def test_an_interruption_while_batches_are_timed_ends_it(tiny_models: Path) -> N
 # --- the best way
 
 
-def figures(speedup: float) -> Figures:
-    return Figures(speedup, speedup, 10.0 * speedup, 0.5, 2.0, 0.01, 0.1)
+def figures(speedup: float) -> DraftFigures:
+    return DraftFigures(speedup, speedup, 10.0 * speedup, 0.5, 2.0, 0.01, 0.1)
 
 
 def test_of_ways_that_gain_the_same_the_simplest_is_best() -> None:
     draft = Path("draft.gguf")
     all_ways = [
-        Way(draft, True, figures(1.2)),
-        Way(draft, False, figures(1.2)),
-        Way("ngram", False, figures(1.2)),
-        Way("none", False, figures(1.2)),
+        TriedDraft(draft, True, figures(1.2)),
+        TriedDraft(draft, False, figures(1.2)),
+        TriedDraft("ngram", False, figures(1.2)),
+        TriedDraft("none", False, figures(1.2)),
     ]
     baseline = Baseline((), (), 256, {1: 0.1})
     while all_ways:
@@ -304,7 +304,7 @@ def test_of_ways_that_gain_the_same_the_simplest_is_best() -> None:
         baseline,
         None,
         None,
-        (Way("none", False, figures(1.0)), Way(draft, True, figures(1.01))),
+        (TriedDraft("none", False, figures(1.0)), TriedDraft(draft, True, figures(1.01))),
     )
     assert tuning.best.draft == draft
 

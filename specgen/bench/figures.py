@@ -61,7 +61,7 @@ class Shares:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class ContenderFigures:
     """A contender's answers; None is what cannot be told.
 
     `speedup` is the geometric mean over the categories, `speedups` the spread over all answers.
@@ -95,7 +95,7 @@ class Figures:
     categories: tuple[CategoryFigures, ...]
 
 
-def figures_of(results: Iterable[Result]) -> tuple[Figures, ...]:
+def figures_of(results: Iterable[Result]) -> tuple[ContenderFigures, ...]:
     """The figures of each contender that has an answer, plain decoding first in each lineup."""
     plain: dict[tuple[str, float], dict[_Key, Result]] = defaultdict(dict)
     told: dict[tuple[str, float, str], dict[_Key, Result]] = defaultdict(dict)
@@ -154,7 +154,7 @@ def _whole_s(result: Result, n_tokens: int) -> float | None:
 # --- one contender ---------------------------------------------------------------------------
 
 
-def _figures(results: Mapping[_Key, Result], plain: Mapping[_Key, Result]) -> Figures:
+def _figures(results: Mapping[_Key, Result], plain: Mapping[_Key, Result]) -> ContenderFigures:
     """`plain` are the answers of plain decoding in the same lineup."""
     first = next(iter(results.values()))
     outcomes = [result.outcome for result in results.values()]
@@ -163,7 +163,7 @@ def _figures(results: Mapping[_Key, Result], plain: Mapping[_Key, Result]) -> Fi
     n_drafted = sum(outcome.n_drafted or 0 for outcome in drafted)
     n_accepted = sum(outcome.n_accepted or 0 for outcome in drafted)
     rounds = [outcome.n_rounds for outcome in outcomes if outcome.n_rounds is not None]
-    return Figures(
+    return ContenderFigures(
         target=first.target,
         temperature=first.temperature,
         contender=first.contender,

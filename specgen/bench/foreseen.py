@@ -8,21 +8,19 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specgen.bench.contenders import NOW
-from specgen.bench.foresight import Drafting, Way, best_way, run_lengths
+from specgen.bench.foresight import DrafterForesight, Schedule, best_schedule, run_lengths
 from specgen.bench.prompts import BenchPrompt
 from specgen.core.draft import ROOT, Draft
 from specgen.engine.generation import Generation
-from specgen.selection.trial import Answer, Baseline, agreeing_path, measure_target
+from specgen.selection.trial import Baseline, TargetAnswer, agreeing_path, measure_target
 
 if TYPE_CHECKING:
     from specgen.engine.session import Session, SessionOptions
     from specgen.options import DraftSource
+    from specgen.progress import Progress
 
 #: Every so many looks, a draft of a single token is timed too.
 _EVERY = 4
-
-#: Told what is going on, and how much of it is done, of how much.
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +100,9 @@ def foresee(
     numbers = [
         prompt.number for place, prompt in enumerate(prompts, 1) if place not in baseline.skipped
     ]
-    by_draft: dict[str, list[Drafting]] = {}
+    by_draft: dict[str, list[DrafterForesight]] = {}
     for name, source in drafts.items():
-        found: list[Drafting] = []
+        found: list[DrafterForesight] = []
         session.change_draft(source)
         with session.contexts(baseline.n_ctx) as (_, draft):
             for answer in baseline.answers:
@@ -115,7 +113,9 @@ def foresee(
                     draft.remove(0)
                 prompt = session.prompt(answer.prompt, chat=chat, now=NOW)
                 generation = session.generation(prompt, baseline.n_ctx, draft, 0)
-                found.append(drafting_of(generation, answer, session.n_rows_max - 1, session.clock))
+                found.append(
+                    foresee_drafter(generation, answer, session.n_rows_max - 1, session.clock)
+                )
         by_draft[name] = found
     return _foresight(target, baseline, numbers, by_draft, groups)
 
@@ -124,7 +124,7 @@ def _foresight(
     target: str,
     baseline: Baseline,
     numbers: Sequence[int],
-    by_draft: Mapping[str, Sequence[Drafting]],
+    by_draft: Mapping[str, Sequence[DrafterForesight]],
     groups: Sequence[tuple[str, ...]],
 ) -> Foresight:
     costs = {
@@ -141,22 +141,22 @@ def _foresight(
             continue
         for names in groups:
             # One answer's times are few: the prices are those of all answers.
-            drafters = [Drafting(by_draft[n][index].accepted, *costs[n]) for n in names]
-            way = best_way(n_tokens, baseline.rows_s, drafters)
+            drafters = [DrafterForesight(by_draft[n][index].accepted, *costs[n]) for n in names]
+            way = best_schedule(n_tokens, baseline.rows_s, drafters)
             foreseen.append(_foreseen(number, names, n_tokens, baseline, way))
     return Foresight(target, dict(baseline.batch_s), costs, tuple(foreseen))
 
 
 def _foreseen(
-    number: int, names: tuple[str, ...], n_tokens: int, baseline: Baseline, way: Way
+    number: int, names: tuple[str, ...], n_tokens: int, baseline: Baseline, way: Schedule
 ) -> Foreseen:
     plain_s = n_tokens * baseline.token_s
     return Foreseen(number, names, n_tokens, len(way.steps), plain_s, way.seconds)
 
 
-def drafting_of(
-    generation: Generation, answer: Answer, n_max: int, clock: Callable[[], float]
-) -> Drafting:
+def foresee_drafter(
+    generation: Generation, answer: TargetAnswer, n_max: int, clock: Callable[[], float]
+) -> DrafterForesight:
     """What the generation's drafter could do with up to `n_max` tokens a round for an answer that
     is known, at the places after its first token.
 
@@ -170,7 +170,7 @@ def drafting_of(
     else:
         # Without a model a look costs nothing, and where it goes wrong depends on the place.
         accepted = tuple(drafts.look(place)[1] for place in range(n_tokens))
-    return Drafting(accepted, *drafts.prices())
+    return DrafterForesight(accepted, *drafts.prices())
 
 
 class _Drafts:

@@ -2,7 +2,7 @@
 
 Who knew the answer in advance would ask, at each place, the drafter that pays most there for
 just as many tokens as will be accepted, or for none. The quickest way through the answer is a
-shortest path, which `best_way` finds. What a real policy reaches is to be compared with that: the
+shortest path, which `best_schedule` finds. What a real policy reaches is to be compared with that: the
 rest is what it loses by not knowing.
 
 It is for answers at temperature 0, where what is accepted does not depend on chance.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Drafting:
+class DrafterForesight:
     """What a drafter could do for an answer of n tokens.
 
     `accepted[i]` is how many tokens that it drafts behind the first i would be accepted. Seconds
@@ -32,7 +32,7 @@ class Drafting:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ScheduledRound:
     """A round: which drafter (None: none), and how many tokens it drafts, all of them accepted;
     the target adds one."""
 
@@ -41,14 +41,16 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Schedule:
     """A way through an answer, round by round, and the seconds that it takes."""
 
     seconds: float
-    steps: tuple[Step, ...]
+    steps: tuple[ScheduledRound, ...]
 
 
-def best_way(n_tokens: int, batch_s: Callable[[int], float], drafters: Sequence[Drafting]) -> Way:
+def best_schedule(
+    n_tokens: int, batch_s: Callable[[int], float], drafters: Sequence[DrafterForesight]
+) -> Schedule:
     """The quickest way to make `n_tokens` tokens, given what each drafter could do.
 
     `batch_s` gives the target's seconds for a batch of so many rows. A round in which k tokens
@@ -59,20 +61,20 @@ def best_way(n_tokens: int, batch_s: Callable[[int], float], drafters: Sequence[
     rows_s = [batch_s(k + 1) for k in range(min(longest, max(0, n_tokens - 1)) + 1)]
     # Seconds from each place to the end, from the end on.
     rest_s = [math.inf] * n_tokens + [0.0]
-    steps = [Step(None, 0)] * n_tokens
+    steps = [ScheduledRound(None, 0)] * n_tokens
     for place in reversed(range(n_tokens)):
         rest_s[place] = rows_s[0] + rest_s[place + 1]
         for index, drafter in enumerate(drafters):
             for k in range(1, min(drafter.accepted[place], n_tokens - place - 1) + 1):
                 seconds = drafter.seconds(k) + rows_s[k] + rest_s[place + k + 1]
                 if seconds < rest_s[place]:
-                    rest_s[place], steps[place] = seconds, Step(index, k)
-    way: list[Step] = []
+                    rest_s[place], steps[place] = seconds, ScheduledRound(index, k)
+    way: list[ScheduledRound] = []
     place = 0
     while place < n_tokens:
         way.append(steps[place])
         place += steps[place].n_drafted + 1
-    return Way(rest_s[0], tuple(way))
+    return Schedule(rest_s[0], tuple(way))
 
 
 def run_lengths(

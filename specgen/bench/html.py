@@ -8,10 +8,10 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from specgen.bench.figures import Figures
+from specgen.bench.figures import ContenderFigures
 from specgen.bench.foreseen import Foresight
-from specgen.bench.report import Report
-from specgen.bench.svg import Bar, Line, Stack, bars, lines, stacks
+from specgen.bench.report import BenchReport
+from specgen.bench.svg import Bar, ChartLine, Stack, bars, line_chart, stacks
 
 #: Colours by which contenders are told apart, before they come again.
 N_COLOURS = 8
@@ -20,7 +20,7 @@ N_COLOURS = 8
 _Part = Mapping[str, Any]
 
 
-def to_html(report: Report) -> str:
+def to_html(report: BenchReport) -> str:
     """The page."""
     environment = Environment(
         loader=PackageLoader("specgen.bench", "."),
@@ -39,7 +39,7 @@ def to_html(report: Report) -> str:
     )
 
 
-def _lineup(report: Report, lineup: tuple[str, float]) -> _Part:
+def _lineup(report: BenchReport, lineup: tuple[str, float]) -> _Part:
     target, temperature = lineup
     every = report.of(lineup)
     colours = colours_of(every)
@@ -53,19 +53,23 @@ def _lineup(report: Report, lineup: tuple[str, float]) -> _Part:
         "rows": [_row(report, each) for each in every],
         "speedups": _speedups(report, every, colours) if has_speedups else None,
         "shares": _shares(shares) if shares else None,
-        "acceptance": lines(points, "position in the draft", "share", 1.0) if drafted else None,
+        "acceptance": line_chart(points, "position in the draft", "share", 1.0)
+        if drafted
+        else None,
         "drafted": [(each.contender, colours[each.contender]) for each in drafted],
     }
 
 
-def colours_of(every: Sequence[Figures]) -> dict[str, str]:
+def colours_of(every: Sequence[ContenderFigures]) -> dict[str, str]:
     """A class for each contender of a lineup: plain decoding is grey."""
     others = [each.contender for each in every if not each.is_plain]
     colours = {name: f"c{number % N_COLOURS}" for number, name in enumerate(others)}
     return colours | {each.contender: "plain" for each in every if each.is_plain}
 
 
-def _speedups(report: Report, every: Sequence[Figures], colours: dict[str, str]) -> str:
+def _speedups(
+    report: BenchReport, every: Sequence[ContenderFigures], colours: dict[str, str]
+) -> str:
     groups: list[tuple[str, list[Bar]]] = []
     for category in report.categories:
         group: list[Bar] = []
@@ -80,7 +84,7 @@ def _speedups(report: Report, every: Sequence[Figures], colours: dict[str, str])
     return bars(groups, 1.0, "×")
 
 
-def _shares(every: Sequence[Figures]) -> str:
+def _shares(every: Sequence[ContenderFigures]) -> str:
     rows = []
     for each in every:
         shares = each.shares
@@ -91,8 +95,8 @@ def _shares(every: Sequence[Figures]) -> str:
     return stacks(rows, "ms")
 
 
-def _acceptance(each: Figures, colour: str) -> Line:
-    return Line(
+def _acceptance(each: ContenderFigures, colour: str) -> ChartLine:
+    return ChartLine(
         each.contender,
         colour,
         tuple((float(n), share) for n, share in enumerate(each.acceptance_by_position, 1)),
@@ -103,11 +107,11 @@ def _costs(foresight: Foresight) -> _Part:
     points = tuple(
         (float(size), 1000.0 * seconds) for size, seconds in sorted(foresight.batch_s.items())
     )
-    line = Line(foresight.target, "c0", points)
+    line = ChartLine(foresight.target, "c0", points)
     is_line = len(points) > 1
     return {
         "target": foresight.target,
-        "batches": lines([line], "tokens in the batch", "milliseconds") if is_line else None,
+        "batches": line_chart([line], "tokens in the batch", "milliseconds") if is_line else None,
         "drafts": [
             (name, f"{1000 * first:.2f}", f"{1000 * further:.2f}")
             for name, (first, further) in foresight.draft_s.items()
@@ -115,7 +119,7 @@ def _costs(foresight: Foresight) -> _Part:
     }
 
 
-def _left_out(report: Report) -> list[tuple[str, str, str]]:
+def _left_out(report: BenchReport) -> list[tuple[str, str, str]]:
     """What was, where, and why."""
     failures = [
         (failure.contender, f"{failure.target} ({failure.temperature:g})", failure.message)
@@ -128,7 +132,7 @@ def _left_out(report: Report) -> list[tuple[str, str, str]]:
     return failures + skipped
 
 
-def _row(report: Report, each: Figures) -> list[str]:
+def _row(report: BenchReport, each: ContenderFigures) -> list[str]:
     spread, worst, reached = each.speedups, each.worst, report.share_reached(each)
     return [
         each.contender,

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specgen.bench.figures import Figures, geometric_mean, speedup_of
+from specgen.bench.figures import ContenderFigures, geometric_mean, speedup_of
 from specgen.bench.foreseen import Foresight
 from specgen.bench.prompts import BenchPrompt
 from specgen.bench.runs import Result, Runs
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class BenchReport:
     """A benchmark. `about` is where and how it was made (machine, versions, command line,
     settings), `contenders` what each one is: its `target`, `temperature` and `name` and, if
     foresight is to be compared with it, its `drafters`. Both are as JSON can have them."""
@@ -24,7 +24,7 @@ class Report:
     prompts: Sequence[BenchPrompt]
     n_rounds: int
     runs: Runs
-    figures: Sequence[Figures]
+    figures: Sequence[ContenderFigures]
     foresights: Sequence[Foresight] = ()
     is_interrupted: bool = False
 
@@ -42,11 +42,11 @@ class Report:
             )
         )
 
-    def of(self, lineup: tuple[str, float]) -> list[Figures]:
+    def of(self, lineup: tuple[str, float]) -> list[ContenderFigures]:
         """The figures of a lineup, plain decoding first."""
         return [each for each in self.figures if (each.target, each.temperature) == lineup]
 
-    def drafters(self, figures: Figures) -> Sequence[str]:
+    def drafters(self, figures: ContenderFigures) -> Sequence[str]:
         """The names of what drafts, if it is told."""
         for contender in self.contenders:
             names = (contender["target"], contender["temperature"], contender["name"])
@@ -54,7 +54,7 @@ class Report:
                 return list(contender.get("drafters", ()))
         return ()
 
-    def share_reached(self, figures: Figures) -> float | None:
+    def share_reached(self, figures: ContenderFigures) -> float | None:
         """The share of the speed that perfect foresight could have with the same drafts: the
         geometric mean over the answers. None where that is not known.
 
@@ -75,7 +75,7 @@ class Report:
                 return geometric_mean(shares)
         return None
 
-    def _speedups(self, figures: Figures) -> list[tuple[int, float]]:
+    def _speedups(self, figures: ContenderFigures) -> list[tuple[int, float]]:
         lineup = (figures.target, figures.temperature)
         plain: dict[tuple[int, int], Result] = {}
         own: list[Result] = []
@@ -90,7 +90,7 @@ class Report:
         return [(prompt, speedup) for prompt, speedup in found if speedup is not None]
 
 
-def to_json_object(report: Report) -> dict[str, Any]:
+def to_json_object(report: BenchReport) -> dict[str, Any]:
     """Everything, with times in seconds."""
     return {
         **report.about,

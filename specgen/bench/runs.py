@@ -13,7 +13,7 @@ from specgen.errors import PromptError, SpecgenError
 _WARM_UP = "Count from one to twenty."
 
 #: Told how many answers are done, of how many.
-Progress = Callable[[int, int], None]
+PromptsDone = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +75,14 @@ class Runs:
     skipped: list[SkippedPrompt] = field(default_factory=list)
 
 
-def run(
+def run_lineups(
     lineups: Sequence[Lineup],
     prompts: Sequence[BenchPrompt],
     runs: Runs,
     *,
     n_rounds: int = 1,
     interrupted: Callable[[], bool] = lambda: False,
-    progress: Progress = lambda _done, _total: None,
+    progress: PromptsDone = lambda _done, _total: None,
 ) -> None:
     """Let all contenders answer all prompts, `n_rounds` times; each warms up before. What comes of
     it is added to `runs`.
@@ -102,7 +102,7 @@ class _Job:
         runs: Runs,
         n_rounds: int,
         interrupted: Callable[[], bool],
-        progress: Progress,
+        progress: PromptsDone,
     ) -> None:
         self._lineups = lineups
         self._prompts = prompts

@@ -45,7 +45,7 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChartLine:
     """Points in a colour, from left to right."""
 
     label: str
@@ -114,7 +114,9 @@ def stacks(rows: Sequence[Stack], unit: str) -> str:
     return _svg(y + 24, [*parts, *_axis(scale, y, f" {unit}")])
 
 
-def lines(every: Sequence[Line], x_name: str, y_name: str, y_max: float | None = None) -> str:
+def line_chart(
+    every: Sequence[ChartLine], x_name: str, y_name: str, y_max: float | None = None
+) -> str:
     """Lines over a common scale that begins at 0 above; `y_max` None takes the largest value."""
     height = 220.0
     xs = [x for line in every for x, _ in line.points]
@@ -134,7 +136,7 @@ def lines(every: Sequence[Line], x_name: str, y_name: str, y_max: float | None =
     return _svg(height + 40, parts)
 
 
-def _line(line: Line, across: _Scale, up: _Scale) -> Iterable[str]:
+def _line(line: ChartLine, across: _Scale, up: _Scale) -> Iterable[str]:
     places = [(across.at(x), up.at(y)) for x, y in line.points]
     path = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
     yield f'<path class="line {line.colour}" d="M{path}"/>'

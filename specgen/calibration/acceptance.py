@@ -83,7 +83,7 @@ _N_RANKS = 3
 
 
 @functools.cache
-def ranked(origin: str, rank: int) -> str:
+def origin_of_rank(origin: str, rank: int) -> str:
     """The name under which a drafter's tokens are counted that come after `rank` siblings: what
     its second guess is worth has little to do with what its first one is."""
     return origin if rank == 0 else f"{origin}:{min(rank, _N_RANKS) + 1}"
@@ -135,7 +135,7 @@ class Worths:
 
 
 @dataclass(slots=True)
-class Counts:
+class AcceptanceCounts:
     """What was counted of a drafter: for each bin of confidence how many tokens were judged, how
     many of these accepted, and how often there was such a confidence, float64[N_BINS] each; and
     what texts were worth."""
@@ -165,9 +165,9 @@ class Chances:
     """
 
     def __init__(
-        self, counts: Counts | None = None, start: Callable[[float], float] = model_start
+        self, counts: AcceptanceCounts | None = None, start: Callable[[float], float] = model_start
     ) -> None:
-        self.counts = counts if counts is not None else Counts()
+        self.counts = counts if counts is not None else AcceptanceCounts()
         self._start_of = start
         self._start = [start(float(middle)) for middle in _MIDDLES]
         self._deviation = 0.0
@@ -261,7 +261,7 @@ class Chances:
         return n_accepted / (_N_START + counts.n_judged.item(index))
 
 
-def new_chances(origin: str, counts: Counts | None = None) -> Chances:
+def new_chances(origin: str, counts: AcceptanceCounts | None = None) -> Chances:
     """The chances of a drafter's tokens, with the start that suits it."""
     if ":" in origin:
         return Chances(counts, later_start)

@@ -19,7 +19,7 @@ import numpy as np
 
 from specgen.arrays import ProbArray
 from specgen.atomic import replace_text
-from specgen.calibration.acceptance import N_BINS, Chances, Counts, Worths, new_chances
+from specgen.calibration.acceptance import N_BINS, AcceptanceCounts, Chances, Worths, new_chances
 from specgen.calibration.cost_table import CostTable
 from specgen.calibration.threads import Threads
 from specgen.options import ContextOptions, WeightType
@@ -252,14 +252,14 @@ def _kept_threads(entry: object) -> Threads | None:
     return Threads(*counts) if len(counts) == len(numbers) else None
 
 
-def _all_counts(entry: object) -> dict[str, Counts]:
+def _all_counts(entry: object) -> dict[str, AcceptanceCounts]:
     if not isinstance(entry, dict):
         return {}
     found = {origin: _counts(value) for origin, value in entry.items()}
     return {origin: counts for origin, counts in found.items() if counts is not None}
 
 
-def _counts(value: object) -> Counts | None:
+def _counts(value: object) -> AcceptanceCounts | None:
     if not isinstance(value, dict):
         return None
     judged, accepted, seen = (_numbers(value.get(name)) for name in ("judged", "accepted", "seen"))
@@ -271,7 +271,7 @@ def _counts(value: object) -> Counts | None:
         for n, worths in (beside.items() if isinstance(beside, dict) else ())
         if n in _AT_ONCE
     }
-    return Counts(judged, accepted, seen, _worths(value.get("worths")), worths_beside)
+    return AcceptanceCounts(judged, accepted, seen, _worths(value.get("worths")), worths_beside)
 
 
 def _worths(value: object) -> Worths:
@@ -297,7 +297,7 @@ def _rounded(worths: Worths) -> list[float]:
     return [round(number, 4) for number in dataclasses.astuple(worths)]
 
 
-def _to_json(counts: Counts) -> dict[str, Any]:
+def _to_json(counts: AcceptanceCounts) -> dict[str, Any]:
     known: dict[str, Any] = {}
     if counts.worths.start is not None:
         known["worths"] = _rounded(counts.worths)

@@ -117,12 +117,12 @@ def measure_threads(
         batches.append(batch_s)
         left = [count for count in left if _is_hopeful(count, default, (singles, batches))]
     backend.remove(0)
-    chosen = Threads(choose(singles, default), choose(batches, default))
+    chosen = Threads(choose_threads(singles, default), choose_threads(batches, default))
     backend.set_threads(chosen.n_single, chosen.n_batch)
     return ThreadTimes(chosen, default, _medians(singles), _medians(batches))
 
 
-def choose(rounds: Sequence[Mapping[int, float]], default: int) -> int:
+def choose_threads(rounds: Sequence[Mapping[int, float]], default: int) -> int:
     """The number of threads that takes the least time, from the seconds of some rounds by number;
     `default` unless another one is clearly quicker."""
     best, least = default, 1.0 - _MARGIN

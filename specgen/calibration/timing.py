@@ -23,7 +23,7 @@ MIN_SIZES = 3
 _BUDGET_S = 2.0
 
 
-def batch_sizes(n_max: int) -> list[int]:
+def timed_batch_sizes(n_max: int) -> list[int]:
     """The numbers of rows to time, 1 and `n_max` among them, ascending: neighbours differ by one
     first, and by a quarter later."""
     sizes = list(range(1, min(n_max, _N_DENSE) + 1))

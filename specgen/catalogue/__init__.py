@@ -10,22 +10,23 @@ from specgen.catalogue.files import FileIdentity, identify, shard_number
 from specgen.catalogue.places import (
     cache_folder,
     config_folder,
+    data_folder,
     memory_file,
     models_folder,
     saved_drafts_file,
     user_registry_file,
 )
 from specgen.catalogue.progress import (
+    DownloadProgress,
     LineProgress,
-    Progress,
     RichProgress,
     SilentProgress,
     stderr_progress,
 )
 from specgen.catalogue.registry import (
     NGRAM,
+    CatalogueModel,
     HubSource,
-    Model,
     Pair,
     PypiSource,
     Registry,
@@ -35,12 +36,12 @@ from specgen.catalogue.sizes import human_bytes
 
 __all__ = [
     "NGRAM",
+    "CatalogueModel",
+    "DownloadProgress",
     "FileIdentity",
     "HubSource",
     "LineProgress",
-    "Model",
     "Pair",
-    "Progress",
     "PypiSource",
     "Registry",
     "RichProgress",
@@ -48,6 +49,7 @@ __all__ = [
     "SilentProgress",
     "cache_folder",
     "config_folder",
+    "data_folder",
     "fetch",
     "human_bytes",
     "identify",

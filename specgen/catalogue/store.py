@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from specgen.catalogue.registry import Model
+    from specgen.catalogue.registry import CatalogueModel
 
 _BLOCK_BYTES = 1 << 20
 
@@ -43,10 +43,10 @@ def open_file(path: Path, mode: Literal["rb", "wb", "ab", "r+b"]) -> BinaryIO:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ModelFolder:
     """The paths of one model in the store."""
 
-    model: Model
+    model: CatalogueModel
     folder: Path
 
     @property
@@ -80,9 +80,9 @@ class Slot:
             path.unlink(missing_ok=True)
 
 
-def slot_of(model: Model, models_folder: Path) -> Slot:
+def slot_of(model: CatalogueModel, models_folder: Path) -> ModelFolder:
     """Return the place of `model` in a store."""
-    return Slot(model, models_folder / model.sha256[:16])
+    return ModelFolder(model, models_folder / model.sha256[:16])
 
 
 def has_size(path: Path, size_bytes: int) -> bool:
@@ -128,7 +128,9 @@ class Assembly:
     counts as there when the bytes are on the disk and the journal says so, in that order.
     """
 
-    def __init__(self, slot: Slot, part_bytes: int, *, open_file: OpenFile = open_file) -> None:
+    def __init__(
+        self, slot: ModelFolder, part_bytes: int, *, open_file: OpenFile = open_file
+    ) -> None:
         self._slot = slot
         self._part_bytes = part_bytes
         self._open_file = open_file

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import requests
 
-    from specgen.catalogue.progress import Progress
+    from specgen.catalogue.progress import DownloadProgress
 
 _CONNECT_TIMEOUT_S = 10.0
 _READ_TIMEOUT_S = 30.0
@@ -74,7 +74,7 @@ class Transfer:
     def __init__(
         self,
         session: requests.Session,
-        progress: Progress,
+        progress: DownloadProgress,
         *,
         sleep: Callable[[float], None] = time.sleep,
         open_file: OpenFile = open_file,

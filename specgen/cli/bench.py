@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specgen.bench.job import Job
+from specgen.bench.plan import Plan, find_fields
 from specgen.cli import flags
-from specgen.cli.bench_job import Job
-from specgen.cli.bench_table import lines, print_tables
-from specgen.cli.contest import Plan, find_fields
 from specgen.cli.flags.part import without
 from specgen.cli.interrupt import Interrupt
 from specgen.cli.opening import log_shown, use_kernels
-from specgen.cli.progress import progress_bar
 from specgen.errors import OutputError, UsageError
 from specgen.options import Contexts, DraftOptions, GenerationOptions, PolicyName, SamplerOptions
+from specgen.render.bench_tables import bench_lines, print_bench_tables
+from specgen.render.progress_bar import progress_bar
 from specgen.selection.session_opening import open_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specgen.bench.peer_contenders import Against
-    from specgen.bench.report import Report
+    from specgen.bench.report import BenchReport
 
 _MODELS = "Models"
 _CONTEST = "What is measured"
@@ -34,7 +35,7 @@ _OUTPUT = "Output"
 _POLICIES: tuple[PolicyName, ...] = ("cost", "threshold", "fixed")
 
 
-@flags.takes(
+@flags.takes_options(
     drafting=without(flags.drafting, "policy", "tree"),
     sampling=without(flags.sampling, "temperature"),
     machine=flags.machine,
@@ -250,7 +251,7 @@ def bench(
     texts = texts if n_prompts is None else first_of_each(texts, n_prompts)
     fields = find_fields(targets or [], pairs or [], drafts or [], quiet=quiet)
     with log_shown(verbose), progress_bar(quiet=quiet or verbose) as progress, Interrupt() as stop:
-        job = Job(plan, texts, n_rounds, progress, stop)
+        job = Job(plan, texts, n_rounds, progress, stop, shlex.join(["specgen", *sys.argv[1:]]))
         for field in fields:
             job.measure(field)
         for field in fields if foresight else ():
@@ -296,7 +297,7 @@ def _check_folder(path: Path | None, option: str) -> None:
         raise UsageError(f"{option} {path}: {what}", hint="give the name of a file")
 
 
-def _write(report: Report, json_file: Path | None, html_file: Path | None) -> None:
+def _write(report: BenchReport, json_file: Path | None, html_file: Path | None) -> None:
     """Show the report, and write it where it is wanted. Raises `OutputError`."""
     from specgen.bench.html import to_html
     from specgen.bench.report import to_json_object
@@ -307,9 +308,9 @@ def _write(report: Report, json_file: Path | None, html_file: Path | None) -> No
     elif sys.stdout.isatty():
         from specgen.render import make_console
 
-        print_tables(report, make_console(sys.stdout, os.environ))
+        print_bench_tables(report, make_console(sys.stdout, os.environ))
     else:
-        for line in lines(report):
+        for line in bench_lines(report):
             print(line)
     if json_file is not None and json_file != Path("-"):
         _write_file(json_file, f"{document}\n")
@@ -326,7 +327,7 @@ def _write_file(path: Path, text: str) -> None:
         raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def _tell(report: Report) -> None:
+def _tell(report: BenchReport) -> None:
     """What is to be said besides the figures, on standard error."""
     runs = report.runs
     notes = [

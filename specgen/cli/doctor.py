@@ -16,11 +16,11 @@ from specgen.errors import ModelFileError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specgen.doctor import Report
+    from specgen.doctor import DoctorReport
     from specgen.kernels import KernelStatus
 
 #: A heading and what stands below it: (label, text).
-Section: TypeAlias = tuple[str, list[tuple[str, str]]]
+DoctorSection: TypeAlias = tuple[str, list[tuple[str, str]]]
 
 
 def doctor(
@@ -38,11 +38,11 @@ def doctor(
     """Show what this machine and this build of llama.cpp can do, and check that it decodes."""
     from rich.console import Console
 
-    from specgen.doctor import examine
+    from specgen.doctor import diagnose
 
     path = None if model is None else _model_file(model)
     with _status(Console(stderr=True)) as status:
-        report = examine(path, on_check=status)
+        report = diagnose(path, on_check=status)
     if as_json:
         print(json.dumps(report.to_json_object(), indent=2))
     else:
@@ -78,7 +78,7 @@ def _status(console: Console) -> Iterator[Callable[[str], None]]:
         yield line.update
 
 
-def _show(report: Report, console: Console) -> None:
+def _show(report: DoctorReport, console: Console) -> None:
     """Print a report; lines are wrapped on a terminal only, so that a pipe can be searched."""
     from rich.text import Text
 
@@ -115,7 +115,7 @@ def _kernels(status: KernelStatus) -> str:
     return f"{status.label}'s own, not specgen's: {status.reason}{advice}"
 
 
-def _sections(report: Report) -> Iterator[Section]:
+def _sections(report: DoctorReport) -> Iterator[DoctorSection]:
     from specgen.catalogue import human_bytes
 
     machine, build = report.machine, report.build

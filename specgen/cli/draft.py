@@ -13,7 +13,6 @@ import typer
 from specgen.cli import flags
 from specgen.cli.interrupt import Interrupt
 from specgen.cli.opening import log_shown, open_session, use_kernels
-from specgen.cli.progress import Progress, progress_bar
 from specgen.errors import (
     BackendError,
     MemoryLimitError,
@@ -23,15 +22,17 @@ from specgen.errors import (
     UsageError,
 )
 from specgen.options import Contexts, DraftOptions, GenerationOptions
+from specgen.progress import Progress
+from specgen.render.progress_bar import progress_bar
 from specgen.selection.default_draft import name_of
 from specgen.selection.session_opening import find_target
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specgen.cli.ranking import Search
     from specgen.engine.session import Session, SessionOptions
     from specgen.options import DraftSource
+    from specgen.selection.draft_search import Search
 
 
 app = typer.Typer(name="draft", help="Find out what drafts best for a model.", no_args_is_help=True)
@@ -44,7 +45,7 @@ def _draft() -> None:
 
 
 @app.command()
-@flags.takes(drafting=flags.drafting, machine=flags.machine)
+@flags.takes_options(drafting=flags.drafting, machine=flags.machine)
 def find(
     *,
     target: Annotated[
@@ -95,12 +96,12 @@ def find(
     milliseconds to draft a token, and to begin.
     """
     from specgen.catalogue import identify, saved_draft
-    from specgen.proof import OWN_PROMPTS, read_prompts, spread
+    from specgen.proof import OWN_PROMPTS, evenly_chosen, read_prompts
 
     flags.check_loudness(quiet=quiet, verbose=verbose)
     if drafting.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to find")
-    texts = spread(OWN_PROMPTS if prompts is None else read_prompts(prompts), n_prompts)
+    texts = evenly_chosen(OWN_PROMPTS if prompts is None else read_prompts(prompts), n_prompts)
     answer = GenerationOptions(max_tokens=max_tokens)
     path = find_target(target, quiet=quiet)
     if save and (identity := identify(path)) is not None:
@@ -152,8 +153,8 @@ def _search(
 ) -> Search | None:
     """Try everything; None if interrupted before there was anything to tell."""
     from specgen.catalogue import load_registry, locate
-    from specgen.cli.ranking import Search, Tried, ranked
     from specgen.selection.candidates import Refused, find_candidates
+    from specgen.selection.draft_search import Search, Tried, by_speedup
     from specgen.selection.trial import measure_target, plain_figures, try_draft
 
     target = session.options.target
@@ -185,7 +186,7 @@ def _search(
         if figures is None:
             break
         tried.append(Tried(draft, figures))
-    return Search(target, baseline, ranked(tried), tuple(refused), is_interrupted=stop())
+    return Search(target, baseline, by_speedup(tried), tuple(refused), is_interrupted=stop())
 
 
 def _reason(error: SpecgenError, draft: DraftSource) -> str:
@@ -217,16 +218,17 @@ def _save(search: Search) -> Search:
 
 
 def _show(search: Search, *, as_json: bool) -> None:
-    from specgen.cli.ranking import lines, print_table, to_json_object
+    from specgen.render.draft_table import draft_lines, print_draft_table
+    from specgen.selection.draft_search import to_json_object
 
     if as_json:
         print(json.dumps(to_json_object(search), indent=2, ensure_ascii=False))
     elif sys.stdout.isatty():
         from specgen.render import make_console
 
-        print_table(search, make_console(sys.stdout, os.environ))
+        print_draft_table(search, make_console(sys.stdout, os.environ))
     else:
-        for line in lines(search.tried):
+        for line in draft_lines(search.tried):
             print(line)
 
 

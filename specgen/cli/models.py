@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from specgen.catalogue import Model, Pair, Registry
+    from specgen.catalogue import CatalogueModel, Pair, Registry
 
     #: A model, and its path if it is on this disk.
-    _Found: TypeAlias = tuple[Model, Path | None]
+    _Found: TypeAlias = tuple[CatalogueModel, Path | None]
 
 app = typer.Typer(
     name="models",
@@ -54,7 +54,7 @@ def list_models(as_json: _Json = False) -> None:
     elif sys.stdout.isatty():
         from rich.console import Console
 
-        print_tables(Console(), registry, found)
+        print_model_tables(Console(), registry, found)
     else:
         for model, path in found:
             columns = (
@@ -70,11 +70,11 @@ def list_models(as_json: _Json = False) -> None:
 @app.command()
 def show(name: _Name, as_json: _Json = False) -> None:
     """Show what is known about a model or a pair."""
-    from specgen.catalogue import Model, load_registry, locate
+    from specgen.catalogue import CatalogueModel, load_registry, locate
 
     registry = load_registry()
     found = registry.find(name)
-    if isinstance(found, Model):
+    if isinstance(found, CatalogueModel):
         values = _model_values(registry, found, locate(found))
     else:
         values = _pair_values(registry, found)
@@ -125,7 +125,7 @@ def path(name: _Name) -> None:
         typer.echo(model_path)
 
 
-def print_tables(console: Console, registry: Registry, found: list[_Found]) -> None:
+def print_model_tables(console: Console, registry: Registry, found: list[_Found]) -> None:
     """Print models and pairs as tables."""
     from rich import box
     from rich.table import Table
@@ -158,7 +158,9 @@ def print_tables(console: Console, registry: Registry, found: list[_Found]) -> N
     console.print(models, pairs)
 
 
-def _model_values(registry: Registry, model: Model, model_path: Path | None) -> dict[str, object]:
+def _model_values(
+    registry: Registry, model: CatalogueModel, model_path: Path | None
+) -> dict[str, object]:
     hub, pypi = model.hub, model.pypi
     return {
         "model": model.name,

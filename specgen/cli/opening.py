@@ -21,9 +21,9 @@ def use_kernels(wanted: KernelChoice, *, quiet: bool) -> None:
     """Choose who computes on the CPU, before the first model is loaded; says on standard error if
     kernels that are there cannot be used. Raises `UsageError` if they were asked for."""
     from specgen.catalogue import cache_folder
-    from specgen.kernels import choose
+    from specgen.kernels import choose_kernels
 
-    status = choose(wanted, cache_folder())
+    status = choose_kernels(wanted, cache_folder())
     if wanted == "auto" and status.reason and status.path is not None and not quiet:
         print(f"note: not using specgen's kernels: {status.reason}", file=sys.stderr)
         if status.hint:

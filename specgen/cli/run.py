@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specgen.engine.session import Prompt, Session
 
 
-@flags.takes(
+@flags.takes_options(
     models=flags.models,
     answer=flags.answer,
     grammar=flags.constraint,

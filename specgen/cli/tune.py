@@ -16,7 +16,6 @@ from specgen.cli import flags
 from specgen.cli.flags.part import without
 from specgen.cli.interrupt import Interrupt
 from specgen.cli.opening import log_shown, open_session, use_kernels
-from specgen.cli.progress import progress_bar
 from specgen.errors import (
     BackendError,
     MemoryLimitError,
@@ -25,6 +24,7 @@ from specgen.errors import (
     UsageError,
 )
 from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.render.progress_bar import progress_bar
 from specgen.selection.model_choice import ModelChoice
 from specgen.selection.session_opening import find_models, session_options
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from specgen.selection.tuning import Tuning
 
 
-@flags.takes(
+@flags.takes_options(
     models=flags.models,
     drafting=without(flags.drafting, "policy", "ngrams"),
     machine=flags.machine,
@@ -62,14 +62,14 @@ def tune(
     measured as it is then: tune again to replace that. Ctrl-C shows what
     was found so far and keeps nothing (exit code 130).
     """
-    from specgen.proof import OWN_PROMPTS, read_prompts, spread
+    from specgen.proof import OWN_PROMPTS, evenly_chosen, read_prompts
 
     flags.check_loudness(quiet=quiet, verbose=verbose)
     if drafting.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to tune")
     if models.helpers:
         raise UsageError("give one --draft: what drafts for the draft is not tuned")
-    texts = spread(OWN_PROMPTS if prompts is None else read_prompts(prompts), n_prompts)
+    texts = evenly_chosen(OWN_PROMPTS if prompts is None else read_prompts(prompts), n_prompts)
     sources = find_models(models, quiet=quiet)
     answer = GenerationOptions(max_tokens=max_tokens)
     options = session_options(sources, SamplerOptions(), drafting, answer, machine)
@@ -142,8 +142,9 @@ def _keep(session: Session, tuning: Tuning | None) -> str:
 
 
 def _show(tuning: Tuning, *, as_json: bool) -> None:
-    from specgen.cli.advice import print_advice, to_json_object
     from specgen.render import make_console
+    from specgen.render.advice import print_advice
+    from specgen.selection.advice import to_json_object
 
     if as_json:
         print(json.dumps(to_json_object(tuning), indent=2, ensure_ascii=False))

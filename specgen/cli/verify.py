@@ -15,22 +15,23 @@ import typer
 from specgen.cli import flags
 from specgen.cli.interrupt import Interrupt
 from specgen.cli.opening import log_shown, make_opener, use_kernels
-from specgen.cli.progress import Progress, progress_bar
 from specgen.errors import DefectError, PromptError, UsageError
 from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.progress import Progress
+from specgen.render.progress_bar import progress_bar
 from specgen.selection.model_choice import ModelChoice
 from specgen.selection.session_opening import SessionOpener, find_models, session_options
 
 if TYPE_CHECKING:
     from specgen.engine.session import Prompt, Session, SessionOptions
     from specgen.proof import (
-        Check,
+        DraftingPlan,
         GreedyResult,
-        Report,
+        ProofCheck,
+        ProofReport,
         SampledPlan,
         SampledResult,
-        SkippedPrompt,
-        Way,
+        UncheckedPrompt,
     )
 
 _CHECKS = "Checks"
@@ -38,7 +39,7 @@ _CHECKS = "Checks"
 _TEMPERATURE = 0.8
 
 
-@flags.takes(
+@flags.takes_options(
     models=flags.models,
     grammar=flags.constraint,
     sampling=flags.sampling,
@@ -208,7 +209,7 @@ class _Job:
     def __init__(
         self,
         options: SessionOptions,
-        ways: list[Way],
+        ways: list[DraftingPlan],
         opener: SessionOpener,
         prompts: list[str],
         chat: bool | None,
@@ -233,15 +234,15 @@ class _Job:
         self._sampler = sampler
         self._seed = max(0, sampler.seed)
         #: By number.
-        self._skipped: dict[int, SkippedPrompt] = {}
+        self._skipped: dict[int, UncheckedPrompt] = {}
 
     def greedy(self, n_prompts: int) -> tuple[GreedyResult, ...]:
-        from specgen.proof import PlainAnswers, check_greedy, spread
+        from specgen.proof import PlainAnswers, check_greedy, evenly_chosen
 
         sampler = replace(self._options.sampler, temperature=0.0, xtc_probability=0.0)
         results: list[GreedyResult] = []
         with self._open(sampler) as session:
-            chosen = spread(enumerate(self._prompts, 1), n_prompts)
+            chosen = evenly_chosen(enumerate(self._prompts, 1), n_prompts)
             answers = PlainAnswers()
             for way in self._ways:
                 session.change_drafting(way.drafting)
@@ -270,7 +271,7 @@ class _Job:
         return tuple(results)
 
     def _sampled(
-        self, session: Session, way: Way, plan: SampledPlan, n_places: int, n_before: int
+        self, session: Session, way: DraftingPlan, plan: SampledPlan, n_places: int, n_before: int
     ) -> list[SampledResult]:
         """Draw at so many places, drafting by a way; so many places came before."""
         from specgen.proof import check_sampled, room
@@ -302,12 +303,12 @@ class _Job:
 
     def report(
         self,
-        check: Check,
+        check: ProofCheck,
         greedy: tuple[GreedyResult, ...],
         sampled: tuple[SampledResult, ...],
-    ) -> Report:
+    ) -> ProofReport:
         """What was found. Raises `PromptError` if no prompt could be checked with."""
-        from specgen.proof import Report
+        from specgen.proof import ProofReport
 
         skipped = tuple(self._skipped[number] for number in sorted(self._skipped))
         if skipped and not greedy and not sampled and not self._stop():
@@ -316,7 +317,7 @@ class _Job:
                 hint="take a larger --ctx-size, or shorter prompts",
             )
         draft = self._options.draft
-        return Report(
+        return ProofReport(
             target=self._options.target.name,
             draft=draft.name if isinstance(draft, Path) else draft,
             verifier=self._options.drafting.verifier,
@@ -338,7 +339,7 @@ class _Job:
     def _prompt(self, session: Session, number: int, text: str, n_more: int) -> Prompt | None:
         """A prompt as the model is to see it; None, and a note, if the context has no room for
         it and `n_more` tokens. (The date in a template must not matter.)"""
-        from specgen.proof import SkippedPrompt
+        from specgen.proof import UncheckedPrompt
 
         now = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
         prompt = session.prompt(text, chat=self._chat, now=now)
@@ -346,12 +347,12 @@ class _Job:
             session.context_size(len(prompt.tokens) + n_more + 1)
         except PromptError:
             reason = f"the context has no room for its {len(prompt.tokens)} tokens and an answer"
-            self._skipped[number] = SkippedPrompt(number, reason)
+            self._skipped[number] = UncheckedPrompt(number, reason)
             return None
         return prompt
 
 
-def _show(report: Report, *, json: bool) -> None:
+def _show(report: ProofReport, *, json: bool) -> None:
     from specgen.proof import to_json_object
     from specgen.render import make_console, print_report
 

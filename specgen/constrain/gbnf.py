@@ -10,21 +10,27 @@ characters the grammar can tell apart.
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn, TypeAlias
+from typing import NoReturn
 
+from specgen.constrain.gbnf_recursion import check_left_recursion
+from specgen.constrain.gbnf_rules import (
+    ANY_CHARACTER,
+    Characters,
+    Gbnf,
+    Reference,
+    Rule,
+    Sequence,
+)
 from specgen.errors import UsageError
 
 #: llama.cpp's own limit on repetitions; a larger maximum means "any number" to it.
 _MAX_REPETITIONS = 2000
 #: Of all rules, repetitions written out. llama.cpp copies all of them for each state.
 _MAX_ELEMENTS = 50_000
-#: llama.cpp's parser and its check for left recursion call themselves this deep.
+#: llama.cpp's parser calls itself this deep.
 _MAX_DEPTH = 1000
-#: The ways to get from a rule to its first character. llama.cpp follows them all, and compares
-#: each stack of rules that it finds with all the others.
-_MAX_WAYS = 20_000
 
 _LAST_CHARACTER = 0x10FFFF
 _WORD = frozenset(string.ascii_letters + string.digits + "-")
@@ -32,77 +38,12 @@ _ESCAPES = {"t": "\t", "r": "\r", "n": "\n", "\\": "\\", '"': '"', "[": "[", "]"
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
-@dataclass(frozen=True, slots=True)
-class Characters:
-    """One character in any of these ranges (both ends included), or in none of them."""
-
-    ranges: tuple[tuple[int, int], ...]
-    negated: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """What another rule derives."""
-
-    rule: int
-
-
-Element: TypeAlias = Characters | Reference
-Sequence: TypeAlias = list[Element]
-#: The alternatives of a rule.
-Rule: TypeAlias = list[Sequence]
-
-ANY_CHARACTER = Characters((), negated=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Gbnf:
-    """The rules of a grammar that llama.cpp can work with, repetitions written out."""
-
-    rules: list[Rule]
-
-    def elements(self) -> Iterator[Element]:
-        for rule in self.rules:
-            for sequence in rule:
-                yield from sequence
-
-    def characters(self) -> set[Characters]:
-        """The sets of characters that the grammar tells apart."""
-        return {element for element in self.elements() if isinstance(element, Characters)}
-
-    def character_classes(self) -> list[tuple[int, int]]:
-        """(first code point, class) of stretches of code points, in ascending order.
-
-        Characters of one class are matched by the same elements: to the grammar, texts that
-        differ only in characters of the same class are one.
-        """
-        sets = self.characters()
-        starts = {0}
-        for characters in sets:
-            for low, high in characters.ranges:
-                starts |= {low, high + 1}
-        ordered = sorted(start for start in starts if start <= _LAST_CHARACTER)
-        index = {start: number for number, start in enumerate(ordered)}
-        members = [0] * len(ordered)  # bit k: matched by the k-th set
-        for k, characters in enumerate(sets):
-            for low, high in characters.ranges:
-                for number in range(
-                    index.get(low, len(ordered)), index.get(high + 1, len(ordered))
-                ):
-                    members[number] |= 1 << k
-        numbers: dict[int, int] = {}
-        return [
-            (start, numbers.setdefault(member, len(numbers)))
-            for start, member in zip(ordered, members, strict=True)
-        ]
-
-
 def read_gbnf(text: str, root: str = "root") -> Gbnf:
     """Raises `UsageError` for a grammar that llama.cpp would refuse, or would not survive."""
     reader = _Reader(text)
     reader.read()
     _check_defined(reader, root)
-    _check_left_recursion(reader)
+    check_left_recursion([rule or [] for rule in reader.rules], reader.fail_rule)
     return Gbnf([rule or [] for rule in reader.rules])
 
 
@@ -154,6 +95,11 @@ class _Reader:
         raise UsageError(f"the grammar, line {line}: {what}")
 
     # --- characters ---------------------------------------------------------------------
+
+    def fail_rule(self, rule: int, what: str) -> NoReturn:
+        """Refuse the grammar for a rule, at the line where the rule is first named."""
+        name = self.names[rule]
+        self.fail(f"rule {name!r} {what}", self.named[name][1])
 
     def _line(self) -> int:
         return self.text.count("\n", 0, self.position) + 1
@@ -416,141 +362,3 @@ def _check_defined(reader: _Reader, root: str) -> None:
     if root not in reader.named:
         names = ", ".join(list(reader.named)[:8])
         raise UsageError(f"the grammar has no rule {root!r}", hint=f"it has {names}")
-
-
-def _check_left_recursion(reader: _Reader) -> None:
-    """Refuse what llama.cpp refuses, and what it should: rules that it would expand forever."""
-    rules = [rule or [] for rule in reader.rules]
-
-    def fail(rule: int, what: str) -> NoReturn:
-        name = reader.names[rule]
-        reader.fail(f"rule {name!r} {what}", reader.named[name][1])
-
-    # llama.cpp's check knows a rule to be possibly empty only if it has an empty alternative.
-    direct = _leftmost(rules, [[] in rule for rule in rules])
-    depth = [1] * len(rules)
-    for component in _components([[to for to, _ in edges] for edges in direct]):
-        rule = component[0]
-        following = {to for to, _ in direct[rule]}
-        if len(component) > 1 or rule in following:
-            fail(rule, "begins with itself (left recursion); llama.cpp cannot follow it")
-        depth[rule] += max((depth[to] for to in following), default=0)
-        if depth[rule] > _MAX_DEPTH:
-            fail(rule, f"begins with a chain of more than {_MAX_DEPTH} rules")
-
-    # In truth, one may be empty through others. Then llama.cpp expands the rule without end if
-    # something is left to do after each round; otherwise it notices that it was there before.
-    empty, begins = _possibly_empty(rules), [False] * len(rules)
-    edges = _leftmost(rules, empty)
-    n_ways = [1] * len(rules)
-    for component in _components([[to for to, _ in edges[rule]] for rule in range(len(rules))]):
-        members = set(component)
-        total = len(members)
-        for rule in component:
-            if any(to in members and more for to, more in edges[rule]):
-                fail(rule, "begins with itself (left recursion), by way of an empty rule")
-            total += sum(n_ways[to] for to, _ in edges[rule] if to not in members)
-        if total > _MAX_WAYS:
-            fail(component[0], "begins with other rules in too many ways")
-        for rule in component:
-            n_ways[rule] = total
-    _spread(rules, begins, lambda sequence: _begins(sequence, empty, begins))
-    for rule in range(len(rules)):
-        if not (begins[rule] or empty[rule]):
-            fail(rule, "derives no text at all")
-
-
-def _leftmost(rules: list[Rule], empty: list[bool]) -> list[list[tuple[int, bool]]]:
-    """For each rule the rules that its texts may begin with, and whether more follows there."""
-    found: list[list[tuple[int, bool]]] = []
-    for rule in rules:
-        edges = []
-        for sequence in rule:
-            for index, element in enumerate(sequence):
-                if not isinstance(element, Reference):
-                    break
-                edges.append((element.rule, index + 1 < len(sequence)))
-                if not empty[element.rule]:
-                    break
-        found.append(edges)
-    return found
-
-
-def _possibly_empty(rules: list[Rule]) -> list[bool]:
-    empty = [False] * len(rules)
-    _spread(
-        rules,
-        empty,
-        lambda sequence: all(
-            isinstance(element, Reference) and empty[element.rule] for element in sequence
-        ),
-    )
-    return empty
-
-
-def _begins(sequence: Sequence, empty: list[bool], begins: list[bool]) -> bool:
-    """Whether a text of the sequence can begin with a character or token."""
-    for element in sequence:
-        if not isinstance(element, Reference) or begins[element.rule]:
-            return True
-        if not empty[element.rule]:
-            return False
-    return False
-
-
-def _spread(rules: list[Rule], known: list[bool], holds: Callable[[Sequence], bool]) -> None:
-    """Set `known` for rules with an alternative for which `holds`, until nothing changes."""
-    users: list[set[int]] = [set() for _ in rules]
-    for number, rule in enumerate(rules):
-        for sequence in rule:
-            for element in sequence:
-                if isinstance(element, Reference):
-                    users[element.rule].add(number)
-    todo = set(range(len(rules)))
-    while todo:
-        rule_number = todo.pop()
-        if not known[rule_number] and any(holds(sequence) for sequence in rules[rule_number]):
-            known[rule_number] = True
-            todo |= {user for user in users[rule_number] if not known[user]}
-
-
-def _components(edges: list[list[int]]) -> Iterator[list[int]]:
-    """Strongly connected components, each after those that it leads to (Tarjan, 1972)."""
-    order = [-1] * len(edges)
-    lowest = [0] * len(edges)
-    on_path = [False] * len(edges)
-    path: list[int] = []
-    count = 0
-    for start in range(len(edges)):
-        if order[start] >= 0:
-            continue
-        calls: list[tuple[int, Iterator[int]]] = []
-        pending: int | None = start
-        while pending is not None or calls:
-            if pending is not None:
-                order[pending] = lowest[pending] = count
-                count += 1
-                path.append(pending)
-                on_path[pending] = True
-                calls.append((pending, iter(edges[pending])))
-                pending = None
-            node, following = calls[-1]
-            for to in following:
-                if order[to] < 0:
-                    pending = to
-                    break
-                if on_path[to]:
-                    lowest[node] = min(lowest[node], order[to])
-            if pending is not None:
-                continue
-            calls.pop()
-            if calls:
-                parent = calls[-1][0]
-                lowest[parent] = min(lowest[parent], lowest[node])
-            if lowest[node] == order[node]:
-                cut = path.index(node)
-                component = path[cut:]
-                del path[cut:]
-                for member in component:
-                    on_path[member] = False
-                yield component

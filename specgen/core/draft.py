@@ -106,6 +106,15 @@ class Draft:
                 below.setdefault(parent, []).append(child)
         return below.get(node, ())
 
+    def first_children(self) -> list[int]:
+        """The path that takes the first child at each node, from the root down."""
+        nodes: list[int] = []
+        children = self.children(ROOT)
+        while children:
+            nodes.append(children[0])
+            children = self.children(children[0])
+        return nodes
+
     def tries(self, node: int, walks: Sequence[Sequence[int]], depth: int) -> Sequence[int]:
         """The nodes below `node` (or `ROOT`) in the order in which they are to be judged: its
         children or, of independent walks, those that `walks` go on to from there, `depth` being

@@ -25,7 +25,7 @@ _MAX_REMEMBERED = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class TextMark:
     """A place in a text."""
 
     n_tokens: int
@@ -57,11 +57,11 @@ class TextState:
         self._history[len(self.tokens)] = token
         self.tokens.append(token)
 
-    def mark(self) -> Mark:
+    def mark(self) -> TextMark:
         """This place in the text, for `rewind`."""
-        return Mark(len(self.tokens), self._grammar)
+        return TextMark(len(self.tokens), self._grammar)
 
-    def rewind(self, mark: Mark) -> None:
+    def rewind(self, mark: TextMark) -> None:
         """Take back what was committed since the mark."""
         del self.tokens[mark.n_tokens :]
         self._grammar = mark.grammar

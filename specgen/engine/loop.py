@@ -23,7 +23,7 @@ from specgen.engine.generation import Generation
 from specgen.engine.proposing import propose_together
 from specgen.engine.round_events import (
     committed,
-    describe,
+    draft_nodes,
     next_kind,
     rejected_branches,
     with_logprobs,
@@ -334,7 +334,7 @@ class Loop:
         if len(draft):
             generation.tally.add_draft(draft, verdict.path[:n_accepted])
             events.append(
-                DraftedEvent(generation.index, now_s, number, describe(generation, draft))
+                DraftedEvent(generation.index, now_s, number, draft_nodes(generation, draft))
             )
             events.append(
                 VerifiedEvent(

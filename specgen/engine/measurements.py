@@ -9,7 +9,7 @@ import numpy as np
 
 from specgen.backend.base import Backend
 from specgen.calibration.system_load import BUSY_SHARE, core_time, share_of_others
-from specgen.calibration.timing import MIN_SIZES, batch_sizes, complete, is_measured
+from specgen.calibration.timing import MIN_SIZES, complete, is_measured, timed_batch_sizes
 from specgen.core.text_state import Shaper, TextState
 from specgen.engine.agreement import N_KNOWN, N_TOKENS, TEXT, Walk, can_pay, sample_agreement
 from specgen.engine.prompts import Prompt, tokenize
@@ -49,7 +49,7 @@ def measure_if_new(session: Session, target: Backend, draft: Backend | None) -> 
     is_known = is_pair_measured(session, path)
     if not is_known:
         before = core_time()
-        sizes = batch_sizes(max(MIN_SIZES, session.n_rows_max))
+        sizes = timed_batch_sizes(max(MIN_SIZES, session.n_rows_max))
         complete(session.costs.table(), target, sizes, session.n_rows_max)
         if draft is not None and path is not None:
             complete(session.costs.table(path), draft, _DRAFT_SIZES)

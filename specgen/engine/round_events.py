@@ -59,7 +59,7 @@ def committed(generation: Generation, now_s: float, pieces: Sequence[Piece]) -> 
     )
 
 
-def describe(generation: Generation, draft: Draft) -> tuple[DraftNode, ...]:
+def draft_nodes(generation: Generation, draft: Draft) -> tuple[DraftNode, ...]:
     """The nodes of a draft."""
     token_bytes = generation.vocabulary.token_bytes
     return tuple(

@@ -9,10 +9,17 @@ passed a test of its own in another process (`specgen.kernels.self_test`), once 
 from specgen.kernels.choice import (
     VARIABLE,
     KernelStatus,
-    choose,
-    examine,
+    choose_kernels,
+    examine_kernels,
     library_path,
     wanted_in,
 )
 
-__all__ = ["VARIABLE", "KernelStatus", "choose", "examine", "library_path", "wanted_in"]
+__all__ = [
+    "VARIABLE",
+    "KernelStatus",
+    "choose_kernels",
+    "examine_kernels",
+    "library_path",
+    "wanted_in",
+]

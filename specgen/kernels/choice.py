@@ -66,7 +66,7 @@ def wanted_in(environment: Mapping[str, str]) -> KernelChoice:
     raise UsageError(f"{VARIABLE} is {wanted!r}; it can be {', '.join(get_args(KernelChoice))}")
 
 
-def choose(
+def choose_kernels(
     wanted: KernelChoice, cache: Path, *, child: Sequence[str] = CHILD_COMMAND
 ) -> KernelStatus:
     """Let specgen's kernels or llama.cpp's compute for the models that this process loads from now
@@ -78,7 +78,7 @@ def choose(
     if wanted == "llama.cpp":
         _switch_off()
         return KernelStatus("llama.cpp", reason="llama.cpp's were asked for", path=library_path())
-    status = _attached() or examine(cache, child=child)
+    status = _attached() or examine_kernels(cache, child=child)
     if status.computes == "specgen":
         status = _attach(status)
     else:
@@ -88,7 +88,7 @@ def choose(
     return status
 
 
-def examine(
+def examine_kernels(
     cache: Path, *, child: Sequence[str] = CHILD_COMMAND, anew: bool = False
 ) -> KernelStatus:
     """Whether specgen's kernels can be used here; nothing is attached. `anew` tests them even if
@@ -149,4 +149,11 @@ def _switch_off() -> None:
         attached.enable(products=False, attention=False)
 
 
-__all__ = ["VARIABLE", "KernelStatus", "choose", "examine", "library_path", "wanted_in"]
+__all__ = [
+    "VARIABLE",
+    "KernelStatus",
+    "choose_kernels",
+    "examine_kernels",
+    "library_path",
+    "wanted_in",
+]

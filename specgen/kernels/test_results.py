@@ -19,7 +19,7 @@ from specgen import __version__
 from specgen.atomic import replace_text
 from specgen.child import ChildDiedError, ChildError, ask_child
 
-Outcome: TypeAlias = Literal["passed", "refused", "failed"]
+TestOutcome: TypeAlias = Literal["passed", "refused", "failed"]
 
 #: Starts a child; the path of the library follows.
 CHILD_COMMAND = (sys.executable, "-m", "specgen.kernels.self_test")
@@ -40,7 +40,7 @@ class TestResult:
     __test__ = False  # pytest takes the name for that of tests
 
     #: ``refused``: the library says itself that it is not for this machine or this llama.cpp.
-    outcome: Outcome
+    outcome: TestOutcome
     #: What was tested, or what went wrong, in a line.
     message: str
     #: What the kernels are written for, if they passed.
@@ -124,7 +124,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _parse(value: Any) -> TestResult | None:
     """A result as JSON has it; None if it is none."""
-    if not isinstance(value, dict) or value.get("outcome") not in get_args(Outcome):
+    if not isinstance(value, dict) or value.get("outcome") not in get_args(TestOutcome):
         return None
     message, instructions = value.get("message"), value.get("instructions", "")
     if not isinstance(message, str) or not isinstance(instructions, str):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from specgen.calibration.acceptance import (
     Chances,
     Worths,
     new_chances,
-    ranked,
+    origin_of_rank,
 )
 from specgen.calibration.cost_table import ALONE, FREE, BatchShare, CostTable, Others, Price
 from specgen.core.draft import NO_DRAFT, ROOT, Draft
@@ -23,7 +22,7 @@ from specgen.policy.beginning import may_read, worth_of_beginning
 from specgen.policy.budget import Budget
 from specgen.policy.pace import Pace
 from specgen.policy.plans import best_frontier, best_nodes
-from specgen.policy.stopping import StoppingRule
+from specgen.policy.stopping import KnownRule, StoppingRule, row_bucket
 from specgen.policy.witness import Witness
 
 #: Decodes of a single row to see before anything is drafted where nothing was measured.
@@ -45,21 +44,6 @@ _MODEL_MARGINS = 1.2, 1.1, 1.0
 #: paid for surely, and of many small expected gains those are picked that are overestimated. (With
 #: 1, trees were 6 % slower than chains on a real pair whose rows cost 0.17 of a token.)
 _SECOND = 0.6
-#: A stopping rule is worked out anew when prices have changed by so much, or after so much
-#: was seen or judged.
-_NEWS = 0.05
-_N_NEWS = 24
-
-
-@dataclass(slots=True)
-class _Rule:
-    """A stopping rule and what it was worked out for."""
-
-    rule: StoppingRule
-    version: int
-    next_s: float
-    token_s: float
-    row_s: float
 
 
 class CostAwarePolicy:
@@ -104,7 +88,8 @@ class CostAwarePolicy:
         #: What is known of all texts, and the chances in this one; by origin.
         self._known = {} if chances is None else chances
         self._chances: dict[str, Chances] = {}
-        self._rules: dict[str, _Rule] = {}
+        #: By drafter, and by what a row costs: that depends on who else is in the round's batch.
+        self._rules: dict[tuple[str, int], KnownRule] = {}
         #: Those that hold until anything changes.
         self._in_force: dict[str, StoppingRule] = {}
         self._price = FREE
@@ -267,7 +252,7 @@ class CostAwarePolicy:
         if len(draft) == 0 or (draft.is_drawn and not draft.is_chain):
             return draft
         if self._is_trial and self._began is not None:
-            return draft if draft.is_chain else draft.only(_first_children(draft))
+            return draft if draft.is_chain else draft.only(draft.first_children())
         if not draft.is_chain:
             return self._trim_tree(draft)
         n_drawn = max(
@@ -400,7 +385,7 @@ class CostAwarePolicy:
         for parent, origin, rank, confidence in zip(
             draft.parents, draft.origins, draft.ranks(), draft.probabilities, strict=True
         ):
-            chance = self._of(ranked(origin, rank)).chance(
+            chance = self._of(origin_of_rank(origin, rank)).chance(
                 1.0 if confidence is None else confidence
             )
             chances.append(chance if parent == ROOT else chance * chances[parent])
@@ -408,7 +393,7 @@ class CostAwarePolicy:
 
     def _chance_of_guess(self, origin: str, rank: int, confidence: float) -> float:
         """The chance of a token that its drafter proposed after `rank` others for its place."""
-        chance = self._of(ranked(origin, rank)).chance(confidence)
+        chance = self._of(origin_of_rank(origin, rank)).chance(confidence)
         return chance if rank == 0 else _SECOND * chance
 
     def _best(self, draft: Draft) -> tuple[int, float]:
@@ -464,23 +449,19 @@ class CostAwarePolicy:
         return rule
 
     def _rule_now(self, origin: str) -> StoppingRule:
-        """The last stopping rule for a drafter, or a new one if much has changed since."""
+        """The stopping rule for a drafter at these prices, or a new one if much has changed."""
         chances, token_s = self._of(origin), self._token_worth_s(origin)
         row_s = self._costs.seconds(2) - self._costs.seconds(1)
-        known = self._rules.get(origin)
-        if (
-            known is not None
-            and chances.version - known.version < _N_NEWS
-            and abs(known.next_s - self._price.next_s) <= _NEWS * known.token_s
-            and abs(known.token_s - token_s) <= _NEWS * known.token_s
-            and abs(known.row_s - row_s) <= _NEWS * known.token_s
-        ):
+        prices = (self._price.next_s, token_s, row_s)
+        key = (origin, row_bucket(token_s, row_s))
+        known = self._rules.get(key)
+        if known is not None and known.holds(chances.version, *prices):
             return known.rule
         batch_s = np.array([self._costs.seconds(n + 1) for n in range(self._n_max + 1)])
         rule = StoppingRule(
             batch_s, self._price.next_s, token_s, chances.frequencies(), chances.curve()
         )
-        self._rules[origin] = _Rule(rule, chances.version, self._price.next_s, token_s, row_s)
+        self._rules[key] = KnownRule(rule, chances.version, *prices)
         return rule
 
     # --- trials ------------------------------------------------------------------------------
@@ -503,13 +484,3 @@ class CostAwarePolicy:
             - (k - 1) * price.next_s
             for k in range(1, self._n_max + 1)
         )
-
-
-def _first_children(draft: Draft) -> list[int]:
-    """The chain of first children, from the root down."""
-    nodes: list[int] = []
-    children = draft.children(ROOT)
-    while children:
-        nodes.append(children[0])
-        children = draft.children(children[0])
-    return nodes

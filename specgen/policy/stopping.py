@@ -9,6 +9,7 @@ what it will say then, so the value of going on is worked out from the longest d
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,6 +23,10 @@ _LOG_LEAST = math.log(_LEAST)
 _STEP = -_LOG_LEAST / (_N_GRID - 1)
 _LOG_GRID = np.linspace(_LOG_LEAST, 0.0, _N_GRID)
 _GRID = np.exp(_LOG_GRID)
+#: A rule is worked out anew when a price has changed by this share of a token's time, or after so
+#: many tokens were judged.
+_NEWS = 0.05
+_N_NEWS = 24
 
 
 class StoppingRule:
@@ -99,6 +104,33 @@ class StoppingRule:
             return -1.0
         gain_s = chance * self._token_s - self._costs_s[n_drafted]
         return gain_s + max(0.0, self.value(n_drafted + 1, chance))
+
+
+@dataclass(frozen=True, slots=True)
+class KnownRule:
+    """A stopping rule, and what it was worked out for: prices in seconds, and how many tokens had
+    been judged."""
+
+    rule: StoppingRule
+    n_judged: int
+    next_s: float
+    token_s: float
+    row_s: float
+
+    def holds(self, n_judged: int, next_s: float, token_s: float, row_s: float) -> bool:
+        """Whether the rule is still good enough: to work it out takes longer than it would save."""
+        most = _NEWS * self.token_s
+        return (
+            n_judged - self.n_judged < _N_NEWS
+            and abs(self.next_s - next_s) <= most
+            and abs(self.token_s - token_s) <= most
+            and abs(self.row_s - row_s) <= most
+        )
+
+
+def row_bucket(token_s: float, row_s: float) -> int:
+    """Rows of much the same price, as a share of a token's time, have the same number."""
+    return round(row_s / (_NEWS * token_s)) if token_s > 0.0 else 0
 
 
 def _interpolation(chances: ProbArray) -> ProbArray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from specgen.calibration.acceptance import Chances, ranked
+from specgen.calibration.acceptance import Chances, origin_of_rank
 from specgen.core.draft import ROOT, Draft
 from specgen.policy.base import RoundReport
 
@@ -125,7 +125,7 @@ class Witness:
         draft = waiting.draft
         for child in draft.children(waiting.node):
             confidence = draft.probabilities[child]
-            chances = self.chances(ranked(draft.origins[child], waiting.ranks[child]))
+            chances = self.chances(origin_of_rank(draft.origins[child], waiting.ranks[child]))
             chances.judge(
                 1.0 if confidence is None else confidence, accepted=draft.tokens[child] == token
             )

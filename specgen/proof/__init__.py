@@ -12,34 +12,34 @@ from specgen.proof.greedy import (
     PlainAnswers,
     check_greedy,
 )
-from specgen.proof.prompts import OWN_PROMPTS, read_prompts, spread
-from specgen.proof.report import Check, Report, SkippedPrompt, to_json_object
+from specgen.proof.prompts import OWN_PROMPTS, evenly_chosen, read_prompts
+from specgen.proof.report import ProofCheck, ProofReport, UncheckedPrompt, to_json_object
 from specgen.proof.sampled import SampledPlan, SampledResult, check_sampled, room
 from specgen.proof.statistics import split_level
-from specgen.proof.ways import Way, WayName, ways_to_draft
+from specgen.proof.ways import DraftingPlan, WayName, ways_to_draft
 from specgen.testing.bugs import BUGS, Bug
 
 __all__ = [
     "BUGS",
     "OWN_PROMPTS",
     "Bug",
-    "Check",
     "Choice",
     "Difference",
+    "DraftingPlan",
     "GreedyResult",
     "PlainAnswers",
-    "Report",
+    "ProofCheck",
+    "ProofReport",
     "SampledPlan",
     "SampledResult",
-    "SkippedPrompt",
-    "Way",
+    "UncheckedPrompt",
     "WayName",
     "check_greedy",
     "check_sampled",
+    "evenly_chosen",
     "read_prompts",
     "room",
     "split_level",
-    "spread",
     "to_json_object",
     "ways_to_draft",
 ]

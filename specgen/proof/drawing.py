@@ -8,7 +8,7 @@ from dataclasses import replace
 from specgen.backend.base import Backend
 from specgen.calibration.cost_table import ALONE, Others
 from specgen.core.tally import Tally
-from specgen.core.text_state import Mark
+from specgen.core.text_state import TextMark
 from specgen.drafters import Drafter
 from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
@@ -41,7 +41,7 @@ class Drawer:
         loop: Loop,
         target: Backend,
         generation: Generation,
-        place: Mark,
+        place: TextMark,
         depth: int,
         n_longest: int,
         bug: Bug | None,

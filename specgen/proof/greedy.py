@@ -25,9 +25,9 @@ from specgen.engine.loop import Loop
 from specgen.engine.measurements import measure_if_costs_decide
 from specgen.engine.prompts import Prompt
 from specgen.engine.session import Session
-from specgen.proof.rows import batch_sizes, batches_move, is_moved, movement, plain_rows
+from specgen.proof.rows import batches_move, drafting_batch_sizes, is_moved, movement, plain_rows
 from specgen.proof.told import check_drafting, drafted_by, tokens_told
-from specgen.proof.ways import Way, WayName
+from specgen.proof.ways import DraftingPlan, WayName
 from specgen.sampling import Distribution, Sampler
 from specgen.testing.bugs import Bug
 
@@ -156,7 +156,7 @@ def check_greedy(
     interrupted: Callable[[], bool] = lambda: False,
     bug: Bug | None = None,
     answers: PlainAnswers | None = None,
-    way: Way | None = None,
+    way: DraftingPlan | None = None,
 ) -> Iterator[GreedyResult]:
     """Compare speculative and plain decoding, prompt by prompt.
 
@@ -166,7 +166,7 @@ def check_greedy(
     """
     if not prompts:
         return
-    way = way or Way(session.options.drafting)
+    way = way or DraftingPlan(session.options.drafting)
     session.change_drafting(way.drafting)
     answers = answers if answers is not None else PlainAnswers()
     n_ctx = max(session.context_size(len(prompt.tokens)) for prompt in prompts)
@@ -294,7 +294,7 @@ def _difference(
     shaper = session.shaper(_text(session, prompt, expected[:position]))
     alone: Logits | None = None
     same_in_batches_of = None
-    for size in batch_sizes(session):
+    for size in drafting_batch_sizes(session):
         *_, last = (
             row.copy() for _, row in plain_rows(session, n_ctx, prompt, expected[:position], size)
         )

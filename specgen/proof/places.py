@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from specgen.core.draft import ROOT, Draft
-from specgen.core.text_state import Mark
+from specgen.core.text_state import TextMark
 from specgen.core.verifiers import Target, Verdict, Verifier
 from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
@@ -46,7 +46,7 @@ class _Scout:
         return self._inner.verify(draft, target, rng)
 
 
-def find_place(loop: Loop, generation: Generation) -> Mark | None:
+def find_place(loop: Loop, generation: Generation) -> TextMark | None:
     """The place before the round in which a mistake in judging drafts would show most.
 
     Nothing shows where the target is certain, where all drafts are accepted, or none. So it
@@ -60,7 +60,7 @@ def find_place(loop: Loop, generation: Generation) -> Mark | None:
         verifier=scout,
         options=replace(generation.options, max_tokens=N_SEARCHED, stop=()),
     )
-    best: Mark | None = None
+    best: TextMark | None = None
     best_chance = -1.0
     loop.start(answering)
     while not answering.is_finished:

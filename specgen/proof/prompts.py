@@ -66,7 +66,7 @@ def _prompt(line: str, where: str) -> str:
     raise PromptError(f"{where}: no prompt in it", hint)
 
 
-def spread(prompts: Iterable[T], n: int) -> list[T]:
+def evenly_chosen(prompts: Iterable[T], n: int) -> list[T]:
     """`n` of the prompts, evenly from the whole list; all if there are no more."""
     whole = list(prompts)
     if n >= len(whole):

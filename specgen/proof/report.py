@@ -11,12 +11,12 @@ from specgen.options import SamplerOptions
 from specgen.proof.greedy import GreedyResult
 from specgen.proof.sampled import SampledResult
 
-Check: TypeAlias = Literal["both", "greedy", "sampled"]
-Verdict: TypeAlias = Literal["lossless", "defect", "interrupted", "nothing drafted"]
+ProofCheck: TypeAlias = Literal["both", "greedy", "sampled"]
+ProofVerdict: TypeAlias = Literal["lossless", "defect", "interrupted", "nothing drafted"]
 
 
 @dataclass(frozen=True, slots=True)
-class SkippedPrompt:
+class UncheckedPrompt:
     """A prompt, counted from 1, that was not checked with, and why."""
 
     prompt: int
@@ -24,7 +24,7 @@ class SkippedPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ProofReport:
     """The settings, and a result for each prompt and place."""
 
     target: str
@@ -34,10 +34,10 @@ class Report:
     #: As used for the sampled check; the greedy one has temperature 0.
     sampler: SamplerOptions
     seeded_bug: str | None
-    check: Check
+    check: ProofCheck
     greedy: tuple[GreedyResult, ...]
     sampled: tuple[SampledResult, ...]
-    skipped: tuple[SkippedPrompt, ...] = ()
+    skipped: tuple[UncheckedPrompt, ...] = ()
     #: Whether the checks ended before their time.
     is_interrupted: bool = False
 
@@ -58,7 +58,7 @@ class Report:
         return greedy + sum(result.n_drafted for result in self.sampled)
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> ProofVerdict:
         if self.is_defect:
             return "defect"
         if self.is_interrupted:
@@ -66,7 +66,7 @@ class Report:
         return "lossless" if self.n_drafted else "nothing drafted"
 
 
-def to_json_object(report: Report) -> dict[str, Any]:
+def to_json_object(report: ProofReport) -> dict[str, Any]:
     """The report as a JSON-ready dict; what is infinite or no number is null.
 
     - `verdict`: "lossless" (no defect found), "defect", "interrupted" (none in what was

@@ -50,7 +50,7 @@ def is_moved(by: float, by_batches: float, *, exact: bool = False) -> bool:
     return by > (0.0 if exact else SLACK * by_batches + ALWAYS_ALLOWED)
 
 
-def batch_sizes(session: Session) -> range:
+def drafting_batch_sizes(session: Session) -> range:
     """The sizes of the batches in which drafting decodes, from 1 on."""
     return range(1, min(session.n_rows_max, _MAX_ROWS) + 1)
 
@@ -64,7 +64,7 @@ def batches_move(
 ) -> float:
     """How far batches alone move the rows of an answer, at most. `alone` are its rows by plain
     decoding, one token at a time, by how many of the answer's tokens come before them."""
-    sizes = batch_sizes(session)
+    sizes = drafting_batch_sizes(session)
     largest = sizes[-1]
     ways = [
         plain_rows(session, n_ctx, prompt, answer, min(2, largest)),

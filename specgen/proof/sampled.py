@@ -39,7 +39,7 @@ from specgen.proof.statistics import (
     n_cells_tested,
     total_variation,
 )
-from specgen.proof.ways import Way, WayName
+from specgen.proof.ways import DraftingPlan, WayName
 from specgen.testing.bugs import Bug
 
 #: Memory for the rows of each model.
@@ -147,7 +147,7 @@ def check_sampled(
     progress: Callable[[int, int], None] = lambda _done, _total: None,
     interrupted: Callable[[], bool] = lambda: False,
     bug: Bug | None = None,
-    way: Way | None = None,
+    way: DraftingPlan | None = None,
 ) -> SampledResult | None:
     """Draw and test at one place of an answer to `prompt`.
 
@@ -157,7 +157,7 @@ def check_sampled(
     done. `bug` is built into the speculative side: the check must find it. The session drafts by a
     `way` from now on; None: as its options say.
     """
-    way = way or Way(session.options.drafting)
+    way = way or DraftingPlan(session.options.drafting)
     session.change_drafting(way.drafting)
     n_prompt = len(prompt.tokens)
     n_ctx = session.context_size(n_prompt + room(plan))

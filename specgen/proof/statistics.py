@@ -20,7 +20,7 @@ from scipy import special
 from specgen.arrays import ProbArray
 
 #: Token ids: a text that was drawn, or the beginning of one.
-Outcome = tuple[int, ...]
+Draw = tuple[int, ...]
 #: int64[n_cells]: how often each cell was drawn.
 CountArray = npt.NDArray[np.int64]
 
@@ -34,12 +34,12 @@ _SUM_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class CellCounts:
     """`per_cell` is int64[n_cells], the draws of each cell; `impossible` are the draws that
     are in none. The target never says those: one of them is a failure by itself."""
 
     per_cell: CountArray
-    impossible: tuple[Outcome, ...]
+    impossible: tuple[Draw, ...]
 
     @property
     def n_draws(self) -> int:
@@ -60,9 +60,9 @@ class Cells:
     Raises `ValueError` if the cells are no partition.
     """
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[Draw, ...]
     probs: ProbArray
-    _index: dict[Outcome, int] = field(init=False, repr=False)
+    _index: dict[Draw, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         index = {outcome: number for number, outcome in enumerate(self.outcomes)}
@@ -78,7 +78,7 @@ class Cells:
         object.__setattr__(self, "_index", index)
 
     @classmethod
-    def of(cls, probabilities: Mapping[Outcome, float]) -> Cells:
+    def of(cls, probabilities: Mapping[Draw, float]) -> Cells:
         """Cells from a table of exact probabilities."""
         return cls(tuple(probabilities), np.array(list(probabilities.values()), np.float64))
 
@@ -98,17 +98,17 @@ class Cells:
                 return number
         return None
 
-    def count(self, draws: Iterable[Sequence[int]]) -> Counts:
+    def count(self, draws: Iterable[Sequence[int]]) -> CellCounts:
         """How often each cell was drawn, and what was drawn that is in none."""
         per_cell = np.zeros(len(self), np.int64)
-        impossible: list[Outcome] = []
+        impossible: list[Draw] = []
         for drawn in draws:
             number = self.find(drawn)
             if number is None:
                 impossible.append(tuple(drawn))
             else:
                 per_cell[number] += 1
-        return Counts(per_cell, tuple(impossible))
+        return CellCounts(per_cell, tuple(impossible))
 
 
 # --- the test -------------------------------------------------------------------------------

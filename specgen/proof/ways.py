@@ -18,7 +18,7 @@ WayName: TypeAlias = Literal[PolicyName, "forced"]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class DraftingPlan:
     """Options to draft by. With `is_forced`, n-grams and the model draft by turns, and one behind
     the other, whatever costs say."""
 
@@ -36,10 +36,10 @@ class Way:
             generation.policy = ByTurns(generation.policy)
 
 
-def ways_to_draft(drafting: DraftOptions) -> list[Way]:
+def ways_to_draft(drafting: DraftOptions) -> list[DraftingPlan]:
     """The way that `specgen run` drafts with these options and, where costs may decide that nothing
     is drafted, one in which something is."""
-    ways = [Way(drafting)]
+    ways = [DraftingPlan(drafting)]
     if drafting.is_by_cost:
         shortest, longest = drafting.ngrams_of
         forced = replace(
@@ -49,7 +49,7 @@ def ways_to_draft(drafting: DraftOptions) -> list[Way]:
             ngram_min=shortest,
             ngram_max=longest,
         )
-        ways.append(Way(forced, is_forced=True))
+        ways.append(DraftingPlan(forced, is_forced=True))
     return ways
 
 

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from specgen.proof import Difference, GreedyResult, Report, SampledResult, WayName
+from specgen.proof import Difference, GreedyResult, ProofReport, SampledResult, WayName
 from specgen.render.text import clean_line, counted
 
 #: Wide enough to read where output goes to a file.
@@ -27,7 +27,7 @@ _WAYS: Mapping[WayName, str] = {
 }
 
 
-def print_report(report: Report, console: Console) -> None:
+def print_report(report: ProofReport, console: Console) -> None:
     """Print what was checked, what was found, and what it comes to."""
     if not console.is_terminal:
         console.width = _WIDTH
@@ -61,7 +61,7 @@ def _print(console: Console, text: str | Text, *, indent: int = 0, style: str = 
 # --- greedy ---------------------------------------------------------------------------------
 
 
-def _print_greedy(report: Report, console: Console) -> None:
+def _print_greedy(report: ProofReport, console: Console) -> None:
     console.print()
     _print(console, "Greedy: the same text with and without drafts?", style=_HEADING)
     for way in dict.fromkeys(result.way for result in report.greedy):
@@ -130,7 +130,7 @@ def _difference(result: GreedyResult, difference: Difference, encoding: str) -> 
 # --- sampled --------------------------------------------------------------------------------
 
 
-def _print_sampled(report: Report, console: Console) -> None:
+def _print_sampled(report: ProofReport, console: Console) -> None:
     console.print()
     heading = f"Sampled at temperature {report.sampler.temperature:g}: the target's distribution?"
     _print(console, heading, style=_HEADING)
@@ -210,7 +210,7 @@ def _moved(n_rows: int, by: float, by_batches: float, *, exact_rows: bool, is_de
     )
 
 
-def _verdict(report: Report) -> Text:
+def _verdict(report: ProofReport) -> Text:
     if report.verdict == "defect":
         return Text("Not lossless: at least one defect.", _DEFECT)
     if report.verdict == "interrupted":

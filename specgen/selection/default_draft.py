@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from specgen.catalogue import FileIdentity, Model, Registry, SavedDraft
+    from specgen.catalogue import CatalogueModel, FileIdentity, Registry, SavedDraft
     from specgen.options import DraftSource
 
 #: The general draft is for targets that are so many times as large, in bytes: a draft that is
@@ -32,7 +32,7 @@ def choose_drafts(
     target: FileIdentity,
     saved: SavedDraft | None,
     registry: Registry,
-    locate: Callable[[Model], Path | None],
+    locate: Callable[[CatalogueModel], Path | None],
 ) -> tuple[DraftChoice, ...]:
     """What may draft for a target that was given by itself, best first.
 
@@ -54,7 +54,7 @@ def _candidates(
     target: FileIdentity,
     saved: SavedDraft | None,
     registry: Registry,
-    locate: Callable[[Model], Path | None],
+    locate: Callable[[CatalogueModel], Path | None],
 ) -> Iterator[DraftChoice]:
     gone, alone = "", ", as no partner is known"
     if saved is not None:

@@ -12,7 +12,7 @@ from specgen.errors import UsageError
 from specgen.selection.default_draft import DraftChoice, choose_drafts
 
 if TYPE_CHECKING:
-    from specgen.catalogue import FileIdentity, Model, Registry, SavedDraft
+    from specgen.catalogue import CatalogueModel, FileIdentity, Registry, SavedDraft
     from specgen.options import DraftSource
 
 #: Fetches a model of the registry, given its name; returns its path.
@@ -24,7 +24,7 @@ class Disk:
     """What is on this disk, without a download: `locate` a model, `identify` a file, and the
     draft that was `saved` for a target."""
 
-    locate: Callable[[Model], Path | None]
+    locate: Callable[[CatalogueModel], Path | None]
     identify: Callable[[Path], FileIdentity | None]
     saved: Callable[[FileIdentity], SavedDraft | None]
 

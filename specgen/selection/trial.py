@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specgen.backend.base import Backend
-from specgen.calibration.timing import batch_sizes, time_batch
+from specgen.calibration.timing import time_batch, timed_batch_sizes
 from specgen.core.draft import NO_DRAFT, ROOT, Draft
 from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
@@ -37,11 +37,11 @@ _N_OFTEN = 6
 _NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
 
 #: Told what is going on: how many prompts are done, of how many.
-Progress = Callable[[int, int], None]
+PromptsDone = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TargetAnswer:
     """A prompt as it was given, and the tokens of the target's own answer at temperature 0, the
     one that ends it included: a draft may propose that as any other."""
 
@@ -60,7 +60,7 @@ class Baseline:
     a machine with nothing else to do they are much the same.
     """
 
-    answers: tuple[Answer, ...]
+    answers: tuple[TargetAnswer, ...]
     skipped: tuple[int, ...]
     n_ctx: int
     batch_s: dict[int, float]
@@ -104,7 +104,7 @@ class Replay:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class DraftFigures:
     """What a draft would gain over all answers together; `worst_speedup` is that of the answer
     for which it would gain least. Times are seconds: `draft_token_s` a drafted token, `start_s`
     a prompt. None is what there is not, as nothing was drafted."""
@@ -127,7 +127,7 @@ def measure_target(
     *,
     chat: bool | None = None,
     interrupted: Callable[[], bool] = lambda: False,
-    progress: Progress = lambda _done, _total: None,
+    progress: PromptsDone = lambda _done, _total: None,
 ) -> Baseline | None:
     """Let the target answer the prompts by itself, and time its batches of 1 row to as many as
     the session's options let a round have.
@@ -137,9 +137,9 @@ def measure_target(
     """
     fitting, skipped = _fitting(session, prompts, chat)
     n_ctx = max(session.context_size(len(prompt.tokens)) for _, prompt in fitting)
-    sizes = batch_sizes(session.n_rows_max)
+    sizes = timed_batch_sizes(session.n_rows_max)
     samples: defaultdict[int, list[float]] = defaultdict(list)
-    answers: list[Answer] = []
+    answers: list[TargetAnswer] = []
     token_s: list[float] = []
     with session.contexts(n_ctx, drafts=False) as (target, _):
         for text, prompt in fitting:
@@ -149,7 +149,7 @@ def measure_target(
             list(Loop(target, session.clock, interrupted).run(generation))
             if interrupted():
                 return None
-            answers.append(Answer(text, tuple(generation.tokens[generation.n_prompt :])))
+            answers.append(TargetAnswer(text, tuple(generation.tokens[generation.n_prompt :])))
             if tokens_s := generation.tally.target_s_by_rows[1]:
                 samples[1] += tokens_s
                 token_s.append(statistics.median(tokens_s))
@@ -177,8 +177,8 @@ def try_draft(
     baseline: Baseline,
     *,
     interrupted: Callable[[], bool] = lambda: False,
-    progress: Progress = lambda _done, _total: None,
-) -> Figures | None:
+    progress: PromptsDone = lambda _done, _total: None,
+) -> DraftFigures | None:
     """What the session's draft would gain for its target; None if interrupted.
 
     Raises `MemoryLimitError` or `BackendError` if the draft model cannot be run.
@@ -191,7 +191,7 @@ def try_draft(
 
 
 def replay(
-    generation: Generation, answer: Answer, baseline: Baseline, clock: Callable[[], float]
+    generation: Generation, answer: TargetAnswer, baseline: Baseline, clock: Callable[[], float]
 ) -> Replay:
     """Let the generation's drafter propose at each place of an answer that is known.
 
@@ -254,7 +254,7 @@ def replay(
     )
 
 
-def summarise(replays: Sequence[Replay], plain_token_s: float) -> Figures:
+def summarise(replays: Sequence[Replay], plain_token_s: float) -> DraftFigures:
     """The figures of all answers together; those of a single token say nothing."""
     told = [replay for replay in replays if replay.n_rounds]
     n_drafted = sum(replay.n_drafted for replay in told)
@@ -263,7 +263,7 @@ def summarise(replays: Sequence[Replay], plain_token_s: float) -> Figures:
     draft_s = sum(replay.draft_s for replay in told)
     seconds = draft_s + sum(replay.target_s for replay in told)
     speedup = n_tokens * plain_token_s / seconds
-    return Figures(
+    return DraftFigures(
         speedup=speedup,
         worst_speedup=min(replay.speedup for replay in told),
         tokens_per_s=n_tokens / seconds,
@@ -276,9 +276,9 @@ def summarise(replays: Sequence[Replay], plain_token_s: float) -> Figures:
     )
 
 
-def plain_figures(baseline: Baseline) -> Figures:
+def plain_figures(baseline: Baseline) -> DraftFigures:
     """The figures of not drafting."""
-    return Figures(1.0, 1.0, 1.0 / baseline.token_s, None, 1.0, None, 0.0)
+    return DraftFigures(1.0, 1.0, 1.0 / baseline.token_s, None, 1.0, None, 0.0)
 
 
 def agreeing_path(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
@@ -294,7 +294,7 @@ def agreeing_path(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
     return tuple(path)
 
 
-def answered_prompt(session: Session, baseline: Baseline, answer: Answer) -> Prompt:
+def answered_prompt(session: Session, baseline: Baseline, answer: TargetAnswer) -> Prompt:
     """The prompt of an answer; made anew for each draft, whose own view of the text is part of
     it."""
     return session.prompt(answer.prompt, chat=baseline.chat, now=_NOW)
@@ -334,7 +334,7 @@ def _replays(
     baseline: Baseline,
     draft: Backend | None,
     interrupted: Callable[[], bool],
-    progress: Progress,
+    progress: PromptsDone,
 ) -> list[Replay]:
     """A replay of each answer; fewer if interrupted."""
     replays: list[Replay] = []

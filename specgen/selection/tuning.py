@@ -24,7 +24,7 @@ from specgen.options import DraftSource
 from specgen.selection.outlook import Costs, Outlook, known_costs, outlook
 from specgen.selection.trial import (
     Baseline,
-    Figures,
+    DraftFigures,
     answered_prompt,
     measure_target,
     plain_figures,
@@ -33,6 +33,7 @@ from specgen.selection.trial import (
 
 if TYPE_CHECKING:
     from specgen.engine.session import Session
+    from specgen.progress import Progress
 
 #: Seconds of decoding in which numbers of threads are compared, about.
 _THREADS_BUDGET_S = 20.0
@@ -43,17 +44,14 @@ _PRECISION = 0.005
 #: What may go wrong with a draft without saying anything of the target.
 _DRAFT_ERRORS = (BackendError, MemoryLimitError, ModelFileError, PairError)
 
-#: Told what is going on, and how much of it is done, of how much.
-Progress = Callable[[str, int, int], None]
-
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class TriedDraft:
     """A way to draft, with or without n-grams beside a model, and what it would gain."""
 
     draft: DraftSource
     ngrams: bool
-    figures: Figures
+    figures: DraftFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +84,17 @@ class Tuning:
     baseline: Baseline
     threads: ThreadTimes | None
     draft: DraftFindings | None
-    ways: tuple[Way, ...]
+    ways: tuple[TriedDraft, ...]
     refused: tuple[tuple[Path, str], ...] = ()
     is_interrupted: bool = False
     others_share: float | None = None
 
     @property
-    def best(self) -> Way:
+    def best(self) -> TriedDraft:
         """The way that gains most; of equals, as far as two digits tell, the simplest."""
         return max(self.ways, key=lambda way: (round(way.figures.speedup, 2), -_effort(way)))
 
-    def way(self, draft: DraftSource, *, ngrams: bool = False) -> Way | None:
+    def way(self, draft: DraftSource, *, ngrams: bool = False) -> TriedDraft | None:
         """What was found of a way; None if it was not tried."""
         found = (way for way in self.ways if way.draft == draft and way.ngrams == ngrams)
         return next(found, None)
@@ -148,7 +146,11 @@ class Tuner:
         if baseline is None:
             return None
         found = Tuning(
-            self._target, baseline, threads, None, (Way("none", False, plain_figures(baseline)),)
+            self._target,
+            baseline,
+            threads,
+            None,
+            (TriedDraft("none", False, plain_figures(baseline)),),
         )
         if draft is not None and not self._interrupted():
             found = self._with_draft(found, draft, draft_threads)
@@ -204,7 +206,7 @@ class Tuner:
             self._session.let_ngrams_draft(None)
         if figures is None:
             return found
-        return replace(found, ways=(*found.ways, Way(draft, ngrams, figures)))
+        return replace(found, ways=(*found.ways, TriedDraft(draft, ngrams, figures)))
 
     def _threads(self, draft: Path | None) -> ThreadTimes | None:
         """Choose and keep the numbers of threads of the target, or of the draft, which is the
@@ -311,7 +313,7 @@ def halfway_right(rate: float) -> float:
     return (1.0 + rate) / 2.0
 
 
-def _effort(way: Way) -> int:
+def _effort(way: TriedDraft) -> int:
     """How much a way takes, beside its time."""
     if way.draft == "none":
         return 0
@@ -331,9 +333,9 @@ def _n_usable_cores() -> int:
 
 __all__ = [
     "DraftFindings",
+    "TriedDraft",
     "Tuner",
     "Tuning",
-    "Way",
     "break_even",
     "halfway_right",
     "speedup_with",

@@ -25,7 +25,8 @@ from specgen.arrays import BoolArray, TokenArray
 from specgen.backend.llama.library import forget_log, last_error, llama_cpp
 from specgen.backend.llama.utf8 import BOUNDARY, INVALID, utf8_state
 from specgen.backend.llama.vocabulary import LlamaVocabulary
-from specgen.constrain.gbnf import Gbnf, read_gbnf
+from specgen.constrain.gbnf import read_gbnf
+from specgen.constrain.gbnf_rules import Gbnf
 from specgen.constrain.grammar import GrammarState
 from specgen.errors import UsageError
 

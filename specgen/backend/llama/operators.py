@@ -10,10 +10,8 @@ attached. Attention is computed by whoever takes it: the kernels, if they are at
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -21,7 +19,18 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from specgen.backend.llama.library import forget_log, ggml_function, last_error
+from specgen.backend.llama.ggml_graph import (
+    CPU_BUFFER,
+    allocate,
+    buffer_types,
+    compute,
+    cpu_device,
+    find_buffer_type,
+    ggml,
+    new_tensor,
+    no_data,
+    write_tensor,
+)
 from specgen.errors import BackendError
 
 FloatArray: TypeAlias = NDArray[np.float32]
@@ -59,18 +68,14 @@ TYPE_NUMBERS = {
     "mxfp4": 39,
 }
 
-#: GGML's plain buffer type for the CPU, and the kernels' own.
-CPU_BUFFER = "CPU"
+#: The buffer type of specgen's kernels.
 SPECGEN_BUFFER = "specgen"
 
 _F32, _F16, _I32 = TYPE_NUMBERS["f32"], TYPE_NUMBERS["f16"], 26
-_CPU_DEVICE = 0
 _USAGE_WEIGHTS = 1
 _MAX_DIMENSIONS = 4
 #: Where `ggml_tensor` has its buffer: behind the type, which is aligned like a pointer.
 _BUFFER_OFFSET = 8
-#: Tensors of one computation, at most; they are small without their data.
-_N_TENSORS = 16
 
 
 # --- weights --------------------------------------------------------------------------------
@@ -106,11 +111,11 @@ def type_number(type_name: str) -> int:
 def row_bytes(type_name: str, n_columns: int) -> int:
     """The size of a row. Raises `ValueError` if the type's blocks do not fit into it."""
     number = type_number(type_name)
-    block = int(_ggml("ggml_blck_size", ctypes.c_int64, ctypes.c_int)(number))
+    block = int(ggml("ggml_blck_size", ctypes.c_int64, ctypes.c_int)(number))
     if n_columns % block:
         raise ValueError(f"{type_name}: rows of {n_columns} are no multiple of {block}")
     return int(
-        _ggml("ggml_row_size", ctypes.c_size_t, ctypes.c_int, ctypes.c_int64)(number, n_columns)
+        ggml("ggml_row_size", ctypes.c_size_t, ctypes.c_int, ctypes.c_int64)(number, n_columns)
     )
 
 
@@ -123,7 +128,7 @@ def quantize(values: FloatArray, type_name: str) -> Weights:
     values = np.ascontiguousarray(values, np.float32)
     size = math.prod(values.shape[:-1]) * row_bytes(type_name, values.shape[-1])
     data = np.zeros(size, np.uint8)
-    convert = _ggml(
+    convert = ggml(
         "ggml_quantize_chunk",
         ctypes.c_size_t,
         ctypes.c_int,
@@ -134,7 +139,7 @@ def quantize(values: FloatArray, type_name: str) -> Weights:
     )
     importance = np.ones(values.shape[-1], np.float32)
     number = type_number(type_name)
-    needs_it = _ggml("ggml_quantize_requires_imatrix", ctypes.c_bool, ctypes.c_int)(number)
+    needs_it = ggml("ggml_quantize_requires_imatrix", ctypes.c_bool, ctypes.c_int)(number)
     n_written = convert(
         number,
         values.ctypes.data,
@@ -166,7 +171,7 @@ def dequantize(weights: Weights) -> FloatArray:
     number = type_number(weights.type_name)
     if number == _F32:
         return weights.data.view(np.float32).reshape(weights.shape).copy()
-    traits = _ggml("ggml_get_type_traits", ctypes.POINTER(_TypeTraits), ctypes.c_int)(number)
+    traits = ggml("ggml_get_type_traits", ctypes.POINTER(_TypeTraits), ctypes.c_int)(number)
     values = np.empty(weights.shape, np.float32)
     data = np.ascontiguousarray(weights.data)
     traits.contents.to_float(data.ctypes.data, values.ctypes.data, values.size)
@@ -188,21 +193,21 @@ class Matrix:
     ) -> None:
         self.weights = weights
         self.buffer_type = buffer_type
-        place = _buffer_type(buffer_type)
-        with _no_data() as probed:
+        place = find_buffer_type(buffer_type)
+        with no_data() as probed:
             if not _takes(weights.type_name, weights.shape, place, probed, n_experts_used):
                 raise BackendError(
                     f"{buffer_type} does not take {weights.type_name} weights of {weights.shape}"
                 )
         self._resources = ExitStack()
         with ExitStack() as on_error:
-            context = on_error.enter_context(_no_data())
+            context = on_error.enter_context(no_data())
             number = type_number(weights.type_name)
-            self.tensor = _new_tensor(context, number, weights.shape)
-            buffer = _allocate(on_error, context, place)
-            set_usage = _ggml("ggml_backend_buffer_set_usage", None, ctypes.c_void_p, ctypes.c_int)
+            self.tensor = new_tensor(context, number, weights.shape)
+            buffer = allocate(on_error, context, place)
+            set_usage = ggml("ggml_backend_buffer_set_usage", None, ctypes.c_void_p, ctypes.c_int)
             set_usage(buffer, _USAGE_WEIGHTS)
-            _write(self.tensor, weights.data)
+            write_tensor(self.tensor, weights.data)
             self._resources = on_error.pop_all()
 
     def close(self) -> None:
@@ -234,13 +239,13 @@ def multiply(matrix: Matrix, activations: FloatArray, *, n_threads: int = 1) -> 
     n_rows, n_columns = matrix.weights.shape
     if not 2 <= activations.ndim <= _MAX_DIMENSIONS or activations.shape[-1] != n_columns:
         raise ValueError(f"{activations.shape} times a matrix of {matrix.weights.shape}")
-    product = _ggml("ggml_mul_mat", ctypes.c_void_p, *3 * (ctypes.c_void_p,))
+    product = ggml("ggml_mul_mat", ctypes.c_void_p, *3 * (ctypes.c_void_p,))
 
     def build(context: Any) -> tuple[Any, list[tuple[Any, NDArray[Any]]]]:
-        vectors = _new_tensor(context, _F32, activations.shape)
+        vectors = new_tensor(context, _F32, activations.shape)
         return product(context, matrix.tensor, vectors), [(vectors, activations)]
 
-    return _compute(build, (*activations.shape[:-1], n_rows), n_threads)
+    return compute(build, (*activations.shape[:-1], n_rows), n_threads)
 
 
 def multiply_experts(
@@ -262,15 +267,15 @@ def multiply_experts(
         raise ValueError(f"activations of {activations.shape} for experts of {experts.shape}")
     if experts.size and not 0 <= experts.min() <= experts.max() < n_experts:
         raise ValueError(f"there are {n_experts} experts, of which {experts.max()} is none")
-    product = _ggml("ggml_mul_mat_id", ctypes.c_void_p, *4 * (ctypes.c_void_p,))
+    product = ggml("ggml_mul_mat_id", ctypes.c_void_p, *4 * (ctypes.c_void_p,))
 
     def build(context: Any) -> tuple[Any, list[tuple[Any, NDArray[Any]]]]:
-        vectors = _new_tensor(context, _F32, activations.shape)
-        numbers = _new_tensor(context, _I32, experts.shape)
+        vectors = new_tensor(context, _F32, activations.shape)
+        numbers = new_tensor(context, _I32, experts.shape)
         result = product(context, matrix.tensor, vectors, numbers)
         return result, [(vectors, activations), (numbers, experts)]
 
-    return _compute(build, (n_tokens, n_used, n_rows), n_threads)
+    return compute(build, (n_tokens, n_used, n_rows), n_threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,32 +324,32 @@ def attend(
         for part, type_name in ((keys, key_type), (values, value_type))
     ]
     scale = options.scale if options.scale is not None else queries.shape[-1] ** -0.5
-    attention = _ggml(
+    attention = ggml(
         "ggml_flash_attn_ext", ctypes.c_void_p, *5 * (ctypes.c_void_p,), *3 * (ctypes.c_float,)
     )
-    permute = _ggml("ggml_permute", ctypes.c_void_p, *2 * (ctypes.c_void_p,), *4 * (ctypes.c_int,))
-    add_sinks = _ggml("ggml_flash_attn_ext_add_sinks", None, ctypes.c_void_p, ctypes.c_void_p)
+    permute = ggml("ggml_permute", ctypes.c_void_p, *2 * (ctypes.c_void_p,), *4 * (ctypes.c_int,))
+    add_sinks = ggml("ggml_flash_attn_ext_add_sinks", None, ctypes.c_void_p, ctypes.c_void_p)
 
     def build(context: Any) -> tuple[Any, list[tuple[Any, NDArray[Any]]]]:
         inputs: list[tuple[Any, NDArray[Any]]] = [
-            (_new_tensor(context, _F32, queries.shape), queries),
-            (_new_tensor(context, cache_types[0], keys.shape), cells[0]),
-            (_new_tensor(context, cache_types[1], values.shape), cells[1]),
+            (new_tensor(context, _F32, queries.shape), queries),
+            (new_tensor(context, cache_types[0], keys.shape), cells[0]),
+            (new_tensor(context, cache_types[1], values.shape), cells[1]),
         ]
         # Each head's rows, as the operator wants them; the memory stays as it is.
         by_head = [permute(context, tensor, 0, 2, 1, 3) for tensor, _ in inputs]
         masking = None
         if mask is not None:
-            masking = _new_tensor(context, _F16, mask.shape)
+            masking = new_tensor(context, _F16, mask.shape)
             inputs.append((masking, mask))
         result = attention(context, *by_head, masking, scale, options.max_bias, options.softcap)
         if options.sinks is not None:
-            sinks = _new_tensor(context, _F32, options.sinks.shape)
+            sinks = new_tensor(context, _F32, options.sinks.shape)
             add_sinks(result, sinks)
             inputs.append((sinks, np.ascontiguousarray(options.sinks, np.float32)))
         return result, inputs
 
-    return _compute(build, (*queries.shape[:-1], values.shape[-1]), n_threads)
+    return compute(build, (*queries.shape[:-1], values.shape[-1]), n_threads)
 
 
 def _check_attention(
@@ -373,168 +378,11 @@ def _check_attention(
         raise ValueError(f"{n_heads} heads, sinks of {options.sinks.shape}")
 
 
-# --- GGML -----------------------------------------------------------------------------------
-
-
-@functools.cache
-def _ggml(name: str, result: Any, *arguments: Any) -> Any:
-    """A function of GGML's. Raises `BackendError` if this build has none of that name."""
-    try:
-        return ggml_function(name, result, *arguments)
-    except AttributeError:
-        raise BackendError(f"this build of llama.cpp has no function {name}") from None
-
-
-class _InitParams(ctypes.Structure):
-    _fields_ = (
-        ("mem_size", ctypes.c_size_t),
-        ("mem_buffer", ctypes.c_void_p),
-        ("no_alloc", ctypes.c_bool),
-    )
-
-
-@contextmanager
-def _no_data() -> Iterator[Any]:
-    """A context for the descriptions of some tensors and a graph of them, without their data."""
-    size = _N_TENSORS * _ggml("ggml_tensor_overhead", ctypes.c_size_t)()
-    overhead = _ggml("ggml_graph_overhead_custom", ctypes.c_size_t, ctypes.c_size_t, ctypes.c_bool)
-    size += overhead(_N_TENSORS, False)
-    context = _ggml("ggml_init", ctypes.c_void_p, _InitParams)(_InitParams(size, None, True))
-    if not context:
-        raise BackendError("GGML could not make a context")
-    try:
-        yield context
-    finally:
-        _ggml("ggml_free", None, ctypes.c_void_p)(context)
-
-
-def _new_tensor(context: Any, type_number_: int, shape: Sequence[int]) -> Any:
-    """A tensor without data; the last dimension of `shape` is GGML's first."""
-    make = _ggml(
-        "ggml_new_tensor",
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.POINTER(ctypes.c_int64),
-    )
-    dimensions = (ctypes.c_int64 * len(shape))(*reversed(shape))
-    return make(context, type_number_, len(shape), dimensions)
-
-
-def _allocate(resources: ExitStack, context: Any, buffer_type: Any) -> Any:
-    """A buffer for all tensors of a context, freed with `resources`."""
-    forget_log()
-    allocate = _ggml(
-        "ggml_backend_alloc_ctx_tensors_from_buft", ctypes.c_void_p, *2 * (ctypes.c_void_p,)
-    )
-    buffer = allocate(context, buffer_type)
-    if not buffer:
-        raise BackendError(f"GGML could not allocate tensors: {last_error()}")
-    resources.callback(_ggml("ggml_backend_buffer_free", None, ctypes.c_void_p), buffer)
-    return buffer
-
-
-def _write(tensor: Any, data: NDArray[Any]) -> None:
-    _copy("ggml_backend_tensor_set", tensor, data)
-
-
-def _copy(name: str, tensor: Any, data: NDArray[Any]) -> None:
-    """Copy all of a tensor from an array, or to it."""
-    copy = _ggml(name, None, *2 * (ctypes.c_void_p,), *2 * (ctypes.c_size_t,))
-    size = _ggml("ggml_nbytes", ctypes.c_size_t, ctypes.c_void_p)(tensor)
-    if size != data.nbytes:
-        raise BackendError(f"a tensor of {size} bytes, an array of {data.nbytes}")
-    copy(tensor, data.ctypes.data, 0, size)
-
-
-def _compute(
-    build: Callable[[Any], tuple[Any, list[tuple[Any, NDArray[Any]]]]],
-    shape: tuple[int, ...],
-    n_threads: int,
-) -> FloatArray:
-    """Compute what `build` makes in a context: the result's tensor, and the inputs with their data."""
-    if 0 in shape:
-        return np.zeros(shape, np.float32)
-    with ExitStack() as resources:
-        context = resources.enter_context(_no_data())
-        result, inputs = build(context)
-        make_graph = _ggml(
-            "ggml_new_graph_custom",
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-            ctypes.c_bool,
-        )
-        graph = make_graph(context, _N_TENSORS, False)
-        _ggml("ggml_build_forward_expand", None, *2 * (ctypes.c_void_p,))(graph, result)
-        _allocate(resources, context, _buffer_type(CPU_BUFFER))
-        for tensor, data in inputs:
-            _write(tensor, data)
-        backend = _ggml("ggml_backend_cpu_init", ctypes.c_void_p)()
-        if not backend:
-            raise BackendError("GGML could not start its CPU backend")
-        resources.callback(_ggml("ggml_backend_free", None, ctypes.c_void_p), backend)
-        set_threads = _ggml("ggml_backend_cpu_set_n_threads", None, ctypes.c_void_p, ctypes.c_int)
-        set_threads(backend, n_threads)
-        compute = _ggml("ggml_backend_graph_compute", ctypes.c_int, *2 * (ctypes.c_void_p,))
-        status = compute(backend, graph)
-        if status:
-            raise BackendError(f"GGML could not compute an operator (status {status})")
-        values = np.empty(shape, np.float32)
-        _copy("ggml_backend_tensor_get", result, values)
-        return values
-
-
 def takes(type_name: str, shape: tuple[int, ...], buffer_type: str) -> bool:
     """Whether a buffer type takes weights of such a type and shape. Raises `BackendError` if there
     is none of that name."""
-    with _no_data() as context:
-        return _takes(type_name, shape, _buffer_type(buffer_type), context, 1)
-
-
-def buffer_types() -> tuple[str, ...]:
-    """The names of the CPU's buffer types: the plain one, then those for weights only, in the
-    order in which llama.cpp tries them."""
-    return (CPU_BUFFER, *_extra_buffer_types())
-
-
-def _buffer_type(name: str) -> Any:
-    """Raises `BackendError` if there is none of that name."""
-    if name == CPU_BUFFER:
-        return _ggml("ggml_backend_cpu_buffer_type", ctypes.c_void_p)()
-    extra = _extra_buffer_types()
-    if name not in extra:
-        raise BackendError(f"GGML has no buffer type {name}; it has {', '.join(buffer_types())}")
-    return extra[name]
-
-
-def _extra_buffer_types() -> dict[str, Any]:
-    """Buffer types with layouts of their own, by name; they may come to be while we run."""
-    device = _cpu_device()
-    registry = _ggml("ggml_backend_dev_backend_reg", ctypes.c_void_p, ctypes.c_void_p)(device)
-    find = _ggml(
-        "ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p
-    )
-    address = find(registry, b"ggml_backend_dev_get_extra_bufts")
-    if not address:
-        return {}
-    pointers = ctypes.POINTER(ctypes.c_void_p)
-    listed = ctypes.CFUNCTYPE(pointers, ctypes.c_void_p)(address)(device)
-    name_of = _ggml("ggml_backend_buft_name", ctypes.c_char_p, ctypes.c_void_p)
-    found: dict[str, Any] = {}
-    index = 0
-    while listed and listed[index]:
-        found[name_of(listed[index]).decode("utf-8", "replace")] = listed[index]
-        index += 1
-    return found
-
-
-def _cpu_device() -> Any:
-    device = _ggml("ggml_backend_dev_by_type", ctypes.c_void_p, ctypes.c_int)(_CPU_DEVICE)
-    if not device:
-        raise BackendError("GGML has no CPU backend")
-    return device
+    with no_data() as context:
+        return _takes(type_name, shape, find_buffer_type(buffer_type), context, 1)
 
 
 def _takes(
@@ -542,29 +390,27 @@ def _takes(
 ) -> bool:
     """Ask as llama.cpp asks it: with an empty buffer and an operator without data."""
     row_bytes(type_name, shape[-1])
-    tensor = _new_tensor(context, type_number(type_name), shape)
+    tensor = new_tensor(context, type_number(type_name), shape)
     n_tokens = 512
     if len(shape) == 2:
-        vectors = _new_tensor(context, _F32, (n_tokens, shape[-1]))
-        product = _ggml("ggml_mul_mat", ctypes.c_void_p, *3 * (ctypes.c_void_p,))
+        vectors = new_tensor(context, _F32, (n_tokens, shape[-1]))
+        product = ggml("ggml_mul_mat", ctypes.c_void_p, *3 * (ctypes.c_void_p,))
         operator = product(context, tensor, vectors)
     else:
-        vectors = _new_tensor(context, _F32, (n_tokens, n_experts_used, shape[-1]))
-        numbers = _new_tensor(context, _I32, (n_tokens, n_experts_used))
-        product = _ggml("ggml_mul_mat_id", ctypes.c_void_p, *4 * (ctypes.c_void_p,))
+        vectors = new_tensor(context, _F32, (n_tokens, n_experts_used, shape[-1]))
+        numbers = new_tensor(context, _I32, (n_tokens, n_experts_used))
+        product = ggml("ggml_mul_mat_id", ctypes.c_void_p, *4 * (ctypes.c_void_p,))
         operator = product(context, tensor, vectors, numbers)
-    make = _ggml(
-        "ggml_backend_buft_alloc_buffer", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
-    )
+    make = ggml("ggml_backend_buft_alloc_buffer", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     buffer = make(place, 0)
     if not buffer:
         raise BackendError("GGML could not make a buffer")
     try:
         ctypes.c_void_p.from_address(tensor + _BUFFER_OFFSET).value = buffer
-        supports = _ggml("ggml_backend_dev_supports_op", ctypes.c_bool, *2 * (ctypes.c_void_p,))
-        return bool(supports(_cpu_device(), operator))
+        supports = ggml("ggml_backend_dev_supports_op", ctypes.c_bool, *2 * (ctypes.c_void_p,))
+        return bool(supports(cpu_device(), operator))
     finally:
-        _ggml("ggml_backend_buffer_free", None, ctypes.c_void_p)(buffer)
+        ggml("ggml_backend_buffer_free", None, ctypes.c_void_p)(buffer)
 
 
 __all__ = [

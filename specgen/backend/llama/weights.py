@@ -15,10 +15,10 @@ from specgen.errors import ModelFileError
 #: A file as it is now, where its layers are computed, and by whom.
 _Key: TypeAlias = tuple[int, int, int, int, int, str]
 
-_loaded: dict[_Key, Weights] = {}
+_loaded: dict[_Key, LoadedWeights] = {}
 
 
-class Weights:
+class LoadedWeights:
     """The native model of a file. `lease_weights` makes it; everyone who uses it is counted, and it
     is freed with the last one."""
 
@@ -46,7 +46,7 @@ class Weights:
             self.handle = None
 
 
-def lease_weights(file: Path, n_gpu_layers: int) -> Weights:
+def lease_weights(file: Path, n_gpu_layers: int) -> LoadedWeights:
     """The weights of a file, loaded if nobody in this process uses them already; the caller is
     counted as a user. Raises `ModelFileError` if llama.cpp cannot load them, `OSError` if the file
     is gone."""
@@ -73,8 +73,8 @@ def lease_weights(file: Path, n_gpu_layers: int) -> Weights:
             hint="if the download was cut short, fetch the file again; if the model is "
             "newer than this llama-cpp-python, upgrade it",
         )
-    weights = _loaded[key] = Weights(key, handle)
+    weights = _loaded[key] = LoadedWeights(key, handle)
     return weights
 
 
-__all__ = ["Weights", "lease_weights"]
+__all__ = ["LoadedWeights", "lease_weights"]

@@ -1,7 +1,7 @@
 """The options that commands take, each with its spellings and its help.
 
 The readable form comes first, llama.cpp's spelling beside it. Defaults are not here: they
-stand in `specgen.options`. What several commands take comes in groups (`groups.takes`).
+stand in `specgen.options`. What several commands take comes in groups (`groups.takes_options`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import typer
 
 from specgen.cli.flags.answer import Constraint, answer, constraint
 from specgen.cli.flags.drafting import drafting, tree_shape
-from specgen.cli.flags.groups import takes
+from specgen.cli.flags.groups import takes_options
 from specgen.cli.flags.machine import machine
 from specgen.cli.flags.models import models
 from specgen.cli.flags.sampling import sampling
@@ -174,7 +174,7 @@ __all__ = [
     "machine",
     "models",
     "sampling",
-    "takes",
+    "takes_options",
     "tree_shape",
 ]
 

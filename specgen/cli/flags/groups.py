@@ -21,7 +21,7 @@ Group: TypeAlias = Callable[..., Any]
 Command: TypeAlias = Callable[..., int]
 
 
-def takes(**groups: Group) -> Callable[[Command], Command]:
+def takes_options(**groups: Group) -> Callable[[Command], Command]:
     """Let the parameters of these names be made from the options of these groups.
 
     An option of the command's own that has the name of a group's option is passed to neither

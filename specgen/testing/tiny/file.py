@@ -14,7 +14,7 @@ from specgen.testing.tiny.weights import (
     CONVOLUTION,
     MAMBA_STATE,
     SHORT_CONVOLUTION,
-    Weights,
+    TinyWeights,
     has_attention,
     head_size,
     mamba_rank,
@@ -74,7 +74,7 @@ def _quantisation(tensor_type: TensorType) -> GGMLQuantizationType:
     return GGMLQuantizationType[tensor_type.upper()]
 
 
-def _add_tensor(writer: GGUFWriter, config: TinyConfig, name: str, weights: Weights) -> None:
+def _add_tensor(writer: GGUFWriter, config: TinyConfig, name: str, weights: TinyWeights) -> None:
     from gguf import quants
 
     if weights.ndim == 1 or any(part in name for part in _ALWAYS_F32):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from specgen.testing.tiny.config import TinyConfig
 from specgen.testing.tiny.vocabulary import CONTROL, UNKNOWN, TinyVocabulary
 
-Weights: TypeAlias = NDArray[np.float32]
+TinyWeights: TypeAlias = NDArray[np.float32]
 
 #: Sizes of the recurrent layers.
 MAMBA_STATE = 16
@@ -54,7 +54,7 @@ def head_size(config: TinyConfig) -> int:
     return config.n_embd // config.n_head
 
 
-def tensors(config: TinyConfig, vocabulary: TinyVocabulary) -> dict[str, Weights]:
+def tensors(config: TinyConfig, vocabulary: TinyVocabulary) -> dict[str, TinyWeights]:
     """Every tensor of the model, shaped (rows, columns) = (outputs, inputs)."""
     random = _Random(config)
     if config.architecture == "bert":
@@ -75,7 +75,7 @@ def tensors(config: TinyConfig, vocabulary: TinyVocabulary) -> dict[str, Weights
     return found
 
 
-def _layer(config: TinyConfig, index: int, random: _Random) -> dict[str, Weights]:
+def _layer(config: TinyConfig, index: int, random: _Random) -> dict[str, TinyWeights]:
     prefix = f"blk.{index}"
     found = _norms(config, prefix)
     if has_attention(config, index):
@@ -100,7 +100,7 @@ class _Random:
     def __init__(self, config: TinyConfig) -> None:
         self._config = config
 
-    def __call__(self, name: str, shape: tuple[int, ...], deviation: float) -> Weights:
+    def __call__(self, name: str, shape: tuple[int, ...], deviation: float) -> TinyWeights:
         weights = self._draw(self._config.seed, name, shape)
         noise = self._config.noise
         if noise > 0.0:
@@ -110,7 +110,7 @@ class _Random:
 
     def matrices(
         self, prefix: str, shapes: dict[str, tuple[tuple[int, ...], float]]
-    ) -> dict[str, Weights]:
+    ) -> dict[str, TinyWeights]:
         """Several of a layer, by name, each of a shape and a deviation."""
         return {
             f"{prefix}.{name}.weight": self(f"{prefix}.{name}", shape, deviation)
@@ -118,16 +118,16 @@ class _Random:
         }
 
     @staticmethod
-    def _draw(seed: int, name: str, shape: tuple[int, ...]) -> Weights:
+    def _draw(seed: int, name: str, shape: tuple[int, ...]) -> TinyWeights:
         generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
         return generator.standard_normal(shape, dtype=np.float32)
 
 
-def _padded(rows: Weights, n_rows: int) -> Weights:
+def _padded(rows: TinyWeights, n_rows: int) -> TinyWeights:
     return np.concatenate([rows, np.zeros((n_rows - len(rows), rows.shape[1]), np.float32)])
 
 
-def _output(config: TinyConfig, vocabulary: TinyVocabulary, random: _Random) -> Weights:
+def _output(config: TinyConfig, vocabulary: TinyVocabulary, random: _Random) -> TinyWeights:
     """The output matrix. Its input has unit variance, so its rows set the logits' deviation."""
     deviation = config.logit_scale / math.sqrt(config.n_embd)
     rows = random("output", (vocabulary.n_used, config.n_embd), deviation)
@@ -149,7 +149,7 @@ def _is_printable(token: str) -> bool:
 # --- parts of layers ------------------------------------------------------------------------
 
 
-def _norms(config: TinyConfig, prefix: str) -> dict[str, Weights]:
+def _norms(config: TinyConfig, prefix: str) -> dict[str, TinyWeights]:
     """What is multiplied with the layer's normalised inputs and outputs."""
     names = {
         "mamba": ("attn_norm",),
@@ -160,7 +160,7 @@ def _norms(config: TinyConfig, prefix: str) -> dict[str, Weights]:
     return {f"{prefix}.{name}.weight": np.ones(config.n_embd, np.float32) for name in names}
 
 
-def _attention(config: TinyConfig, prefix: str, random: _Random) -> dict[str, Weights]:
+def _attention(config: TinyConfig, prefix: str, random: _Random) -> dict[str, TinyWeights]:
     n_embd, n_embd_kv = config.n_embd, head_size(config) * n_head_kv(config)
     # Of qwen35's queries every second head is a gate.
     n_query = 2 * n_embd if config.architecture == "qwen35" else n_embd
@@ -183,7 +183,7 @@ def _attention(config: TinyConfig, prefix: str, random: _Random) -> dict[str, We
     return found
 
 
-def _feed_forward(config: TinyConfig, prefix: str, random: _Random) -> dict[str, Weights]:
+def _feed_forward(config: TinyConfig, prefix: str, random: _Random) -> dict[str, TinyWeights]:
     n_embd, n_ff = config.n_embd, config.n_ff
     unit = 1.0 / math.sqrt(n_embd)
     return random.matrices(
@@ -196,7 +196,7 @@ def _feed_forward(config: TinyConfig, prefix: str, random: _Random) -> dict[str,
     )
 
 
-def _mamba(config: TinyConfig, prefix: str, random: _Random) -> dict[str, Weights]:
+def _mamba(config: TinyConfig, prefix: str, random: _Random) -> dict[str, TinyWeights]:
     n_embd, n_inner = config.n_embd, 2 * config.n_embd
     n_rank = mamba_rank(config)
     unit, unit_inner = 1.0 / math.sqrt(n_embd), 1.0 / math.sqrt(n_inner)
@@ -223,7 +223,7 @@ def _mamba(config: TinyConfig, prefix: str, random: _Random) -> dict[str, Weight
     return found
 
 
-def _mamba2(config: TinyConfig, prefix: str, random: _Random) -> dict[str, Weights]:
+def _mamba2(config: TinyConfig, prefix: str, random: _Random) -> dict[str, TinyWeights]:
     n_embd, n_inner, n_head = config.n_embd, 2 * config.n_embd, 2 * config.n_head
     n_mixed = n_inner + 2 * n_groups(config) * MAMBA_STATE
     found = random.matrices(
@@ -245,7 +245,7 @@ def _mamba2(config: TinyConfig, prefix: str, random: _Random) -> dict[str, Weigh
     }
 
 
-def _short_convolution(config: TinyConfig, prefix: str, random: _Random) -> dict[str, Weights]:
+def _short_convolution(config: TinyConfig, prefix: str, random: _Random) -> dict[str, TinyWeights]:
     n_embd = config.n_embd
     unit = 1.0 / math.sqrt(n_embd)
     return random.matrices(
@@ -258,7 +258,7 @@ def _short_convolution(config: TinyConfig, prefix: str, random: _Random) -> dict
     )
 
 
-def _delta_net(config: TinyConfig, prefix: str, random: _Random) -> dict[str, Weights]:
+def _delta_net(config: TinyConfig, prefix: str, random: _Random) -> dict[str, TinyWeights]:
     n_embd, n_head = config.n_embd, config.n_head
     unit = 1.0 / math.sqrt(n_embd)
     found = random.matrices(
@@ -279,7 +279,7 @@ def _delta_net(config: TinyConfig, prefix: str, random: _Random) -> dict[str, We
     }
 
 
-def _encoder(config: TinyConfig, n_vocab: int, random: _Random) -> dict[str, Weights]:
+def _encoder(config: TinyConfig, n_vocab: int, random: _Random) -> dict[str, TinyWeights]:
     n_embd, n_ff = config.n_embd, config.n_ff
     unit = 1.0 / math.sqrt(n_embd)
     shapes: dict[str, tuple[tuple[int, int], float]] = {
@@ -309,7 +309,7 @@ __all__ = [
     "CONVOLUTION",
     "MAMBA_STATE",
     "SHORT_CONVOLUTION",
-    "Weights",
+    "TinyWeights",
     "has_attention",
     "head_size",
     "mamba_rank",

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from specgen.cli.bench_about import about
-from specgen.cli.contest import NGRAM, Field, Plan, describe, lineups
-from specgen.cli.interrupt import Interrupt
-from specgen.cli.progress import Progress
+from specgen.bench.environment import about
+from specgen.bench.plan import NGRAM, Field, Plan, contender_entries
 from specgen.errors import SpecgenError
 
 if TYPE_CHECKING:
     from specgen.bench.foreseen import Foresight
     from specgen.bench.prompts import BenchPrompt
-    from specgen.bench.report import Report
+    from specgen.bench.report import BenchReport
     from specgen.bench.runs import Runs
     from specgen.options import DraftSource
+    from specgen.progress import Progress
 
 
 class Job:
@@ -30,7 +29,8 @@ class Job:
         prompts: Sequence[BenchPrompt],
         n_rounds: int,
         progress: Progress,
-        stop: Interrupt,
+        interrupted: Callable[[], bool],
+        command: str,
     ) -> None:
         from specgen.bench.runs import Runs
 
@@ -38,7 +38,8 @@ class Job:
         self._prompts = prompts
         self._n_rounds = n_rounds
         self._progress = progress
-        self._stop = stop
+        self._interrupted = interrupted
+        self._command = command
         self._runs: Runs = Runs()
         self._foresights: list[Foresight] = []
         #: The names of other programs.
@@ -48,26 +49,27 @@ class Job:
 
     def measure(self, field: Field) -> None:
         """Let everything answer that drafts for a target; its models are closed afterwards."""
-        from specgen.bench.runs import run
+        from specgen.bench.lineups import lineups
+        from specgen.bench.runs import run_lineups
 
         if self._is_over:
             return
         with (
             self._keeping_what_there_is(),
-            lineups(field, self._plan, self._stop, self._progress) as opened,
+            lineups(field, self._plan, self._interrupted, self._progress) as opened,
         ):
-            own = {entry["name"] for entry in describe(field, self._plan)}
+            own = {entry["name"] for entry in contender_entries(field, self._plan)}
             self._others += [
                 contender.name
                 for contender in (opened[0].others if opened else ())
                 if contender.name not in own and contender.name not in self._others
             ]
-            run(
+            run_lineups(
                 opened,
                 self._prompts,
                 self._runs,
                 n_rounds=self._n_rounds,
-                interrupted=self._stop,
+                interrupted=self._interrupted,
                 progress=lambda done, total: self._progress(field.name, done, total),
             )
 
@@ -95,7 +97,7 @@ class Job:
                 groups,
                 prompts,
                 chat=plan.chat,
-                interrupted=self._stop,
+                interrupted=self._interrupted,
                 progress=self._progress,
             )
             if found is not None:
@@ -103,7 +105,7 @@ class Job:
 
     @property
     def _is_over(self) -> bool:
-        return self._stop() or self.error is not None
+        return self._interrupted() or self.error is not None
 
     @contextlib.contextmanager
     def _keeping_what_there_is(self) -> Iterator[None]:
@@ -115,19 +117,21 @@ class Job:
                 raise
             self.error = error
 
-    def report(self, fields: Sequence[Field]) -> Report:
+    def report(self, fields: Sequence[Field]) -> BenchReport:
         from specgen.bench.figures import figures_of
-        from specgen.bench.report import Report
+        from specgen.bench.report import BenchReport
 
-        return Report(
-            about=about(self._plan, fields),
+        return BenchReport(
+            about=about(self._plan, fields, self._command),
             contenders=[
-                entry for field in fields for entry in describe(field, self._plan, self._others)
+                entry
+                for field in fields
+                for entry in contender_entries(field, self._plan, self._others)
             ],
             prompts=self._prompts,
             n_rounds=self._n_rounds,
             runs=self._runs,
             figures=figures_of(self._runs.results),
             foresights=self._foresights,
-            is_interrupted=self._stop(),
+            is_interrupted=self._interrupted(),
         )

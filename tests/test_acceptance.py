@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from specgen.calibration.acceptance import (
     N_BINS,
     NGRAM_ORIGINS,
+    AcceptanceCounts,
     Chances,
-    Counts,
     Worths,
     model_start,
     new_chances,
@@ -157,7 +157,7 @@ def test_the_frequencies_are_those_of_what_was_seen_judged_or_not() -> None:
 def test_counts_of_earlier_texts_are_gone_on_from() -> None:
     first = Chances()
     judged(first, {0.75: 0.3}, 500)
-    kept = Counts(
+    kept = AcceptanceCounts(
         first.counts.n_judged.copy(), first.counts.n_accepted.copy(), first.counts.n_seen.copy()
     )
     second = new_chances("model", kept)

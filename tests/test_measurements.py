@@ -11,7 +11,7 @@ import pytest
 from specgen.arrays import Logits
 from specgen.backend.base import Batch
 from specgen.calibration.cost_table import CostTable
-from specgen.calibration.timing import batch_sizes, begin, measure_sizes, time_batch
+from specgen.calibration.timing import begin, measure_sizes, time_batch, timed_batch_sizes
 from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
 
 
@@ -61,7 +61,7 @@ def timed_sizes(model: TimedBackend) -> list[int]:
 
 @pytest.mark.parametrize("n_max", [1, 2, 4, 8, 9, 17, 129])
 def test_sizes_of_batches_reach_from_one_to_the_largest_in_small_steps(n_max: int) -> None:
-    sizes = batch_sizes(n_max)
+    sizes = timed_batch_sizes(n_max)
     assert sizes[0] == 1
     assert sizes[-1] == n_max
     assert all(a < b <= max(a + 1, 1.25 * a) for a, b in itertools.pairwise(sizes))
@@ -72,7 +72,7 @@ def test_sizes_of_batches_reach_from_one_to_the_largest_in_small_steps(n_max: in
 
 
 @pytest.mark.parametrize("recurrent", [False, True])
-@pytest.mark.parametrize("sizes", [(1,), (1, 2, 3), batch_sizes(17), (1, 2, 3, 4, 8, 16, 64)])
+@pytest.mark.parametrize("sizes", [(1,), (1, 2, 3), timed_batch_sizes(17), (1, 2, 3, 4, 8, 16, 64)])
 def test_each_size_has_its_seconds_and_the_context_is_empty_again(
     sizes: Sequence[int], recurrent: bool
 ) -> None:
@@ -93,7 +93,9 @@ def test_a_jagged_curve_is_found_as_it_is() -> None:
 
 
 def test_a_table_of_measured_sizes_prices_a_drafts_batch_in_between() -> None:
-    table = CostTable(measure_sizes(backend(lambda rows, _: 0.01 * rows), batch_sizes(17), 1e9))
+    table = CostTable(
+        measure_sizes(backend(lambda rows, _: 0.01 * rows), timed_batch_sizes(17), 1e9)
+    )
     assert table.seconds(11) == pytest.approx(0.11)
 
 
@@ -105,8 +107,8 @@ def test_the_prompt_of_a_measurement_is_not_timed() -> None:
 
 def test_what_is_coarse_comes_first() -> None:
     model = backend()
-    measure_sizes(model, batch_sizes(17), 1e9)
-    one_pass = timed_sizes(model)[: len(batch_sizes(17))]
+    measure_sizes(model, timed_batch_sizes(17), 1e9)
+    one_pass = timed_sizes(model)[: len(timed_batch_sizes(17))]
     assert one_pass == [1, 2, 4, 8, 3, 5, 6, 7, 10, 12, 15, 17]
 
 
@@ -135,7 +137,7 @@ def test_after_the_budget_nothing_new_is_begun(budget_s: float, expected: list[i
 def test_a_large_model_takes_little_more_than_the_budget() -> None:
     for seconds in (0.001, 0.02, 0.3, 4.0):
         model = backend(lambda rows, _, s=seconds: s * (1 + 0.1 * rows))  # type: ignore[misc]
-        found = measure_sizes(model, batch_sizes(17), 2.0)
+        found = measure_sizes(model, timed_batch_sizes(17), 2.0)
         spent_s = sum(seconds * (1 + 0.1 * rows) for rows in timed_sizes(model))
         largest = max(timed_sizes(model))
         assert spent_s <= 2.0 + seconds * (1 + 0.1 * largest) + 3 * seconds * 1.1
@@ -144,7 +146,16 @@ def test_a_large_model_takes_little_more_than_the_budget() -> None:
 
 def test_a_context_without_room_leaves_larger_batches_out() -> None:
     # Four cells are taken by the beginning of a text.
-    assert list(measure_sizes(backend(n_ctx=12), batch_sizes(17), 1e9)) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert list(measure_sizes(backend(n_ctx=12), timed_batch_sizes(17), 1e9)) == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+    ]
     assert list(measure_sizes(backend(n_batch=5), (1, 2, 4, 8, 16), 1e9)) == [1, 2, 4]
     assert list(measure_sizes(backend(n_ctx=2), (1, 2), 1e9)) == [1]
     tiny = backend(n_ctx=1)

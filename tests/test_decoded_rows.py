@@ -19,7 +19,7 @@ from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.policy import FixedPolicy
 from specgen.sampling import Sampler
 from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
-from tests.fakes import GREEDY, N_VOCAB, PROMPT, Setup
+from tests.fake_generations import GREEDY, N_VOCAB, PROMPT, Setup
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
 LETTERS = FakeVocabulary.letters(N_VOCAB)

@@ -19,8 +19,8 @@ import requests
 from rich.console import Console
 
 from specgen.catalogue import (
+    CatalogueModel,
     HubSource,
-    Model,
     RichProgress,
     SilentProgress,
     fetch,
@@ -31,7 +31,7 @@ from specgen.catalogue import (
 from specgen.catalogue.hub import _Bar
 from specgen.catalogue.index import IndexFile, find_wheel, normalized, parse_page
 from specgen.catalogue.pypi import PypiMirror
-from specgen.catalogue.store import OpenFile, Slot, open_file, slot_of
+from specgen.catalogue.store import ModelFolder, OpenFile, open_file, slot_of
 from specgen.catalogue.transfer import Page, Transfer
 from specgen.errors import FetchError
 from tests.helpers_fetch import (
@@ -108,7 +108,7 @@ def transfer(
         yield Transfer(session, watcher, sleep=naps, open_file=open_file)
 
 
-def in_store(model: Model) -> list[str]:
+def in_store(model: CatalogueModel) -> list[str]:
     """The names of the files in the model's folder, apart from the lock."""
     folder = slot_of(model, models_folder()).folder
     return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
@@ -451,7 +451,7 @@ def test_journal_that_claims_what_is_not_there_starts_over(
     assert server.starts(wheel_path(model, 0)) == [None, None]
 
 
-def interrupted_after_two_parts(server: WebServer) -> tuple[Model, Slot]:
+def interrupted_after_two_parts(server: WebServer) -> tuple[CatalogueModel, ModelFolder]:
     model = small_model(CONTENT, n_parts=4)
     publish(server, model, CONTENT)
     page = server.resources.pop(page_path(model, 2))
@@ -633,7 +633,7 @@ def test_folder_that_cannot_be_written_is_named(
 # Several processes
 
 
-def in_user_file(folder: Path, model: Model) -> None:
+def in_user_file(folder: Path, model: CatalogueModel) -> None:
     config = folder / "config"
     config.mkdir(exist_ok=True)
     (config / "models.toml").write_text(registry_text(model), encoding="utf-8")
@@ -730,14 +730,14 @@ HUB = HubSource("me/tiny", "tiny.gguf")
 
 
 @pytest.fixture
-def hub_model(tmp_path: Path) -> Model:
+def hub_model(tmp_path: Path) -> CatalogueModel:
     model = small_model(CONTENT, hub=HUB)
     in_user_file(tmp_path, model)
     return model
 
 
 def test_hub_comes_first_and_its_cache_is_used(
-    server: WebServer, tmp_path: Path, hub_model: Model
+    server: WebServer, tmp_path: Path, hub_model: CatalogueModel
 ) -> None:
     path_on_hub = publish_on_hub(server, HUB, CONTENT)
     publish(server, hub_model, CONTENT)
@@ -755,7 +755,7 @@ def test_hub_comes_first_and_its_cache_is_used(
 
 
 def test_cut_hub_download_still_ends_in_the_whole_model(
-    server: WebServer, tmp_path: Path, hub_model: Model
+    server: WebServer, tmp_path: Path, hub_model: CatalogueModel
 ) -> None:
     path_on_hub = publish_on_hub(server, HUB, CONTENT)
     publish(server, hub_model, CONTENT)
@@ -775,7 +775,11 @@ def test_cut_hub_download_still_ends_in_the_whole_model(
     ],
 )
 def test_mirror_is_taken_when_the_hub_has_nothing(
-    server: WebServer, tmp_path: Path, hub_model: Model, variables: dict[str, str], told: str
+    server: WebServer,
+    tmp_path: Path,
+    hub_model: CatalogueModel,
+    variables: dict[str, str],
+    told: str,
 ) -> None:
     publish(server, hub_model, CONTENT)
     path, stderr = finished(python(tmp_path, server, FETCH, **variables))
@@ -787,7 +791,7 @@ def test_mirror_is_taken_when_the_hub_has_nothing(
 
 
 def test_silent_hub_is_left_after_its_time_limit(
-    server: WebServer, tmp_path: Path, hub_model: Model
+    server: WebServer, tmp_path: Path, hub_model: CatalogueModel
 ) -> None:
     publish(server, hub_model, CONTENT)
     script = f"""
@@ -801,7 +805,7 @@ huggingface_hub.get_hf_file_metadata = lambda *_, **__: threading.Event().wait()
 
 
 def test_file_that_the_hub_has_changed_is_not_downloaded(
-    server: WebServer, tmp_path: Path, hub_model: Model
+    server: WebServer, tmp_path: Path, hub_model: CatalogueModel
 ) -> None:
     path_on_hub = publish_on_hub(server, HUB, CONTENT, digest="ab" * 32)
     publish(server, hub_model, CONTENT)
@@ -812,7 +816,7 @@ def test_file_that_the_hub_has_changed_is_not_downloaded(
 
 
 def test_file_that_is_not_what_the_hub_says_leaves_its_cache(
-    server: WebServer, tmp_path: Path, hub_model: Model
+    server: WebServer, tmp_path: Path, hub_model: CatalogueModel
 ) -> None:
     other = random_bytes(len(CONTENT), seed=1)
     publish_on_hub(server, HUB, other, digest=sha256(CONTENT))
@@ -824,7 +828,7 @@ def test_file_that_is_not_what_the_hub_says_leaves_its_cache(
 
 
 def test_sign_in_page_is_not_taken_for_the_hub(
-    server: WebServer, tmp_path: Path, hub_model: Model
+    server: WebServer, tmp_path: Path, hub_model: CatalogueModel
 ) -> None:
     server.resources[publish_on_hub(server, HUB, CONTENT)] = Resource(b"<html>", "text/html")
     publish(server, hub_model, CONTENT)
@@ -834,7 +838,7 @@ def test_sign_in_page_is_not_taken_for_the_hub(
 
 
 def test_no_network_at_all_is_one_line_that_names_both(
-    server: WebServer, tmp_path: Path, hub_model: Model
+    server: WebServer, tmp_path: Path, hub_model: CatalogueModel
 ) -> None:
     dead = "http://127.0.0.1:1"
     variables = {"HF_ENDPOINT": dead, "SPECGEN_PYPI_INDEX": dead}
@@ -847,7 +851,7 @@ def test_no_network_at_all_is_one_line_that_names_both(
 
 
 def test_file_in_the_hub_cache_counts_if_it_is_the_one(
-    server: WebServer, tmp_path: Path, hub_model: Model
+    server: WebServer, tmp_path: Path, hub_model: CatalogueModel
 ) -> None:
     publish_on_hub(server, HUB, CONTENT)
     path, _ = finished(python(tmp_path, server, FETCH))
@@ -863,7 +867,7 @@ print(locate(load_registry().model("tiny")))
 
 
 def test_file_in_the_hub_cache_counts_though_its_blob_is_shared(
-    server: WebServer, tmp_path: Path, hub_model: Model
+    server: WebServer, tmp_path: Path, hub_model: CatalogueModel
 ) -> None:
     publish_on_hub(server, HUB, CONTENT)
     path = Path(finished(python(tmp_path, server, FETCH))[0])

@@ -1,10 +1,8 @@
-"""What `specgen bench` lets compete: from names to lineups whose models are loaded."""
+"""What `specgen bench` compares: targets, drafts and settings, from the names of the command line."""
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
@@ -24,12 +22,9 @@ from specgen.selection.model_choice import staged
 from specgen.selection.session_opening import find_models
 
 if TYPE_CHECKING:
-    from specgen.bench.contenders import Contender
     from specgen.bench.peer_contenders import Against
-    from specgen.bench.runs import Lineup
     from specgen.calibration.memory import Memory
-    from specgen.cli.progress import Progress
-    from specgen.engine.session import Session, SessionOptions
+    from specgen.engine.session import SessionOptions
 
 #: What plain decoding is called.
 PLAIN = "plain"
@@ -48,7 +43,7 @@ class Field:
     drafts: Mapping[str, Stages]
 
 
-class Way(NamedTuple):
+class DraftingSettings(NamedTuple):
     """How much is drafted, and in which shape."""
 
     policy: PolicyName
@@ -99,12 +94,12 @@ class Plan:
         return with_threads(context, self.known.threads(model, context))
 
     @property
-    def ways(self) -> list[Way]:
+    def ways(self) -> list[DraftingSettings]:
         """Every policy with every shape of drafts; a fixed shape needs no policy."""
-        found = [Way(policy, tree) for tree in self.trees for policy in self.policies]
+        found = [DraftingSettings(policy, tree) for tree in self.trees for policy in self.policies]
         return [way for way in found if not way.tree.is_fixed or way.policy == self.policies[0]]
 
-    def drafting_of(self, way: Way) -> DraftOptions:
+    def drafting_of(self, way: DraftingSettings) -> DraftOptions:
         return replace(self.drafting, policy=way.policy, tree=way.tree)
 
     @property
@@ -112,7 +107,7 @@ class Plan:
         """The longest draft of any way."""
         return max(self.drafting_of(way).n_max for way in self.ways)
 
-    def drafters(self, draft: str, way: Way) -> list[str]:
+    def drafters(self, draft: str, way: DraftingSettings) -> list[str]:
         """What drafts where a draft is named: n-grams may do so beside a model."""
         adds_ngrams = self.drafting_of(way).adds_ngrams
         return [draft, NGRAM] if adds_ngrams and draft != NGRAM else [draft]
@@ -129,7 +124,7 @@ class Plan:
         named = tuple(dict.fromkeys(name for group in together for name in group))
         return list(dict.fromkeys((*together, named))) if named else []
 
-    def name(self, draft: str, way: Way) -> str:
+    def name(self, draft: str, way: DraftingSettings) -> str:
         """What a contender is called."""
         parts = [draft]
         if len(self.policies) > 1 and not way.tree.is_fixed:
@@ -188,7 +183,7 @@ def named_apart(paths: Sequence[Path]) -> dict[str, Path]:
     return {path.name if names.count(path.name) == 1 else str(path): path for path in paths}
 
 
-def describe(field: Field, plan: Plan, others: Sequence[str] = ()) -> list[dict[str, Any]]:
+def contender_entries(field: Field, plan: Plan, others: Sequence[str] = ()) -> list[dict[str, Any]]:
     """What the contenders are, as JSON has it; `others` are other programs."""
     found: list[dict[str, Any]] = []
     for temperature in plan.temperatures:
@@ -202,71 +197,3 @@ def describe(field: Field, plan: Plan, others: Sequence[str] = ()) -> list[dict[
         alone = {**where, "policy": None, "tree": None, "drafters": []}
         found += [{**alone, "name": name} for name in others]
     return found
-
-
-@contextlib.contextmanager
-def lineups(
-    field: Field, plan: Plan, interrupted: Callable[[], bool], progress: Progress
-) -> Iterator[list[Lineup]]:
-    """A lineup for each temperature, with its models loaded until the end.
-
-    Each contender has a session, with weights of its own: where llama.cpp repacks weights for
-    the CPU, or keeps them on a GPU, each takes memory. Raises `ModelFileError`, `PairError`.
-    """
-    from specgen.bench.contenders import SessionContender
-    from specgen.bench.peer_contenders import peers_of
-    from specgen.bench.runs import Lineup
-    from specgen.engine.session import Session
-
-    n_contenders = len(plan.temperatures) * (1 + len(field.drafts) * len(plan.ways))
-    opened: list[Session] = []
-    with contextlib.ExitStack() as stack:
-
-        def contender(
-            name: str, draft: Stages, drafting: DraftOptions, temperature: float
-        ) -> SessionContender:
-            progress(f"loading {field.name}", len(opened), n_contenders)
-            options = plan.options(field, draft)
-            options = replace(
-                options,
-                drafting=drafting,
-                sampler=replace(options.sampler, temperature=temperature),
-            )
-            # Each learns for itself what decoding costs and which drafts are accepted, and keeps
-            # it for all prompts: none gains or loses by who else takes part.
-            session = stack.enter_context(Session(options, time.perf_counter))
-            opened.append(session)
-            return SessionContender(name, session, chat=plan.chat, interrupted=interrupted)
-
-        found: list[Lineup] = []
-        for temperature in plan.temperatures:
-            plain = contender(PLAIN, ("none",), replace(plan.drafting, policy="fixed"), temperature)
-            others: list[Contender] = [
-                contender(plan.name(name, way), draft, plan.drafting_of(way), temperature)
-                for name, draft in field.drafts.items()
-                for way in plan.ways
-            ]
-            session = opened[-1 - len(others)]
-            drafts = _same_vocabulary(field, opened)
-            for against in plan.against:
-                others += peers_of(
-                    against,
-                    session,
-                    drafts,
-                    folder=plan.peers,
-                    chat=plan.chat,
-                    interrupted=interrupted,
-                )
-            found.append(Lineup(field.name, temperature, plain, tuple(others)))
-        yield found
-
-
-def _same_vocabulary(field: Field, sessions: Sequence[Session]) -> dict[str, Path]:
-    """The draft models that have the target's vocabulary, by name: llama.cpp refuses others."""
-    own = {session.options.draft for session in sessions if not session.is_translated}
-    firsts = {stages[0]: name for name, stages in field.drafts.items() if len(stages) == 1}
-    return {
-        firsts.get(draft, draft.name): draft
-        for draft, *_ in field.drafts.values()
-        if isinstance(draft, Path) and draft in own
-    }

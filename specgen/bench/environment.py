@@ -6,18 +6,17 @@ import dataclasses
 import datetime
 import itertools
 import math
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from specgen import __version__
-from specgen.cli.contest import Field, Plan
+from specgen.bench.plan import Field, Plan
 
 
-def about(plan: Plan, fields: Sequence[Field]) -> dict[str, Any]:
-    """The machine, the versions, the files and all settings, as JSON can have them."""
+def about(plan: Plan, fields: Sequence[Field], command: str) -> dict[str, Any]:
+    """The machine, the versions, the files and all settings, as JSON can have them; `command` is the
+    command line that asked for it."""
     from specgen.backend.llama import build
     from specgen.backend.llama.kernels import computing
     from specgen.machine import look_at_machine
@@ -42,7 +41,7 @@ def about(plan: Plan, fields: Sequence[Field]) -> dict[str, Any]:
     return {
         "specgen": __version__,
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": shlex.join(["specgen", *sys.argv[1:]]),
+        "command": command,
         "machine": as_json(look_at_machine()),
         "llama_cpp": {
             "python_package": made.version,

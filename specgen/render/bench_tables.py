@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from specgen.bench.figures import CategoryFigures, Figures
-    from specgen.bench.report import Report
+    from specgen.bench.figures import CategoryFigures, ContenderFigures
+    from specgen.bench.report import BenchReport
 
 #: In place of a category: the figures of all of them.
 OVERALL = "overall"
@@ -27,7 +27,7 @@ _HEADINGS = (
 )
 
 
-def lines(report: Report) -> Iterator[str]:
+def bench_lines(report: BenchReport) -> Iterator[str]:
     """A line for each contender and, if there are several categories, for each of them behind
     it; columns are separated by tabs, and empty where there is no figure."""
     for each in report.figures:
@@ -39,7 +39,7 @@ def lines(report: Report) -> Iterator[str]:
                 yield "\t".join([each.target, *own, *cells])
 
 
-def _overall(report: Report, each: Figures) -> list[str]:
+def _overall(report: BenchReport, each: ContenderFigures) -> list[str]:
     spread, worst = each.speedups, each.worst
     return [
         str(each.n_answers),
@@ -70,7 +70,7 @@ def _of_category(each: CategoryFigures) -> list[str]:
     ]
 
 
-def print_tables(report: Report, console: Console) -> None:
+def print_bench_tables(report: BenchReport, console: Console) -> None:
     """Print the figures of each lineup, and those by category, and what they mean."""
     from rich.text import Text
 
@@ -87,7 +87,7 @@ def print_tables(report: Report, console: Console) -> None:
     console.print(Text(_explanation(report, has_foresight=has_foresight), style="dim"))
 
 
-def _main_table(every: Sequence[Figures], reached: Sequence[float | None]) -> Table:
+def _main_table(every: Sequence[ContenderFigures], reached: Sequence[float | None]) -> Table:
     from rich.text import Text
 
     shows_reached = any(share is not None for share in reached)
@@ -113,7 +113,7 @@ def _main_table(every: Sequence[Figures], reached: Sequence[float | None]) -> Ta
     return table
 
 
-def _category_table(categories: Sequence[str], every: Sequence[Figures]) -> Table:
+def _category_table(categories: Sequence[str], every: Sequence[ContenderFigures]) -> Table:
     from rich.text import Text
 
     from specgen.render.text import clean_line
@@ -137,7 +137,7 @@ def _empty(headings: Sequence[str]) -> Table:
     return table
 
 
-def _explanation(report: Report, *, has_foresight: bool) -> str:
+def _explanation(report: BenchReport, *, has_foresight: bool) -> str:
     from specgen.render.text import counted
 
     n_prompts = len({result.prompt for result in report.runs.results})

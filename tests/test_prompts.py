@@ -27,7 +27,7 @@ from specgen.options import (
 from specgen.policy import FixedPolicy
 from specgen.testing.fake_backend import FakeVocabulary, random_language
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
-from tests.fakes import N_VOCAB, model_drafter
+from tests.fake_generations import N_VOCAB, model_drafter
 
 NOW = datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc)
 #: ChatML with a system message of the template's own, where there is none.

@@ -27,8 +27,7 @@ from specgen.options import DraftOptions, GenerationOptions, parse_tree
 from specgen.policy import CostAwarePolicy, Policy, RoundReport
 from specgen.sampling import NoTokenAllowedError, Sampler
 from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
-from tests.fake_grammar import FakeGrammar
-from tests.fakes import (
+from tests.fake_generations import (
     GREEDY,
     N_VOCAB,
     PROMPT,
@@ -38,6 +37,7 @@ from tests.fakes import (
     Timed,
     model_drafter,
 )
+from tests.fake_grammar import FakeGrammar
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
 LETTERS = FakeVocabulary.letters(N_VOCAB)

@@ -33,8 +33,8 @@ from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.policy import Policy
 from specgen.sampling import Distribution, distribution
 from specgen.testing.fake_backend import FakeVocabulary, Language, noisy, random_language
-from tests.fakes import Clock, Setup, SiblingDrafter, TreeDrafter, model_drafter
-from tests.goodness import LEVEL, p_value
+from tests.fake_generations import Clock, Setup, SiblingDrafter, TreeDrafter, model_drafter
+from tests.goodness_of_fit import LEVEL, p_value
 
 N_VOCAB = 5
 #: Tokens that are tested, after the first.

@@ -15,8 +15,8 @@ from specgen.selection.default_draft import name_of
 from specgen.selection.outlook import Costs, rows_s
 from specgen.selection.tuning import (
     DraftFindings,
+    TriedDraft,
     Tuning,
-    Way,
     break_even,
     halfway_right,
     speedup_with,
@@ -25,10 +25,8 @@ from specgen.selection.tuning import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from specgen.calibration.weight_copies import Comparison
-    from specgen.selection.trial import Baseline, Figures
+    from specgen.selection.trial import Baseline, DraftFigures
 
 #: A gain below this is no gain: another minute measures something else.
 _LEAST_GAIN = 1.03
@@ -44,9 +42,6 @@ _STEADY = 1.4
 _IDLE_SHARE = 0.1
 #: With fewer tokens of answers, chance has much to say.
 _N_SURE = 100
-#: Wide enough to read where output goes to a file; what is found stands below its heading.
-_WIDTH = 100
-_INDENT = "  "
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +69,14 @@ def advice(tuning: Tuning) -> list[Section]:
     return [section for section in sections if section.sentences]
 
 
-def name_of_way(way: Way) -> str:
+def name_of_way(way: TriedDraft) -> str:
     """What drafts, in words."""
     if way.draft == "none":
         return "not drafting"
     return f"{name_of(way.draft)} {'and n-grams' if way.ngrams else 'alone'}"
 
 
-def options_of_way(way: Way) -> str:
+def options_of_way(way: TriedDraft) -> str:
     """What has `specgen run` draft so."""
     alone = " --no-ngrams" if isinstance(way.draft, Path) and not way.ngrams else ""
     return f"--draft {shlex.quote(str(way.draft))}{alone}"
@@ -111,14 +106,14 @@ def _worth(tuning: Tuning) -> Iterator[str]:
         yield f"best is {name_of_way(best)} ({options_of_way(best)}): {_gain(best.figures, plain)}"
 
 
-def _own_way(tuning: Tuning) -> Way | None:
+def _own_way(tuning: Tuning) -> TriedDraft | None:
     """The draft that the user has, as `specgen run` takes it."""
     if tuning.draft is None:
         return None
     return tuning.way(tuning.draft.draft, ngrams=True) or tuning.way(tuning.draft.draft)
 
 
-def _gain(figures: Figures, plain_tokens_per_s: str) -> str:
+def _gain(figures: DraftFigures, plain_tokens_per_s: str) -> str:
     return (
         f"x{figures.speedup:.2f} plain decoding, {figures.tokens_per_s:.1f} tokens/s instead "
         f"of {plain_tokens_per_s}; x{figures.worst_speedup:.2f} for the prompt that it suits least"
@@ -271,7 +266,7 @@ def _settings(tuning: Tuning) -> Iterator[str]:
         yield _lengths_text(own.figures, max(tuning.baseline.batch_s) - 1)
 
 
-def _lengths_text(figures: Figures, n_max: int) -> str:
+def _lengths_text(figures: DraftFigures, n_max: int) -> str:
     rule = f"drafts are as long as is expected to pay, {n_max} tokens at most"
     if figures.draft_length is None:
         return f"{rule}: here none was"
@@ -329,7 +324,7 @@ def _doubts(tuning: Tuning) -> Iterator[str]:
             f"{', and '.join(busy)}: this is what drafting is worth on a machine that has other "
             "work to do, tune again when it has not"
         )
-    n_tokens = _n_tokens(tuning.baseline)
+    n_tokens = n_answer_tokens(tuning.baseline)
     if n_tokens < _N_SURE:
         yield f"{n_tokens} tokens of answers are few: --count and -n take more"
 
@@ -342,7 +337,8 @@ def _token_times(tuning: Tuning) -> list[float]:
     return times
 
 
-def _n_tokens(baseline: Baseline) -> int:
+def n_answer_tokens(baseline: Baseline) -> int:
+    """Number of tokens in all answers of the baseline."""
     return sum(len(answer.tokens) for answer in baseline.answers)
 
 
@@ -358,7 +354,7 @@ def to_json_object(tuning: Tuning) -> dict[str, Any]:
         "batch_s": {str(size): seconds for size, seconds in sorted(baseline.batch_s.items())},
         "answer_token_s": list(baseline.answer_token_s),
         "n_prompts": len(baseline.answers),
-        "n_tokens": _n_tokens(baseline),
+        "n_tokens": n_answer_tokens(baseline),
         "skipped_prompts": list(baseline.skipped),
         "threads": _threads_object(tuning.threads),
         "draft": None if draft is None else _draft_object(draft),
@@ -399,23 +395,3 @@ def _copy_object(compared: Comparison) -> dict[str, Any]:
 
 def _threads_object(times: ThreadTimes | None) -> dict[str, Any] | None:
     return None if times is None else dataclasses.asdict(times)
-
-
-def print_advice(tuning: Tuning, console: Console) -> None:
-    """Print the sections, for people."""
-    from rich.text import Text
-
-    from specgen.render.text import counted
-
-    width = console.width if console.is_terminal else _WIDTH
-    n_prompts = counted(len(tuning.baseline.answers), "prompt")
-    n_tokens = counted(_n_tokens(tuning.baseline), "token")
-    about = f"{tuning.target.name}: {n_prompts}, {n_tokens} of answers, temperature 0"
-    console.print(Text(about), soft_wrap=True)
-    for section in advice(tuning):
-        console.print()
-        console.print(Text(section.heading, "bold"), soft_wrap=True)
-        for sentence in section.sentences:
-            for line in Text(sentence).wrap(console, max(1, width - 2 * len(_INDENT))):
-                line.rstrip()
-                console.print(Text(_INDENT) + line, soft_wrap=True)

@@ -15,7 +15,7 @@ import specgen.cli
 import specgen.selection.outlook
 from specgen.backend.llama import LlamaBackend
 from specgen.calibration.memory import Memory
-from specgen.calibration.timing import batch_sizes
+from specgen.calibration.timing import timed_batch_sizes
 from specgen.catalogue import SavedDraft, identify, memory_file, save_draft, saved_drafts_file
 from specgen.cli.opening import make_opener
 from specgen.engine.session import DraftSource, Session, SessionOptions
@@ -309,7 +309,7 @@ def test_the_sizes_that_a_round_may_have_are_measured(tiny_models: Path, n_max: 
         found = measure_costs(session, draft)
         assert found == known_costs(session, draft)
     assert found is not None
-    assert set(found.batch_s) == set(batch_sizes(n_max + 1))
+    assert set(found.batch_s) == set(timed_batch_sizes(n_max + 1))
     assert all(seconds > 0.0 for seconds in (*found.batch_s.values(), found.draft_token_s))
 
 

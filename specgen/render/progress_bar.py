@@ -8,8 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-#: Told what is going on, and how much of it is done, of how much.
-Progress = Callable[[str, int, int], None]
+from specgen.progress import Progress
 
 
 @contextlib.contextmanager
@@ -26,14 +25,16 @@ def progress_bar(*, quiet: bool, clock: Callable[[], float] = time.monotonic) ->
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
-        Progress,
         TextColumn,
         TimeRemainingColumn,
+    )
+    from rich.progress import (
+        Progress as Bar,
     )
 
     from specgen.render import make_console
 
-    bar = Progress(
+    bar = Bar(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),

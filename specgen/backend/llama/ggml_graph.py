@@ -1,0 +1,177 @@
+"""Compute a graph of GGML's operators on the CPU, and find the CPU's buffer types."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specgen.backend.llama.library import forget_log, ggml_function, last_error
+from specgen.errors import BackendError
+
+#: GGML's plain buffer type for the CPU.
+CPU_BUFFER = "CPU"
+_CPU_DEVICE = 0
+#: Tensors of one computation, at most; they are small without their data.
+_N_TENSORS = 16
+
+
+@functools.cache
+def ggml(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of GGML's. Raises `BackendError` if this build has none of that name."""
+    try:
+        return ggml_function(name, result, *arguments)
+    except AttributeError:
+        raise BackendError(f"this build of llama.cpp has no function {name}") from None
+
+
+class _InitParams(ctypes.Structure):
+    _fields_ = (
+        ("mem_size", ctypes.c_size_t),
+        ("mem_buffer", ctypes.c_void_p),
+        ("no_alloc", ctypes.c_bool),
+    )
+
+
+@contextmanager
+def no_data() -> Iterator[Any]:
+    """A context for the descriptions of some tensors and a graph of them, without their data."""
+    size = _N_TENSORS * ggml("ggml_tensor_overhead", ctypes.c_size_t)()
+    overhead = ggml("ggml_graph_overhead_custom", ctypes.c_size_t, ctypes.c_size_t, ctypes.c_bool)
+    size += overhead(_N_TENSORS, False)
+    context = ggml("ggml_init", ctypes.c_void_p, _InitParams)(_InitParams(size, None, True))
+    if not context:
+        raise BackendError("GGML could not make a context")
+    try:
+        yield context
+    finally:
+        ggml("ggml_free", None, ctypes.c_void_p)(context)
+
+
+def new_tensor(context: Any, type_number_: int, shape: Sequence[int]) -> Any:
+    """A tensor without data; the last dimension of `shape` is GGML's first."""
+    make = ggml(
+        "ggml_new_tensor",
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.POINTER(ctypes.c_int64),
+    )
+    dimensions = (ctypes.c_int64 * len(shape))(*reversed(shape))
+    return make(context, type_number_, len(shape), dimensions)
+
+
+def allocate(resources: ExitStack, context: Any, buffer_type: Any) -> Any:
+    """A buffer for all tensors of a context, freed with `resources`."""
+    forget_log()
+    allocate = ggml(
+        "ggml_backend_alloc_ctx_tensors_from_buft", ctypes.c_void_p, *2 * (ctypes.c_void_p,)
+    )
+    buffer = allocate(context, buffer_type)
+    if not buffer:
+        raise BackendError(f"GGML could not allocate tensors: {last_error()}")
+    resources.callback(ggml("ggml_backend_buffer_free", None, ctypes.c_void_p), buffer)
+    return buffer
+
+
+def write_tensor(tensor: Any, data: NDArray[Any]) -> None:
+    """Copy all of an array to a tensor of the same size. Raises `BackendError` otherwise."""
+    copy_tensor("ggml_backend_tensor_set", tensor, data)
+
+
+def copy_tensor(name: str, tensor: Any, data: NDArray[Any]) -> None:
+    """Copy all of a tensor from an array, or to it."""
+    copy = ggml(name, None, *2 * (ctypes.c_void_p,), *2 * (ctypes.c_size_t,))
+    size = ggml("ggml_nbytes", ctypes.c_size_t, ctypes.c_void_p)(tensor)
+    if size != data.nbytes:
+        raise BackendError(f"a tensor of {size} bytes, an array of {data.nbytes}")
+    copy(tensor, data.ctypes.data, 0, size)
+
+
+def compute(
+    build: Callable[[Any], tuple[Any, list[tuple[Any, NDArray[Any]]]]],
+    shape: tuple[int, ...],
+    n_threads: int,
+) -> NDArray[np.float32]:
+    """Compute what `build` makes in a context: the result's tensor, and the inputs with their data."""
+    if 0 in shape:
+        return np.zeros(shape, np.float32)
+    with ExitStack() as resources:
+        context = resources.enter_context(no_data())
+        result, inputs = build(context)
+        make_graph = ggml(
+            "ggml_new_graph_custom",
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_bool,
+        )
+        graph = make_graph(context, _N_TENSORS, False)
+        ggml("ggml_build_forward_expand", None, *2 * (ctypes.c_void_p,))(graph, result)
+        allocate(resources, context, find_buffer_type(CPU_BUFFER))
+        for tensor, data in inputs:
+            write_tensor(tensor, data)
+        backend = ggml("ggml_backend_cpu_init", ctypes.c_void_p)()
+        if not backend:
+            raise BackendError("GGML could not start its CPU backend")
+        resources.callback(ggml("ggml_backend_free", None, ctypes.c_void_p), backend)
+        set_threads = ggml("ggml_backend_cpu_set_n_threads", None, ctypes.c_void_p, ctypes.c_int)
+        set_threads(backend, n_threads)
+        compute = ggml("ggml_backend_graph_compute", ctypes.c_int, *2 * (ctypes.c_void_p,))
+        status = compute(backend, graph)
+        if status:
+            raise BackendError(f"GGML could not compute an operator (status {status})")
+        values = np.empty(shape, np.float32)
+        copy_tensor("ggml_backend_tensor_get", result, values)
+        return values
+
+
+def buffer_types() -> tuple[str, ...]:
+    """The names of the CPU's buffer types: the plain one, then those for weights only, in the
+    order in which llama.cpp tries them."""
+    return (CPU_BUFFER, *extra_buffer_types())
+
+
+def find_buffer_type(name: str) -> Any:
+    """Raises `BackendError` if there is none of that name."""
+    if name == CPU_BUFFER:
+        return ggml("ggml_backend_cpu_buffer_type", ctypes.c_void_p)()
+    extra = extra_buffer_types()
+    if name not in extra:
+        raise BackendError(f"GGML has no buffer type {name}; it has {', '.join(buffer_types())}")
+    return extra[name]
+
+
+def extra_buffer_types() -> dict[str, Any]:
+    """Buffer types with layouts of their own, by name; they may come to be while we run."""
+    device = cpu_device()
+    registry = ggml("ggml_backend_dev_backend_reg", ctypes.c_void_p, ctypes.c_void_p)(device)
+    find = ggml(
+        "ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p
+    )
+    address = find(registry, b"ggml_backend_dev_get_extra_bufts")
+    if not address:
+        return {}
+    pointers = ctypes.POINTER(ctypes.c_void_p)
+    listed = ctypes.CFUNCTYPE(pointers, ctypes.c_void_p)(address)(device)
+    name_of = ggml("ggml_backend_buft_name", ctypes.c_char_p, ctypes.c_void_p)
+    found: dict[str, Any] = {}
+    index = 0
+    while listed and listed[index]:
+        found[name_of(listed[index]).decode("utf-8", "replace")] = listed[index]
+        index += 1
+    return found
+
+
+def cpu_device() -> Any:
+    """GGML's CPU device. Raises `BackendError` if there is none."""
+    device = ggml("ggml_backend_dev_by_type", ctypes.c_void_p, ctypes.c_int)(_CPU_DEVICE)
+    if not device:
+        raise BackendError("GGML has no CPU backend")
+    return device

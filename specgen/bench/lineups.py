@@ -1,0 +1,84 @@
+"""Load the models of a benchmark: the lineups of a plan."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specgen.bench.contenders import SessionContender
+from specgen.bench.peer_contenders import peers_of
+from specgen.bench.plan import PLAIN, Field, Plan, Stages
+from specgen.bench.runs import Lineup
+from specgen.engine.session import Session
+
+if TYPE_CHECKING:
+    from specgen.bench.contenders import Contender
+    from specgen.options import DraftOptions
+    from specgen.progress import Progress
+
+
+@contextlib.contextmanager
+def lineups(
+    field: Field, plan: Plan, interrupted: Callable[[], bool], progress: Progress
+) -> Iterator[list[Lineup]]:
+    """A lineup for each temperature, with its models loaded until the end.
+
+    Each contender has a session, with weights of its own: where llama.cpp repacks weights for
+    the CPU, or keeps them on a GPU, each takes memory. Raises `ModelFileError`, `PairError`.
+    """
+    n_contenders = len(plan.temperatures) * (1 + len(field.drafts) * len(plan.ways))
+    opened: list[Session] = []
+    with contextlib.ExitStack() as stack:
+
+        def contender(
+            name: str, draft: Stages, drafting: DraftOptions, temperature: float
+        ) -> SessionContender:
+            progress(f"loading {field.name}", len(opened), n_contenders)
+            options = plan.options(field, draft)
+            options = replace(
+                options,
+                drafting=drafting,
+                sampler=replace(options.sampler, temperature=temperature),
+            )
+            # Each learns for itself what decoding costs and which drafts are accepted, and keeps
+            # it for all prompts: none gains or loses by who else takes part.
+            session = stack.enter_context(Session(options, time.perf_counter))
+            opened.append(session)
+            return SessionContender(name, session, chat=plan.chat, interrupted=interrupted)
+
+        found: list[Lineup] = []
+        for temperature in plan.temperatures:
+            plain = contender(PLAIN, ("none",), replace(plan.drafting, policy="fixed"), temperature)
+            others: list[Contender] = [
+                contender(plan.name(name, way), draft, plan.drafting_of(way), temperature)
+                for name, draft in field.drafts.items()
+                for way in plan.ways
+            ]
+            session = opened[-1 - len(others)]
+            drafts = _same_vocabulary(field, opened)
+            for against in plan.against:
+                others += peers_of(
+                    against,
+                    session,
+                    drafts,
+                    folder=plan.peers,
+                    chat=plan.chat,
+                    interrupted=interrupted,
+                )
+            found.append(Lineup(field.name, temperature, plain, tuple(others)))
+        yield found
+
+
+def _same_vocabulary(field: Field, sessions: Sequence[Session]) -> dict[str, Path]:
+    """The draft models that have the target's vocabulary, by name: llama.cpp refuses others."""
+    own = {session.options.draft for session in sessions if not session.is_translated}
+    firsts = {stages[0]: name for name, stages in field.drafts.items() if len(stages) == 1}
+    return {
+        firsts.get(draft, draft.name): draft
+        for draft, *_ in field.drafts.values()
+        if isinstance(draft, Path) and draft in own
+    }

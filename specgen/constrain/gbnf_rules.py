@@ -1,0 +1,74 @@
+"""The rules of a grammar, as GBNF has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+_LAST_CHARACTER = 0x10FFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Characters:
+    """One character in any of these ranges (both ends included), or in none of them."""
+
+    ranges: tuple[tuple[int, int], ...]
+    negated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What another rule derives."""
+
+    rule: int
+
+
+Element: TypeAlias = Characters | Reference
+Sequence: TypeAlias = list[Element]
+#: The alternatives of a rule.
+Rule: TypeAlias = list[Sequence]
+
+ANY_CHARACTER = Characters((), negated=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Gbnf:
+    """The rules of a grammar that llama.cpp can work with, repetitions written out."""
+
+    rules: list[Rule]
+
+    def elements(self) -> Iterator[Element]:
+        for rule in self.rules:
+            for sequence in rule:
+                yield from sequence
+
+    def characters(self) -> set[Characters]:
+        """The sets of characters that the grammar tells apart."""
+        return {element for element in self.elements() if isinstance(element, Characters)}
+
+    def character_classes(self) -> list[tuple[int, int]]:
+        """(first code point, class) of stretches of code points, in ascending order.
+
+        Characters of one class are matched by the same elements: to the grammar, texts that
+        differ only in characters of the same class are one.
+        """
+        sets = self.characters()
+        starts = {0}
+        for characters in sets:
+            for low, high in characters.ranges:
+                starts |= {low, high + 1}
+        ordered = sorted(start for start in starts if start <= _LAST_CHARACTER)
+        index = {start: number for number, start in enumerate(ordered)}
+        members = [0] * len(ordered)  # bit k: matched by the k-th set
+        for k, characters in enumerate(sets):
+            for low, high in characters.ranges:
+                for number in range(
+                    index.get(low, len(ordered)), index.get(high + 1, len(ordered))
+                ):
+                    members[number] |= 1 << k
+        numbers: dict[int, int] = {}
+        return [
+            (start, numbers.setdefault(member, len(numbers)))
+            for start, member in zip(ordered, members, strict=True)
+        ]
