@@ -13,7 +13,8 @@ The tree::
     ├── BackendError             9   llama.cpp is missing, broken, or refused to decode
     │   └── RollbackError        9   the cache could not drop tokens
     ├── OutputError             10   the answer could not be written
-    └── DefectError             11   `specgen verify` found text that the target would not say
+    ├── DefectError             11   `specgen verify` found text that the target would not say
+    └── BatchError              12   some lines of `specgen batch` could not be answered
 
 A message is one line: what happened, with the value; the hint, where there is one, is
 what to do about it. Whatever is not a `SpecgenError` is a bug and keeps its traceback.
@@ -105,3 +106,9 @@ class DefectError(SpecgenError):
     """`specgen verify` found a defect: text that the target alone would not have said."""
 
     exit_code = 11
+
+
+class BatchError(SpecgenError):
+    """Some lines of `specgen batch` could not be answered; their results say why."""
+
+    exit_code = 12

@@ -386,15 +386,28 @@ def test_a_choice_that_is_none_is_refused(cli: Cli, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     "command",
-    [("run", "-p", "Hi"), ("verify",), ("tune",), ("bench",), ("draft", "find")],
+    [
+        ("run", "-p", "Hi"),
+        ("batch", "in.jsonl", "out.jsonl"),
+        ("verify",),
+        ("tune",),
+        ("bench",),
+        ("draft", "find"),
+    ],
     ids=" ".join,
 )
 @pytest.mark.usefixtures("refused")
 def test_every_command_that_loads_models_takes_the_choice(
-    cli: Cli, capsys: pytest.CaptureFixture[str], command: Sequence[str]
+    cli: Cli,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    command: Sequence[str],
 ) -> None:
     import specgen.cli
 
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text("Hi\n", encoding="utf-8")
     with pytest.raises(SystemExit) as exit_:
         specgen.cli.main([*command, "-m", cli.model("target"), "--kernels", "specgen"])
     assert exit_.value.code == 2

@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "specgen"
 
 #: From the bottom up; a module imports from its own layer and from those below it only.
 LAYERS = (
-    ("errors", "options", "arrays", "events", "atomic", "child", "machine"),
+    ("errors", "options", "arrays", "events", "atomic", "child", "machine", "json_values"),
     ("sampling", "constrain"),
     ("core",),
     ("backend",),
@@ -18,9 +18,9 @@ LAYERS = (
     ("policy",),
     ("drafters",),
     ("engine",),
-    ("testing", "catalogue", "progress"),
+    ("testing", "catalogue", "progress", "openai_format"),
     ("selection", "proof"),
-    ("bench",),
+    ("bench", "batch"),
     ("render",),
     ("kernels",),
     ("doctor", "api"),

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import itertools
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from specgen import __version__
 from specgen.bench.plan import Field, Plan
+from specgen.json_values import as_json
 
 
 def about(plan: Plan, fields: Sequence[Field], command: str) -> dict[str, Any]:
@@ -57,17 +56,3 @@ def about(plan: Plan, fields: Sequence[Field], command: str) -> dict[str, Any]:
         },
         "settings": {name: as_json(value) for name, value in settings.items()},
     }
-
-
-def as_json(value: Any) -> Any:
-    """A value of dataclasses, dictionaries, tuples and numbers; JSON has no infinity."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        return {name: as_json(getattr(value, name)) for name in names}
-    if isinstance(value, (list, tuple)):
-        return [as_json(each) for each in value]
-    if isinstance(value, dict):
-        return {name: as_json(each) for name, each in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value

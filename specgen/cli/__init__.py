@@ -14,6 +14,7 @@ import typer.core
 
 from specgen import __version__
 from specgen.cli import draft, models
+from specgen.cli.batch import batch
 from specgen.cli.bench import bench
 from specgen.cli.doctor import doctor
 from specgen.cli.run import run
@@ -55,6 +56,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(run)
+app.command()(batch)
 app.command()(verify)
 app.command()(tune)
 app.command()(bench)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import math
 import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specgen.backend.llama import LlamaBackend
 from specgen.engine.answer_settings import AnswerSettings
@@ -22,13 +20,14 @@ from specgen.engine.prompts import Prompt
 from specgen.engine.slots import Part, n_common
 from specgen.errors import BackendError, PromptError, SpecgenError, UsageError
 from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
+from specgen.json_values import as_json
 from specgen.options import GenerationOptions, SamplerOptions
 
 if TYPE_CHECKING:
     from specgen.engine.session import Session
 
 #: llama.cpp has no room for more sequences in a context.
-_MAX_SEQUENCES = 256
+MAX_SEQUENCES = 256
 #: Room for a prompt and its answer where no context size is given, in tokens.
 _N_CTX = 4096
 
@@ -105,7 +104,7 @@ class Engine:
     ) -> None:
         if n_parallel < 1:
             raise UsageError(f"{n_parallel} answers at once: give 1 or more")
-        n_most = _MAX_SEQUENCES // session.n_sequences_max
+        n_most = MAX_SEQUENCES // session.n_sequences_max
         if n_parallel > n_most:
             raise UsageError(
                 f"{n_parallel} answers at once: with drafts like these {n_most} can be made",
@@ -156,6 +155,11 @@ class Engine:
                     answer.failure = error
             for place in self._places:
                 self._free(place)
+
+    @property
+    def n_parallel(self) -> int:
+        """How many answers are made at once, at most."""
+        return len(self._places)
 
     @property
     def n_ctx(self) -> int:
@@ -336,7 +340,7 @@ class Engine:
             draft_weights=session.costs.context_options(path).weights if path is not None else None,
             kernels=session.target_model.kernels,
             n_ctx=self._n_ctx,
-            sampler=_to_json_object(replace(settings.sampling, seed=answer.seed)),
+            sampler=as_json(replace(settings.sampling, seed=answer.seed)),
             verifier=session.verifier_name(settings),
             grammar=settings.generation.grammar,
         )
@@ -384,13 +388,3 @@ def _default_n_ctx(session: Session) -> int:
     if wanted:
         return wanted
     return min(_N_CTX, n_train) if n_train > 0 else _N_CTX
-
-
-def _to_json_object(options: SamplerOptions) -> dict[str, Any]:
-    """The samplers' options as JSON can have them."""
-    settings = dataclasses.asdict(options)
-    # JSON has no infinity.
-    settings["logit_bias"] = [
-        [token, bias if math.isfinite(bias) else str(bias)] for token, bias in options.logit_bias
-    ]
-    return settings

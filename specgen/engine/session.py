@@ -271,6 +271,20 @@ class Session:
             draft_tokens = draft_chat_tokens(draft.model, messages, now)
         return replace(prompt, head=head, draft_tokens=draft_tokens)
 
+    def prompt_of_tokens(self, tokens: Sequence[int]) -> Prompt:
+        """A prompt of the target's tokens as they are. Raises `PromptError` if there is none, or one
+        that the target does not have."""
+        vocabulary = self._target_model.vocabulary
+        for token in tokens:
+            if not 0 <= token < vocabulary.n_tokens:
+                raise PromptError(
+                    f"there is no token {token}: {self._target_model.name} has {vocabulary.n_tokens}"
+                )
+        if not tokens:
+            raise PromptError("the prompt is empty", hint="give some tokens to continue")
+        text = b"".join(map(vocabulary.token_bytes, tokens)).decode("utf-8", "replace")
+        return Prompt(text, tuple(tokens))
+
     def _prompt(self, text: str) -> Prompt:
         tokens = tokenize(self._target_model.vocabulary, text, parse_special=True)
         if not tokens:
@@ -322,12 +336,13 @@ class Session:
         """Keep a finished text for later answers to draft from, if the options ask for that."""
         self._lookups.keep(tokens)
 
-    def context_size(self, n_prompt: int) -> int:
-        """The target's context in tokens. Raises `PromptError` if the prompt is longer."""
+    def context_size(self, n_prompt: int, max_tokens: int | None = None) -> int:
+        """The target's context in tokens, for an answer of `max_tokens` (None: of as many as the
+        options say). Raises `PromptError` if the prompt is longer."""
         n_train = self._target_model.n_ctx_train
         wanted = self._options.target_context.n_ctx
         if wanted is None:
-            n_answer = self._options.generation.max_tokens
+            n_answer = max_tokens if max_tokens is not None else self._options.generation.max_tokens
             n_ctx = n_prompt + (n_answer if n_answer >= 0 else _ANSWER_ROOM)
             n_ctx += self._options.drafting.n_max
             n_ctx = -(-n_ctx // CONTEXT_STEP) * CONTEXT_STEP

@@ -1,0 +1,131 @@
+"""Read the lines of a batch: OpenAI's batch form, a simple object, or a text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specgen.errors import PromptError
+from specgen.openai_format.request import BodyError, Kind, Request, read_request
+from specgen.options import GenerationOptions, SamplerOptions
+
+_URLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
+#: Fields of a line in OpenAI's form; only such lines have a `body`.
+_ENVELOPE = frozenset(["custom_id", "method", "url", "body"])
+
+
+@dataclass(frozen=True, slots=True)
+class LineError:
+    """Why a line has no answer: a word for programs, and a sentence."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of the input, counted from 1, and what it asks for; or what is wrong with it.
+
+    `digest` stands for all that the line says: two lines with the same one ask for the same answer.
+    """
+
+    number: int
+    custom_id: str
+    digest: str
+    request: Request | LineError
+
+
+def read_lines(
+    data: bytes, name: str, sampling: SamplerOptions, generation: GenerationOptions
+) -> list[Line]:
+    """The lines of a file that are not empty, with `sampling` and `generation` for what a line leaves
+    out. A line that cannot be read is there with what is wrong with it.
+
+    Raises `PromptError` if there is no line, or if two have the same custom_id, so that their answers
+    could not be told apart.
+    """
+    lines: list[Line] = []
+    numbers: dict[str, int] = {}
+    for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if not raw.strip():
+            continue
+        line = _read(number, raw.strip(), sampling, generation)
+        if line.custom_id in numbers:
+            raise PromptError(
+                f"{name}: custom_id {line.custom_id!r} is on lines {numbers[line.custom_id]} and "
+                f"{number}",
+                hint="give each line a custom_id of its own; without one it is the line's number",
+            )
+        numbers[line.custom_id] = number
+        lines.append(line)
+    if not lines:
+        raise PromptError(f"{name} has no line", hint="write a request, or a prompt, on each line")
+    return lines
+
+
+def _read(number: int, raw: bytes, sampling: SamplerOptions, generation: GenerationOptions) -> Line:
+    custom_id, digest = str(number), hashlib.sha256(raw).hexdigest()[:16]
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        what = f"the line is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}"
+        return Line(number, custom_id, digest, LineError("invalid_utf8", what))
+    if not text.startswith("{"):
+        body: dict[str, Any] = {"prompt": text}
+    else:
+        try:
+            body = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            what = f"the line is not JSON: {error}"
+            return Line(number, custom_id, digest, LineError("invalid_json", what))
+    try:
+        custom_id = _custom_id(body, custom_id)
+        digest = _digest(body)
+        request = _request(body, sampling, generation)
+    except BodyError as error:
+        return Line(number, custom_id, digest, LineError("invalid_request", error.message))
+    return Line(number, custom_id, digest, request)
+
+
+def _custom_id(body: Mapping[str, Any], default: str) -> str:
+    value = body.get("custom_id")
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise BodyError("custom_id", "it is not a text")
+    try:
+        return str(value).encode().decode()
+    except UnicodeEncodeError:
+        raise BodyError("custom_id", "it has half a surrogate pair") from None
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    """The same for lines that differ in the order of their fields and in white space only."""
+    asked = {name: value for name, value in body.items() if name != "custom_id"}
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _request(
+    body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
+) -> Request:
+    if not {"body", "url", "method"} & body.keys():
+        fields = {name: value for name, value in body.items() if name != "custom_id"}
+        kind: Kind = "chat" if "messages" in fields else "prompt"
+        return read_request(kind, fields, sampling, generation)
+    for name in body:
+        if name not in _ENVELOPE:
+            raise BodyError(name, f"a line with a body has {', '.join(sorted(_ENVELOPE))} only")
+    if body.get("method", "POST") != "POST":
+        raise BodyError("method", f"{body['method']!r} is not POST")
+    url = body.get("url")
+    if not isinstance(url, str) or url not in _URLS:
+        raise BodyError("url", f"{url!r} is none of {', '.join(_URLS)}")
+    if not isinstance(body.get("body"), dict):
+        raise BodyError("body", "it is not an object")
+    return read_request(_URLS[url], body["body"], sampling, generation)
+
+
+__all__ = ["Line", "LineError", "read_lines"]

@@ -1,0 +1,43 @@
+"""The order in which prompts are answered: those that begin alike follow one another."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: Prompts that have so many tokens more in common than all prompts have are answered one after the
+#: other: to decode these tokens once is worth more than the order of the lines.
+_N_SHARED = 16
+
+
+def order_by_prefix(prompts: Sequence[NDArray[np.int32]]) -> list[int]:
+    """The numbers of the prompts, int32[n_tokens] each, in the order to answer them in.
+
+    Prompts with a long beginning in common stand together, where the first of them stood; apart from
+    that the order is as given.
+    """
+    by_tokens = sorted(range(len(prompts)), key=lambda number: prompts[number].tolist())
+    if len(by_tokens) < 2:
+        return by_tokens
+    common = [
+        n_common(prompts[one], prompts[other]) for one, other in itertools.pairwise(by_tokens)
+    ]
+    # Sorted, the first and the last have in common what all have.
+    least = min(common) + _N_SHARED
+    groups = [[by_tokens[0]]]
+    for number, n in zip(by_tokens[1:], common, strict=True):
+        if n >= least:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return [number for group in sorted(groups, key=min) for number in group]
+
+
+def n_common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """How many tokens two prompts begin with alike."""
+    n = min(len(one), len(other))
+    differs = np.flatnonzero(one[:n] != other[:n])
+    return int(differs[0]) if len(differs) else n

@@ -1,0 +1,225 @@
+"""The file of a batch's results: appended to line by line, and taken up again after any end."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from specgen.atomic import replace_bytes
+from specgen.batch.lines import Line
+from specgen.errors import OutputError, UsageError
+
+#: Under this name a result has what specgen needs to go on: what was asked, and with what settings.
+OWN = "specgen"
+
+
+class Results(Protocol):
+    """Takes results as they come."""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Write a result whole. Raises `OutputError`; what was written before is kept."""
+
+
+@dataclass(slots=True)
+class Earlier:
+    """The results that a file has already."""
+
+    #: custom_id to the digest of what was asked.
+    digests: dict[str, str] = field(default_factory=dict)
+    #: custom_ids whose result is an error.
+    errors: set[str] = field(default_factory=set)
+    #: The settings of the first result; None of no result.
+    settings: dict[str, Any] | None = None
+    #: custom_id of a result with other settings than the first one.
+    mixed: str | None = None
+    #: The bytes of the file that are results, and whether the last of them ends a line.
+    n_bytes: int = 0
+    ends_line: bool = True
+    #: Whether there is half a result behind them.
+    is_torn: bool = False
+
+
+def read_results(path: Path) -> Earlier:
+    """The results in a file. A last line that was torn when a process was killed is not among them,
+    and a file that does not exist has none.
+
+    Raises `OutputError` if it cannot be read, or has a line that is no result.
+    """
+    found = Earlier()
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return found
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be read: {error.strerror}") from error
+    lines = data.split(b"\n")
+    for number, raw in enumerate(lines, start=1):
+        is_last = number == len(lines)
+        if raw.strip():
+            try:
+                _take(found, json.loads(raw))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                if is_last:
+                    found.is_torn = True
+                    break
+                raise OutputError(
+                    f"{path}: line {number} is not a result of specgen batch",
+                    hint="name another file, or mend that line",
+                ) from None
+        found.n_bytes += len(raw) + (not is_last)
+    found.ends_line = data[: found.n_bytes].endswith(b"\n") or not found.n_bytes
+    return found
+
+
+def _take(found: Earlier, record: Mapping[str, Any]) -> None:
+    custom_id, own = record["custom_id"], record[OWN]
+    settings, digest = dict(own["settings"]), own["request"]
+    if not isinstance(custom_id, str) or not isinstance(digest, str):
+        raise TypeError
+    if custom_id in found.digests:
+        raise ValueError(custom_id)
+    if record["error"] is not None:
+        found.errors.add(custom_id)
+    found.digests[custom_id] = digest
+    if found.settings is None:
+        found.settings = settings
+    elif settings != found.settings and found.mixed is None:
+        found.mixed = custom_id
+
+
+def missing(
+    lines: Sequence[Line],
+    earlier: Earlier,
+    settings: Mapping[str, Any],
+    name: str,
+    *,
+    allow_mixed: bool,
+) -> list[Line]:
+    """The lines without a result. Raises `UsageError` if the results are of other settings, or of
+    other lines, unless that is allowed: they are then kept as they are."""
+    if not allow_mixed:
+        _check_same(lines, earlier, settings, name)
+    return [line for line in lines if line.custom_id not in earlier.digests]
+
+
+def _check_same(
+    lines: Sequence[Line], earlier: Earlier, settings: Mapping[str, Any], name: str
+) -> None:
+    hint = "name another file, or keep those results with --allow-mixed"
+    if earlier.settings is not None and earlier.settings != settings:
+        changed = sorted(
+            key
+            for key in {*settings, *earlier.settings}
+            if settings.get(key) != earlier.settings.get(key)
+        )
+        what = ", ".join(
+            f"{key} {_shown(earlier.settings.get(key))} (now {_shown(settings.get(key))})"
+            for key in changed
+        )
+        raise UsageError(f"{name} has results of other settings: {what}", hint)
+    if earlier.mixed is not None:
+        raise UsageError(f"{name} has results of several settings, from {earlier.mixed!r} on", hint)
+    asked = {line.custom_id: line for line in lines}
+    for custom_id, digest in earlier.digests.items():
+        line = asked.get(custom_id)
+        if line is None:
+            raise UsageError(f"{name} has a result for {custom_id!r}, which nothing asks for", hint)
+        if line.digest != digest:
+            raise UsageError(
+                f"{name} has a result for {custom_id!r}, which asked something else than line "
+                f"{line.number} does now",
+                hint,
+            )
+
+
+def _shown(value: Any) -> str:
+    return "as by default" if value is None else json.dumps(value)
+
+
+class ResultsFile:
+    """Appends results to a file; it is open for as long as this is."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path = path
+        self._descriptor = descriptor
+
+    @staticmethod
+    @contextlib.contextmanager
+    def opened(path: Path, earlier: Earlier) -> Iterator[ResultsFile]:
+        """Open the file to append to the results that it has; what is behind them is cut off. Raises
+        `OutputError`."""
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+        except OSError as error:
+            raise _error(path, error) from error
+        try:
+            os.ftruncate(descriptor, earlier.n_bytes)
+            os.lseek(descriptor, 0, os.SEEK_END)
+            file = ResultsFile(path, descriptor)
+            if not earlier.ends_line:
+                file._append(b"\n")
+            yield file
+        finally:
+            os.close(descriptor)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a result, and have it on the disk when this returns. One that does not fit is taken
+        off again. Raises `OutputError`."""
+        self._append(to_line(record))
+
+    def _append(self, data: bytes) -> None:
+        start = os.lseek(self._descriptor, 0, os.SEEK_END)
+        try:
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+            with contextlib.suppress(OSError):  # not every file can be: a pipe, a device
+                os.fsync(self._descriptor)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, start)
+            raise _error(self._path, error) from error
+
+
+def without_errors(path: Path, earlier: Earlier) -> Earlier:
+    """Drop the results that are errors from a file, which is replaced whole; returns what it then has.
+    Raises `OutputError`."""
+    try:
+        lines = path.read_bytes()[: earlier.n_bytes].split(b"\n")
+        kept = [raw for raw in lines if raw.strip() and json.loads(raw)["error"] is None]
+        replace_bytes(path, b"".join(raw + b"\n" for raw in kept))
+    except OSError as error:
+        raise _error(path, error) from error
+    return read_results(path)
+
+
+class ResultsStream:
+    """Writes results to a stream, which cannot be taken up again."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Write a result and flush. Raises `OutputError`, and `BrokenPipeError` if nobody reads."""
+        try:
+            self._stream.write(to_line(record))
+            self._stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise _error(Path("standard output"), error) from error
+
+
+def to_line(record: Mapping[str, Any]) -> bytes:
+    """A result as a line of JSON; half characters of a text become escapes."""
+    return json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _error(path: Path, error: OSError) -> OutputError:
+    hint = "make room on the disk, and start again" if error.errno == errno.ENOSPC else None
+    return OutputError(f"{path}: cannot be written: {error.strerror}", hint)

@@ -1,0 +1,236 @@
+"""Answer the lines of a batch, as many at once as the engine has room for."""
+
+from __future__ import annotations
+
+import datetime
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specgen.batch.lines import Line, LineError
+from specgen.batch.order import order_by_prefix
+from specgen.batch.results import OWN, Results
+from specgen.engine.engine import Answer, Engine
+from specgen.engine.prompts import Prompt
+from specgen.engine.session import Session
+from specgen.errors import PromptError, SpecgenError, UsageError
+from specgen.events import CommittedEvent, Event, NoticeEvent, Piece
+from specgen.openai_format.request import Request
+from specgen.openai_format.response import completion_body
+from specgen.options import GenerationOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Prompting:
+    """How the texts of a batch become prompts: `chat` and `system` as in `Session.prompt`, for lines
+    that are a prompt; `now` is the date that templates write."""
+
+    chat: bool | None
+    system: str | None
+    now: datetime.datetime
+
+    def prompt(self, session: Session, request: Request) -> Prompt:
+        """What the answer to a request begins after. Raises `UsageError`, `PromptError`."""
+        if request.kind == "chat":
+            return session.conversation(request.messages, now=self.now)
+        if request.tokens is not None:
+            return session.prompt_of_tokens(request.tokens)
+        if request.kind == "completion":
+            return session.prompt(request.text, chat=False)
+        return session.prompt(request.text, chat=self.chat, system=self.system, now=self.now)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A line that can be answered, and the room that it takes.
+
+    `tokens` is int32[n_tokens], the prompt's; `n_ctx` has room for prompt and answer.
+    """
+
+    line: Line
+    request: Request
+    tokens: NDArray[np.int32]
+    n_ctx: int
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of a batch so far."""
+
+    n_lines: int = 0
+    n_answers: int = 0
+    n_errors: int = 0
+    #: Tokens of answers, those in the making included.
+    n_tokens: int = 0
+    #: Of prompts: their tokens, and those that were in the cache already.
+    n_prompt_tokens: int = 0
+    n_cached_tokens: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
+
+    @property
+    def n_done(self) -> int:
+        return self.n_answers + self.n_errors
+
+
+class Batch:
+    """Makes the answers of a batch and writes them, each when it is finished.
+
+    `settings` is written with each result, `model` names the target, `wall_clock` gives seconds since
+    1970, and `note` is told what is worth knowing.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        prompting: Prompting,
+        results: Results,
+        settings: Mapping[str, Any],
+        *,
+        wall_clock: Callable[[], float],
+        note: Callable[[str], None] = lambda _text: None,
+    ) -> None:
+        self._session = session
+        self._prompting = prompting
+        self._results = results
+        self._settings = settings
+        self._wall_clock = wall_clock
+        self._note = note
+        self.tally = Tally()
+        self._in_making: dict[int, tuple[Task, Answer, list[Piece]]] = {}
+
+    def prepare(
+        self, lines: Sequence[Line], interrupted: Callable[[], bool] = lambda: False
+    ) -> list[Task]:
+        """The lines that can be answered, in the order to answer them in; what is wrong with the others
+        is written. Raises `OutputError`."""
+        self.tally.n_lines = len(lines)
+        tasks: list[Task] = []
+        for line in lines:
+            if interrupted():
+                break
+            found = self._task(line)
+            if isinstance(found, Task):
+                tasks.append(found)
+            else:
+                self._fail(line, found)
+        return [tasks[number] for number in order_by_prefix([task.tokens for task in tasks])]
+
+    def _task(self, line: Line) -> Task | LineError:
+        request = line.request
+        if isinstance(request, LineError):
+            return request
+        session = self._session
+        try:
+            prompt = self._prompting.prompt(session, request)
+            session.answer_settings(request.sampling, request.generation)
+            n_ctx = session.context_size(len(prompt.tokens), request.generation.max_tokens)
+        except (PromptError, UsageError) as error:
+            return _line_error(error)
+        return Task(line, request, np.array(prompt.tokens, np.int32), n_ctx)
+
+    def run(
+        self,
+        engine: Engine,
+        tasks: Sequence[Task],
+        interrupted: Callable[[], bool] = lambda: False,
+        report: Callable[[Tally], None] = lambda _tally: None,
+    ) -> None:
+        """Make the answers; `report` is told how far the work is. After an interruption, and after an error of the target, what is not
+        finished is not written, and can be asked for again. Raises `BackendError`, `OutputError`."""
+        waiting = deque(tasks)
+        while (waiting or self._in_making) and not interrupted():
+            while waiting and len(self._in_making) < engine.n_parallel:
+                self._submit(engine, waiting.popleft())
+            try:
+                self._count(engine.step())
+            finally:
+                self._write_finished()
+            report(self.tally)
+
+    def _submit(self, engine: Engine, task: Task) -> None:
+        try:
+            prompt = self._prompting.prompt(self._session, task.request)
+            generation = _ending_within(task.request.generation, task.n_ctx, len(prompt.tokens))
+            answer = engine.submit(prompt, sampling=task.request.sampling, generation=generation)
+        except (PromptError, UsageError) as error:
+            self._fail(task.line, _line_error(error))
+        else:
+            self._in_making[answer.index] = (task, answer, [])
+
+    def _count(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, CommittedEvent):
+                self.tally.n_tokens += len(event.pieces)
+                task, _, pieces = self._in_making[event.sequence]
+                if task.request.generation.logprobs is not None:
+                    pieces += event.pieces
+            elif isinstance(event, NoticeEvent):
+                self._note(event.message)
+
+    def _write_finished(self) -> None:
+        for index, (task, answer, pieces) in list(self._in_making.items()):
+            answer.events.clear()
+            if not answer.is_done:
+                continue
+            del self._in_making[index]
+            finished = answer.finished
+            if answer.failure is not None:
+                self._fail(task.line, _line_error(answer.failure))
+            elif finished is not None and finished.finish_reason != "interrupted":
+                tally = self.tally
+                tally.n_answers += 1
+                tally.n_prompt_tokens += finished.n_prompt_tokens
+                tally.n_cached_tokens += finished.n_cached_tokens
+                tally.n_drafted += finished.n_drafted
+                tally.n_accepted += finished.n_accepted
+                digest = task.line.digest
+                body = completion_body(
+                    task.request.kind,
+                    finished,
+                    pieces,
+                    identity=digest,
+                    created=int(self._wall_clock()),
+                    model=self._session.target_model.name,
+                    has_logprobs=task.request.generation.logprobs is not None,
+                )
+                response = {"status_code": 200, "request_id": f"req-{digest}", "body": body}
+                self._write(task.line, response, None)
+
+    def _fail(self, line: Line, error: LineError) -> None:
+        self.tally.n_errors += 1
+        self._write(line, None, {"code": error.code, "message": error.message})
+
+    def _write(self, line: Line, response: Any, error: Any) -> None:
+        self._results.write(
+            {
+                "id": f"batch_req_{line.digest}",
+                "custom_id": line.custom_id,
+                "response": response,
+                "error": error,
+                OWN: {"request": line.digest, "settings": self._settings},
+            }
+        )
+
+
+def _ending_within(generation: GenerationOptions, n_ctx: int, n_prompt: int) -> GenerationOptions:
+    """The same, ending where the context of `specgen run` would be full: the batch's is as large as
+    its largest answer needs."""
+    n_most = n_ctx + 1 - n_prompt
+    if 0 <= generation.max_tokens <= n_most:
+        return generation
+    return replace(generation, max_tokens=n_most)
+
+
+def _line_error(error: SpecgenError) -> LineError:
+    code = {PromptError: "invalid_prompt", UsageError: "invalid_request"}.get(type(error), "failed")
+    return LineError(
+        code, error.message if error.hint is None else f"{error.message}; {error.hint}"
+    )
+
+
+__all__ = ["Batch", "Prompting", "Tally", "Task"]

@@ -1,0 +1,294 @@
+"""``specgen batch``: a prompt or a request on each line, and a result for each."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specgen.cli import flags
+from specgen.cli.flags.part import without
+from specgen.cli.interrupt import Interrupt
+from specgen.cli.opening import log_shown, open_session, use_kernels
+from specgen.errors import BatchError, OutputError, PromptError, UsageError
+from specgen.json_values import as_json
+from specgen.options import (
+    Contexts,
+    DraftOptions,
+    GenerationOptions,
+    SamplerOptions,
+    SessionOptions,
+)
+from specgen.selection.model_choice import ModelChoice
+from specgen.selection.session_opening import find_models, session_options
+
+if TYPE_CHECKING:
+    from specgen.batch.lines import Line
+    from specgen.batch.results import Earlier, Results
+    from specgen.batch.runner import Batch, Tally
+    from specgen.engine.session import Session
+
+_BATCH = "Batch"
+_STDIO = Path("-")
+
+
+@flags.takes_options(
+    models=flags.models,
+    answer=without(flags.answer, "logprobs"),
+    grammar=flags.constraint,
+    sampling=flags.sampling,
+    drafting=flags.drafting,
+    machine=flags.machine,
+)
+def batch(
+    *,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="IN",
+            help="A file with a request or a prompt on each line; - is standard input.",
+            show_default=False,
+        ),
+    ],
+    destination: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT",
+            help="The file that results are appended to; - is standard output.",
+            show_default=False,
+        ),
+    ],
+    models: ModelChoice,
+    parallel: Annotated[
+        int | None,
+        typer.Option(
+            "--parallel",
+            "-np",
+            min=1,
+            metavar="N",
+            help="How many answers are made at once.",
+            show_default="as many as is measured to be fastest and has room in the memory",
+            rich_help_panel=_BATCH,
+        ),
+    ] = None,
+    retry_errors: Annotated[
+        bool,
+        typer.Option(
+            "--retry-errors",
+            help="Ask again for lines whose result in OUT is an error.",
+            rich_help_panel=_BATCH,
+        ),
+    ] = False,
+    allow_mixed: Annotated[
+        bool,
+        typer.Option(
+            "--allow-mixed",
+            help="Keep results in OUT that are of other settings or other lines, and go on.",
+            rich_help_panel=_BATCH,
+        ),
+    ] = False,
+    chat: flags.Chat = None,
+    system: flags.System = None,
+    answer: GenerationOptions,
+    grammar: flags.Constraint,
+    sampling: SamplerOptions,
+    drafting: DraftOptions,
+    machine: Contexts,
+    quiet: flags.Quiet = False,
+    verbose: flags.Verbose = False,
+) -> int:
+    """Answer each line of a file, many at once, and go on where a run before ended.
+
+    A line is a request in the form of OpenAI's batches, an object with a prompt or with messages, or
+    a text. What it leaves out is as the options say. Each result is a line of JSON, written when it
+    is finished. Started again, only what is missing is answered.
+    """
+    flags.check_loudness(quiet=quiet, verbose=verbose)
+    if system is not None and chat is False:
+        raise UsageError("--system needs the chat template, --raw does without")
+    if destination == _STDIO and (retry_errors or allow_mixed):
+        raise UsageError("--retry-errors and --allow-mixed need a file as OUT")
+    _check_folder(destination)
+    from specgen.batch.lines import read_lines
+
+    generation = replace(answer, grammar=grammar.grammar)
+    lines = read_lines(_read(source), _name(source, "standard input"), sampling, generation)
+
+    def note(text: str) -> None:
+        if not quiet:
+            print(f"note: {text}", file=sys.stderr)
+
+    if grammar.note is not None:
+        note(grammar.note)
+    sources = find_models(models, quiet=quiet)
+    options = session_options(sources, sampling, drafting, generation, machine)
+    settings = _settings(options, chat, system)
+    with contextlib.ExitStack() as stack:
+        from specgen.batch.results import ResultsFile, ResultsStream, missing
+        from specgen.batch.runner import Batch, Prompting
+        from specgen.render.text import counted
+
+        results: Results = ResultsStream(sys.stdout.buffer)
+        n_errors, todo = 0, lines
+        if destination != _STDIO:
+            stack.enter_context(_alone(destination))
+            earlier = _take_up(destination, retry_errors=retry_errors, note=note)
+            todo = missing(lines, earlier, settings, str(destination), allow_mixed=allow_mixed)
+            n_errors = len(earlier.errors)
+            if earlier.digests:
+                n_known = len(lines) - len(todo)
+                note(f"{destination} has results for {n_known} of {counted(len(lines), 'line')}")
+            results = stack.enter_context(ResultsFile.opened(destination, earlier))
+        code = 0
+        if todo:
+            use_kernels(machine.kernels, quiet=quiet)
+            stack.enter_context(log_shown(verbose))
+            session = stack.enter_context(
+                open_session(options, quiet=quiet, verbose=verbose, drafts=sources.drafts)
+            )
+            prompting = Prompting(chat, system, datetime.datetime.now().astimezone())
+            job = Batch(session, prompting, results, settings, wall_clock=time.time, note=note)
+            code = _answer(session, job, todo, parallel, quiet=quiet or verbose, note=note)
+            n_errors += job.tally.n_errors
+    if n_errors and not code:
+        raise BatchError(
+            f"{counted(n_errors, 'line')} of {len(lines)} could not be answered: the results say why",
+            hint="--retry-errors asks for them again",
+        )
+    return code
+
+
+def _answer(
+    session: Session,
+    job: Batch,
+    lines: Sequence[Line],
+    parallel: int | None,
+    *,
+    quiet: bool,
+    note: Callable[[str], None],
+) -> int:
+    """Make the answers; returns the exit code."""
+    from specgen.batch.parallel import fastest_parallel, largest_engine
+    from specgen.render.batch_progress import batch_progress
+
+    with Interrupt() as stop, batch_progress(sys.stderr, quiet=quiet) as report:
+        tasks = job.prepare(lines, stop)
+        if tasks and not stop():
+            n_parallel = parallel or fastest_parallel(session, len(tasks))
+            n_ctx = max(task.n_ctx for task in tasks)
+            started = time.perf_counter()
+            with largest_engine(
+                session, n_parallel, n_ctx, is_fixed=parallel is not None, interrupted=stop
+            ) as engine:
+                try:
+                    job.run(engine, tasks, stop, report)
+                finally:
+                    session.memory.save()
+                    if job.tally.n_answers:
+                        seconds = time.perf_counter() - started
+                        note(_summary(job.tally, seconds, engine.n_parallel))
+    return stop.exit_code
+
+
+def _summary(tally: Tally, seconds: float, n_parallel: int) -> str:
+    """What a batch was like, in a line."""
+    from specgen.render.batch_progress import duration
+    from specgen.render.text import counted
+
+    parts = [
+        f"{counted(tally.n_answers, 'answer')} of {counted(tally.n_tokens, 'token')} in all",
+        f"{duration(seconds)}: {tally.n_tokens / seconds:.1f} tokens/s",
+        f"{n_parallel} at once",
+    ]
+    if tally.n_drafted:
+        parts.append(f"{100 * tally.n_accepted / tally.n_drafted:.0f}% of the draft accepted")
+    if tally.n_cached_tokens:
+        share = 100 * tally.n_cached_tokens / tally.n_prompt_tokens
+        parts.append(f"{share:.0f}% of the prompts from the cache")
+    return ", ".join(parts)
+
+
+def _read(source: Path) -> bytes:
+    try:
+        return sys.stdin.buffer.read() if source == _STDIO else source.read_bytes()
+    except OSError as error:
+        raise PromptError(f"{source}: cannot be read: {error.strerror}") from error
+
+
+def _name(path: Path, standard: str) -> str:
+    return standard if path == _STDIO else str(path)
+
+
+def _check_folder(destination: Path) -> None:
+    """What cannot be written is to be known before models are loaded."""
+    if destination == _STDIO:
+        return
+    if destination.is_dir():
+        raise OutputError(f"{destination}: a folder, not a file for results")
+    if not destination.parent.is_dir():
+        raise OutputError(f"{destination}: there is no folder {destination.parent}")
+
+
+@contextlib.contextmanager
+def _alone(destination: Path) -> Iterator[None]:
+    """Let no other process write to a file of results. The system lets go of the lock when a process
+    ends, however it does."""
+    import filelock
+
+    from specgen.catalogue import cache_folder
+
+    name = hashlib.sha256(os.fsencode(destination.resolve())).hexdigest()[:16]
+    folder = cache_folder() / "locks"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(folder / f"{name}.lock", timeout=0)
+        lock.acquire()
+    except filelock.Timeout:
+        raise OutputError(
+            f"{destination}: another specgen batch is writing to it", hint="wait for its end"
+        ) from None
+    except OSError as error:
+        raise OutputError(f"{folder}: cannot be written: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _take_up(destination: Path, *, retry_errors: bool, note: Callable[[str], None]) -> Earlier:
+    """The results that a file has already."""
+    from specgen.batch.results import read_results, without_errors
+
+    earlier = read_results(destination)
+    if earlier.is_torn:
+        note(f"{destination}: half a result at its end is dropped; its line is answered again")
+    if retry_errors and earlier.errors:
+        earlier = without_errors(destination, earlier)
+    return earlier
+
+
+def _settings(options: SessionOptions, chat: bool | None, system: str | None) -> Mapping[str, Any]:
+    """What decides what answers say, besides the lines: the target, and the options that are not at
+    their defaults. (Drafts change nothing.)"""
+    found: dict[str, Any] = {"target": options.target.name}
+    with contextlib.suppress(OSError):
+        found["target_bytes"] = options.target.stat().st_size
+    defaults = SessionOptions(options.target)
+    for part in ("sampler", "generation"):
+        given, default = as_json(getattr(options, part)), as_json(getattr(defaults, part))
+        found |= {name: value for name, value in given.items() if value != default[name]}
+    for name, value in (("chat", chat), ("system", system)):
+        if value is not None:
+            found[name] = value
+    if options.target_context.n_ctx is not None:
+        found["ctx_size"] = options.target_context.n_ctx
+    return found
