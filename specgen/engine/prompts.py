@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from specgen.backend.llama import LlamaModel
 from specgen.backend.llama.vocabulary import LlamaVocabulary
 from specgen.engine import chat_template as chat
-from specgen.errors import PromptError
+from specgen.errors import PromptError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,73 @@ class Prompt:
     def without_head(self) -> Prompt:
         """A prompt of the tokens that are not in the head."""
         return Prompt(self.text, _without(self.tokens, self.head))
+
+
+def text_prompt(
+    model: LlamaModel,
+    own_draft: LlamaModel | None,
+    text: str,
+    chat: bool | None,
+    system: str | None,
+    now: datetime.datetime,
+) -> Prompt:
+    """What the target's answer to `text` begins after.
+
+    With `chat`, the text is a user's turn in the target's own template, and in that of `own_draft`, a
+    draft model with another vocabulary; without, it is continued as it is; None takes the template if
+    there is one. `now` is the date that some templates write. Names of control tokens in the text are
+    read as these, as llama.cpp does.
+
+    Raises `UsageError` if there is no template for `chat` or `system`, `PromptError` if the prompt is
+    empty or the template does not accept it.
+    """
+    if chat is not False and model.chat_template() is not None:
+        return conversation_prompt(model, own_draft, messages_of(text, system), now)
+    if chat or system is not None:
+        wanted = "--chat" if chat else "--system"
+        raise UsageError(
+            f"{model.name} has no chat template, which {wanted} needs",
+            hint=f"leave {wanted} out: the prompt is then continued as it is",
+        )
+    return _tokenized(model, text)
+
+
+def conversation_prompt(
+    model: LlamaModel,
+    own_draft: LlamaModel | None,
+    messages: Sequence[chat.Message],
+    now: datetime.datetime,
+) -> Prompt:
+    """What the next turn of a conversation begins after, in the target's own template, and in that of
+    `own_draft`, a draft model with another vocabulary. Raises `UsageError` if there is no template,
+    `PromptError` if it does not accept the messages."""
+    text = chat_text(model, messages, now)
+    if text is None:
+        raise UsageError(f"{model.name} has no chat template, which a conversation needs")
+    prompt = _tokenized(model, text)
+    head = head_of(model.vocabulary, text, prompt.tokens, messages)
+    draft_tokens = draft_chat_tokens(own_draft, messages, now) if own_draft is not None else None
+    return replace(prompt, head=head, draft_tokens=draft_tokens)
+
+
+def token_prompt(model: LlamaModel, tokens: Sequence[int]) -> Prompt:
+    """A prompt of tokens as they are. Raises `PromptError` if there is none, or one that the model does
+    not have."""
+    vocabulary = model.vocabulary
+    for token in tokens:
+        if not 0 <= token < vocabulary.n_tokens:
+            raise PromptError(f"there is no token {token}: {model.name} has {vocabulary.n_tokens}")
+    if not tokens:
+        raise PromptError("the prompt is empty", hint="give some tokens to continue")
+    text = b"".join(map(vocabulary.token_bytes, tokens)).decode("utf-8", "replace")
+    return Prompt(text, tuple(tokens))
+
+
+def _tokenized(model: LlamaModel, text: str) -> Prompt:
+    tokens = tokenize(model.vocabulary, text, parse_special=True)
+    if not tokens:
+        raise PromptError("the prompt is empty", hint="give some text to continue")
+    return Prompt(text, tuple(tokens))
 
 
 def messages_of(text: str, system: str | None) -> list[chat.Message]:

@@ -27,16 +27,9 @@ from specgen.engine.engine import Engine
 from specgen.engine.generation import Generation
 from specgen.engine.lookups import Lookups
 from specgen.engine.model_costs import ModelCosts
-from specgen.engine.prompts import (
-    Prompt,
-    chat_text,
-    draft_chat_tokens,
-    head_of,
-    messages_of,
-    tokenize,
-)
+from specgen.engine.prompts import Prompt, conversation_prompt, text_prompt, token_prompt
 from specgen.engine.slots import WHOLE, Part
-from specgen.errors import PromptError, UsageError
+from specgen.errors import PromptError
 from specgen.events import Event
 from specgen.options import (
     DraftOptions,
@@ -233,63 +226,28 @@ class Session:
         system: str | None = None,
         now: datetime.datetime | None = None,
     ) -> Prompt:
-        """What an answer to `text` begins after.
-
-        With `chat`, the text is a user's turn in the target's own template, and in that of a
-        draft with another vocabulary; without, it is continued as it is; None takes the
-        template if there is one. Some templates write the date: `now`, by default the present
-        time. Names of control tokens in the text are read as these, as llama.cpp does.
-
-        Raises `UsageError` if there is no template for `chat` or `system`, `PromptError` if the
-        prompt is empty or the template does not accept it.
-        """
-        if chat is not False and self._target_model.chat_template() is not None:
-            return self.conversation(messages_of(text, system), now=now)
-        if chat or system is not None:
-            wanted = "--chat" if chat else "--system"
-            raise UsageError(
-                f"{self._target_model.name} has no chat template, which {wanted} needs",
-                hint=f"leave {wanted} out: the prompt is then continued as it is",
-            )
-        return self._prompt(text)
+        """What an answer to `text` begins after; see `text_prompt`. `now` is by default the present
+        time. Raises `UsageError`, `PromptError`."""
+        own = self._own_draft
+        return text_prompt(self._target_model, own, text, chat, system, now or _now())
 
     def conversation(
         self, messages: Sequence[Message], *, now: datetime.datetime | None = None
     ) -> Prompt:
-        """What the next turn of a conversation begins after, in the target's own template, and in
-        that of a draft with another vocabulary. Raises `UsageError` if there is no template,
-        `PromptError` if it does not accept the messages."""
-        model, draft = self._target_model, self._drafts.model
-        now = now or datetime.datetime.now().astimezone()
-        text = chat_text(model, messages, now)
-        if text is None:
-            raise UsageError(f"{model.name} has no chat template, which a conversation needs")
-        prompt = self._prompt(text)
-        head = head_of(model.vocabulary, text, prompt.tokens, messages)
-        draft_tokens = None
-        if draft is not None and draft.has_own_vocabulary:
-            draft_tokens = draft_chat_tokens(draft.model, messages, now)
-        return replace(prompt, head=head, draft_tokens=draft_tokens)
+        """What the next turn of a conversation begins after; see `conversation_prompt`. Raises
+        `UsageError`, `PromptError`."""
+        return conversation_prompt(self._target_model, self._own_draft, messages, now or _now())
 
     def prompt_of_tokens(self, tokens: Sequence[int]) -> Prompt:
         """A prompt of the target's tokens as they are. Raises `PromptError` if there is none, or one
         that the target does not have."""
-        vocabulary = self._target_model.vocabulary
-        for token in tokens:
-            if not 0 <= token < vocabulary.n_tokens:
-                raise PromptError(
-                    f"there is no token {token}: {self._target_model.name} has {vocabulary.n_tokens}"
-                )
-        if not tokens:
-            raise PromptError("the prompt is empty", hint="give some tokens to continue")
-        text = b"".join(map(vocabulary.token_bytes, tokens)).decode("utf-8", "replace")
-        return Prompt(text, tuple(tokens))
+        return token_prompt(self._target_model, tokens)
 
-    def _prompt(self, text: str) -> Prompt:
-        tokens = tokenize(self._target_model.vocabulary, text, parse_special=True)
-        if not tokens:
-            raise PromptError("the prompt is empty", hint="give some text to continue")
-        return Prompt(text, tuple(tokens))
+    @property
+    def _own_draft(self) -> LlamaModel | None:
+        """The draft model, where it reads prompts in a vocabulary of its own."""
+        draft = self._drafts.model
+        return draft.model if draft is not None and draft.has_own_vocabulary else None
 
     def answer_settings(
         self, sampling: SamplerOptions | None = None, generation: GenerationOptions | None = None
@@ -508,3 +466,7 @@ class Session:
             mode = f"temp {settings.sampling.temperature:.1f}, {self.verifier_name(settings)}"
         draft = self._drafts.path or str(self._drafts.source)
         return self.memory.chances(self._options.target, draft, mode)
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now().astimezone()
