@@ -17,6 +17,7 @@ from specgen.cli import draft, models
 from specgen.cli.batch import batch
 from specgen.cli.bench import bench
 from specgen.cli.doctor import doctor
+from specgen.cli.fim import fim
 from specgen.cli.run import run
 from specgen.cli.tune import tune
 from specgen.cli.verify import verify
@@ -56,6 +57,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(run)
+app.command()(fim)
 app.command()(batch)
 app.command()(verify)
 app.command()(tune)

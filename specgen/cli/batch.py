@@ -9,13 +9,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specgen.cli import flags
+from specgen.cli.answering import with_grammar
 from specgen.cli.flags.part import without
 from specgen.cli.interrupt import Interrupt
 from specgen.cli.opening import log_shown, open_session, use_kernels
@@ -120,15 +120,13 @@ def batch(
     _check_folder(destination)
     from specgen.batch.lines import read_lines
 
-    generation = replace(answer, grammar=grammar.grammar)
+    generation = with_grammar(answer, grammar, json=True, quiet=quiet)
     lines = read_lines(_read(source), _name(source, "standard input"), sampling, generation)
 
     def note(text: str) -> None:
         if not quiet:
             print(f"note: {text}", file=sys.stderr)
 
-    if grammar.note is not None:
-        note(grammar.note)
     sources = find_models(models, quiet=quiet)
     options = session_options(sources, sampling, drafting, generation, machine)
     settings = _settings(options, chat, system)

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
 from specgen.cli import flags
-from specgen.cli.interrupt import Interrupt
+from specgen.cli.answering import show_answer, with_grammar
 from specgen.cli.opening import log_shown, open_session, use_kernels
 from specgen.cli.prompt import read_prompt
 from specgen.errors import UsageError
-from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions, Show
+from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
 from specgen.selection.model_choice import ModelChoice
 from specgen.selection.session_opening import find_models, session_options
-
-if TYPE_CHECKING:
-    from specgen.engine.session import Prompt, Session
 
 
 @flags.takes_options(
@@ -55,12 +47,7 @@ def run(
     flags.check_loudness(quiet=quiet, verbose=verbose)
     if system is not None and chat is False:
         raise UsageError("--system needs the chat template, --raw does without")
-    if answer.logprobs is not None and not json:
-        raise UsageError("--logprobs needs --json, in whose events they are")
-    if grammar.grammar is not None and answer.ignore_eos:
-        raise UsageError("--ignore-eos and a grammar exclude each other: its text has an end")
-    if grammar.note is not None and not quiet:
-        print(f"note: {grammar.note}", file=sys.stderr)
+    generation = with_grammar(answer, grammar, json=json, quiet=quiet)
     prompt = read_prompt(prompt_argument, prompt_option, prompt_file)
 
     sources = find_models(models, quiet=quiet)
@@ -68,7 +55,7 @@ def run(
         sources,
         sampling,
         drafting,
-        replace(answer, grammar=grammar.grammar),
+        generation,
         machine,
     )
     use_kernels(machine.kernels, quiet=quiet)
@@ -76,7 +63,7 @@ def run(
         log_shown(verbose),
         open_session(options, quiet=quiet, verbose=verbose, drafts=sources.drafts) as session,
     ):
-        return _answer(
+        return show_answer(
             session,
             session.prompt(prompt, chat=chat, system=system),
             show=show,
@@ -85,42 +72,3 @@ def run(
             quiet=quiet,
             verbose=verbose,
         )
-
-
-def _answer(
-    session: Session,
-    prompt: Prompt,
-    *,
-    show: Show,
-    stats: bool,
-    json: bool,
-    quiet: bool,
-    verbose: bool,
-) -> int:
-    """Generate and show the answer; returns the exit code."""
-    from specgen.events import FinishedEvent
-    from specgen.render import make_renderer
-
-    renderer = make_renderer(
-        stdout=sys.stdout,
-        stderr=sys.stderr,
-        environ=os.environ,
-        json=json,
-        show=show,
-        stats=stats,
-        quiet=quiet,
-        verbose=verbose,
-    )
-    interrupt = Interrupt()
-    finish_reason = ""
-    with interrupt, renderer:
-        for event in session.generate(
-            prompt,
-            interrupted=interrupt,
-            estimate_gain=stats or json,
-        ):
-            renderer.handle(event)
-            if isinstance(event, FinishedEvent):
-                finish_reason = event.finish_reason
-    session.memory.save()
-    return interrupt.exit_code if finish_reason == "interrupted" else 0

@@ -25,6 +25,7 @@ from specgen.engine.draft_model import MakeShaper, Translated
 from specgen.engine.draft_stack import CONTEXT_STEP, DraftStack
 from specgen.engine.engine import Engine
 from specgen.engine.generation import Generation
+from specgen.engine.infill import Gap, InfillPrompt, infill_prompt
 from specgen.engine.lookups import Lookups
 from specgen.engine.model_costs import ModelCosts
 from specgen.engine.prompts import Prompt, conversation_prompt, text_prompt, token_prompt
@@ -242,6 +243,11 @@ class Session:
         """A prompt of the target's tokens as they are. Raises `PromptError` if there is none, or one
         that the target does not have."""
         return token_prompt(self._target_model, tokens)
+
+    def infill(self, gap: Gap, n_room: int) -> InfillPrompt:
+        """What the text for a gap begins after, in `n_room` tokens at most; see `infill_prompt`. Raises
+        `UsageError`."""
+        return infill_prompt(self._target_model, self._own_draft, gap, n_room)
 
     @property
     def _own_draft(self) -> LlamaModel | None:

@@ -52,6 +52,17 @@ class LlamaVocabulary:
             "eot": llama_cpp.llama_vocab_eot(self._vocab),
         }
 
+    def infill_tokens(self) -> dict[str, int]:
+        """The tokens that mark the parts of a text with a gap, by role; -1 where there is none. They
+        are those that the file names, or that llama.cpp knows by their entries."""
+        return {
+            "prefix": llama_cpp.llama_vocab_fim_pre(self._vocab),
+            "suffix": llama_cpp.llama_vocab_fim_suf(self._vocab),
+            "middle": llama_cpp.llama_vocab_fim_mid(self._vocab),
+            "repository": llama_cpp.llama_vocab_fim_rep(self._vocab),
+            "separator": llama_cpp.llama_vocab_fim_sep(self._vocab),
+        }
+
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         data = text.encode()
         capacity = len(data) + 8

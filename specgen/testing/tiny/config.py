@@ -21,6 +21,17 @@ CHATML_TEMPLATE = (
 )
 
 
+#: Qwen2.5-Coder's control tokens for texts with a gap, and for the files of a repository.
+INFILL_TOKENS = (
+    "<|fim_prefix|>",
+    "<|fim_suffix|>",
+    "<|fim_middle|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class TinyConfig:
     """What to write. The defaults make a model of 0.5 MB, a token of which takes well under 1 ms."""
@@ -70,6 +81,8 @@ class TinyConfig:
     unprintable_scale: float = 1.0
     #: Begin every prompt with the first control token.
     add_bos: bool = True
+    #: More control tokens, behind those that every vocabulary has: `INFILL_TOKENS`, for example.
+    control_tokens: tuple[str, ...] = ()
     #: A Jinja template, for example `CHATML_TEMPLATE`.
     chat_template: str | None = None
     name: str = "tiny"

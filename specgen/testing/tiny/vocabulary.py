@@ -53,6 +53,14 @@ def tiny_vocabulary(config: TinyConfig) -> TinyVocabulary:
         vocabulary = _byte_level_bpe()
     else:
         vocabulary = _sentencepiece()
+    n_more = len(config.control_tokens)
+    vocabulary = dataclasses.replace(
+        vocabulary,
+        tokens=vocabulary.tokens + config.control_tokens,
+        types=vocabulary.types + (CONTROL,) * n_more,
+        scores=vocabulary.scores + (0.0,) * n_more,
+        n_used=vocabulary.n_used + n_more,
+    )
     n_padding = 0 if config.n_vocab is None else config.n_vocab - len(vocabulary)
     if n_padding < 0:
         raise ValueError(f"n_vocab is {config.n_vocab}, the tokenizer needs {len(vocabulary)}")

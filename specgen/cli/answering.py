@@ -1,0 +1,73 @@
+"""Generates one answer and shows it: shared by the commands that make one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from specgen.cli.flags import Constraint
+from specgen.cli.interrupt import Interrupt
+from specgen.errors import UsageError
+from specgen.options import GenerationOptions, Show
+
+if TYPE_CHECKING:
+    from specgen.engine.session import Prompt, Session
+    from specgen.events import FinishedEvent
+
+
+def with_grammar(
+    answer: GenerationOptions, grammar: Constraint, *, json: bool, quiet: bool
+) -> GenerationOptions:
+    """The options of an answer that follows a grammar, if there is one; what should be known of it is
+    said on standard error. Raises `UsageError` if they exclude each other."""
+    if answer.logprobs is not None and not json:
+        raise UsageError("--logprobs needs --json, in whose events they are")
+    if grammar.grammar is not None and answer.ignore_eos:
+        raise UsageError("--ignore-eos and a grammar exclude each other: its text has an end")
+    if grammar.note is not None and not quiet:
+        print(f"note: {grammar.note}", file=sys.stderr)
+    return replace(answer, grammar=grammar.grammar)
+
+
+def show_answer(
+    session: Session,
+    prompt: Prompt,
+    *,
+    show: Show,
+    stats: bool,
+    json: bool,
+    quiet: bool,
+    verbose: bool,
+    on_finished: Callable[[FinishedEvent], None] = lambda _finished: None,
+) -> int:
+    """Generate an answer and show it; returns the exit code. `on_finished` gets its summary."""
+    from specgen.events import FinishedEvent
+    from specgen.render import make_renderer
+
+    renderer = make_renderer(
+        stdout=sys.stdout,
+        stderr=sys.stderr,
+        environ=os.environ,
+        json=json,
+        show=show,
+        stats=stats,
+        quiet=quiet,
+        verbose=verbose,
+    )
+    interrupt = Interrupt()
+    finish_reason = ""
+    with interrupt, renderer:
+        for event in session.generate(
+            prompt,
+            interrupted=interrupt,
+            estimate_gain=stats or json,
+        ):
+            renderer.handle(event)
+            if isinstance(event, FinishedEvent):
+                finish_reason = event.finish_reason
+                on_finished(event)
+    session.memory.save()
+    return interrupt.exit_code if finish_reason == "interrupted" else 0

@@ -1,0 +1,287 @@
+"""``specgen fim``: fill a gap in a file, or between two texts."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specgen.cli import flags
+from specgen.cli.answering import show_answer, with_grammar
+from specgen.cli.flags.part import without
+from specgen.cli.opening import log_shown, open_session, use_kernels
+from specgen.errors import OutputError, PromptError, UsageError
+from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.selection.model_choice import ModelChoice
+from specgen.selection.session_opening import find_models, session_options
+
+if TYPE_CHECKING:
+    from specgen.engine.infill import ContextFile, Gap
+    from specgen.engine.session import Session
+    from specgen.events import FinishedEvent
+
+_GAP = "Gap"
+#: FILE:LINE or FILE:LINE:COLUMN; a file's name may have colons too.
+_PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d+)(?::(?P<column>\d+))?", re.DOTALL)
+#: Tokens of prompt and middle, where no context size is given: the far ends of a long file matter
+#: little, and take long to read.
+_N_CTX = 4096
+_BOM = "\ufeff"
+
+
+@flags.takes_options(
+    models=flags.models,
+    answer=without(flags.answer, "max_tokens"),
+    grammar=flags.constraint,
+    sampling=flags.sampling,
+    drafting=flags.drafting,
+    machine=flags.machine,
+)
+def fim(
+    *,
+    place: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="FILE:LINE[:COLUMN]",
+            help="Where the gap is, counted from 1: before that column, or at the line's end.",
+            show_default=False,
+        ),
+    ] = None,
+    prefix_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--prefix-file",
+            help="A file with the text before the gap; - is standard input.",
+            rich_help_panel=_GAP,
+        ),
+    ] = None,
+    suffix_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--suffix-file",
+            help="A file with the text behind the gap; - is standard input.",
+            rich_help_panel=_GAP,
+        ),
+    ] = None,
+    context_files: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--context-file",
+            help="Another file of the project, which the model sees too; may be given several times.",
+            show_default="none",
+            rich_help_panel=_GAP,
+        ),
+    ] = None,
+    in_place: Annotated[
+        bool,
+        typer.Option(
+            "--in-place",
+            "-i",
+            help="Write the middle into FILE as well.",
+            rich_help_panel=_GAP,
+        ),
+    ] = False,
+    models: ModelChoice,
+    max_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-tokens",
+            "--predict",
+            "-n",
+            min=-1,
+            help="The most tokens to generate; -1 goes on until the middle ends or the context is "
+            "full.",
+            rich_help_panel="Answer",
+        ),
+    ] = 256,
+    answer: GenerationOptions,
+    grammar: flags.Constraint,
+    sampling: SamplerOptions,
+    drafting: DraftOptions,
+    machine: Contexts,
+    show: flags.ShowOption = "accepted",
+    stats: flags.Stats = None,
+    json: flags.Json = False,
+    quiet: flags.Quiet = False,
+    verbose: flags.Verbose = False,
+) -> int:
+    """Fill a gap in a file, or between two texts, and print the middle.
+
+    The model must know gaps (fill-in-the-middle), as Qwen2.5-Coder, StarCoder2 and Codestral do. What
+    stands around the gap, and other files of the project, draft too.
+    """
+    flags.check_loudness(quiet=quiet, verbose=verbose)
+    generation = with_grammar(
+        replace(answer, max_tokens=max_tokens), grammar, json=json, quiet=quiet
+    )
+    found = _find_place(place, prefix_file, suffix_file, in_place=in_place)
+    context = [(str(path), _decode(_read(path), str(path))) for path in context_files or ()]
+    sources = find_models(models, quiet=quiet)
+    options = session_options(sources, sampling, drafting, generation, machine)
+    use_kernels(machine.kernels, quiet=quiet)
+    finished: list[FinishedEvent] = []
+    with (
+        log_shown(verbose),
+        open_session(options, quiet=quiet, verbose=verbose, drafts=sources.drafts) as session,
+    ):
+        infill = session.infill(_gap(found, context), _room(session))
+        if infill.left_out and not quiet:
+            left_out = ", ".join(infill.left_out)
+            print(f"note: left out, since the context has no room: {left_out}", file=sys.stderr)
+        code = show_answer(
+            session,
+            infill.prompt,
+            show=show,
+            stats=stats if stats is not None else not (json or quiet),
+            json=json,
+            quiet=quiet,
+            verbose=verbose,
+            on_finished=finished.append,
+        )
+    if in_place and not code:
+        found.write(finished[0].text)
+    return code
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A gap between two texts, in the file `path`, if it is one file."""
+
+    prefix: str
+    suffix: str
+    path: Path | None = None
+    #: The text as it was read, and what stands before `prefix` in the file.
+    text: str = ""
+    begins: str = ""
+
+    def write(self, middle: str) -> None:
+        """Write the file with the middle in it, with line ends as the file has them. Raises
+        `OutputError`, also if somebody else changed the file meanwhile."""
+        from specgen.atomic import replace_bytes
+
+        assert self.path is not None
+        if "\r\n" in self.text:
+            middle = re.sub("\r?\n", "\r\n", middle)
+        path = self.path.resolve()  # a link stays one
+        try:
+            if path.read_bytes() != self.text.encode():
+                raise OutputError(
+                    f"{self.path}: changed meanwhile, so the middle was not written into it"
+                )
+            mode = path.stat().st_mode
+            whole = self.begins + self.prefix + middle + self.suffix
+            replace_bytes(path, whole.encode("utf-8", "replace"))
+            path.chmod(mode)
+        except OSError as error:
+            raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
+
+
+def _find_place(
+    place: str | None, prefix_file: Path | None, suffix_file: Path | None, *, in_place: bool
+) -> _Place:
+    """The gap that was asked for. Raises `UsageError`, `PromptError`."""
+    if place is not None and (prefix_file or suffix_file):
+        raise UsageError("FILE:LINE and --prefix-file or --suffix-file exclude each other")
+    if place is not None:
+        return _in_file(place)
+    if in_place:
+        raise UsageError("--in-place needs FILE:LINE, the file to write to")
+    if prefix_file is None and suffix_file is None:
+        raise UsageError(
+            "no gap",
+            hint="give FILE:LINE[:COLUMN], or --prefix-file and --suffix-file",
+        )
+    if str(prefix_file) == str(suffix_file) == "-":
+        raise UsageError("--prefix-file and --suffix-file cannot both be standard input")
+    prefix, suffix = (
+        "" if path is None else _decode(_read(path), _name(path)).removeprefix(_BOM)
+        for path in (prefix_file, suffix_file)
+    )
+    if not prefix and not suffix:
+        raise PromptError("there is no text before the gap or behind it", hint="give some text")
+    named = prefix_file if prefix_file is not None and str(prefix_file) != "-" else None
+    return _Place(prefix, suffix, named)
+
+
+def _in_file(place: str) -> _Place:
+    """The gap at FILE:LINE[:COLUMN]. Raises `UsageError` if it is no place, `PromptError` if the file
+    has none like it."""
+    found = _PLACE.fullmatch(place)
+    if found is None:
+        raise UsageError(
+            f"{place!r} is no place in a file", hint="give FILE:LINE or FILE:LINE:COLUMN"
+        )
+    path, number = Path(found["file"]), int(found["line"])
+    text = _decode(_read(path), str(path))
+    begins = _BOM if text.startswith(_BOM) else ""
+    lines = text.removeprefix(_BOM).split("\n")
+    if not 1 <= number <= len(lines):
+        raise PromptError(f"{path} has no line {number}: it has {len(lines)}")
+    line = lines[number - 1].removesuffix("\r")
+    column = len(line) + 1 if found["column"] is None else int(found["column"])
+    if not 1 <= column <= len(line) + 1:
+        raise PromptError(
+            f"{path}: line {number} has no column {column}: it has {len(line)} characters"
+        )
+    start = sum(len(each) + 1 for each in lines[: number - 1]) + column - 1
+    rest = text.removeprefix(_BOM)
+    return _Place(rest[:start], rest[start:], path, text, begins)
+
+
+def _gap(place: _Place, context: list[tuple[str, str]]) -> Gap:
+    """The gap as a model sees it: with line ends of one kind."""
+    from specgen.engine.infill import ContextFile, Gap
+
+    files: list[ContextFile] = [
+        ContextFile(name, text.removeprefix(_BOM).replace("\r\n", "\n")) for name, text in context
+    ]
+    return Gap(
+        place.prefix.replace("\r\n", "\n"),
+        place.suffix.replace("\r\n", "\n"),
+        name=str(place.path) if place.path is not None else "file",
+        context=tuple(files),
+        repository=Path.cwd().name or "repository",
+    )
+
+
+def _room(session: Session) -> int:
+    """The most tokens of the prompt. Raises `UsageError` if the middle needs them all."""
+    n_ctx, n_train = session.options.target_context.n_ctx, session.target_model.n_ctx_train
+    if n_ctx is None:
+        n_ctx = min(_N_CTX, n_train) if n_train > 0 else _N_CTX
+    elif n_ctx == 0:
+        n_ctx = n_train or _N_CTX
+    max_tokens = session.options.generation.max_tokens
+    n_room = n_ctx - (max_tokens if max_tokens >= 0 else n_ctx // 4)
+    if n_room < n_ctx // 4:
+        raise UsageError(
+            f"--max-tokens {max_tokens} leaves {max(0, n_room)} of {n_ctx} tokens for what is around "
+            "the gap",
+            hint=f"take --ctx-size {2 * max_tokens} or more, or fewer tokens",
+        )
+    return n_room
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+    except OSError as error:
+        raise PromptError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _decode(data: bytes, name: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise PromptError(
+            f"{name} is not UTF-8: byte {data[error.start]:#04x} on line {line}"
+        ) from None
+
+
+def _name(path: Path) -> str:
+    return "standard input" if str(path) == "-" else str(path)
