@@ -32,7 +32,7 @@ from specgen.options import DraftSource, GenerationOptions
 
 N_LINES = range(4, 21)
 #: Tokens of the prompt, at most.
-N_ROOM = 1500
+N_ROOM = 700
 
 
 def main() -> None:

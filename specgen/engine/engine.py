@@ -41,6 +41,8 @@ class Answer:
     prompt: Prompt
     settings: AnswerSettings
     seed: int
+    #: Whether anything drafts for it.
+    drafts: bool = True
     #: The summary, once it is finished.
     finished: FinishedEvent | None = None
     #: What ended it before its time.
@@ -172,11 +174,12 @@ class Engine:
         *,
         sampling: SamplerOptions | None = None,
         generation: GenerationOptions | None = None,
+        draft: bool = True,
     ) -> Answer:
         """Ask for an answer, with the session's options unless others are given. A text is a user's
-        turn in the model's chat template, if it has one. Raises `PromptError` if the prompt has no
-        room in the context, or cannot be one, `UsageError` if the options cannot be met, and
-        `BackendError` if the engine is closed."""
+        turn in the model's chat template, if it has one. Without `draft`, nothing drafts for it.
+        Raises `PromptError` if the prompt has no room in the context, or cannot be one, `UsageError`
+        if the options cannot be met, and `BackendError` if the engine is closed."""
         session = self._session
         if isinstance(prompt, str):
             prompt = session.prompt(prompt)
@@ -191,7 +194,7 @@ class Engine:
         with self._lock:
             if self._is_closed:
                 raise BackendError("the engine is closed")
-            answer = Answer(self._n_submitted, prompt, settings, seed)
+            answer = Answer(self._n_submitted, prompt, settings, seed, draft)
             self._n_submitted += 1
             self._waiting.append(answer)
         return answer
@@ -306,6 +309,7 @@ class Engine:
                 self._drafts[0] if self._drafts else None,
                 answer.seed,
                 helpers=self._drafts[1:],
+                plain=not answer.drafts,
                 settings=answer.settings,
                 part=part,
                 index=answer.index,
@@ -328,15 +332,15 @@ class Engine:
     def _prompt_event(self, answer: Answer) -> PromptEvent:
         """The event that says what is going to run."""
         session, prompt, settings = self._session, answer.prompt, answer.settings
-        path = session.draft_path
+        path = session.draft_path if answer.drafts else None
         return PromptEvent(
             sequence=answer.index,
             time_s=self._loop.now_s,
             text=prompt.text,
             n_prompt_tokens=len(prompt.tokens),
             target=session.target_model.name,
-            draft=session.draft_name,
-            translation=session.translation(settings),
+            draft=session.draft_name if answer.drafts else "none",
+            translation=session.translation(settings) if answer.drafts else None,
             draft_weights=session.costs.context_options(path).weights if path is not None else None,
             kernels=session.target_model.kernels,
             n_ctx=self._n_ctx,

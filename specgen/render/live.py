@@ -25,6 +25,7 @@ from specgen.render.notes import Notes
 from specgen.render.region import Line, Region
 from specgen.render.text import Cell, append_cells, can_encode, clean_line
 from specgen.render.theme import coded, pens, row_codes
+from specgen.render.thoughts import FoldedThought, is_thinking
 
 #: Rows of the unfinished line that are painted anew with each round, and that are laid out
 #: anew when the window changes; what is further up is the terminal's. Up to so many more if
@@ -40,10 +41,18 @@ class LiveRenderer(BaseRenderer):
     text is painted anew with each round; after it, struck through, stands what this round
     refused (`show` is ``accepted``); at the bottom a line with the legend and the speed.
     The cost of a round does not depend on the length of the answer.
+
+    With `folds`, a thinking block at the beginning is seen, dim, while it comes; a line then stands
+    in its place.
     """
 
     def __init__(
-        self, console: Console, show: Show = "accepted", notes: Notes | None = None
+        self,
+        console: Console,
+        show: Show = "accepted",
+        notes: Notes | None = None,
+        *,
+        folds: bool = False,
     ) -> None:
         self._console = console
         self._show = show
@@ -54,6 +63,8 @@ class LiveRenderer(BaseRenderer):
         self._flow = Flow(max(2, console.width), console.encoding)
         self._status = _Status()
         self._rejected: tuple[str, ...] = ()
+        self._folds = folds
+        self._thought: FoldedThought | None = None
 
     def handle(self, event: Event) -> None:
         if isinstance(event, FinishedEvent):
@@ -65,23 +76,32 @@ class LiveRenderer(BaseRenderer):
             self._region.erase()
             self._notes.show(event)
         self._status.update(event)
+        if isinstance(event, PromptEvent) and self._folds:
+            is_begun = is_thinking(event.text)
+            self._thought = FoldedThought(
+                self._flow.columns, self._console.encoding, is_begun=is_begun
+            )
         completed = self._rounds.read(event)
-        if completed is not None:
-            self._add(completed)
+        if completed is not None and isinstance(event, CommittedEvent):
+            self._add(completed, event)
         if not isinstance(event, (DraftedEvent, VerifiedEvent)):
             self._paint()
 
-    def _add(self, completed: Round) -> None:
+    def _add(self, completed: Round, event: CommittedEvent) -> None:
         self._fit()
         runs = completed.runs(with_rejected=self._show == "all")
         if self._show == "none":
             runs = (Run(text, "plain") for text, _ in runs)
+        if self._thought is not None:
+            runs = self._thought.take(runs, event.time_s, event.n_tokens)
         self._flow.feed(runs)
         if self._show == "accepted":
             self._rejected = tuple(text for _, text in completed.rejected if text)
 
     def _finish(self) -> None:
         self._fit()
+        if self._thought is not None:
+            self._flow.feed(self._thought.fold())
         self._region.close(self._lines(self._flow.finish()))
 
     def _fit(self) -> None:
@@ -90,6 +110,8 @@ class LiveRenderer(BaseRenderer):
         columns = max(2, self._console.width)
         if columns != self._flow.columns:
             self._flow.resize(columns)
+            if self._thought is not None:
+                self._thought.resize(columns)
 
     def _paint(self) -> None:
         self._fit()
@@ -98,6 +120,11 @@ class LiveRenderer(BaseRenderer):
         # rejected text needs a second row.
         n_spare, n_status = (0, 0) if self._show == "none" else (height >= 6, height >= 4)
         room = max(1, height - n_spare - n_status - 1)
+        if self._thought is not None and self._thought.is_open:
+            thought = self._lines(self._thought.rows(room))
+            status = [Line(self._status_codes(self._flow.columns - 1))] if n_status else []
+            self._region.paint((), [*thought, *status])
+            return
         rows = self._flow.take_settled(min(room, _MOVING_ROWS), min(room, _MOST_MOVING_ROWS))
         settled = self._lines(rows)
         moving = self._lines(self._flow.rows)

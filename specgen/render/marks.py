@@ -20,8 +20,8 @@ from specgen.events import (
     VerifiedEvent,
 )
 
-#: How a stretch of text came about.
-Mark: TypeAlias = TokenKind | Literal["rejected", "aside"]
+#: How a stretch of text came about; ``faint`` is what is not the answer.
+Mark: TypeAlias = TokenKind | Literal["rejected", "aside", "faint"]
 
 #: In the order of a legend.
 MARKS: tuple[Mark, ...] = ("accepted", "corrected", "bonus", "plain", "forced", "rejected", "aside")

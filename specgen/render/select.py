@@ -50,6 +50,7 @@ def make_renderer(
     stats: bool = True,
     quiet: bool = False,
     verbose: bool = False,
+    folds: bool = False,
 ) -> Renderer:
     """The renderer of one generation.
 
@@ -66,6 +67,7 @@ def make_renderer(
         stats: write the summary at the end.
         quiet: nothing on stderr.
         verbose: notices with their details.
+        folds: on a terminal, put a line in the place of a thinking block.
     """
     error_console = make_console(stderr, environ)
     if json:
@@ -74,7 +76,7 @@ def make_renderer(
     else:
         notes = None if quiet else Notes(error_console, verbose=verbose)
         console = make_console(stdout, environ)
-        answer, coloured = _answer_renderer(stdout, console, environ, show, notes)
+        answer, coloured = _answer_renderer(stdout, console, environ, show, notes, folds=folds)
     if not stats:
         return answer
     show_legend = coloured and error_console.is_terminal
@@ -82,14 +84,20 @@ def make_renderer(
 
 
 def _answer_renderer(
-    stdout: TextIO, console: Console, environ: Mapping[str, str], show: Show, notes: Notes | None
+    stdout: TextIO,
+    console: Console,
+    environ: Mapping[str, str],
+    show: Show,
+    notes: Notes | None,
+    *,
+    folds: bool,
 ) -> tuple[Renderer, bool]:
     """What shows the answer, and whether it marks tokens."""
     marked = show != "none"
     terminal = stdout.isatty()
     dumb = environ.get("TERM", "").lower() in ("dumb", "unknown") or console.legacy_windows
     if terminal and not dumb:
-        return LiveRenderer(console, show, notes), marked
+        return LiveRenderer(console, show, notes, folds=folds), marked
     if marked and environ.get("FORCE_COLOR") and not environ.get("NO_COLOR"):
         return ColourStreamRenderer(_binary(stdout), pens(console, forced=True), show, notes), True
     if terminal:
