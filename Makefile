@@ -63,10 +63,10 @@ types: $(VENV)/.installed-dev ## Check the types, strictly
 	$(BIN)/mypy
 
 docs: $(VENV)/.installed-dev ## Write the generated part of docs/
-	$(BIN)/python scripts/make_docs.py
+	$(BIN)/python -m scripts.make_docs
 
 docs-check: $(VENV)/.installed-dev ## Tell whether the generated part of docs/ is up to date
-	$(BIN)/python scripts/make_docs.py --check
+	$(BIN)/python -m scripts.make_docs --check
 
 install: $(VENV)/.installed ## Build and install specgen into VENV
 

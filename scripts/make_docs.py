@@ -3,7 +3,8 @@
 - docs/cli.md: what every command takes, from specgen/cli;
 - docs/events.md, docs/events.schema.json: from specgen/events.py, whose `#:` comments are the
   descriptions of the fields below them;
-- docs/exit-codes.md: from specgen/errors.py.
+- docs/exit-codes.md: from specgen/errors.py;
+- docs/benchmarks/: from the raw figures in benchmarks/results.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from scripts import benchmark_pages
 from specgen import errors, events
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,7 +44,7 @@ def main() -> None:
         if check:
             sys.stdout.writelines(difference(path, text))
         else:
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(text.encode())
             print(f"wrote {path.relative_to(ROOT)}")
     if check and stale:
@@ -58,6 +60,10 @@ def pages() -> dict[Path, str]:
         docs / "events.md": events_page(),
         docs / "events.schema.json": json.dumps(events_schema(), indent=2) + "\n",
         docs / "exit-codes.md": exit_codes_page(),
+        **{
+            docs / "benchmarks" / name: page(title, "benchmarks/results", *parts)
+            for name, (title, parts) in benchmark_pages.pages().items()
+        },
     }
 
 

@@ -237,6 +237,28 @@ def test_a_fuller_context_begins_with_what_is_known_of_the_nearest(file: Path) -
 # --- more than one process
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_fuller_context_that_only_saw_single_rows_learns_of_batches_later(
+    file: Path, is_kept: bool
+) -> None:
+    """An answer without drafts sees single rows; what batches cost is measured with the first draft, in
+    an empty context. Before, nothing was drafted then behind long prompts."""
+    memory = opened(file)
+    memory.costs(TARGET, CONTEXT, 2000, 2).observe(1, 2.0)
+    if is_kept:
+        memory.save()
+        memory = opened(file)
+    held = memory.costs(TARGET, CONTEXT, 2000, 2)
+    learn(memory)
+    memory.costs(TARGET, CONTEXT, 0, 2).start(17, 3.0)
+    assert memory.costs(TARGET, CONTEXT, 2000, 2) is held
+    assert held.known == pytest.approx({1: 2.0, 2: 3.0, 17: 6.0})
+    # What it sees itself stays, and the empty context's table is its own.
+    held.observe(17, 7.0)
+    assert memory.costs(TARGET, CONTEXT, 2000, 2).known[17] > 6.0
+    assert known(memory) == pytest.approx({1: 1.0, 2: 1.5, 17: 3.0})
+
+
 def test_two_that_learn_different_things_keep_both(file: Path) -> None:
     one, other = opened(file), opened(file)
     learn(one, TARGET, 1.0)

@@ -68,7 +68,10 @@ class Memory:
         keys = self._cost_keys(model, context, n_threads)
         if keys[depth] not in self._tables:
             self._tables[keys[depth]] = CostTable(self._kept_seconds(keys, depth))
-        return self._tables[keys[depth]]
+        table = self._tables[keys[depth]]
+        if depth:
+            self._extend(table, keys, depth)
+        return table
 
     def forget_costs(self, model: Path, context: ContextOptions, n_threads: int) -> None:
         """Let a model's decodes in such contexts be measured anew: what is known may be from a
@@ -160,6 +163,26 @@ class Memory:
             if seconds:
                 return seconds
         return {}
+
+    def _extend(self, table: CostTable, keys: Sequence[str], depth: int) -> None:
+        """Let a table that knows small batches only, since nothing drafted when it was made, have the
+        larger ones of the nearest depth that knows them, at its own pace. In proportion to its rows,
+        which is what a table expects of batches beyond those it knows, no draft would ever pay."""
+        largest = max(table.known, default=0)
+        for other in sorted(range(len(keys)), key=lambda other: abs(other - depth)):
+            if other == depth:
+                continue
+            kept = self._tables.get(keys[other]) or CostTable(
+                _seconds(self._known[_COSTS].get(keys[other]))
+            )
+            known = kept.known
+            if not known or max(known) <= largest:
+                continue
+            pace = table.seconds(1) / kept.seconds(1) if table.knows(1) and kept.knows(1) else 1.0
+            for size, seconds in known.items():
+                if not table.knows(size):
+                    table.start(size, seconds * pace)
+            return
 
     def _cost_keys(self, model: Path, context: ContextOptions, n_threads: int) -> list[str]:
         """The keys of a model's tables, by depth."""

@@ -1,0 +1,247 @@
+"""The pages in docs/benchmarks/, from the raw figures in benchmarks/results/; `make docs` writes them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+Figures = Mapping[str, Any]
+
+#: Names of the models' files, in the raw figures, as people call the models.
+_MODELS = {
+    "q4km.gguf": "1.5B Q4_K_M",
+    "q8.gguf": "1.5B Q8_0",
+    "f16.gguf": "1.5B F16",
+    "s.gguf": "0.5B Q4_K_M",
+    "smol.gguf": "SmolLM2",
+    "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf": "1.5B Q4_K_M",
+    "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf": "0.5B Q4_K_M",
+    "SmolLM2-135M-Instruct.Q4_1.gguf": "SmolLM2",
+    "ngram": "n-grams",
+}
+_CATEGORIES = {
+    "reasoning": "reason.",
+    "extraction": "extract.",
+    "humanities": "human.",
+    "translation": "transl.",
+    "summarization": "summ.",
+    "math_reasoning": "math_r.",
+}
+#: Rows of a batch that have a column.
+_ROWS = ("1", "2", "4", "8", "12", "16", "32", "512")
+
+
+def pages() -> dict[str, tuple[str, list[str]]]:
+    """Title and parts of each page, by the name of its file."""
+    return {
+        "llama-cpp.md": ("Against llama.cpp's own programs", _llama_cpp()),
+        "batches.md": ("What a batch costs", _batches()),
+        "several.md": ("Several answers at once", _several()),
+        "infill.md": ("Fill-in-the-middle", _infill()),
+    }
+
+
+def _read(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def _raw(name: str) -> str:
+    return f"[raw](../../benchmarks/results/{name})"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _model(name: str) -> str:
+    return _MODELS.get(name, name)
+
+
+# --- against llama.cpp's own programs -----------------------------------------------------------
+
+
+def _llama_cpp() -> list[str]:
+    parts = [
+        "`make peers`, then `specgen bench -m TARGET -md SMOLLM2 -md 0.5B --prompts FILE --count 1 "
+        "--against llama.cpp`: plain decoding, specgen with its defaults (it begins knowing nothing "
+        "and keeps what it learns from prompt to prompt), and llama.cpp's programs in five usual "
+        "settings, built from the same source, by turns, greedy. The prompts (`python "
+        "benchmarks/sample.py SPEC_BENCH > FILE`) are one of each of Spec-Bench's 13 categories and of "
+        "two of our own (new code, a code edit). With so few, the luck of a text is part of a "
+        "category's figure. llama.cpp refuses SmolLM2 as a draft and has the 0.5B.",
+        '"All" and the categories compare tokens a second after the first one, with plain decoding\'s '
+        "of the same prompt with specgen's kernels; geometric means. \"Whole\" compares the time of "
+        "whole answers, prompts included: llama.cpp lets the draft read the prompt before the first "
+        "token, outside of the time by which it counts tokens a second, and specgen does so within "
+        "it, if at all.",
+    ]
+    for name in ("kernels-bench-q4.json", "kernels-bench-q8.json", "kernels-bench-f16.json"):
+        report = _read(name)
+        drafts = {c["name"] for c in report["contenders"] if c["drafters"]}
+        lineup = [f for f in report["figures"] if not f["is_plain"] and f["speedup"] is not None]
+        ours = [figures for figures in lineup if figures["contender"] in drafts]
+        theirs = [figures for figures in lineup if figures not in ours]
+        parts.append(f"## {_model(lineup[0]['target'])}")
+        parts.append(f"{report['settings']['generation']['max_tokens']} tokens ({_raw(name)})")
+        parts.append(_categories_table(ours, theirs))
+        parts.append("\n".join(f"- {_compared(figures, theirs)}" for figures in ours))
+    return parts
+
+
+def _categories_table(ours: Sequence[Figures], theirs: Sequence[Figures]) -> str:
+    names = list(_by_category(ours[0]))
+    best = _best(theirs)
+    rows = [["", "all", "whole", "worst", *(_CATEGORIES.get(name, name) for name in names)]]
+    for figures in (*ours, *theirs):
+        name = figures["contender"]
+        own = f"**specgen, {_model(name)}**" if figures in ours else name
+        shown = (figures["speedup"], figures.get("whole"), (figures["worst"] or {}).get("speedup"))
+        by_category = _by_category(figures)
+        rows.append([own, *map(_number, shown), *(_number(by_category.get(n)) for n in names)])
+    of_all = _number(statistics.geometric_mean(best.values()))
+    rows.append(["the best of llama.cpp's, by category", of_all, "", "", *map(_number, best.values())])
+    return _table(rows)
+
+
+def _compared(ours: Figures, theirs: Sequence[Figures]) -> str:
+    setting = max(theirs, key=lambda figures: figures["speedup"])
+    own_time = 100 * (ours["shares"] or {}).get("own", 0.0)
+    return (
+        f"specgen, {_model(ours['contender'])}: {ours['speedup'] / setting['speedup']:.2f} times "
+        f"{setting['contender']}, own time {own_time:.1f} %, acceptance rate "
+        f"{_number(ours['acceptance_rate'])}, {_number(ours['mean_accepted_length'])} tokens a round, "
+        f"{ours['n_answers'] - ours['n_different']} of {ours['n_answers']} texts equal plain decoding's"
+    )
+
+
+def _by_category(figures: Figures) -> dict[str, float]:
+    return {
+        category["category"]: category["speedup"]
+        for category in figures["categories"]
+        if category["speedup"] is not None
+    }
+
+
+def _best(theirs: Sequence[Figures]) -> dict[str, float]:
+    """The best of each category, by whoever that is."""
+    best: dict[str, float] = {}
+    for figures in theirs:
+        for name, speedup in _by_category(figures).items():
+            best[name] = max(speedup, best.get(name, 0.0))
+    return best
+
+
+# --- batches ------------------------------------------------------------------------------------
+
+
+def _batches() -> list[str]:
+    lines = (RESULTS / "kernels.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [["model", "code", *_ROWS]]
+    named = ""
+    for entry in map(json.loads, lines):
+        model = entry["model"]
+        times = [_ms(entry["ms"][n]) for n in _ROWS]
+        rows.append(["" if model == named else model, entry["kernels"], *times])
+        if entry["kernels"] == "specgen":
+            ratios = [_number(entry["ms"][n] / entry["ms"]["1"]) for n in _ROWS[1:]]
+            rows.append(["", "ratio to one row", "", *ratios])
+        named = model
+    return [
+        "`python benchmarks/costs.py MODEL... --turns 1` "
+        f"({_raw('kernels.jsonl')}): milliseconds for a batch of n rows, 200 tokens in context, two "
+        "threads; llama.cpp's own code and specgen's kernels by turns, each in a process of its own.",
+        _table(rows),
+    ]
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.1f}"
+
+
+# --- several answers ----------------------------------------------------------------------------
+
+
+def _several() -> list[str]:
+    parts = [
+        "## In one engine",
+        "`python benchmarks/several.py -m TARGET -md SMOLLM2 --prompts FILE -N 12`: 12 answers of 45 "
+        "tokens on average, 1 to 8 at once, prompts not counted. Tokens a second in all, over one "
+        "after the other without drafts; geometric means of two turns.",
+        _table([["target", "drafts", "1", "2", "4", "8 at once", ""], *_several_rows()]),
+    ]
+    if (RESULTS / "batch-15.json").exists():
+        parts += [
+            "## Batches, prompts included",
+            "`python benchmarks/batch.py -m TARGET -md SMOLLM2 --prompts FILE -N 40 --server "
+            "llama-server`: 40 prompts, 64 tokens each, `specgen batch`'s parts and llama.cpp's server "
+            "of the same source with as many slots and clients. Tokens a second in all.",
+            _table([["target", "", "1", "2", "4", "8 at once", ""], *_batch_rows()]),
+        ]
+    return parts
+
+
+def _several_rows() -> Iterator[list[str]]:
+    for name in ("several-15.json", "several-05.json"):
+        report = _read(name)
+        by_draft: dict[str, list[str]] = {}
+        for way in report["ways"]:
+            by_draft.setdefault(way["draft"], []).append(_number(way["ratio"]))
+        yield from _rows(report, name, by_draft)
+
+
+def _batch_rows() -> Iterator[list[str]]:
+    for name in ("batch-15.json", "batch-05.json"):
+        report = _read(name)
+        by_contender: dict[str, list[str]] = {}
+        for run in report["runs"]:
+            contender, _, draft = run["contender"].partition(", ")
+            shown = f"{contender}, {_model(draft)}" if draft else contender
+            by_contender.setdefault(shown, []).append(f"{run['tokens_per_s']:.1f}")
+        yield from _rows(report, name, by_contender)
+
+
+def _rows(report: Figures, name: str, columns: Mapping[str, list[str]]) -> Iterator[list[str]]:
+    target, raw = _model(report["target"]), _raw(name)
+    for row, numbers in columns.items():
+        yield [target, _model(row), *numbers, raw]
+        target = raw = ""
+
+
+# --- gaps ---------------------------------------------------------------------------------------
+
+
+def _infill() -> list[str]:
+    report = _read("infill.json")
+    rows = [["drafts", "speed", "worst", "acceptance rate", "tokens a round", "texts equal"]]
+    for entry in report["contenders"]:
+        rows.append(
+            [
+                _model(entry["draft"]),
+                _number(entry["ratio"]),
+                _number(entry["worst"]),
+                _number(entry["acceptance_rate"]),
+                _number(entry["tokens_per_round"]),
+                f"{entry['n_equal']} of {report['n_gaps']}",
+            ]
+        )
+    n_exact = report["contenders"][0]["n_exact"]
+    return [
+        f"`python benchmarks/infill.py -m TARGET -md DRAFT` ({_raw('infill.json')}): bodies of "
+        f"functions of 4 to 20 lines, cut out of files of installed packages and filled in again by "
+        f"{_model(report['target'])}; {report['n_gaps']} gaps, 700 tokens of prompt, 64 of the middle "
+        "at most. Tokens a second after the first, over those without drafts for the same gap; "
+        "geometric mean.",
+        _table(rows),
+        f"{n_exact} of {report['n_gaps']} middles begin with exactly what was cut out.",
+    ]
