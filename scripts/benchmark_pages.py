@@ -73,18 +73,22 @@ def _model(name: str) -> str:
 
 def _llama_cpp() -> list[str]:
     parts = [
-        "`make peers`, then `specgen bench -m TARGET -md SMOLLM2 -md 0.5B --prompts FILE --count 1 "
-        "--against llama.cpp`: plain decoding, specgen with its defaults (it begins knowing nothing "
-        "and keeps what it learns from prompt to prompt), and llama.cpp's programs in five usual "
-        "settings, built from the same source, by turns, greedy. The prompts (`python "
-        "benchmarks/sample.py SPEC_BENCH > FILE`) are one of each of Spec-Bench's 13 categories and of "
-        "two of our own (new code, a code edit). With so few, the luck of a text is part of a "
-        "category's figure. llama.cpp refuses SmolLM2 as a draft and has the 0.5B.",
-        '"All" and the categories compare tokens a second after the first one, with plain decoding\'s '
-        "of the same prompt with specgen's kernels; geometric means. \"Whole\" compares the time of "
-        "whole answers, prompts included: llama.cpp lets the draft read the prompt before the first "
-        "token, outside of the time by which it counts tokens a second, and specgen does so within "
-        "it, if at all.",
+        (
+            "`make peers`, then `specgen bench -m TARGET -md SMOLLM2 -md 0.5B --prompts FILE --count 1 "
+            "--against llama.cpp`: plain decoding, specgen with its defaults (it begins knowing nothing "
+            "and keeps what it learns from prompt to prompt), and llama.cpp's programs in five usual "
+            "settings, built from the same source, by turns, greedy. The prompts (`python "
+            "benchmarks/sample.py SPEC_BENCH > FILE`) are one of each of Spec-Bench's 13 categories and of "
+            "two of our own (new code, a code edit). With so few, the luck of a text is part of a "
+            "category's figure. llama.cpp refuses SmolLM2 as a draft and has the 0.5B."
+        ),
+        (
+            '"All" and the categories compare tokens a second after the first one, with plain decoding\'s '
+            'of the same prompt with specgen\'s kernels; geometric means. "Whole" compares the time of '
+            "whole answers, prompts included: llama.cpp lets the draft read the prompt before the first "
+            "token, outside of the time by which it counts tokens a second, and specgen does so within "
+            "it, if at all."
+        ),
     ]
     for name in ("kernels-bench-q4.json", "kernels-bench-q8.json", "kernels-bench-f16.json"):
         report = _read(name)
@@ -110,7 +114,9 @@ def _categories_table(ours: Sequence[Figures], theirs: Sequence[Figures]) -> str
         by_category = _by_category(figures)
         rows.append([own, *map(_number, shown), *(_number(by_category.get(n)) for n in names)])
     of_all = _number(statistics.geometric_mean(best.values()))
-    rows.append(["the best of llama.cpp's, by category", of_all, "", "", *map(_number, best.values())])
+    rows.append(
+        ["the best of llama.cpp's, by category", of_all, "", "", *map(_number, best.values())]
+    )
     return _table(rows)
 
 
@@ -158,9 +164,11 @@ def _batches() -> list[str]:
             rows.append(["", "ratio to one row", "", *ratios])
         named = model
     return [
-        "`python benchmarks/costs.py MODEL... --turns 1` "
-        f"({_raw('kernels.jsonl')}): milliseconds for a batch of n rows, 200 tokens in context, two "
-        "threads; llama.cpp's own code and specgen's kernels by turns, each in a process of its own.",
+        (
+            "`python benchmarks/costs.py MODEL... --turns 1` "
+            f"({_raw('kernels.jsonl')}): milliseconds for a batch of n rows, 200 tokens in context, two "
+            "threads; llama.cpp's own code and specgen's kernels by turns, each in a process of its own."
+        ),
         _table(rows),
     ]
 
@@ -175,17 +183,21 @@ def _ms(milliseconds: float) -> str:
 def _several() -> list[str]:
     parts = [
         "## In one engine",
-        "`python benchmarks/several.py -m TARGET -md SMOLLM2 --prompts FILE -N 12`: 12 answers of 45 "
-        "tokens on average, 1 to 8 at once, prompts not counted. Tokens a second in all, over one "
-        "after the other without drafts; geometric means of two turns.",
+        (
+            "`python benchmarks/several.py -m TARGET -md SMOLLM2 --prompts FILE -N 12`: 12 answers of 45 "
+            "tokens on average, 1 to 8 at once, prompts not counted. Tokens a second in all, over one "
+            "after the other without drafts; geometric means of two turns."
+        ),
         _table([["target", "drafts", "1", "2", "4", "8 at once", ""], *_several_rows()]),
     ]
     if (RESULTS / "batch-15.json").exists():
         parts += [
             "## Batches, prompts included",
-            "`python benchmarks/batch.py -m TARGET -md SMOLLM2 --prompts FILE -N 40 --server "
-            "llama-server`: 40 prompts, 64 tokens each, `specgen batch`'s parts and llama.cpp's server "
-            "of the same source with as many slots and clients. Tokens a second in all.",
+            (
+                "`python benchmarks/batch.py -m TARGET -md SMOLLM2 --prompts FILE -N 40 --server "
+                "llama-server`: 40 prompts, 64 tokens each, `specgen batch`'s parts and llama.cpp's server "
+                "of the same source with as many slots and clients. Tokens a second in all."
+            ),
             _table([["target", "", "1", "2", "4", "8 at once", ""], *_batch_rows()]),
         ]
     return parts
@@ -237,11 +249,13 @@ def _infill() -> list[str]:
         )
     n_exact = report["contenders"][0]["n_exact"]
     return [
-        f"`python benchmarks/infill.py -m TARGET -md DRAFT` ({_raw('infill.json')}): bodies of "
-        f"functions of 4 to 20 lines, cut out of files of installed packages and filled in again by "
-        f"{_model(report['target'])}; {report['n_gaps']} gaps, 700 tokens of prompt, 64 of the middle "
-        "at most. Tokens a second after the first, over those without drafts for the same gap; "
-        "geometric mean.",
+        (
+            f"`python benchmarks/infill.py -m TARGET -md DRAFT` ({_raw('infill.json')}): bodies of "
+            f"functions of 4 to 20 lines, cut out of files of installed packages and filled in again by "
+            f"{_model(report['target'])}; {report['n_gaps']} gaps, 700 tokens of prompt, 64 of the middle "
+            "at most. Tokens a second after the first, over those without drafts for the same gap; "
+            "geometric mean."
+        ),
         _table(rows),
         f"{n_exact} of {report['n_gaps']} middles begin with exactly what was cut out.",
     ]
