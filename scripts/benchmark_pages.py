@@ -236,17 +236,17 @@ def _rows(report: Figures, name: str, columns: Mapping[str, list[str]]) -> Itera
 def _infill() -> list[str]:
     report = _read("infill.json")
     rows = [["drafts", "speed", "worst", "acceptance rate", "tokens a round", "texts equal"]]
-    for entry in report["contenders"]:
-        rows.append(
-            [
-                _model(entry["draft"]),
-                _number(entry["ratio"]),
-                _number(entry["worst"]),
-                _number(entry["acceptance_rate"]),
-                _number(entry["tokens_per_round"]),
-                f"{entry['n_equal']} of {report['n_gaps']}",
-            ]
-        )
+    rows += [
+        [
+            _model(entry["draft"]),
+            _number(entry["ratio"]),
+            _number(entry["worst"]),
+            _number(entry["acceptance_rate"]),
+            _number(entry["tokens_per_round"]),
+            f"{entry['n_equal']} of {report['n_gaps']}",
+        ]
+        for entry in report["contenders"]
+    ]
     n_exact = report["contenders"][0]["n_exact"]
     return [
         (

@@ -86,6 +86,7 @@ class DoctorReport:
     kernels: KernelStatus
     cache_folder: Path
     config_folder: Path
+    data_folder: Path
     #: The files of the known models that are on this disk, by name.
     models: Mapping[str, Path]
     checks: tuple[Check, ...]
@@ -120,7 +121,7 @@ def diagnose(
     `child` is the command that starts a child process (by default `CHILD_COMMAND`). `on_check`
     is told what is being tried.
     """
-    from specgen.catalogue import cache_folder, config_folder
+    from specgen.catalogue import cache_folder, config_folder, data_folder
 
     found, problem = _models_on_disk()
     on_check = on_check or (lambda _name: None)
@@ -133,6 +134,7 @@ def diagnose(
         kernels=kernels,
         cache_folder=cache_folder(),
         config_folder=config_folder(),
+        data_folder=data_folder(),
         models=found,
         checks=(*checks, *_kernel_checks(kernels), *([problem] if problem else [])),
     )

@@ -167,6 +167,24 @@ def test_each_answer_has_its_own_options(models: Path, costs: VirtualTime) -> No
     assert other.text != expected[0]
 
 
+@pytest.mark.parametrize("drafter", ["ngram", "draft"])
+def test_an_answer_may_do_without_drafts(models: Path, costs: VirtualTime, drafter: str) -> None:
+    """And the next one drafts again, its draft's cache behind by what was said meanwhile."""
+    with opened(models, costs, drafter=drafter) as session:
+        expected = alone(session)[0]
+        with Engine(session, n_parallel=2, n_ctx=N_CTX) as engine:
+            for wanted in ((True, False), (False, False), (True, True)):
+                asked = [engine.submit(PROMPTS[0], draft=drafts) for drafts in wanted]
+                events = list(engine.run())
+                for answer, drafts in zip(asked, wanted, strict=True):
+                    assert answer.text == expected
+                    assert answer.finished is not None
+                    assert (answer.finished.n_drafted > 0) == drafts
+                begun = [event for event in events if isinstance(event, PromptEvent)]
+                drafting = {event.sequence: event.draft != "none" for event in begun}
+                assert drafting == {a.index: d for a, d in zip(asked, wanted, strict=True)}
+
+
 def test_each_answer_has_its_own_samplers_and_grammar(models: Path, costs: VirtualTime) -> None:
     """Greedy, drawn and constrained answers in the same batches, each as alone with its options."""
     samplings = (

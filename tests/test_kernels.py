@@ -390,6 +390,7 @@ def test_a_choice_that_is_none_is_refused(cli: Cli, monkeypatch: pytest.MonkeyPa
         ("run", "-p", "Hi"),
         ("batch", "in.jsonl", "out.jsonl"),
         ("fim", "in.jsonl:1"),
+        ("chat",),
         ("verify",),
         ("tune",),
         ("bench",),

@@ -20,7 +20,7 @@ LAYERS = (
     ("engine",),
     ("testing", "catalogue", "progress", "openai_format"),
     ("selection", "proof"),
-    ("bench", "batch"),
+    ("bench", "batch", "chat"),
     ("render",),
     ("kernels",),
     ("doctor", "api"),

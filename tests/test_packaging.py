@@ -211,7 +211,12 @@ def test_a_wheel_can_be_built_from_the_source_distribution(tmp_path: Path) -> No
         *(name.partition("/")[0] for name in names),
     }
     # What tests of the documents read is there.
-    assert {"CONTRIBUTING.md", "BENCHMARKS.md", "Makefile", "benchmarks/results/several-15.json"} <= names
+    assert {
+        "CONTRIBUTING.md",
+        "BENCHMARKS.md",
+        "Makefile",
+        "benchmarks/results/several-15.json",
+    } <= names
     assert "hatch_build.py" in names
     assert "scripts/build_kernels.py" in names
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kernels").glob("*.cpp")}

@@ -16,6 +16,7 @@ from specgen import __version__
 from specgen.cli import draft, models
 from specgen.cli.batch import batch
 from specgen.cli.bench import bench
+from specgen.cli.chat import chat
 from specgen.cli.doctor import doctor
 from specgen.cli.fim import fim
 from specgen.cli.run import run
@@ -57,6 +58,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(run)
+app.command()(chat)
 app.command()(fim)
 app.command()(batch)
 app.command()(verify)

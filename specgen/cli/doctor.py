@@ -147,6 +147,7 @@ def _sections(report: DoctorReport) -> Iterator[DoctorSection]:
         [
             ("cache", str(report.cache_folder)),
             ("configuration", str(report.config_folder)),
+            ("data", str(report.data_folder)),
             *((name, str(path)) for name, path in report.models.items()),
         ],
     )

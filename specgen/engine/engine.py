@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -247,7 +247,7 @@ class Engine:
         while not self.is_idle:
             yield from self.step()
 
-    def stream(self, answer: Answer) -> Iterator[Event]:
+    def stream(self, answer: Answer) -> Generator[Event, None, None]:
         """The events of one answer until it is done, making others beside it. Raises what ended it
         before its time. An answer whose iterator is closed before is cancelled."""
         try:

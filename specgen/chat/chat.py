@@ -1,0 +1,180 @@
+"""A conversation with a model: what is asked, what comes of it, and what is kept."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+
+from specgen.chat.conversation import Change, Conversation
+from specgen.chat.log import ChatLog
+from specgen.engine.engine import Engine
+from specgen.engine.prompts import Prompt
+from specgen.engine.session import Session
+from specgen.errors import PromptError, UsageError
+from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent, PromptEvent
+
+#: The part of the context that is kept free for an answer, if that may be so long.
+_ANSWER_SHARE = 4
+#: Where turns have to be left out, the others take no more than this part of the context.
+_KEPT_SHARE = 2
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over the answers of this run."""
+
+    n_answers: int = 0
+    n_tokens: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
+    n_prompt_tokens: int = 0
+    n_cached_tokens: int = 0
+
+    def add(self, finished: FinishedEvent) -> None:
+        """Count an answer."""
+        self.n_answers += 1
+        self.n_tokens += finished.n_tokens
+        self.n_drafted += finished.n_drafted
+        self.n_accepted += finished.n_accepted
+        self.n_prompt_tokens += finished.n_prompt_tokens
+        self.n_cached_tokens += finished.n_cached_tokens
+
+
+class Chat:
+    """Asks an engine for the turns of a conversation, and keeps them in a log, if there is one.
+
+    An answer that is broken off is kept as far as it came; if nothing came, its question is without
+    an answer, which `regenerate` gives it and another question takes the place of. `now` is the time
+    that templates may write; it stays, so that the caches hold what was decoded.
+
+    Raises `UsageError` if the model has no chat template.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        engine: Engine,
+        conversation: Conversation,
+        log: ChatLog | None = None,
+        *,
+        now: datetime.datetime,
+    ) -> None:
+        check_template(session)
+        self._session, self._engine, self._log, self._now = session, engine, log, now
+        self.conversation = conversation
+        #: Whether anything drafts for the next answers.
+        self.drafts = True
+        self.totals = Totals()
+        #: The beginning and the end of the last answer of this run.
+        self.prompt: PromptEvent | None = None
+        self.finished: FinishedEvent | None = None
+        self._n_again = 0
+
+    def ask(self, question: str) -> Generator[Event, None, None]:
+        """Answer a question, as events. What the context has no room for is left out from the front;
+        a notice says so. Raises `PromptError` if the question alone has no room, and what ends an
+        answer before its time. The question is then not part of the conversation, unless its
+        answer was begun."""
+        before = self.conversation.copy()
+        change = Change("question", question)
+        self.conversation.apply(change)
+        try:
+            prompt, n_gone = self._make_prompt()
+        except Exception:
+            self.conversation = before
+            raise
+        self._keep(change)
+        self._n_again = 0
+        yield from self._answer(prompt, n_gone)
+
+    def regenerate(self) -> Generator[Event, None, None]:
+        """Answer the last question again, in place of its answer. A seed that was asked for is
+        counted on. Raises `UsageError` if there is none, and as `ask`."""
+        if not self.conversation.turns:
+            raise UsageError("there is no question to answer again")
+        prompt, n_gone = self._make_prompt()
+        if not self.conversation.is_open:
+            self._n_again += 1
+        yield from self._answer(prompt, n_gone)
+
+    def change(self, change: Change) -> None:
+        """Let a change happen, and keep it. Raises `ValueError` if it does not fit, and `OutputError`
+        if it cannot be kept; it has happened then."""
+        self.conversation.apply(change)
+        self._keep(change)
+
+    @property
+    def n_ctx(self) -> int:
+        """The tokens that the context has room for."""
+        return self._engine.n_ctx
+
+    def _keep(self, change: Change) -> None:
+        if self._log is not None:
+            self._log.append(change)
+
+    def _make_prompt(self) -> tuple[Prompt, int]:
+        """What the answer begins after, and how many turns had to be left out for it."""
+        conversation, n_ctx = self.conversation, self._engine.n_ctx
+        n_alone = self._n_tokens_without(len(conversation.turns) - 1)
+        if n_alone > n_ctx:
+            raise PromptError(
+                f"the message has {n_alone} tokens with what stands before it, the context {n_ctx}",
+                hint=f"take --ctx-size {n_alone + 1} or more, or a shorter message",
+            )
+        n_answer = n_ctx // _ANSWER_SHARE
+        max_tokens = self._session.options.generation.max_tokens
+        if max_tokens >= 0:
+            n_answer = min(n_answer, max_tokens)
+        n_gone = conversation.make_room(
+            self._n_tokens_without, n_ctx - n_answer, n_ctx // _KEPT_SHARE
+        )
+        return self._prompt_without(conversation.n_left_out), n_gone
+
+    def _n_tokens_without(self, n_left_out: int) -> int:
+        return len(self._prompt_without(n_left_out).tokens)
+
+    def _prompt_without(self, n_left_out: int) -> Prompt:
+        messages = self.conversation.messages(n_left_out)
+        return self._session.conversation(messages, now=self._now)
+
+    def _answer(self, prompt: Prompt, n_gone: int) -> Generator[Event, None, None]:
+        sampling = self._session.options.sampler
+        if self._n_again and sampling.seed >= 0:
+            sampling = replace(sampling, seed=sampling.seed + self._n_again)
+        answer = self._engine.submit(prompt, sampling=sampling, draft=self.drafts)
+        text, finished = "", None
+        events = self._engine.stream(answer)
+        try:
+            for event in events:
+                if isinstance(event, PromptEvent):
+                    self.prompt, self.finished = event, None
+                elif isinstance(event, CommittedEvent):
+                    text += event.text
+                elif isinstance(event, FinishedEvent):
+                    self.finished = finished = event
+                    self.totals.add(event)
+                yield event
+                if isinstance(event, PromptEvent) and n_gone:
+                    yield NoticeEvent(event.sequence, event.time_s, self._gone(n_gone))
+        finally:
+            events.close()  # an answer that nobody waits for is cancelled
+            if text or (finished is not None and finished.finish_reason != "interrupted"):
+                self.change(Change("answer", text))
+
+    def _gone(self, n_gone: int) -> str:
+        """What is to be said of turns that are left out."""
+        turns = "the oldest turn is" if n_gone == 1 else f"the {n_gone} oldest turns are"
+        message = f"the context of {self.n_ctx} tokens is full: {turns} left out from here on"
+        kept = ["the system message"] if self.conversation.system is not None else []
+        kept += ["the files"] if self.conversation.files else []
+        return f"{message} ({' and '.join(kept)} kept)" if kept else message
+
+
+def check_template(session: Session) -> None:
+    """Raises `UsageError` if the target has no chat template."""
+    if session.target_model.chat_template() is None:
+        raise UsageError(
+            f"{session.target_model.name} has no chat template, which a conversation needs",
+            hint="`specgen run` continues a text without one",
+        )

@@ -1,0 +1,76 @@
+"""The commands that can be given among the messages of a conversation."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from specgen.errors import UsageError
+
+#: A word behind a slash, alone or before a space: a path or a comment of C is none.
+_COMMAND = re.compile(r"/([A-Za-z?]+)(?:\s+(.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What was asked for."""
+
+    name: str
+    #: What stands behind the name; may be empty.
+    argument: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CommandHelp:
+    """What a command takes and does."""
+
+    usage: str
+    does: str
+    takes: Literal["nothing", "something", "anything", "on or off"] = "nothing"
+
+    @property
+    def name(self) -> str:
+        return self.usage.split(" ")[0].removeprefix("/")
+
+
+COMMANDS: tuple[CommandHelp, ...] = (
+    CommandHelp("/help", "show the commands"),
+    CommandHelp("/regen", "answer the last question again"),
+    CommandHelp("/undo", "take the last question and its answer back"),
+    CommandHelp("/reset", "take all turns back; the system message and files stay"),
+    CommandHelp(
+        "/system TEXT", "change the system message; without TEXT there is none", "anything"
+    ),
+    CommandHelp("/save FILE", "write the conversation to a file", "something"),
+    CommandHelp("/load FILE", "go on with the conversation in a file", "something"),
+    CommandHelp("/draft on|off", "let later answers be drafted for, or not", "on or off"),
+    CommandHelp("/think", "show what the model thought before its last answer"),
+    CommandHelp("/stats", "show figures of the last answer and the conversation"),
+    CommandHelp("/quit", "end the conversation"),
+)
+_BY_NAME = {command.name: command for command in COMMANDS}
+
+
+def parse(line: str) -> Command | None:
+    """The command in a line; None if it is a message. Raises `UsageError` if there is no such command,
+    or it takes something else."""
+    found = _COMMAND.fullmatch(line.rstrip())
+    if found is None:
+        return None
+    name, argument = found[1].lower(), (found[2] or "").strip()
+    command = _BY_NAME.get(name)
+    if command is None:
+        raise UsageError(
+            f"there is no command /{name}",
+            hint="/help shows the commands; a space before the slash makes it a message",
+        )
+    is_wrong = {
+        "nothing": bool(argument),
+        "something": not argument,
+        "anything": False,
+        "on or off": argument not in ("on", "off"),
+    }[command.takes]
+    if is_wrong:
+        raise UsageError(f"{line.strip()!r}: the command is {command.usage}")
+    return Command(name, argument)

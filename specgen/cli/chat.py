@@ -1,0 +1,350 @@
+"""``specgen chat``: a conversation."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import signal
+import sys
+from collections.abc import Generator, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specgen.cli import flags
+from specgen.cli.answering import with_grammar
+from specgen.cli.interrupt import Interrupt
+from specgen.cli.opening import log_shown, open_session, use_kernels
+from specgen.errors import PromptError, UsageError
+from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions, Show
+from specgen.selection.model_choice import ModelChoice
+from specgen.selection.session_opening import find_models, session_options
+
+if TYPE_CHECKING:
+    from specgen.chat.chat import Chat
+    from specgen.chat.commands import Command
+    from specgen.chat.conversation import Conversation
+    from specgen.chat.log import ChatLog
+    from specgen.events import Event
+
+_CONVERSATION = "Conversation"
+
+
+@flags.takes_options(
+    models=flags.models,
+    answer=flags.answer,
+    grammar=flags.constraint,
+    sampling=flags.sampling,
+    drafting=flags.drafting,
+    machine=flags.machine,
+)
+def chat(
+    *,
+    models: ModelChoice,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            "--system",
+            "-sys",
+            metavar="TEXT",
+            parser=flags.utf8,
+            help="The system message.",
+            rich_help_panel=_CONVERSATION,
+        ),
+    ] = None,
+    files: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--file",
+            "-f",
+            help="A file whose text stands before the first message; may be given several times.",
+            show_default="none",
+            rich_help_panel=_CONVERSATION,
+        ),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--session",
+            metavar="NAME",
+            help="Keep the conversation under this name, and go on with it if there is one.",
+            show_default="it is not kept",
+            rich_help_panel=_CONVERSATION,
+        ),
+    ] = None,
+    answer: GenerationOptions,
+    grammar: flags.Constraint,
+    sampling: SamplerOptions,
+    drafting: DraftOptions,
+    machine: Contexts,
+    show: flags.ShowOption = "accepted",
+    stats: Annotated[
+        bool,
+        typer.Option(
+            "--stats/--no-stats",
+            help="A summary on standard error after each answer.",
+            rich_help_panel="Output",
+        ),
+    ] = False,
+    json: flags.Json = False,
+    quiet: flags.Quiet = False,
+    verbose: flags.Verbose = False,
+) -> int:
+    """Talk with a model, at a terminal or in a pipe.
+
+    Each turn decodes only what is new. In a pipe each line is a message, and only answers go to
+    standard output. /help shows the commands that can be given among the messages.
+    """
+    flags.check_loudness(quiet=quiet, verbose=verbose)
+    generation = with_grammar(answer, grammar, json=json, quiet=quiet)
+    path = None if name is None else _session_file(name)
+    text = "".join(map(_file_text, files or ()))
+    sources = find_models(models, quiet=quiet)
+    options = session_options(sources, sampling, drafting, generation, machine)
+    use_kernels(machine.kernels, quiet=quiet)
+    with contextlib.ExitStack() as stack:
+        from specgen.chat.chat import Chat, check_template
+        from specgen.engine.engine import Engine
+
+        conversation, log = stack.enter_context(_opened(path, quiet=quiet))
+        stack.enter_context(log_shown(verbose))
+        session = stack.enter_context(
+            open_session(options, quiet=quiet, verbose=verbose, drafts=sources.drafts)
+        )
+        check_template(session)
+        view = _View(show=show, stats=stats, json=json, quiet=quiet, verbose=verbose)
+        engine = stack.enter_context(
+            Engine(session, interrupted=view.interrupted, estimate_gain=stats or json)
+        )
+        stack.callback(session.memory.save)
+        now = datetime.datetime.now().astimezone()
+        talk = Chat(session, engine, conversation, log, now=now)
+        _begin(talk, system, text)
+        return _talk(talk, view)
+
+
+# --- the conversation -----------------------------------------------------------------------
+
+
+class _View:
+    """Shows answers, and stops them."""
+
+    def __init__(self, *, show: Show, stats: bool, json: bool, quiet: bool, verbose: bool) -> None:
+        self._show: Show = show
+        self._stats = stats
+        self._json = json
+        self.quiet = quiet
+        self._verbose = verbose
+        self._stop: Interrupt | None = None
+
+    def interrupted(self) -> bool:
+        """Whether the answer that is made is to end."""
+        return self._stop is not None and self._stop()
+
+    def answer(self, events: Generator[Event, None, None]) -> int:
+        """Show an answer; returns the exit code of the signal that ended it, or 0."""
+        from specgen.events import FinishedEvent
+        from specgen.render import make_renderer
+
+        renderer = make_renderer(
+            stdout=sys.stdout,
+            stderr=sys.stderr,
+            environ=os.environ,
+            json=self._json,
+            show=self._show,
+            stats=self._stats,
+            quiet=self.quiet,
+            verbose=self._verbose,
+            folds=True,
+        )
+        text = ""
+        with contextlib.closing(events), Interrupt() as self._stop, renderer:
+            for event in events:
+                renderer.handle(event)
+                if isinstance(event, FinishedEvent):
+                    text = event.text
+        code = self._stop.exit_code
+        self._stop = None
+        if not self._json and not sys.stdout.isatty() and not text.endswith("\n"):
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+        return code
+
+    def say(self, text: str) -> None:
+        """Tell the user something that is no answer."""
+        print(text, file=sys.stderr, flush=True)
+
+
+def _begin(talk: Chat, system: str | None, files: str) -> None:
+    """Give a conversation the system message and the files that were asked for, if it has others."""
+    from specgen.chat.conversation import Change
+
+    if system is not None and system != talk.conversation.system:
+        talk.change(Change("system", system))
+    if files and files != talk.conversation.files:
+        talk.change(Change("files", files))
+
+
+def _talk(talk: Chat, view: _View) -> int:
+    """Answer messages until there are no more; returns the exit code."""
+    from specgen.chat.commands import parse
+    from specgen.cli.chat_input import PipedMessages, is_person
+
+    is_typed = is_person()
+    messages = _typed() if is_typed else PipedMessages(sys.stdin.buffer)
+    failed = 0
+    for message in messages:
+        try:
+            command = parse(message)
+            if command is not None and command.name in ("quit", "exit"):
+                break
+            code = view.answer(talk.ask(message)) if command is None else _do(command, talk, view)
+        except (PromptError, UsageError) as error:
+            # The conversation goes on without it; a pipe's exit code tells of it.
+            view.say(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""))
+            failed = error.exit_code
+            continue
+        if code and not (is_typed and code == 128 + signal.SIGINT):
+            return code
+    return 0 if is_typed else failed
+
+
+def _typed() -> Iterable[str]:
+    from specgen.catalogue import data_folder
+    from specgen.chat.commands import COMMANDS
+    from specgen.cli.chat_input import TypedMessages
+
+    names = tuple(f"/{command.name}" for command in COMMANDS)
+    return TypedMessages(data_folder() / "chat-history", names)
+
+
+def _do(command: Command, talk: Chat, view: _View) -> int:
+    """Do what a command says; returns the exit code of a signal, or 0. Raises `UsageError` if it cannot
+    be done, `PromptError`, `OutputError`."""
+    from specgen.chat import log
+    from specgen.chat.conversation import Change
+
+    name, argument = command.name, command.argument
+    if name == "regen":
+        return view.answer(talk.regenerate())
+    if name == "help":
+        view.say(_help())
+    elif name in ("undo", "reset"):
+        try:
+            talk.change(Change("undo" if name == "undo" else "reset"))
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        view.say(f"{len(talk.conversation.turns)} turns are left")
+    elif name == "system":
+        talk.change(Change("system", argument or None))
+        view.say("the system message is changed" if argument else "there is no system message now")
+    elif name == "save":
+        log.save(Path(argument).expanduser(), talk.conversation)
+        view.say(f"saved to {argument}")
+    elif name == "load":
+        loaded, _ = log.read(Path(argument).expanduser())
+        talk.change(Change("load", changes=loaded.changes()))
+        view.say(_greeting(loaded))
+    elif name == "draft":
+        talk.drafts = argument == "on"
+        view.say("answers are drafted for" if talk.drafts else "nothing drafts from now on")
+    elif name == "think":
+        view.say(_thought(talk))
+    else:
+        _show_figures(talk)
+    return 0
+
+
+def _help() -> str:
+    from specgen.chat.commands import COMMANDS
+
+    width = max(len(command.usage) for command in COMMANDS)
+    lines = [f"{command.usage:<{width}}  {command.does}" for command in COMMANDS]
+    keys = (
+        "A backslash at the end of a line goes on with another one. Ctrl-C stops an answer, Ctrl-D "
+        "ends."
+    )
+    return "\n".join([*lines, keys])
+
+
+def _thought(talk: Chat) -> str:
+    """What the model thought before its last answer."""
+    from specgen.render.thoughts import thought_of
+
+    thought = ""
+    if talk.prompt is not None and talk.finished is not None:
+        thought = thought_of(talk.prompt.text, talk.finished.text)
+    if not thought:
+        raise UsageError("the last answer of this run has no thinking block")
+    return thought
+
+
+def _show_figures(talk: Chat) -> None:
+    """Print figures of the last answer, and of all answers of this run."""
+    from specgen.render import make_console, print_summary
+    from specgen.render.text import counted
+
+    if talk.finished is None or talk.prompt is None:
+        raise UsageError("there is no answer yet")
+    console = make_console(sys.stderr, os.environ)
+    print_summary(console, talk.finished, draft=talk.prompt.draft, kernels=talk.prompt.kernels)
+    totals = talk.totals
+    parts = [f"{counted(totals.n_answers, 'answer')} of {counted(totals.n_tokens, 'token')}"]
+    if totals.n_drafted:
+        parts.append(f"{100 * totals.n_accepted / totals.n_drafted:.0f}% of the draft accepted")
+    share = 100 * totals.n_cached_tokens / totals.n_prompt_tokens
+    parts.append(f"{share:.0f}% of the prompts from the cache")
+    used = talk.finished.n_prompt_tokens + talk.finished.n_tokens
+    parts.append(f"{used} of {talk.n_ctx} tokens of context in use")
+    print(f"in all: {', '.join(parts)}", file=sys.stderr)
+
+
+# --- files ----------------------------------------------------------------------------------
+
+
+def _session_file(name: str) -> Path:
+    """The file of a conversation that is kept. Raises `UsageError` for a name that is none."""
+    from specgen.catalogue import data_folder
+
+    if not name.strip() or name.startswith(".") or Path(name).name != name or "\\" in name:
+        raise UsageError(f"--session {name!r} is no name", hint="give a word, without slashes")
+    return data_folder() / "chats" / f"{name}.jsonl"
+
+
+@contextlib.contextmanager
+def _opened(path: Path | None, *, quiet: bool) -> Iterator[tuple[Conversation, ChatLog | None]]:
+    """A conversation and its log; a new one without a log if there is no file."""
+    from specgen.chat.conversation import Conversation
+    from specgen.chat.log import ChatLog
+
+    if path is None:
+        yield Conversation(), None
+        return
+    with ChatLog.opened(path) as (log, conversation, is_torn):
+        if not quiet:
+            if is_torn:
+                print(f"note: half a line at the end of {path} was dropped", file=sys.stderr)
+            if conversation.turns:
+                print(f"note: {_greeting(conversation)}", file=sys.stderr)
+        yield conversation, log
+
+
+def _greeting(conversation: Conversation) -> str:
+    from specgen.render.text import counted
+
+    return f"going on with a conversation of {counted(len(conversation.turns), 'turn')}"
+
+
+def _file_text(path: Path) -> str:
+    """A file's text as it stands before the first message. Raises `PromptError`."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise PromptError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise PromptError(
+            f"{path} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}"
+        ) from None
+    return f"{path}:\n\n{text.rstrip()}\n\n"
