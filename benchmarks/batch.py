@@ -4,9 +4,9 @@ r"""How many tokens a second come of a batch, prompts included, against llama.cp
         --server llama-server --json out.json
 
 The prompts are answered 1, 2, 4 and 8 at a time by `specgen batch`'s own parts, without a draft and with
-each draft model, and by llama.cpp's server with as many slots, asked by as many clients at once (and with
-`--server-draft` once more, with its own drafting). All with the same number of slots follow one
-another. Greedy, as many tokens for all. Loading models is not counted.
+each draft model, and by llama.cpp's server with as many slots, asked by as many clients at once. All with
+the same number of slots follow one another. Greedy, as many tokens for all. Loading models, and what
+specgen measures of a draft on its first use, is not counted.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ def main() -> None:
     parser.add_argument("-n", "--max-tokens", type=int, default=64)
     parser.add_argument("-c", "--ctx-size", type=int, default=2048, help="for each answer")
     parser.add_argument("--server", help="llama.cpp's server")
-    parser.add_argument("--server-draft", type=Path, help="a draft model for it")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     choose_kernels("auto", cache_folder())
@@ -71,13 +70,9 @@ def main() -> None:
             plain = plain or texts
             n_equal = sum(texts[key] == plain[key] for key in plain)
             runs.append(_run(f"specgen, {name}", n, seconds, n_tokens, n_equal))
-        for server_draft in (None, asked.server_draft) if asked.server else ():
-            if server_draft is None or asked.server_draft is not None:
-                seconds, n_tokens, _ = _server(asked, server_draft, prompts, n)
-                name = (
-                    "llama-server" if server_draft is None else f"llama-server, {server_draft.name}"
-                )
-                runs.append(_run(name, n, seconds, n_tokens, None))
+        if asked.server:
+            seconds, n_tokens = _server(asked, prompts, n)
+            runs.append(_run("llama-server", n, seconds, n_tokens, None))
     if asked.json is not None:
         about = {"target": asked.target.name, "n_prompts": len(prompts), "runs": runs}
         asked.json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
@@ -120,33 +115,25 @@ def _specgen(
             return time.perf_counter() - started, job.tally.n_tokens, kept.texts
 
 
-def _server(
-    asked: argparse.Namespace, draft: Path | None, prompts: list[str], n: int
-) -> tuple[float, int, list[str]]:
-    """Seconds, tokens and texts of as many clients as the server has slots."""
+def _server(asked: argparse.Namespace, prompts: list[str], n: int) -> tuple[float, int]:
+    """Seconds and tokens of as many clients as the server has slots."""
     command = [asked.server, "-m", str(asked.target), "-np", str(n)]
     command += ["-c", str(n * asked.ctx_size), "--port", str(PORT), "--no-webui"]
-    if draft is not None:
-        command += ["-md", str(draft), "--spec-type", "draft-simple"]
+
+    def ask(prompt: str) -> int:
+        body = {"messages": [{"role": "user", "content": prompt}], "temperature": 0}
+        answer = requests.post(
+            f"http://127.0.0.1:{PORT}/v1/chat/completions",
+            json={**body, "max_tokens": asked.max_tokens},
+            timeout=600,
+        ).json()
+        return int(answer["usage"]["completion_tokens"])
+
     with _running(command):
         started = time.perf_counter()
-
-        def ask(prompt: str) -> tuple[int, str]:
-            body = {"messages": [{"role": "user", "content": prompt}], "temperature": 0}
-            answer = requests.post(
-                f"http://127.0.0.1:{PORT}/v1/chat/completions",
-                json={**body, "max_tokens": asked.max_tokens},
-                timeout=600,
-            ).json()
-            return (
-                answer["usage"]["completion_tokens"],
-                answer["choices"][0]["message"]["content"],
-            )
-
         with ThreadPoolExecutor(n) as clients:
-            found = list(clients.map(ask, prompts))
-        seconds = time.perf_counter() - started
-    return seconds, sum(n_tokens for n_tokens, _ in found), [text for _, text in found]
+            n_tokens = sum(clients.map(ask, prompts))
+        return time.perf_counter() - started, n_tokens
 
 
 @contextmanager
