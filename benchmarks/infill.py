@@ -1,26 +1,36 @@
-"""What drafts bring to fill-in-the-middle, on code of installed packages.
+r"""What drafts bring to fill-in-the-middle, on code of installed packages.
 
-    python benchmarks/infill.py -m coder.gguf -md 135m.gguf --packages rich typer --json out.json
+    python benchmarks/infill.py -m coder.gguf -md 135m.gguf --packages rich typer --json out.json \
+        --server llama-server --server-draft 0.5b.gguf
 
-Bodies of functions of 4 to 20 lines are cut out of the packages' files, and filled in again: without drafts,
-with n-grams, and with each draft model, by turns for each gap. A ratio compares tokens a second after the
-first with those without drafts for the same gap; given are the geometric mean and the worst. "exact" counts
-the middles that are the text that was cut out. All texts must be those without drafts.
+Bodies of functions of 5 to 20 lines are cut out of the packages' files and filled in again: without drafts,
+with n-grams and with each draft model, and by llama.cpp's server (`/infill`) without drafts, with n-grams
+and with `--server-draft`. All get the same text around a gap, and take turns for each gap. All gaps are filled
+`--passes` times, and the fastest run of each contender counts for a gap: other work on a machine can
+only slow a run, and did so here by up to five times. A ratio compares tokens a second after the first
+with specgen's without drafts for the same gap; given are the geometric mean, the median and the worst. "exact"
+counts the middles that begin with the text that was cut out. All of specgen's texts must be those
+without drafts, in every pass.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import importlib.util
 import json
 import random
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from statistics import geometric_mean
-from typing import Any
+from statistics import geometric_mean, median
+from typing import Any, TypeAlias
+
+import requests
 
 from specgen.calibration.memory import Memory
 from specgen.catalogue import cache_folder
@@ -30,9 +40,20 @@ from specgen.events import FinishedEvent
 from specgen.kernels import choose_kernels
 from specgen.options import DraftSource, GenerationOptions
 
-N_LINES = range(4, 21)
-#: Tokens of the prompt, at most.
-N_ROOM = 700
+N_LINES = range(5, 21)
+#: Characters around a gap, at most: some 650 tokens.
+N_PREFIX, N_SUFFIX = 1600, 500
+#: A context, and for the server a batch, that no prompt fills.
+N_CTX = 2048
+PORT = 18436
+#: What llama.cpp's n-grams look for and propose, in tokens: its defaults, 12 and 48, rarely find anything.
+NGRAMS = (
+    *("--spec-type", "ngram-simple"),
+    *("--spec-ngram-simple-size-n", "4", "--spec-ngram-simple-size-m", "8"),
+)
+
+#: Fills a gap in which a text was, and tells of it.
+Fill: TypeAlias = Callable[[Gap, str], dict[str, Any]]
 
 
 def main() -> None:
@@ -42,36 +63,33 @@ def main() -> None:
     parser.add_argument("--packages", nargs="+", default=["rich", "typer", "jinja2"])
     parser.add_argument("-N", "--count", type=int, default=20)
     parser.add_argument("-n", "--max-tokens", type=int, default=96)
+    parser.add_argument("--passes", type=int, default=2)
+    parser.add_argument("--server", help="llama.cpp's server")
+    parser.add_argument("--server-draft", type=Path, help="a draft model for it")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     choose_kernels("auto", cache_folder())
     every = [gap for name in asked.packages for path in _files(name) for gap in _gaps(path)]
     gaps = random.Random(0).sample(every, asked.count)
-    memory = Memory()
-    options = GenerationOptions(max_tokens=asked.max_tokens)
-    drafts: dict[str, DraftSource] = {"none": "none", "ngram": "ngram"}
-    drafts |= {path.name: path for path in asked.draft}
-    sessions = {
-        name: Session(
-            SessionOptions(asked.target, draft, generation=options), time.perf_counter, memory
-        )
-        for name, draft in drafts.items()
-    }
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sessions}
-    for number, (gap, cut) in enumerate(gaps):
-        for name, session in sessions.items():
-            runs[name].append(_fill(session, gap, cut))
-        print(f"{number + 1} of {len(gaps)}: {gap.name}", file=sys.stderr)
-    for name, found in runs.items():
-        print("\t".join(map(str, (name, *_figures(found, runs["none"]).values()))))
+    with contextlib.ExitStack() as stack:
+        fills = dict(_specgen(asked, stack, gaps[0][0])) | dict(_servers(asked, stack))
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in fills}
+        for number, (gap, cut) in enumerate(gaps * asked.passes):
+            for name, fill in fills.items():
+                runs[name].append(fill(gap, cut))
+            print(f"{number + 1} of {len(gaps) * asked.passes}: {gap.name}", file=sys.stderr)
+    contenders = [
+        {"draft": name, **_figures(found, runs["none"], len(gaps))} for name, found in runs.items()
+    ]
+    for entry in contenders:
+        print("\t".join(map(str, entry.values())))
     if asked.json is not None:
         about = {
             "target": asked.target.name,
             "n_gaps": len(gaps),
-            "contenders": [
-                {"draft": name, **_figures(found, runs["none"]), "runs": found}
-                for name, found in runs.items()
-            ],
+            "n_passes": asked.passes,
+            "max_tokens": asked.max_tokens,
+            "contenders": [{**entry, "runs": runs[str(entry["draft"])]} for entry in contenders],
         }
         asked.json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
@@ -98,11 +116,31 @@ def _gaps(path: Path) -> Iterator[tuple[Gap, str]]:
         if last - first in N_LINES:
             start = sum(map(len, lines[:first])) + body[0].col_offset
             end = sum(map(len, lines[:last])) - 1
-            yield Gap(text[:start], text[end:], name=path.name), text[start:end]
+            around = text[max(0, start - N_PREFIX) : start], text[end : end + N_SUFFIX]
+            yield Gap(*around, name=path.name), text[start:end]
+
+
+# --- contenders ---------------------------------------------------------------------------------
+
+
+def _specgen(
+    asked: argparse.Namespace, stack: contextlib.ExitStack, first: Gap
+) -> Iterator[tuple[str, Fill]]:
+    """Specgen's contenders, which have measured what decodes cost."""
+    memory, generation = Memory(), GenerationOptions(max_tokens=asked.max_tokens)
+    drafts: dict[str, DraftSource] = {"none": "none", "ngram": "ngram"}
+    drafts |= {path.name: path for path in asked.draft}
+    for name, draft in drafts.items():
+        options = SessionOptions(asked.target, draft, generation=generation)
+        session = stack.enter_context(Session(options, time.perf_counter, memory))
+        _fill(session, first, "")
+        if session.was_busy:  # what is measured then may say that no draft pays
+            sys.exit(f"other work slowed the measurement of {name!r}: run it on an idle machine")
+        yield name, partial(_fill, session)
 
 
 def _fill(session: Session, gap: Gap, cut: str) -> dict[str, Any]:
-    prompt = session.infill(gap, N_ROOM).prompt
+    prompt = session.infill(gap, N_CTX).prompt
     *_, finished = session.generate(prompt, estimate_gain=False)
     assert isinstance(finished, FinishedEvent)
     return {
@@ -118,24 +156,94 @@ def _fill(session: Session, gap: Gap, cut: str) -> dict[str, Any]:
     }
 
 
-def _figures(found: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
+def _servers(asked: argparse.Namespace, stack: contextlib.ExitStack) -> Iterator[tuple[str, Fill]]:
+    """llama.cpp's servers. With a batch as long as the context, there is no room in their prompts
+    for headings of files, which specgen's do not have either."""
+    if asked.server is None:
+        return
+    common = [asked.server, "-m", str(asked.target), "-np", "1", "--no-webui"]
+    common += ["-c", str(N_CTX), "-b", str(N_CTX), "-n", str(asked.max_tokens)]
+    ways: dict[str, tuple[str, ...]] = {"none": (), "ngram": NGRAMS}
+    if asked.server_draft is not None:
+        draft = str(asked.server_draft)
+        ways[asked.server_draft.name] = ("-md", draft, "--spec-type", "draft-simple")
+    for number, (name, options) in enumerate(ways.items()):
+        port = PORT + number
+        stack.enter_context(_running([*common, *options, "--port", str(port)], port))
+        yield f"llama-server, {name}", partial(_ask, port, asked.max_tokens)
+
+
+@contextlib.contextmanager
+def _running(command: list[str], port: int) -> Iterator[None]:
+    """A server, from when it is ready until the end."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            for _ in range(600):
+                if server.poll() is not None:
+                    sys.exit(f"the server ended: {' '.join(command)}")
+                with contextlib.suppress(requests.ConnectionError):
+                    if requests.get(f"http://127.0.0.1:{port}/health", timeout=5).ok:
+                        break
+                time.sleep(0.2)
+            yield
+        finally:
+            server.terminate()
+
+
+def _ask(port: int, max_tokens: int, gap: Gap, cut: str) -> dict[str, Any]:
+    around = {"input_prefix": gap.prefix, "input_suffix": gap.suffix}
+    body = {**around, "n_predict": max_tokens, "temperature": 0, "cache_prompt": False}
+    found = requests.post(f"http://127.0.0.1:{port}/infill", json=body, timeout=600).json()
+    timings, text = found["timings"], found["content"]
+    n_tokens, n_accepted = timings["predicted_n"], timings.get("draft_n_accepted", 0)
+    return {
+        "gap": gap.name,
+        "n_prompt_tokens": found["tokens_evaluated"],
+        "n_tokens": n_tokens,
+        # Its time begins with the first token.
+        "tokens_per_s": (n_tokens - 1) / timings["predicted_ms"] * 1000 if n_tokens > 1 else None,
+        "n_rounds": n_tokens - n_accepted,
+        "n_drafted": timings.get("draft_n", 0),
+        "n_accepted": n_accepted,
+        "is_exact": text.rstrip().startswith(cut.rstrip()),
+        "text": text,
+    }
+
+
+# --- figures ------------------------------------------------------------------------------------
+
+
+def _figures(
+    found: list[dict[str, Any]], plain: list[dict[str, Any]], n_gaps: int
+) -> dict[str, Any]:
     pairs = [
-        (one, other)
-        for one, other in zip(found, plain, strict=True)
+        (one["tokens_per_s"], other["tokens_per_s"])
+        for one, other in zip(_fastest(found, n_gaps), _fastest(plain, n_gaps), strict=True)
         if one["tokens_per_s"] and other["tokens_per_s"]
     ]
-    ratios = [one["tokens_per_s"] / other["tokens_per_s"] for one, other in pairs]
+    ratios = [one / other for one, other in pairs]
     n_drafted = sum(run["n_drafted"] for run in found)
     n_accepted = sum(run["n_accepted"] for run in found)
     n_rounds = sum(run["n_rounds"] for run in found)
+    is_equal = [a["text"] == b["text"] for a, b in zip(found, plain, strict=True)]
     return {
         "ratio": round(geometric_mean(ratios), 2),
+        "median": round(median(ratios), 2),
         "worst": round(min(ratios), 2),
+        "n_drafted": n_drafted,
         "acceptance_rate": round(n_accepted / n_drafted, 2) if n_drafted else None,
         "tokens_per_round": round(sum(run["n_tokens"] for run in found) / n_rounds, 2),
-        "n_exact": sum(run["is_exact"] for run in found),
-        "n_equal": sum(a["text"] == b["text"] for a, b in zip(found, plain, strict=True)),
+        "n_exact": sum(run["is_exact"] for run in found[:n_gaps]),
+        "n_equal": sum(all(is_equal[number::n_gaps]) for number in range(n_gaps)),
     }
+
+
+def _fastest(runs: list[dict[str, Any]], n_gaps: int) -> list[dict[str, Any]]:
+    """The fastest run for each gap."""
+    return [
+        max(runs[number::n_gaps], key=lambda run: run["tokens_per_s"] or 0.0)
+        for number in range(n_gaps)
+    ]
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ def pages() -> dict[str, tuple[str, list[str]]]:
         "llama-cpp.md": ("Against llama.cpp's own programs", _llama_cpp()),
         "batches.md": ("What a batch costs", _batches()),
         "several.md": ("Several answers at once", _several()),
+        "conversation.md": ("A conversation of ten turns", _conversation()),
         "infill.md": ("Fill-in-the-middle", _infill()),
     }
 
@@ -230,32 +231,82 @@ def _rows(report: Figures, name: str, columns: Mapping[str, list[str]]) -> Itera
         target = raw = ""
 
 
+# --- conversations ------------------------------------------------------------------------------
+
+
+def _conversation() -> list[str]:
+    parts = [
+        (
+            "`python benchmarks/chat.py -m TARGET -md DRAFT`: ten turns, greedy, 200 tokens of an answer at "
+            "most. Seconds to a turn's first token in an engine that stays, which decodes what is new, and in "
+            "a new one, which decodes the whole prompt."
+        )
+    ]
+    for name in ("chat-15.json", "chat-smollm2.json"):
+        report = _read(name)
+        turns = report["turns"]
+        rows = [["turn", *(str(number) for number in range(1, len(turns) + 1))]]
+        rows += [
+            [heading, *(shown(turn[key]) for turn in turns)]
+            for heading, key, shown in (
+                ("tokens of the prompt", "n_prompt", str),
+                ("of these decoded", "n_decoded", str),
+                ("first token, s", "first_token_s", _number),
+                ("all decoded anew, s", "anew_s", _number),
+            )
+        ]
+        n_equal = sum(turn["is_equal"] for turn in turns)
+        parts += [
+            f"## {_model(report['target'])}, drafts: {_model(report['draft'])}",
+            _table(rows),
+            f"{n_equal} of {len(turns)} texts are those of decoding all anew without drafts ({_raw(name)}).",
+        ]
+    return parts
+
+
 # --- gaps ---------------------------------------------------------------------------------------
 
 
 def _infill() -> list[str]:
     report = _read("infill.json")
-    rows = [["drafts", "speed", "worst", "acceptance rate", "tokens a round", "texts equal"]]
-    rows += [
-        [
-            _model(entry["draft"]),
-            _number(entry["ratio"]),
-            _number(entry["worst"]),
-            _number(entry["acceptance_rate"]),
-            _number(entry["tokens_per_round"]),
-            f"{entry['n_equal']} of {report['n_gaps']}",
-        ]
-        for entry in report["contenders"]
+    n_gaps, n_passes = report["n_gaps"], report["n_passes"]
+    rows = [
+        ["drafts", "speed", "median", "worst", "acceptance rate", "tokens a round", "texts equal"]
     ]
-    n_exact = report["contenders"][0]["n_exact"]
+    for entry in report["contenders"]:
+        contender, _, draft = entry["draft"].partition(", ")
+        rows.append(
+            [
+                f"{contender}, {_model(draft)}" if draft else _model(contender),
+                *(_number(entry[key]) for key in ("ratio", "median", "worst", "acceptance_rate")),
+                _number(entry["tokens_per_round"]),
+                f"{entry['n_equal']} of {n_gaps}",
+            ]
+        )
+    plain = report["contenders"][0]
+    speeds = [run["tokens_per_s"] for run in plain["runs"]]
+    n_slow = sum(speed < statistics.median(speeds) / 2 for speed in speeds)
+    texts = plain["runs"][:n_gaps]
+    n_cut = sum(run["n_tokens"] == report["max_tokens"] for run in texts)
     return [
         (
-            f"`python benchmarks/infill.py -m TARGET -md DRAFT` ({_raw('infill.json')}): bodies of "
-            f"functions of 4 to 20 lines, cut out of files of installed packages and filled in again by "
-            f"{_model(report['target'])}; {report['n_gaps']} gaps, 700 tokens of prompt, 64 of the middle "
-            "at most. Tokens a second after the first, over those without drafts for the same gap; "
-            "geometric mean."
+            f"`python benchmarks/infill.py -m TARGET -md DRAFT --server LLAMA_SERVER` "
+            f"({_raw('infill.json')}): bodies of functions of 5 to 20 lines, cut out of files of installed "
+            f"packages and filled in again by {_model(report['target'])}; {n_gaps} gaps, 1600 characters before "
+            f"and 500 behind them, {report['max_tokens']} tokens of the middle at most, {n_passes} passes. Tokens a "
+            "second after the first, over specgen's without drafts for the same gap: geometric "
+            "mean, median and worst. llama.cpp's server got the same prompts at `/infill`, built from the same source."
         ),
         _table(rows),
-        f"{n_exact} of {report['n_gaps']} middles begin with exactly what was cut out.",
+        (
+            f"{n_slow} of the {len(speeds)} runs without drafts stalled, at less than half of their median "
+            "speed, and runs of others did so too: of each contender's runs for a gap the fastest counts. "
+            "The passes are processes of their own, so that each begins knowing nothing. Specgen's "
+            "texts must be those without drafts; the server computes with llama.cpp's code, which parts "
+            "from them at near-ties."
+        ),
+        (
+            f"{plain['n_exact']} of {n_gaps} middles begins with exactly what was cut out, and {n_cut} go on "
+            f"to {report['max_tokens']} tokens."
+        ),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import subprocess
 import sys
@@ -13,12 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.chat import log
+from specgen.chat.chat import Chat
 from specgen.chat.commands import COMMANDS, Command, parse
 from specgen.chat.conversation import Change, Conversation, Turn
 from specgen.chat.log import ChatLog
 from specgen.engine.chat_template import Message
+from specgen.engine.engine import Engine
+from specgen.engine.session import Session
 from specgen.errors import OutputError, PromptError, UsageError
+from specgen.options import DraftOptions, GenerationOptions, SessionOptions
 from specgen.render.thoughts import ThoughtReader, is_thinking, thought_of
+from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.helpers_tiny import write_respelled_model
 
 
 def conversation(*changes: Change) -> Conversation:
@@ -256,3 +263,41 @@ class TestThoughts:
         assert thought_of("x<think>", " why \n</think>so") == "why"
         assert thought_of("x", "so") == ""
         assert thought_of("x", "<think>why") == "why"
+
+
+NOW = datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with a template, a draft with its vocabulary, and one with another."""
+    folder = tmp_path_factory.mktemp("talk")
+    config = TinyConfig(logit_scale=2.0, unprintable_scale=0.0, chat_template=CHATML_TEMPLATE)
+    write_tiny_model(folder / "target.gguf", config)
+    write_tiny_model(folder / "draft.gguf", config.draft(0.05))
+    write_respelled_model(folder / "respelled.gguf", config.draft(0.05))
+    return folder
+
+
+@pytest.mark.parametrize("draft", ["draft", "respelled"])
+def test_neither_target_nor_draft_reads_again_what_was_said(models: Path, draft: str) -> None:
+    options = SessionOptions(
+        models / "target.gguf",
+        models / f"{draft}.gguf",
+        generation=GenerationOptions(max_tokens=40),
+        drafting=DraftOptions(policy="fixed", max_tokens=4, ngram_min=1),
+    )
+    with Session(options, time.perf_counter) as session, Engine(session, n_ctx=2048) as engine:
+        talk = Chat(session, engine, Conversation(), now=NOW)
+        (backend,) = engine._drafts
+        for turn in range(6):
+            n_rows = backend.n_decoded_rows
+            list(talk.ask(f"number {turn} is the cat"))
+            assert talk.finished is not None
+            n_prompt, n_message = talk.finished.n_prompt_tokens, 40  # with its template's marks
+            # The last answer may be spelled in other tokens when it is read in the template.
+            assert n_prompt - talk.finished.n_cached_tokens <= 40 + n_message
+            # A draft reads what was said, and decodes what it proposes.
+            assert backend.n_decoded_rows - n_rows <= 2 * (40 + n_message)
+        assert talk.finished is not None
+        assert talk.finished.n_prompt_tokens > 300

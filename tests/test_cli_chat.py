@@ -107,6 +107,17 @@ def test_the_turns_are_those_of_the_model_s_template_and_decode_only_what_is_new
         assert alone.out == answer
 
 
+def test_a_seed_gives_other_answers_to_the_same_question_and_the_same_the_next_time(
+    chat: Chat,
+) -> None:
+    lines = "the cat\n/regen\n/regen\nis on\n"
+    first = chat("--temp", "1.5", "--seed", "7", lines=lines)
+    assert len(set(first.out.splitlines())) == 4
+    assert chat("--temp", "1.5", "--seed", "7", lines=lines).out == first.out
+    assert "the same again" not in first.err
+    assert "the same again" in chat(lines=lines).err
+
+
 def test_a_backslash_joins_lines(chat: Chat) -> None:
     result = chat("--json", lines="the cat\\\nis on\\\nthe mat\nlast \\")
     assert "user\nthe cat\nis on\nthe mat<|im_end|>" in prompts(result)[0]
@@ -126,6 +137,7 @@ def test_commands_in_a_pipe_speak_on_stderr(chat: Chat, tmp_path: Path) -> None:
         "/undo",
         "/reset",
         f"/load {file}",
+        "/draft on",
         "/help",
         "the mat",
         "/quit",
@@ -138,11 +150,12 @@ def test_commands_in_a_pipe_speak_on_stderr(chat: Chat, tmp_path: Path) -> None:
     assert "be brief" in texts[1]
     assert texts[2] == texts[1]
     assert found[2]["text"] == found[1]["text"]
-    assert found[1]["n_drafted"] == 0
+    assert found[1]["n_drafted"] == found[2]["n_drafted"] == 0
+    assert found[3]["n_drafted"] != 0
     assert found[0]["n_drafted"] != 0
     assert "is on" in texts[3]
     assert "never asked" not in texts[3]
-    for words in ("1 turns are left", "0 turns are left", "/undo", "conversation of 2 turns"):
+    for words in ("1 turn left", "0 turns left", "/undo", "conversation of 2 turns"):
         assert words in result.err
     assert "in all: 3 answers" in result.err
 
@@ -156,6 +169,7 @@ def test_commands_in_a_pipe_speak_on_stderr(chat: Chat, tmp_path: Path) -> None:
         ("/stats", "there is no answer yet"),
         ("/think", "no thinking block"),
         ("/load missing.jsonl", "missing.jsonl: cannot be read"),
+        ("/save missing/x.jsonl", "missing/x.jsonl: cannot be written"),
         ("cat " * 3000, "the message has"),
     ],
 )
@@ -202,6 +216,16 @@ def test_what_has_no_room_goes_with_a_notice(chat: Chat) -> None:
     assert len(finished(result)) == 8
 
 
+@pytest.mark.parametrize(("given", "n_ctx"), [((), 4096), (("-c", "0"), 6144), (("-c", "99"), 99)])
+def test_the_room_of_the_context(
+    chat: Chat, models: Path, given: tuple[str, ...], n_ctx: int
+) -> None:
+    config = TinyConfig(chat_template=CHATML_TEMPLATE, n_ctx_train=6144)
+    write_tiny_model(models / "long.gguf", config)
+    result = chat("--json", "-q", *given, lines="the cat\n", target="long", draft="none")
+    assert json.loads(result.out.splitlines()[0])["n_ctx"] == n_ctx
+
+
 def test_a_conversation_is_kept_and_goes_on(chat: Chat) -> None:
     whole = chat(lines="the cat\nis on\nthe mat\n")
     first = chat("--session", "zoo", lines="the cat\nis on\n")
@@ -215,6 +239,110 @@ def test_a_conversation_is_kept_and_goes_on(chat: Chat) -> None:
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(lines[0] + b"damage\n" + lines[1])
     assert chat("--session", "zoo", lines="x\n").code == 3
+
+
+def test_a_thought_is_unchanged_in_a_pipe_and_shown_when_asked_for(chat: Chat) -> None:
+    text = "<think>\nwhy not\x1b[2J</think>\n\nyes"
+    grammar = 'root ::= "<think>\\nwhy not\\x1b[2J</think>\\n\\nyes"'
+    result = chat("--grammar", grammar, "-n", "99", "-q", lines="the cat\n/think\n")
+    assert (result.code, result.out) == (0, f"{text}\n")
+    assert result.err == "why not\N{SYMBOL FOR ESCAPE}[2J\n"
+
+
+def test_drafts_go_off_and_on(chat: Chat) -> None:
+    lines = "a\n/draft off\nb\n/draft on\nc\n"
+    result = chat("--json", "-q", lines=lines)
+    assert [each["n_drafted"] == 0 for each in finished(result)] == [False, True, False]
+    assert result.err == "drafts from now on: none\ndrafts from now on: draft.gguf\n"
+    nothing = chat("-q", lines="/draft on\n", draft="none")
+    assert nothing.err == "drafts from now on: none\n"
+
+
+def test_an_answer_that_fails_is_told_and_the_conversation_goes_on(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specgen.engine.engine import Engine
+    from specgen.errors import BackendError
+
+    whole = chat("--session", "kept", lines="the cat\n").out
+    decode, n_calls = Engine._round, iter(range(10_000))
+
+    def fail(engine: Engine) -> object:
+        if next(n_calls) == 3:
+            raise BackendError("out of order")
+        return decode(engine)
+
+    monkeypatch.setattr(Engine, "_round", fail)
+    result = chat("--session", "fails", lines="the cat\n/regen\n")
+    assert result.code == 9
+    assert "error: out of order" in result.err
+    beginning, again, _ = result.out.split("\n")
+    assert f"{again}\n" == whole
+    assert whole.startswith(beginning)
+    assert len(beginning) < len(again)
+    changes = [line["change"] for line in kept("fails")]
+    assert changes == ["question", "answer", "answer"]
+
+
+def test_a_conversation_that_cannot_be_kept_ends_a_pipe(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specgen.chat.log import ChatLog
+    from specgen.errors import OutputError
+
+    chat("--session", "zoo", lines="the cat\n")
+    before = kept("zoo")
+
+    def full(_log: ChatLog) -> None:
+        raise OutputError("zoo.jsonl: cannot be written: No space left on device")
+
+    monkeypatch.setattr(ChatLog, "_write", full)
+    result = chat("--session", "zoo", lines="is on\nthe mat\n")
+    assert (result.code, result.out) == (10, "")
+    assert "No space left" in result.err
+    assert kept("zoo") == before
+
+
+def test_a_question_without_an_answer_can_be_answered_later(chat: Chat) -> None:
+    whole = chat("--session", "zoo", lines="the cat\nis on\n").out
+    (file,) = (Path(os.environ["SPECGEN_DATA"]) / "chats").glob("*.jsonl")
+    file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:3]))
+    later = chat("--session", "zoo", lines="/regen\n")
+    assert "conversation of 2 turns; the last one has no answer: /regen" in later.err
+    assert later.out == whole.splitlines(keepends=True)[1]
+    assert "the same again" not in later.err
+
+
+@posix
+def test_killed_at_any_moment_only_the_answer_in_the_making_is_lost(
+    models: Path, chat: Chat
+) -> None:
+    lines = [f"number {number}" for number in range(40)]
+    answers = chat("-c", "2048", lines="\n".join(lines[:12])).out.splitlines()
+    command = [sys.executable, "-m", "specgen", "chat", *options(models), "-q", "-c", "2048"]
+    seen = -1
+    for n_changes in (1, 4, 7, 12):  # each time it goes on where it was killed
+        process = subprocess.Popen(
+            [*command, "--session", "killed"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            cwd=ROOT,
+        )
+        assert process.stdin is not None
+        n_asked = max(0, seen)
+        process.stdin.write("".join(f"{line}\n" for line in lines[n_asked:]).encode())
+        process.stdin.flush()
+        wait_for("killed", n_changes)
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        found = chat("--session", "killed", "--json", "-q", lines="")
+        assert found.code == 0, found.err
+        turns = [line for line in kept("killed") if line["change"] == "answer"]
+        assert [turn["text"] for turn in turns[:12]] == answers[: len(turns)]
+        assert len(turns) >= seen
+        seen = len(turns)
+    assert seen > 1
 
 
 @posix
@@ -318,6 +446,57 @@ def test_typing(terminal: Callable[..., pexpect.spawn[str]], chat: Chat) -> None
 
 
 @posix
+def test_what_is_typed_while_an_answer_comes_is_read_after_it_and_not_shown(
+    terminal: Callable[..., pexpect.spawn[str]],
+) -> None:
+    child = terminal("--session", "ahead", "-n", "1500", "--ignore-eos")
+    child.send("the cat\r")
+    child.expect("tokens  ")
+    child.send("zebra\r")
+    child.expect_exact(READY)
+    assert "zebra" not in str(child.before)
+    child.expect("tokens  ")
+    assert wait_for("ahead", 3)[2]["text"] == "zebra"
+
+
+@posix
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_at_the_input_ends_it_and_leaves_the_terminal_as_it_was(
+    terminal: Callable[..., pexpect.spawn[str]], number: int
+) -> None:
+    import pty
+    import termios
+
+    child = terminal()
+    reader = pty.os.dup(child.child_fd)  # type: ignore[attr-defined]
+    assert not termios.tcgetattr(reader)[3] & termios.ICANON
+    child.kill(number)
+    child.expect_exact("\x1b[?2004l")
+    child.wait()
+    assert child.exitstatus == 128 + number
+    assert termios.tcgetattr(reader)[3] & termios.ICANON
+    os.close(reader)
+
+
+@posix
+def test_two_interrupts_end_the_answer_and_not_the_conversation(
+    terminal: Callable[..., pexpect.spawn[str]],
+) -> None:
+    child = terminal("--session", "twice", "-n", "1900", "--ignore-eos")
+    child.send("the cat\r")
+    child.expect("tokens  ")
+    child.kill(signal.SIGINT)
+    child.kill(signal.SIGINT)
+    assert wait_for("twice", 2)[1]["change"] == "answer"
+    child.expect_exact(READY)
+    child.send("/stats\r")
+    child.send("is on\r")
+    child.expect("tokens  ")
+    child.send("\x03")
+    assert wait_for("twice", 4)[3]["change"] == "answer"
+
+
+@posix
 def test_ctrl_c_stops_an_answer_and_keeps_what_there_is(
     terminal: Callable[..., pexpect.spawn[str]],
 ) -> None:
@@ -330,7 +509,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_there_is(
     assert lines[1]["text"]
     child.expect_exact(READY)
     child.send("/undo\r")
-    child.expect("0 turns are left")
+    child.expect("0 turns left")
     child.send("\x04")
     child.wait()
     assert child.exitstatus == 0

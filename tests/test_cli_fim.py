@@ -8,10 +8,12 @@ import os
 import stat
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from specgen.cli.fim import _PLACE
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.config import INFILL_TOKENS
 from tests.helpers_cli import Result, complaint, events_of, in_process
@@ -30,6 +32,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     write_tiny_model(folder / "target.gguf", target)
     write_tiny_model(folder / "draft.gguf", target.draft(0.02))
+    # Says control tokens as gladly as others.
+    marks = replace(target, control_scale=1.0)
+    write_tiny_model(folder / "marks.gguf", marks)
+    write_tiny_model(folder / "marks-draft.gguf", marks.draft(0.02))
     write_tiny_model(folder / "plain.gguf", TinyConfig(logit_scale=6.0))
     write_tiny_model(folder / "other.gguf", TinyConfig(tokenizer="spm", logit_scale=6.0))
     return folder
@@ -100,6 +106,25 @@ def test_the_middle_is_alone_on_standard_output_and_the_same_with_any_draft(
     found = fim("a.txt:2", draft=draft)
     assert (found.code, found.out) == (0, plain.out)
     assert Path("a.txt").read_text(encoding="utf-8") == TEXT
+
+
+def test_a_middle_ends_at_a_mark_that_is_no_end_of_text(fim: Fim) -> None:
+    write("a.txt")
+    places = [f"a.txt:4:{column}" for column in range(1, 20)]
+
+    def ends(draft: str, *options: str) -> list[tuple[str, str]]:
+        found = [
+            events_of(fim(place, "--json", *options, target="marks", draft=draft))[-1]
+            for place in places
+        ]
+        return [(event["text"], event["stopped_by"]) for event in found]
+
+    plain = ends("none")
+    assert {"<|fim_middle|>", "<|fim_pad|>"} <= {stopped_by for _, stopped_by in plain}
+    fixed = ("--policy", "fixed", "--draft-max", "4", "--draft-p-min", "0")
+    assert ends("marks-draft", *fixed) == plain
+    assert ends("ngram", *fixed) == plain
+    assert {stopped_by for _, stopped_by in ends("none", "--ignore-eos")} == {None}
 
 
 def test_texts_from_files_and_from_standard_input(
@@ -184,8 +209,31 @@ def test_what_the_context_has_no_room_for(fim: Fim) -> None:
     (note,) = found.err.splitlines()
     assert note.startswith("note: left out, since the context has no room: the first ")
     assert note.endswith("tokens behind the gap, b.txt")
-    (quiet,) = [fim("a.txt:60", "-c", "200", "-q").err]
-    assert quiet == ""
+    assert fim("a.txt:60", "-c", "200", "-q").err == ""
+
+
+def test_a_middle_that_was_cut_off_is_written_with_a_note(fim: Fim) -> None:
+    write("a.txt")
+    found = fim("a.txt:1", "-n", "2", "--in-place")
+    assert (found.code, found.err) == (0, "note: the middle was cut off after 2 tokens\n")
+    assert Path("a.txt").read_text(encoding="utf-8") == TEXT[:10] + found.out + TEXT[10:]
+
+
+@pytest.mark.parametrize(
+    ("place", "file", "line", "column"),
+    [
+        (r"C:\x.py:3", r"C:\x.py", "3", None),
+        (r"C:\x.py:3:4", r"C:\x.py", "3", "4"),
+        ("C:/x.py:3", "C:/x.py", "3", None),
+        ("a:b:7", "a:b", "7", None),
+    ],
+)
+def test_names_of_files_may_have_colons(
+    place: str, file: str, line: str, column: str | None
+) -> None:
+    found = _PLACE.fullmatch(place)
+    assert found is not None
+    assert (found["file"], found["line"], found["column"]) == (file, line, column)
 
 
 @pytest.mark.parametrize(
@@ -193,6 +241,7 @@ def test_what_the_context_has_no_room_for(fim: Fim) -> None:
     [
         (("a.txt",), 2, "'a.txt' is no place in a file"),
         (("a.txt:x",), 2, "is no place"),
+        (("a.txt:" + "9" * 20,), 2, "is no place"),
         (("a.txt:0",), 3, "a.txt has no line 0: it has 5"),
         (("a.txt:6",), 3, "a.txt has no line 6: it has 5"),
         (("a.txt:1:12",), 3, "line 1 has no column 12: it has 10 characters"),
@@ -206,6 +255,7 @@ def test_what_the_context_has_no_room_for(fim: Fim) -> None:
         (("--prefix-file", "a.txt", "--in-place"), 2, "--in-place needs FILE:LINE"),
         (("--prefix-file", "-", "--suffix-file", "-"), 2, "cannot both be standard input"),
         (("--prefix-file", "empty.txt"), 3, "no text before the gap or behind it"),
+        (("empty.txt:1",), 3, "no text before the gap or behind it"),
         (("a.txt:1", "-n", "90", "-c", "100"), 2, "--max-tokens 90 leaves 10 of 100 tokens"),
         (("a.txt:1", "--logprobs", "2"), 2, "--logprobs needs --json"),
     ],

@@ -10,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.backend.llama import LlamaModel
+from specgen.drafters import SuffixDrafter
 from specgen.engine.infill import ContextFile, Gap, InfillTokens, _lengths, infill_prompt
 from specgen.errors import UsageError
+from specgen.options import DraftOptions
+from specgen.policy import FixedPolicy
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.config import INFILL_TOKENS, TokenizerKind
 
@@ -53,66 +56,88 @@ def written(model: LlamaModel, gap: Gap, n_room: int = 1000) -> str:
 def test_the_parts_have_the_marks_of_each_family(folder: Path, family: str) -> None:
     pre, suf, mid = FAMILIES[family]
     kind: TokenizerKind = "spm" if family == "codellama" else "bpe"
-    config = TinyConfig(tokenizer=kind, control_tokens=(pre, suf, mid), add_bos=False)
+    config = TinyConfig(
+        tokenizer=kind, control_tokens=(pre, suf, mid), add_bos=family == "codellama"
+    )
     model = model_of(folder, family, config)
     try:
-        vocabulary = model.vocabulary
-        tokens = InfillTokens.of(vocabulary)
-        assert tokens is not None
-        plain = [
-            vocabulary.tokenize(text, add_special=False, parse_special=False)
-            for text in (GAP.prefix, GAP.suffix)
-        ]
-        entries = [vocabulary.token_text(t) for t in (tokens.prefix, tokens.suffix, tokens.middle)]
-        assert entries == [pre, suf, mid]
+        # SentencePiece puts a space before the prefix, and CodeLlama wants none before the suffix.
+        begin, space = ("<s>", " ") if kind == "spm" else ("", "")
         found = infill_prompt(model, None, GAP, 1000)
-        assert found.prompt.tokens == (
-            tokens.prefix,
-            *plain[0],
-            tokens.suffix,
-            *plain[1],
-            tokens.middle,
-        )
+        assert found.prompt.text == f"{begin}{pre}{space}the cat is {suf} on the mat{mid}"
         assert not found.left_out
+        for mark in (pre, suf, mid):
+            token = model.vocabulary.control_token(mark)
+            assert found.prompt.tokens.count(token) == 1
+            assert token in found.prompt.ends
     finally:
         model.close()
 
 
-def test_codestral_has_the_suffix_first_and_no_mark_for_the_middle(folder: Path) -> None:
-    config = TinyConfig(tokenizer="spm", add_bos=True)
-    # Its control tokens come first in a vocabulary.
-    model = model_of(folder, "codestral", config)
+@pytest.mark.parametrize("is_named", [False, True])
+def test_codestral_has_the_suffix_first_and_no_mark_for_the_middle(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, is_named: bool
+) -> None:
+    """Also where the file names its tokens, and one for the middle, which llama.cpp then knows."""
+    marks = ("[PREFIX]", "[SUFFIX]", "[MIDDLE]")
+    model = model_of(folder, "codestral", TinyConfig(tokenizer="spm", control_tokens=marks))
+    vocabulary = model.vocabulary
+    if is_named:
+        roles = dict(zip(("prefix", "suffix", "middle"), marks, strict=True))
+        named = {role: vocabulary.control_token(mark) for role, mark in roles.items()}
+        known = {**vocabulary.infill_tokens(), **named}
+        monkeypatch.setattr(type(vocabulary), "infill_tokens", lambda _self: known)
     try:
-        assert InfillTokens.of(model.vocabulary) is None
-        tokens = InfillTokens(prefix=300, suffix=301)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(InfillTokens, "of", staticmethod(lambda _vocabulary: tokens))
-            found = infill_prompt(model, None, GAP, 1000).prompt.tokens
-        vocabulary = model.vocabulary
-        prefix, suffix = (
-            vocabulary.tokenize(text, add_special=False, parse_special=False)
-            for text in (GAP.prefix, GAP.suffix)
+        assert written(model, GAP) == "<s>[SUFFIX] on the mat[PREFIX] the cat is "
+        gap = Gap(GAP.prefix, GAP.suffix, "a.txt", MORE)
+        assert written(model, gap) == (
+            "<s>[SUFFIX] on the mat[PREFIX]a dog\n\na house\n\nthe cat is "
         )
-        bos = vocabulary.special_tokens()["bos"]
-        assert found == (bos, 301, *suffix, 300, *prefix)
     finally:
         model.close()
 
 
-def test_codestral_s_tokens_are_found_by_their_entries(folder: Path) -> None:
-    model = model_of(folder, "entries", TinyConfig(tokenizer="spm"))
-    entries = {5: "[PREFIX]", 7: "[SUFFIX]"}
+def test_starcoder2_has_the_names_of_files_in_their_place(folder: Path) -> None:
+    marks = (*FAMILIES["starcoder"], "<repo_name>", "<file_sep>")
+    model = model_of(folder, "starcoder2", TinyConfig(control_tokens=marks, add_bos=False))
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            real = type(model.vocabulary).token_text
-            patch.setattr(
-                type(model.vocabulary),
-                "token_text",
-                lambda self, token: entries.get(token) or real(self, token),
-            )
-            assert InfillTokens.of(model.vocabulary) == InfillTokens(prefix=5, suffix=7)
+        own = "the cat is <fim_suffix> on the mat<fim_middle>"
+        assert written(model, GAP) == f"<fim_prefix>{own}"
+        gap = Gap(GAP.prefix, GAP.suffix, "a.txt", MORE, "zoo")
+        assert written(model, gap) == (
+            "<repo_name>zoo<file_sep>b.txt\na dog<file_sep>c.txt\na house"
+            f"<file_sep><fim_prefix>a.txt\n{own}"
+        )
+        # llama.cpp does not know that a file ends there.
+        end = model.vocabulary.control_token("<file_sep>")
+        assert not model.vocabulary.is_end(end)
+        assert end in infill_prompt(model, None, GAP, 1000).prompt.ends
     finally:
         model.close()
+
+
+@pytest.mark.parametrize(
+    ("marks", "more"),
+    [(INFILL_TOKENS, ()), (FAMILIES["codellama"], ("▁<EOT>",))],
+    ids=["qwen", "codellama"],
+)
+def test_a_middle_ends_at_every_mark(
+    folder: Path, marks: tuple[str, ...], more: tuple[str, ...]
+) -> None:
+    kind: TokenizerKind = "spm" if more else "bpe"
+    config = TinyConfig(tokenizer=kind, control_tokens=(*marks, *more))
+    model = model_of(folder, f"ends{len(marks)}", config)
+    try:
+        ends = infill_prompt(model, None, GAP, 1000).prompt.ends
+        assert ends == set(map(model.vocabulary.control_token, (*marks, *more)))
+        assert min(ends) >= 0
+    finally:
+        model.close()
+
+
+@pytest.mark.parametrize("entry", ["[PREFIX]", "the", " the", "<|fim_prefix|><|fim_suffix|>", ""])
+def test_what_is_no_control_token_is_none(qwen: LlamaModel, entry: str) -> None:
+    assert qwen.vocabulary.control_token(entry) == -1
 
 
 def test_a_model_that_knows_no_gaps_is_refused(folder: Path) -> None:
@@ -137,9 +162,9 @@ def test_files_of_a_repository_come_before(qwen: LlamaModel) -> None:
 def test_files_are_plain_text_where_there_are_no_marks_for_them(folder: Path) -> None:
     model = model_of(folder, "qwen3", TinyConfig(control_tokens=INFILL_TOKENS[:3], add_bos=False))
     try:
-        own = "<|fim_prefix|>the cat is <|fim_suffix|> on the mat<|fim_middle|>"
+        own = "the cat is <|fim_suffix|> on the mat<|fim_middle|>"
         gap = Gap(GAP.prefix, GAP.suffix, "a.txt", MORE)
-        assert written(model, gap) == f"\n\na dog\n\na house\n\n{own}"
+        assert written(model, gap) == f"<|fim_prefix|>a dog\n\na house\n\n{own}"
     finally:
         model.close()
 
@@ -199,8 +224,8 @@ def test_a_draft_with_another_vocabulary_sees_the_gap_in_its_own_way(
         found = infill_prompt(qwen, plain, GAP, 1000).prompt.draft_tokens
         assert found is not None
         text = b"".join(map(plain.vocabulary.token_bytes, found)).decode()
-        # SentencePiece writes a space before each part.
-        assert text == "  on the mat the cat is "
+        # SentencePiece puts a space before the prefix.
+        assert text == " on the mat the cat is "
         assert found[0] == plain.vocabulary.special_tokens()["bos"]
         found = infill_prompt(qwen, coder, GAP, 1000).prompt.draft_tokens
         assert found is not None
@@ -209,3 +234,19 @@ def test_a_draft_with_another_vocabulary_sees_the_gap_in_its_own_way(
     finally:
         plain.close()
         coder.close()
+
+
+@pytest.mark.parametrize("where", ["prefix", "suffix", "context"])
+def test_what_stands_around_a_gap_drafts(qwen: LlamaModel, where: str) -> None:
+    text = "return the cat in the house"
+    gap = Gap(
+        f"a\n{text}\nb" if where == "prefix" else "a",
+        f"c\n{text}\n" if where == "suffix" else "c",
+        context=(ContextFile("b.txt", text if where == "context" else "d"),),
+    )
+    tokenize = qwen.vocabulary.tokenize_inside
+    begun, rest = tokenize("return the cat"), tokenize(" in the house")
+    tokens = [*infill_prompt(qwen, None, gap, 1000).prompt.tokens, *begun]
+    policy = FixedPolicy(DraftOptions(max_tokens=len(rest), p_min=0.0))
+    draft = SuffixDrafter(2, 32).propose(tokens, len(rest), policy)
+    assert list(draft.tokens) == rest

@@ -139,7 +139,7 @@ def test_make_builds_llama_cpp_as_required_and_without_pips_cache() -> None:
 @posix
 def test_ci_runs_lint_format_types_docs_and_tests() -> None:
     commands = dry_run("check")
-    for command in ("ruff check", "ruff format --check", "mypy", "make_docs.py --check"):
+    for command in ("ruff check", "ruff format --check", "mypy", "-m scripts.make_docs --check"):
         assert command in commands
     assert "-m pytest" in dry_run("test")
     script = (ROOT / ".ci" / "run").read_text()

@@ -105,6 +105,17 @@ class Chat:
         self._keep(change)
 
     @property
+    def draft_name(self) -> str:
+        """What drafts for the next answers: a model's file, ``ngram`` or ``none``."""
+        return self._session.draft_name if self.drafts else "none"
+
+    @property
+    def says_the_same_again(self) -> bool:
+        """Whether to regenerate an answer gives that answer."""
+        is_whole = self.finished is not None and self.finished.finish_reason != "interrupted"
+        return self._session.options.sampler.greedy and is_whole and not self.conversation.is_open
+
+    @property
     def n_ctx(self) -> int:
         """The tokens that the context has room for."""
         return self._engine.n_ctx

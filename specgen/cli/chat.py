@@ -17,7 +17,7 @@ from specgen.cli import flags
 from specgen.cli.answering import with_grammar
 from specgen.cli.interrupt import Interrupt
 from specgen.cli.opening import log_shown, open_session, use_kernels
-from specgen.errors import PromptError, UsageError
+from specgen.errors import OutputError, PromptError, SpecgenError, UsageError
 from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions, Show
 from specgen.selection.model_choice import ModelChoice
 from specgen.selection.session_opening import find_models, session_options
@@ -145,7 +145,8 @@ class _View:
 
     def answer(self, events: Generator[Event, None, None]) -> int:
         """Show an answer; returns the exit code of the signal that ended it, or 0."""
-        from specgen.events import FinishedEvent
+        from specgen.cli.chat_input import without_echo
+        from specgen.events import CommittedEvent
         from specgen.render import make_renderer
 
         renderer = make_renderer(
@@ -159,17 +160,20 @@ class _View:
             verbose=self._verbose,
             folds=True,
         )
-        text = ""
-        with contextlib.closing(events), Interrupt() as self._stop, renderer:
-            for event in events:
-                renderer.handle(event)
-                if isinstance(event, FinishedEvent):
-                    text = event.text
-        code = self._stop.exit_code
-        self._stop = None
-        if not self._json and not sys.stdout.isatty() and not text.endswith("\n"):
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+        text, is_whole = "", False
+        try:
+            with contextlib.closing(events), without_echo(), Interrupt() as self._stop, renderer:
+                for event in events:
+                    renderer.handle(event)
+                    if isinstance(event, CommittedEvent):
+                        text += event.text
+            is_whole = True
+        finally:
+            code, self._stop = self._stop.exit_code if self._stop is not None else 0, None
+            has_line = (is_whole or text) and not text.endswith("\n")
+            if has_line and not self._json and not sys.stdout.isatty():
+                sys.stdout.write("\n")
+                sys.stdout.flush()
         return code
 
     def say(self, text: str) -> None:
@@ -198,13 +202,19 @@ def _talk(talk: Chat, view: _View) -> int:
     for message in messages:
         try:
             command = parse(message)
-            if command is not None and command.name in ("quit", "exit"):
+            if command is not None and command.name == "quit":
                 break
             code = view.answer(talk.ask(message)) if command is None else _do(command, talk, view)
-        except (PromptError, UsageError) as error:
+        except SpecgenError as error:
+            if isinstance(error, OutputError) and not is_typed:
+                raise
             # The conversation goes on without it; a pipe's exit code tells of it.
             view.say(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""))
             failed = error.exit_code
+            continue
+        except KeyboardInterrupt:  # a second Ctrl-C: what there is of the answer is kept
+            if not is_typed:
+                raise
             continue
         if code and not (is_typed and code == 128 + signal.SIGINT):
             return code
@@ -222,12 +232,15 @@ def _typed() -> Iterable[str]:
 
 def _do(command: Command, talk: Chat, view: _View) -> int:
     """Do what a command says; returns the exit code of a signal, or 0. Raises `UsageError` if it cannot
-    be done, `PromptError`, `OutputError`."""
+    be done, `PromptError`, and `OutputError` if it cannot be kept."""
     from specgen.chat import log
     from specgen.chat.conversation import Change
+    from specgen.render.text import counted
 
     name, argument = command.name, command.argument
     if name == "regen":
+        if talk.says_the_same_again:
+            view.say("note: at temperature 0 an answer is the same again (--temp 0.8 lets it vary)")
         return view.answer(talk.regenerate())
     if name == "help":
         view.say(_help())
@@ -236,12 +249,15 @@ def _do(command: Command, talk: Chat, view: _View) -> int:
             talk.change(Change("undo" if name == "undo" else "reset"))
         except ValueError as error:
             raise UsageError(str(error)) from None
-        view.say(f"{len(talk.conversation.turns)} turns are left")
+        view.say(f"{counted(len(talk.conversation.turns), 'turn')} left")
     elif name == "system":
         talk.change(Change("system", argument or None))
         view.say("the system message is changed" if argument else "there is no system message now")
     elif name == "save":
-        log.save(Path(argument).expanduser(), talk.conversation)
+        try:
+            log.save(Path(argument).expanduser(), talk.conversation)
+        except OutputError as error:  # a name that was mistyped ends no conversation
+            raise UsageError(error.message, error.hint) from None
         view.say(f"saved to {argument}")
     elif name == "load":
         loaded, _ = log.read(Path(argument).expanduser())
@@ -249,9 +265,9 @@ def _do(command: Command, talk: Chat, view: _View) -> int:
         view.say(_greeting(loaded))
     elif name == "draft":
         talk.drafts = argument == "on"
-        view.say("answers are drafted for" if talk.drafts else "nothing drafts from now on")
+        view.say(f"drafts from now on: {talk.draft_name}")
     elif name == "think":
-        view.say(_thought(talk))
+        _show_thought(talk)
     else:
         _show_figures(talk)
     return 0
@@ -269,8 +285,11 @@ def _help() -> str:
     return "\n".join([*lines, keys])
 
 
-def _thought(talk: Chat) -> str:
-    """What the model thought before its last answer."""
+def _show_thought(talk: Chat) -> None:
+    """Print what the model thought before its last answer, dim on a terminal. Raises `UsageError` if
+    it did not."""
+    from specgen.render import make_console
+    from specgen.render.text import clean
     from specgen.render.thoughts import thought_of
 
     thought = ""
@@ -278,12 +297,16 @@ def _thought(talk: Chat) -> str:
         thought = thought_of(talk.prompt.text, talk.finished.text)
     if not thought:
         raise UsageError("the last answer of this run has no thinking block")
-    return thought
+    console = make_console(sys.stderr, os.environ)
+    console.print(clean(thought, console.encoding), style="dim", soft_wrap=True)
 
 
 def _show_figures(talk: Chat) -> None:
     """Print figures of the last answer, and of all answers of this run."""
+    from rich.text import Text
+
     from specgen.render import make_console, print_summary
+    from specgen.render.notes import say
     from specgen.render.text import counted
 
     if talk.finished is None or talk.prompt is None:
@@ -298,7 +321,7 @@ def _show_figures(talk: Chat) -> None:
     parts.append(f"{share:.0f}% of the prompts from the cache")
     used = talk.finished.n_prompt_tokens + talk.finished.n_tokens
     parts.append(f"{used} of {talk.n_ctx} tokens of context in use")
-    print(f"in all: {', '.join(parts)}", file=sys.stderr)
+    say(console, Text(f"in all: {', '.join(parts)}"))
 
 
 # --- files ----------------------------------------------------------------------------------
@@ -334,7 +357,8 @@ def _opened(path: Path | None, *, quiet: bool) -> Iterator[tuple[Conversation, C
 def _greeting(conversation: Conversation) -> str:
     from specgen.render.text import counted
 
-    return f"going on with a conversation of {counted(len(conversation.turns), 'turn')}"
+    greeting = f"going on with a conversation of {counted(len(conversation.turns), 'turn')}"
+    return f"{greeting}; the last one has no answer: /regen" if conversation.is_open else greeting
 
 
 def _file_text(path: Path) -> str:

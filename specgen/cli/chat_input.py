@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import IO, TYPE_CHECKING, Protocol
 
 from specgen.errors import PromptError
 
 if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyBindings
 
 #: What stands before a person's messages.
@@ -61,24 +66,15 @@ class TypedMessages:
 
     def __init__(self, history: Path, commands: tuple[str, ...]) -> None:
         from prompt_toolkit import PromptSession
-        from prompt_toolkit.completion import DynamicCompleter, WordCompleter
-        from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+        from prompt_toolkit.completion import WordCompleter
         from prompt_toolkit.output import create_output
 
-        words = WordCompleter(list(commands), sentence=True)
-        kept: History = InMemoryHistory()
-        try:
-            history.parent.mkdir(parents=True, exist_ok=True)
-            history.touch(mode=0o600)
-            kept = FileHistory(str(history))
-        except OSError:  # nothing is kept then
-            pass
         # Answers may go into a pipe: what is typed is seen all the same.
         output = create_output(stdout=sys.stdout if sys.stdout.isatty() else sys.stderr)
         self._session: PromptSession[str] = PromptSession(
             _PROMPT,
-            history=kept,
-            completer=DynamicCompleter(lambda: words),
+            history=_history(history),
+            completer=WordCompleter(list(commands), sentence=True),
             complete_while_typing=False,
             multiline=True,
             prompt_continuation=lambda width, _number, _is_soft: " " * width,
@@ -89,13 +85,80 @@ class TypedMessages:
     def __iter__(self) -> Iterator[str]:
         while True:
             try:
-                message = self._session.prompt()
+                with _ending_by_signals(self._session):
+                    message = self._session.prompt()
             except KeyboardInterrupt:
                 continue
             except EOFError:
                 return
             if message.strip():
                 yield message
+
+
+def _history(path: Path) -> History:
+    """What was typed before, and a file that keeps what is typed, as far as it can be written."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    class Kept(FileHistory):
+        def store_string(self, string: str) -> None:
+            # A full disk, or bytes that are not UTF-8: the message is sent all the same.
+            with contextlib.suppress(OSError, UnicodeError):
+                super().store_string(string)
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        path.read_bytes()
+    except OSError:
+        return InMemoryHistory()
+    return Kept(str(path))
+
+
+class _EndedError(Exception):
+    """A signal ended the editor."""
+
+
+@contextlib.contextmanager
+def _ending_by_signals(editor: PromptSession[str]) -> Iterator[None]:
+    """Let what `kill` sends, or a terminal that is closed, end the program in order: the editor leaves
+    the terminal as it was. Raises `SystemExit` with the exit code of the signal."""
+    received = 0
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        nonlocal received
+        received = number
+        loop = editor.app.loop
+        if loop is None:  # before or after the editor runs
+            raise SystemExit(128 + number)
+        loop.call_soon_threadsafe(lambda: editor.app.exit(exception=_EndedError()))
+
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = [(number, signal.signal(number, end)) for number in numbers]
+    try:
+        yield
+    except _EndedError:
+        raise SystemExit(128 + received) from None
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def without_echo() -> Iterator[None]:
+    """Let a terminal not show what is typed while an answer stands there; it is read afterwards."""
+    if os.name == "nt" or sys.stdin is None or not sys.stdin.isatty():
+        yield
+        return
+    import termios
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    changed = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(descriptor, termios.TCSANOW, changed)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSANOW, before)
 
 
 def _keys() -> KeyBindings:
@@ -130,4 +193,4 @@ def is_person() -> bool:
     )
 
 
-__all__ = ["Messages", "PipedMessages", "TypedMessages", "is_person"]
+__all__ = ["Messages", "PipedMessages", "TypedMessages", "is_person", "without_echo"]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _GAP = "Gap"
 #: FILE:LINE or FILE:LINE:COLUMN; a file's name may have colons too.
-_PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d+)(?::(?P<column>\d+))?", re.DOTALL)
+_PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9})(?::(?P<column>\d{1,9}))?", re.DOTALL)
 #: Tokens of prompt and middle, where no context size is given: the far ends of a long file matter
 #: little, and take long to read.
 _N_CTX = 4096
@@ -47,7 +47,8 @@ def fim(
         str | None,
         typer.Argument(
             metavar="FILE:LINE[:COLUMN]",
-            help="Where the gap is, counted from 1: before that column, or at the line's end.",
+            help="Where the gap is: before that column, or at the line's end. Lines and columns (in "
+            "characters) count from 1.",
             show_default=False,
         ),
     ] = None,
@@ -120,6 +121,8 @@ def fim(
     )
     found = _find_place(place, prefix_file, suffix_file, in_place=in_place)
     context = [(str(path), _decode(_read(path), str(path))) for path in context_files or ()]
+    if not found.prefix and not found.suffix and not context:
+        raise PromptError("there is no text before the gap or behind it", hint="give some text")
     sources = find_models(models, quiet=quiet)
     options = session_options(sources, sampling, drafting, generation, machine)
     use_kernels(machine.kernels, quiet=quiet)
@@ -144,6 +147,9 @@ def fim(
         )
     if in_place and not code:
         found.write(finished[0].text)
+        if finished[0].finish_reason != "stop" and not quiet:
+            n_tokens = finished[0].n_tokens
+            print(f"note: the middle was cut off after {n_tokens} tokens", file=sys.stderr)
     return code
 
 
@@ -161,7 +167,7 @@ class _Place:
     def write(self, middle: str) -> None:
         """Write the file with the middle in it, with line ends as the file has them. Raises
         `OutputError`, also if somebody else changed the file meanwhile."""
-        from specgen.atomic import replace_bytes
+        from specgen.atomic import new_beside
 
         assert self.path is not None
         if "\r\n" in self.text:
@@ -172,10 +178,11 @@ class _Place:
                 raise OutputError(
                     f"{self.path}: changed meanwhile, so the middle was not written into it"
                 )
-            mode = path.stat().st_mode
             whole = self.begins + self.prefix + middle + self.suffix
-            replace_bytes(path, whole.encode("utf-8", "replace"))
-            path.chmod(mode)
+            with new_beside(path) as new:
+                new.write_bytes(whole.encode("utf-8", "replace"))
+                new.chmod(path.stat().st_mode)
+                new.replace(path)
         except OSError as error:
             raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
 
@@ -201,8 +208,6 @@ def _find_place(
         "" if path is None else _decode(_read(path), _name(path)).removeprefix(_BOM)
         for path in (prefix_file, suffix_file)
     )
-    if not prefix and not suffix:
-        raise PromptError("there is no text before the gap or behind it", hint="give some text")
     named = prefix_file if prefix_file is not None and str(prefix_file) != "-" else None
     return _Place(prefix, suffix, named)
 

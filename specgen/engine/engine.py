@@ -386,9 +386,10 @@ def _why(error: BaseException) -> SpecgenError:
 
 
 def _default_n_ctx(session: Session) -> int:
-    """As the options say, or what the target was trained with, but no more than is usual."""
+    """As the options say (0: what the target was trained with), or what the target was trained with,
+    but no more than is usual."""
     n_train = session.target_model.n_ctx_train
     wanted = session.options.target_context.n_ctx
-    if wanted:
-        return wanted
+    if wanted is not None:
+        return wanted or n_train or _N_CTX
     return min(_N_CTX, n_train) if n_train > 0 else _N_CTX

@@ -46,6 +46,8 @@ class Generation:
     slot: Slot = field(default_factory=Slot)
     #: Which of several parallel generations this is, in events.
     index: int = 0
+    #: Tokens that end this answer, besides the vocabulary's.
+    ends: frozenset[int] = frozenset()
     text: TextStream = field(init=False)
     tally: Tally = field(default_factory=Tally)
     finish_reason: FinishReason | None = None
@@ -114,7 +116,7 @@ class Generation:
         move the end.
         """
         self.state.commit(token)
-        if self.vocabulary.is_end(token):
+        if self.vocabulary.is_end(token) or token in self.ends:
             self._has_end_token = True
             self.finish("stop", self.vocabulary.token_text(token))
             return self.text.flush()

@@ -1,12 +1,23 @@
-"""The prompt for a text with a gap: fill-in-the-middle (2207.14255).
+r"""The prompt for a text with a gap: fill-in-the-middle (2207.14255).
 
 Models are trained for it on texts whose parts are marked with tokens of their own:
 
-    <PRE> prefix <SUF> suffix <MID>    Qwen2.5-Coder, StarCoder, DeepSeek-Coder, CodeLlama, Granite
-    [SUFFIX] suffix [PREFIX] prefix    Codestral
+    <PRE> prefix <SUF> suffix <MID>    most: see below
+    [SUFFIX] suffix [PREFIX] prefix    Codestral (`encode_fim` of mistral-common)
 
-Qwen2.5-Coder (2409.12186) and Granite know repositories too, before that: <REPO> name, then <SEP> path and
-text of each file, and at last <SEP> and the path of the file with the gap.
+Prefix, suffix, middle is the order of Qwen2.5-Coder (2409.12186), CodeLlama (2308.12950), StarCoder
+(2305.06161), StarCoder2 (2402.19173), DeepSeek-Coder (2401.14196) and Granite (2405.04324). Where
+SentencePiece puts a space before a text, CodeLlama and Codestral are trained with one before the prefix, and
+with none before the suffix.
+
+Two of them know the other files of a repository by tokens of their own:
+
+    <|repo_name|>name\n <|file_sep|>path\ntext ... <|file_sep|>path\n <PRE> prefix ...    Qwen2.5-Coder
+    <repo_name>name <file_sep>path\ntext ... <file_sep> <PRE> path\nprefix ...            StarCoder2
+
+For the others, the texts of other files are the beginning of the prefix, without their names and without
+comments around them. llama.cpp's server (`format_prompt_infill`) agrees for Qwen2.5-Coder. It knows neither
+Codestral's order nor StarCoder2's files, and it puts texts of other files before the first mark.
 """
 
 from __future__ import annotations
@@ -19,10 +30,13 @@ from specgen.backend.llama.vocabulary import LlamaVocabulary
 from specgen.engine.prompts import Prompt
 from specgen.errors import UsageError
 
-#: Codestral's tokens for prefix and suffix. They come with the suffix first, and without a third one.
+#: Control tokens that llama.cpp does not know by their entries: Codestral's for prefix and suffix,
+#: StarCoder2's for a repository and its files.
 _CODESTRAL = ("[PREFIX]", "[SUFFIX]")
-#: Where such control tokens stand in a vocabulary.
-_N_FIRST = 64
+_STARCODER2 = ("<repo_name>", "<file_sep>")
+#: What some models write behind a middle, and llama.cpp does not take for an end of text: StarCoder2,
+#: CodeGemma, CodeLlama (in files that do not name it).
+_ENDS = ("<file_sep>", "<|file_separator|>", "▁<EOT>")
 #: The part of the room that is a prefix's where prefix and suffix are too long together: what stands
 #: before a gap says more about it than what follows. (llama.cpp's server divides it so.)
 _PREFIX_SHARE = 0.75
@@ -65,22 +79,32 @@ class InfillTokens:
     middle: int = -1
     repository: int = -1
     separator: int = -1
+    #: Whether files are marked as StarCoder2 does it: the name of the file with the gap stands
+    #: behind the mark of the prefix, and no line ends after that of the repository.
+    as_starcoder2: bool = False
+    #: At which of its tokens a middle ends. A mark is no part of a middle, and Qwen2.5-Coder's own
+    #: examples stop at all of them; llama.cpp ends a text at some.
+    ends: frozenset[int] = frozenset()
 
     @staticmethod
     def of(vocabulary: LlamaVocabulary) -> InfillTokens | None:
         """The tokens of a vocabulary, if it has those that are needed."""
-        found = InfillTokens(**vocabulary.infill_tokens())
-        if min(found.prefix, found.suffix, found.middle) >= 0:
-            return found
-        if min(found.prefix, found.suffix) >= 0:
-            entry = vocabulary.token_text(found.prefix)
-            return InfillTokens(found.prefix, found.suffix) if entry == _CODESTRAL[0] else None
-        # llama.cpp does not know these by their entries.
-        n_first = min(_N_FIRST, vocabulary.n_tokens)
-        first = {vocabulary.token_text(token): token for token in range(n_first)}
-        if all(entry in first for entry in _CODESTRAL):
-            return InfillTokens(*(first[entry] for entry in _CODESTRAL))
-        return None
+        found = vocabulary.infill_tokens()
+        prefix, suffix, middle = found["prefix"], found["suffix"], found["middle"]
+        # A file may name Codestral's tokens, and its unused one for a middle.
+        if min(prefix, suffix, middle) < 0 or vocabulary.token_text(prefix) == _CODESTRAL[0]:
+            prefix, suffix = map(vocabulary.control_token, _CODESTRAL)
+            middle = -1
+        if min(prefix, suffix) < 0:
+            return None
+        repository, separator = found["repository"], found["separator"]
+        as_starcoder2 = separator < 0
+        if as_starcoder2:
+            repository, separator = map(vocabulary.control_token, _STARCODER2)
+        ends = {*found.values(), prefix, suffix, *map(vocabulary.control_token, _ENDS)}
+        return InfillTokens(
+            prefix, suffix, middle, repository, separator, as_starcoder2, frozenset(ends - {-1})
+        )
 
     @property
     def knows_files(self) -> bool:
@@ -117,7 +141,8 @@ def infill_prompt(
     if own_draft is not None:
         own = InfillTokens.of(own_draft.vocabulary) or _NONE
         draft_tokens = tuple(_Writer(own_draft.vocabulary, own, n_room).write(gap))
-    return InfillPrompt(Prompt(text, tuple(written), draft_tokens), tuple(writer.left_out))
+    prompt = Prompt(text, tuple(written), draft_tokens, ends=tokens.ends)
+    return InfillPrompt(prompt, tuple(writer.left_out))
 
 
 class _Writer:
@@ -126,55 +151,79 @@ class _Writer:
     def __init__(self, vocabulary: LlamaVocabulary, tokens: InfillTokens, n_room: int) -> None:
         self._vocabulary = vocabulary
         self._tokens = tokens
-        self._n_room = self._n_left = n_room
+        self._bos = [vocabulary.special_tokens()["bos"]] if vocabulary.add_bos else []
+        marks = (tokens.prefix, tokens.suffix, tokens.middle)
+        self._n_room = max(0, n_room - len(self._bos) - sum(mark >= 0 for mark in marks))
+        self._n_left = self._n_room
         #: What there was no room for, in words.
         self.left_out: list[str] = []
 
     def write(self, gap: Gap) -> list[int]:
         """The tokens of a prompt, and what was left out of it in `left_out`."""
-        start = [self._vocabulary.special_tokens()["bos"]] if self._vocabulary.add_bos else []
-        self._n_left -= len(start)
-        if not gap.context:
-            return [*start, *self._gap(gap)]
-        head: list[int] = []
-        if self._tokens.knows_files:
-            head = [self._tokens.repository, *self._plain(f"{gap.repository}\n")]
-        # The gap's own file has a heading where others come before it.
-        heading = self._heading(gap.name)
-        n_headings = len(head) + len(heading)
-        self._n_left -= n_headings
-        own = self._gap(gap) if self._n_left > n_headings else None
-        files = self._files(gap.context) if own is not None else []
-        if own is not None and files:
-            return [*start, *head, *files, *heading, *own]
-        # The headings are for nothing, and the gap may have their room.
-        self._n_left = self._n_room - len(start)
-        self.left_out = []
-        own = self._gap(gap)
-        self.left_out += [file.name for file in gap.context]
-        return [*start, *own]
+        return self._with_files(gap) or self._alone(gap)
 
-    def _gap(self, gap: Gap) -> list[int]:
-        prefix, suffix = self._plain(gap.prefix), self._plain(gap.suffix)
+    def _with_files(self, gap: Gap) -> list[int] | None:
+        """With other files before the gap; None if there is none that there is room for."""
+        if not gap.context:
+            return None
+        head, heading, begin = self._headings(gap)
+        n_headings = len(head) + len(heading) + len(begin)
+        self._n_left -= n_headings
+        if self._n_left <= n_headings:
+            return None
+        inside = self._vocabulary.tokenize_inside
+        prefix, suffix = self._around(inside(gap.prefix), inside(gap.suffix))
+        files = self._files(gap.context)
+        if not files:
+            return None
+        if not self._tokens.knows_files:
+            return self._parts([], [*files, *prefix], suffix)
+        return self._parts([*head, *files, *heading], [*begin, *prefix], suffix)
+
+    def _alone(self, gap: Gap) -> list[int]:
+        self._n_left, self.left_out = self._n_room, []
+        prefix, suffix = self._around(
+            self._vocabulary.tokenize(gap.prefix, add_special=False, parse_special=False),
+            self._vocabulary.tokenize_inside(gap.suffix),
+        )
+        self.left_out += [file.name for file in gap.context]
+        return self._parts([], prefix, suffix)
+
+    def _parts(self, before: list[int], prefix: list[int], suffix: list[int]) -> list[int]:
+        """A prompt of its parts, with the marks between them."""
         tokens = self._tokens
-        self._n_left -= sum(token >= 0 for token in (tokens.prefix, tokens.suffix, tokens.middle))
-        n_prefix, n_suffix = _lengths(len(prefix), len(suffix), max(0, self._n_left))
+        if tokens.middle < 0:
+            gap = [*_known(tokens.suffix), *suffix, *_known(tokens.prefix), *prefix]
+        else:
+            gap = [tokens.prefix, *prefix, tokens.suffix, *suffix, tokens.middle]
+        return [*self._bos, *before, *gap]
+
+    def _around(self, prefix: list[int], suffix: list[int]) -> tuple[list[int], list[int]]:
+        """As much of what stands around the gap as there is room for."""
+        n_prefix, n_suffix = _lengths(len(prefix), len(suffix), self._n_left)
         self._n_left -= n_prefix + n_suffix
         if n_prefix < len(prefix):
             self.left_out.append(f"the first {len(prefix) - n_prefix} tokens before the gap")
         if n_suffix < len(suffix):
             self.left_out.append(f"the last {len(suffix) - n_suffix} tokens behind the gap")
-        prefix, suffix = prefix[len(prefix) - n_prefix :], suffix[:n_suffix]
-        if tokens.middle < 0:
-            return [*_known(tokens.suffix), *suffix, *_known(tokens.prefix), *prefix]
-        return [tokens.prefix, *prefix, tokens.suffix, *suffix, tokens.middle]
+        return prefix[len(prefix) - n_prefix :], suffix[:n_suffix]
+
+    def _headings(self, gap: Gap) -> tuple[list[int], list[int], list[int]]:
+        """What stands before the first file, before the file with the gap, and before its prefix."""
+        tokens, inside = self._tokens, self._vocabulary.tokenize_inside
+        if not tokens.knows_files:
+            return [], [], []
+        if tokens.as_starcoder2:
+            head = [tokens.repository, *inside(gap.repository)]
+            return head, [tokens.separator], inside(f"{gap.name}\n")
+        head = [tokens.repository, *inside(f"{gap.repository}\n")]
+        return head, [tokens.separator, *inside(f"{gap.name}\n")], []
 
     def _files(self, files: Sequence[ContextFile]) -> list[int]:
         """Other files, as many of the last ones as there is room for."""
         kept: list[int] = []
         for number in range(len(files), 0, -1):
-            file = files[number - 1]
-            written = [*self._heading(file.name), *self._plain(file.text)]
+            written = self._file(files[number - 1])
             if len(written) > self._n_left:
                 self.left_out += [each.name for each in files[:number]]
                 break
@@ -182,16 +231,11 @@ class _Writer:
             kept = [*written, *kept]
         return kept
 
-    def _heading(self, name: str) -> list[int]:
-        """A mark and the name of a file; an empty line where there is no such mark."""
+    def _file(self, file: ContextFile) -> list[int]:
+        inside = self._vocabulary.tokenize_inside
         if not self._tokens.knows_files:
-            return self._plain("\n\n")
-        return [self._tokens.separator, *self._plain(f"{name}\n")]
-
-    def _plain(self, text: str) -> list[int]:
-        if not text:
-            return []
-        return self._vocabulary.tokenize(text, add_special=False, parse_special=False)
+            return inside(f"{file.text}\n\n")
+        return [self._tokens.separator, *inside(f"{file.name}\n"), *inside(file.text)]
 
 
 def _lengths(n_prefix: int, n_suffix: int, n_room: int) -> tuple[int, int]:

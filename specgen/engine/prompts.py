@@ -16,12 +16,14 @@ from specgen.errors import PromptError, UsageError
 class Prompt:
     """What an answer begins after: `text` as the target sees it, and its `tokens`, at least
     one. `draft_tokens` is a draft model's own view of it, where it has one of its own; else
-    the draft is told the target's tokens, but for those at the places `head`."""
+    the draft is told the target's tokens, but for those at the places `head`. The answer ends
+    at the tokens `ends` too, besides those at which any answer of the target ends."""
 
     text: str
     tokens: tuple[int, ...]
     draft_tokens: tuple[int, ...] | None = None
     head: range = range(0)
+    ends: frozenset[int] = frozenset()
 
     def without_head(self) -> Prompt:
         """A prompt of the tokens that are not in the head."""

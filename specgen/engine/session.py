@@ -411,6 +411,7 @@ class Session:
             rng=np.random.default_rng(target_seed),
             slot=Slot(part.number * self.n_branches_max, self.n_branches_max),
             index=index,
+            ends=frozenset() if settings.generation.ignore_eos else prompt.ends,
         )
 
     def model_drafter(

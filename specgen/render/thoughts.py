@@ -83,6 +83,7 @@ class FoldedThought:
         self._reader = ThoughtReader(is_begun=is_begun)
         self._flow = Flow(columns, encoding)
         self._rows: list[Row] = []
+        self._is_blank = True
         self._first_s: float | None = None
         self._last_s = 0.0
         self._n_tokens = 0
@@ -106,7 +107,9 @@ class FoldedThought:
         if was_open or self._reader.is_open or thoughts:
             if self._first_s is None:
                 self._first_s = time_s
+            if self._is_blank:
                 thoughts = thoughts.lstrip()
+                self._is_blank = not thoughts
             self._last_s, self._n_tokens = time_s, n_tokens
             self._flow.feed([Run(thoughts, "faint")])
         if self._first_s is not None and not self._reader.is_open:

@@ -14,6 +14,8 @@ from specgen.errors import BackendError
 _PIECE_BYTES = 64
 #: So many entries are looked at to tell vocabularies apart.
 _N_SAMPLED = 2048
+#: Stands before a text that does not begin anything; no token of a vocabulary joins it to what follows.
+_MARKER = "☺"
 
 
 class LlamaVocabulary:
@@ -59,6 +61,7 @@ class LlamaVocabulary:
             "prefix": llama_cpp.llama_vocab_fim_pre(self._vocab),
             "suffix": llama_cpp.llama_vocab_fim_suf(self._vocab),
             "middle": llama_cpp.llama_vocab_fim_mid(self._vocab),
+            "pad": llama_cpp.llama_vocab_fim_pad(self._vocab),
             "repository": llama_cpp.llama_vocab_fim_rep(self._vocab),
             "separator": llama_cpp.llama_vocab_fim_sep(self._vocab),
         }
@@ -76,6 +79,21 @@ class LlamaVocabulary:
             if -n <= capacity:
                 raise BackendError(f"llama.cpp could not tokenize {len(data)} bytes of text")
             capacity = -n
+
+    def tokenize_inside(self, text: str) -> list[int]:
+        """Text that goes on from other text: without the space that SentencePiece puts at a
+        beginning. Names of control tokens are plain text."""
+        if self.kind != llama_cpp.LLAMA_VOCAB_TYPE_SPM:
+            return self.tokenize(text, add_special=False, parse_special=False)
+        marker = self.tokenize(_MARKER, add_special=False, parse_special=False)
+        return self.tokenize(_MARKER + text, add_special=False, parse_special=False)[len(marker) :]
+
+    def control_token(self, entry: str) -> int:
+        """The control token with this entry in the token table; -1 if there is none."""
+        tokens = self.tokenize(entry, add_special=False, parse_special=True)
+        if len(tokens) != 1 or self.token_text(tokens[0]) != entry:
+            return -1
+        return tokens[0] if self.token_bytes(tokens[0]) == b"" else -1
 
     def token_bytes(self, token_id: int) -> bytes:
         piece = self._pieces.get(token_id)

@@ -20,7 +20,7 @@ def machine(
             "-c",
             min=0,
             help="Context size in tokens; 0 takes what the model was trained with.",
-            show_default="what prompt and answer need",
+            show_default="what prompt and answer need; 4096 at most in chat and fim",
             rich_help_panel=_MACHINE,
         ),
     ] = _DEFAULT.n_ctx,

@@ -1,0 +1,94 @@
+"""How soon the turns of a conversation begin, with what earlier turns left in the caches and without.
+
+    python benchmarks/chat.py -m 1.5b.gguf -md 135m.gguf --json out.json
+
+A conversation of ten turns, greedy. Each turn is answered in an engine that stays, which decodes what
+is new, and then in a new one without drafts, which decodes the whole prompt. Both must say the same. A line
+for each turn: tokens of the prompt, and those of them that were decoded in the engine that stays; seconds
+to the first token in both; tokens of the answer, tokens a second in both, and whether the texts are equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from specgen.calibration.memory import Memory
+from specgen.catalogue import cache_folder
+from specgen.engine.chat_template import Message
+from specgen.engine.engine import Engine
+from specgen.engine.session import Session, SessionOptions
+from specgen.events import FinishedEvent
+from specgen.kernels import choose_kernels
+from specgen.options import DraftSource, GenerationOptions
+
+QUESTIONS = (
+    "Write a Python function that counts the words of a text file.",
+    "Let it ignore upper and lower case, and punctuation.",
+    "Return the ten most frequent words, with their counts.",
+    "What happens with a file that does not exist?",
+    "Handle that with a clear message, and show the whole function.",
+    "Add type annotations and a docstring.",
+    "Write a test for it with pytest.",
+    "How does its memory use grow with the size of the file?",
+    "Rewrite it so that it reads line by line.",
+    "Sum up in three sentences what we changed, and why.",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("-m", "--target", type=Path, required=True)
+    parser.add_argument("-md", "--draft", default="none", help="a file, ngram or none")
+    parser.add_argument("-n", "--max-tokens", type=int, default=200)
+    parser.add_argument("-c", "--ctx-size", type=int, default=4096)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    choose_kernels("auto", cache_folder())
+    draft: DraftSource = asked.draft if asked.draft in ("ngram", "none") else Path(asked.draft)
+    generation = GenerationOptions(max_tokens=asked.max_tokens)
+    options = SessionOptions(asked.target, draft, generation=generation)
+    plain_options = SessionOptions(asked.target, "none", generation=generation)
+    memory = Memory()
+    turns: list[dict[str, Any]] = []
+    with (
+        Session(options, time.perf_counter, memory) as session,
+        Session(plain_options, time.perf_counter, memory) as plain,
+        Engine(session, n_ctx=asked.ctx_size) as engine,
+    ):
+        messages: list[Message] = []
+        for question in QUESTIONS:
+            messages.append(Message("user", question))
+            prompt = session.conversation(messages)
+            kept = engine.submit(prompt)
+            *_, finished = engine.stream(kept)
+            *_, anew = plain.generate(plain.conversation(messages), estimate_gain=False)
+            assert isinstance(finished, FinishedEvent)
+            assert isinstance(anew, FinishedEvent)
+            turns.append(
+                {
+                    "n_prompt": finished.n_prompt_tokens,
+                    "n_decoded": finished.n_prompt_tokens - finished.n_cached_tokens,
+                    "first_token_s": round(finished.time_to_first_token_s or 0.0, 3),
+                    "anew_s": round(anew.time_to_first_token_s or 0.0, 3),
+                    "n_answer": finished.n_tokens,
+                    "tokens_per_s": round(finished.tokens_per_s or 0.0, 1),
+                    "plain_tokens_per_s": round(anew.tokens_per_s or 0.0, 1),
+                    "is_equal": finished.text == anew.text,
+                }
+            )
+            print(f"turn {len(turns)}: {turns[-1]}", file=sys.stderr)
+            messages.append(Message("assistant", finished.text))
+    for number, turn in enumerate(turns, start=1):
+        print("\t".join(map(str, (number, *turn.values()))))
+    if asked.json is not None:
+        about = {"target": asked.target.name, "draft": Path(asked.draft).name, "turns": turns}
+        asked.json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
