@@ -89,9 +89,17 @@ def main() -> None:
             "n_gaps": len(gaps),
             "n_passes": asked.passes,
             "max_tokens": asked.max_tokens,
-            "contenders": [{**entry, "runs": runs[str(entry["draft"])]} for entry in contenders],
+            "contenders": [
+                {**entry, "runs": [_without_text(run) for run in runs[str(entry["draft"])]]}
+                for entry in contenders
+            ],
         }
         asked.json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+
+def _without_text(run: dict[str, Any]) -> dict[str, Any]:
+    """A run without the middle, which may be code with a licence of its own."""
+    return {name: value for name, value in run.items() if name != "text"}
 
 
 def _files(package: str) -> list[Path]:
