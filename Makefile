@@ -12,7 +12,7 @@ WORKERS = --numprocesses auto --maxprocesses 8 --dist worksteal
 # What `make quick` leaves out, four fifths of the time: real models, draws by the thousand, simulated
 # worlds, child processes, and comparisons with llama.cpp case by case. The rest runs 97 % of the
 # lines of specgen/ that the whole suite runs. (Files, or the beginnings of tests' names.)
-SLOW = cli_drafting.py cli_run.py cli_trees.py cli_verify.py doctor.py downloads.py kernels.py \
+SLOW = cli_batch.py cli_chat.py cli_drafting.py cli_run.py cli_trees.py cli_verify.py doctor.py downloads.py kernels.py \
 	llama_dry.py llama_sampling.py lossless.py::test_sampled lossless.py::test_matching \
 	policy.py::test_in_the_long_run policy.py::test_a_draft_that_cannot_pay proof.py \
 	proof_statistics.py real_model.py real_translation.py render_live.py \

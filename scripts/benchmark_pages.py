@@ -237,9 +237,10 @@ def _rows(report: Figures, name: str, columns: Mapping[str, list[str]]) -> Itera
 def _conversation() -> list[str]:
     parts = [
         (
-            "`python benchmarks/chat.py -m TARGET -md DRAFT`: ten turns, greedy, 200 tokens of an answer at "
-            "most. Seconds to a turn's first token in an engine that stays, which decodes what is new, and in "
-            "a new one, which decodes the whole prompt."
+            "`python benchmarks/chat.py -m TARGET -md DRAFT -n 120`: ten turns, greedy. Seconds to a turn's "
+            "first token in an engine that stays, which decodes what is new, and in a new one, which decodes "
+            "the whole prompt. Other programs took part of the machine from the fourth turn on: compare the "
+            "two rows of seconds of the first three turns, and the tokens of all."
         )
     ]
     for name in ("chat-15.json", "chat-smollm2.json"):
