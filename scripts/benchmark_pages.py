@@ -195,9 +195,10 @@ def _several() -> list[str]:
         parts += [
             "## Batches, prompts included",
             (
-                "`python benchmarks/batch.py -m TARGET -md SMOLLM2 --prompts FILE -N 40 --server "
-                "llama-server`: 40 prompts, 64 tokens each, `specgen batch`'s parts and llama.cpp's server "
-                "of the same source with as many slots and clients. Tokens a second in all."
+                "`python benchmarks/batch.py -m TARGET -md SMOLLM2 --prompts FILE --server llama-server`: "
+                f"{_read('batch-15.json')['n_prompts']} prompts of all categories, 64 tokens each, `specgen "
+                "batch`'s parts and llama.cpp's server of the same source with as many slots and clients. "
+                "Tokens a second in all; reading the prompts, some of them long, is more than half of the time."
             ),
             _table([["target", "", "1", "2", "4", "8 at once", ""], *_batch_rows()]),
         ]
@@ -239,8 +240,7 @@ def _conversation() -> list[str]:
         (
             "`python benchmarks/chat.py -m TARGET -md DRAFT -n 120`: ten turns, greedy. Seconds to a turn's "
             "first token in an engine that stays, which decodes what is new, and in a new one, which decodes "
-            "the whole prompt. Other programs took part of the machine from the fourth turn on: compare the "
-            "two rows of seconds of the first three turns, and the tokens of all."
+            "the whole prompt, and tokens a second after that with drafts and without."
         )
     ]
     for name in ("chat-15.json", "chat-smollm2.json"):
@@ -254,6 +254,8 @@ def _conversation() -> list[str]:
                 ("of these decoded", "n_decoded", str),
                 ("first token, s", "first_token_s", _number),
                 ("all decoded anew, s", "anew_s", _number),
+                ("tokens/s", "tokens_per_s", str),
+                ("without drafts", "plain_tokens_per_s", str),
             )
         ]
         n_equal = sum(turn["is_equal"] for turn in turns)
