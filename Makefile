@@ -10,14 +10,16 @@ PYTEST_ARGS ?=
 # A process for each core; `PYTEST_ARGS="-n 0 tests/test_loop.py"` does without.
 WORKERS = --numprocesses auto --maxprocesses 8 --dist worksteal
 # What `make quick` leaves out, four fifths of the time: real models, draws by the thousand, simulated
-# worlds, child processes, and comparisons with llama.cpp case by case. The rest runs 97 % of the
-# lines of specgen/ that the whole suite runs. (Files, or the beginnings of tests' names.)
-SLOW = cli_batch.py cli_chat.py cli_drafting.py cli_run.py cli_trees.py cli_verify.py doctor.py downloads.py kernels.py \
-	llama_dry.py llama_sampling.py lossless.py::test_sampled lossless.py::test_matching \
-	policy.py::test_in_the_long_run policy.py::test_a_draft_that_cannot_pay proof.py \
-	proof_statistics.py real_model.py real_translation.py render_live.py \
-	translated_loop.py::test_distributions translated_loop.py::test_draws \
-	translated_loop.py::test_sampled translated_loop.py::test_stopping translation_text.py \
+# worlds, child processes, commands as a whole, and comparisons with llama.cpp case by case. (Files, or
+# the beginnings of tests' names.)
+SLOW = bench_peers.py build_kernels.py cli_batch.py cli_bench.py cli_chat.py cli_draft.py \
+	cli_drafting.py cli_fim.py cli_run.py cli_trees.py cli_tune.py cli_verify.py doctor.py \
+	downloads.py kernels.py llama_dry.py llama_rollback.py llama_sampling.py \
+	lossless.py::test_sampled lossless.py::test_matching policy.py::test_in_the_long_run \
+	policy.py::test_a_draft_that_cannot_pay proof.py proof_statistics.py real_model.py \
+	real_translation.py render_live.py translated_loop.py::test_distributions \
+	translated_loop.py::test_draws translated_loop.py::test_sampled \
+	translated_loop.py::test_stopping translated_session.py translation_text.py \
 	trees.py::test_drawn_trees_fit trees.py::test_trees_of_the_likeliest verifiers.py
 
 BIN = $(VENV)/bin
