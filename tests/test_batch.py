@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.batch.lines import Line, LineError, read_lines
-from specgen.batch.order import n_common, order_by_prefix
+from specgen.batch.order import order_by_prefix
 from specgen.batch.results import (
     OWN,
     ResultsFile,
@@ -22,6 +23,7 @@ from specgen.batch.results import (
     without_errors,
 )
 from specgen.engine.chat_template import Message
+from specgen.engine.slots import n_common
 from specgen.errors import OutputError, PromptError, UsageError
 from specgen.openai_format.request import Request
 from specgen.options import GenerationOptions, SamplerOptions
@@ -150,7 +152,7 @@ class TestOrder:
 
     @given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
     def test_common_tokens(self, one: list[int], other: list[int]) -> None:
-        n = n_common(np.array(one, np.int32), np.array(other, np.int32))
+        n = n_common(one, other)
         assert one[:n] == other[:n]
         assert one[n : n + 1] != other[n : n + 1] or n in (len(one), len(other))
 
@@ -286,3 +288,6 @@ class TestResults:
             append(tmp_path / "missing" / "out.jsonl", record("a"))
         with pytest.raises(OutputError, match="cannot be read"):
             read_results(tmp_path)
+        if os.name != "nt":
+            with pytest.raises(OutputError, match="/dev/null: cannot be written"):
+                append(Path("/dev/null"), record("a"))

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from specgen.engine.slots import n_common
+
 #: Prompts that have so many tokens more in common than all prompts have are answered one after the
 #: other: to decode these tokens once is worth more than the order of the lines.
 _N_SHARED = 16
@@ -19,12 +21,11 @@ def order_by_prefix(prompts: Sequence[NDArray[np.int32]]) -> list[int]:
     Prompts with a long beginning in common stand together, where the first of them stood; apart from
     that the order is as given.
     """
-    by_tokens = sorted(range(len(prompts)), key=lambda number: prompts[number].tolist())
+    tokens = [prompt.tolist() for prompt in prompts]
+    by_tokens = sorted(range(len(prompts)), key=tokens.__getitem__)
     if len(by_tokens) < 2:
         return by_tokens
-    common = [
-        n_common(prompts[one], prompts[other]) for one, other in itertools.pairwise(by_tokens)
-    ]
+    common = [n_common(tokens[one], tokens[other]) for one, other in itertools.pairwise(by_tokens)]
     # Sorted, the first and the last have in common what all have.
     least = min(common) + _N_SHARED
     groups = [[by_tokens[0]]]
@@ -34,10 +35,3 @@ def order_by_prefix(prompts: Sequence[NDArray[np.int32]]) -> list[int]:
         else:
             groups.append([number])
     return [number for group in sorted(groups, key=min) for number in group]
-
-
-def n_common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """How many tokens two prompts begin with alike."""
-    n = min(len(one), len(other))
-    differs = np.flatnonzero(one[:n] != other[:n])
-    return int(differs[0]) if len(differs) else n

@@ -159,8 +159,10 @@ class ResultsFile:
         except OSError as error:
             raise _error(path, error) from error
         try:
-            os.ftruncate(descriptor, earlier.n_bytes)
-            os.lseek(descriptor, 0, os.SEEK_END)
+            try:
+                os.ftruncate(descriptor, earlier.n_bytes)
+            except OSError as error:
+                raise _error(path, error) from error
             file = ResultsFile(path, descriptor)
             if not earlier.ends_line:
                 file._append(b"\n")

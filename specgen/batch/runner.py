@@ -48,7 +48,9 @@ class Prompting:
 class Task:
     """A line that can be answered, and the room that it takes.
 
-    `tokens` is int32[n_tokens], the prompt's; `n_ctx` has room for prompt and answer.
+    `tokens` is int32[n_tokens], the prompt's; `n_ctx` has room for prompt and answer. The prompt is
+    made once more when its turn comes: as Python's own numbers, those of all lines would take ten times
+    the memory.
     """
 
     line: Line
@@ -80,8 +82,8 @@ class Tally:
 class Batch:
     """Makes the answers of a batch and writes them, each when it is finished.
 
-    `settings` is written with each result, `model` names the target, `wall_clock` gives seconds since
-    1970, and `note` is told what is worth knowing.
+    `settings` is written with each result, `wall_clock` gives seconds since 1970, and `note` is told
+    what the user should know.
     """
 
     def __init__(
@@ -127,7 +129,6 @@ class Batch:
         session = self._session
         try:
             prompt = self._prompting.prompt(session, request)
-            session.answer_settings(request.sampling, request.generation)
             n_ctx = session.context_size(len(prompt.tokens), request.generation.max_tokens)
         except (PromptError, UsageError) as error:
             return _line_error(error)
@@ -140,8 +141,9 @@ class Batch:
         interrupted: Callable[[], bool] = lambda: False,
         report: Callable[[Tally], None] = lambda _tally: None,
     ) -> None:
-        """Make the answers; `report` is told how far the work is. After an interruption, and after an error of the target, what is not
-        finished is not written, and can be asked for again. Raises `BackendError`, `OutputError`."""
+        """Make the answers; `report` is told how far the work is. After an interruption, and after an
+        error of the target, an answer that is not finished is not written, and can be asked for again.
+        Raises `BackendError`, `OutputError`."""
         waiting = deque(tasks)
         while (waiting or self._in_making) and not interrupted():
             while waiting and len(self._in_making) < engine.n_parallel:

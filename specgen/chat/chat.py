@@ -47,8 +47,6 @@ class Chat:
     An answer that is broken off is kept as far as it came; if nothing came, its question is without
     an answer, which `regenerate` gives it and another question takes the place of. `now` is the time
     that templates may write; it stays, so that the caches hold what was decoded.
-
-    Raises `UsageError` if the model has no chat template.
     """
 
     def __init__(
@@ -60,7 +58,6 @@ class Chat:
         *,
         now: datetime.datetime,
     ) -> None:
-        check_template(session)
         self._session, self._engine, self._log, self._now = session, engine, log, now
         self.conversation = conversation
         #: Whether anything drafts for the next answers.

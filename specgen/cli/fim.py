@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 _GAP = "Gap"
 #: FILE:LINE or FILE:LINE:COLUMN; a file's name may have colons too.
 _PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9})(?::(?P<column>\d{1,9}))?", re.DOTALL)
-#: Tokens of prompt and middle, where no context size is given: the far ends of a long file matter
-#: little, and take long to read.
-_N_CTX = 4096
 _BOM = "\ufeff"
 
 
@@ -254,12 +251,11 @@ def _gap(place: _Place, context: list[tuple[str, str]]) -> Gap:
 
 
 def _room(session: Session) -> int:
-    """The most tokens of the prompt. Raises `UsageError` if the middle needs them all."""
-    n_ctx, n_train = session.options.target_context.n_ctx, session.target_model.n_ctx_train
-    if n_ctx is None:
-        n_ctx = min(_N_CTX, n_train) if n_train > 0 else _N_CTX
-    elif n_ctx == 0:
-        n_ctx = n_train or _N_CTX
+    """The most tokens of the prompt: the far ends of a long file matter little, and take long to read.
+    Raises `UsageError` if the middle needs them all."""
+    from specgen.engine.engine import default_n_ctx
+
+    n_ctx = default_n_ctx(session)
     max_tokens = session.options.generation.max_tokens
     n_room = n_ctx - (max_tokens if max_tokens >= 0 else n_ctx // 4)
     if n_room < n_ctx // 4:

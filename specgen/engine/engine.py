@@ -113,7 +113,7 @@ class Engine:
                 hint="--tree off allows more",
             )
         self._session = session
-        self._n_ctx = n_ctx if n_ctx is not None else _default_n_ctx(session)
+        self._n_ctx = n_ctx if n_ctx is not None else default_n_ctx(session)
         #: Held while the queue is changed, and while the engine steps.
         self._lock, self._stepping = threading.Lock(), threading.RLock()
         self._waiting: deque[Answer] = deque()
@@ -385,9 +385,10 @@ def _why(error: BaseException) -> SpecgenError:
     return BackendError(f"the round was broken off: {type(error).__name__}")
 
 
-def _default_n_ctx(session: Session) -> int:
-    """As the options say (0: what the target was trained with), or what the target was trained with,
-    but no more than is usual."""
+def default_n_ctx(session: Session) -> int:
+    """The tokens of a context that prompt and answer share, where nobody asked for more room: as the
+    options say (0: what the target was trained with), or what the target was trained with, but no
+    more than is usual."""
     n_train = session.target_model.n_ctx_train
     wanted = session.options.target_context.n_ctx
     if wanted is not None:

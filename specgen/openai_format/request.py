@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -377,8 +377,3 @@ _KNOWN: Mapping[Kind, frozenset[str]] = {
     "completion": frozenset({*_COMMON, "prompt"}),
     "prompt": frozenset({*_COMMON, "prompt", "system"}),
 }
-
-
-def field_names(kind: Kind) -> Sequence[str]:
-    """The fields that a request of this kind may have and that matter, sorted."""
-    return sorted(_KNOWN[kind] - _SILENT - set(_ONLY_NOTHING))
