@@ -19,12 +19,12 @@ from specgen.batch.results import (
     ResultsFile,
     missing,
     read_results,
-    to_line,
     without_errors,
 )
 from specgen.engine.chat_template import Message
 from specgen.engine.slots import n_common
 from specgen.errors import OutputError, PromptError, UsageError
+from specgen.json_lines import to_line
 from specgen.openai_format.request import Request
 from specgen.options import GenerationOptions, SamplerOptions
 
@@ -278,7 +278,7 @@ class TestResults:
                 raise OSError(28, "No space left on device")
             return int(write(descriptor, data[: len(data) // 2]))
 
-        monkeypatch.setattr("specgen.batch.results.os.write", half)
+        monkeypatch.setattr("specgen.json_lines.os.write", half)
         with pytest.raises(OutputError, match="No space left"):
             append(out, record("b"))
         assert out.read_bytes() == before

@@ -156,7 +156,7 @@ class TestLog:
             assert file.stat().st_mode & 0o077 == 0
 
     def test_cut_anywhere_whole_lines_stay(self, file: Path) -> None:
-        lines = [log.to_line(change) for change in said("a", "é", "c")]
+        lines = [log.change_line(change) for change in said("a", "é", "c")]
         whole = b"".join(lines)
         ends = [len(b"".join(lines[:n])) for n in range(1, 4)]
         file.parent.mkdir()
@@ -209,7 +209,7 @@ class TestLog:
                 def full(*_arguments: object) -> int:
                     raise OSError(28, "No space left on device")
 
-                patch.setattr("specgen.chat.log.os.write", full)
+                patch.setattr("specgen.json_lines.os.write", full)
                 with pytest.raises(OutputError, match="No space left"):
                     opened.append(Change("answer", "b"))
             opened.append(Change("question", "c"))

@@ -10,7 +10,17 @@ PACKAGE = Path(__file__).parent.parent / "specgen"
 
 #: From the bottom up; a module imports from its own layer and from those below it only.
 LAYERS = (
-    ("errors", "options", "arrays", "events", "atomic", "child", "machine", "json_values"),
+    (
+        "errors",
+        "options",
+        "arrays",
+        "events",
+        "atomic",
+        "child",
+        "machine",
+        "json_values",
+        "json_lines",
+    ),
     ("sampling", "constrain"),
     ("core",),
     ("backend",),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any, BinaryIO, Protocol
 from specgen.atomic import replace_bytes
 from specgen.batch.lines import Line
 from specgen.errors import OutputError, UsageError
+from specgen.json_lines import AppendedFile, DamagedLineError, take_lines, to_line, write_errors
 
 #: Under this name a result has what specgen needs to go on: what was asked, and with what settings.
 OWN = "specgen"
@@ -58,21 +57,14 @@ def read_results(path: Path) -> Earlier:
         return found
     except OSError as error:
         raise OutputError(f"{path}: cannot be read: {error.strerror}") from error
-    lines = data.split(b"\n")
-    for number, raw in enumerate(lines, start=1):
-        is_last = number == len(lines)
-        if raw.strip():
-            try:
-                _take(found, json.loads(raw))
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                if is_last:
-                    found.is_torn = True
-                    break
-                raise OutputError(
-                    f"{path}: line {number} is not a result of specgen batch",
-                    hint="name another file, or mend that line",
-                ) from None
-        found.n_bytes += len(raw) + (not is_last)
+    try:
+        found.n_bytes = take_lines(data, lambda record: _take(found, record))
+    except DamagedLineError as error:
+        raise OutputError(
+            f"{path}: line {error.number} is not a result of specgen batch",
+            hint="name another file, or mend that line",
+        ) from None
+    found.is_torn = found.n_bytes < len(data)
     found.ends_line = data[: found.n_bytes].endswith(b"\n") or not found.n_bytes
     return found
 
@@ -143,60 +135,35 @@ def _shown(value: Any) -> str:
 
 
 class ResultsFile:
-    """Appends results to a file; it is open for as long as this is."""
+    """Appends results to a file."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self._path = path
-        self._descriptor = descriptor
+    def __init__(self, file: AppendedFile) -> None:
+        self._file = file
 
     @staticmethod
     @contextlib.contextmanager
     def opened(path: Path, earlier: Earlier) -> Iterator[ResultsFile]:
         """Open the file to append to the results that it has; what is behind them is cut off. Raises
         `OutputError`."""
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
-        except OSError as error:
-            raise _error(path, error) from error
-        try:
-            try:
-                os.ftruncate(descriptor, earlier.n_bytes)
-            except OSError as error:
-                raise _error(path, error) from error
-            file = ResultsFile(path, descriptor)
+        with AppendedFile.opened(path) as file:
+            file.cut(earlier.n_bytes)
             if not earlier.ends_line:
-                file._append(b"\n")
-            yield file
-        finally:
-            os.close(descriptor)
+                file.append(b"\n")
+            yield ResultsFile(file)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a result, and have it on the disk when this returns. One that does not fit is taken
         off again. Raises `OutputError`."""
-        self._append(to_line(record))
-
-    def _append(self, data: bytes) -> None:
-        start = os.lseek(self._descriptor, 0, os.SEEK_END)
-        try:
-            while data:
-                data = data[os.write(self._descriptor, data) :]
-            with contextlib.suppress(OSError):  # not every file can be: a pipe, a device
-                os.fsync(self._descriptor)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, start)
-            raise _error(self._path, error) from error
+        self._file.append(to_line(record))
 
 
 def without_errors(path: Path, earlier: Earlier) -> Earlier:
     """Drop the results that are errors from a file, which is replaced whole; returns what it then has.
     Raises `OutputError`."""
-    try:
+    with write_errors(path):
         lines = path.read_bytes()[: earlier.n_bytes].split(b"\n")
         kept = [raw for raw in lines if raw.strip() and json.loads(raw)["error"] is None]
         replace_bytes(path, b"".join(raw + b"\n" for raw in kept))
-    except OSError as error:
-        raise _error(path, error) from error
     return read_results(path)
 
 
@@ -208,20 +175,6 @@ class ResultsStream:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write a result and flush. Raises `OutputError`, and `BrokenPipeError` if nobody reads."""
-        try:
+        with write_errors(Path("standard output")):
             self._stream.write(to_line(record))
             self._stream.flush()
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise _error(Path("standard output"), error) from error
-
-
-def to_line(record: Mapping[str, Any]) -> bytes:
-    """A result as a line of JSON; half characters of a text become escapes."""
-    return json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
-
-
-def _error(path: Path, error: OSError) -> OutputError:
-    hint = "make room on the disk, and start again" if error.errno == errno.ENOSPC else None
-    return OutputError(f"{path}: cannot be written: {error.strerror}", hint)

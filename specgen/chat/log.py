@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 from specgen.atomic import replace_bytes
 from specgen.chat.conversation import Change, ChangeKind, Conversation
-from specgen.errors import OutputError, PromptError, UsageError
+from specgen.errors import PromptError, UsageError
+from specgen.json_lines import (
+    AppendedFile,
+    DamagedLineError,
+    locked,
+    take_lines,
+    to_line,
+    write_errors,
+)
 
 _KINDS: tuple[str, ...] = get_args(ChangeKind)
 #: Conversations are nobody else's business.
@@ -22,9 +27,8 @@ _MODE = 0o600
 class ChatLog:
     """Appends the changes of a conversation to its file; it is open for as long as this is."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self._path = path
-        self._descriptor = descriptor
+    def __init__(self, file: AppendedFile) -> None:
+        self._file = file
         #: What could not be written: it goes before what comes next.
         self._unwritten = b""
 
@@ -38,31 +42,18 @@ class ChatLog:
         `PromptError` if a line is damaged, and `OutputError` if it cannot be written, also at the
         end.
         """
-        import filelock
-
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lock = filelock.FileLock(path.with_name(f"{path.name}.lock"), timeout=0)
-            lock.acquire()
-        except filelock.Timeout:
-            raise UsageError(
-                f"{path}: another specgen chat goes on with it",
-                hint="end that one, or take another",
-            ) from None
-        except OSError as error:
-            raise _error(path, error) from error
-        with contextlib.ExitStack() as stack:
-            stack.callback(lock.release)
-            try:
-                flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
-                descriptor = os.open(path, flags, _MODE)
-                stack.callback(os.close, descriptor)
+        held = UsageError(
+            f"{path}: another specgen chat goes on with it", hint="end that one, or take another"
+        )
+        with (
+            locked(path.with_name(f"{path.name}.lock"), held),
+            AppendedFile.opened(path, _MODE) as file,
+        ):
+            with write_errors(path):
                 data = path.read_bytes()
-                conversation, n_bytes = _read(path, data)
-                os.ftruncate(descriptor, n_bytes)
-            except OSError as error:
-                raise _error(path, error) from error
-            log = ChatLog(path, descriptor)
+            conversation, n_bytes = _read(path, data)
+            file.cut(n_bytes)
+            log = ChatLog(file)
             if n_bytes and not data[:n_bytes].endswith(b"\n"):
                 log._unwritten = b"\n"
             yield log, conversation, n_bytes < len(data)
@@ -72,20 +63,11 @@ class ChatLog:
     def append(self, change: Change) -> None:
         """Write a change, and have it on the disk when this returns. Raises `OutputError` if that
         cannot be done; it is then written with the next one, or at the end."""
-        self._unwritten += to_line(change)
+        self._unwritten += change_line(change)
         self._write()
 
     def _write(self) -> None:
-        start = os.lseek(self._descriptor, 0, os.SEEK_END)
-        data = self._unwritten
-        try:
-            while data:
-                data = data[os.write(self._descriptor, data) :]
-            os.fsync(self._descriptor)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, start)
-            raise _error(self._path, error) from error
+        self._file.append(self._unwritten)
         self._unwritten = b""
 
 
@@ -102,35 +84,25 @@ def read(path: Path) -> tuple[Conversation, bool]:
 
 def save(path: Path, conversation: Conversation) -> None:
     """Write a conversation to a file, which is replaced whole. Raises `OutputError`."""
-    try:
-        replace_bytes(path, b"".join(map(to_line, conversation.changes())))
-    except OSError as error:
-        raise _error(path, error) from error
+    with write_errors(path):
+        replace_bytes(path, b"".join(map(change_line, conversation.changes())))
 
 
-def to_line(change: Change) -> bytes:
-    """A change as a line of JSON; half a surrogate pair becomes an escape."""
-    text = json.dumps(_to_json(change), ensure_ascii=False)
-    return text.encode("utf-8", "backslashreplace") + b"\n"
+def change_line(change: Change) -> bytes:
+    """A change as a line of the file."""
+    return to_line(_to_json(change))
 
 
 def _read(path: Path, data: bytes) -> tuple[Conversation, int]:
     """The conversation in a file's bytes, and how many of them are whole lines."""
-    conversation, n_bytes = Conversation(), 0
-    lines = data.split(b"\n")
-    for number, raw in enumerate(lines, start=1):
-        is_last = number == len(lines)
-        if raw.strip():
-            try:
-                conversation.apply(_from_json(json.loads(raw)))
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                if is_last:
-                    break
-                raise PromptError(
-                    f"{path}: line {number} is damaged, or not of a conversation",
-                    hint="mend or remove that line, or take another file",
-                ) from None
-        n_bytes += len(raw) + (not is_last)
+    conversation = Conversation()
+    try:
+        n_bytes = take_lines(data, lambda line: conversation.apply(_from_json(line)))
+    except DamagedLineError as error:
+        raise PromptError(
+            f"{path}: line {error.number} is damaged, or not of a conversation",
+            hint="mend or remove that line, or take another file",
+        ) from None
     return conversation, n_bytes
 
 
@@ -148,8 +120,3 @@ def _from_json(line: Mapping[str, Any]) -> Change:
     if kind not in _KINDS or not isinstance(text, str | None):
         raise ValueError(kind)
     return Change(kind, text, tuple(_from_json(each) for each in line.get("changes", ())))
-
-
-def _error(path: Path, error: OSError) -> OutputError:
-    hint = "make room on the disk" if error.errno == errno.ENOSPC else None
-    return OutputError(f"{path}: cannot be written: {error.strerror}", hint)

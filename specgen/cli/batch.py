@@ -238,28 +238,16 @@ def _check_folder(destination: Path) -> None:
 
 @contextlib.contextmanager
 def _alone(destination: Path) -> Iterator[None]:
-    """Let no other process write to a file of results. The system lets go of the lock when a process
-    ends, however it does."""
-    import filelock
-
+    """Let no other process write to a file of results."""
     from specgen.catalogue import cache_folder
+    from specgen.json_lines import locked
 
     name = hashlib.sha256(os.fsencode(destination.resolve())).hexdigest()[:16]
-    folder = cache_folder() / "locks"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(folder / f"{name}.lock", timeout=0)
-        lock.acquire()
-    except filelock.Timeout:
-        raise OutputError(
-            f"{destination}: another specgen batch is writing to it", hint="wait for its end"
-        ) from None
-    except OSError as error:
-        raise OutputError(f"{folder}: cannot be written: {error.strerror}") from error
-    try:
+    held = OutputError(
+        f"{destination}: another specgen batch is writing to it", hint="wait for its end"
+    )
+    with locked(cache_folder() / "locks" / f"{name}.lock", held):
         yield
-    finally:
-        lock.release()
 
 
 def _take_up(destination: Path, *, retry_errors: bool, note: Callable[[str], None]) -> Earlier:
