@@ -472,3 +472,119 @@ def test_a_text_before_it_is_there_is_a_mistake(models: Path, costs: VirtualTime
             _ = answer.text
     with pytest.raises(BackendError, match="the engine is closed"):
         _ = answer.text
+
+
+# --- prompts are read in pieces
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_long_prompt_is_read_beside_the_others_rounds(
+    models: Path, costs: VirtualTime, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specgen.engine.engine._N_READ_BESIDE", 8)
+    monkeypatch.setattr("specgen.backend.llama.LlamaModel.has_equal_rows", True)
+    with opened(models, costs, kind) as session:
+        expected = alone(session)
+        with Engine(session, n_parallel=2, n_ctx=N_CTX) as engine:
+            first = engine.submit(PROMPTS[0])
+            engine.step()
+            second = engine.submit(PROMPTS[1])
+            between = 0
+            while not (second.events or second.is_done) or len(second.events) == 1:
+                said = sum(isinstance(event, CommittedEvent) for event in first.events)
+                engine.step()
+                more = sum(isinstance(event, CommittedEvent) for event in first.events)
+                between += more > said
+                if first.is_done:
+                    break
+            list(engine.run())
+    assert between > 2, "the first answer went on while the second one's prompt was read"
+    assert [first.text, second.text] == expected[:2]
+
+
+def test_a_prompt_that_is_being_read_can_be_cancelled(
+    models: Path, costs: VirtualTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specgen.engine.engine._N_READ_BESIDE", 8)
+    monkeypatch.setattr("specgen.backend.llama.LlamaModel.has_equal_rows", True)
+    with opened(models, costs) as session, Engine(session, n_parallel=2, n_ctx=N_CTX) as engine:
+        first = engine.submit(PROMPTS[0])
+        engine.step()
+        second = engine.submit(PROMPTS[1])
+        engine.step()
+        engine.cancel(second)
+        engine.step()
+        assert second.finished is not None
+        assert second.finished.finish_reason == "interrupted"
+        assert second.text == ""
+        third = engine.submit(PROMPTS[1])
+        list(engine.run())
+        assert [first.text, third.text] == alone(session)[:2]
+
+
+# --- what is drafted for one answer
+
+
+def drafted_lengths(answer: Answer) -> set[int]:
+    return {len(event.nodes) for event in answer.events if isinstance(event, DraftedEvent)}
+
+
+def test_an_answer_may_ask_for_shorter_drafts(models: Path, costs: VirtualTime) -> None:
+    with opened(models, costs) as session, Engine(session, n_ctx=N_CTX) as engine:
+        free, short, none = (
+            engine.submit(PROMPTS[0], n_drafted_max=n_most) for n_most in (None, 2, 0)
+        )
+        list(engine.run())
+        assert max(drafted_lengths(free)) > 2
+        assert drafted_lengths(short)
+        assert max(drafted_lengths(short)) <= 2
+        assert not drafted_lengths(none)
+        assert free.text == short.text == none.text
+
+
+def test_an_answer_may_ask_for_another_verifier(models: Path, costs: VirtualTime) -> None:
+    sampler = replace(SAMPLED, seed=-1)
+    with opened(models, costs, sampler=sampler) as session:
+        with Engine(session, n_ctx=N_CTX) as engine:
+            asked = [engine.submit(PROMPTS[0], verifier=name) for name in ("match", "block")]
+            list(engine.run())
+        named = [
+            event.verifier
+            for answer in asked
+            for event in answer.events
+            if isinstance(event, PromptEvent)
+        ]
+    assert named == ["match", "block"]
+
+
+def test_fixed_shapes_have_no_length_of_their_own(models: Path, costs: VirtualTime) -> None:
+    shape = TreeShape("levels", (2, 2, 1))
+    with (
+        opened(models, costs, tree=shape) as session,
+        Engine(session, n_ctx=N_CTX) as engine,
+        pytest.raises(UsageError, match="fixed shape 2,2,1"),
+    ):
+        engine.submit(PROMPTS[0], n_drafted_max=2)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_what_is_learnt_alone_is_forgotten(models: Path, costs: VirtualTime, drafter: str) -> None:
+    """What is drafted for an answer is the same after any other answer."""
+
+    def drafts(before: tuple[str, ...], *, learn_alone: bool) -> list[object]:
+        with (
+            opened(models, costs, drafter=drafter) as session,
+            Engine(session, n_ctx=N_CTX, learn_alone=learn_alone) as engine,
+        ):
+            engine.answers(before)
+            answer = engine.submit(PROMPTS[1])
+            list(engine.run())
+        return [event.nodes for event in answer.events if isinstance(event, DraftedEvent)]
+
+    # None begins like the one that is looked at: what a cache holds of a prompt is no secret. Nor is
+    # what decodes cost, which is known after some of them.
+    few, many = (PROMPTS[0],) * 4, (PROMPTS[0], PROMPTS[3], PROMPTS[5]) * 4
+    expected = drafts(few, learn_alone=True)
+    assert expected
+    assert expected == drafts(many, learn_alone=True)
+    assert expected != drafts(many, learn_alone=False)

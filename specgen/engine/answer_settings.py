@@ -1,4 +1,4 @@
-"""How the tokens of one answer are chosen, and when it ends, made ready for a target."""
+"""How the tokens of one answer are chosen and drafted, and when it ends, made ready for a target."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from specgen.sampling import DryBreakers, Sampler
 
 @dataclass(frozen=True, slots=True)
 class AnswerSettings:
-    """What one answer asks of the target's samplers and grammar. Answers of the same settings share
-    one object; it holds nothing that changes."""
+    """What one answer asks of samplers, grammar and drafts. Answers of the same settings share one
+    object; it holds nothing that changes."""
 
     #: As they were asked for.
     sampling: SamplerOptions
     generation: GenerationOptions
+    drafting: DraftOptions
     #: The samplers that are in use: `sampling`, with the biases that `generation` adds.
     in_use: SamplerOptions
     breakers: DryBreakers | None
@@ -29,7 +30,10 @@ class AnswerSettings:
 
     @staticmethod
     def of(
-        model: LlamaModel, sampling: SamplerOptions, generation: GenerationOptions
+        model: LlamaModel,
+        sampling: SamplerOptions,
+        generation: GenerationOptions,
+        drafting: DraftOptions,
     ) -> AnswerSettings:
         """Build the samplers and the grammar. Raises `UsageError` if a token of a bias does not
         exist, or the grammar is not one."""
@@ -50,23 +54,20 @@ class AnswerSettings:
         if generation.grammar is not None:
             grammar = LlamaGrammar(vocabulary, generation.grammar).start
         return AnswerSettings(
-            sampling, generation, in_use, breakers, Sampler(in_use, breakers), grammar
+            sampling, generation, drafting, in_use, breakers, Sampler(in_use, breakers), grammar
         )
-
-    def with_generation(self, generation: GenerationOptions) -> AnswerSettings:
-        """The same but for what ends the answer; grammar and `ignore_eos` must be as before."""
-        return replace(self, generation=generation)
 
     def most_likely(self) -> AnswerSettings:
         """The same samplers without chance: those of what drafts for a draft model."""
         in_use = replace(self.in_use, temperature=0.0, dynatemp_range=0.0)
         return replace(self, in_use=in_use, sampler=Sampler(in_use, self.breakers))
 
-    def verifier(self, drafting: DraftOptions) -> VerifierName:
+    @property
+    def verifier(self) -> VerifierName:
         """How drafts are judged. A seed that was asked for gives the same text every time, also
         where the lengths of drafts depend on how long decodes take: drafts are then matched."""
-        is_timed = drafting.is_by_cost and self.sampling.seed >= 0
-        return "match" if drafting.verifier == "auto" and is_timed else drafting.verifier
+        is_timed = self.drafting.is_by_cost and self.sampling.seed >= 0
+        return "match" if self.drafting.verifier == "auto" and is_timed else self.drafting.verifier
 
     @property
     def kind_of_chances(self) -> str:

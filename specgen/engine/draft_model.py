@@ -134,7 +134,7 @@ class DraftModel:
         """Whether its drafts for such an answer are drawn at random."""
         return (
             settings.sampler.is_random
-            and make_verifier(settings.verifier(self._drafting)).wants_draws
+            and make_verifier(settings.verifier).wants_draws
             and self.translated(settings) != "string"
         )
 

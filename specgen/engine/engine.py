@@ -21,7 +21,7 @@ from specgen.engine.slots import Part, n_common
 from specgen.errors import BackendError, PromptError, SpecgenError, UsageError
 from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.json_values import as_json
-from specgen.options import GenerationOptions, SamplerOptions
+from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 
 if TYPE_CHECKING:
     from specgen.engine.session import Session
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 MAX_SEQUENCES = 256
 #: Room for a prompt and its answer where no context size is given, in tokens.
 _N_CTX = 4096
+#: How much of a prompt is read between two rounds of other answers, in tokens: these wait for it.
+_N_READ_BESIDE = 64
 
 
 @dataclass(eq=False)
@@ -89,7 +91,8 @@ class Engine:
 
     `interrupted` is asked between decodes; a yes ends the answers that are in the making with what
     there is of them. `estimate_gain` allows a few decodes at the end of each answer to learn what
-    plain decoding costs.
+    plain decoding costs. What is learnt of drafts in answers that `learn_alone` is forgotten with
+    them: no answer is drafted for otherwise because of what another one said.
 
     All of it may be used from several threads: one at a time steps it, for the answers of all. An answer that fails, or is
     cancelled, ends alone. Raises `MemoryLimitError` if the contexts do not fit the memory.
@@ -103,6 +106,7 @@ class Engine:
         n_ctx: int | None = None,
         interrupted: Callable[[], bool] = lambda: False,
         estimate_gain: bool = False,
+        learn_alone: bool = False,
     ) -> None:
         if n_parallel < 1:
             raise UsageError(f"{n_parallel} answers at once: give 1 or more")
@@ -121,6 +125,7 @@ class Engine:
         self._is_closed = False
         self._places = [_Place(Part(number, n_parallel)) for number in range(n_parallel)]
         self._estimates_gain = estimate_gain
+        self._learn_alone = learn_alone
         self._resources = contextlib.ExitStack()
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
@@ -175,11 +180,14 @@ class Engine:
         sampling: SamplerOptions | None = None,
         generation: GenerationOptions | None = None,
         draft: bool = True,
+        n_drafted_max: int | None = None,
+        verifier: VerifierName | None = None,
     ) -> Answer:
         """Ask for an answer, with the session's options unless others are given. A text is a user's
-        turn in the model's chat template, if it has one. Without `draft`, nothing drafts for it.
-        Raises `PromptError` if the prompt has no room in the context, or cannot be one, `UsageError`
-        if the options cannot be met, and `BackendError` if the engine is closed."""
+        turn in the model's chat template, if it has one. Without `draft`, nothing drafts for it; no
+        more than `n_drafted_max` tokens are drafted in a round. Raises `PromptError` if the prompt has
+        no room in the context, or cannot be one, `UsageError` if the options cannot be met, and
+        `BackendError` if the engine is closed."""
         session = self._session
         if isinstance(prompt, str):
             prompt = session.prompt(prompt)
@@ -188,7 +196,9 @@ class Engine:
                 f"the prompt has {len(prompt.tokens)} tokens, the context {self._n_ctx}",
                 hint=f"take a context of {len(prompt.tokens) + 1} tokens or more",
             )
-        settings = session.answer_settings(sampling, generation)
+        settings = session.answer_settings(
+            sampling, generation, n_drafted_max=n_drafted_max, verifier=verifier
+        )
         seed = settings.sampling.seed
         seed = seed if seed >= 0 else secrets.randbits(32)
         with self._lock:
@@ -209,16 +219,17 @@ class Engine:
         return not self._waiting and all(place.answer is None for place in self._places)
 
     def step(self) -> list[Event]:
-        """Begin the answers that there is room for, and make one round of all that are begun; their
-        events. An answer that fails has its `failure` then, and no more events. Raises
-        `BackendError` if the target cannot decode the round's batch: all answers of it have
-        failed then."""
+        """Read a piece of one prompt, if there is one to read and room for its answer, and make one
+        round of all answers that are begun; their events. Prompts are read one after the other, so
+        that one which begins like another shares what is read of that. An answer that fails has its
+        `failure` then, and no more events. Raises `BackendError` if the target cannot decode the
+        round's batch: all answers of it have failed then."""
         with self._stepping:
-            return self._admit() + self._round()
+            return self._read() + self._round()
 
     def _round(self) -> list[Event]:
         """A round of all answers that are begun; their events."""
-        busy = [place for place in self._places if place.generation is not None]
+        busy = self._begun()
         answers: dict[int, Answer] = {}
         generations: list[Generation] = []
         for place in busy:
@@ -274,16 +285,48 @@ class Engine:
 
     # --- places ------------------------------------------------------------------------------
 
-    def _admit(self) -> list[Event]:
-        """Begin answers that are waiting, as long as there are free places."""
-        events: list[Event] = []
-        while any(place.answer is None for place in self._places):
-            with self._lock:
-                if not self._waiting:
-                    break
-                answer = self._waiting.popleft()
-            events += self._begin(answer, self._place_for(answer))
-        return events
+    def _begun(self) -> list[_Place]:
+        """The places whose answers have their first token."""
+        return [
+            place
+            for place in self._places
+            if place.generation is not None and place.generation.is_started
+        ]
+
+    def _read(self) -> list[Event]:
+        """Read a piece of a prompt: of the one that is being read, else of the next one in the
+        queue, if there is a free place for it."""
+        for place in self._places:
+            if place.generation is not None and not place.generation.is_started:
+                return self._read_piece(place)
+        if not any(place.answer is None for place in self._places):
+            return []
+        with self._lock:
+            if not self._waiting:
+                return []
+            answer = self._waiting.popleft()
+        return self._begin(answer, self._place_for(answer))
+
+    def _read_piece(self, place: _Place) -> list[Event]:
+        """Read a piece of the prompt of a place; the events of that."""
+        answer, generation = place.answer, place.generation
+        assert answer is not None
+        assert generation is not None
+        n_most = None
+        # Where rows are not the same bits in any batch, pieces are as without other answers.
+        if self._begun() and self._session.target_model.has_equal_rows:
+            n_most = _N_READ_BESIDE
+        try:
+            if answer.is_cancelled:
+                generation.finish("interrupted")
+            events = self._loop.read(generation, n_most)
+        except BaseException as error:
+            self._fail(place, _why(error))
+            if not isinstance(error, SpecgenError):
+                raise
+            return []
+        answer.events.extend(events)
+        return events + self._settle(place)
 
     def _place_for(self, answer: Answer) -> _Place:
         """The free place for an answer: one whose text its prompt goes on from, else the one that
@@ -303,7 +346,7 @@ class Engine:
         session, prompt, part = self._session, answer.prompt, place.part
         try:
             part.share_prefix(self._target, prompt.tokens)
-            place.generation = generation = session.generation(
+            place.generation = session.generation(
                 prompt,
                 self._n_ctx,
                 self._drafts[0] if self._drafts else None,
@@ -313,21 +356,19 @@ class Engine:
                 settings=answer.settings,
                 part=part,
                 index=answer.index,
+                learns_alone=self._learn_alone,
             )
             events: list[Event] = [self._prompt_event(answer)]
             while self._notices:
                 message = self._notices.popleft()
                 events.append(NoticeEvent(answer.index, self._loop.now_s, message))
-            if answer.is_cancelled:
-                generation.finish("interrupted")
-            events += self._loop.start(generation)
         except BaseException as error:
             self._fail(place, _why(error))
             if not isinstance(error, SpecgenError):
                 raise
             return []
         answer.events.extend(events)
-        return events + self._settle(place)
+        return events + self._read_piece(place)
 
     def _prompt_event(self, answer: Answer) -> PromptEvent:
         """The event that says what is going to run."""

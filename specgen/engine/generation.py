@@ -51,6 +51,10 @@ class Generation:
     text: TextStream = field(init=False)
     tally: Tally = field(default_factory=Tally)
     finish_reason: FinishReason | None = None
+    #: When the first piece of its prompt was read, in the loop's seconds; None before.
+    read_since_s: float | None = None
+    #: Whether the prompt is read, and the first token committed.
+    is_started: bool = False
     #: Its rows in the last round's batch.
     n_rows: int = 1
     #: How many tokens of the prompt were in the cache already.

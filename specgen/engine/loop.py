@@ -80,33 +80,48 @@ class Loop:
     def start(self, generation: Generation) -> list[Event]:
         """Decode a prompt and commit the first token. No draft takes part: the first token
         comes as soon, and the prompt is decoded in the same pieces, as without one."""
-        return [] if generation.is_finished else self._start(generation)
+        events: list[Event] = []
+        while not (generation.is_started or generation.is_finished):
+            events += self.read(generation)
+        return events
 
-    def _start(self, generation: Generation) -> list[Event]:
-        started = self._clock()
+    def read(self, generation: Generation, n_most: int | None = None) -> list[Event]:
+        """Decode one piece of a prompt, of `n_most` tokens (by default as many as the target takes at
+        once); behind the last piece, commit the first token."""
+        if generation.is_finished:
+            return []
+        started, tally = self._clock(), generation.tally
         target_s = self._target.decode_s
         events: list[Event] = []
-        tally = generation.tally
-        # What a grammar forces comes before any decode, and is decoded with the prompt.
-        forced = _commit_forced(generation)
-        if forced:
-            tally.first_token_s = self._clock() - started
-            events.append(committed(generation, self.now_s, forced))
-        logits = None if generation.is_finished else self._decode_prompt(generation)
-        if logits is not None:
-            verdict = self._verify(generation, NO_DRAFT, logits)
-            events += self._commit(generation, NO_DRAFT, verdict, logits)
-        elif not generation.is_finished:
+        if generation.read_since_s is None:
+            generation.read_since_s = started
+            generation.n_cached = self._target.length(generation.slot.first)
+            # What a grammar forces comes before any decode, and is decoded with the prompt.
+            forced = _commit_forced(generation)
+            if forced:
+                tally.first_token_s = self._clock() - started
+                events.append(committed(generation, self.now_s, forced))
+        if self._interrupted() and not generation.is_finished:
             events += self._interrupt(generation)
-        tally.prompt_s = tally.target_s = self._target.decode_s - target_s
-        tally.wall_s = tally.start_s = self._clock() - started
+        if not generation.is_finished:
+            logits = self._read_piece(generation, n_most or self._target.n_batch)
+            if logits is not None:
+                verdict = self._verify(generation, NO_DRAFT, logits)
+                events += self._commit(generation, NO_DRAFT, verdict, logits)
+                generation.is_started = True
+        target_s = self._target.decode_s - target_s
+        tally.prompt_s += target_s
+        tally.target_s += target_s
+        now = self._clock()
+        tally.wall_s += now - started
+        tally.start_s = tally.wall_s
         tally.n_start_tokens = len(generation.tokens) - generation.n_prompt
-        if logits is not None and tally.first_token_s is None:
-            tally.first_token_s = tally.wall_s
+        if generation.is_started and tally.first_token_s is None:
+            tally.first_token_s = now - generation.read_since_s
         return events
 
     def round(self, generations: Sequence[Generation]) -> list[Event]:
-        """One round for all generations that are not finished.
+        """One round for all generations that are started and not finished.
 
         A generation that its grammar leaves no token, or whose logits are no numbers, is finished
         with its `failure`, and the others go on. Raises `BackendError` if the target cannot decode
@@ -205,22 +220,18 @@ class Loop:
         piece = Piece(generation.tokens[-1], text, "plain", "target")
         return [committed(generation, self.now_s, [piece])]
 
-    def _decode_prompt(self, generation: Generation) -> Logits | None:
-        """Decode the text, which is the prompt and what the grammar forces after it, in
-        batches, behind what the cache holds of it; returns the logits after it,
-        float32[1, n_vocab], or None if interrupted."""
-        prompt, n_batch = generation.tokens, self._target.n_batch
-        logits: Logits | None = None
-        generation.n_cached = self._target.length(generation.slot.first)
-        for start in range(generation.n_cached, len(prompt), n_batch):
-            if self._interrupted():
-                return None
-            batch = Batch()
-            for offset, token in enumerate(prompt[start : start + n_batch]):
-                batch.add(token, start + offset, (generation.slot.first,), False)
-            batch.wants_logits[-1] = start + n_batch >= len(prompt)
-            logits = self._target.decode(batch)
-        return logits
+    def _read_piece(self, generation: Generation, n_most: int) -> Logits | None:
+        """Decode a piece of the text, which is the prompt and what the grammar forces after it,
+        behind what the cache holds of it; returns the logits behind the last piece,
+        float32[1, n_vocab], and None behind the others."""
+        text, sequence = generation.tokens, generation.slot.first
+        start = self._target.length(sequence)
+        batch = Batch()
+        for offset, token in enumerate(text[start : start + n_most]):
+            batch.add(token, start + offset, (sequence,), False)
+        batch.wants_logits[-1] = is_last = start + n_most >= len(text)
+        logits = self._target.decode(batch)
+        return logits if is_last else None
 
     def _pending(self, generation: Generation, n_room: int) -> list[int]:
         """The committed tokens that the cache does not hold yet: the last one and, after

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
+from typing import TypeAlias
 
 from specgen.backend.base import Vocabulary
 from specgen.backend.llama import default_threads
+from specgen.calibration.acceptance import Chances
 from specgen.calibration.cost_table import CostTable
 from specgen.calibration.memory import Memory
 from specgen.calibration.threads import with_threads
@@ -15,6 +17,9 @@ from specgen.drafters import Drafter, SuffixDrafter
 from specgen.engine.draft_stack import LONGEST_GUESS
 from specgen.options import ContextOptions, DraftOptions
 from specgen.policy import CostAwarePolicy, Policy
+
+#: The chances of a draft (a file, or what else drafts) for a model, in answers of a kind; by origin.
+ChancesOf: TypeAlias = Callable[[Path, Path | str, str], MutableMapping[str, Chances]]
 
 
 class ModelCosts:
@@ -66,19 +71,19 @@ class ModelCosts:
             context = self.context_options(model)
             self._memory.keep_no_costs(model or self._target, context, default_threads())
 
-    def known(self, n_past: int) -> KnownOfAnswer:
-        """What is known, for one answer after so many tokens."""
-        return KnownOfAnswer(self.table, self._memory, n_past)
+    def known(self, n_past: int, chances: ChancesOf) -> KnownOfAnswer:
+        """What is known, for one answer after so many tokens: `chances` of drafts among it."""
+        return KnownOfAnswer(self.table, chances, n_past)
 
 
 class KnownOfAnswer:
     """What is known of draft models, for one answer after so many tokens."""
 
     def __init__(
-        self, table: Callable[[Path, int], CostTable], memory: Memory, n_past: int
+        self, table: Callable[[Path, int], CostTable], chances: ChancesOf, n_past: int
     ) -> None:
         self._table = table
-        self._memory = memory
+        self._chances = chances
         self._n_past = n_past
 
     def costs(self, model: Path) -> CostTable:
@@ -86,7 +91,7 @@ class KnownOfAnswer:
 
     def policy(self, model: Path, draft: Path | str) -> Policy:
         options = DraftOptions(max_tokens=LONGEST_GUESS)
-        chances = self._memory.chances(model, draft, "guesses")
+        chances = self._chances(model, draft, "guesses")
         return CostAwarePolicy(options, self.costs(model), chances)
 
     def ngrams(self, vocabulary: Vocabulary) -> Drafter:

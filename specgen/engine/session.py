@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
@@ -27,10 +28,10 @@ from specgen.engine.engine import Engine
 from specgen.engine.generation import Generation
 from specgen.engine.infill import Gap, InfillPrompt, infill_prompt
 from specgen.engine.lookups import Lookups
-from specgen.engine.model_costs import ModelCosts
+from specgen.engine.model_costs import ChancesOf, ModelCosts
 from specgen.engine.prompts import Prompt, conversation_prompt, text_prompt, token_prompt
 from specgen.engine.slots import WHOLE, Part
-from specgen.errors import PromptError
+from specgen.errors import PromptError, UsageError
 from specgen.events import Event
 from specgen.options import (
     DraftOptions,
@@ -89,7 +90,7 @@ class Session:
             self._resources.callback(self._target_model.close)
             #: What an answer asks for that says nothing of its own.
             self.settings = AnswerSettings.of(
-                self._target_model, options.sampler, options.generation
+                self._target_model, options.sampler, options.generation, options.drafting
             )
             self._drafts = DraftStack(
                 self._target_model,
@@ -128,13 +129,16 @@ class Session:
         """Draft by other options from now on. The draft is opened anew; there must be no context
         of it. Raises `ModelFileError` or `PairError`; there is then no draft."""
         if drafting != self._options.drafting:
-            self._options = replace(self._options, drafting=drafting)
+            self._set_drafting(drafting)
             self.change_draft(self._drafts.source)
 
     def let_ngrams_draft(self, wanted: bool | None) -> None:
         """Let n-grams draft beside a draft model, or not; None is as the policy has it."""
-        drafting = replace(self._options.drafting, ngrams=wanted)
+        self._set_drafting(replace(self._options.drafting, ngrams=wanted))
+
+    def _set_drafting(self, drafting: DraftOptions) -> None:
         self._options = replace(self._options, drafting=drafting)
+        self.settings = replace(self.settings, drafting=drafting)
 
     # --- what is loaded ----------------------------------------------------------------------
 
@@ -256,16 +260,32 @@ class Session:
         return draft.model if draft is not None and draft.has_own_vocabulary else None
 
     def answer_settings(
-        self, sampling: SamplerOptions | None = None, generation: GenerationOptions | None = None
+        self,
+        sampling: SamplerOptions | None = None,
+        generation: GenerationOptions | None = None,
+        *,
+        n_drafted_max: int | None = None,
+        verifier: VerifierName | None = None,
     ) -> AnswerSettings:
-        """The settings of one answer; what is None is the session's. Raises `UsageError` if a
-        token of a bias does not exist, or the grammar is not one."""
+        """The settings of one answer; what is None is the session's. No more is drafted for it in a
+        round than the session's options allow. Raises `UsageError` if a token of a bias does not
+        exist, the grammar is not one, or a number of drafted tokens is given where drafts have a
+        fixed shape."""
         own = self.settings
         sampling, generation = sampling or own.sampling, generation or own.generation
+        drafting = own.drafting
+        if verifier is not None:
+            drafting = replace(drafting, verifier=verifier)
+        if n_drafted_max is not None:
+            if drafting.tree.is_fixed:
+                raise UsageError(
+                    f"{n_drafted_max} drafted tokens: drafts have the fixed shape {drafting.tree}"
+                )
+            drafting = replace(drafting, max_tokens=min(n_drafted_max, drafting.n_max))
         as_before = (own.sampling, own.generation.grammar, own.generation.ignore_eos)
         if (sampling, generation.grammar, generation.ignore_eos) == as_before:
-            return own.with_generation(generation)
-        return AnswerSettings.of(self._target_model, sampling, generation)
+            return replace(own, generation=generation, drafting=drafting)
+        return AnswerSettings.of(self._target_model, sampling, generation, drafting)
 
     def generate(
         self,
@@ -294,7 +314,7 @@ class Session:
 
     def verifier_name(self, settings: AnswerSettings | None = None) -> VerifierName:
         """How drafts for an answer are judged."""
-        return (settings or self.settings).verifier(self._options.drafting)
+        return (settings or self.settings).verifier
 
     def keep_text(self, tokens: Sequence[int]) -> None:
         """Keep a finished text for later answers to draft from, if the options ask for that."""
@@ -376,13 +396,16 @@ class Session:
         settings: AnswerSettings | None = None,
         part: Part = WHOLE,
         index: int = 0,
+        learns_alone: bool = False,
     ) -> Generation:
         """An answer of its `index` to begin after `prompt`; `draft` is the draft model's context, if
         there is one, and `helpers` are those of what drafts for it. With `plain`, nothing drafts.
         `settings` are the answer's own, by default the session's, and `part` is the answer's part of
-        all contexts."""
+        all contexts. What is learnt of drafts in an answer that `learns_alone` is forgotten with it.
+        """
         settings = settings or self.settings
-        drafting = self._options.drafting
+        drafting = settings.drafting
+        chances = self._chances_of_one_answer if learns_alone else self.memory.chances
         # The draft draws from a stream of its own: what it draws must not move the target's.
         target_seed, draft_seed = np.random.SeedSequence(seed).spawn(2)
         state = TextState(prompt.tokens, settings.grammar)
@@ -392,7 +415,14 @@ class Session:
         elif self._drafts.model is not None and draft is not None:
             rng = np.random.default_rng(draft_seed)
             drafter = self.model_drafter(
-                prompt, (draft, *helpers), state, rng, make_shaper, settings=settings, part=part
+                prompt,
+                (draft, *helpers),
+                state,
+                rng,
+                make_shaper,
+                settings=settings,
+                part=part,
+                chances=chances,
             )
             if drafting.adds_ngrams:
                 merges = self._drafts.model.merges(settings)
@@ -404,7 +434,7 @@ class Session:
             options=settings.generation,
             n_ctx=n_ctx,
             drafter=drafter,
-            policy=self._policy(len(prompt.tokens), settings),
+            policy=self._policy(len(prompt.tokens), settings, chances),
             verifier=make_verifier(self.verifier_name(settings)),
             shaper=make_shaper(settings.sampler, state),
             state=state,
@@ -425,10 +455,11 @@ class Session:
         settings: AnswerSettings | None = None,
         branches: bool = True,
         part: Part = WHOLE,
+        chances: ChancesOf | None = None,
     ) -> Drafter:
         """What the draft model drafts, alone, in contexts of it and of what drafts for it."""
         assert self._drafts.model is not None, "there is no draft model"
-        known = self.costs.known(len(prompt.tokens))
+        known = self.costs.known(len(prompt.tokens), chances or self.memory.chances)
         settings = settings or self.settings
         return self._drafts.model.drafter(
             prompt,
@@ -451,8 +482,8 @@ class Session:
         ngrams = self.ngrams()
         return ConstrainedDrafter(ngrams, state) if state.has_grammar else ngrams
 
-    def _policy(self, n_past: int, settings: AnswerSettings) -> Policy:
-        drafting = self._options.drafting
+    def _policy(self, n_past: int, settings: AnswerSettings, chances: ChancesOf) -> Policy:
+        drafting = settings.drafting
         if drafting.tree.is_fixed and self._drafts.why_chains:
             shape = drafting.tree
             drafting = replace(
@@ -463,16 +494,26 @@ class Session:
             return FixedPolicy(drafting)
         if drafting.policy == "threshold":
             return ThresholdPolicy(drafting)
-        return CostAwarePolicy(drafting, self.costs.table(n_past=n_past), self.chances(settings))
+        known = self.chances(settings, chances)
+        return CostAwarePolicy(drafting, self.costs.table(n_past=n_past), known)
 
-    def chances(self, settings: AnswerSettings | None = None) -> MutableMapping[str, Chances]:
-        """What is known of the present draft's chances with an answer's samplers, by origin."""
+    def _chances_of_one_answer(
+        self, target: Path, draft: Path | str, mode: str
+    ) -> MutableMapping[str, Chances]:
+        """A copy of what is known; what is learnt in it is forgotten."""
+        return copy.deepcopy(self.memory.chances(target, draft, mode))
+
+    def chances(
+        self, settings: AnswerSettings | None = None, chances: ChancesOf | None = None
+    ) -> MutableMapping[str, Chances]:
+        """What is known of the present draft's chances with an answer's samplers, by origin; in the
+        memory, unless `chances` are others."""
         settings = settings or self.settings
         mode = "greedy"
         if not settings.sampling.greedy:
             mode = f"temp {settings.sampling.temperature:.1f}, {self.verifier_name(settings)}"
         draft = self._drafts.path or str(self._drafts.source)
-        return self.memory.chances(self._options.target, draft, mode)
+        return (chances or self.memory.chances)(self._options.target, draft, mode)
 
 
 def _now() -> datetime.datetime:

@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from specgen.backend.llama.kernels import computing
+from specgen.backend.llama.kernels import LLAMA_CPP, computing
 from specgen.backend.llama.library import llama_cpp
 from specgen.backend.llama.vocabulary import LlamaVocabulary
 from specgen.backend.llama.weights import lease_weights
@@ -56,6 +56,12 @@ class LlamaModel:
     @property
     def name(self) -> str:
         return self.path.name
+
+    @property
+    def has_equal_rows(self) -> bool:
+        """Whether specgen's kernels compute on the CPU: a row is then the same bits in any batch, and
+        a prompt in whatever pieces it is read."""
+        return self.kernels != LLAMA_CPP
 
     @property
     def handle(self) -> Any:
