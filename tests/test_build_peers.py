@@ -131,7 +131,12 @@ class TestSource:
         with pytest.raises(FetchError, match="no source distribution"):
             build_peers.fetch(VERSION, tmp_path)
 
-    @pytest.mark.parametrize("content", [b"no archive", archive_of("other/file")])
+    @pytest.mark.parametrize(
+        "content",
+        [b"no archive", archive_of("other/file")],
+        # An archive has the time at which it was made, and each worker of pytest makes its own.
+        ids=["no archive", "another file"],
+    )
     def test_what_cannot_be_unpacked(
         self, server: WebServer, tmp_path: Path, content: bytes
     ) -> None:
