@@ -125,6 +125,15 @@ def test_ngrams_that_are_cut_to_nothing_leave_it_to_the_model() -> None:
 # --- who goes on
 
 
+def test_nothing_goes_on_from_independent_walks() -> None:
+    """Not even where all of them say the same."""
+    drafter, free, model = combined([], [])
+    walks = Draft((6, 7), (-1, 0), ("model",) * 2, (None,) * 2, (None,) * 2, ((0, 1), (0, 1)))
+    free.drafts = [[], [8]]
+    model.propose = lambda *_: walks  # type: ignore[method-assign]
+    assert drafter.propose(TEXT, 4, Promises(1.0, after=1.0)) is walks
+
+
 def test_the_model_goes_on_from_what_ngrams_propose() -> None:
     drafter, _, model = combined([4, 5], [6, 7, 8])
     policy = Promises(1.0, after=0.1)

@@ -1,4 +1,4 @@
-"""Trees that are drawn at random: what is told is the target's, worked out completely."""
+"""Trees with tokens that are drawn at random: what is told is the target's, worked out completely."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specgen.calibration.cost_table import CostTable
 from specgen.core.draft import ROOT, Draft
 from specgen.core.verifiers import AutoVerifier, BlockVerifier, ResidualVerifier, Verifier
+from specgen.options import DraftOptions
+from specgen.policy import CostAwarePolicy
 from specgen.sampling import Distribution
 from tests.exact_distributions import Fate, all_fates
 
@@ -97,18 +100,18 @@ def joint(after: Callable[[tuple[int, ...]], Distribution]) -> dict[tuple[int, .
 
 
 def largest_error(
-    verifier: Verifier, seed: int, n_max: int, *, adds_late: bool = False
+    verifier: Verifier, seed: int, draft_by: Callable[[Fate], Draft]
 ) -> tuple[float, Counter[tuple[int, ...]]]:
     """How far what is told is from the target's joint distribution, over all that can be drawn and
-    decided, and the shapes that were drawn."""
-    target, source = speaks(seed), speaks(seed + 1)
+    decided, and the shapes of the drafts."""
+    target = speaks(seed)
     found: defaultdict[tuple[int, ...], float] = defaultdict(float)
     shapes: Counter[tuple[int, ...]] = Counter()
     told: tuple[int, ...] = ()
 
     def happen(fate: Fate) -> None:
         nonlocal told
-        draft = grown(source, seed, n_max, fate, adds_late=adds_late)
+        draft = draft_by(fate)
         shapes[draft.parents] += 1
 
         def after(node: int) -> Distribution:
@@ -131,6 +134,12 @@ def largest_error(
     return error, shapes
 
 
+def tree_by(seed: int, n_max: int, *, adds_late: bool = False) -> Callable[[Fate], Draft]:
+    """Draws a tree by another language than the target's."""
+    source = speaks(seed + 1)
+    return lambda fate: grown(source, seed, n_max, fate, adds_late=adds_late)
+
+
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**31),
@@ -141,14 +150,14 @@ def test_whatever_tree_is_drawn_the_target_is_told(
     seed: int, n_max: int, verifier: Callable[[], Verifier]
 ) -> None:
     """Summed over all that can be drawn and decided: exactly the target's joint distribution."""
-    error, _ = largest_error(verifier(), seed, n_max)
+    error, _ = largest_error(verifier(), seed, tree_by(seed, n_max))
     assert error < 1e-9
 
 
 def test_all_kinds_of_shapes_are_among_them() -> None:
     shapes: Counter[tuple[int, ...]] = Counter()
     for seed in range(12):
-        shapes += largest_error(BlockVerifier(), seed, 4)[1]
+        shapes += largest_error(BlockVerifier(), seed, tree_by(seed, 4))[1]
     assert (ROOT, 0, 1) in shapes
     assert any(len(set(shape)) < len(shape) and shape.count(ROOT) == 1 for shape in shapes)
     assert any(shape.count(ROOT) > 1 and len(set(shape)) > 1 for shape in shapes)
@@ -157,7 +166,62 @@ def test_all_kinds_of_shapes_are_among_them() -> None:
 def test_a_sibling_for_what_lies_behind_another_would_bias_blocks() -> None:
     """Why how many are drawn is settled before anything behind them is. Token by token it would
     not matter; and if it never mattered, this calculation could not tell."""
-    errors = [largest_error(BlockVerifier(), seed, 3, adds_late=True)[0] for seed in range(20)]
+    late = [tree_by(seed, 3, adds_late=True) for seed in range(20)]
+    errors = [largest_error(BlockVerifier(), seed, by)[0] for seed, by in enumerate(late)]
     assert max(errors) > 1e-3
-    for seed in range(20):
-        assert largest_error(ResidualVerifier(), seed, 3, adds_late=True)[0] < 1e-9
+    for seed, by in enumerate(late):
+        assert largest_error(ResidualVerifier(), seed, by)[0] < 1e-9
+
+
+# --- n-grams behind what was drawn --------------------------------------------------------------
+
+
+def with_ngrams_behind(seed: int, fate: Fate) -> Draft:
+    """One or two drawn tokens, and a tree behind them that depends on what they are."""
+    source = speaks(seed + 1)
+    tokens: tuple[int, ...] = ()
+    sources: list[Distribution] = []
+    for _ in range(1 + noise(seed) % 2):
+        sources.append(source(tokens))
+        tokens += (sources[-1].draw(fate),)  # type: ignore[arg-type]
+    chain = Draft.chain(tokens, "model", None, sources)
+    found = noise(seed, tokens, "ngrams")
+    letters = (found % N_LETTERS, (found // 3 + found % N_LETTERS + 1) % N_LETTERS)
+    if letters[0] == letters[1]:
+        return chain.followed_by(Draft.chain(letters[:1], "ngram", [0.7]))
+    confidences = (found % 5 / 4, found % 7 / 6, 0.5)
+    parents = (ROOT, ROOT, found // 9 % 2)
+    behind = Draft((*letters, found % 2), parents, ("ngram",) * 3, confidences, (None,) * 3)
+    return chain.followed_by(behind.first(2 + N_DEEP - 1 - len(tokens)))
+
+
+def cut_by_costs(seed: int, row_s: float) -> Callable[[Fate], Draft]:
+    """What a policy leaves of them, a row of the target's batch costing so much of a plain decode."""
+
+    def draft_by(fate: Fate) -> Draft:
+        costs = CostTable({n: 1.0 + row_s * (n - 1) for n in range(1, 18)})
+        policy = CostAwarePolicy(DraftOptions(), costs)
+        policy.room(100)
+        return policy.trim(with_ngrams_behind(seed, fate))
+
+    return draft_by
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**31),
+    row_s=st.sampled_from([0.0, 0.05, 0.3]),
+    verifier=st.sampled_from([BlockVerifier, ResidualVerifier, AutoVerifier]),
+)
+def test_a_tree_behind_drawn_tokens_may_be_cut(
+    seed: int, row_s: float, verifier: Callable[[], Verifier]
+) -> None:
+    assert largest_error(verifier(), seed, cut_by_costs(seed, row_s))[0] < 1e-9
+
+
+def test_such_trees_are_cut_to_a_branch_or_to_nothing() -> None:
+    shapes: Counter[tuple[int, ...]] = Counter()
+    for seed in range(12):
+        for row_s in (0.05, 0.3):
+            shapes += largest_error(BlockVerifier(), seed, cut_by_costs(seed, row_s))[1]
+    assert {(ROOT,), (ROOT, 0), (ROOT, 0, 0)} < shapes.keys()

@@ -113,6 +113,26 @@ def test_what_was_drawn_at_random_is_never_dropped(
     assert kept == mixed.first(len(kept))
 
 
+def test_a_tree_behind_drawn_tokens_is_cut_to_what_is_worth_its_rows() -> None:
+    behind = Draft(
+        (1, 2, 3, 4), (ROOT, ROOT, 0, 2), ("ngram",) * 4, (0.6, 0.3, 0.9, 0.2), (None,) * 4
+    )
+    whole = drawn(0.9, 0.9).followed_by(behind)
+    dear = {n: 0.9 + 0.1 * n for n in range(1, 18)}
+    for costs, n_behind in ((FLAT, 4), (dear, 2), ({1: 1.0, 2: 9.0}, 0)):
+        policy = cost_aware(costs)
+        policy.room(100)
+        kept = policy.trim(whole)
+        assert kept.first(2) == whole.first(2)
+        assert len(kept) == 2 + n_behind
+    # A node that was drawn beside others stays, and so does all else.
+    source = whole.distributions[0]
+    beside = Draft((1, 2, 3), (ROOT, ROOT, 0), ("t",) * 3, (0.1,) * 3, (source, source, None))
+    policy = cost_aware({1: 1.0, 2: 9.0})
+    policy.room(100)
+    assert policy.trim(beside) == beside
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_trimmed_draft_is_the_beginning_of_it(name: str) -> None:
     rng = np.random.default_rng(0)

@@ -135,6 +135,30 @@ def test_a_walk_leads_from_the_root_down() -> None:
             Draft(tokens, parents, *rest, walks=(walk,))
 
 
+def test_independent_walks_stay_whole() -> None:
+    """Without its walks, a token that was drawn twice would be judged once."""
+    walks = Draft(
+        (1, 2, 3), (ROOT, 0, ROOT), ("m",) * 3, (None,) * 3, (None,) * 3, ((0, 1), (2,), (0,))
+    )
+    assert walks.first(3) is walks
+    moved = walks.only([2, 0, 1])
+    assert moved.walks == ((1, 2), (0,), (1,))
+    assert [[moved.tokens[node] for node in walk] for walk in moved.walks] == [[1, 2], [3], [1]]
+    with pytest.raises(ValueError, match="left out"):
+        walks.first(2)
+    with pytest.raises(ValueError, match="left out"):
+        walks.only([0, 1])
+    other = Draft.chain([4], "ngram")
+    same = Draft((1,), (ROOT,), ("m",), (None,), (None,), ((0,), (0,)))
+    for one, behind in ((same, other), (other, same)):
+        with pytest.raises(ValueError, match="part of a longer draft"):
+            one.followed_by(behind)
+    drawn = Draft.chain([1], "m", None, [Distribution.certain(1)])
+    for one, another in ((drawn, other), (other, drawn)):
+        with pytest.raises(ValueError, match="merged"):
+            one.merged_with(another)
+
+
 @given(st.lists(st.floats(0.01, 1.0), max_size=7), st.integers(0, 2**31))
 def test_the_best_nodes_are_the_best_of_all_subtrees(chances: list[float], seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -32,6 +32,7 @@ class Draft:
     `walks` are there if the draft is several chains that were drawn independently of each other,
     in the order of the draws: the nodes of each, from a child of the root down. Walks that begin
     alike share these nodes, so a token that was drawn twice is decoded once and judged twice.
+    Walks stay whole: a token that was drawn and is left out for what it says would bias the text.
 
     Raises `ValueError` if the lengths differ, a parent does not come before its child, or a walk
     is none.
@@ -91,6 +92,23 @@ class Draft:
     def is_drawn(self) -> bool:
         """Whether any token was drawn at random."""
         return self.distributions.count(None) < len(self.distributions)
+
+    @property
+    def n_drawn(self) -> int:
+        """How many nodes there are up to the last one that was drawn at random; 0 without any."""
+        drawn = (n + 1 for n, source in enumerate(self.distributions) if source is not None)
+        return max(drawn, default=0)
+
+    @property
+    def has_free_end(self) -> bool:
+        """Whether all that was drawn at random is a chain, and the other nodes stand in it or behind
+        its end: those behind it may be left out, as nothing was drawn that depends on them."""
+        n_drawn = self.n_drawn
+        return (
+            not self.walks
+            and self.parents[:n_drawn] == tuple(range(ROOT, n_drawn - 1))
+            and all(parent >= n_drawn - 1 for parent in self.parents[n_drawn:])
+        )
 
     def drawn_from(self, node: int) -> Distribution:
         """What a node's token was drawn from; a token chosen without chance was certain."""
@@ -168,9 +186,12 @@ class Draft:
         return [node for node in range(n) if node not in inner]
 
     def followed_by(self, other: Draft) -> Draft:
-        """This chain, and another draft behind its last node."""
+        """This chain, and another draft behind its last node. Raises ValueError if one of them is
+        made of independent walks, which a longer draft could not tell apart."""
         if not len(other):
             return self
+        if self.walks or other.walks:
+            raise ValueError("independent walks cannot be a part of a longer draft")
         n = len(self)
         return Draft(
             self.tokens + other.tokens,
@@ -181,9 +202,11 @@ class Draft:
         )
 
     def merged_with(self, other: Draft) -> Draft:
-        """A tree with the nodes of both, of those that say the same the one of this tree. No
-        token may have been drawn at random: a draw is no draw any more where another token
+        """A tree with the nodes of both, of those that say the same the one of this tree. Raises
+        ValueError if a token was drawn at random: a draw is no draw any more where another token
         stands for it."""
+        if self.is_drawn or other.is_drawn:
+            raise ValueError("drafts that were drawn at random cannot be merged")
         tokens, parents = list(self.tokens), list(self.parents)
         origins, probabilities = list(self.origins), list(self.probabilities)
         found = {place: node for node, place in enumerate(zip(parents, tokens, strict=True))}
@@ -205,10 +228,11 @@ class Draft:
         )
 
     def first(self, n: int) -> Draft:
-        """The first n nodes; what remains is a tree, since parents come first. Walks are not
-        kept."""
+        """The first n nodes; what remains is a tree, since parents come first. Raises ValueError
+        if nodes of independent walks would be left out."""
         if n >= len(self.tokens):
             return self
+        self._check_no_walks()
         return Draft(
             self.tokens[:n],
             self.parents[:n],
@@ -219,9 +243,11 @@ class Draft:
 
     def only(self, nodes: Sequence[int]) -> Draft:
         """These nodes, in this order; the parents of all must be among them, each before its
-        children. Walks are not kept."""
+        children. Raises ValueError if nodes of independent walks would be left out."""
         if list(nodes) == list(range(len(self))):
             return self
+        if len(nodes) < len(self):
+            self._check_no_walks()
         index = {ROOT: ROOT} | {node: number for number, node in enumerate(nodes)}
         return Draft(
             tuple(self.tokens[node] for node in nodes),
@@ -229,7 +255,12 @@ class Draft:
             tuple(self.origins[node] for node in nodes),
             tuple(self.probabilities[node] for node in nodes),
             tuple(self.distributions[node] for node in nodes),
+            tuple(tuple(index[node] for node in walk) for walk in self.walks),
         )
+
+    def _check_no_walks(self) -> None:
+        if self.walks:
+            raise ValueError("no node of independent walks may be left out")
 
 
 def _numbered(groups: Iterable[Hashable]) -> list[int]:

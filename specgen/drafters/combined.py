@@ -97,7 +97,7 @@ class CombinedDrafter:
         self, context: Sequence[int], draft: Draft, n_max: int, policy: Policy
     ) -> Draft:
         n_room = n_max - len(draft)
-        if n_room < 1 or not len(draft) or not draft.is_chain:
+        if n_room < 1 or not len(draft) or not draft.is_chain or draft.walks:
             return draft
         if policy.prospect(self._free.name, FREE, draft) <= 0.0:
             return draft

@@ -249,17 +249,16 @@ class CostAwarePolicy:
 
     def trim(self, draft: Draft) -> Draft:
         self._witness.wait_for(draft)
-        if len(draft) == 0 or (draft.is_drawn and not draft.is_chain):
+        if len(draft) == 0:
             return draft
+        if draft.is_drawn and not draft.is_chain:
+            return self._trim_behind_draws(draft) if draft.has_free_end else draft
         if self._is_trial and self._began is not None:
             return draft if draft.is_chain else draft.only(draft.first_children())
         if not draft.is_chain:
             return self._trim_tree(draft)
-        n_drawn = max(
-            (n + 1 for n, source in enumerate(draft.distributions) if source is not None), default=0
-        )
         # What was drawn at random is not dropped for what it says.
-        kept = draft.first(max(n_drawn, self._best(draft)[0]))
+        kept = draft.first(max(draft.n_drawn, self._best(draft)[0]))
         if not len(kept):
             self._leave(draft)
         if self._began is None and len(kept):
@@ -274,6 +273,17 @@ class CostAwarePolicy:
         elif self._began is None:
             self._began = kept.origins[0]
         return kept
+
+    def _trim_behind_draws(self, draft: Draft) -> Draft:
+        """All that was drawn at random, and the nodes of the tree behind it that are worth verifying.
+        The draws decide which these are, and are verified in any case: that biases nothing."""
+        n_drawn = draft.n_drawn
+        origin = draft.origins[n_drawn]
+        behind: list[int] = []
+        if not self._budget.is_put_aside(origin):
+            chances, token_s = self._path_chances(draft)[n_drawn:], self._token_worth_s(origin)
+            behind, _ = best_nodes(chances, token_s, self._extra_behind(n_drawn))
+        return draft.only([*range(n_drawn), *(n_drawn + node for node in behind)])
 
     def _look_at(self, tree: GrowingTree) -> None:
         """Work out the chances of the nodes that are new."""

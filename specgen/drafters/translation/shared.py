@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -73,12 +74,9 @@ class SharedTokens:
             if self._of_draft[token] >= 0 and (parent == ROOT or parent in kept):
                 kept.append(node)
         draft = draft.only(kept)
-        return Draft(
-            tuple(self.target_tokens(draft.tokens)),
-            draft.parents,
-            draft.origins,
-            draft.probabilities,
-            tuple(source and _renamed(self._of_draft, source) for source in draft.distributions),
+        sources = (source and _renamed(self._of_draft, source) for source in draft.distributions)
+        return replace(
+            draft, tokens=tuple(self.target_tokens(draft.tokens)), distributions=tuple(sources)
         )
 
 
