@@ -398,6 +398,8 @@ class GenerationOptions:
     #: Report the target's log-probability of each token, and of this many of the most likely
     #: ones in its place; None reports none.
     logprobs: int | None = None
+    #: Control tokens, by their entries, that are shown in the text, and that the grammar may ask for.
+    shown_controls: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 
-from specgen.engine.chat_template import Message
+from specgen.engine.chat_template import Message, ToolCall
 from specgen.events import FinishedEvent, Piece, TokenLogprob
-from specgen.openai_format.request import _KNOWN, BodyError, Kind, Request, read_request
+from specgen.openai_format.request import (
+    _KNOWN,
+    BodyError,
+    Kind,
+    Request,
+    read_request,
+    with_call_form,
+)
 from specgen.openai_format.response import completion_body
 from specgen.options import GenerationOptions, SamplerOptions
 
@@ -23,6 +30,10 @@ def read(kind: Kind, **body: Any) -> Request:
 
 def chat(**body: Any) -> Request:
     return read("chat", **{"messages": [{"role": "user", "content": "hi"}], **body})
+
+
+def tool(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
 
 
 def test_what_a_body_leaves_out_is_as_the_defaults_say() -> None:
@@ -157,7 +168,19 @@ def test_forms_of_answers() -> None:
         ({"logprobs": True, "top_logprobs": 1000}, "top_logprobs"),
         ({"n": 2}, "n"),
         ({"stream": True}, "stream"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": "x"}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [tool("a b")]}, "tools[0].function.name"),
+        ({"tools": [tool("a"), tool("a")]}, "tools[1].function.name"),
+        ({"tools": [tool("a", parameters=3)]}, "tools[0].function.parameters"),
+        (
+            {"tools": [tool("a", parameters={"title": "\ud800"})]},
+            "tools[0].function.parameters",
+        ),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [tool("a")], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [tool("a")], "tool_choice": tool("b")}, "tool_choice"),
+        ({"tools": [tool("a")], "parallel_tool_calls": 1}, "parallel_tool_calls"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": "json"}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
@@ -172,7 +195,8 @@ def test_forms_of_answers() -> None:
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": ["hi"]}, "messages[0]"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
         (
@@ -181,7 +205,7 @@ def test_forms_of_answers() -> None:
         ),
         (
             {"messages": [{"role": "assistant", "content": "x", "tool_calls": [1]}]},
-            "messages[0].tool_calls",
+            "messages[0].tool_calls[0]",
         ),
     ],
     ids=str,
@@ -291,3 +315,87 @@ def test_log_probabilities_of_both() -> None:
     assert text["token_logprobs"] == [-0.5, -0.25]
     assert text["text_offset"] == [0, 2]
     assert text["top_logprobs"] == [{"é": -0.5, "e": -1}, {" b": -0.25}]
+
+
+HERMES_TEMPLATE = "{% if tools %}<tool_call>{% endif %}"
+
+
+def test_the_tools_that_may_be_called() -> None:
+    tools = [tool("a", description="A.", parameters={"required": ["x"]}), tool("b")]
+    request = chat(tools=tools)
+    assert request.tools is not None
+    assert request.tool_definitions[0]["function"] == {
+        "name": "a",
+        "description": "A.",
+        "parameters": {"type": "object", "properties": {}, "required": ["x"]},
+    }
+    assert not request.tools.must_call
+    assert chat(tools=tools, tool_choice="none").tools is None
+    named = chat(tools=tools, tool_choice=tool("b"))
+    assert named.tools is not None
+    assert [function.name for function in named.tools.callable] == ["b"]
+    assert len(named.tool_definitions) == 2
+
+
+def test_a_call_and_what_the_tool_answered() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "a", "arguments": '{"x": 1}'}}
+    broken = {"id": "c2", "type": "function", "function": {"name": "a", "arguments": "{"}}
+    turns = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call, broken]},
+        {"role": "tool", "tool_call_id": "c1", "content": "7"},
+    ]
+    _, assistant, answer = chat(messages=turns).messages
+    calls = (ToolCall("c1", "a", {"x": 1}), ToolCall("c2", "a", "{"))
+    assert assistant == Message("assistant", "", calls)
+    assert answer == Message("tool", "7", tool_call_id="c1", name="a")
+    with pytest.raises(BodyError) as error:
+        with_call_form(chat(messages=turns), "{{ messages }}")
+    assert error.value.field == "messages"
+
+
+@pytest.mark.parametrize("written", ["", "{}"])
+def test_a_call_without_arguments(written: str) -> None:
+    assert arguments_of(written) == {}
+
+
+@pytest.mark.parametrize("written", ["[1]", "{", '{"x": "\\ud800"}', '{"x":' * 5000])
+def test_what_is_no_object_of_arguments_is_told_as_it_is(written: str) -> None:
+    assert arguments_of(written) == written
+
+
+def arguments_of(written: str) -> Any:
+    call = {"id": "c", "type": "function", "function": {"name": "a", "arguments": written}}
+    (message,) = chat(messages=[{"role": "assistant", "tool_calls": [call]}]).messages
+    return message.tool_calls[0].arguments
+
+
+@pytest.mark.parametrize("template", [None, "{{ messages }}", "{{ tools }} <function="])
+def test_a_template_without_tools_is_refused(template: str | None) -> None:
+    with pytest.raises(BodyError) as error:
+        with_call_form(chat(tools=[tool("a")]), template)
+    assert error.value.field == "tools"
+    assert with_call_form(chat(), template) == chat()
+
+
+def test_a_grammar_keeps_what_has_to_be_a_call() -> None:
+    tools = [tool("a"), tool("b")]
+
+    def grammar(**body: Any) -> str | None:
+        request = with_call_form(chat(tools=tools, **body), HERMES_TEMPLATE)
+        assert request.parser() is not None
+        return request.generation.grammar
+
+    assert grammar() is None
+    required = grammar(tool_choice="required")
+    assert required is not None
+    assert 'name\\": \\"b' in required
+    named = grammar(tool_choice=tool("a"))
+    assert named is not None
+    assert 'name\\": \\"b' not in named
+    either = grammar(grammar='root ::= "no"')
+    assert either is not None
+    assert '"no"' in either
+    assert "tool_call" in either
+    with pytest.raises(BodyError, match="ignore_eos"):
+        grammar(tool_choice="required", ignore_eos=True)

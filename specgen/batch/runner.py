@@ -15,11 +15,11 @@ from specgen.batch.lines import Line, LineError
 from specgen.batch.order import order_by_prefix
 from specgen.batch.results import OWN, Results
 from specgen.engine.engine import Answer, Engine
-from specgen.engine.prompts import Prompt
+from specgen.engine.prompts import Prompt, template_of
 from specgen.engine.session import Session
 from specgen.errors import PromptError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, NoticeEvent, Piece
-from specgen.openai_format.request import Request
+from specgen.openai_format.request import Request, with_call_form
 from specgen.openai_format.response import completion_body
 from specgen.options import GenerationOptions
 
@@ -36,7 +36,9 @@ class Prompting:
     def prompt(self, session: Session, request: Request) -> Prompt:
         """What the answer to a request begins after. Raises `UsageError`, `PromptError`."""
         if request.kind == "chat":
-            return session.conversation(request.messages, now=self.now)
+            return session.conversation(
+                request.messages, now=self.now, tools=request.tool_definitions
+            )
         if request.tokens is not None:
             return session.prompt_of_tokens(request.tokens)
         if request.kind == "completion":
@@ -128,6 +130,8 @@ class Batch:
             return request
         session = self._session
         try:
+            template = template_of(session.target_model, has_tools=True)
+            request = with_call_form(request, template)
             prompt = self._prompting.prompt(session, request)
             n_ctx = session.context_size(len(prompt.tokens), request.generation.max_tokens)
         except (PromptError, UsageError) as error:
@@ -199,6 +203,7 @@ class Batch:
                     created=int(self._wall_clock()),
                     model=self._session.target_model.name,
                     has_logprobs=task.request.generation.logprobs is not None,
+                    parser=task.request.parser(),
                 )
                 response = {"status_code": 200, "request_id": f"req-{digest}", "body": body}
                 self._write(task.line, response, None)

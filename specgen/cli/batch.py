@@ -175,7 +175,7 @@ def _answer(
     note: Callable[[str], None],
 ) -> int:
     """Make the answers; returns the exit code."""
-    from specgen.batch.parallel import fastest_parallel, largest_engine
+    from specgen.engine.parallel import fastest_parallel, largest_engine
     from specgen.render.batch_progress import batch_progress
 
     with Interrupt() as stop, batch_progress(sys.stderr, quiet=quiet) as report:

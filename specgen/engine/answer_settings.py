@@ -52,7 +52,8 @@ class AnswerSettings:
             breakers = DryBreakers.of(vocabulary, in_use.dry_breakers)
         grammar = None
         if generation.grammar is not None:
-            grammar = LlamaGrammar(vocabulary, generation.grammar).start
+            shown = vocabulary.showing(generation.shown_controls)
+            grammar = LlamaGrammar(shown, generation.grammar).start
         return AnswerSettings(
             sampling, generation, drafting, in_use, breakers, Sampler(in_use, breakers), grammar
         )

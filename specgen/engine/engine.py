@@ -69,6 +69,18 @@ class Answer:
         return self.finished.text
 
 
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """What a slot of an engine is doing: the answer's index (None: the slot is free), the tokens of
+    its prompt, those of them that are in the cache, and those of the answer so far."""
+
+    number: int
+    answer: int | None = None
+    n_prompt: int = 0
+    n_read: int = 0
+    n_answer: int = 0
+
+
 @dataclass(slots=True)
 class _Place:
     """A part of the caches, and the answer that is made there."""
@@ -94,8 +106,8 @@ class Engine:
     plain decoding costs. What is learnt of drafts in answers that `learn_alone` is forgotten with
     them: no answer is drafted for otherwise because of what another one said.
 
-    All of it may be used from several threads: one at a time steps it, for the answers of all. An answer that fails, or is
-    cancelled, ends alone. Raises `MemoryLimitError` if the contexts do not fit the memory.
+    All of it may be used from several threads: one at a time steps it, for the answers of all. An
+    answer that fails, or is cancelled, ends alone. Raises `MemoryLimitError` if the contexts do not fit the memory.
     """
 
     def __init__(
@@ -212,6 +224,42 @@ class Engine:
     def cancel(self, answer: Answer) -> None:
         """End an answer with what there is of it, at the next step."""
         answer.is_cancelled = True
+
+    def take_notices(self) -> list[str]:
+        """What should be known before the first answer, which does not tell it any more then."""
+        notices = list(self._notices)
+        self._notices.clear()
+        return notices
+
+    @property
+    def n_begun(self) -> int:
+        """How many answers are in the making, behind their first token."""
+        return len(self._begun())
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a prompt is being read."""
+        return any(
+            place.generation is not None and not place.generation.is_started
+            for place in self._places
+        )
+
+    def plain_round_s(self) -> float | None:
+        """Seconds of a round of the answers in the making if nothing drafted for them, by the
+        measured costs; None if there are none, or nothing was measured."""
+        begun = self._begun()
+        if not begun or begun[0].answer is None:
+            return None
+        n_past = len(begun[0].answer.prompt.tokens)
+        table = self._session.costs.table(n_past=n_past)
+        return table.seconds(len(begun)) if table else None
+
+    def slot_states(self) -> list[SlotState]:
+        """What each of the engine's slots is doing."""
+        return [
+            SlotState(place.part.number, *_progress(place.answer, place.generation))
+            for place in self._places
+        ]
 
     @property
     def is_idle(self) -> bool:
@@ -417,6 +465,19 @@ class Engine:
 
     def _free(self, place: _Place) -> None:
         place.answer = place.generation = None
+
+
+def _progress(
+    answer: Answer | None, generation: Generation | None
+) -> tuple[int | None, int, int, int]:
+    """The figures of a `SlotState`."""
+    if answer is None:
+        return None, 0, 0, 0
+    n_prompt = len(answer.prompt.tokens)
+    if generation is None:
+        return answer.index, n_prompt, 0, 0
+    n_read = n_prompt if generation.is_started else generation.n_cached
+    return answer.index, n_prompt, n_read, generation.n_answer
 
 
 def _why(error: BaseException) -> SpecgenError:

@@ -38,18 +38,25 @@ def fastest_parallel(session: Session, n_answers: int) -> int:
 def largest_engine(
     session: Session,
     n_parallel: int,
-    n_ctx: int,
+    n_ctx: int | None,
     *,
     is_fixed: bool,
     interrupted: Callable[[], bool] = lambda: False,
+    learn_alone: bool = False,
 ) -> Engine:
     """An engine for up to `n_parallel` answers of `n_ctx` tokens each, and fewer if the memory has no
-    room for as many, unless the number `is_fixed`. Raises `MemoryLimitError`."""
-    try:
-        return Engine(session, n_parallel=n_parallel, n_ctx=n_ctx, interrupted=interrupted)
-    except MemoryLimitError:
-        if is_fixed or n_parallel == 1:
-            raise
-    return largest_engine(
-        session, n_parallel // 2, n_ctx, is_fixed=is_fixed, interrupted=interrupted
-    )
+    room for as many, unless the number `is_fixed`; `interrupted` and `learn_alone` are the engine's.
+    Raises `MemoryLimitError`."""
+    while True:
+        try:
+            return Engine(
+                session,
+                n_parallel=n_parallel,
+                n_ctx=n_ctx,
+                interrupted=interrupted,
+                learn_alone=learn_alone,
+            )
+        except MemoryLimitError:
+            if is_fixed or n_parallel == 1:
+                raise
+        n_parallel //= 2

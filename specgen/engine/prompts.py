@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 from specgen.backend.llama import LlamaModel
 from specgen.backend.llama.vocabulary import LlamaVocabulary
 from specgen.engine import chat_template as chat
 from specgen.errors import PromptError, UsageError
+
+#: What a model may call, each as OpenAI's API describes it.
+ToolDefinitions: TypeAlias = Sequence[Mapping[str, Any]]
+#: The name under which some files have a second template, for conversations with tools.
+_TOOL_TEMPLATE = "tool_use"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +70,20 @@ def conversation_prompt(
     own_draft: LlamaModel | None,
     messages: Sequence[chat.Message],
     now: datetime.datetime,
+    tools: ToolDefinitions = (),
 ) -> Prompt:
     """What the next turn of a conversation begins after, in the target's own template, and in that of
-    `own_draft`, a draft model with another vocabulary. Raises `UsageError` if there is no template,
-    `PromptError` if it does not accept the messages."""
-    text = chat_text(model, messages, now)
+    `own_draft`, a draft model with another vocabulary. `tools` are told to templates that know them.
+    Raises `UsageError` if there is no template, `PromptError` if it does not accept the messages."""
+    text = chat_text(model, messages, now, tools)
     if text is None:
         raise UsageError(f"{model.name} has no chat template, which a conversation needs")
     prompt = _tokenized(model, text)
-    head = head_of(model.vocabulary, text, prompt.tokens, messages)
-    draft_tokens = draft_chat_tokens(own_draft, messages, now) if own_draft is not None else None
+    # What the template says of tools may stand before the first message, and a draft needs it.
+    head = range(0) if tools else head_of(model.vocabulary, text, prompt.tokens, messages)
+    draft_tokens = None
+    if own_draft is not None:
+        draft_tokens = draft_chat_tokens(own_draft, messages, now, tools)
     return replace(prompt, head=head, draft_tokens=draft_tokens)
 
 
@@ -103,12 +113,22 @@ def messages_of(text: str, system: str | None) -> list[chat.Message]:
     return [user] if system is None else [chat.Message("system", system), user]
 
 
+def template_of(model: LlamaModel, *, has_tools: bool) -> str | None:
+    """The model's template for conversations with tools, or without; None if it has no template."""
+    named = model.chat_template(_TOOL_TEMPLATE) if has_tools else None
+    return named or model.chat_template()
+
+
 def chat_text(
-    model: LlamaModel, messages: Sequence[chat.Message], now: datetime.datetime
+    model: LlamaModel,
+    messages: Sequence[chat.Message],
+    now: datetime.datetime,
+    tools: ToolDefinitions = (),
 ) -> str | None:
     """A conversation in the model's own template; None if it has no template. Raises
     `PromptError` if the template does not accept it."""
-    template = model.chat_template()
+    has_tools = bool(tools) or any(message.role == "tool" for message in messages)
+    template = template_of(model, has_tools=has_tools)
     if template is None:
         return None
     special = model.vocabulary.special_tokens()
@@ -118,6 +138,7 @@ def chat_text(
         bos_token=model.vocabulary.control_text(special["bos"]),
         eos_token=model.vocabulary.control_text(special["eos"]),
         now=now,
+        tools=tools,
     )
 
 
@@ -150,22 +171,25 @@ def head_of(
 
 
 def draft_chat_tokens(
-    model: LlamaModel, messages: Sequence[chat.Message], now: datetime.datetime
+    model: LlamaModel,
+    messages: Sequence[chat.Message],
+    now: datetime.datetime,
+    tools: ToolDefinitions = (),
 ) -> tuple[int, ...]:
     """A conversation as a draft model is to see it, in its own template as far as that goes, without
-    its `head_of`.
+    its `head_of` unless that tells of tools.
 
     A template that knows no system message gets it at the head of the first turn; a model
     without a template that works, a base model for example, gets the turns as paragraphs.
     """
     for attempt in (messages, _without_system(messages)):
         try:
-            text = chat_text(model, attempt, now)
+            text = chat_text(model, attempt, now, tools)
         except PromptError:
             continue
         if text is not None:
             tokens = tokenize(model.vocabulary, text, parse_special=True)
-            head = head_of(model.vocabulary, text, tokens, attempt)
+            head = range(0) if tools else head_of(model.vocabulary, text, tokens, attempt)
             return _without(tokens, head)
     paragraphs = "".join(f"{message.content}\n\n" for message in messages)
     return tuple(tokenize(model.vocabulary, paragraphs, parse_special=False))

@@ -29,7 +29,13 @@ from specgen.engine.generation import Generation
 from specgen.engine.infill import Gap, InfillPrompt, infill_prompt
 from specgen.engine.lookups import Lookups
 from specgen.engine.model_costs import ChancesOf, ModelCosts
-from specgen.engine.prompts import Prompt, conversation_prompt, text_prompt, token_prompt
+from specgen.engine.prompts import (
+    Prompt,
+    ToolDefinitions,
+    conversation_prompt,
+    text_prompt,
+    token_prompt,
+)
 from specgen.engine.slots import WHOLE, Part
 from specgen.errors import PromptError, UsageError
 from specgen.events import Event
@@ -56,7 +62,8 @@ class Session:
     Opening it raises `ModelFileError` or `PairError`; the models' weights stay loaded until
     it is closed, contexts are made for each answer of `generate`, and stay in an `Engine`. `memory`
     is what is known of these models on this machine, and learns more; whoever keeps it saves it.
-    `tell` is told what else takes seconds while a draft is opened.
+    `tell` is told what else takes seconds while a draft is opened. With `vocabulary_only` the target
+    decodes elsewhere: there are contexts of what drafts for it (`draft_contexts`) and no others.
     """
 
     def __init__(
@@ -65,6 +72,8 @@ class Session:
         clock: Callable[[], float],
         memory: Memory | None = None,
         tell: Callable[[str], None] = lambda _what: None,
+        *,
+        vocabulary_only: bool = False,
     ) -> None:
         self._options = options
         #: What was learnt of the models.
@@ -85,7 +94,9 @@ class Session:
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
             self._target_model = LlamaModel(
-                options.target, n_gpu_layers=options.target_context.n_gpu_layers
+                options.target,
+                n_gpu_layers=options.target_context.n_gpu_layers,
+                vocabulary_only=vocabulary_only,
             )
             self._resources.callback(self._target_model.close)
             #: What an answer asks for that says nothing of its own.
@@ -237,11 +248,16 @@ class Session:
         return text_prompt(self._target_model, own, text, chat, system, now or _now())
 
     def conversation(
-        self, messages: Sequence[Message], *, now: datetime.datetime | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        now: datetime.datetime | None = None,
+        tools: ToolDefinitions = (),
     ) -> Prompt:
         """What the next turn of a conversation begins after; see `conversation_prompt`. Raises
         `UsageError`, `PromptError`."""
-        return conversation_prompt(self._target_model, self._own_draft, messages, now or _now())
+        own = self._own_draft
+        return conversation_prompt(self._target_model, own, messages, now or _now(), tools)
 
     def prompt_of_tokens(self, tokens: Sequence[int]) -> Prompt:
         """A prompt of the target's tokens as they are. Raises `PromptError` if there is none, or one
@@ -283,7 +299,8 @@ class Session:
                 )
             drafting = replace(drafting, max_tokens=min(n_drafted_max, drafting.n_max))
         as_before = (own.sampling, own.generation.grammar, own.generation.ignore_eos)
-        if (sampling, generation.grammar, generation.ignore_eos) == as_before:
+        is_as_before = (sampling, generation.grammar, generation.ignore_eos) == as_before
+        if is_as_before and generation.shown_controls == own.generation.shown_controls:
             return replace(own, generation=generation, drafting=drafting)
         return AnswerSettings.of(self._target_model, sampling, generation, drafting)
 
@@ -375,6 +392,13 @@ class Session:
         with contexts as helpers:
             yield helpers
 
+    @contextlib.contextmanager
+    def draft_contexts(self, n_ctx: int) -> Iterator[tuple[LlamaBackend, ...]]:
+        """Contexts of the draft model and of the models that draft for it, for such a context of a
+        target that decodes elsewhere. Raises `MemoryLimitError`."""
+        with self._drafts.contexts(n_ctx, self.n_rows_max) as drafts:
+            yield drafts
+
     def text(self, prompt: Sequence[int]) -> TextState:
         """A text that begins with `prompt`, and its grammar at the start."""
         return TextState(prompt, self.settings.grammar)
@@ -430,7 +454,7 @@ class Session:
         elif self._drafts.source == "ngram":
             drafter = self._ngrams_within(state)
         return Generation(
-            vocabulary=self._target_model.vocabulary,
+            vocabulary=self._target_model.vocabulary.showing(settings.generation.shown_controls),
             options=settings.generation,
             n_ctx=n_ctx,
             drafter=drafter,

@@ -14,8 +14,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from specgen.engine.chat_template import Message, Role
+from specgen.engine.chat_template import Message
 from specgen.errors import UsageError
+from specgen.openai_format.body import BodyError, shown, utf8
+from specgen.openai_format.messages import read_messages
+from specgen.openai_format.tool_calls import ToolCallParser
+from specgen.openai_format.tool_forms import CallForm, form_of
+from specgen.openai_format.tool_grammar import calls_grammar, either
+from specgen.openai_format.tools import Tools, read_tools
 from specgen.options import GenerationOptions, SamplerOptions
 
 #: What a request asks for: ``chat`` continues a conversation, ``completion`` a text as it is, and
@@ -54,6 +60,8 @@ _ONLY_NOTHING: dict[str, tuple[Any, ...]] = {
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
+#: Fields that a chat may ask more with.
+_OF_CHATS = frozenset(["parallel_tool_calls", "tool_choice", "tools"])
 #: Other names of fields: OpenAI's newer one, and those of llama.cpp's server.
 _ALIASES = {
     "dry_penalty_last_n": "dry_last_n",
@@ -61,23 +69,9 @@ _ALIASES = {
     "max_completion_tokens": "max_tokens",
     "n_predict": "max_tokens",
 }
-_ROLES: dict[str, Role] = {
-    "assistant": "assistant",
-    "developer": "system",
-    "system": "system",
-    "user": "user",
-}
 _MOST_LOGPROBS = 100
 #: Numbers are 64 bits or less further down.
 _LARGEST = 2**63 - 1
-
-
-class BodyError(UsageError):
-    """A field of a request that cannot be honoured; `field` is its name."""
-
-    def __init__(self, field: str, what: str) -> None:
-        super().__init__(f"{field}: {what}")
-        self.field = field
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +87,21 @@ class Request:
     messages: tuple[Message, ...] = ()
     text: str = ""
     tokens: tuple[int, ...] | None = None
+    tools: Tools | None = None
+    #: How the model writes calls; known after `with_call_form`.
+    call_form: CallForm | None = None
+
+    @property
+    def tool_definitions(self) -> tuple[dict[str, Any], ...]:
+        """What the template is told of tools."""
+        return self.tools.definitions if self.tools is not None else ()
+
+    def parser(self) -> ToolCallParser | None:
+        """A parser for one answer; None if it is text in any case."""
+        if self.tools is None or self.call_form is None:
+            return None
+        names = [function.name for function in self.tools.callable]
+        return ToolCallParser(self.call_form, names, one_only=not self.tools.is_parallel)
 
 
 def read_request(
@@ -106,8 +115,10 @@ def read_request(
     fields = _with_one_name_each(body)
     asked = _what(kind, fields)
     for name, value in fields.items():
+        if name in _OF_CHATS and kind == "chat":
+            continue  # read above
         if name in _ONLY_NOTHING and value not in _ONLY_NOTHING[name]:
-            raise BodyError(name, f"{_shown(value)} is not supported")
+            raise BodyError(name, f"{shown(value)} is not supported")
     for name, read in _SAMPLING.items():
         if fields.get(name) is not None:
             sampling = replace(sampling, **{name: read(name, fields[name])})
@@ -115,6 +126,30 @@ def read_request(
         if name not in _KNOWN[kind]:
             raise BodyError(name, "there is no such field")
     return replace(asked, sampling=sampling, generation=_generation(kind, fields, generation))
+
+
+def with_call_form(request: Request, template: str | None) -> Request:
+    """The same request for a model with this chat template: with what reads calls, and a grammar if
+    there has to be one. Raises `BodyError` if it has to do with tools, and the template writes no
+    calls that can be read."""
+    form = form_of(template or "")
+    has_calls = any(message.role == "tool" or message.tool_calls for message in request.messages)
+    if form is None and (request.tools is not None or has_calls):
+        field = "messages" if request.tools is None else "tools"
+        what = "the model's chat template takes no tools, or writes calls in an unknown form"
+        raise BodyError(field, what)
+    if form is None or request.tools is None:
+        return request
+    tools, generation = request.tools, request.generation
+    if tools.must_call or generation.grammar is not None:
+        if generation.ignore_eos:
+            raise BodyError("ignore_eos", "a text that follows a grammar has an end")
+        grammar = calls_grammar(form, tools.callable, is_parallel=tools.is_parallel)
+        if generation.grammar is not None and not tools.must_call:
+            grammar = either(grammar, generation.grammar)
+        generation = replace(generation, grammar=grammar)
+    generation = replace(generation, shown_controls=form.controls)
+    return replace(request, generation=generation, call_form=form)
 
 
 def _with_one_name_each(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,7 +167,9 @@ def _what(kind: Kind, fields: Mapping[str, Any]) -> Request:
     """The request without its options."""
     empty = Request(kind, SamplerOptions(), GenerationOptions())
     if kind == "chat":
-        return replace(empty, messages=_messages(fields.get("messages")))
+        return replace(
+            empty, messages=read_messages(fields.get("messages")), tools=read_tools(fields)
+        )
     prompt = fields.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         (prompt,) = prompt
@@ -141,47 +178,14 @@ def _what(kind: Kind, fields: Mapping[str, Any]) -> Request:
     if isinstance(prompt, list):
         raise BodyError("prompt", "several prompts in one request are not supported")
     if not isinstance(prompt, str) or not prompt:
-        raise BodyError("prompt", f"{_shown(prompt)} is not a text")
+        raise BodyError("prompt", f"{shown(prompt)} is not a text")
     system = fields.get("system")
     if system is None:
-        return replace(empty, text=_utf8("prompt", prompt))
+        return replace(empty, text=utf8("prompt", prompt))
     if not isinstance(system, str):
-        raise BodyError("system", f"{_shown(system)} is not a text")
-    turns = (Message("system", _utf8("system", system)), Message("user", _utf8("prompt", prompt)))
+        raise BodyError("system", f"{shown(system)} is not a text")
+    turns = (Message("system", utf8("system", system)), Message("user", utf8("prompt", prompt)))
     return replace(empty, kind="chat", messages=turns)
-
-
-def _messages(value: Any) -> tuple[Message, ...]:
-    if not isinstance(value, list) or not value:
-        raise BodyError("messages", f"{_shown(value)} is not a list of messages")
-    return tuple(_message(f"messages[{number}]", each) for number, each in enumerate(value))
-
-
-def _message(where: str, value: Any) -> Message:
-    if not isinstance(value, dict):
-        raise BodyError(where, f"{_shown(value)} is not an object with a role and a content")
-    role = value.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise BodyError(f"{where}.role", f"{_shown(role)} is none of {', '.join(sorted(_ROLES))}")
-    for name in value:
-        if name not in ("role", "content", "name") and value[name] not in (None, []):
-            raise BodyError(f"{where}.{name}", "it is not supported")
-    return Message(_ROLES[role], _utf8(f"{where}.content", _content(where, value.get("content"))))
-
-
-def _content(where: str, value: Any) -> str:
-    """A text, or the texts of a list of parts one behind the other."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise BodyError(f"{where}.content", f"{_shown(value)} is not a text")
-    texts: list[str] = []
-    for number, part in enumerate(value):
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            raise BodyError(f"{where}.content[{number}]", "only parts of type text are supported")
-        texts.append(text)
-    return "".join(texts)
 
 
 def _generation(
@@ -213,7 +217,7 @@ def _logprobs(kind: Kind, fields: Mapping[str, Any], default: int | None) -> int
         n = 0 if n_top is None else _integer(0, _MOST_LOGPROBS)("top_logprobs", n_top)
         return n if wanted else None
     if kind == "chat":
-        raise BodyError("logprobs", f"{_shown(wanted)} is not true or false")
+        raise BodyError("logprobs", f"{shown(wanted)} is not true or false")
     return _integer(0, _MOST_LOGPROBS)("logprobs", wanted)
 
 
@@ -221,9 +225,9 @@ def _stop(value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise BodyError(
-            "stop", f"{_shown(value)} is not a text, or a list of texts, without empty ones"
+            "stop", f"{shown(value)} is not a text, or a list of texts, without empty ones"
         )
-    return tuple(_utf8("stop", text) for text in texts)
+    return tuple(utf8("stop", text) for text in texts)
 
 
 def _grammar(fields: Mapping[str, Any]) -> str | None:
@@ -241,11 +245,11 @@ def _grammar(fields: Mapping[str, Any]) -> str | None:
     value = fields[name]
     if name == "grammar":
         if not isinstance(value, str):
-            raise BodyError(name, f"{_shown(value)} is not a text")
+            raise BodyError(name, f"{shown(value)} is not a text")
         return value
     schema = value if name == "json_schema" else _schema_of_format(value)
     if not isinstance(schema, dict):
-        raise BodyError(name, f"{_shown(schema)} is not a JSON schema")
+        raise BodyError(name, f"{shown(schema)} is not a JSON schema")
     from specgen.backend.llama import json_schema_to_gbnf
 
     try:
@@ -263,7 +267,7 @@ def _schema_of_format(value: Any) -> Any:
         named = value.get("json_schema", value)
         return named.get("schema") if isinstance(named, dict) else None
     raise BodyError(
-        "response_format", f"{_shown(value)} is no format: text, json_object, json_schema"
+        "response_format", f"{shown(value)} is no format: text, json_object, json_schema"
     )
 
 
@@ -277,7 +281,7 @@ def _number(least: float = -math.inf, most: float = math.inf) -> _Read:
     def read(name: str, value: Any) -> float:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not abs(value) <= _LARGEST or not least <= value <= most:
-            raise BodyError(name, f"{_shown(value)} is not a number{_range_text(least, most)}")
+            raise BodyError(name, f"{shown(value)} is not a number{_range_text(least, most)}")
         return float(value)
 
     return read
@@ -286,9 +290,7 @@ def _number(least: float = -math.inf, most: float = math.inf) -> _Read:
 def _integer(least: float = -math.inf, most: float = math.inf) -> _ReadInteger:
     def read(name: str, value: Any) -> int:
         if not _is_integer(value) or not abs(value) <= _LARGEST or not least <= value <= most:
-            raise BodyError(
-                name, f"{_shown(value)} is not a whole number{_range_text(least, most)}"
-            )
+            raise BodyError(name, f"{shown(value)} is not a whole number{_range_text(least, most)}")
         return int(value)
 
     return read
@@ -301,43 +303,28 @@ def _is_integer(value: Any) -> bool:
 
 def _boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise BodyError(name, f"{_shown(value)} is not true or false")
+        raise BodyError(name, f"{shown(value)} is not true or false")
     return value
 
 
 def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     """Token ids and what is added to their logits: an object as OpenAI has it."""
     if not isinstance(value, dict) or not all(token.isdecimal() for token in value):
-        raise BodyError(name, f"{_shown(value)} does not map token ids to numbers")
+        raise BodyError(name, f"{shown(value)} does not map token ids to numbers")
     read = _number()
     return tuple((int(token), read(f"{name}.{token}", bias)) for token, bias in value.items())
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise BodyError(name, f"{_shown(value)} is not a list of texts")
+        raise BodyError(name, f"{shown(value)} is not a list of texts")
     return tuple(value)
-
-
-def _utf8(name: str, text: str) -> str:
-    """JSON's escapes can make half a surrogate pair, which is no text."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BodyError(name, f"half a surrogate pair at character {error.start}") from None
-    return text
 
 
 def _range_text(least: float, most: float) -> str:
     if math.isinf(least) and math.isinf(most):
         return ""
     return f" of {least:g} or more" if math.isinf(most) else f" from {least:g} to {most:g}"
-
-
-def _shown(value: Any) -> str:
-    """A value as JSON has it, cut to fit a line."""
-    text = json.dumps(value, ensure_ascii=True)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 #: How the fields of samplers are read, by the names of `SamplerOptions`.
@@ -377,3 +364,5 @@ _KNOWN: Mapping[Kind, frozenset[str]] = {
     "completion": frozenset({*_COMMON, "prompt"}),
     "prompt": frozenset({*_COMMON, "prompt", "system"}),
 }
+
+__all__ = ["BodyError", "Kind", "Request", "read_request", "with_call_form"]

@@ -7,6 +7,7 @@ from typing import Any
 
 from specgen.events import FinishedEvent, Piece
 from specgen.openai_format.request import Kind
+from specgen.openai_format.tool_calls import ToolCallParser, message_of
 
 
 def completion_body(
@@ -18,36 +19,51 @@ def completion_body(
     created: int,
     model: str,
     has_logprobs: bool,
+    parser: ToolCallParser | None = None,
 ) -> dict[str, Any]:
     """The body for a finished answer: a chat completion, or the text completion of a text that was
     continued. `identity` makes its id, `created` are seconds since 1970, `pieces` the answer's tokens,
-    which are only looked at for their log-probabilities."""
+    which are only looked at for their log-probabilities. A new `parser` finds calls of tools."""
     is_text = kind == "completion"
     choice: dict[str, Any] = {"index": 0}
     if is_text:
         choice["text"] = finished.text
+    elif parser is not None:
+        choice["message"] = message_of(parser, finished.text)
     else:
         choice["message"] = {"role": "assistant", "content": finished.text}
     logprobs = None
     if has_logprobs:
-        logprobs = _of_text(pieces) if is_text else {"content": _of_chat(pieces)}
+        logprobs = text_logprobs(pieces) if is_text else chat_logprobs(pieces)
     choice["logprobs"] = logprobs
-    choice["finish_reason"] = "stop" if finished.finish_reason == "stop" else "length"
+    choice["finish_reason"] = finish_reason(finished, parser)
     return {
         "id": f"{'cmpl' if is_text else 'chatcmpl'}-{identity}",
         "object": "text_completion" if is_text else "chat.completion",
         "created": created,
         "model": model,
         "choices": [choice],
-        "usage": {
-            "prompt_tokens": finished.n_prompt_tokens,
-            "completion_tokens": finished.n_tokens,
-            "total_tokens": finished.n_prompt_tokens + finished.n_tokens,
-            "prompt_tokens_details": {"cached_tokens": finished.n_cached_tokens},
-        },
+        "usage": usage(finished.n_prompt_tokens, finished.n_tokens, finished.n_cached_tokens),
         "speculative": speculative_figures(finished),
         "timings": timings(finished),
     }
+
+
+def usage(n_prompt: int, n_answer: int, n_cached: int) -> dict[str, Any]:
+    """How many tokens were read, those among them that were in the cache already, and written."""
+    return {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_answer,
+        "total_tokens": n_prompt + n_answer,
+        "prompt_tokens_details": {"cached_tokens": n_cached},
+    }
+
+
+def finish_reason(finished: FinishedEvent, parser: ToolCallParser | None = None) -> str:
+    """Why an answer ended, in OpenAI's words. `parser` has read it."""
+    if finished.finish_reason != "stop":
+        return "length"
+    return "tool_calls" if parser is not None and parser.n_calls else "stop"
 
 
 def speculative_figures(finished: FinishedEvent) -> dict[str, Any]:
@@ -58,6 +74,8 @@ def speculative_figures(finished: FinishedEvent) -> dict[str, Any]:
         "n_accepted": finished.n_accepted,
         "acceptance_rate": finished.acceptance_rate,
         "mean_accepted_length": finished.mean_accepted_length,
+        "drafted_by_position": list(finished.drafted_by_depth),
+        "accepted_by_position": list(finished.accepted_by_depth),
     }
 
 
@@ -79,26 +97,30 @@ def timings(finished: FinishedEvent) -> dict[str, Any]:
     }
 
 
-def _of_chat(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-    """An entry for each token that the target chose; forced tokens have no probability."""
-    return [
-        {
-            **_entry(piece.text, piece.logprob),
-            "top_logprobs": [_entry(top.text, top.logprob) for top in piece.top_logprobs],
-        }
-        for piece in pieces
-        if piece.logprob is not None
-    ]
+def chat_logprobs(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """The log-probabilities of a chat: an entry for each token that the target chose; forced tokens
+    have none."""
+    return {
+        "content": [
+            {
+                **_entry(piece.text, piece.logprob),
+                "top_logprobs": [_entry(top.text, top.logprob) for top in piece.top_logprobs],
+            }
+            for piece in pieces
+            if piece.logprob is not None
+        ]
+    }
 
 
 def _entry(text: str, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8"))}
 
 
-def _of_text(pieces: Sequence[Piece]) -> dict[str, Any]:
-    """The same as lists, one behind the other, and where each token begins in the text."""
+def text_logprobs(pieces: Sequence[Piece], start: int = 0) -> dict[str, Any]:
+    """The same of a continued text: lists, and where each token begins in the text, of which `start`
+    characters stand before these tokens."""
     known = [piece for piece in pieces if piece.logprob is not None]
-    offsets, place = [], 0
+    offsets, place = [], start
     for piece in pieces:
         if piece.logprob is not None:
             offsets.append(place)
@@ -111,4 +133,12 @@ def _of_text(pieces: Sequence[Piece]) -> dict[str, Any]:
     }
 
 
-__all__ = ["completion_body", "speculative_figures", "timings"]
+__all__ = [
+    "chat_logprobs",
+    "completion_body",
+    "finish_reason",
+    "speculative_figures",
+    "text_logprobs",
+    "timings",
+    "usage",
+]

@@ -33,18 +33,26 @@ class LlamaModel:
     """A GGUF file: its vocabulary and what else it says of itself; contexts are made from it. Its
     weights are in memory once, however many models of the same file are open.
 
-    `weights` is a copy of the file that is loaded in its place. Raises `ModelFileError` if the file
+    `weights` is a copy of the file that is loaded in its place. With `vocabulary_only` its tensors stay
+    on disk: no context can be made, and its sizes are not known. Raises `ModelFileError` if the file
     cannot be used to generate text.
     """
 
-    def __init__(self, path: Path, *, weights: Path | None = None, n_gpu_layers: int = -1) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        weights: Path | None = None,
+        n_gpu_layers: int = -1,
+        vocabulary_only: bool = False,
+    ) -> None:
         file = path if weights is None else weights
         _check_file(file)
         self.path = path
         #: Who computes on the CPU, as `computing` says it.
         self.kernels = computing()
         self._is_closed = False
-        self._weights = lease_weights(file, n_gpu_layers)
+        self._weights = lease_weights(file, n_gpu_layers, vocabulary_only=vocabulary_only)
         try:
             self._check_generates()
             if self.vocabulary.kind == 0:
@@ -128,9 +136,11 @@ class LlamaModel:
                 return buffer.value.decode("utf-8", "replace")
             capacity = n + 1
 
-    def chat_template(self) -> str | None:
-        """The model's own chat template (Jinja); None for models without one."""
-        template = llama_cpp.llama_model_chat_template(self.handle, None)
+    def chat_template(self, name: str | None = None) -> str | None:
+        """The model's own chat template (Jinja), or the one of this name, as some files have it for
+        tools; None where there is none."""
+        key = name.encode() if name is not None else None
+        template = llama_cpp.llama_model_chat_template(self.handle, key)
         return template.decode("utf-8", "replace") if template else None
 
     def cache_bytes(self, n_ctx: int, type_k: CacheType, type_v: CacheType) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specgen.backend.llama.library import llama_cpp
@@ -19,14 +19,17 @@ _MARKER = "☺"
 
 
 class LlamaVocabulary:
-    """The tokens of a GGUF model. Valid while the model is open."""
+    """The tokens of a GGUF model. Valid while the model is open. `texts` are those of tokens that
+    are to add another text than llama.cpp says."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, texts: Mapping[int, bytes] | None = None) -> None:
+        self._model = model
         self._vocab = llama_cpp.llama_model_get_vocab(model)
         self._n_tokens: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
-        self._pieces: dict[int, bytes] = {}
+        self._pieces: dict[int, bytes] = dict(texts or {})
         self._is_end: dict[int, bool] = {}
         self._ends: list[int] | None = None
+        self._views: dict[frozenset[int], LlamaVocabulary] = {}
 
     @property
     def handle(self) -> Any:
@@ -94,6 +97,18 @@ class LlamaVocabulary:
         if len(tokens) != 1 or self.token_text(tokens[0]) != entry:
             return -1
         return tokens[0] if self.token_bytes(tokens[0]) == b"" else -1
+
+    def showing(self, entries: Sequence[str]) -> LlamaVocabulary:
+        """The same tokens, but control tokens with one of these entries add it to the text. Itself
+        if none of them is a control token."""
+        shown = {self.control_token(entry): entry.encode() for entry in entries}
+        shown.pop(-1, None)
+        if not shown:
+            return self
+        key = frozenset(shown)
+        if key not in self._views:
+            self._views[key] = LlamaVocabulary(self._model, shown)
+        return self._views[key]
 
     def token_bytes(self, token_id: int) -> bytes:
         piece = self._pieces.get(token_id)

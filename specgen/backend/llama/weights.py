@@ -12,8 +12,8 @@ from specgen.backend.llama.library import forget_log, last_error, llama_cpp
 from specgen.backend.llama.vocabulary import LlamaVocabulary
 from specgen.errors import ModelFileError
 
-#: A file as it is now, where its layers are computed, and by whom.
-_Key: TypeAlias = tuple[int, int, int, int, int, str]
+#: A file as it is now, where its layers are computed, by whom, and whether it is the vocabulary alone.
+_Key: TypeAlias = tuple[int, int, int, int, int, str, bool]
 
 _loaded: dict[_Key, LoadedWeights] = {}
 
@@ -46,10 +46,10 @@ class LoadedWeights:
             self.handle = None
 
 
-def lease_weights(file: Path, n_gpu_layers: int) -> LoadedWeights:
-    """The weights of a file, loaded if nobody in this process uses them already; the caller is
-    counted as a user. Raises `ModelFileError` if llama.cpp cannot load them, `OSError` if the file
-    is gone."""
+def lease_weights(file: Path, n_gpu_layers: int, *, vocabulary_only: bool = False) -> LoadedWeights:
+    """The weights of a file, or its vocabulary alone, loaded if nobody in this process uses them
+    already; the caller is counted as a user. Raises `ModelFileError` if llama.cpp cannot load them,
+    `OSError` if the file is gone."""
     about = file.stat()
     key = (
         about.st_dev,
@@ -58,6 +58,7 @@ def lease_weights(file: Path, n_gpu_layers: int) -> LoadedWeights:
         about.st_mtime_ns,
         n_gpu_layers,
         computing(),
+        vocabulary_only,
     )
     known = _loaded.get(key)
     if known is not None:
@@ -65,6 +66,7 @@ def lease_weights(file: Path, n_gpu_layers: int) -> LoadedWeights:
         return known
     params = llama_cpp.llama_model_default_params()
     params.n_gpu_layers = n_gpu_layers
+    params.vocab_only = vocabulary_only
     forget_log()
     handle = llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
     if not handle:

@@ -85,6 +85,8 @@ class TinyConfig:
     control_tokens: tuple[str, ...] = ()
     #: A Jinja template, for example `CHATML_TEMPLATE`.
     chat_template: str | None = None
+    #: A second one for conversations with tools, as some files have it.
+    tool_template: str | None = None
     name: str = "tiny"
 
     def draft(self, noise: float, noise_seed: int = 1, *, n_layer: int | None = None) -> TinyConfig:

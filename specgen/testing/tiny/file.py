@@ -192,8 +192,12 @@ def _add_tokenizer(writer: GGUFWriter, config: TinyConfig, vocabulary: TinyVocab
         writer.add_unk_token_id(0)
     writer.add_eot_token_id(vocabulary.eot)
     writer.add_add_bos_token(config.add_bos)
-    if config.chat_template is not None:
-        writer.add_chat_template(config.chat_template)
+    named = {"default": config.chat_template, "tool_use": config.tool_template}
+    templates = [
+        {"name": name, "template": each} for name, each in named.items() if each is not None
+    ]
+    if templates:
+        writer.add_chat_template(templates)
 
 
 __all__ = ["write_tiny_model"]

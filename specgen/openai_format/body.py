@@ -1,0 +1,34 @@
+"""What is wrong with the body of a request, and how its values are checked and shown."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from specgen.errors import UsageError
+
+
+class BodyError(UsageError):
+    """A field of a request that cannot be honoured; `field` is its name."""
+
+    def __init__(self, field: str, what: str) -> None:
+        super().__init__(f"{field}: {what}")
+        self.field = field
+
+
+def utf8(name: str, text: str) -> str:
+    """JSON's escapes can make half a surrogate pair, which is no text: raises `BodyError`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BodyError(name, f"half a surrogate pair at character {error.start}") from None
+    return text
+
+
+def shown(value: Any) -> str:
+    """A value as JSON has it, cut to fit a line."""
+    text = json.dumps(value, ensure_ascii=True)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+__all__ = ["BodyError", "shown", "utf8"]

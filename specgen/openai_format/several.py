@@ -1,0 +1,61 @@
+"""One body for several answers of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def merged_bodies(bodies: Sequence[dict[str, Any]], n_for_each_prompt: int) -> dict[str, Any]:
+    """The body of a response with the answers of all these, which follow each other by prompts. A
+    prompt's tokens count once; times and counts of drafts are sums."""
+    first = bodies[0]
+    if len(bodies) == 1:
+        return first
+    choices = [{**body["choices"][0], "index": number} for number, body in enumerate(bodies)]
+    return {**first, "choices": choices, **merged_figures(bodies, n_for_each_prompt)}
+
+
+def merged_figures(bodies: Sequence[dict[str, Any]], n_for_each_prompt: int) -> dict[str, Any]:
+    """`usage`, `speculative` and `timings` of all these bodies together."""
+    own_prompts = bodies[::n_for_each_prompt]
+    usage = {
+        "prompt_tokens": sum(body["usage"]["prompt_tokens"] for body in own_prompts),
+        "completion_tokens": sum(body["usage"]["completion_tokens"] for body in bodies),
+    }
+    cached = [body["usage"]["prompt_tokens_details"]["cached_tokens"] for body in own_prompts]
+    usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
+    timings = _sums([body["timings"] for body in bodies])
+    for what in ("prompt", "predicted"):
+        milliseconds = timings[f"{what}_ms"]
+        per_second = 1000.0 * timings[f"{what}_n"] / milliseconds if milliseconds else None
+        timings[f"{what}_per_second"] = per_second
+    drafts = _sums([body["speculative"] for body in bodies])
+    n_drafted, n_rounds = drafts["n_drafted"], drafts["n_rounds"]
+    drafts["acceptance_rate"] = drafts["n_accepted"] / n_drafted if n_drafted else None
+    lengths = [body["speculative"]["mean_accepted_length"] for body in bodies]
+    rounds = [body["speculative"]["n_rounds"] for body in bodies]
+    n_told = sum(n * (length or 0.0) for n, length in zip(rounds, lengths, strict=True))
+    drafts["mean_accepted_length"] = n_told / n_rounds if n_rounds else None
+    return {
+        "usage": {**usage, "prompt_tokens_details": {"cached_tokens": sum(cached)}},
+        "speculative": drafts,
+        "timings": timings,
+    }
+
+
+def _sums(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Numbers and lists of numbers summed, place by place; what is none is as in the first part."""
+    summed = dict(parts[0])
+    for name, value in parts[0].items():
+        values = [part[name] for part in parts]
+        if isinstance(value, list):
+            longest = max(map(len, values))
+            padded = [each + [0] * (longest - len(each)) for each in values]
+            summed[name] = [sum(column) for column in zip(*padded, strict=True)]
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            summed[name] = sum(each or 0 for each in values)
+    return summed
+
+
+__all__ = ["merged_bodies", "merged_figures"]
