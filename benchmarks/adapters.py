@@ -1,0 +1,165 @@
+"""How quick llama-cpp-python's `Llama` is with specgen's drafts, against its own prompt lookup and none.
+
+    python benchmarks/adapters.py -m 1.5b.gguf -md 135m.gguf -md 0.5b.gguf --prompts p.jsonl --json out.json
+
+Greedy answers of `Llama` without a draft, with `LlamaPromptLookupDecoding`, and with `SpecgenDraft` of
+n-grams and of each draft model, by turns (every way once, then every way again). A line for
+each way has two ratios, which compare seconds of a token with those without a draft in the same turn: of
+whole answers, prompts included, and behind the first token. Given is the geometric mean of the turns. All ways have the same kernels and as many threads; loading is not counted,
+nor is measuring what models cost. Texts are compared with those without a draft: they are the same with
+specgen's kernels, and may differ in a near-tie with llama.cpp's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from llama_cpp import Llama
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+from specgen.adapters.llama_cpp import SpecgenDraft
+from specgen.backend.llama.opening import default_threads
+from specgen.bench.contenders import NOW
+from specgen.catalogue import cache_folder
+from specgen.engine.session import Session, SessionOptions
+from specgen.kernels import choose_kernels
+from specgen.options import ContextOptions
+from specgen.proof import evenly_chosen, read_prompts
+
+PLAIN, LOOKUP = "Llama", "LlamaPromptLookupDecoding"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("-m", "--target", type=Path, required=True)
+    parser.add_argument("-md", "--draft", type=Path, action="append", default=[])
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("-N", "--count", type=int, default=15)
+    parser.add_argument("-n", "--max-tokens", type=int, default=128)
+    parser.add_argument("-c", "--ctx-size", type=int, default=2048)
+    parser.add_argument("-t", "--threads", type=int)
+    parser.add_argument("--kernels", choices=("auto", "specgen", "llama.cpp"), default="auto")
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    asked.threads = asked.threads or default_threads()
+    choose_kernels(asked.kernels, cache_folder())
+    ways = [PLAIN, LOOKUP, "ngram", *map(str, asked.draft)]
+    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+    texts: list[list[int]] = []
+    with Session(SessionOptions(asked.target), time.perf_counter, vocabulary_only=True) as session:
+        chosen = evenly_chosen(read_prompts(asked.prompts), asked.count)
+        prompts = [session.prompt(prompt, now=NOW).tokens for prompt in chosen]
+        is_end = session.target_model.vocabulary.is_end
+        for turn in range(asked.turns):
+            for way in ways:
+                with _opened(way, asked) as (llama, draft):
+                    run = _answers(llama, prompts, asked.max_tokens, is_end)
+                    if draft is not None:
+                        run |= _draft_figures(draft)
+                texts = texts or run["tokens"]
+                run["n_equal"] = sum(a == b for a, b in zip(run.pop("tokens"), texts, strict=True))
+                runs[way].append(run)
+                print(f"turn {turn + 1}: {Path(way).name}: {run}", file=sys.stderr)
+    figures = [_figures(Path(way).name, runs[way], runs[PLAIN]) for way in ways]
+    for each in figures:
+        print("\t".join(str(each[key]) for key in ("way", "ratio", "ratio_behind_first")))
+    if asked.json is not None:
+        about = {"target": asked.target.name, "n_prompts": len(prompts), "ways": figures}
+        asked.json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _opened(way: str, asked: argparse.Namespace) -> Iterator[tuple[Llama, SpecgenDraft | None]]:
+    """A `Llama` of one way, and specgen's draft in it, if it has one."""
+    context = ContextOptions(n_threads=asked.threads, n_threads_batch=asked.threads)
+    with contextlib.ExitStack() as opened:
+        draft = None
+        if way not in (PLAIN, LOOKUP):
+            draft = SpecgenDraft(
+                asked.target,
+                way,
+                n_ctx=asked.ctx_size,
+                context=context,
+                draft_context=context,
+                kernels=asked.kernels,
+            )
+            opened.enter_context(draft)
+        llama = Llama(
+            str(asked.target),
+            n_ctx=asked.ctx_size,
+            n_threads=asked.threads,
+            n_threads_batch=asked.threads,
+            draft_model=LlamaPromptLookupDecoding() if way == LOOKUP else draft,
+            logits_all=way != PLAIN,
+            verbose=False,
+        )
+        opened.callback(llama.close)
+        if draft is not None:
+            draft.check(llama)
+        yield llama, draft
+
+
+def _answers(
+    llama: Llama, prompts: Sequence[Sequence[int]], n: int, is_end: Callable[[int], bool]
+) -> dict[str, Any]:
+    """Answer all prompts, one after the other, each anew: `Llama` would keep what two share."""
+    whole_s = first_s = 0.0
+    answers = []
+    for prompt in prompts:
+        llama.reset()  # type: ignore[no-untyped-call]
+        started = time.perf_counter()
+        answer: list[int] = []
+        for token in llama.generate(prompt, temp=0.0):
+            if not answer:
+                first_s += time.perf_counter() - started
+            answer.append(token)
+            if len(answer) == n or is_end(token):
+                break
+        whole_s += time.perf_counter() - started
+        answers.append(answer)
+    n_tokens = sum(map(len, answers))
+    return {
+        "n_tokens": n_tokens,
+        # Texts may differ, and in their lengths too: seconds of a token can be compared.
+        "token_s": round(whole_s / n_tokens, 5),
+        "first_s": round(first_s, 2),
+        "tokens_per_s": round((n_tokens - len(answers)) / (whole_s - first_s), 1),
+        "tokens": answers,
+    }
+
+
+def _draft_figures(draft: SpecgenDraft) -> dict[str, Any]:
+    tally = draft.tally
+    return {
+        "n_drafted": tally.n_drafted,
+        "n_accepted": tally.n_accepted,
+        "draft_s": round(tally.draft_s, 2),
+    }
+
+
+def _figures(
+    way: str, runs: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """A way's figures; ratios above 1 are quicker than `Llama` without a draft."""
+    pairs = list(zip(runs, plain, strict=True))
+    whole = [own["token_s"] / run["token_s"] for run, own in pairs]
+    behind_first = [run["tokens_per_s"] / own["tokens_per_s"] for run, own in pairs]
+    return {
+        "way": way,
+        "ratio": round(geometric_mean(whole), 2),
+        "ratio_behind_first": round(geometric_mean(behind_first), 2),
+        "turns": list(runs),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Drafts for texts that another program generates: it decodes the target, and tells nothing but the
+text so far."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+from specgen.calibration.memory import Memory
+from specgen.core.draft import NO_DRAFT, Draft
+from specgen.core.tally import Tally
+from specgen.drafters import drafting_of
+from specgen.engine.engine import Engine
+from specgen.engine.generation import Generation
+from specgen.engine.measurements import is_pair_measured
+from specgen.engine.prompts import Prompt
+from specgen.engine.proposing import propose_together
+from specgen.engine.session import Session
+from specgen.errors import BackendError, SpecgenError, UsageError
+from specgen.options import SessionOptions
+from specgen.policy import RoundReport
+
+#: Tokens of the contexts in which models are timed.
+_N_CTX_TIMED = 512
+#: The other program cuts off what its own context has no room for.
+_UNLIMITED = 2**31
+
+
+class DraftRounds:
+    """Drafts chains for texts whose target another program decodes. Use it as a context manager.
+
+    Of the target only the vocabulary is loaded. Contexts of what drafts, of `n_ctx` tokens each, stay
+    open: of a text that begins like the one before, a draft model decodes only the rest. Where costs
+    decide how much is drafted and nobody has timed these models on this machine, the target is loaded
+    once to time it, and closed again. Later the policy learns from the time that passes between two
+    calls of `next`, which is `memory`'s to use and not saved.
+
+    `note` is told if drafting fails; the text then goes on without. Raises `UsageError` if the target
+    has a recurrent state, `ModelFileError`, `PairError` or `MemoryLimitError`.
+    """
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        memory: Memory,
+        *,
+        n_ctx: int,
+        clock: Callable[[], float],
+        note: Callable[[str], None],
+    ) -> None:
+        self._clock = clock
+        self._note = note
+        #: What became of all drafts so far.
+        self.tally = Tally()
+        #: The present text, the last draft for it, and what that took.
+        self._generation: Generation | None = None
+        self._draft = NO_DRAFT
+        self._draft_s = 0.0
+        #: When the last draft was handed over.
+        self._handed_s = 0.0
+        self._is_closed = False
+        self._resources = contextlib.ExitStack()
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.close)
+            session = Session(options, clock, memory, vocabulary_only=True)
+            self._session = self._resources.enter_context(session)
+            _refuse_recurrent(session)
+            if options.drafting.is_by_cost and not is_pair_measured(session, session.draft_path):
+                _measure(options, memory, clock)
+            self._contexts = self._resources.enter_context(session.draft_contexts(n_ctx))
+            on_error.pop_all()
+
+    def __enter__(self) -> DraftRounds:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the contexts and the weights. May be called twice."""
+        self._is_closed = True
+        self._end_text()
+        self._resources.close()
+
+    @property
+    def n_vocab(self) -> int:
+        """The target's tokens."""
+        return self._session.target_model.vocabulary.n_tokens
+
+    @property
+    def draft_name(self) -> str:
+        """What drafts: a model's file name, ``ngram`` or ``none``."""
+        return self._session.draft_name
+
+    def next(self, text: Sequence[int]) -> list[int]:
+        """A draft, which may be empty, to follow a text of at least one token.
+
+        A text that goes on from the one before as a round makes it (with a beginning of the last draft,
+        then one token of the target's own) tells what was accepted. Any other is a new text. Raises
+        `BackendError` after `close`.
+        """
+        if self._is_closed:
+            raise BackendError("the draft is closed")
+        generation, committed = self._generation, self._committed(text)
+        if generation is None or not committed:
+            generation = self._begin_text(text)
+        else:
+            self._observe(generation, committed)
+        started = self._clock()
+        try:
+            self._draft = self._propose(generation)
+        except BaseException:  # Ctrl-C: how far the drafter got is not known
+            self._end_text()
+            raise
+        self._handed_s = self._clock()
+        self._draft_s = self._handed_s - started
+        return list(self._draft.tokens)
+
+    def _committed(self, text: Sequence[int]) -> list[int]:
+        """What a round has added to the present text; empty if `text` is another one."""
+        known = [] if self._generation is None else self._generation.tokens
+        if list(text[: len(known)]) != known:
+            return []
+        committed = list(text[len(known) :])
+        is_round = committed[:-1] == list(self._draft.tokens[: max(0, len(committed) - 1)])
+        return committed if is_round else []
+
+    def _begin_text(self, text: Sequence[int]) -> Generation:
+        """What is in the caches of the beginning of `text` stays there."""
+        self._end_text()
+        draft = self._contexts[0] if self._contexts else None
+        self._generation = generation = self._session.generation(
+            Prompt("", tuple(text)), _UNLIMITED, draft, seed=0, helpers=self._contexts[1:]
+        )
+        return generation
+
+    def _end_text(self) -> None:
+        if self._generation is not None:
+            self._generation.policy.finish()
+            self._session.keep_text(self._generation.tokens)
+        self._generation, self._draft = None, NO_DRAFT
+
+    def _observe(self, generation: Generation, committed: Sequence[int]) -> None:
+        """Tell policy and drafter what became of the last draft."""
+        for token in committed:
+            generation.state.commit(token)
+        draft, target_s = self._draft, self._clock() - self._handed_s
+        path, n_rows = tuple(range(len(committed) - 1)), 1 + len(draft)
+        report = RoundReport(draft, path, self._draft_s, target_s, n_rows, tuple(committed))
+        generation.policy.observe(report)
+        if generation.drafter is not None:
+            generation.drafter.observe(report)
+        self.tally.n_rounds += 1
+        self.tally.n_round_tokens += len(committed)
+        self.tally.draft_s += self._draft_s
+        self.tally.target_s += target_s
+        if len(draft):
+            self.tally.add_draft(draft, path)
+
+    def _propose(self, generation: Generation) -> Draft:
+        drafter, policy = generation.drafter, generation.policy
+        if drafter is None:
+            return NO_DRAFT
+        n_max = min(policy.room(generation.n_expected), generation.n_draftable)
+        if n_max < 1:
+            return NO_DRAFT
+        drafting = drafting_of(drafter, generation.tokens, n_max, policy)
+        (proposal,) = propose_together([drafting], self._clock)
+        if proposal.error is not None:
+            error = proposal.error
+            generation.drafter = None
+            what = error.message if isinstance(error, SpecgenError) else repr(error)
+            self._note(f"drafting failed, going on without a draft: {what}")
+        return policy.trim(proposal.draft)
+
+
+def _refuse_recurrent(session: Session) -> None:
+    target = session.target_model
+    if target.has_recurrent_state:
+        raise UsageError(
+            f"{target.name} has a recurrent state, from which Llama cannot take back rejected drafts",
+            hint="specgen itself can: `specgen run`, or `specgen.load` from Python",
+        )
+
+
+def _measure(options: SessionOptions, memory: Memory, clock: Callable[[], float]) -> None:
+    """Time the models as every engine does when it opens, and keep what came of it."""
+    with Session(options, clock, memory) as session, Engine(session, n_ctx=_N_CTX_TIMED):
+        memory.save()
+
+
+__all__ = ["DraftRounds"]
