@@ -108,7 +108,7 @@ $(VENV)/.llama: $(VENV)/.llama-settings
 # Installing compiles the kernels too (hatch_build.py), where they changed.
 $(VENV)/.installed: $(VENV)/.llama pyproject.toml $(KERNELS)
 	@echo 'Installing specgen' >&2
-	@$(PIP) install --quiet --editable . >&2
+	@$(PIP) install --quiet --editable '.[server]' >&2
 	@report=$$($(BIN)/specgen doctor) || { printf '%s\n' "$$report" >&2; exit 1; }
 	@touch $@
 

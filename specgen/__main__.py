@@ -1,6 +1,43 @@
-"""``python -m specgen`` is the ``specgen`` command."""
+"""The process of the ``specgen`` command, also as ``python -m specgen``."""
 
-from specgen.cli import main
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+from typing import NoReturn
+
+from specgen.errors import EXIT_INTERRUPTED
+
+
+def main() -> NoReturn:
+    """Run the command line as the process that it was started as.
+
+    Ctrl-C ends the process at once while modules are imported, and while the interpreter shuts down:
+    a KeyboardInterrupt there would be a traceback, or be lost. Between these it is a KeyboardInterrupt.
+    """
+    # A process in the background may have been told to ignore Ctrl-C.
+    is_heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_heeded:
+        signal.signal(signal.SIGINT, _end_at_once)
+    from specgen.cli import main as run_command_line
+    from specgen.cli.standard_streams import open_missing_streams
+
+    open_missing_streams()
+    if is_heeded:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        run_command_line()
+    except KeyboardInterrupt:
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    finally:
+        if is_heeded:
+            signal.signal(signal.SIGINT, _end_at_once)
+
+
+def _end_at_once(_number: int, _frame: FrameType | None) -> None:
+    os._exit(EXIT_INTERRUPTED)
+
 
 if __name__ == "__main__":
     main()

@@ -188,7 +188,7 @@ def test_the_wheel_is_whole(tmp_path: Path) -> None:
     assert sources <= names
     assert {"specgen/py.typed", "specgen/bench/page.html.jinja"} <= names
     assert f"{about}/licenses/LICENSE" in names
-    assert "specgen = specgen.cli:main" in entry_points
+    assert "specgen = specgen.__main__:main" in entry_points
     assert "\nRequires-Python: >=3.10\n" in metadata
     assert {name.split("/")[0] for name in names} == {"specgen", about}
     assert KERNELS not in names

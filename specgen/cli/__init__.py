@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import io
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
@@ -20,27 +19,25 @@ from specgen.cli.chat import chat
 from specgen.cli.doctor import doctor
 from specgen.cli.fim import fim
 from specgen.cli.run import run
+from specgen.cli.serve import serve
+from specgen.cli.standard_streams import output_errors
 from specgen.cli.tune import tune
 from specgen.cli.verify import verify
-from specgen.errors import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, OutputError, SpecgenError
+from specgen.errors import EXIT_INTERRUPTED, SpecgenError
 
 
 class _Group(typer.core.TyperGroup):
     """Takes care of what goes wrong with standard output, in every command."""
 
+    def make_context(self, *arguments: Any, **settings: Any) -> Any:
+        with output_errors():  # --version and --help write here
+            return super().make_context(*arguments, **settings)
+
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with output_errors():
             result = super().invoke(ctx)
             sys.stdout.flush()
-        except BrokenPipeError:
-            _abandon_stdout()
-            return EXIT_BROKEN_PIPE
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            _abandon_stdout()
-            raise OutputError(f"the output could not be written: {error.strerror}") from error
-        return result
+            return result
 
 
 def _show_version(wanted: bool) -> None:
@@ -61,6 +58,7 @@ app.command()(run)
 app.command()(chat)
 app.command()(fim)
 app.command()(batch)
+app.command()(serve)
 app.command()(verify)
 app.command()(tune)
 app.command()(bench)
@@ -119,11 +117,7 @@ def _complain_of_usage(error: Exception) -> int:
 
 
 def _complain(message: str, hint: str | None) -> None:
-    print(f"error: {message}", file=sys.stderr)
-    if hint:
-        print(f"hint: {hint}", file=sys.stderr)
-
-
-def _abandon_stdout() -> None:
-    """Nobody reads stdout any more: keep the interpreter from complaining when it flushes."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with contextlib.suppress(OSError):  # the exit code still says what happened
+        print(f"error: {message}", file=sys.stderr)
+        if hint:
+            print(f"hint: {hint}", file=sys.stderr)

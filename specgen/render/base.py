@@ -107,6 +107,8 @@ def output_errors() -> Iterator[None]:
         if os.name == "nt" and error.errno == errno.EINVAL:
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from error
         reason = error.strerror or str(error) or type(error).__name__
+        if error.errno == errno.EBADF:
+            reason = "standard output is closed"
         hint = "make room on the disk" if error.errno == errno.ENOSPC else None
         raise OutputError(f"the answer could not be written: {reason}", hint) from error
 

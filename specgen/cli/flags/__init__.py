@@ -17,6 +17,7 @@ from specgen.cli.flags.groups import takes_options
 from specgen.cli.flags.machine import machine
 from specgen.cli.flags.models import models
 from specgen.cli.flags.sampling import sampling
+from specgen.cli.flags.server import server
 from specgen.cli.flags.text import utf8
 from specgen.errors import UsageError
 from specgen.options import Show
@@ -174,6 +175,7 @@ __all__ = [
     "machine",
     "models",
     "sampling",
+    "server",
     "takes_options",
     "tree_shape",
 ]

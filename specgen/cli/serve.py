@@ -1,0 +1,127 @@
+"""``specgen serve``: an HTTP server with OpenAI's API."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Annotated
+
+import typer
+
+from specgen.cli import flags
+from specgen.cli.answering import with_grammar
+from specgen.cli.flags.part import without
+from specgen.cli.interrupt import Interrupt
+from specgen.cli.opening import log_shown, open_session, use_kernels
+from specgen.errors import UsageError
+from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.selection.model_choice import ModelChoice
+from specgen.selection.session_opening import find_models, session_options
+from specgen.server.options import ServerOptions
+
+_SERVER = "Server"
+#: Answers at once where nobody says how many, if the memory has room for as many.
+_N_PARALLEL = 4
+
+
+@flags.takes_options(
+    models=flags.models,
+    server=flags.server,
+    answer=without(flags.answer, "logprobs"),
+    grammar=flags.constraint,
+    sampling=flags.sampling,
+    drafting=flags.drafting,
+    machine=flags.machine,
+)
+def serve(
+    *,
+    models: ModelChoice,
+    parallel: Annotated[
+        int | None,
+        typer.Option(
+            "--parallel",
+            "-np",
+            min=1,
+            metavar="N",
+            help="How many answers are made at once; each has a context of its own.",
+            show_default=f"{_N_PARALLEL}, or fewer if the memory has no room for as many",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    learn_across: Annotated[
+        bool,
+        typer.Option(
+            "--learn-across-requests",
+            help="Let what is learnt of drafts in one request serve the next ones. Times of requests "
+            "then depend a little on what other users wrote.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = False,
+    server: ServerOptions,
+    answer: GenerationOptions,
+    grammar: flags.Constraint,
+    sampling: SamplerOptions,
+    drafting: DraftOptions,
+    machine: Contexts,
+    quiet: flags.Quiet = False,
+    verbose: flags.Verbose = False,
+) -> int:
+    """Answer requests over HTTP, several at once, as OpenAI's API and llama.cpp's server have them.
+
+    Standard output says where it listens; there is a small chat at that address. The options of
+    answers, sampling and drafting are for requests that leave them out. SIGTERM ends the server as
+    soon as the answers in the making are finished.
+    """
+    flags.check_loudness(quiet=quiet, verbose=verbose)
+    _check_installed()
+    generation = with_grammar(answer, grammar, json=True, quiet=quiet)
+    sources = find_models(models, quiet=quiet)
+    options = session_options(sources, sampling, drafting, generation, machine)
+    with contextlib.ExitStack() as stack:
+        from specgen.engine.parallel import largest_engine
+        from specgen.server.addresses import bound_socket, url_of
+        from specgen.server.run import serve as answer_requests
+
+        bound = stack.enter_context(bound_socket(server.host, server.port, server.limits.client_s))
+        use_kernels(machine.kernels, quiet=quiet)
+        stack.enter_context(log_shown(verbose))
+        session = stack.enter_context(
+            open_session(options, quiet=quiet, verbose=verbose, drafts=sources.drafts)
+        )
+        stack.callback(session.memory.save)
+        with Interrupt() as stop:
+            engine = largest_engine(
+                session,
+                parallel or _N_PARALLEL,
+                None,
+                is_fixed=parallel is not None,
+                learn_alone=not learn_across,
+            )
+        stack.enter_context(engine)
+        if stop():
+            return stop.exit_code
+
+        def note(text: str) -> None:
+            if not quiet:
+                print(f"note: {text}", file=sys.stderr)
+
+        note(
+            f"{engine.n_parallel} at once, {engine.n_ctx} tokens each; draft: {session.draft_name}"
+        )
+        for notice in engine.take_notices():
+            note(notice)
+        print(f"listening on {url_of(bound)}", flush=True)
+        answer_requests(session, engine, server, bound, is_verbose=verbose, note=note)
+    return 0
+
+
+def _check_installed() -> None:
+    try:
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"specgen serve needs {error.name}, which is not installed",
+            hint="pip install 'specgen[server]'",
+        ) from error

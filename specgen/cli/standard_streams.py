@@ -1,0 +1,64 @@
+"""Standard streams where the parent process closed some of them, as daemons and cron do."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Iterator
+
+import typer
+
+from specgen.errors import EXIT_BROKEN_PIPE, OutputError
+
+#: Standard output cannot take what is written to it.
+_NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+
+
+def open_missing_streams() -> None:
+    """Open the null device in the place of each standard stream that is closed.
+
+    Standard input is then empty, and standard error is thrown away. Standard output is opened for
+    reading: what is written to it fails with EBADF, and nobody takes an answer for written that is not.
+    Without this, the next file that is opened would have the number of the closed stream, and what
+    libraries print would end up in it.
+    """
+    for name, flags, mode in (
+        ("stdin", os.O_RDONLY, "r"),
+        ("stdout", os.O_RDONLY, "w"),
+        ("stderr", os.O_WRONLY, "w"),
+    ):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, flags)  # the lowest free number: that of the stream
+            os.set_inheritable(descriptor, True)
+            stream = open(  # noqa: SIM115 - open to the end of the process, as those it replaces
+                descriptor, mode, encoding="utf-8", errors="backslashreplace", closefd=False
+            )
+            setattr(sys, name, stream)
+
+
+@contextlib.contextmanager
+def output_errors() -> Iterator[None]:
+    """Translate what goes wrong while a command writes to standard output.
+
+    Raises `OutputError`, and `typer.Exit` if the reader of a pipe went away.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        _abandon_stdout()
+        raise typer.Exit(EXIT_BROKEN_PIPE) from None
+    except OSError as error:
+        if error.errno not in _NOT_WRITTEN:
+            raise
+        _abandon_stdout()
+        reason = error.strerror
+        if error.errno == errno.EBADF:
+            reason = "standard output is closed"
+        raise OutputError(f"the output could not be written: {reason}") from error
+
+
+def _abandon_stdout() -> None:
+    """Write what is left for stdout to the null device: the interpreter flushes it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

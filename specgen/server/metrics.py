@@ -1,0 +1,137 @@
+"""Figures of a server in the form of Prometheus.
+
+Names are those that llama.cpp's server and vLLM share, with our prefix; what they do not have is
+named alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from specgen.errors import SpecgenError
+from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, VerifiedEvent
+
+_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+
+
+class Metrics:
+    """Counts what a server does. May be used from several threads."""
+
+    def __init__(self, n_slots: int) -> None:
+        self._registry = CollectorRegistry()
+        drafts = "spec_decode_num"
+        self._drafts = self._counter(f"{drafts}_drafts", "Drafts that the target verified.")
+        self._drafted = self._counter(f"{drafts}_draft_tokens", "Tokens of these drafts.")
+        self._accepted = self._counter(
+            f"{drafts}_accepted_tokens", "Tokens of these drafts that the target accepted."
+        )
+        self._accepted_at = self._counter(
+            f"{drafts}_accepted_tokens_per_pos",
+            "Accepted tokens by their position in the draft, from 0 on.",
+            "position",
+        )
+        self._wasted = self._counter(
+            f"{drafts}_wasted_tokens", "Drafted tokens that were verified in vain."
+        )
+        self._draft_s = self._counter("draft_seconds", "Time in decodes of the draft model.")
+        self._target_s = self._counter(
+            "target_seconds", "Time in decodes of the target, prompts included."
+        )
+        self._prompt_s = self._counter("prompt_seconds", "Time in decodes of prompts.")
+        self._loop_s = self._counter("loop_seconds", "Time of specgen itself.")
+        self._read = self._counter("prompt_tokens", "Tokens of prompts, cached ones included.")
+        self._cached = self._counter(
+            "prompt_tokens_cached", "Tokens of prompts that were in the cache already."
+        )
+        self._hits = self._counter("prefix_cache_hits", "Prompts that began with cached tokens.")
+        self._told = self._counter("tokens_predicted", "Tokens of answers.")
+        self._answers = self._counter("answers", "Answers by how they ended.", "finish_reason")
+        self._responses = self._counter("responses", "Responses by their status.", "status")
+        self._round_s, self._plain_s = 0.0, 0.0
+        self._gain = self._gauge(
+            "estimated_gain",
+            "How many times as fast rounds were as plain decoding of the same tokens would have "
+            "been, by the measured costs of the target's batches; 0 before the first round.",
+        )
+        self._processing = self._gauge("requests_processing", "Answers in the making.")
+        self._deferred = self._gauge("requests_deferred", "Answers that wait for a free slot.")
+        self._gauge("slots", "Answers that are made at once, at most.").set(n_slots)
+        self._first_s = self._histogram(
+            "time_to_first_token_seconds", "From a request to the first token of an answer."
+        )
+        self._whole_s = self._histogram("answer_seconds", "From a request to the end of an answer.")
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"specgen:{name}", text, labels, registry=self._registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"specgen:{name}", text, registry=self._registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(f"specgen:{name}", text, buckets=_SECONDS, registry=self._registry)
+
+    def count_events(self, events: Sequence[Event]) -> None:
+        """Count what happened in a step of the engine."""
+        n_nodes: dict[int, int] = {}
+        for event in events:
+            if isinstance(event, DraftedEvent):
+                n_nodes[event.sequence] = len(event.nodes)
+            elif isinstance(event, VerifiedEvent):
+                n_drafted, n_accepted = n_nodes.get(event.sequence, 0), len(event.accepted)
+                self._drafts.inc()
+                self._drafted.inc(n_drafted)
+                self._accepted.inc(n_accepted)
+                self._wasted.inc(n_drafted - n_accepted)
+                for position in range(n_accepted):
+                    self._accepted_at.labels(position).inc()
+            elif isinstance(event, FinishedEvent):
+                self._count_answer(event)
+
+    def _count_answer(self, finished: FinishedEvent) -> None:
+        self._answers.labels(finished.finish_reason).inc()
+        self._read.inc(finished.n_prompt_tokens)
+        self._cached.inc(finished.n_cached_tokens)
+        self._hits.inc(finished.n_cached_tokens > 0)
+        self._told.inc(finished.n_tokens)
+        self._draft_s.inc(finished.draft_s)
+        self._target_s.inc(finished.target_s)
+        self._prompt_s.inc(finished.prompt_s)
+        self._loop_s.inc(finished.loop_s)
+
+    def count_round(
+        self, events: Sequence[Event], n_answers: int, seconds: float, plain_s: float
+    ) -> None:
+        """Count a round of so many answers without a prompt that was read beside; one without drafts
+        would have taken `plain_s`, for a token of each."""
+        n_tokens = sum(len(event.pieces) for event in events if isinstance(event, CommittedEvent))
+        self._round_s += seconds
+        self._plain_s += plain_s * n_tokens / n_answers
+        self._gain.set(self._plain_s / self._round_s)
+
+    def count_times(self, told: Sequence[tuple[int, Event | SpecgenError]], seconds: float) -> None:
+        """Count the times of answers whose request came so many seconds ago."""
+        for _, event in told:
+            if isinstance(event, CommittedEvent) and event.n_tokens == len(event.pieces):
+                self._first_s.observe(seconds)
+            elif isinstance(event, FinishedEvent):
+                self._whole_s.observe(seconds)
+            elif isinstance(event, SpecgenError):
+                self._answers.labels("failed").inc()
+
+    def count_response(self, status: int) -> None:
+        """Count a response."""
+        self._responses.labels(status).inc()
+
+    def show_load(self, n_processing: int, n_waiting: int) -> None:
+        """Show how many answers are in the making, and how many wait."""
+        self._processing.set(n_processing)
+        self._deferred.set(n_waiting)
+
+    def text(self) -> bytes:
+        """All figures in Prometheus's text format."""
+        return generate_latest(self._registry)
+
+
+__all__ = ["Metrics"]

@@ -1,0 +1,123 @@
+// The server's API, as far as the page needs it. Addresses are relative to the page's own, so that
+// a proxy may serve it below a path.
+
+const KEY = "specgen-api-key";
+const UNREACHABLE = "The server cannot be reached.";
+const CUT_OFF = "The connection was lost before the answer ended.";
+
+// What went wrong, in a sentence for the user. `status` is the HTTP status, if there is one.
+export class ServerError extends Error {
+  constructor(message, status = null) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export class Client {
+  // `askForKey(isRefused)` resolves to an API key, or to null if the user has none.
+  constructor(askForKey) {
+    this.askForKey = askForKey;
+  }
+
+  // The name of the model, and what /props tells.
+  async about() {
+    const models = await (await this.request("v1/models")).json();
+    const props = await (await this.request("props")).json();
+    return { ...props, model: models.data[0].id };
+  }
+
+  // The chunks of an answer as they arrive. Raises ServerError, and AbortError when `signal`
+  // aborts it.
+  async *answer(body, signal) {
+    const response = await this.request("v1/chat/completions", {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify({ ...body, stream: true }),
+      signal,
+    });
+    const events = eventData(response.body);
+    for (;;) {
+      const { value, done } = await orServerError(events.next(), CUT_OFF);
+      if (done) {
+        throw new ServerError(CUT_OFF);
+      }
+      if (value === "[DONE]") {
+        await events.return();
+        return;
+      }
+      const chunk = JSON.parse(value);
+      if (chunk.error) {
+        throw new ServerError(chunk.error.message);
+      }
+      yield chunk;
+    }
+  }
+
+  // A response that is well. Where the server wants a key, the user is asked until one fits.
+  async request(address, options = {}) {
+    for (;;) {
+      const key = sessionStorage.getItem(KEY);
+      const authorization = key === null ? {} : { Authorization: `Bearer ${key}` };
+      const headers = { ...options.headers, ...authorization };
+      const response = await orServerError(fetch(address, { ...options, headers }), UNREACHABLE);
+      if (response.ok) {
+        return response;
+      }
+      if (response.status !== 401) {
+        throw new ServerError(await errorMessage(response), response.status);
+      }
+      sessionStorage.removeItem(KEY);
+      const entered = await this.askForKey(key !== null);
+      if (entered === null) {
+        throw new ServerError("The server wants an API key.", 401);
+      }
+      sessionStorage.setItem(KEY, entered);
+    }
+  }
+}
+
+async function orServerError(promise, message) {
+  try {
+    return await promise;
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new ServerError(message);
+  }
+}
+
+async function errorMessage(response) {
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return `The server answered with status ${response.status}.`;
+  }
+}
+
+// The data of each server-sent event in the body of a response. Bytes may arrive cut anywhere,
+// within a character too. Lines end with \n or \r\n; those that begin with a colon are comments.
+async function* eventData(body) {
+  const reader = body.getReader();
+  const decoder = new TextDecoder();
+  let line = "";
+  let data = [];
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      const pieces = (line + decoder.decode(value, { stream: !done })).split("\n");
+      line = pieces.pop();
+      for (const piece of pieces) {
+        const whole = piece.replace(/\r$/, "");
+        if (whole.startsWith("data:")) {
+          data.push(whole.slice("data:".length).replace(/^ /, ""));
+        } else if (whole === "" && data.length) {
+          yield data.join("\n");
+          data = [];
+        }
+      }
+      if (done) {
+        return;
+      }
+    }
+  } finally {
+    await reader.cancel().catch(() => {}); // whoever stops reading closes the connection
+  }
+}

@@ -1,0 +1,83 @@
+// The figures of an answer. Times are milliseconds.
+
+export class Figures {
+  #started;
+  #first = null; // when the first tokens came, and how many they were
+  #now;
+  #nTokens = 0;
+  #nAccepted = 0;
+  #last = {}; // the chunk that has the server's own figures
+
+  constructor(now) {
+    this.#started = this.#now = now;
+  }
+
+  count(chunk, pieces, now) {
+    this.#now = now;
+    this.#nTokens += pieces.length;
+    this.#nAccepted += pieces.filter((piece) => piece.kind === "accepted").length;
+    if (pieces.length && this.#first === null) {
+      this.#first = { now, nTokens: pieces.length };
+    }
+    if (chunk.timings) {
+      this.#last = chunk;
+    }
+  }
+
+  // While the answer comes: what the page counted itself.
+  running() {
+    if (this.#first === null) {
+      return "reading the prompt";
+    }
+    const parts = [counted(this.#nTokens, "token")];
+    const seconds = (this.#now - this.#first.now) / 1000;
+    if (seconds > 0) {
+      parts.push(`${figure((this.#nTokens - this.#first.nTokens) / seconds)} tokens/s`);
+    }
+    if (this.#nAccepted) {
+      parts.push(`${percent(this.#nAccepted / this.#nTokens)} of them from drafts`);
+    }
+    return parts.join(" · ");
+  }
+
+  // At the end: the server's, as far as it gave them.
+  final() {
+    const { timings, speculative } = this.#last;
+    if (!timings) {
+      return this.#first === null ? "" : this.running();
+    }
+    const parts = [counted(timings.predicted_n, "token")];
+    if (timings.predicted_per_second) {
+      parts.push(`${figure(timings.predicted_per_second)} tokens/s`);
+    }
+    if (this.#first !== null) {
+      parts.push(`first token after ${seconds(this.#first.now - this.#started)}`);
+    }
+    const cached = timings.cache_n ? `, ${timings.cache_n} of them cached` : "";
+    parts.push(`${counted(timings.prompt_n + timings.cache_n, "prompt token")}${cached}`);
+    if (speculative?.n_drafted) {
+      const { n_accepted, n_drafted, mean_accepted_length } = speculative;
+      parts.push(`${n_accepted} of ${n_drafted} drafted accepted ` +
+        `(${percent(n_accepted / n_drafted)})`);
+      parts.push(`mean accepted length ${mean_accepted_length.toFixed(2)}`);
+    }
+    return parts.join(" · ");
+  }
+}
+
+function counted(n, what) {
+  return `${n} ${what}${n === 1 ? "" : "s"}`;
+}
+
+function percent(share) {
+  return `${Math.round(100 * share)}%`;
+}
+
+// Three digits, or all before the point.
+function figure(value) {
+  return value.toFixed(value >= 100 ? 0 : value >= 10 ? 1 : 2);
+}
+
+function seconds(ms) {
+  return ms < 999.5 ? `${ms.toFixed(0)} ms` : `${figure(ms / 1000)} s`;
+}

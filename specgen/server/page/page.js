@@ -1,0 +1,183 @@
+// A chat with the server that serves this page. The conversation is kept here only: a reload
+// forgets it.
+
+import { Client, ServerError } from "./client.js";
+import { fillLegend } from "./marks.js";
+import { said, Turn } from "./turn.js";
+
+const part = (id) => document.getElementById(id);
+const client = new Client(askForKey);
+const conversation = part("conversation");
+const question = part("question");
+
+let turns = [];
+let running = null; // the AbortController of the answer that is coming
+
+part("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  send();
+});
+question.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    part("composer").requestSubmit();
+  }
+});
+// A setting that is out of range can be shown only if it is not folded away.
+part("composer").addEventListener(
+  "invalid",
+  (event) => event.target.closest("details")?.setAttribute("open", ""),
+  { capture: true },
+);
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") {
+    running?.abort();
+  }
+});
+part("stop").addEventListener("click", () => running?.abort());
+part("new").addEventListener("click", () => {
+  running?.abort();
+  turns = [];
+  conversation.replaceChildren();
+  question.focus();
+});
+part("colours").addEventListener("change", (event) => {
+  document.body.classList.toggle("colourless", !event.target.checked);
+});
+
+fillLegend(document.querySelector(".legend"));
+introduce();
+
+// Say which model answers.
+async function introduce() {
+  try {
+    const { model, draft, has_chat_template } = await client.about();
+    const drafts = { none: "no drafts", ngram: "drafts from n-grams" }[draft]
+      ?? `drafts from ${draft.replace(/\.gguf$/, "")}`;
+    part("about").textContent = `${model} · ${drafts}`;
+    document.title = `${model} – specgen`;
+    part("draft").disabled = draft === "none";
+    part("draft").checked = draft !== "none";
+    if (!has_chat_template) {
+      notice("This model has no chat template: it continues texts, but cannot chat.");
+    }
+  } catch (error) {
+    notice(sentence(error));
+  }
+}
+
+function send() {
+  const text = question.value.trim();
+  if (text === "" || running !== null) {
+    return;
+  }
+  question.value = "";
+  ask(text);
+}
+
+async function ask(text) {
+  notice("");
+  const turn = new Turn(text);
+  turn.onretry = () => takeBack(turn) && ask(text);
+  turn.onedit = () => {
+    takeBack(turn);
+    question.value = [text, question.value].filter(Boolean).join("\n\n");
+    question.focus();
+  };
+  const messages = [...turns.flatMap((earlier) => earlier.messages()), said("user", text)];
+  if (part("system").value.trim() !== "") {
+    messages.unshift(said("system", part("system").value));
+  }
+  turns.push(turn);
+  conversation.append(turn.element);
+  conversation.scrollTop = conversation.scrollHeight;
+  const controller = new AbortController();
+  setRunning(controller);
+  try {
+    for await (const chunk of client.answer({ messages, ...settings() }, controller.signal)) {
+      following(() => turn.add(chunk));
+    }
+    following(() => turn.end());
+  } catch (error) {
+    following(() => (controller.signal.aborted ? turn.stop() : turn.fail(sentence(error))));
+  } finally {
+    controller.abort(); // whatever ended it here, the server shall not go on
+    if (running === controller) {
+      following(() => setRunning(null));
+    }
+  }
+}
+
+// Remove the last turn.
+function takeBack(turn) {
+  turns.pop();
+  turn.element.remove();
+  return true;
+}
+
+function settings() {
+  const given = { speculative: { draft: part("draft").checked, pieces: true } };
+  const temperature = part("temperature").valueAsNumber;
+  const maxTokens = part("max-tokens").valueAsNumber;
+  if (!Number.isNaN(temperature)) {
+    given.temperature = temperature;
+  }
+  if (!Number.isNaN(maxTokens)) {
+    given.max_tokens = maxTokens;
+  }
+  return given;
+}
+
+function setRunning(controller) {
+  running = controller;
+  const isRunning = controller !== null;
+  const hadFocus = [part("send"), part("stop")].includes(document.activeElement);
+  part("send").hidden = isRunning;
+  part("stop").hidden = !isRunning;
+  if (hadFocus) {
+    part(isRunning ? "stop" : "send").focus();
+  }
+  document.body.classList.toggle("busy", isRunning);
+  conversation.ariaBusy = String(isRunning); // screen readers read the answer when it is whole
+}
+
+// Change the conversation, and keep its end in view if it was.
+function following(change) {
+  const { scrollHeight, scrollTop, clientHeight } = conversation;
+  const isAtEnd = scrollHeight - scrollTop - clientHeight < 40;
+  change();
+  if (isAtEnd) {
+    conversation.scrollTop = conversation.scrollHeight;
+  }
+}
+
+function notice(text) {
+  part("notice").textContent = text;
+  part("notice").hidden = text === "";
+}
+
+// What the user is told of an error, in one line.
+function sentence(error) {
+  if (error instanceof ServerError) {
+    return error.message.replace(/\s+/g, " ");
+  }
+  console.error(error);
+  return "The server sent something that this page does not understand.";
+}
+
+function askForKey(isRefused) {
+  const dialog = part("key-dialog");
+  part("key-why").textContent = isRefused
+    ? "The server refused this API key. Enter another:"
+    : "The server wants an API key:";
+  part("key").value = "";
+  dialog.returnValue = "";
+  dialog.showModal();
+  return new Promise((resolve) => {
+    dialog.addEventListener(
+      "close",
+      () => resolve(dialog.returnValue === "use" ? part("key").value : null),
+      { once: true },
+    );
+  });
+}

@@ -1,0 +1,122 @@
+"""Runs a server until it is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import uvicorn
+
+from specgen.engine.engine import Engine
+from specgen.engine.session import Session
+from specgen.server.app import Server
+from specgen.server.jobs import EngineThread
+from specgen.server.metrics import Metrics
+from specgen.server.options import ServerOptions
+
+#: What is left for sending the ends of answers that were cut short, in seconds.
+_FLUSH_S = 5.0
+
+
+def serve(
+    session: Session,
+    engine: Engine,
+    options: ServerOptions,
+    bound: socket.socket,
+    *,
+    is_verbose: bool = False,
+    note: Callable[[str], None] = lambda _text: None,
+) -> None:
+    """Answer requests that come to a socket until SIGTERM or Ctrl-C. Answers in the making then have
+    `drain_s` seconds to end by themselves; a second signal ends them at once. Closes the engine.
+    `note` is told what happens then. Raises what ended the engine's thread, which is a bug."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    logging.getLogger("specgen.server").setLevel(logging.INFO)
+    with http_server(session, engine, options, is_verbose=is_verbose, note=note) as server:
+        server.run(sockets=[bound])
+    if server.failure is not None:
+        raise server.failure
+
+
+@contextlib.contextmanager
+def http_server(
+    session: Session,
+    engine: Engine,
+    options: ServerOptions,
+    *,
+    is_verbose: bool = False,
+    note: Callable[[str], None] = lambda _text: None,
+) -> Iterator[DrainingServer]:
+    """A server that is to be `run`, with a thread that steps the engine, which it closes at the end."""
+    metrics = Metrics(engine.n_parallel)
+    with (
+        EngineThread(engine, metrics, options.limits.n_waiting) as thread,
+        Server(session, thread, metrics, options) as server,
+    ):
+        config = uvicorn.Config(
+            server.app(),
+            log_config=None,
+            # What goes wrong is in specgen's own log; clients that do not take their answers are no
+            # errors.
+            log_level="info" if is_verbose else "critical",
+            access_log=is_verbose,
+            lifespan="off",
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=int(options.drain_s + _FLUSH_S),
+        )
+        yield DrainingServer(config, thread, options.drain_s, note)
+
+
+class DrainingServer(uvicorn.Server):
+    """A server that ends when its answers have ended, or some time after it was told to."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        thread: EngineThread,
+        drain_s: float,
+        note: Callable[[str], None],
+    ) -> None:
+        super().__init__(config)
+        self._thread = thread
+        self._drain_s = drain_s
+        self._note = note
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine's thread before its time."""
+        return self._thread.failure
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self.failure is not None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # Unlike uvicorn's own, it does not raise the signal again at the end: to be told to end is
+        # no failure.
+        if self.should_exit:
+            self._thread.cancel_all()
+            return
+        self.should_exit = True
+        n_open = self._thread.n_open
+        if n_open:
+            again = "again to end them now" if sig == signal.SIGINT else f"{self._drain_s:g} s"
+            answers = "1 answer" if n_open == 1 else f"{n_open} answers"
+            self._note(f"ending after {answers} ({again})")
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        cut = loop.call_later(self._drain_s, self._thread.cancel_all)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cut.cancel()
+            self._thread.cancel_all()
+
+
+__all__ = ["DrainingServer", "http_server", "serve"]
