@@ -14,6 +14,7 @@ import pytest
 from specgen.backend.llama import LlamaModel
 from specgen.calibration.cost_table import CostTable
 from specgen.drafters import HeadlessDrafter
+from specgen.engine.chat_template import Message
 from specgen.engine.loop import Loop
 from specgen.engine.session import Prompt, Session, SessionOptions
 from specgen.events import Event, FinishedEvent
@@ -106,6 +107,12 @@ def test_a_prompt_that_stands_in_the_head_is_no_reason_to_leave_it_out(
     """Where the prompt begins is not known for sure there: all is read."""
     with opened(models, draft="none") as session:
         assert not session.prompt(text, now=NOW).head
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n\t"])
+def test_a_prompt_without_words_is_read_whole(models: Path, text: str) -> None:
+    with opened(models, draft="none") as session:
+        assert not session.conversation([Message("user", text)], now=NOW).head
 
 
 @pytest.mark.parametrize("target", ["bare", "no turns", "draft"])

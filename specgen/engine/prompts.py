@@ -153,9 +153,9 @@ def head_of(
     beginning-of-text token is not among them, since attention rests on it.
     """
     first = messages[0].content.strip()
-    before, found, _ = text.partition(first)
-    if messages[0].role == "system" or not first or not found:
+    if messages[0].role == "system" or not first or first not in text:
         return range(0)
+    before = text[: text.index(first)]
     head = tokenize(vocabulary, before, parse_special=True)
     ends = [place for place, token in enumerate(head) if vocabulary.is_end(token)]
     if not ends:

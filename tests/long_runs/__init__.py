@@ -1,0 +1,1 @@
+"""Searches for mistakes that take minutes or hours; pytest does not run them."""

@@ -1,0 +1,334 @@
+"""Hours of what happens to a server: right and wrong requests, users who go away, users who do not read.
+
+    python -m tests.long_runs.server_soak --minutes 60 -- -m target.gguf -md draft.gguf
+
+starts `specgen serve` with the options behind ``--``, and looks for
+
+- texts that differ from what the server said to the same request before, with or without drafts, alone
+  or beside others. Rows have to be exact: use the kernels, or CPU caches in F32 without flash attention,
+- responses that are none, or blame the server (5xx),
+- slots, descriptors, threads or memory that are not given back.
+
+It prints a line for each finding, the figures at the end as JSON, and exits with 1 if anything was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import psutil
+
+from tests.long_runs.mutated_json import mutated
+
+_SYSTEM = "You are a helpful assistant that answers in one or two short sentences. " * 4
+_PROMPTS = (
+    "Why is the sky blue?",
+    "Write a haiku about rain.",
+    "def fibonacci(n):",
+    "List three colours, then list them again.",
+    "Repeat after me: the quick brown fox jumps over the lazy dog.",
+    "Translate 'good morning' into French, German and Italian.",
+    "ünïcödé → 漢字 🦊",
+    "x",
+)
+_LONG = "The cat sat on the mat. The dog lay by the door. " * 40
+_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+_OK = 200
+_TOO_MANY = 429
+#: Statuses that are right for a request that was mutated.
+_REFUSALS = (400, 404, 405, 413, 422, _TOO_MANY)
+_SERVER_ERROR = 500
+#: Megabytes and descriptors that may come and go.
+_SLACK_MB = 64
+_SLACK_FILES = 8
+_PATIENCE_S = 180.0
+
+
+class Soak:
+    """A running server, its users, and what was found."""
+
+    def __init__(self, url: str, process: psutil.Process, seed: int, until: float) -> None:
+        self._url = url
+        self._process = process
+        self._seed = seed
+        self._until = until
+        self._lock = threading.Lock()
+        self._known: dict[str, str] = {}
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.findings: list[str] = []
+        self.samples: list[dict[str, float]] = []
+
+    # --- users ---------------------------------------------------------------------------------
+
+    def use(self, number: int) -> None:
+        """Be a user until the time is over."""
+        chance = random.Random(1000 * self._seed + number)
+        acts: list[tuple[float, Callable[[httpx.Client, random.Random], str]]] = [
+            (10, self._ask),
+            (5, self._ask_in_a_stream),
+            (4, self._go_away),
+            (1, self._read_slowly),
+            (10, self._ask_wrongly),
+            (2, self._look),
+        ]
+        with httpx.Client(base_url=self._url, timeout=_PATIENCE_S) as client:
+            while time.monotonic() < self._until and not self._is_over():
+                (_, act), *_ = chance.choices(acts, [weight for weight, _ in acts])
+                try:
+                    kind = act(client, chance)
+                except (httpx.HTTPError, OSError) as error:
+                    self._find(f"{act.__name__}: {type(error).__name__}: {error}")
+                    kind = "no response"
+                self._count(f"{act.__name__.lstrip('_')}: {kind}")
+                time.sleep(chance.random() * 0.2)
+
+    def _is_over(self) -> bool:
+        return not self._process.is_running() or self._process.status() == psutil.STATUS_ZOMBIE
+
+    def _request(self, chance: random.Random) -> tuple[str, dict[str, Any]]:
+        """A path, and a right body."""
+        prompt = chance.choice(_PROMPTS)
+        if chance.random() < 0.1:
+            prompt = _LONG[: chance.randrange(len(_LONG))]
+        body: dict[str, Any] = {"max_tokens": chance.choice([1, 2, 8, 24, 64])}
+        kind = chance.random()
+        path = "/v1/chat/completions"
+        if kind < 0.6:
+            turns = [{"role": "user", "content": prompt}]
+            if chance.random() < 0.5:
+                turns.insert(0, {"role": "system", "content": _SYSTEM})
+            body["messages"] = turns
+        else:
+            path = "/v1/completions"
+            body["prompt"] = prompt
+        if chance.random() < 0.4:
+            # Draws of a draft model give other draws than the target alone, unless they have to match.
+            body |= {"temperature": chance.choice([0.5, 1.0]), "seed": chance.randrange(3)}
+            body["speculative"] = {"verifier": "match"}
+            body["top_p"] = chance.choice([0.9, 1.0])
+        if chance.random() < 0.1:
+            form = {"type": "json_schema", "json_schema": {"name": "person", "schema": _SCHEMA}}
+            body["response_format"] = form
+        if chance.random() < 0.1:
+            body["stop"] = [" the", "\n\n"]
+        if chance.random() < 0.1:
+            body["n"] = 2
+        return path, body
+
+    def _with_wish(self, body: dict[str, Any], chance: random.Random) -> dict[str, Any]:
+        """The same with other wishes of drafts, which change nothing in the text."""
+        wish = dict(body.get("speculative", {}))
+        wish |= chance.choice([{}, {"draft": False}, {"max": 2}, {"max": 8}])
+        return {**body, "speculative": wish}
+
+    def _ask(self, client: httpx.Client, chance: random.Random) -> str:
+        path, body = self._request(chance)
+        response = client.post(path, json=self._with_wish(body, chance))
+        if response.status_code == _TOO_MANY and "retry-after" in response.headers:
+            return "too many"
+        if response.status_code != _OK:
+            self._find(f"{path} {json.dumps(body)}: {response.status_code} {response.text[:200]}")
+            return "refused"
+        for number, choice in enumerate(response.json()["choices"]):
+            text = choice["text"] if "text" in choice else choice["message"]["content"]
+            self._compare(path, body, number, text)
+        return "answered"
+
+    def _ask_in_a_stream(self, client: httpx.Client, chance: random.Random) -> str:
+        return self._stream(client, chance, None)
+
+    def _go_away(self, client: httpx.Client, chance: random.Random) -> str:
+        return self._stream(client, chance, chance.randrange(8))
+
+    def _stream(self, client: httpx.Client, chance: random.Random, n_lines: int | None) -> str:
+        path, body = self._request(chance)
+        texts: collections.defaultdict[int, str] = collections.defaultdict(str)
+        wished = {**self._with_wish(body, chance), "stream": True}
+        with client.stream("POST", path, json=wished) as response:
+            if response.status_code != _OK:
+                response.read()
+                if response.status_code == _TOO_MANY:
+                    return "too many"
+                self._find(f"{path} {json.dumps(body)}: {response.status_code} {response.text}")
+                return "refused"
+            for number, line in enumerate(response.iter_lines()):
+                if n_lines is not None and number >= n_lines:
+                    return "gone"
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    self._find(f"{path} {json.dumps(body)}: {chunk}")
+                    return "error"
+                for choice in chunk["choices"]:
+                    part = choice["text"] if "text" in choice else choice["delta"].get("content")
+                    texts[choice["index"]] += part or ""
+        for number, text in texts.items():
+            self._compare(path, body, number, text)
+        return "answered"
+
+    def _read_slowly(self, _client: httpx.Client, chance: random.Random) -> str:
+        """Ask for much, with little room for it, and do not read for a while."""
+        host, port = self._url.removeprefix("http://").split(":")
+        body = json.dumps({"prompt": chance.choice(_PROMPTS), "max_tokens": 300, "stream": True})
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            connection.connect((host, int(port)))
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            data = (head + body).encode()
+            if chance.random() < 0.3:  # not even the request is sent to its end
+                connection.sendall(data[: chance.randrange(len(data))])
+            else:
+                connection.sendall(data)
+            time.sleep(chance.choice([1.0, 5.0, 10.0]))
+        return "let go"
+
+    def _ask_wrongly(self, client: httpx.Client, chance: random.Random) -> str:
+        path, body = self._request(chance)
+        kind = chance.random()
+        if kind < 0.15:
+            path, body = "/infill", {"input_prefix": "a", "input_suffix": "b", "max_tokens": 3}
+        elif kind < 0.25:
+            path, body = "/tokenize", {"content": "a b", "with_pieces": True}
+        elif kind < 0.35:
+            path, body = "/detokenize", {"tokens": [1, 2, 3]}
+        elif kind < 0.45:
+            path, body = "/apply-template", {"messages": [{"role": "user", "content": "x"}]}
+        body = {**body, "max_tokens": 4} if "max_tokens" in body else body
+        data = mutated(body, chance)
+        headers = {"Content-Type": "application/json"}
+        response = client.post(path, content=data, headers=headers)
+        status = response.status_code
+        if status != _OK and status not in _REFUSALS:
+            self._find(f"{path} {data[:500]!r}: {status} {response.text[:300]}")
+        elif status != _OK and "message" not in response.json().get("error", {}):
+            self._find(f"{path} {data[:500]!r}: {status} without an error: {response.text[:300]}")
+        return str(status)
+
+    def _look(self, client: httpx.Client, chance: random.Random) -> str:
+        path = chance.choice(
+            ["/", "/page/page.js", "/health", "/props", "/slots", "/metrics", "/v1/models"]
+        )
+        response = client.get(path)
+        if response.status_code != _OK:
+            self._find(f"{path}: {response.status_code} {response.text[:200]}")
+        return "seen"
+
+    # --- what is compared ------------------------------------------------------------------------
+
+    def _compare(self, path: str, body: dict[str, Any], number: int, text: str) -> None:
+        asked = json.dumps([path, body, number], sort_keys=True)
+        with self._lock:
+            known = self._known.setdefault(asked, text)
+            self.counts["texts compared" if known is not text else "texts seen first"] += 1
+        if known != text:
+            self._find(f"{asked}: {text!r} is not {known!r}")
+
+    def _find(self, what: str) -> None:
+        with self._lock:
+            self.findings.append(what)
+        print(f"finding: {what}", file=sys.stderr, flush=True)
+
+    def _count(self, what: str) -> None:
+        with self._lock:
+            self.counts[what] += 1
+
+    def sample(self) -> dict[str, float]:
+        """What the server holds now: megabytes of memory of its own, descriptors, threads."""
+        memory = self._process.memory_full_info()
+        found = {
+            "minute": round((time.monotonic() - self._until) / 60, 2),
+            "memory_mb": round(memory.uss / 2**20, 1),
+            "n_files": self._process.num_fds(),
+            "n_threads": self._process.num_threads(),
+        }
+        self.samples.append(found)
+        return found
+
+    def check_rest(self, after_warm_up: dict[str, float]) -> None:
+        """With all users gone: everything is given back."""
+        deadline = time.monotonic() + _PATIENCE_S
+        with httpx.Client(base_url=self._url, timeout=_PATIENCE_S) as client:
+            while any(slot["is_processing"] for slot in client.get("/slots").json()):
+                if time.monotonic() > deadline:
+                    self._find("a slot is not given back")
+                    return
+                time.sleep(0.2)
+            for name in ("requests_processing", "requests_deferred"):
+                if f"specgen:{name} 0.0" not in client.get("/metrics").text:
+                    self._find(f"{name} is not 0")
+        last = self.sample()
+        if last["n_files"] > after_warm_up["n_files"] + _SLACK_FILES:
+            self._find(f"descriptors: {after_warm_up['n_files']} became {last['n_files']}")
+        if last["memory_mb"] > after_warm_up["memory_mb"] + _SLACK_MB:
+            self._find(f"MB of memory: {after_warm_up['memory_mb']} became {last['memory_mb']}")
+
+
+def main() -> int:
+    """Run a server and its users."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--users", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("options", nargs="*", metavar="OPTION", help="of specgen serve, behind --")
+    options = parser.parse_args()
+    command = [sys.executable, "-m", "specgen", "serve", "--port", "0", *options.options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip().rpartition(" ")[2]
+        soak = Soak(
+            url,
+            psutil.Process(process.pid),
+            options.seed,
+            time.monotonic() + 60.0 * options.minutes,
+        )
+        users = [
+            threading.Thread(target=soak.use, args=(number,)) for number in range(options.users)
+        ]
+        for user in users:
+            user.start()
+        pause_s = max(1.0, 60.0 * options.minutes / 120)
+        while any(user.is_alive() for user in users):
+            time.sleep(pause_s)
+            if process.poll() is not None:
+                soak.findings.append(f"the server ended with {process.returncode}")
+                break
+            print(soak.sample(), file=sys.stderr, flush=True)
+        for user in users:
+            user.join()
+        if process.poll() is None:
+            soak.check_rest(soak.samples[len(soak.samples) // 4])
+            process.send_signal(signal.SIGTERM)
+            code = process.wait(_PATIENCE_S)
+            if code:
+                soak.findings.append(f"the server ended with {code}")
+    figures = {
+        "counts": dict(sorted(soak.counts.items())),
+        "samples": soak.samples[:: len(soak.samples) // 8 or 1],
+    }
+    print(json.dumps({**figures, "findings": soak.findings}, indent=1))
+    return 1 if soak.findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
