@@ -187,6 +187,7 @@ def test_the_wheel_is_whole(tmp_path: Path) -> None:
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "specgen").rglob("*.py")}
     assert sources <= names
     assert {"specgen/py.typed", "specgen/bench/page.html.jinja"} <= names
+    assert "specgen/server/page/index.html" in names
     assert f"{about}/licenses/LICENSE" in names
     assert "specgen = specgen.__main__:main" in entry_points
     assert "\nRequires-Python: >=3.10\n" in metadata

@@ -37,6 +37,13 @@ from specgen.server.options import ServerOptions
 
 _T = TypeVar("_T")
 _PAGE = Path(__file__).parent / "page"
+#: Not as the machine has them: some call a script a text, which browsers then do not run.
+_PAGE_TYPES = {
+    ".css": "text/css",
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
 #: The page's own files only: no scripts or styles from elsewhere, or in the answers of a model.
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
@@ -277,14 +284,18 @@ class Server:
         )
 
     async def _page(self, _request: Request) -> Response:
-        return FileResponse(_PAGE / "index.html", headers=_PAGE_HEADERS)
+        return _page_response(_PAGE / "index.html")
 
     async def _page_file(self, request: Request) -> Response:
         name = request.path_params["name"]
         known = {file.name: file for file in _PAGE.iterdir() if file.is_file()}
         if name not in known:
             return RequestError(404, "there is no such file", code="not_found").response()
-        return FileResponse(known[name], headers=_PAGE_HEADERS)
+        return _page_response(known[name])
+
+
+def _page_response(file: Path) -> Response:
+    return FileResponse(file, headers=_PAGE_HEADERS, media_type=_PAGE_TYPES[file.suffix])
 
 
 class _Counted:

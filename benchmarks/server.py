@@ -1,0 +1,202 @@
+r"""What users of a server get, 1 to 8 at a time, with and without drafts, against llama.cpp's server.
+
+    python benchmarks/server.py -m 1.5b.gguf -md 135m.gguf --peer-draft 0.5b.gguf \
+        --prompts prompts.jsonl --peer llama-server --json out.json
+
+All servers are started before and have eight slots. Then 1, 2, 4 and 8 users ask each of them in turn for
+the same answers: each user asks for the next one as soon as the last one is there. Greedy, streamed. A
+system message of its own for each number of users keeps prompts out of the caches, but for what users of
+one run share. `--peer` is llama.cpp's server, asked with no draft and with each way to draft that it has.
+What specgen measures of a draft on its first use is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from specgen.proof import evenly_chosen, read_prompts
+
+N_USERS = (1, 2, 4, 8)
+_FIRST_PORT = 18440
+_PATIENCE_S = 900.0
+#: Of times to the first token, beside the median.
+_HIGH = 0.95
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A server that is asked."""
+
+    name: str
+    command: tuple[str, ...]
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a user got, and when: seconds from the question to the first text and to the end."""
+
+    text: str
+    n_tokens: int
+    first_s: float
+    whole_s: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("-m", "--target", type=Path, required=True)
+    parser.add_argument("-md", "--draft", action="append", default=[], help="of specgen")
+    parser.add_argument("--peer", help="llama.cpp's server")
+    parser.add_argument("--peer-draft", type=Path, help="a draft that llama.cpp takes")
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("-N", "--count", type=int, default=16)
+    parser.add_argument("-n", "--max-tokens", type=int, default=64)
+    parser.add_argument("-c", "--ctx-size", type=int, default=2048, help="for each answer")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    prompts = evenly_chosen(read_prompts(asked.prompts), asked.count)
+    runs: list[dict[str, Any]] = []
+    with contextlib.ExitStack() as stack:
+        contenders = list(_contenders(asked))
+        for contender in contenders:
+            stack.enter_context(_running(contender))
+        for contender in contenders:  # what is measured on first use is measured now
+            _load(contender, prompts[:2], 1, asked.max_tokens, "Warm up.")
+        for n in N_USERS:
+            texts: list[str] = []
+            for contender in contenders:
+                system = f"These are the questions of {n} users."
+                answers, seconds = _load(contender, prompts, n, asked.max_tokens, system)
+                texts = texts or [answer.text for answer in answers]
+                run = {"contender": contender.name, "n_users": n, **_figures(answers, seconds)}
+                run["n_equal"] = sum(a.text == b for a, b in zip(answers, texts, strict=True))
+                print(json.dumps(run), flush=True)
+                runs.append(run)
+    if asked.json is not None:
+        about = {"target": asked.target.name, "n_prompts": len(prompts), "runs": runs}
+        about["max_tokens"] = asked.max_tokens
+        asked.json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+
+def _contenders(asked: argparse.Namespace) -> Iterator[Contender]:
+    ports = itertools.count(_FIRST_PORT)
+    slots = max(N_USERS)
+    target = str(asked.target)
+    for draft in ("none", *asked.draft):
+        port = next(ports)
+        command = [sys.executable, "-m", "specgen", "serve", "-m", target, "-md", draft, "-q"]
+        command += ["--parallel", str(slots), "-c", str(asked.ctx_size), "--port", str(port)]
+        yield Contender(f"specgen, {Path(draft).name}", tuple(command), port)
+    if not asked.peer:
+        return
+    ways: list[tuple[str, list[str]]] = [("no draft", [])]
+    if asked.peer_draft:
+        model, ngrams = ["-md", str(asked.peer_draft)], ["--spec-ngram-simple-size-n", "4"]
+        ngrams += ["--spec-ngram-simple-size-m", "8"]
+        ways.append((asked.peer_draft.name, [*model, "--spec-type", "draft-simple"]))
+        both = [*model, *ngrams, "--spec-type", "ngram-simple,draft-simple"]
+        ways.append((f"{asked.peer_draft.name} and n-grams", both))
+    for name, options in ways:
+        port = next(ports)
+        command = [asked.peer, "-m", target, "-np", str(slots), "--no-webui", *options]
+        command += ["-c", str(slots * asked.ctx_size), "--port", str(port)]
+        yield Contender(f"llama-server, {name}", tuple(command), port)
+
+
+@contextlib.contextmanager
+def _running(contender: Contender) -> Iterator[None]:
+    """A server, from when it is ready until the end."""
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(contender.command, stdout=quiet, stderr=quiet) as server:
+        try:
+            for _ in range(600):
+                if server.poll() is not None:
+                    sys.exit(f"the server ended: {' '.join(contender.command)}")
+                with contextlib.suppress(httpx.ConnectError):
+                    if httpx.get(f"{contender.url}/health", timeout=5).status_code == 200:
+                        break
+                time.sleep(0.2)
+            yield
+        finally:
+            server.terminate()
+
+
+def _load(
+    contender: Contender, prompts: Sequence[str], n_users: int, max_tokens: int, system: str
+) -> tuple[list[Answer], float]:
+    """All answers, in the order of the prompts, and the seconds until the last one was there."""
+    with (
+        httpx.Client(base_url=contender.url, timeout=_PATIENCE_S) as client,
+        ThreadPoolExecutor(n_users) as users,
+    ):
+        started = time.perf_counter()
+        answers = list(users.map(lambda p: _ask(client, p, max_tokens, system), prompts))
+        return answers, time.perf_counter() - started
+
+
+def _ask(client: httpx.Client, prompt: str, max_tokens: int, system: str) -> Answer:
+    body = {
+        "messages": [
+            {"role": "system", "content": system},
+            {"role": "user", "content": prompt},
+        ],
+        "temperature": 0,
+        "max_tokens": max_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    started, first, text, n_tokens = time.perf_counter(), 0.0, "", 0
+    with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        response.raise_for_status()
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line[len("data: ") :])
+            part = chunk["choices"][0]["delta"].get("content") if chunk["choices"] else None
+            if part:
+                first = first or time.perf_counter() - started
+                text += part
+            if chunk.get("usage"):
+                n_tokens = chunk["usage"]["completion_tokens"]
+    return Answer(text, n_tokens, first, time.perf_counter() - started)
+
+
+def _figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
+    first = sorted(answer.first_s for answer in answers)
+    speeds = [
+        (answer.n_tokens - 1) / (answer.whole_s - answer.first_s)
+        for answer in answers
+        if answer.n_tokens > 1
+    ]
+    n_tokens = sum(answer.n_tokens for answer in answers)
+    return {
+        "tokens_per_s": round(n_tokens / seconds, 1),
+        "tokens_per_s_of_a_user": round(statistics.median(speeds), 1),
+        "first_token_s": round(statistics.median(first), 2),
+        "first_token_high_s": round(first[min(len(first) - 1, int(_HIGH * len(first)))], 2),
+        "answer_s": round(statistics.median(answer.whole_s for answer in answers), 2),
+        "n_tokens": n_tokens,
+        "seconds": round(seconds, 1),
+    }
+
+
+if __name__ == "__main__":
+    main()
