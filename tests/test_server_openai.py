@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from llm.default_plugins.openai_models import Chat
 
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.config import CHATML_TEMPLATE, INFILL_TOKENS
@@ -365,6 +366,47 @@ def test_a_repeated_beginning_is_decoded_once(server: Running, client: openai.Op
         cached.append(answer.usage.prompt_tokens_details.cached_tokens or 0)
     assert cached[1] > 40
     assert cached[2] > 40
+
+
+# --- another client: llm, with its own models of OpenAI's API
+
+
+def llm_model(server: Running) -> Any:
+    return Chat(  # type: ignore[no-untyped-call]
+        "tiny", model_name="target", api_base=f"{server.url}/v1", supports_schema=True
+    )
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_llm_is_a_client_too(server: Running, streams: bool) -> None:
+    response = llm_model(server).prompt(
+        MESSAGES[0]["content"], stream=streams, key="none", temperature=0
+    )
+    assert response.text() == said(server, server.session.prompt(MESSAGES[0]["content"]))
+    usage = response.usage()
+    assert usage.input
+    assert usage.output
+
+
+def test_a_conversation_and_a_schema_of_llm(server: Running) -> None:
+    conversation = llm_model(server).conversation()
+    first = conversation.prompt("the cat", key="none", max_tokens=4).text()
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    second = conversation.prompt("and now", key="none", schema=schema)
+    assert json.loads(second.text()) == {"n": 1}
+    turns = [
+        {"role": "user", "content": "the cat"},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "and now"},
+    ]
+    prompt = server.post("/apply-template", messages=turns).json()["prompt"]
+    tokens = server.post("/tokenize", content=prompt, add_special=True).json()["tokens"]
+    assert second.usage().input == len(tokens)
 
 
 # --- answers that nobody wants any more
