@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
-from specgen.backend.llama import json_schema_to_gbnf
 from specgen.catalogue import cache_folder
+from specgen.constrain.json_schema import schema_grammar
 from specgen.engine.chat_template import Message
 from specgen.engine.engine import Answer, Engine
 from specgen.engine.prompts import Prompt
@@ -27,6 +27,7 @@ from specgen.options import (
     Contexts,
     DraftOptions,
     GenerationOptions,
+    Grammar,
     KernelChoice,
     SamplerOptions,
 )
@@ -218,11 +219,11 @@ class Model:
         if "grammar" in options and "json_schema" in options:
             raise UsageError("grammar and json_schema exclude each other")
         if "grammar" in options:
-            generation = replace(generation, grammar=options["grammar"])
+            generation = replace(generation, grammar=Grammar("gbnf", options["grammar"]))
         if "json_schema" in options:
             schema = options["json_schema"]
             text = schema if isinstance(schema, str) else json.dumps(schema)
-            generation = replace(generation, grammar=json_schema_to_gbnf(text))
+            generation = replace(generation, grammar=schema_grammar(text))
         if generation.grammar is not None and generation.ignore_eos:
             raise UsageError("ignore_eos and a grammar exclude each other: its text has an end")
         return generation

@@ -62,7 +62,7 @@ class PromptEvent:
     #: How drafts are judged: ``auto``, ``match``, ``residual``, ``block`` or
     #: ``spectr``.
     verifier: str
-    #: The grammar (GBNF) that the answer follows; null without one.
+    #: The grammar that the answer follows, in GBNF, or the JSON schema; null without one.
     grammar: str | None
 
 

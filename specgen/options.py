@@ -384,6 +384,15 @@ class Contexts:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer has to look like: a grammar in llama.cpp's GBNF, a JSON schema, or a grammar in
+    llguidance's form of Lark."""
+
+    form: Literal["gbnf", "json_schema", "lark"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationOptions:
     """When an answer ends."""
 
@@ -393,8 +402,8 @@ class GenerationOptions:
     stop: tuple[str, ...] = ()
     #: Never choose an end-of-text token.
     ignore_eos: bool = False
-    #: A grammar (GBNF) that the answer follows.
-    grammar: str | None = None
+    #: A grammar that the answer follows.
+    grammar: Grammar | None = None
     #: Report the target's log-probability of each token, and of this many of the most likely
     #: ones in its place; None reports none.
     logprobs: int | None = None

@@ -24,7 +24,7 @@ from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
 from specgen.engine.session import Session, SessionOptions
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
-from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.options import ContextOptions, DraftOptions, GenerationOptions, Grammar, SamplerOptions
 from specgen.policy import Policy, RoundReport
 from specgen.sampling import Distribution, NoTokenAllowedError
 from specgen.testing.fake_backend import FakeVocabulary, Language, noisy, random_language
@@ -677,7 +677,7 @@ def test_long_forced_runs_on_tiny_models(tmp_path: Path, architecture: Architect
         drafting=DraftOptions(
             policy="fixed", max_tokens=4, p_min=0.0, ngram_min=1, verifier="match"
         ),
-        generation=GenerationOptions(max_tokens=150, grammar=gbnf),
+        generation=GenerationOptions(max_tokens=150, grammar=Grammar("gbnf", gbnf)),
         target_context=context,
         draft_context=context,
     )

@@ -26,6 +26,7 @@ from specgen.options import (
     DraftOptions,
     DraftSource,
     GenerationOptions,
+    Grammar,
     SamplerOptions,
     TreeShape,
 )
@@ -194,7 +195,7 @@ def test_each_answer_has_its_own_samplers_and_grammar(models: Path, costs: Virtu
         replace(SamplerOptions(), repeat_penalty=1.8),
         SamplerOptions(),
     )
-    grammars = (None, None, None, None, 'root ::= ("the " | "else ")+')
+    grammars = (None, None, None, None, Grammar("gbnf", 'root ::= ("the " | "else ")+'))
     asked_for = [
         (sampling, GenerationOptions(max_tokens=N_TOKENS, grammar=grammar))
         for sampling, grammar in zip(samplings, grammars, strict=True)
@@ -213,7 +214,9 @@ def test_each_answer_has_its_own_samplers_and_grammar(models: Path, costs: Virtu
             ]
             list(engine.run())
             with pytest.raises(UsageError, match="grammar"):
-                engine.submit(PROMPTS[0], generation=GenerationOptions(grammar="root = x"))
+                engine.submit(
+                    PROMPTS[0], generation=GenerationOptions(grammar=Grammar("gbnf", "root = x"))
+                )
             with pytest.raises(UsageError, match="no token 5000"):
                 engine.submit(PROMPTS[0], sampling=SamplerOptions(logit_bias=((5000, 1.0),)))
             assert engine.is_idle

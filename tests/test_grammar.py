@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import numpy as np
 import psutil
 import pytest
@@ -22,7 +21,6 @@ from specgen.arrays import BoolArray
 from specgen.backend.llama import LlamaModel, LlamaVocabulary
 from specgen.backend.llama.grammar import LlamaGrammar
 from specgen.backend.llama.library import llama_cpp
-from specgen.backend.llama.schema import json_schema_to_gbnf, unenforced_keywords
 from specgen.backend.llama.utf8 import BOUNDARY, INVALID, utf8_state
 from specgen.constrain.gbnf import read_gbnf
 from specgen.constrain.grammar import GrammarState
@@ -39,17 +37,6 @@ string ::= "\"" ( [^"\\\x7F\x00-\x1F] | "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}) )
 number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
 ws     ::= | " " | "\n" [ \t]{0,20}
 """
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "age": {"type": "integer"},
-        "kind": {"enum": ["alpha", "beta", "é"]},
-        "items": {"type": "array", "items": {"$ref": "#/$defs/item"}, "maxItems": 3},
-    },
-    "required": ["name", "kind"],
-    "$defs": {"item": {"type": "object", "properties": {"x": {"type": "boolean"}}}},
-}
 #: Grammars and, for their texts, regular expressions.
 GRAMMARS = {
     "words": ('root ::= ("the" | " and" | "ing")+ "."', r"(the| and|ing)+\."),
@@ -202,13 +189,7 @@ def test_random_json_is_json(vocabulary: LlamaVocabulary) -> None:
         assert isinstance(json.loads(random_json(vocabulary, JSON, seed)), dict)
 
 
-def test_random_text_of_a_schema_is_valid(vocabulary: LlamaVocabulary) -> None:
-    gbnf = json_schema_to_gbnf(json.dumps(SCHEMA))
-    for seed in range(20):
-        jsonschema.validate(json.loads(random_json(vocabulary, gbnf, seed)), SCHEMA)
-
-
-_MATTERS = [*(gbnf for gbnf, _ in GRAMMARS.values()), JSON, json_schema_to_gbnf(json.dumps(SCHEMA))]
+_MATTERS = [*(gbnf for gbnf, _ in GRAMMARS.values()), JSON]
 
 
 @given(gbnf=st.sampled_from(_MATTERS), seed=st.integers(0, 2**32), length=st.integers(0, 12))
@@ -504,106 +485,6 @@ def test_utf8_states_agree_with_python(text: bytes, piece: bytes) -> None:
         expected = "wrong"
     found = {BOUNDARY: "whole", INVALID: "wrong"}.get(state, "part")
     assert found == expected
-
-
-# --- schemas --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("schema", "message"),
-    [
-        ("{", "is not JSON"),
-        ("[1]", "not an object"),
-        ('{"type": "foo"}', "Unrecognized schema"),
-        ('{"$ref": "https://example.com/x.json"}', "leads out of the schema"),
-        ('{"$ref": "other.json"}', "leads out of the schema"),
-        ('{"const": {"$ref": "https://example.com/x.json"}}', "leads out of the schema"),
-        ('{"$ref": "#/$defs/a"}', "leads nowhere"),
-        ('{"type": "string", "pattern": "a+"}', "must begin with \\^"),
-        ('{"type": "string", "pattern": "^a]$"}', "closes nothing"),
-        ('{"type": "string", "pattern": "^a}$"}', "closes nothing"),
-        ('{"type": "object", "properties": {"a": true}}', "cannot be made a grammar"),
-        ('{"a":' * 5000 + "1" + "}" * 5000, "deep"),
-    ],
-)
-def test_a_bad_schema_is_one_line(schema: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message) as caught:
-        json_schema_to_gbnf(schema)
-    assert "\n" not in caught.value.message
-
-
-def test_a_reference_leads_to_itself(vocabulary: LlamaVocabulary) -> None:
-    tree = {
-        "type": "object",
-        "properties": {
-            "string": {"type": "integer"},
-            "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
-            "item": {"$ref": "#/$defs/string"},
-        },
-        "required": ["next"],
-        "$defs": {"string": {"enum": ["a~b/c"]}, "a/b": {"$ref": "#/$defs/string"}},
-    }
-    gbnf = json_schema_to_gbnf(json.dumps(tree))
-    for seed in range(10):
-        jsonschema.validate(json.loads(random_json(vocabulary, gbnf, seed)), tree)
-    with pytest.raises(UsageError, match="begins with itself"):
-        LlamaGrammar(vocabulary, json_schema_to_gbnf('{"$ref": "#"}'))
-
-
-def test_a_schema_may_be_a_reference(vocabulary: LlamaVocabulary) -> None:
-    schema = {
-        "$ref": "#/$defs/pair",
-        "$defs": {
-            "pair": {"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}},
-            "b": {"enum": [1, 2]},
-        },
-    }
-    gbnf = json_schema_to_gbnf(json.dumps(schema))
-    for seed in range(5):
-        jsonschema.validate(json.loads(random_json(vocabulary, gbnf, seed)), schema)
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        r"^a|b$",
-        r"^\d{3}-\d{2,4}$",
-        r"^[^a-z]{3}$",
-        r"^.{2}\.(com|org)$",
-        r"^(?:x+?)*[\]\w.-]?$",
-        r"^[!-~]{4}$",
-        r"^\u00e9[\x41-\x43]\S\D$",
-        r"^\[\(\*\+$",
-        r"^(\+1)?[- ]$",
-    ],
-)
-def test_patterns_are_kept_within_json(vocabulary: LlamaVocabulary, pattern: str) -> None:
-    schema = {"type": "string", "pattern": pattern}
-    gbnf = json_schema_to_gbnf(json.dumps(schema))
-    for seed in range(8):
-        text = json.loads(random_json(vocabulary, gbnf, seed))
-        assert re.search(pattern, text), text
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [r"^a\$", r"^(?=a)b$", r"^(a$", r"^a)$", r'^"$', r"^\\$", r"^\bx$", r"^a{,3}$", "^*$"],
-)
-def test_bad_patterns(vocabulary: LlamaVocabulary, pattern: str) -> None:
-    with pytest.raises(UsageError):
-        LlamaGrammar(
-            vocabulary, json_schema_to_gbnf(json.dumps({"type": "string", "pattern": pattern}))
-        )
-
-
-def test_keywords_that_are_not_enforced_are_known() -> None:
-    schema = {
-        "type": "object",
-        "title": "T",
-        "properties": {"minimum": {"type": "integer", "minimum": 3}, "b": {"not": {}}},
-        "uniqueItems": True,
-    }
-    assert unenforced_keywords(json.dumps(schema)) == ("minimum", "not", "uniqueItems")
 
 
 # --- the fake -------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from specgen.options import (
     ContextOptions,
     DraftOptions,
     GenerationOptions,
+    Grammar,
     SamplerOptions,
     TranslateMode,
     VerifierName,
@@ -165,7 +166,7 @@ def session(
             translate=translate,
         ),
         generation=GenerationOptions(
-            max_tokens=40, grammar=GRAMMAR if "grammar" in samplers else None
+            max_tokens=40, grammar=Grammar("gbnf", GRAMMAR) if "grammar" in samplers else None
         ),
         target_context=context,
         draft_context=context,

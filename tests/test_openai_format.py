@@ -19,7 +19,7 @@ from specgen.openai_format.request import (
     with_call_form,
 )
 from specgen.openai_format.response import completion_body
-from specgen.options import GenerationOptions, SamplerOptions
+from specgen.options import GenerationOptions, Grammar, SamplerOptions
 
 DEFAULTS = SamplerOptions(top_k=7), GenerationOptions(max_tokens=5, stop=("END",))
 
@@ -133,7 +133,7 @@ def test_forms_of_answers() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     by_schema = chat(json_schema=schema).generation.grammar
     assert by_schema is not None
-    assert "integer" in by_schema
+    assert "integer" in by_schema.text
     named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     assert chat(response_format=named).generation.grammar == by_schema
     flat = {"type": "json_schema", "schema": schema}
@@ -142,7 +142,7 @@ def test_forms_of_answers() -> None:
     assert anything is not None
     assert anything != by_schema
     assert chat(response_format={"type": "text"}).generation.grammar is None
-    assert chat(grammar='root ::= "a"').generation.grammar == 'root ::= "a"'
+    assert chat(grammar='root ::= "a"').generation.grammar == Grammar("gbnf", 'root ::= "a"')
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_a_template_without_tools_is_refused(template: str | None) -> None:
 def test_a_grammar_keeps_what_has_to_be_a_call() -> None:
     tools = [tool("a"), tool("b")]
 
-    def grammar(**body: Any) -> str | None:
+    def grammar(**body: Any) -> Grammar | None:
         request = with_call_form(chat(tools=tools, **body), HERMES_TEMPLATE)
         assert request.parser() is not None
         return request.generation.grammar
@@ -389,13 +389,15 @@ def test_a_grammar_keeps_what_has_to_be_a_call() -> None:
     assert grammar() is None
     required = grammar(tool_choice="required")
     assert required is not None
-    assert 'name\\": \\"b' in required
+    assert 'name\\": \\"b' in required.text
     named = grammar(tool_choice=tool("a"))
     assert named is not None
-    assert 'name\\": \\"b' not in named
-    either = grammar(grammar='root ::= "no"')
+    assert 'name\\": \\"b' not in named.text
+    either = grammar(json_schema={"const": "no"})
     assert either is not None
-    assert '"no"' in either
-    assert "tool_call" in either
+    assert '"no"' in either.text
+    assert "tool_call" in either.text
+    with pytest.raises(BodyError, match="excludes tools"):
+        grammar(grammar='root ::= "no"')
     with pytest.raises(BodyError, match="ignore_eos"):
         grammar(tool_choice="required", ignore_eos=True)

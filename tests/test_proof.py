@@ -29,7 +29,13 @@ from specgen.core.text_state import TextState
 from specgen.engine.generation import Generation
 from specgen.engine.session import DraftSource, Session, SessionOptions
 from specgen.errors import PromptError
-from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    GenerationOptions,
+    Grammar,
+    SamplerOptions,
+)
 from specgen.proof import (
     BUGS,
     Difference,
@@ -102,7 +108,9 @@ def opened(
         draft=draft,
         sampler=SamplerOptions(**{"temperature": 0.8, "seed": 0, **sampler}),  # type: ignore[arg-type]
         drafting=drafting,
-        generation=GenerationOptions(max_tokens=max_tokens, grammar=grammar),
+        generation=GenerationOptions(
+            max_tokens=max_tokens, grammar=None if grammar is None else Grammar("gbnf", grammar)
+        ),
         target_context=EXACT,
         draft_context=EXACT,
     )

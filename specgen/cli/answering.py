@@ -8,10 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from specgen.cli.flags import Constraint
 from specgen.cli.interrupt import Interrupt
 from specgen.errors import UsageError
-from specgen.options import GenerationOptions, Show
+from specgen.options import GenerationOptions, Grammar, Show
 
 if TYPE_CHECKING:
     from specgen.engine.session import Prompt, Session
@@ -19,17 +18,15 @@ if TYPE_CHECKING:
 
 
 def with_grammar(
-    answer: GenerationOptions, grammar: Constraint, *, json: bool, quiet: bool
+    answer: GenerationOptions, grammar: Grammar | None, *, json: bool
 ) -> GenerationOptions:
-    """The options of an answer that follows a grammar, if there is one; what should be known of it is
-    said on standard error. Raises `UsageError` if they exclude each other."""
+    """The options of an answer that follows a grammar, if there is one. Raises `UsageError` if they
+    exclude each other."""
     if answer.logprobs is not None and not json:
         raise UsageError("--logprobs needs --json, in whose events they are")
-    if grammar.grammar is not None and answer.ignore_eos:
+    if grammar is not None and answer.ignore_eos:
         raise UsageError("--ignore-eos and a grammar exclude each other: its text has an end")
-    if grammar.note is not None and not quiet:
-        print(f"note: {grammar.note}", file=sys.stderr)
-    return replace(answer, grammar=grammar.grammar)
+    return replace(answer, grammar=grammar)
 
 
 def show_answer(

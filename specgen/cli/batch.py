@@ -25,6 +25,7 @@ from specgen.options import (
     Contexts,
     DraftOptions,
     GenerationOptions,
+    Grammar,
     SamplerOptions,
     SessionOptions,
 )
@@ -99,7 +100,7 @@ def batch(
     chat: flags.Chat = None,
     system: flags.System = None,
     answer: GenerationOptions,
-    grammar: flags.Constraint,
+    grammar: Grammar | None,
     sampling: SamplerOptions,
     drafting: DraftOptions,
     machine: Contexts,
@@ -120,7 +121,7 @@ def batch(
     _check_folder(destination)
     from specgen.batch.lines import read_lines
 
-    generation = with_grammar(answer, grammar, json=True, quiet=quiet)
+    generation = with_grammar(answer, grammar, json=True)
     lines = read_lines(_read(source), _name(source, "standard input"), sampling, generation)
 
     def note(text: str) -> None:

@@ -18,7 +18,7 @@ from specgen.cli.answering import with_grammar
 from specgen.cli.interrupt import Interrupt
 from specgen.cli.opening import log_shown, open_session, use_kernels
 from specgen.errors import OutputError, PromptError, SpecgenError, UsageError
-from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions, Show
+from specgen.options import Contexts, DraftOptions, GenerationOptions, Grammar, SamplerOptions, Show
 from specgen.selection.model_choice import ModelChoice
 from specgen.selection.session_opening import find_models, session_options
 
@@ -75,7 +75,7 @@ def chat(
         ),
     ] = None,
     answer: GenerationOptions,
-    grammar: flags.Constraint,
+    grammar: Grammar | None,
     sampling: SamplerOptions,
     drafting: DraftOptions,
     machine: Contexts,
@@ -98,7 +98,7 @@ def chat(
     standard output. /help shows the commands that can be given among the messages.
     """
     flags.check_loudness(quiet=quiet, verbose=verbose)
-    generation = with_grammar(answer, grammar, json=json, quiet=quiet)
+    generation = with_grammar(answer, grammar, json=json)
     path = None if name is None else _session_file(name)
     text = "".join(map(_file_text, files or ()))
     sources = find_models(models, quiet=quiet)

@@ -15,7 +15,7 @@ from specgen.cli.answering import show_answer, with_grammar
 from specgen.cli.flags.part import without
 from specgen.cli.opening import log_shown, open_session, use_kernels
 from specgen.errors import OutputError, PromptError, UsageError
-from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.options import Contexts, DraftOptions, GenerationOptions, Grammar, SamplerOptions
 from specgen.selection.model_choice import ModelChoice
 from specgen.selection.session_opening import find_models, session_options
 
@@ -97,7 +97,7 @@ def fim(
         ),
     ] = 256,
     answer: GenerationOptions,
-    grammar: flags.Constraint,
+    grammar: Grammar | None,
     sampling: SamplerOptions,
     drafting: DraftOptions,
     machine: Contexts,
@@ -113,9 +113,7 @@ def fim(
     stands around the gap, and other files of the project, draft too.
     """
     flags.check_loudness(quiet=quiet, verbose=verbose)
-    generation = with_grammar(
-        replace(answer, max_tokens=max_tokens), grammar, json=json, quiet=quiet
-    )
+    generation = with_grammar(replace(answer, max_tokens=max_tokens), grammar, json=json)
     found = _find_place(place, prefix_file, suffix_file, in_place=in_place)
     context = [(str(path), _decode(_read(path), str(path))) for path in context_files or ()]
     if not found.prefix and not found.suffix and not context:

@@ -7,7 +7,7 @@ from specgen.cli.answering import show_answer, with_grammar
 from specgen.cli.opening import log_shown, open_session, use_kernels
 from specgen.cli.prompt import read_prompt
 from specgen.errors import UsageError
-from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.options import Contexts, DraftOptions, GenerationOptions, Grammar, SamplerOptions
 from specgen.selection.model_choice import ModelChoice
 from specgen.selection.session_opening import find_models, session_options
 
@@ -29,7 +29,7 @@ def run(
     chat: flags.Chat = None,
     system: flags.System = None,
     answer: GenerationOptions,
-    grammar: flags.Constraint,
+    grammar: Grammar | None,
     sampling: SamplerOptions,
     drafting: DraftOptions,
     machine: Contexts,
@@ -47,7 +47,7 @@ def run(
     flags.check_loudness(quiet=quiet, verbose=verbose)
     if system is not None and chat is False:
         raise UsageError("--system needs the chat template, --raw does without")
-    generation = with_grammar(answer, grammar, json=json, quiet=quiet)
+    generation = with_grammar(answer, grammar, json=json)
     prompt = read_prompt(prompt_argument, prompt_option, prompt_file)
 
     sources = find_models(models, quiet=quiet)

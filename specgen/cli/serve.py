@@ -14,7 +14,7 @@ from specgen.cli.flags.part import without
 from specgen.cli.interrupt import Interrupt
 from specgen.cli.opening import log_shown, open_session, use_kernels
 from specgen.errors import UsageError
-from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.options import Contexts, DraftOptions, GenerationOptions, Grammar, SamplerOptions
 from specgen.selection.model_choice import ModelChoice
 from specgen.selection.session_opening import find_models, session_options
 from specgen.server.options import ServerOptions
@@ -59,7 +59,7 @@ def serve(
     ] = False,
     server: ServerOptions,
     answer: GenerationOptions,
-    grammar: flags.Constraint,
+    grammar: Grammar | None,
     sampling: SamplerOptions,
     drafting: DraftOptions,
     machine: Contexts,
@@ -74,7 +74,7 @@ def serve(
     """
     flags.check_loudness(quiet=quiet, verbose=verbose)
     _check_installed()
-    generation = with_grammar(answer, grammar, json=True, quiet=quiet)
+    generation = with_grammar(answer, grammar, json=True)
     sources = find_models(models, quiet=quiet)
     options = session_options(sources, sampling, drafting, generation, machine)
     with contextlib.ExitStack() as stack:

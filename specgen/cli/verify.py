@@ -16,7 +16,7 @@ from specgen.cli import flags
 from specgen.cli.interrupt import Interrupt
 from specgen.cli.opening import log_shown, make_opener, use_kernels
 from specgen.errors import DefectError, PromptError, UsageError
-from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.options import Contexts, DraftOptions, GenerationOptions, Grammar, SamplerOptions
 from specgen.progress import Progress
 from specgen.render.progress_bar import progress_bar
 from specgen.selection.model_choice import ModelChoice
@@ -135,7 +135,7 @@ def verify(
         ),
     ] = 1e-4,
     chat: flags.Chat = None,
-    grammar: flags.Constraint,
+    grammar: Grammar | None,
     sampling: SamplerOptions,
     drafting: DraftOptions,
     machine: Contexts,
@@ -175,7 +175,7 @@ def verify(
     if sources.draft == "none":
         why = sources.drafts[0].why  # what was saved for this target
         raise UsageError(f"{why}: there is nothing to verify", hint="--draft names a draft")
-    answer = GenerationOptions(max_tokens=max_tokens, grammar=grammar.grammar)
+    answer = GenerationOptions(max_tokens=max_tokens, grammar=grammar)
     options = session_options(sources, sampling, drafting, answer, machine)
     use_kernels(machine.kernels, quiet=quiet)
     with log_shown(verbose), progress_bar(quiet=quiet or verbose) as progress, Interrupt() as stop:

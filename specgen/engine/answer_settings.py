@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from specgen.backend.llama import LlamaGrammar, LlamaModel
 from specgen.constrain.grammar import GrammarState
+from specgen.constrain.llguidance_grammar import LlguidanceGrammar
 from specgen.errors import UsageError
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
 from specgen.sampling import DryBreakers, Sampler
@@ -53,7 +54,10 @@ class AnswerSettings:
         grammar = None
         if generation.grammar is not None:
             shown = vocabulary.showing(generation.shown_controls)
-            grammar = LlamaGrammar(shown, generation.grammar).start
+            if generation.grammar.form == "gbnf":
+                grammar = LlamaGrammar(shown, generation.grammar.text).start
+            else:
+                grammar = LlguidanceGrammar(shown, generation.grammar).start
         return AnswerSettings(
             sampling, generation, drafting, in_use, breakers, Sampler(in_use, breakers), grammar
         )

@@ -422,6 +422,7 @@ class Engine:
         """The event that says what is going to run."""
         session, prompt, settings = self._session, answer.prompt, answer.settings
         path = session.draft_path if answer.drafts else None
+        grammar = settings.generation.grammar
         return PromptEvent(
             sequence=answer.index,
             time_s=self._loop.now_s,
@@ -435,7 +436,7 @@ class Engine:
             n_ctx=self._n_ctx,
             sampler=as_json(replace(settings.sampling, seed=answer.seed)),
             verifier=session.verifier_name(settings),
-            grammar=settings.generation.grammar,
+            grammar=grammar.text if grammar is not None else None,
         )
 
     def _settle(self, place: _Place) -> list[Event]:

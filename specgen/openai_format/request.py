@@ -14,15 +14,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
+from specgen.constrain.json_schema import schema_grammar
 from specgen.engine.chat_template import Message
 from specgen.errors import UsageError
 from specgen.openai_format.body import BodyError, shown, utf8
 from specgen.openai_format.messages import read_messages
 from specgen.openai_format.tool_calls import ToolCallParser
 from specgen.openai_format.tool_forms import CallForm, form_of
-from specgen.openai_format.tool_grammar import calls_grammar, either
+from specgen.openai_format.tool_grammar import calls_grammar
 from specgen.openai_format.tools import Tools, read_tools
-from specgen.options import GenerationOptions, SamplerOptions
+from specgen.options import GenerationOptions, Grammar, SamplerOptions
 
 #: What a request asks for: ``chat`` continues a conversation, ``completion`` a text as it is, and
 #: ``prompt`` answers a text as `specgen run` does.
@@ -141,12 +142,13 @@ def with_call_form(request: Request, template: str | None) -> Request:
     if form is None or request.tools is None:
         return request
     tools, generation = request.tools, request.generation
+    if generation.grammar is not None and generation.grammar.form == "gbnf":
+        raise BodyError("grammar", "it excludes tools; a JSON schema does not")
     if tools.must_call or generation.grammar is not None:
         if generation.ignore_eos:
             raise BodyError("ignore_eos", "a text that follows a grammar has an end")
-        grammar = calls_grammar(form, tools.callable, is_parallel=tools.is_parallel)
-        if generation.grammar is not None and not tools.must_call:
-            grammar = either(grammar, generation.grammar)
+        other = None if tools.must_call else generation.grammar
+        grammar = calls_grammar(form, tools.callable, is_parallel=tools.is_parallel, other=other)
         generation = replace(generation, grammar=grammar)
     generation = replace(generation, shown_controls=form.controls)
     return replace(request, generation=generation, call_form=form)
@@ -230,7 +232,7 @@ def _stop(value: Any) -> tuple[str, ...]:
     return tuple(utf8("stop", text) for text in texts)
 
 
-def _grammar(fields: Mapping[str, Any]) -> str | None:
+def _grammar(fields: Mapping[str, Any]) -> Grammar | None:
     """The grammar of an answer: as GBNF, as a JSON schema, or as a response format."""
     given = [
         name
@@ -246,14 +248,12 @@ def _grammar(fields: Mapping[str, Any]) -> str | None:
     if name == "grammar":
         if not isinstance(value, str):
             raise BodyError(name, f"{shown(value)} is not a text")
-        return value
+        return Grammar("gbnf", value)
     schema = value if name == "json_schema" else _schema_of_format(value)
     if not isinstance(schema, dict):
         raise BodyError(name, f"{shown(schema)} is not a JSON schema")
-    from specgen.backend.llama import json_schema_to_gbnf
-
     try:
-        return json_schema_to_gbnf(json.dumps(schema))
+        return schema_grammar(json.dumps(schema))
     except UsageError as error:
         raise BodyError(name, error.message) from None
 

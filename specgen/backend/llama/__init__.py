@@ -12,7 +12,6 @@ from specgen.backend.llama.library import LogSink, logging_to
 from specgen.backend.llama.model import LlamaModel
 from specgen.backend.llama.opening import default_threads
 from specgen.backend.llama.requantized import requantize
-from specgen.backend.llama.schema import json_schema_to_gbnf, unenforced_keywords
 from specgen.backend.llama.vocabulary import LlamaVocabulary
 
 __all__ = [
@@ -23,8 +22,6 @@ __all__ = [
     "LogSink",
     "build",
     "default_threads",
-    "json_schema_to_gbnf",
     "logging_to",
     "requantize",
-    "unenforced_keywords",
 ]

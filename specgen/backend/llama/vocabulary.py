@@ -83,13 +83,14 @@ class LlamaVocabulary:
                 raise BackendError(f"llama.cpp could not tokenize {len(data)} bytes of text")
             capacity = -n
 
-    def tokenize_inside(self, text: str) -> list[int]:
+    def tokenize_inside(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Text that goes on from other text: without the space that SentencePiece puts at a
-        beginning. Names of control tokens are plain text."""
+        beginning. Names of control tokens are plain text unless `parse_special`."""
         if self.kind != llama_cpp.LLAMA_VOCAB_TYPE_SPM:
-            return self.tokenize(text, add_special=False, parse_special=False)
+            return self.tokenize(text, add_special=False, parse_special=parse_special)
         marker = self.tokenize(_MARKER, add_special=False, parse_special=False)
-        return self.tokenize(_MARKER + text, add_special=False, parse_special=False)[len(marker) :]
+        whole = self.tokenize(_MARKER + text, add_special=False, parse_special=parse_special)
+        return whole[len(marker) :]
 
     def control_token(self, entry: str) -> int:
         """The control token with this entry in the token table; -1 if there is none."""

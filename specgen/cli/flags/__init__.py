@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from specgen.cli.flags.answer import Constraint, answer, constraint
+from specgen.cli.flags.answer import answer, constraint
 from specgen.cli.flags.drafting import drafting, tree_shape
 from specgen.cli.flags.groups import takes_options
 from specgen.cli.flags.machine import machine
@@ -156,7 +156,6 @@ Verbose = Annotated[
 
 __all__ = [
     "Chat",
-    "Constraint",
     "Json",
     "PromptArgument",
     "PromptFile",

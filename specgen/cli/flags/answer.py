@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -10,19 +9,11 @@ import typer
 
 from specgen.cli.flags.text import utf8
 from specgen.errors import UsageError
-from specgen.options import GenerationOptions
+from specgen.options import GenerationOptions, Grammar
 
 _DEFAULT = GenerationOptions()
 _ANSWER = "Answer"
 _GRAMMAR = "Constrained answers"
-
-
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """The grammar (GBNF) that an answer follows, and what should be known of it."""
-
-    grammar: str | None
-    note: str | None = None
 
 
 def constraint(
@@ -57,7 +48,7 @@ def constraint(
             "--json-schema-file", "-jf", help="The same, from a file.", rich_help_panel=_GRAMMAR
         ),
     ] = None,
-) -> Constraint:
+) -> Grammar | None:
     """The grammar of the answer, if there is one. Raises `UsageError`."""
     given = {
         "--grammar": grammar,
@@ -69,16 +60,14 @@ def constraint(
     if len(names) > 1:
         raise UsageError(f"{' and '.join(names)} exclude each other", hint="take one of them")
     if grammar_file is not None:
-        return Constraint(_read(grammar_file, "--grammar-file"))
+        return Grammar("gbnf", _read(grammar_file, "--grammar-file"))
     if json_schema_file is not None:
         json_schema = _read(json_schema_file, "--json-schema-file")
     if json_schema is not None:
-        from specgen.backend.llama import json_schema_to_gbnf, unenforced_keywords
+        from specgen.constrain.json_schema import schema_grammar
 
-        loose = unenforced_keywords(json_schema)
-        note = f"what a grammar cannot enforce of the schema: {', '.join(map(repr, loose))}"
-        return Constraint(json_schema_to_gbnf(json_schema), note if loose else None)
-    return Constraint(grammar)
+        return schema_grammar(json_schema)
+    return None if grammar is None else Grammar("gbnf", grammar)
 
 
 def answer(

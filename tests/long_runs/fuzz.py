@@ -1,0 +1,127 @@
+"""Whatever comes: an answer, or one clear line.
+
+    python -m tests.long_runs.fuzz --cases 3000 --seed 1
+
+runs specgen on damaged files, odd texts and odd options (`tests/long_runs/fuzz_cases.py`), each in a
+process of its own with limits on time and memory. Right is exit code 0 with the right answer, or a
+documented exit code with one line that begins with ``error:``. All else is a finding: it is printed, its
+folder is kept under `--keep`, and the exit code is 1. Cases are numbered, and the same for a seed: after
+Ctrl-C, `--first` goes on; `--only NUMBER` repeats one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.long_runs.forked import Outcome, run_forked
+from tests.long_runs.fuzz_cases import MAKERS, Base, Case, make_base, make_case, repeated, variables
+
+#: Lines that no user should see.
+_FORBIDDEN = ("Traceback", "GGML_ASSERT", "Exception ignored", "Warning:", "core dumped")
+
+
+def verdict(case: Case, outcome: Outcome, base: Base, folder: Path) -> str | None:
+    """What is wrong with how a case ended; None if nothing is."""
+    code, err = outcome.code, outcome.err
+    if code is None:
+        return f"it took more than {case.limit_s:g} s"
+    if code < 0:
+        return f"signal {-code}"
+    for word in _FORBIDDEN:
+        if word in err:
+            return f"{word!r} on standard error"
+    if code not in case.codes and code != 0:
+        return f"exit code {code}"
+    n_errors = sum(line.startswith("error: ") for line in err.splitlines())
+    if n_errors != int(code != 0):
+        return f"exit code {code} with {n_errors} lines of error"
+    found = case.check(code, outcome.out)
+    if found is not None or code:
+        return found
+    if case.text is not None and outcome.out != case.text:
+        return f"{outcome.out!r} is not {case.text!r}"
+    if case.same_as is not None:
+        plain = run_forked(case.same_as, folder, variables(folder), stdin=case.stdin)
+        if (plain.code, plain.out) != (code, outcome.out):
+            return (
+                f"{outcome.out!r} is not {plain.out!r} ({plain.code}), which it is without drafts"
+            )
+    return None
+
+
+def run_cases(
+    numbers: Sequence[int], seed: int, kinds: Sequence[str], keep: Path | None
+) -> Iterator[tuple[int, str, int | None, str | None]]:
+    """Number, kind, exit code and finding of each case."""
+    # Not a TemporaryDirectory: forks would remove it at their end.
+    scratch = Path(tempfile.mkdtemp())
+    try:
+        base = make_base(scratch / "base")
+        for number in numbers:
+            folder = scratch / str(number)
+            folder.mkdir()
+            name, case = make_case(number, seed, base, folder, kinds)
+            outcome = run_forked(
+                case.arguments,
+                folder,
+                variables(folder),
+                stdin=case.stdin,
+                limit_s=case.limit_s,
+            )
+            found = verdict(case, outcome, base, folder)
+            if found is not None and keep is not None:
+                kept = keep / f"{seed}-{number}-{name}"
+                shutil.rmtree(kept, ignore_errors=True)
+                shutil.copytree(folder, kept, ignore_dangling_symlinks=True)
+                command = f"specgen {shlex.join(case.arguments)}\n{found}\n"
+                (kept / "command.txt").write_text(command, errors="backslashreplace")
+            yield number, name, outcome.code, found
+            shutil.rmtree(folder)
+    finally:
+        shutil.rmtree(scratch)
+
+
+def main() -> int:
+    """Run cases, and tell what was found."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--only", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", action="append", choices=[*MAKERS], help="by default all")
+    parser.add_argument("--keep", type=Path, default=Path("build/fuzz"))
+    asked = parser.parse_args()
+    numbers = range(asked.first, asked.first + asked.cases)
+    if asked.only is not None:
+        numbers = range(asked.only, asked.only + 1)
+    codes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    findings: list[str] = []
+    with contextlib.suppress(KeyboardInterrupt):
+        for number, name, code, found in run_cases(
+            numbers, asked.seed, repeated(asked.kind or MAKERS), asked.keep
+        ):
+            codes[name]["finding" if found else str(code)] += 1
+            if found is not None:
+                findings.append(f"{number} {name}: {found}")
+                print(f"finding: {findings[-1][:600]}", file=sys.stderr, flush=True)
+            if (number + 1) % 100 == 0:
+                print(
+                    f"{number + 1} done; go on with --first {number + 1}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    print(json.dumps({"seed": asked.seed, "codes": codes, "findings": findings}, indent=1))
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,593 @@
+"""Commands that something is wrong with: files, texts and options that were changed at random."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import random
+import re
+import shutil
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args, get_origin
+
+import gguf
+import jsonschema
+import typer
+from typer.core import TyperOption as Option
+
+from specgen.cli import app
+from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from specgen.testing.tiny.config import INFILL_TOKENS
+from tests.long_runs.forked import run_forked
+from tests.long_runs.mutated_json import mutated
+
+PROMPT = "the cat is in the house of the cat"
+#: Rows of a batch are rows alone: texts may be compared.
+_EXACT = ("-t", "1", "-fa", "off", "-ctk", "f32", "-ctv", "f32", "-n", "24")
+_ANY_CODE = frozenset(range(2, 13))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command, and what is right of it."""
+
+    arguments: tuple[str, ...]
+    stdin: bytes = b""
+    #: Exit codes beside 0 that are right.
+    codes: frozenset[int] = _ANY_CODE
+    #: What standard output has to be if the exit code is 0, or a command that says it.
+    text: bytes | None = None
+    same_as: tuple[str, ...] | None = None
+    #: Says what is wrong with standard output and the folder, whatever the exit code; None if nothing.
+    check: Callable[[int, bytes], str | None] = lambda _code, _out: None
+    limit_s: float = 60.0
+
+
+@dataclass
+class Base:
+    """What is right, to be changed: tiny models, and the folders of a user who has used specgen."""
+
+    folder: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    text: bytes = b""
+
+    def model(self, name: str) -> Path:
+        return self.folder / "models" / f"{name}.gguf"
+
+    @property
+    def home(self) -> Path:
+        return self.folder / "home"
+
+    def run(self, target: Path, draft: Path | str, *more: str) -> tuple[str, ...]:
+        """A command that answers the prompt."""
+        return ("run", "-m", str(target), "-md", str(draft), *_EXACT, *more, PROMPT)
+
+
+def variables(home: Path) -> dict[str, str]:
+    """The environment of a user with this home."""
+    return {
+        "SPECGEN_CACHE": str(home / "cache"),
+        "SPECGEN_DATA": str(home / "data"),
+        "XDG_CONFIG_HOME": str(home / "config"),
+        "XDG_CACHE_HOME": str(home / "xdg"),
+        "HF_HOME": str(home / "hub"),
+        "HF_HUB_OFFLINE": "1",
+        "SPECGEN_KERNELS": "llama.cpp",
+        "HOME": str(home),
+        "NO_COLOR": "1",
+    }
+
+
+def make_base(folder: Path) -> Base:
+    """Write the models, and use specgen until there are files in its folders."""
+    base = Base(folder)
+    (folder / "models").mkdir(parents=True)
+    target = TinyConfig(
+        logit_scale=6.0,
+        chat_template=CHATML_TEMPLATE,
+        control_tokens=INFILL_TOKENS,
+        unprintable_scale=0.0,
+        n_ctx_train=512,
+    )
+    configs = {
+        "target": target,
+        "draft": target.draft(0.05),
+        "f16": replace(target.draft(0.05), tensor_type="f16"),
+        "spm": replace(target.draft(0.05), tokenizer="spm", n_vocab=None),
+        "gemma": replace(target, architecture="gemma3", sliding_window=64),
+        "mamba": replace(target, architecture="mamba"),
+    }
+    for name, config in configs.items():
+        write_tiny_model(base.model(name), config)
+    base.environment = variables(base.home)
+    base.home.mkdir()
+    registry = base.home / "config" / "specgen" / "models.toml"
+    registry.parent.mkdir(parents=True)
+    registry.write_text(_REGISTRY, encoding="utf-8")
+    target_file = base.model("target")
+    for command in (
+        base.run(target_file, base.model("f16")),
+        base.run(target_file, "ngram", "--lookup-store"),
+    ):
+        done = run_forked(command, base.home, base.environment)
+        if done.code != 0:
+            raise RuntimeError(done.err)
+        base.text = done.out
+    return base
+
+
+_REGISTRY = """\
+default_pair = "tiny"
+general_draft = "tiny-draft"
+
+[[models]]
+name = "tiny-draft"
+file = "tiny-draft.gguf"
+size_bytes = 1_000
+sha256 = "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"
+licence = "MIT"
+parameters = "1M"
+quantisation = "F32"
+description = "A draft"
+
+[models.hub]
+repo = "nobody/tiny"
+file = "tiny-draft.gguf"
+
+[[pairs]]
+name = "tiny"
+target = "tiny-draft"
+draft = "tiny-draft"
+description = "A pair"
+"""
+
+Maker: TypeAlias = Callable[[Base, Path, random.Random], Case]
+MAKERS: dict[str, Maker] = {}
+
+
+def _kind(make: Maker) -> Maker:
+    MAKERS[make.__name__] = make
+    return make
+
+
+# --- bytes ------------------------------------------------------------------------------------
+
+
+def _flipped(data: bytes, chance: random.Random, end: int | None = None) -> bytes:
+    """Bytes of which some, before `end`, are others, gone, or there twice."""
+    changed = bytearray(data)
+    end = min(end or len(data), len(data))
+    for _ in range(chance.choice([1, 1, 2, 4, 16])):
+        place = chance.randrange(max(1, end))
+        kind = chance.random()
+        if not changed:
+            return b"\x00"
+        place = min(place, len(changed) - 1)
+        if kind < 0.7:
+            changed[place] = chance.choice([0, 1, 0x7F, 0x80, 0xFF, chance.randrange(256)])
+        elif kind < 0.85:
+            del changed[place : place + chance.randrange(1, 9)]
+        else:
+            changed[place:place] = changed[place : place + chance.randrange(1, 9)]
+    return bytes(changed)
+
+
+def _cut(data: bytes, chance: random.Random) -> bytes:
+    return data[: chance.randrange(len(data) + 1)]
+
+
+_ODD_TEXTS = (
+    "",
+    " ",
+    "\x00",
+    "\n\n",
+    "é",
+    "\U0001f600" * 3,
+    "<|im_end|>",
+    "<|im_start|>user",
+    "a" * 5000,
+    "-",
+    "--",
+    "\ufffd",
+    "\u202e",
+    "0x10",
+    "nan",
+)
+_ODD_NUMBERS = (
+    "0",
+    "-1",
+    "1",
+    "2",
+    "7",
+    "1e9",
+    "nan",
+    "inf",
+    "-inf",
+    "1.5",
+    str(2**31),
+    str(2**64),
+)
+
+
+def _changed_text(text: str, chance: random.Random, more: Iterable[str] = _ODD_TEXTS) -> str:
+    """A text of which words or signs are others, gone, or there twice."""
+    parts = re.findall(r"\w+|\s+|.", text, re.DOTALL)
+    for _ in range(chance.choice([1, 1, 2, 4])):
+        place = chance.randrange(len(parts) or 1)
+        kind = chance.random()
+        if kind < 0.3:
+            parts[place : place + 1] = [chance.choice([*more])]
+        elif kind < 0.6:
+            del parts[place : place + chance.choice([1, 1, 5])]
+        elif kind < 0.8:
+            parts[place:place] = parts[place : place + chance.choice([1, 3])]
+        elif parts:
+            other = chance.randrange(len(parts))
+            place = min(place, len(parts) - 1)
+            parts[place], parts[other] = parts[other], parts[place]
+    return "".join(parts)
+
+
+# --- models -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def _reader(path: Path) -> gguf.GGUFReader:
+    return gguf.GGUFReader(path)
+
+
+_ODD_BYTES = (
+    struct.pack("<Q", 0),
+    struct.pack("<Q", 1),
+    struct.pack("<Q", 2**31),
+    struct.pack("<Q", 2**32 - 1),
+    struct.pack("<Q", 2**63),
+    struct.pack("<Q", 2**64 - 1),
+    struct.pack("<ff", float("nan"), float("nan")),
+    struct.pack("<ff", float("inf"), -1.0),
+    struct.pack("<ff", -1.0, 0.0),
+    struct.pack("<ff", 1e38, 1e-38),
+)
+
+
+def _changed_model(path: Path, chance: random.Random) -> bytes:
+    """A model's file with a mistake somewhere."""
+    data, reader = path.read_bytes(), _reader(path)
+    kind = chance.random()
+    if kind < 0.1:
+        return _cut(data, chance)
+    if kind < 0.35:
+        return _flipped(data, chance, int(reader.data_offset))
+    if kind < 0.45:
+        return _flipped(data, chance)
+    changed = bytearray(data)
+    fields = [*reader.fields.values()]
+    named = [*fields, *(tensor.field for tensor in reader.tensors)]
+    some = chance.choice(fields if kind < 0.85 else named)
+    # A field is its key, its type and its values, each a number, or a length and a text.
+    offset = some.offset
+    for part in some.parts:
+        size = part.nbytes
+        is_value = part is not some.parts[0]
+        if size and is_value and chance.random() < 0.5:
+            odd = (chance.choice(_ODD_BYTES) * (size // 8 + 1))[:size]
+            changed[offset : offset + size] = odd
+            break
+        offset += size
+    return bytes(changed)
+
+
+@_kind
+def target_file(base: Base, folder: Path, chance: random.Random) -> Case:
+    """A target that is damaged: it is refused, or says the same with a draft as without."""
+    damaged = folder / "damaged.gguf"
+    source = base.model(chance.choice(["target", "target", "gemma", "mamba", "spm"]))
+    damaged.write_bytes(_changed_model(source, chance))
+    draft = chance.choice(["ngram", str(base.model("draft"))])
+    return Case(base.run(damaged, draft), same_as=base.run(damaged, "none"))
+
+
+@_kind
+def draft_file(base: Base, folder: Path, chance: random.Random) -> Case:
+    """A draft that is damaged: it is refused, or the text is the target's."""
+    damaged = folder / "damaged.gguf"
+    source = base.model(chance.choice(["draft", "spm", "f16"]))
+    damaged.write_bytes(_changed_model(source, chance))
+    return Case(base.run(base.model("target"), damaged), text=base.text)
+
+
+_TEMPLATES = (
+    "{{ 1 / 0 }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{% for i in range(10**9) %}x{% endfor %}",
+    "{% for i in range(9999) %}{% for j in range(9999) %}x{% endfor %}{% endfor %}",
+    "{{ 'x' * 10**10 }}",
+    "{{ messages[9].content }}",
+    "{{ ''.__class__.__mro__ }}",
+    "{{ raise_exception('no') }}",
+    "{{ strftime_now('%Y' * 100) }}",
+    "{% set ns = namespace(a=1) %}{% for m in messages %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}",
+    "{{ messages | tojson }}",
+    "{% if",
+    "",
+    CHATML_TEMPLATE,
+)
+
+
+@_kind
+def template(base: Base, folder: Path, chance: random.Random) -> Case:
+    """A chat template that fails, or never ends."""
+    text = chance.choice(_TEMPLATES)
+    if chance.random() < 0.6:
+        text = _changed_text(text + chance.choice(_TEMPLATES), chance, _TEMPLATES)
+    model = folder / "model.gguf"
+    write_tiny_model(model, TinyConfig(logit_scale=6.0, chat_template=text, n_ctx_train=512))
+    return Case(base.run(model, "ngram"), same_as=base.run(model, "none"), limit_s=30.0)
+
+
+# --- files of specgen's own -------------------------------------------------------------------
+
+
+@_kind
+def registry(base: Base, folder: Path, chance: random.Random) -> Case:
+    """A models.toml of the user's that is wrong."""
+    shutil.copytree(base.home, folder, dirs_exist_ok=True)
+    file = folder / "config" / "specgen" / "models.toml"
+    text = _REGISTRY.encode()
+    odd = ["[" * 3000, "true", "[[models]]", "[models]", "=", '"', "1979-05-27", "1e400", "''"]
+    if chance.random() < 0.6:
+        text = _changed_text(_REGISTRY, chance, [*_ODD_TEXTS, *odd]).encode()
+    else:
+        text = _flipped(text, chance)
+    file.write_bytes(text)
+    command = chance.choice([("models", "list"), ("models", "show", "tiny"), ("run", PROMPT)])
+    return Case(command, codes=_ANY_CODE)
+
+
+@_kind
+def learnt(base: Base, folder: Path, chance: random.Random) -> Case:
+    """What was learnt on this machine is nonsense: the text is the same."""
+    shutil.copytree(base.home, folder, dirs_exist_ok=True)
+    for file in (folder / "cache").glob("*.json"):
+        data = file.read_bytes()
+        file.write_bytes(
+            mutated(json.loads(data), chance) if chance.random() < 0.8 else _cut(data, chance)
+        )
+    draft = chance.choice(["ngram", str(base.model("f16"))])
+    return Case(base.run(base.model("target"), draft), text=base.text, codes=frozenset())
+
+
+@_kind
+def cached(base: Base, folder: Path, chance: random.Random) -> Case:
+    """A copy of a draft or a store of texts is damaged: the text is the same."""
+    shutil.copytree(base.home, folder, dirs_exist_ok=True)
+    kept = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".toml"]
+    file = chance.choice(kept)
+    data = file.read_bytes()
+    file.write_bytes(_flipped(data, chance) if chance.random() < 0.7 else _cut(data, chance))
+    if chance.random() < 0.5:
+        return Case(base.run(base.model("target"), base.model("f16")), text=base.text)
+    command = base.run(base.model("target"), "ngram", "--lookup-store")
+    return Case(command, text=base.text)
+
+
+# --- texts ------------------------------------------------------------------------------------
+
+
+@_kind
+def prompt(base: Base, folder: Path, chance: random.Random) -> Case:
+    """Prompts that nobody types."""
+    text = _changed_text(PROMPT, chance).encode("utf-8", "surrogatepass")
+    if chance.random() < 0.3:
+        text = _flipped(text, chance)
+    more = [chance.choice(["--chat", "--no-chat"])]
+    if chance.random() < 0.3:
+        more += ["--system", chance.choice(_ODD_TEXTS).replace("\x00", "")]
+    if chance.random() < 0.3:
+        (folder / "prompt.txt").write_bytes(text)
+        own, stdin = ["-f", "prompt.txt"], b""
+    else:
+        own, stdin = ["-"], text
+    fast, plain = (
+        (*base.run(base.model("target"), draft)[:-1], *more, *own)
+        for draft in (base.model("draft"), "none")
+    )
+    return Case(fast, stdin=stdin, same_as=plain)
+
+
+_GRAMMARS = (
+    'root ::= "a" | "b" root',
+    'root ::= [a-z]+ ("," [0-9]{1,3})*\n',
+    'root ::= item{2,5}\nitem ::= "x" | ws "y"\nws ::= [ \\t\\n]?',
+    'root ::= "\\u00e9" [^"\\\\] . root?',
+)
+
+
+@_kind
+def grammar(base: Base, folder: Path, chance: random.Random) -> Case:
+    """Grammars with mistakes."""
+    odd = ["::=", "|", "(", ")", "*", "+", "?", "{2000}", "{3,1}", "[z-a]", "[", '"', "root", "\\x"]
+    text = _changed_text(chance.choice(_GRAMMARS), chance, [*odd, *_ODD_TEXTS])
+    (folder / "g.gbnf").write_bytes(text.encode())
+    fast, plain = (
+        base.run(base.model("target"), draft, "--grammar-file", "g.gbnf")
+        for draft in (chance.choice(["ngram", str(base.model("draft"))]), "none")
+    )
+    return Case(fast, same_as=plain, codes=frozenset({2, 3, 9}), limit_s=90.0)
+
+
+_SCHEMAS: tuple[dict[str, Any], ...] = (
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 5},
+            "n": {"type": "integer", "minimum": 3, "maximum": 40},
+        },
+        "required": ["name", "n"],
+        "additionalProperties": False,
+    },
+    {"type": "array", "items": {"enum": ["a", 'b"', 3, None]}, "minItems": 1, "maxItems": 3},
+    {"anyOf": [{"const": {"x": [1, 2]}}, {"type": "boolean"}, {"type": "null"}]},
+    {"type": "string", "pattern": "^[a-c]{2,4}(x|y)?$"},
+    {
+        "$defs": {"t": {"type": "integer", "maximum": 9}},
+        "type": "array",
+        "items": {"$ref": "#/$defs/t"},
+        "maxItems": 2,
+    },
+)
+
+
+@_kind
+def schema(base: Base, folder: Path, chance: random.Random) -> Case:
+    """Schemas that are changed: they are refused, or the answer conforms."""
+    data = mutated(chance.choice(_SCHEMAS), chance)
+    (folder / "s.json").write_bytes(data)
+
+    def check(code: int, out: bytes) -> str | None:
+        if code:
+            return None
+        try:
+            value = json.loads(out)
+        except ValueError:
+            return None  # it was cut at the limit of tokens
+        try:
+            jsonschema.Draft202012Validator(json.loads(data)).validate(value)
+        except jsonschema.ValidationError as error:
+            return f"{value!r} does not conform: {error.message[:200]}"
+        except Exception:  # noqa: BLE001 - the schema is none
+            return None
+        return None
+
+    more = ("-n", "200", "--json-schema-file", "s.json", "--temp", "1", "--seed", "3")
+    arguments = base.run(base.model("target"), "ngram", *more)
+    return Case(arguments, check=check, codes=frozenset({2, 3}), limit_s=90.0)
+
+
+@_kind
+def batch(base: Base, folder: Path, chance: random.Random) -> Case:
+    """Files of requests with mistakes: each line has a result."""
+    bodies: list[dict[str, Any]] = [
+        {"prompt": "the cat", "max_tokens": 4},
+        {
+            "custom_id": "a",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": "a", "max_tokens": 3},
+        },
+        {
+            "custom_id": "b",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3},
+        },
+    ]
+    lines = [mutated(chance.choice(bodies), chance).replace(b"\n", b"") for _ in range(4)]
+    (folder / "in.jsonl").write_bytes(b"\n".join(lines))
+    if chance.random() < 0.2:
+        (folder / "out.jsonl").write_bytes(mutated({"custom_id": "a", "response": {}}, chance))
+    arguments = ("batch", "in.jsonl", "out.jsonl", "-m", str(base.model("target")), "-md", "ngram")
+
+    def check(code: int, _out: bytes) -> str | None:
+        if code not in (0, 12):
+            return None
+        records = (folder / "out.jsonl").read_bytes().splitlines()
+        n_asked = sum(bool(line.strip()) for line in lines)
+        if len(records) < n_asked:
+            return f"{len(records)} results to {n_asked} lines"
+        return None
+
+    return Case((*arguments, *_EXACT), check=check)
+
+
+# --- options ----------------------------------------------------------------------------------
+
+#: Commands whose options are tried, with what they need at least.
+_COMMANDS: Mapping[str, tuple[str, ...]] = {
+    "run": (),
+    "chat": (),
+    "fim": (),
+    "batch": (),
+    "verify": ("-n", "8", "--prompts", "prompts.jsonl"),
+    "tune": (),
+    "bench": ("-n", "8", "--prompts", "prompts.jsonl", "--count", "1"),
+}
+#: Options that fetch, wait, or start other programs.
+_LEFT_OUT = {"--help", "--against", "--install-completion", "--show-completion", "--foresight"}
+_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "run": (PROMPT,),
+    "fim": ("file.py:1",),
+    "batch": ("in.jsonl", "out.jsonl"),
+}
+
+
+@functools.cache
+def _options(command: str) -> list[Option]:
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    found = group.commands[command]
+    return [
+        option
+        for option in found.params
+        if isinstance(option, Option) and not _LEFT_OUT & set(option.opts)
+    ]
+
+
+def _value(option: Option, chance: random.Random) -> list[str]:
+    """A value for an option: of its kind mostly, and mostly one that it can have."""
+    kind: Any = option.type_descriptor.annotation
+    if get_origin(kind) is list:
+        (kind,) = get_args(kind)
+    if kind is bool or option.count:
+        return []
+    if get_origin(kind) is Literal and chance.random() < 0.8:
+        return [str(chance.choice(get_args(kind)))]
+    if kind is Path:
+        names = ["file.py", "in.jsonl", "missing", ".", "/dev/null", "prompts.jsonl"]
+        return [chance.choice(names)]
+    if kind in (int, float):
+        return [chance.choice(_ODD_NUMBERS[:6] if chance.random() < 0.7 else _ODD_NUMBERS)]
+    texts = [*_ODD_NUMBERS, "auto", "off", "3,2,1", "ngram", "none", "file.py", "out.html", "0.5"]
+    odd = [text for text in _ODD_TEXTS if "\x00" not in text]
+    return [chance.choice(texts if chance.random() < 0.7 else odd)]
+
+
+@_kind
+def options(base: Base, folder: Path, chance: random.Random) -> Case:
+    """Options that do not go together, with values that they cannot have."""
+    (folder / "file.py").write_text("def f(x):\n    return x\n", encoding="utf-8")
+    (folder / "in.jsonl").write_text('{"prompt": "a"}\nthe cat\n', encoding="utf-8")
+    (folder / "prompts.jsonl").write_text('{"prompt": "the cat"}\n', encoding="utf-8")
+    command = chance.choices([*_COMMANDS], [8, 2, 3, 3, 1, 1, 1])[0]
+    draft = chance.choice(["ngram", "none", str(base.model("draft")), str(base.model("spm"))])
+    arguments = [command, "-m", str(base.model("target")), "-md", draft, *_COMMANDS[command]]
+    arguments += ["-t", "1", *(("-n", "12") if command in ("run", "chat", "fim", "batch") else ())]
+    for _ in range(chance.choice([1, 2, 2, 3, 5])):
+        option = chance.choice(_options(command))
+        name = chance.choice([*option.opts, *option.secondary_opts])
+        arguments += [name, *_value(option, chance)]
+    arguments += _ARGUMENTS.get(command, ())
+    return Case(tuple(arguments), stdin=b"the cat\nand the dog\n", limit_s=150.0)
+
+
+def make_case(
+    number: int, seed: int, base: Base, folder: Path, kinds: Iterable[str]
+) -> tuple[str, Case]:
+    """Case `number` of a seed, in a folder of its own: always the same one."""
+    chance = random.Random(f"{seed}/{number}")
+    names = [*kinds]
+    name = names[number % len(names)]
+    return name, MAKERS[name](base, folder, chance)
+
+
+def repeated(kinds: Iterable[str]) -> list[str]:
+    """The kinds, of which models and options are tried more often than others."""
+    times = {"target_file": 3, "draft_file": 2, "options": 4}
+    return [*itertools.chain.from_iterable([kind] * times.get(kind, 1) for kind in kinds)]
+
+
+__all__ = ["MAKERS", "Base", "Case", "make_base", "make_case", "repeated", "variables"]
