@@ -13,8 +13,8 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from specgen.engine.template_sandbox import BoundedEnvironment
 from specgen.errors import PromptError
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
@@ -71,11 +71,10 @@ def render(
 
     `template` is Jinja as Hugging Face's chat templates use it; it comes with the model file,
     from whoever made that, so it runs in a sandbox. Raises `PromptError` if the template does
-    not accept the messages (some know no system message, for example) or is broken, whatever
-    goes wrong in it. The sandbox bounds the length of a `range`, not the time that a template
-    takes: one that loops for very long is not stopped.
+    not accept the messages (some know no system message, for example), is broken, whatever
+    goes wrong in it, or does without end.
     """
-    environment = ImmutableSandboxedEnvironment(
+    environment = BoundedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationBlocks, jinja2.ext.loopcontrols],
@@ -93,7 +92,7 @@ def render(
     if tools:  # templates ask whether it is defined
         variables["tools"] = list(tools)
     try:
-        return environment.from_string(template).render(variables)
+        return environment.rendered(template, variables)
     # What a template's expressions raise can be anything, as can what compiling them raises.
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
