@@ -629,6 +629,11 @@ def test_in_a_pipe_there_are_no_escape_codes(tiny_models: Path) -> None:
     assert b"\x1b[" in with_colour
 
 
+@pytest.mark.parametrize("name", ["", "a" * 5000])
+def test_a_name_that_no_file_can_have(cli: Cli, name: str) -> None:
+    assert f'there is no model "{name}"' in complaint(cli("-m", name, PROMPT), 6)
+
+
 @posix
 def test_a_closed_pipe_ends_quietly(tiny_models: Path) -> None:
     for arguments in ([], ["--json"]):

@@ -393,6 +393,7 @@ BAD = {
     'root ::= "a"{': "expected a number",
     'root ::= "a"{5,3}': "at least 5 and at most 3",
     'root ::= "a"{3000}': "3000 repetitions",
+    "root ::= [z-a]": "nothing from 'z' to 'a'",
     'root ::= "a"{1000}{1000}': "1000000 rules",
     'root ::= "a"{99999999999999999999}': "too large",
     'root ::= "' + "x" * 40_000 + '"{2}': "more than 50000",

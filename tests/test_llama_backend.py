@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import signal
+import struct
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -17,6 +21,7 @@ from specgen.arrays import Logits
 from specgen.backend.base import Batch
 from specgen.backend.llama import LlamaBackend, LlamaModel, weights
 from specgen.backend.llama.kernels import Kernels
+from specgen.backend.llama.library import llama_cpp
 from specgen.backend.tree_batch import Slot, keep_path, pack
 from specgen.core.draft import ROOT, Draft
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, UsageError
@@ -274,6 +279,56 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     for share in (0.05, 0.5, 0.95):
         path = write_tiny_model(tmp_path / "cut.gguf", TinyConfig(), keep_fraction=share)
         assert "fetch the file again" in complaint(path)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs named pipes")
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.gguf"
+    os.mkfifo(pipe)
+    assert "a pipe or a device" in complaint(pipe)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("block_count", struct.pack("<I", 0)),
+        ("block_count", struct.pack("<I", 2**31)),
+        ("attention.layer_norm_rms_epsilon", struct.pack("<f", -1.0)),
+        ("attention.layer_norm_rms_epsilon", struct.pack("<f", math.nan)),
+    ],
+)
+def test_metadata_that_ends_the_process_is_refused(tmp_path: Path, key: str, value: bytes) -> None:
+    """llama.cpp asserts that there is no such value."""
+    path = write_tiny_model(tmp_path / "odd.gguf", TinyConfig())
+    data = path.read_bytes()
+    name = f"llama.{key}".encode()
+    place = data.index(name) + len(name) + 4  # behind the key is the value's type
+    path.write_bytes(data[:place] + value + data[place + 4 :])
+    assert f"llama.{key} is" in complaint(path)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+def test_ctrl_c_ends_the_loading_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_tiny_model(tmp_path / "model.gguf", TinyConfig())
+    told: list[bool] = []
+
+    def load(_file: bytes, params: Any) -> None:
+        told.append(params.progress_callback(0.1, None))
+        signal.raise_signal(signal.SIGINT)
+        told.append(params.progress_callback(0.2, None))
+
+    monkeypatch.setattr(llama_cpp, "llama_model_load_from_file", load)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            LlamaModel(path)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert told == [True, False]
+    assert capfd.readouterr() == ("", "")
 
 
 def test_an_encoder_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from specgen.arrays import Logits
 from specgen.backend.base import Batch
 from specgen.calibration.cost_table import CostTable
-from specgen.calibration.timing import begin, measure_sizes, time_batch, timed_batch_sizes
+from specgen.calibration.timing import begin, complete, measure_sizes, time_batch, timed_batch_sizes
 from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
 
 
@@ -217,3 +217,14 @@ def test_a_vocabulary_that_cannot_say_the_text_is_timed_all_the_same() -> None:
     model.vocabulary = FakeVocabulary((b"\xff", b"\xfe"))
     model.language = random_language(2, seed=3)
     assert list(measure_sizes(model, (1, 2, 4), 1e9)) == [1, 2, 4]
+
+
+# --- Ctrl-C
+
+
+def test_an_interrupt_ends_it_between_decodes_and_nothing_is_kept() -> None:
+    model, table, answers = backend(), CostTable(), iter([False, False, True])
+    with pytest.raises(KeyboardInterrupt):
+        complete(table, model, timed_batch_sizes(8), interrupted=lambda: next(answers))
+    assert len(timed_sizes(model)) == 2
+    assert not table.known

@@ -209,6 +209,7 @@ def changed(text: str, key: str, value: str) -> str:
     ("text", "problem"),
     [
         ("[[models]", "is not TOML: "),
+        ("models = " + "[" * 5000 + "]" * 5000, "is nested too deeply"),
         ("colour = 1", "colour: is not a key that is known here"),
         ("models = 3", "models: must be a list of tables, each headed [[models]]"),
         ("[models.mine]\nfile = 1", "models: must be a list of tables, each headed [[models]]"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from specgen.backend.base import Backend, Batch
 from specgen.calibration.cost_table import CostTable
@@ -38,27 +38,40 @@ def is_measured(table: CostTable, n_rows: int = 1) -> bool:
     return len(known) >= MIN_SIZES and max(known) >= n_rows
 
 
-def complete(table: CostTable, backend: Backend, sizes: Sequence[int], n_rows: int = 1) -> None:
+def complete(
+    table: CostTable,
+    backend: Backend,
+    sizes: Sequence[int],
+    n_rows: int = 1,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> None:
     """Time those of the sizes that the backend's table does not know, in an empty context, unless
     it was measured before, up to so many rows. For what there was no time for, what the others say
-    is taken. Raises `BackendError`."""
+    is taken. Raises `BackendError`, and `KeyboardInterrupt` if `interrupted` says so between decodes;
+    the table is then as it was."""
     if is_measured(table, n_rows):
         return
     is_new = not is_measured(table)
     missing = [size for size in sizes if is_new or size == 1 or not table.knows(size)]
-    for size, seconds in measure_sizes(backend, missing, _BUDGET_S).items():
+    for size, seconds in measure_sizes(backend, missing, _BUDGET_S, interrupted).items():
         table.start(size, seconds)
     if table and max(table.known) < n_rows:
         table.start(n_rows, table.seconds(n_rows))
 
 
-def measure_sizes(backend: Backend, sizes: Iterable[int], budget_s: float) -> dict[int, float]:
+def measure_sizes(
+    backend: Backend,
+    sizes: Iterable[int],
+    budget_s: float,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> dict[int, float]:
     """Median seconds of decoding batches of these sizes, in an empty context, which is empty
     again afterwards.
 
     What is coarse comes first, and after `budget_s` seconds of decoding nothing new is begun:
     of a large model only some sizes are timed, of a small one all of them several times. A size
-    for which the context has no room is left out. Raises `BackendError`.
+    for which the context has no room is left out. Raises `BackendError`, and `KeyboardInterrupt` if
+    `interrupted` says so between decodes.
     """
     text = begin(backend)
     samples: defaultdict[int, list[float]] = defaultdict(list)
@@ -67,6 +80,8 @@ def measure_sizes(backend: Backend, sizes: Iterable[int], budget_s: float) -> di
         for size in _coarse_first(sizes):
             if size > 1 and backend.decode_s - before_s > budget_s:
                 break
+            if interrupted():
+                raise KeyboardInterrupt
             seconds = time_batch(backend, text, size)
             if seconds is not None:
                 samples[size].append(seconds)

@@ -95,7 +95,7 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:  # not UTF-8, too
+    except (ValueError, RecursionError) as error:  # not UTF-8, too
         raise _damaged(path, f"is not JSON: {error}", separator=" ") from error
     if not isinstance(document, dict):
         raise _damaged(path, "is not a JSON object", separator=" ")

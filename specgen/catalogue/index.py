@@ -72,7 +72,7 @@ def _parse_json(page: Page) -> tuple[IndexFile, ...]:
     broken = FetchError(f"{shown_url(page.url)} is not a package index: its JSON is not one's")
     try:
         document: object = json.loads(page.text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise broken from error
     entries = document.get("files") if isinstance(document, dict) else None
     if not isinstance(entries, list):

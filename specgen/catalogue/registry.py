@@ -196,6 +196,8 @@ def parse_registry_file(text: str, file: Path) -> RegistryFile:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{file} is not TOML: {error}", _correct(file)) from error
+    except RecursionError as error:
+        raise UsageError(f"{file} is nested too deeply", _correct(file)) from error
     top = _Table(document, str(file), "")
     parsed = RegistryFile(
         file=str(file),

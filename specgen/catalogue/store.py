@@ -212,7 +212,7 @@ class Assembly:
         """Return how many bytes are there for good, in whole parts; 0 if that is not certain."""
         try:
             journal: object = json.loads(self._slot.journal.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError, RecursionError):
             return 0
         if not isinstance(journal, dict) or journal.get("sha256") != self._slot.model.sha256:
             return 0

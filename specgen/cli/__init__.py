@@ -20,10 +20,10 @@ from specgen.cli.doctor import doctor
 from specgen.cli.fim import fim
 from specgen.cli.run import run
 from specgen.cli.serve import serve
-from specgen.cli.standard_streams import output_errors
+from specgen.cli.standard_streams import flush_or_abandon_stdout, output_errors
 from specgen.cli.tune import tune
 from specgen.cli.verify import verify
-from specgen.errors import EXIT_INTERRUPTED, SpecgenError
+from specgen.errors import EXIT_INTERRUPTED, OutputError, SpecgenError
 
 
 class _Group(typer.core.TyperGroup):
@@ -96,6 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         code = app(arguments, prog_name="specgen", standalone_mode=False)
     except SpecgenError as error:
+        if isinstance(error, OutputError):
+            flush_or_abandon_stdout()
         _complain(error.message, error.hint)
         code = error.exit_code
     except _CommandLineError as error:

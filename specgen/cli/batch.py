@@ -182,7 +182,7 @@ def _answer(
     with Interrupt() as stop, batch_progress(sys.stderr, quiet=quiet) as report:
         tasks = job.prepare(lines, stop)
         if tasks and not stop():
-            n_parallel = parallel or fastest_parallel(session, len(tasks))
+            n_parallel = parallel or fastest_parallel(session, len(tasks), stop)
             n_ctx = max(task.n_ctx for task in tasks)
             started = time.perf_counter()
             with largest_engine(

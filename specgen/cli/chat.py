@@ -162,7 +162,12 @@ class _View:
         )
         text, is_whole = "", False
         try:
-            with contextlib.closing(events), without_echo(), Interrupt() as self._stop, renderer:
+            with (
+                contextlib.closing(events),
+                without_echo(),
+                Interrupt(ends_process=False) as self._stop,
+                renderer,
+            ):
                 for event in events:
                     renderer.handle(event)
                     if isinstance(event, CommittedEvent):

@@ -15,10 +15,13 @@ class Interrupt:
     """A context manager in which the first signal only sets a flag.
 
     llama.cpp's decode cannot be stopped in the middle, so the answer ends with the round that
-    is going on. A second signal raises KeyboardInterrupt.
+    is going on. A second signal raises KeyboardInterrupt. That, or one that is raised since the flag is
+    set, ends the process with the signal's exit code where nobody catches it, unless `ends_process` is
+    False.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, ends_process: bool = True) -> None:
+        self._ends_process = ends_process
         self._received: int | None = None
         self._previous: dict[int, object] = {}
 
@@ -36,9 +39,11 @@ class Interrupt:
             self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        if kind is KeyboardInterrupt and self._received is not None and self._ends_process:
+            raise SystemExit(self.exit_code)
 
     def _on_signal(self, signal_number: int, frame: FrameType | None) -> None:
         if self._received is not None:

@@ -95,6 +95,7 @@ def serve(
                 parallel or _N_PARALLEL,
                 None,
                 is_fixed=parallel is not None,
+                interrupted=stop,
                 learn_alone=not learn_across,
             )
         stack.enter_context(engine)

@@ -59,6 +59,14 @@ def output_errors() -> Iterator[None]:
         raise OutputError(f"the output could not be written: {reason}") from error
 
 
+def flush_or_abandon_stdout() -> None:
+    """Write what is left for stdout, or throw it away where that fails."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _abandon_stdout()
+
+
 def _abandon_stdout() -> None:
     """Write what is left for stdout to the null device: the interpreter flushes it at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

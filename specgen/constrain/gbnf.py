@@ -240,6 +240,8 @@ class _Reader:
             if self._peek() == "-" and self._peek(1) != "]":
                 self.position += 1
                 high = self._character()
+                if high < low:
+                    self.fail(f"there is nothing from {chr(low)!r} to {chr(high)!r}")
             ranges.append((low, high))
         self.position += 1
         # An empty set adds nothing to the rule, negated or not: llama.cpp's reading.

@@ -8,7 +8,7 @@ likely token is what acceptance at temperature 0 is, and close to it above (docs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from specgen.backend.base import Backend, Batch
@@ -104,14 +104,22 @@ class Walk:
         self._n_agreed += agrees
 
 
-def sample_agreement(target: Backend, walk: Walk, tokens: Sequence[int]) -> Agreement:
+def sample_agreement(
+    target: Backend,
+    walk: Walk,
+    tokens: Sequence[int],
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Agreement:
     """Walk through a text with a target whose context is empty, and is empty again afterwards;
-    the draft's is left as it is. Raises `BackendError`."""
+    the draft's is left as it is. Raises `BackendError`, and `KeyboardInterrupt` if `interrupted` says
+    so between decodes."""
     before_s = target.decode_s
     tokens = tokens[: target.n_ctx]
     try:
         for place, said in greedy_tokens(target, tokens, min(N_BEFORE, len(tokens))):
             walk.look(tokens, place, said)
+            if interrupted():
+                raise KeyboardInterrupt
             # What the target takes is most of it; the draft is smaller.
             if walk.found.n_places >= _N_ENOUGH and target.decode_s - before_s > _BUDGET_S:
                 break

@@ -102,7 +102,7 @@ class Engine:
     options say, or 4096, or what the target was trained with if that is less.
 
     `interrupted` is asked between decodes; a yes ends the answers that are in the making with what
-    there is of them. `estimate_gain` allows a few decodes at the end of each answer to learn what
+    there is of them, and raises `KeyboardInterrupt` while costs are measured. `estimate_gain` allows a few decodes at the end of each answer to learn what
     plain decoding costs. What is learnt of drafts in answers that `learn_alone` is forgotten with
     them: no answer is drafted for otherwise because of what another one said.
 
@@ -151,7 +151,7 @@ class Engine:
             self._loop = Loop(target, session.clock, interrupted)
             self._drafts: tuple[LlamaBackend, ...] = (() if draft is None else (draft,)) + helpers
             #: Seconds that it took to measure what drafting costs; 0 where that was known.
-            self.measured_s = measure_if_costs_decide(session, target, draft)
+            self.measured_s = measure_if_costs_decide(session, target, draft, interrupted)
             on_error.pop_all()
         self._notices = deque(opening_notices(session, self._n_ctx, self.measured_s))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,34 +31,44 @@ def is_pair_measured(session: Session, draft: Path | None) -> bool:
     return own and (draft is None or is_measured(session.costs.table(draft)))
 
 
-def measure_if_costs_decide(session: Session, target: Backend, draft: Backend | None) -> float:
+def measure_if_costs_decide(
+    session: Session,
+    target: Backend,
+    draft: Backend | None,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> float:
     """`measure_if_new`, where there is a draft and costs decide how much is drafted."""
     if not session.options.drafting.is_by_cost or session.draft_source == "none":
         return 0.0
-    return measure_if_new(session, target, draft)
+    return measure_if_new(session, target, draft, interrupted)
 
 
-def measure_if_new(session: Session, target: Backend, draft: Backend | None) -> float:
+def measure_if_new(
+    session: Session,
+    target: Backend,
+    draft: Backend | None,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> float:
     """Measure what decodes cost and, where costs decide how much is drafted, how often a draft
     model agrees with the target, unless that is known, in contexts that are empty; returns
     how many seconds that took, 0 for none.
 
     What other programs slow down holds for now and is not kept (`session.was_busy`): a table of a
     busy machine may say that no draft pays, and then nothing is decoded that would correct
-    it."""
+    it. Raises `KeyboardInterrupt` if `interrupted` says so between decodes; nothing of it is kept."""
     started, path = session.clock(), session.draft_path
     is_known = is_pair_measured(session, path)
     if not is_known:
         before = core_time()
         sizes = timed_batch_sizes(max(MIN_SIZES, session.n_rows_max))
-        complete(session.costs.table(), target, sizes, session.n_rows_max)
+        complete(session.costs.table(), target, sizes, session.n_rows_max, interrupted)
         if draft is not None and path is not None:
-            complete(session.costs.table(path), draft, _DRAFT_SIZES)
+            complete(session.costs.table(path), draft, _DRAFT_SIZES, interrupted=interrupted)
         share = share_of_others(before, core_time())
         session.was_busy = share is not None and share > BUSY_SHARE
         if session.was_busy:
             session.costs.do_not_keep(path)
-    is_sampled = draft is not None and _sample_agreement(session, target, draft)
+    is_sampled = draft is not None and _sample_agreement(session, target, draft, interrupted)
     return session.clock() - started if is_sampled or not is_known else 0.0
 
 
@@ -72,7 +83,9 @@ def agreement_walk(session: Session, prompt: Prompt, draft: Backend) -> Walk:
     return Walk(drafter, state, session.chances(), is_translated=session.is_translated)
 
 
-def _sample_agreement(session: Session, target: Backend, draft: Backend) -> bool:
+def _sample_agreement(
+    session: Session, target: Backend, draft: Backend, interrupted: Callable[[], bool]
+) -> bool:
     """See how often the draft model says what the target does, unless that is known or could
     not matter; returns whether that was seen."""
     path, chances = session.draft_path, session.chances()
@@ -86,7 +99,7 @@ def _sample_agreement(session: Session, target: Backend, draft: Backend) -> bool
     tokens = tokenize(session.target_model.vocabulary, TEXT, parse_special=False)[:N_TOKENS]
     walk = agreement_walk(session, Prompt(TEXT, tuple(tokens[:1])), draft)
     try:
-        return sample_agreement(target, walk, tokens).n_places > 0
+        return sample_agreement(target, walk, tokens, interrupted).n_places > 0
     finally:
         draft.remove(0)
 

@@ -18,13 +18,15 @@ _LEAST_GAIN = 1.05
 _N_CTX = 512
 
 
-def fastest_parallel(session: Session, n_answers: int) -> int:
+def fastest_parallel(
+    session: Session, n_answers: int, interrupted: Callable[[], bool] = lambda: False
+) -> int:
     """The number of answers at once that makes most tokens a second, by the measured costs of the
     target's batches; they are measured now if they are not known. Raises `MemoryLimitError`."""
     if n_answers < 2:
         return 1
     with session.contexts(_N_CTX) as (target, draft):
-        measure_if_new(session, target, draft)
+        measure_if_new(session, target, draft, interrupted)
     table = session.costs.table()
     n_most = min(n_answers, MAX_SEQUENCES // session.n_sequences_max)
     best = 1

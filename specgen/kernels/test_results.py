@@ -116,7 +116,7 @@ def _read(file: Path) -> dict[str, Any]:
     """The results of a file, by key; none if it is not there or broken."""
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     results = document.get("results") if isinstance(document, dict) else None
     return results if isinstance(results, dict) else {}

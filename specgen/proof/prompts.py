@@ -56,7 +56,7 @@ def _prompt(line: str, where: str) -> str:
     hint = 'a line is like {"prompt": "..."} or {"turns": ["..."]}'
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PromptError(f"{where}: not JSON: {error}", hint) from None
     if isinstance(record, dict):
         turns = record.get("turns")

@@ -86,6 +86,13 @@ def resolve(
     return Sources(target_path, (DraftChoice(find_model(draft, registry, fetch)),))
 
 
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # its name is too long, for one
+        return False
+
+
 def find_model(name: str, registry: Registry, fetch: Fetch) -> Path:
     """A model file: a path if it is one or looks like one, a model's name otherwise.
 
@@ -94,6 +101,6 @@ def find_model(name: str, registry: Registry, fetch: Fetch) -> Path:
     path = Path(name).expanduser()
     separators = [os.sep, os.altsep or os.sep]
     looks_like_path = name.endswith(".gguf") or any(separator in name for separator in separators)
-    if name not in registry.models and (looks_like_path or path.exists()):
+    if name and name not in registry.models and (looks_like_path or _exists(path)):
         return path
     return fetch(registry.model(name).name)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from specgen.errors import BackendError
 
+# An assertion that fails in llama.cpp would call a debugger, which writes into the answer.
+os.environ.setdefault("GGML_NO_BACKTRACE", "1")
 try:
     import llama_cpp
 except (ImportError, OSError, RuntimeError) as error:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import stat
 from pathlib import Path
 from typing import Any
 
+from specgen.backend.llama.file_check import check_file
 from specgen.backend.llama.kernels import LLAMA_CPP, computing
 from specgen.backend.llama.library import llama_cpp
 from specgen.backend.llama.vocabulary import LlamaVocabulary
@@ -26,7 +26,6 @@ CACHE_TYPES: dict[CacheType, tuple[int, float]] = {
     "iq4_nl": (20, 18 / 32),
     "bf16": (30, 2.0),
 }
-_GGUF_MAGIC = b"GGUF"
 
 
 class LlamaModel:
@@ -47,7 +46,7 @@ class LlamaModel:
         vocabulary_only: bool = False,
     ) -> None:
         file = path if weights is None else weights
-        _check_file(file)
+        check_file(file)
         self.path = path
         #: Who computes on the CPU, as `computing` says it.
         self.kernels = computing()
@@ -215,33 +214,4 @@ class LlamaModel:
         raise ModelFileError(
             f"{self.path}: {what} ({architecture}); specgen generates text, token by token",
             hint="give a model that generates text",
-        )
-
-
-def _check_file(path: Path) -> None:
-    """Say what is wrong with a model file before llama.cpp says less."""
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        raise ModelFileError(
-            f"{path}: no such file",
-            hint="give the path of a .gguf file, or a name that `specgen models list` shows",
-        ) from None
-    except OSError as error:
-        raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
-    if stat.S_ISDIR(mode):
-        inside = sorted(child.name for child in path.glob("*.gguf"))[:3]
-        hint = f"name the file: {', '.join(inside)}" if inside else "it holds no .gguf file"
-        raise ModelFileError(f"{path}: a directory, not a model file", hint=hint)
-    try:
-        with path.open("rb") as file:
-            magic = file.read(len(_GGUF_MAGIC))
-    except OSError as error:
-        raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
-    if not magic:
-        raise ModelFileError(f"{path}: the file is empty", hint="fetch it again")
-    if magic != _GGUF_MAGIC:
-        raise ModelFileError(
-            f"{path}: not a GGUF file (it begins with {magic!r})",
-            hint="llama.cpp's convert_hf_to_gguf.py turns Hugging Face models into GGUF",
         )

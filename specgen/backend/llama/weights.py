@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import threading
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeAlias
 
 from specgen.backend.llama.kernels import computing
@@ -68,7 +73,8 @@ def lease_weights(file: Path, n_gpu_layers: int, *, vocabulary_only: bool = Fals
     params.n_gpu_layers = n_gpu_layers
     params.vocab_only = vocabulary_only
     forget_log()
-    handle = llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
+    with _interrupt_between_tensors(params):
+        handle = llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
     if not handle:
         raise ModelFileError(
             f"{file}: llama.cpp cannot load this model: {last_error()}",
@@ -77,6 +83,35 @@ def lease_weights(file: Path, n_gpu_layers: int, *, vocabulary_only: bool = Fals
         )
     weights = _loaded[key] = LoadedWeights(key, handle)
     return weights
+
+
+@contextlib.contextmanager
+def _interrupt_between_tensors(params: Any) -> Iterator[None]:
+    """Let Ctrl-C end the loading of a model: llama.cpp is told to stop, and the KeyboardInterrupt is
+    raised when it has. Raised in a callback of llama.cpp, it would be printed and lost."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:
+        yield
+        return
+    is_wanted = False
+
+    def want(_number: int, _frame: FrameType | None) -> None:
+        nonlocal is_wanted
+        is_wanted = True
+
+    # Kept until llama.cpp is done: it would call freed memory otherwise.
+    goes_on = llama_cpp.llama_progress_callback(lambda _share, _data: not is_wanted)
+    params.progress_callback = goes_on
+    signal.signal(signal.SIGINT, want)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if is_wanted:
+            raise KeyboardInterrupt
 
 
 __all__ = ["LoadedWeights", "lease_weights"]

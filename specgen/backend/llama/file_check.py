@@ -1,0 +1,104 @@
+"""What is wrong with a model file, said before llama.cpp reads it: some values of the metadata end the
+process in one of its assertions."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from specgen.backend.llama.library import forget_log, ggml_function
+from specgen.errors import ModelFileError
+
+_GGUF_MAGIC = b"GGUF"
+#: Types of values in gguf.h.
+_UINT32, _INT32, _FLOAT32 = 4, 5, 6
+#: llama.cpp's LLAMA_MAX_LAYERS.
+_MOST_LAYERS = 512
+
+
+def check_file(path: Path) -> None:
+    """Raise `ModelFileError` if a file is no GGUF, or has metadata that llama.cpp does not survive."""
+    _check_kind(path)
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(_GGUF_MAGIC))
+    except OSError as error:
+        raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
+    if not magic:
+        raise ModelFileError(f"{path}: the file is empty", hint="fetch it again")
+    if magic != _GGUF_MAGIC:
+        raise ModelFileError(
+            f"{path}: not a GGUF file (it begins with {magic!r})",
+            hint="llama.cpp's convert_hf_to_gguf.py turns Hugging Face models into GGUF",
+        )
+    _check_metadata(path)
+
+
+def _check_kind(path: Path) -> None:
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise ModelFileError(
+            f"{path}: no such file",
+            hint="give the path of a .gguf file, or a name that `specgen models list` shows",
+        ) from None
+    except OSError as error:
+        raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
+    if stat.S_ISDIR(mode):
+        inside = sorted(child.name for child in path.glob("*.gguf"))[:3]
+        hint = f"name the file: {', '.join(inside)}" if inside else "it holds no .gguf file"
+        raise ModelFileError(f"{path}: a directory, not a model file", hint=hint)
+    if not stat.S_ISREG(mode):  # a pipe would be waited for
+        raise ModelFileError(
+            f"{path}: a pipe or a device, not a model file", hint="models are read from files"
+        )
+
+
+class _InitParameters(ctypes.Structure):
+    """gguf_init_params of gguf.h."""
+
+    _fields_ = (("no_alloc", ctypes.c_bool), ("context", ctypes.c_void_p))
+
+
+def _check_metadata(path: Path) -> None:
+    pointer, key = ctypes.c_void_p, ctypes.c_int64
+    read = ggml_function("gguf_init_from_file", pointer, ctypes.c_char_p, _InitParameters)
+    free = ggml_function("gguf_free", None, pointer)
+    n_keys = ggml_function("gguf_get_n_kv", ctypes.c_int64, pointer)
+    key_name = ggml_function("gguf_get_key", ctypes.c_char_p, pointer, key)
+    kind = ggml_function("gguf_get_kv_type", ctypes.c_int, pointer, key)
+    readers: dict[int, Any] = {
+        _UINT32: ggml_function("gguf_get_val_u32", ctypes.c_uint32, pointer, key),
+        _INT32: ggml_function("gguf_get_val_i32", ctypes.c_int32, pointer, key),
+        _FLOAT32: ggml_function("gguf_get_val_f32", ctypes.c_float, pointer, key),
+    }
+    forget_log()
+    metadata = read(os.fsencode(path), _InitParameters(no_alloc=True, context=None))
+    if not metadata:  # llama.cpp says why when it loads the file
+        return
+    try:
+        for number in range(n_keys(metadata)):
+            value_of = readers.get(kind(metadata, number))
+            name = (key_name(metadata, number) or b"").decode("utf-8", "replace")
+            if value_of is not None:
+                _check_value(path, name, value_of(metadata, number))
+    finally:
+        free(metadata)
+
+
+def _check_value(path: Path, name: str, value: float) -> None:
+    is_wrong = False
+    if name.endswith(".block_count"):
+        is_wrong = not 1 <= value <= _MOST_LAYERS
+    elif name.endswith(("epsilon", ".rope.freq_base", ".rope.scaling.factor")):
+        is_wrong = not 0.0 <= value < float("inf")
+    if is_wrong:
+        raise ModelFileError(
+            f"{path}: damaged: {name} is {value:g}", hint="fetch or convert the model again"
+        )
+
+
+__all__ = ["check_file"]
