@@ -30,7 +30,7 @@ KERNELS := hatch_build.py scripts/build_kernels.py $(wildcard kernels/*.cpp kern
 
 export PROMPT
 
-.PHONY: help run peers test quick check lint format format-check types docs docs-check install clean FORCE
+.PHONY: help run peers test quick check lint format format-check types fuzz soak docs docs-check install clean FORCE
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' Makefile | \
@@ -63,6 +63,12 @@ format-check: $(VENV)/.installed-dev ## Tell whether the code is formatted
 
 types: $(VENV)/.installed-dev ## Check the types, strictly
 	$(BIN)/mypy
+
+fuzz: $(VENV)/.installed-dev ## Run damaged files, odd texts and odd options for half an hour (FUZZ_ARGS="--seed 1 --cases 3000")
+	OMP_WAIT_POLICY=passive $(BIN)/python -m tests.long_runs.fuzz $(FUZZ_ARGS)
+
+soak: $(VENV)/.installed-dev ## Ask a server for an hour, rightly and wrongly (SOAK_ARGS="--minutes 10 -- -m FILE")
+	OMP_WAIT_POLICY=passive $(BIN)/python -m tests.long_runs.server_soak $(SOAK_ARGS)
 
 docs: $(VENV)/.installed-dev ## Write the generated part of docs/
 	$(BIN)/python -m scripts.make_docs

@@ -100,6 +100,7 @@ def _opened(way: str, asked: argparse.Namespace) -> Iterator[tuple[Llama, Specge
             n_threads_batch=asked.threads,
             draft_model=LlamaPromptLookupDecoding() if way == LOOKUP else draft,
             logits_all=way != PLAIN,
+            flash_attn=True,  # without it, llama.cpp's attention rounds rows otherwise in a batch
             verbose=False,
         )
         opened.callback(llama.close)

@@ -43,6 +43,8 @@ def pages() -> dict[str, tuple[str, list[str]]]:
         "llama-cpp.md": ("Against llama.cpp's own programs", _llama_cpp()),
         "batches.md": ("What a batch costs", _batches()),
         "several.md": ("Several answers at once", _several()),
+        "server.md": ("What users of a server get", _server()),
+        "adapters.md": ("Drafts in llama-cpp-python's Llama", _adapters()),
         "conversation.md": ("A conversation of ten turns", _conversation()),
         "infill.md": ("Fill-in-the-middle", _infill()),
     }
@@ -203,6 +205,77 @@ def _several() -> list[str]:
             _table([["target", "", "1", "2", "4", "8 at once", ""], *_batch_rows()]),
         ]
     return parts
+
+
+def _server() -> list[str]:
+    parts = [
+        (
+            "`python benchmarks/server.py -m TARGET -md SMOLLM2 -md ngram --peer llama-server --peer-draft 0.5B "
+            "--prompts FILE -N 12`: 12 prompts of all categories, 64 tokens each, greedy, streamed, asked by 1, 2, "
+            "4 and 8 users at a time of servers with eight slots each; `llama-server` is built from the same source. "
+            "Tokens a second have the prompts in them; those of a user are behind the first token (median). Texts "
+            "equal those that `specgen serve` without drafts gives to one user."
+        )
+    ]
+    for name in ("server-15.json",):
+        report = _read(name)
+        parts.append(f"## {_model(report['target'])} ({_raw(name)})")
+        head = ["users", "server", "tokens/s in all", "of a user", "first token, median"]
+        rows = [[*head, "first token, 95 %", "texts equal"]]
+        before = 0
+        for run in report["runs"]:
+            n_users = str(run["n_users"]) if run["n_users"] != before else ""
+            before = run["n_users"]
+            rows.append(
+                [
+                    n_users,
+                    _contender(run["contender"]),
+                    f"{run['tokens_per_s']:.1f}",
+                    f"{run['tokens_per_s_of_a_user']:.1f}",
+                    f"{run['first_token_s']:.2f} s",
+                    f"{run['first_token_high_s']:.2f} s",
+                    f"{run['n_equal']} of {report['n_prompts']}",
+                ]
+            )
+        parts.append(_table(rows))
+    return parts
+
+
+def _adapters() -> list[str]:
+    report = _read("adapters.json")
+    rows = [["draft", "whole answers", "behind the first token", "acceptance rate", "texts equal"]]
+    for way in report["ways"]:
+        turns = way["turns"]
+        n_drafted = sum(turn.get("n_drafted", 0) for turn in turns)
+        n_accepted = sum(turn.get("n_accepted", 0) for turn in turns)
+        name = way["way"]
+        rows.append(
+            [
+                {"Llama": "none"}.get(name, f"`{name}`" if name[:1].isupper() else _model(name)),
+                _number(way["ratio"]),
+                _number(way["ratio_behind_first"]),
+                _number(n_accepted / n_drafted if n_drafted else None),
+                f"{min(turn['n_equal'] for turn in turns)} of {report['n_prompts']}",
+            ]
+        )
+    return [
+        (
+            "`python benchmarks/adapters.py -m TARGET -md SMOLLM2 -md 0.5B --prompts FILE -N 8 -n 96 --turns 1` "
+            f"({_raw('adapters.json')}): {_model(report['target'])} in `Llama` with flash attention and specgen's "
+            "kernels for all ways. Speeds are relative to `Llama` without a draft. With any draft, `Llama` computes "
+            "the logits of all tokens of a prompt, so that the first token comes later."
+        ),
+        _table(rows),
+    ]
+
+
+def _contender(name: str) -> str:
+    """A server and its draft, as people call them."""
+    program, _, draft = name.partition(", ")
+    model, _, more = draft.partition(" and ")
+    shown = {"none": "no draft"}.get(model, _model(model))
+    shown = f"{shown} and {more}" if more else shown
+    return f"**{program}**, {shown}" if program == "specgen" else f"{program}, {shown}"
 
 
 def _several_rows() -> Iterator[list[str]]:

@@ -45,6 +45,8 @@ class Case:
     #: Says what is wrong with standard output and the folder, whatever the exit code; None if nothing.
     check: Callable[[int, bytes], str | None] = lambda _code, _out: None
     limit_s: float = 60.0
+    #: Whether several things are asked, each of which may be refused.
+    asks_several: bool = False
 
 
 @dataclass
@@ -571,7 +573,8 @@ def options(base: Base, folder: Path, chance: random.Random) -> Case:
         name = chance.choice([*option.opts, *option.secondary_opts])
         arguments += [name, *_value(option, chance)]
     arguments += _ARGUMENTS.get(command, ())
-    return Case(tuple(arguments), stdin=b"the cat\nand the dog\n", limit_s=150.0)
+    stdin = b"the cat\nand the dog\n"
+    return Case(tuple(arguments), stdin=stdin, limit_s=150.0, asks_several=command == "chat")
 
 
 def make_case(
