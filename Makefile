@@ -15,9 +15,9 @@ WORKERS = --numprocesses auto --maxprocesses 8 --dist worksteal
 SLOW = bench_peers.py build_kernels.py cli_batch.py cli_bench.py cli_chat.py cli_draft.py \
 	cli_drafting.py cli_fim.py cli_run.py cli_trees.py cli_tune.py cli_verify.py doctor.py \
 	downloads.py kernels.py llama_dry.py llama_rollback.py llama_sampling.py \
-	lossless.py::test_sampled lossless.py::test_matching policy.py::test_in_the_long_run \
+	long_runs.py lossless.py::test_sampled lossless.py::test_matching policy.py::test_in_the_long_run \
 	policy.py::test_a_draft_that_cannot_pay proof.py proof_statistics.py real_model.py \
-	real_translation.py render_live.py translated_loop.py::test_distributions \
+	real_translation.py reference.py render_live.py translated_loop.py::test_distributions \
 	translated_loop.py::test_draws translated_loop.py::test_sampled \
 	translated_loop.py::test_stopping translated_session.py translation_text.py \
 	trees.py::test_drawn_trees_fit trees.py::test_trees_of_the_likeliest verifiers.py

@@ -18,6 +18,7 @@ pytestmark = [
 #: Sends Ctrl-C to its own process when this module is imported.
 _INTERRUPTED_IMPORT = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in the background
 class Interrupting:
     @staticmethod
     def find_spec(name, *_):

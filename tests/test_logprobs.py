@@ -21,7 +21,13 @@ from specgen.core.text_state import TextState
 from specgen.core.verifiers import MatchVerifier, Verifier
 from specgen.engine.session import DraftSource, Session, SessionOptions
 from specgen.events import CommittedEvent, Event, Piece, to_json_object
-from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    GenerationOptions,
+    Grammar,
+    SamplerOptions,
+)
 from specgen.sampling.logprobs import log_probabilities, most_likely
 from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
 from specgen.testing.tiny import TinyConfig, write_tiny_model
@@ -235,7 +241,10 @@ def answer(
         (SamplerOptions(), {}),
         (replace(RANDOM, seed=3), {}),
         (replace(SHAPED, seed=3), {"ignore_eos": True}),
-        (replace(SHAPED, seed=3), {"grammar": 'root ::= ([a-f] "--" [a-f ] | "zz")+'}),
+        (
+            replace(SHAPED, seed=3),
+            {"grammar": Grammar("gbnf", 'root ::= ([a-f] "--" [a-f ] | "zz")+')},
+        ),
     ],
     ids=["greedy", "random", "shaped", "grammar"],
 )

@@ -41,7 +41,11 @@ class Measured:
         self.asked: list[str] = []
 
     def __call__(
-        self, backend: LlamaBackend, sizes: Iterable[int], budget_s: float
+        self,
+        backend: LlamaBackend,
+        sizes: Iterable[int],
+        budget_s: float,
+        interrupted: Callable[[], bool],
     ) -> dict[int, float]:
         name = backend.model.name
         if name == "target.gguf":
