@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import PurePath
 from typing import Any
 
 
 def as_json(value: Any) -> Any:
-    """A value of dataclasses, dictionaries, lists, tuples, texts and numbers; JSON has no infinity,
-    which becomes a text."""
+    """A value of dataclasses, dictionaries, lists, tuples, texts, numbers and paths; JSON has no
+    infinity, which becomes a text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         return {name: as_json(getattr(value, name)) for name in names}
@@ -17,6 +18,8 @@ def as_json(value: Any) -> Any:
         return [as_json(each) for each in value]
     if isinstance(value, dict):
         return {name: as_json(each) for name, each in value.items()}
+    if isinstance(value, PurePath):
+        return str(value)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

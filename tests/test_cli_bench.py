@@ -154,6 +154,14 @@ def test_json_has_everything_raw(bench: Specgen, tmp_path: Path) -> None:
     assert {len(found) for found in texts.values()} == {1}
 
 
+def test_json_names_the_files_that_were_looked_up(bench: Specgen, tmp_path: Path) -> None:
+    text, file = tmp_path / "text.txt", tmp_path / "out.json"
+    text.write_text("the cat is in the house", encoding="utf-8")
+    bench("--draft", "ngram", "--lookup-file", text, "--json", file)
+    settings = json.loads(file.read_text(encoding="utf-8"))["settings"]
+    assert str(text) in json.dumps(settings)
+
+
 def test_foresight_is_no_slower_than_plain_decoding(bench: Specgen) -> None:
     arguments = ("--draft", "draft", "--draft", "bad", "--policy", "fixed", "--draft-max", "4")
     document = json.loads(bench(*arguments, "--foresight", "--json", "-").out)

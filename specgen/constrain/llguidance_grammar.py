@@ -7,9 +7,10 @@ the tokens alone in which the model's own tokenizer writes that text.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -54,7 +55,11 @@ class LlguidanceGrammar:
 
         if not vocabulary.end_tokens():
             raise UsageError("the model has no end-of-text token, with which such answers end")
-        matcher = LLMatcher(_tokenizer(vocabulary), _compiled(grammar), log_level=0)
+        try:
+            with _panics():
+                matcher = LLMatcher(_tokenizer(vocabulary), _compiled(grammar), log_level=0)
+        except _PanicError as error:
+            raise UsageError(f"the grammar cannot be followed: {error}") from error
         if matcher.is_error():
             raise UsageError(f"the grammar cannot be followed: {_line(matcher.get_error())}")
         self.n_tokens = vocabulary.n_tokens
@@ -113,7 +118,9 @@ class _State:
         if token_id in self._grammar.ends:
             return _Ended(self._grammar.n_tokens)
         matcher = self._matcher.deep_copy()
-        if not matcher.consume_token(token_id):
+        with _failures():
+            is_taken = matcher.consume_token(token_id)
+        if not is_taken:
             raise _failure(matcher)
         return _State(self._grammar, matcher)
 
@@ -130,7 +137,8 @@ class _State:
             words = np.zeros(-(-n_tokens // _BITS_OF_A_WORD), np.uint32)
             # Not to be asked at the same time by two threads: a copy may be.
             matcher = self._matcher.deep_copy()
-            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            with _failures():
+                matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
             if matcher.is_error():
                 raise _failure(matcher)
             bits = np.unpackbits(words.view(np.uint8), count=n_tokens, bitorder="little")
@@ -161,8 +169,9 @@ def problem_of(grammar: Grammar) -> str | None:
     from llguidance import LLMatcher
 
     try:
-        is_wrong, messages = LLMatcher.validate_grammar_with_warnings(_compiled(grammar))
-    except ValueError as error:
+        with _panics():
+            is_wrong, messages = LLMatcher.validate_grammar_with_warnings(_compiled(grammar))
+    except (ValueError, _PanicError) as error:
         return str(error)
     return "; ".join(messages) if is_wrong else None
 
@@ -173,6 +182,30 @@ def _compiled(grammar: Grammar) -> str:
     if grammar.form == "json_schema":
         return LLMatcher.grammar_from_json_schema(grammar.text, overrides=JSON_FORM)  # type: ignore[arg-type]
     return LLMatcher.grammar_from_lark(grammar.text)
+
+
+class _PanicError(Exception):
+    """llguidance ran into a mistake of its own, which it reports by no exception that has a name."""
+
+
+@contextlib.contextmanager
+def _panics() -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise _PanicError(_line(str(error))) from error
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    """While a text is written: raises `BackendError`."""
+    try:
+        with _panics():
+            yield
+    except _PanicError as error:
+        raise BackendError(f"the grammar cannot be followed any further: {error}") from error
 
 
 def _failure(matcher: LLMatcher) -> BackendError:
