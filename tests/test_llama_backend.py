@@ -275,6 +275,17 @@ def test_bad_files_are_named_with_what_to_do(tmp_path: Path) -> None:
     assert "cannot be read" in complaint(beyond)
 
 
+def test_a_model_that_the_memory_has_no_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_tiny_model(tmp_path / "large.gguf", TinyConfig())
+    reason = "failed to allocate CPU buffer of size 996893184"
+    monkeypatch.setattr(llama_cpp, "llama_model_load_from_file", lambda *_: None)
+    monkeypatch.setattr(weights, "last_error", lambda: reason)
+    with pytest.raises(MemoryLimitError, match=reason):
+        LlamaModel(path)
+
+
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     for share in (0.05, 0.5, 0.95):
         path = write_tiny_model(tmp_path / "cut.gguf", TinyConfig(), keep_fraction=share)

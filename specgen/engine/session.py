@@ -59,7 +59,7 @@ _ANSWER_ROOM = 4096
 class Session:
     """A target and what drafts for it, loaded. Use it as a context manager.
 
-    Opening it raises `ModelFileError` or `PairError`; the models' weights stay loaded until
+    Opening it raises `ModelFileError`, `MemoryLimitError` or `PairError`; the weights stay loaded until
     it is closed, contexts are made for each answer of `generate`, and stay in an `Engine`. `memory`
     is what is known of these models on this machine, and learns more; whoever keeps it saves it.
     `tell` is told what else takes seconds while a draft is opened. With `vocabulary_only` the target

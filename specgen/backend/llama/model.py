@@ -34,7 +34,7 @@ class LlamaModel:
 
     `weights` is a copy of the file that is loaded in its place. With `vocabulary_only` its tensors stay
     on disk: no context can be made, and its sizes are not known. Raises `ModelFileError` if the file
-    cannot be used to generate text.
+    cannot be used to generate text, `MemoryLimitError` if it does not fit the memory.
     """
 
     def __init__(

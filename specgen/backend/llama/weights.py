@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from specgen.backend.llama.kernels import computing
 from specgen.backend.llama.library import forget_log, last_error, llama_cpp
 from specgen.backend.llama.vocabulary import LlamaVocabulary
-from specgen.errors import ModelFileError
+from specgen.errors import MemoryLimitError, ModelFileError
 
 #: A file as it is now, where its layers are computed, by whom, and whether it is the vocabulary alone.
 _Key: TypeAlias = tuple[int, int, int, int, int, str, bool]
@@ -54,7 +54,7 @@ class LoadedWeights:
 def lease_weights(file: Path, n_gpu_layers: int, *, vocabulary_only: bool = False) -> LoadedWeights:
     """The weights of a file, or its vocabulary alone, loaded if nobody in this process uses them
     already; the caller is counted as a user. Raises `ModelFileError` if llama.cpp cannot load them,
-    `OSError` if the file is gone."""
+    `MemoryLimitError` if there is no room for them, `OSError` if the file is gone."""
     about = file.stat()
     key = (
         about.st_dev,
@@ -76,8 +76,14 @@ def lease_weights(file: Path, n_gpu_layers: int, *, vocabulary_only: bool = Fals
     with _interrupt_between_tensors(params):
         handle = llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
     if not handle:
+        reason = last_error()
+        if "allocate" in reason:
+            raise MemoryLimitError(
+                f"{file}: there is not enough memory for this model: {reason}",
+                hint="close other programs, or take a smaller model, or one that is quantised further",
+            )
         raise ModelFileError(
-            f"{file}: llama.cpp cannot load this model: {last_error()}",
+            f"{file}: llama.cpp cannot load this model: {reason}",
             hint="if the download was cut short, fetch the file again; if the model is "
             "newer than this llama-cpp-python, upgrade it",
         )
