@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -371,25 +373,28 @@ def test_a_repeated_beginning_is_decoded_once(server: Running, client: openai.Op
 # --- another client: llm, with its own models of OpenAI's API
 
 
-def llm_model(server: Running) -> Any:
-    return Chat(  # type: ignore[no-untyped-call]
+@pytest.fixture
+def llm_model(server: Running) -> Iterator[Any]:
+    """Its connections are closed when nobody refers to them any more: here, and not in a later test."""
+    yield Chat(  # type: ignore[no-untyped-call]
         "tiny", model_name="target", api_base=f"{server.url}/v1", supports_schema=True
     )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_llm_is_a_client_too(server: Running, streams: bool) -> None:
-    response = llm_model(server).prompt(
-        MESSAGES[0]["content"], stream=streams, key="none", temperature=0
-    )
+def test_llm_is_a_client_too(server: Running, llm_model: Any, streams: bool) -> None:
+    response = llm_model.prompt(MESSAGES[0]["content"], stream=streams, key="none", temperature=0)
     assert response.text() == said(server, server.session.prompt(MESSAGES[0]["content"]))
     usage = response.usage()
     assert usage.input
     assert usage.output
 
 
-def test_a_conversation_and_a_schema_of_llm(server: Running) -> None:
-    conversation = llm_model(server).conversation()
+def test_a_conversation_and_a_schema_of_llm(server: Running, llm_model: Any) -> None:
+    conversation = llm_model.conversation()
     first = conversation.prompt("the cat", key="none", max_tokens=4).text()
     schema = {
         "type": "object",

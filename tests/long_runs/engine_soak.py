@@ -34,7 +34,32 @@ from specgen.options import (
     parse_tree,
 )
 
-_WORDS = ["the", "a", "cat", "dog", "house", "sky", "is", "blue", "red", "why", "how", "def", "return", "x", "y", "(", ")", ":", "1", "2", "3", "and", "or", "\n"]
+_WORDS = [
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "house",
+    "sky",
+    "is",
+    "blue",
+    "red",
+    "why",
+    "how",
+    "def",
+    "return",
+    "x",
+    "y",
+    "(",
+    ")",
+    ":",
+    "1",
+    "2",
+    "3",
+    "and",
+    "or",
+    "\n",
+]
 _N_ANSWERS = 24
 _SLACK_MB = 64
 #: Drafting with each kind of draft: by cost, and always.
