@@ -85,8 +85,8 @@ def test_a_full_queue(server: Running) -> None:
             ]
             wait_until(lambda: server.metric("requests_deferred") == 2, "the queue")
             assert server.metric("requests_processing") == 1
-            with pytest.raises(openai.RateLimitError) as caught:
-                server.client.completions.create(model="any", prompt="x", max_tokens=4)
+            with server.client as client, pytest.raises(openai.RateLimitError) as caught:
+                client.completions.create(model="any", prompt="x", max_tokens=4)
             assert int(caught.value.response.headers["Retry-After"]) >= 1
             assert caught.value.code == "queue_full"
             assert server.http.get("/health").status_code == 200
@@ -166,10 +166,12 @@ def test_keys(model: Path) -> None:
     options = ServerOptions(port=0, api_keys=("first", "second"))
     with running(session_of(model), options) as server:
         for key in ("first", "second"):
-            client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
-            assert client.models.list().data
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="third", max_retries=0)
-        with pytest.raises(openai.AuthenticationError):
+            with server.client.with_options(api_key=key) as client:
+                assert client.models.list().data
+        with (
+            server.client.with_options(api_key="third") as client,
+            pytest.raises(openai.AuthenticationError),
+        ):
             client.models.list()
         with httpx.Client(base_url=server.url) as nobody:
             for path in ("/v1/models", "/metrics", "/slots", "/props"):

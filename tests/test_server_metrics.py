@@ -56,9 +56,12 @@ def test_they_are_the_sums_of_all_answers(server: Running) -> None:
 
 def test_slots_tell_what_they_do(server: Running) -> None:
     assert [slot["is_processing"] for slot in server.http.get("/slots").json()] == [False, False]
-    with server.client.completions.create(
-        model="any", prompt="x", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
-    ) as stream:
+    with (
+        server.client as client,
+        client.completions.create(
+            model="any", prompt="x", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+        ) as stream,
+    ):
         next(iter(stream))
         with server.standing_still():
             busy = [slot for slot in server.http.get("/slots").json() if slot["is_processing"]]
