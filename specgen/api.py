@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
+from specgen.backend.llama.file_check import remember_checks
 from specgen.catalogue import cache_folder
 from specgen.constrain.json_schema import schema_grammar
 from specgen.engine.chat_template import Message
@@ -96,6 +97,7 @@ def load(
     """
     drafts = [draft] if isinstance(draft, (str, Path)) else list(draft or ())
     sources = find_models(staged(str(target), [str(each) for each in drafts], None), quiet=True)
+    remember_checks(cache_folder())
     status = choose_kernels(kernels, cache_folder())
     if kernels == "auto" and status.reason and status.path is not None:
         note(f"not using specgen's kernels: {status.reason}")

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -169,6 +169,31 @@ class FailingDrafter(WrappedDrafter):
             raise self._error
         self._n_good -= 1
         return (yield from super().drafting(context, n_max, policy, n_drafted))
+
+
+class NonsenseDrafter(WrappedDrafter):
+    """Works for a while, then proposes what `nonsense` makes of a draft and of how many were asked for."""
+
+    def __init__(
+        self, inner: Drafter, n_good: int, nonsense: Callable[[Draft, int], object]
+    ) -> None:
+        super().__init__(inner)
+        self._n_good = n_good
+        self._nonsense = nonsense
+
+    def drafting(
+        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+    ) -> Drafting:
+        draft = yield from super().drafting(context, n_max, policy, n_drafted)
+        self._n_good -= 1
+        return draft if self._n_good >= 0 else cast(Draft, self._nonsense(draft, n_max))
+
+
+class DeafDrafter(WrappedDrafter):
+    """Fails when it is told what became of its first draft."""
+
+    def observe(self, report: RoundReport) -> None:
+        raise ZeroDivisionError("told of a round")
 
 
 class NoDrafter:

@@ -1,4 +1,4 @@
-"""Tiny models that say the same in other tokens."""
+"""Tiny models that say the same in other tokens, or are damaged."""
 
 from __future__ import annotations
 
@@ -31,6 +31,19 @@ def write_respelled_model(path: Path, config: TinyConfig) -> Path:
         for token, counterpart in counterparts.items():
             rows[token] = tensors[tensor.name][counterpart]
     like.unlink()
+    return path
+
+
+def with_a_token_twice(path: Path) -> Path:
+    """A tiny model whose vocabulary has one token at two places: llama.cpp asserts that none has."""
+    data = write_tiny_model(path, TinyConfig()).read_bytes()
+
+    def entry(text: bytes) -> bytes:
+        return len(text).to_bytes(8, "little") + text
+
+    one, other = entry("Ġfor".encode()), entry("Ġthe".encode())  # as byte-level BPE spells spaces
+    assert data.count(one) == data.count(other) == 1
+    path.write_bytes(data.replace(one, other))
     return path
 
 

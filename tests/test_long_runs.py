@@ -1,4 +1,4 @@
-"""Short parts of the searches that otherwise take minutes or hours (`make fuzz`, `make soak`)."""
+"""Short parts of the searches that otherwise take minutes or hours (`make fuzz`, `make soak`, `tests/long_runs/kills.py`)."""
 
 from __future__ import annotations
 
@@ -54,3 +54,10 @@ def test_a_server_gives_back_what_it_took(tmp_path: Path) -> None:
     counts = json.loads(done.stdout)["counts"]
     assert counts["texts compared"] > 0
     assert counts["ask_wrongly: 400"] > 0
+
+
+def test_what_was_killed_while_it_wrote_breaks_nothing() -> None:
+    done = run("kills", "--rounds", "4", "--command", "run", "--command", "lookup store")
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = json.loads(done.stdout)["counts"]
+    assert sum(counts.values()) == 4

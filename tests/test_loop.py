@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import pytest
 
+from specgen.core.draft import Draft
 from specgen.drafters import Drafter
 from specgen.engine.loop import Loop
 from specgen.errors import BackendError
@@ -24,8 +27,10 @@ from tests.fake_generations import (
     N_VOCAB,
     PROMPT,
     Clock,
+    DeafDrafter,
     FailingDrafter,
     NoDrafter,
+    NonsenseDrafter,
     Setup,
     TreeDrafter,
     model_drafter,
@@ -184,6 +189,41 @@ def test_a_failing_drafter_ends_drafting_and_not_the_answer() -> None:
         assert "Traceback" in notices[0].detail
         n_drafts = sum(isinstance(event, DraftedEvent) for event in events)
         assert n_drafts == 3
+
+
+#: What a drafter with a bug may return, and what is said of it.
+NONSENSE: dict[str, Callable[[Draft, int], object]] = {
+    "no draft": lambda _draft, _n_max: None,
+    "there is no token 12": lambda _draft, _n_max: Draft.chain([1, N_VOCAB], "model"),
+    "there is no token -1": lambda _draft, _n_max: Draft.chain([-1], "model"),
+    "there is no token 2.5": lambda _draft, _n_max: Draft.chain(cast(list[int], [2.5]), "model"),
+    "there is no token 'a'": lambda _draft, _n_max: Draft.chain(cast(list[int], ["a"]), "model"),
+    "at most were asked for": lambda _draft, n_max: Draft.chain([1] * (n_max + 1), "model"),
+    "parents come first": lambda _draft, _n_max: Draft(
+        (1, 2), (1, 0), ("a",) * 2, (None,) * 2, (None,) * 2
+    ),
+    "needs 2 of each of its fields": lambda _draft, _n_max: Draft((1, 2), (-1,), (), (), ()),
+}
+
+
+@pytest.mark.parametrize("said", NONSENSE)
+def test_a_drafter_that_talks_nonsense_ends_drafting_and_not_the_answer(said: str) -> None:
+    plain, _ = Setup().run()
+    fast, events = Setup(drafter=NonsenseDrafter(drafter("good"), 2, NONSENSE[said])).run()
+    assert fast.tokens == plain.tokens
+    notices = [event for event in events if isinstance(event, NoticeEvent)]
+    assert len(notices) == 1
+    assert said in notices[0].message
+    assert sum(isinstance(event, DraftedEvent) for event in events) == 2
+
+
+def test_a_drafter_that_fails_when_it_is_told_of_a_round_ends_drafting() -> None:
+    plain, _ = Setup().run()
+    fast, events = Setup(drafter=DeafDrafter(drafter("good"))).run()
+    assert fast.tokens == plain.tokens
+    notices = [event for event in events if isinstance(event, NoticeEvent)]
+    assert ["told of a round" in notice.message for notice in notices] == [True]
+    assert sum(isinstance(event, DraftedEvent) for event in events) == 1
 
 
 @pytest.mark.parametrize("after", range(8))

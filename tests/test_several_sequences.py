@@ -32,7 +32,9 @@ from tests.fake_generations import (
     N_VOCAB,
     PROMPT,
     Clock,
+    DeafDrafter,
     NoDrafter,
+    NonsenseDrafter,
     Setup,
     Timed,
     model_drafter,
@@ -388,3 +390,17 @@ def test_a_text_by_itself_raises_what_ends_it() -> None:
     loop = Loop(setup.backend(), Clock())
     with pytest.raises(NoTokenAllowedError):
         list(loop.run(setup.generation()))
+
+
+def test_what_one_drafter_says_wrongly_costs_no_other_answer() -> None:
+    """A token that does not exist, in the batch of all, would fail them all."""
+    good, other, third = (model_drafter(LANGUAGE, LETTERS)[0] for _ in range(3))
+    loud = NonsenseDrafter(other, 1, lambda _draft, _n: Draft.chain([99], "a"))
+    drafters: list[Drafter] = [good, loud, DeafDrafter(third)]
+    setups = [Setup(drafter=each) for each in drafters]
+    loop = Loop(setups[0].backend(len(setups)), Clock())
+    generations = started(loop, setups)
+    finish(loop, generations)
+    plain, _ = Setup().run()
+    assert [generation.tokens for generation in generations] == [plain.tokens] * 3
+    assert [generation.drafter is None for generation in generations] == [False, True, True]

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from llama_cpp.llama_speculative import LlamaDraftModel
 
 from specgen.adapters.draft_rounds import DraftRounds
+from specgen.backend.llama.file_check import remember_checks
 from specgen.catalogue import cache_folder, human_bytes
 from specgen.core.tally import Tally
 from specgen.errors import UsageError
@@ -78,6 +79,7 @@ class SpecgenDraft(LlamaDraftModel):
         if not drafts:
             raise UsageError("no draft is given", hint="ngram needs no model")
         sources = find_models(staged(str(target), [str(each) for each in drafts], None), quiet=True)
+        remember_checks(cache_folder())
         choose_kernels(kernels, cache_folder())
         options = session_options(
             sources,

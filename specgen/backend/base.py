@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
-from specgen.arrays import Logits
+from specgen.arrays import Hidden, Logits
 
 #: How the end of a sequence is dropped: cell by cell (attention, with sliding windows too),
 #: by going back to one of the states after the last few rows, or to a copy of the state at
@@ -43,6 +43,13 @@ class Batch:
         self.positions.append(position)
         self.sequences.append(sequences)
         self.wants_logits.append(wants_logits)
+
+    def part(self, start: int, end: int) -> Batch:
+        """The rows from `start` to `end`, exclusive."""
+        rows = slice(start, end)
+        return Batch(
+            self.tokens[rows], self.positions[rows], self.sequences[rows], self.wants_logits[rows]
+        )
 
 
 class Vocabulary(Protocol):
@@ -173,4 +180,15 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Free the cache. May be called twice."""
+        ...
+
+
+@runtime_checkable
+class HiddenBackend(Backend, Protocol):
+    """A backend that tells a model's hidden states too."""
+
+    def decode_hidden(self, batch: Batch) -> tuple[Logits, Hidden]:
+        """As `decode`, with the final hidden states of the rows that want logits:
+        float32[n_wanted, n_embd], valid until the next decode. The batch has `n_outputs` rows at
+        most. Raises `BackendError` too where a model gives no hidden states."""
         ...

@@ -8,6 +8,7 @@ import numpy as np
 
 from specgen.backend.base import Vocabulary
 from specgen.backend.tree_batch import Slot
+from specgen.core.hidden import LastHidden
 from specgen.core.tally import Tally
 from specgen.core.text_state import Shaper, TextState
 from specgen.core.text_stream import TextStream
@@ -57,6 +58,8 @@ class Generation:
     is_started: bool = False
     #: Its rows in the last round's batch.
     n_rows: int = 1
+    #: The target's hidden state behind what it has read; None if nothing drafts from that.
+    hidden: LastHidden | None = None
     #: How many tokens of the prompt were in the cache already.
     n_cached: int = 0
     #: What ended the answer before its time; it then has no `finish_reason`.

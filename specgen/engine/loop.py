@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from specgen.arrays import Logits
-from specgen.backend.base import Backend, Batch
+from specgen.arrays import Hidden, Logits
+from specgen.backend.base import Backend, Batch, HiddenBackend
 from specgen.backend.tree_batch import keep_path, pack
 from specgen.calibration.cost_table import Others
 from specgen.core.draft import NO_DRAFT, ROOT, Draft
 from specgen.core.verifiers import Verdict
 from specgen.drafters import Drafting, drafting_of
 from specgen.engine.generation import Generation
-from specgen.engine.proposing import propose_together
+from specgen.engine.proposing import propose_together, refuse_nonsense
 from specgen.engine.round_events import (
     committed,
     draft_nodes,
@@ -60,6 +60,7 @@ class Loop:
         interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         self._target = target
+        self._hidden_target = target if isinstance(target, HiddenBackend) else None
         self._clock = clock
         self._interrupted = interrupted
         self._started_s = clock()
@@ -143,7 +144,7 @@ class Loop:
             n_room = self._target.n_batch // len(active) - len(draft)
             pending = self._pending(generation, n_room)
             pack(batch, self._target, generation.slot, pending, draft)
-        logits = self._target.decode(batch)
+        logits, hidden = self._decode_round(batch, active)
         target_s = self._target.decode_s - target_s
         # More than the batch where a recurrent state had to be brought up to date.
         n_rows = self._target.n_decoded_rows - n_rows
@@ -162,13 +163,16 @@ class Loop:
                 continue
             tally.n_rounds += 1
             events += self._commit(generation, draft, verdict, rows)
+            if generation.hidden is not None and hidden is not None:
+                # The row that chose the token behind the accepted path.
+                last_row = first_row - len(rows) + 1 + (verdict.path[-1] if verdict.path else ROOT)
+                generation.hidden.take(hidden[last_row], n_tokens + len(verdict.path))
             told = tuple(generation.tokens[n_tokens:])
             report = RoundReport(
                 draft, verdict.path, propose_s, target_s, n_rows, told, len(active)
             )
             generation.policy.observe(report)
-            if generation.drafter is not None:
-                generation.drafter.observe(report)
+            self._tell_drafter(generation, report, events)
             n_committed = len(generation.tokens) - tally.n_forced - n_before
             tally.add_decode(n_committed, n_rows, target_s)
             # What one batch costs is shared by those that are in it.
@@ -233,6 +237,17 @@ class Loop:
         logits = self._target.decode(batch)
         return logits if is_last else None
 
+    def _decode_round(
+        self, batch: Batch, active: Sequence[Generation]
+    ) -> tuple[Logits, Hidden | None]:
+        """Decode a round's batch: the rows of logits and, where something drafts from them, those of
+        the hidden states."""
+        is_wanted = any(generation.hidden is not None for generation in active)
+        target = self._hidden_target
+        if is_wanted and target is not None and len(batch) <= target.n_outputs:
+            return target.decode_hidden(batch)
+        return self._target.decode(batch), None
+
     def _pending(self, generation: Generation, n_room: int) -> list[int]:
         """The committed tokens that the cache does not hold yet: the last one and, after
         tokens that a grammar forced, those before it; what has no room in the round's batch
@@ -259,6 +274,7 @@ class Loop:
         n_all_rows = sum(generation.n_rows for generation in active)
         drafting: list[Generation] = []
         draftings: list[Drafting] = []
+        asked: list[tuple[int, float]] = []
         for generation in active:
             drafter, policy = generation.drafter, generation.policy
             if drafter is None:
@@ -271,12 +287,18 @@ class Loop:
             )
             if n_max >= 1:
                 drafting.append(generation)
+                asked.append((n_max, drafter.model_s if generation.hidden is not None else 0.0))
                 draftings.append(drafting_of(drafter, generation.tokens, n_max, policy))
         drafts = dict.fromkeys(map(id, active), NO_DRAFT)
         draft_s = dict.fromkeys(map(id, active), (0.0, 0.0))
         proposals = propose_together(draftings, self._clock)
-        for generation, proposal in zip(drafting, proposals, strict=True):
-            started, draft = self._clock(), proposal.draft
+        for generation, proposal, (n_max, before_s) in zip(drafting, proposals, asked, strict=True):
+            started = self._clock()
+            if proposal.error is None:
+                refuse_nonsense(proposal, n_max, self._target.n_vocab)
+            draft = proposal.draft
+            if generation.hidden is not None and generation.drafter is not None:
+                proposal.model_s += generation.drafter.model_s - before_s  # heads ask for no decode
             if proposal.error is not None:
                 generation.drafter = None
                 events.append(self._drafting_failed(generation, proposal.error))
@@ -287,6 +309,17 @@ class Loop:
             seconds = proposal.seconds + self._clock() - started
             draft_s[id(generation)] = proposal.model_s, seconds
         return list(drafts.values()), list(draft_s.values())
+
+    def _tell_drafter(
+        self, generation: Generation, report: RoundReport, events: list[Event]
+    ) -> None:
+        if generation.drafter is None:
+            return
+        try:
+            generation.drafter.observe(report)
+        except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
+            generation.drafter = None
+            events.append(self._drafting_failed(generation, error))
 
     def _drafting_failed(self, generation: Generation, error: Exception) -> NoticeEvent:
         what = error.message if isinstance(error, SpecgenError) else repr(error)

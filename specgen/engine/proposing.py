@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
 from specgen.core.draft import NO_DRAFT, Draft
 from specgen.drafters import Ask, Drafting
+from specgen.errors import BackendError
 
 
 @dataclass
@@ -44,6 +47,29 @@ def propose_together(draftings: Sequence[Drafting], clock: Callable[[], float]) 
             ask.costs.n_sharing = most[backend]
         _decode_together(asked, clock)
     return proposals
+
+
+def refuse_nonsense(proposal: Proposal, n_max: int, n_vocab: int) -> None:
+    """Make what is no draft of `n_max` tokens at most, out of a vocabulary of so many, an error: in the
+    target's batch it would be one of all sequences. (How nodes hang together, a `Draft` checks itself.)"""
+    draft: object = proposal.draft
+    if not isinstance(draft, Draft):
+        problem = f"{type(draft).__name__}: no draft"
+    elif len(draft) > n_max:
+        problem = f"{len(draft)} tokens, {n_max} at most were asked for"
+    else:
+        wrong = [token for token in draft.tokens if not _is_token(token, n_vocab)]
+        if not wrong:
+            return
+        problem = f"there is no token {wrong[0]!r}"
+    proposal.draft, proposal.error = (
+        NO_DRAFT,
+        BackendError(f"the drafter proposed nonsense: {problem}"),
+    )
+
+
+def _is_token(token: object, n_vocab: int) -> bool:
+    return isinstance(token, (int, np.integer)) and bool(0 <= token < n_vocab)
 
 
 def _first_batch(waiting: Sequence[Proposal]) -> list[tuple[Proposal, Ask]]:

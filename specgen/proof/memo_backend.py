@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from specgen.arrays import Logits
-from specgen.backend.base import Backend, Batch, Rollback, Vocabulary
+from specgen.arrays import Hidden, Logits
+from specgen.backend.base import Backend, Batch, HiddenBackend, Rollback, Vocabulary
 from specgen.calibration.cost_table import CostTable
 from specgen.errors import BackendError, RollbackError
 
@@ -42,7 +42,7 @@ class MemoBackend:
 
     With `costs`, a decode that is answered from memory counts in `decode_s` with what the table
     says that it would have taken (`saved_s`): whoever decides by what decodes cost then decides
-    as without a memory.
+    as without a memory. With `hidden`, hidden states are remembered too.
     """
 
     def __init__(
@@ -51,8 +51,14 @@ class MemoBackend:
         *,
         n_bytes_max: int | None = None,
         costs: CostTable | None = None,
+        hidden: bool = False,
     ) -> None:
         self._inner = inner
+        #: What tells hidden states too; these stand behind the logits of a row then.
+        self._hidden_inner: HiddenBackend | None = None
+        if hidden:
+            assert isinstance(inner, HiddenBackend), "hidden states are asked for"
+            self._hidden_inner = inner
         self._costs = costs
         #: Seconds that decodes which were answered from memory would have taken.
         self.saved_s = 0.0
@@ -126,6 +132,17 @@ class MemoBackend:
     def decode(self, batch: Batch) -> Logits:
         """See `Backend.decode`. Raises `BackendError` also where a batch would leave a gap in
         a sequence, or continue different texts by one row."""
+        return self._decode(batch)[:, : self.n_vocab]
+
+    def decode_hidden(self, batch: Batch) -> tuple[Logits, Hidden]:
+        """See `HiddenBackend.decode_hidden`; where hidden states are remembered."""
+        if self._hidden_inner is None:
+            raise BackendError("no hidden states are remembered")
+        rows = self._decode(batch)
+        return rows[:, : self.n_vocab], rows[:, self.n_vocab :]
+
+    def _decode(self, batch: Batch) -> Logits:
+        """The rows that are wanted, with the hidden states behind the logits."""
         nodes, ends = self._read(batch)
         wanted = [node for node, wants in zip(nodes, batch.wants_logits, strict=True) if wants]
         if all(node in self._rows for node in wanted):
@@ -183,7 +200,8 @@ class MemoBackend:
     def remembered(self, text: Sequence[int]) -> Logits | None:
         """The row after a text, float32[n_vocab], read-only; None if it is not remembered."""
         node = self._texts.find(text)
-        return None if node is None else self._rows.get(node)
+        row = None if node is None else self._rows.get(node)
+        return None if row is None else row[: self.n_vocab]
 
     def rows(self) -> Iterator[tuple[tuple[int, ...], Logits]]:
         """Every remembered text and its row, float32[n_vocab], read-only; in the order in
@@ -191,19 +209,20 @@ class MemoBackend:
         for node in sorted(self._rows):
             row = self._rows.get(node)
             if row is not None:  # unless it went while the caller was busy
-                yield tuple(self._texts.tokens_after(_EMPTY, node)), row
+                yield tuple(self._texts.tokens_after(_EMPTY, node)), row[: self.n_vocab]
 
     def _recall(self, nodes: Sequence[int]) -> Logits:
-        """Copies of remembered rows, float32[n, n_vocab]: the caller may write into them."""
+        """Copies of remembered rows, float32[n, n_columns]: the caller may write into them."""
         if len(nodes) > len(self._recalled):
-            self._recalled = np.empty((len(nodes), self.n_vocab), np.float32)
+            n_columns = len(next(iter(self._rows.values())))
+            self._recalled = np.empty((len(nodes), n_columns), np.float32)
         for index, node in enumerate(nodes):
             self._recalled[index] = self._rows[node]
             self._rows.move_to_end(node)
         return self._recalled[: len(nodes)]
 
     def _remember(self, nodes: Sequence[int], logits: Logits) -> None:
-        """Remember new rows of float32[n, n_vocab]; put the first one where there is one."""
+        """Remember new rows of float32[n, n_columns]; put the first one where there is one."""
         for index, node in enumerate(nodes):
             known = self._rows.get(node)
             if known is not None:
@@ -214,7 +233,7 @@ class MemoBackend:
                 self._rows[node] = row
             self._rows.move_to_end(node)
         if self._n_bytes_max is not None:
-            row_bytes = self.n_vocab * logits.itemsize
+            row_bytes = logits.shape[1] * logits.itemsize
             while self._rows and len(self._rows) * row_bytes > self._n_bytes_max:
                 self._rows.popitem(last=False)
                 self.n_evicted += 1
@@ -341,7 +360,16 @@ class MemoBackend:
 
     def _decode_inner(self, batch: Batch) -> Logits:
         self.n_decodes += 1
-        return self._inner.decode(batch)
+        inner = self._hidden_inner
+        if inner is None:
+            return self._inner.decode(batch)
+        # Of a batch for hidden states each row costs an output: those that nobody asks for go before.
+        n_silent = [*batch.wants_logits, True].index(True)
+        if n_silent:
+            inner.decode(batch.part(0, n_silent))
+        if n_silent == len(batch):
+            return np.empty((0, self.n_vocab), np.float32)
+        return np.concatenate(inner.decode_hidden(batch.part(n_silent, len(batch))), axis=1)
 
     def _empty_inner(self) -> None:
         for sequence in range(len(self._cached)):

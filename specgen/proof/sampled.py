@@ -233,7 +233,8 @@ def _remembering(session: Session, cache: LlamaBackend, prompt: Prompt) -> MemoB
     model = cache.model.path
     is_target = cache.model is session.target_model
     costs = session.costs.table(None if is_target else model, len(prompt.tokens))
-    return MemoBackend(cache, n_bytes_max=_N_BYTES_MAX, costs=costs)
+    hidden = is_target and session.drafts_from_hidden_states
+    return MemoBackend(cache, n_bytes_max=_N_BYTES_MAX, costs=costs, hidden=hidden)
 
 
 def _shorten(cells: Cells, n_tokens: int) -> Cells:

@@ -153,6 +153,8 @@ def main() -> int:
     drafts: list[DraftSource] = ["ngram", *asked.draft]
     for draft, name in itertools.cycle(itertools.product(drafts, _DRAFTING)):
         soak.go_on(draft, _DRAFTING[name])
+        sample = soak.samples[-1]
+        print(f"{draft}, {name}: tokens, MB and descriptors {sample}", file=sys.stderr, flush=True)
         if soak.findings or soak.n_tokens >= asked.tokens:
             break
     after_warm_up = soak.samples[len(soak.samples) // 4]

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +33,8 @@ _PATIENCE_S = 120.0
 class Kills:
     """A home, models, and commands that use them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, names: Sequence[str] = ()) -> None:
+        """`names` of commands; by default all."""
         self._folder = folder
         self.home = folder / "home"
         config = TinyConfig(logit_scale=6.0, chat_template=CHATML_TEMPLATE, unprintable_scale=0.0)
@@ -44,7 +45,7 @@ class Kills:
         self._lines = folder / "in.jsonl"
         self._lines.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in _PROMPTS))
         self._results = folder / "out.jsonl"
-        self.commands: Mapping[str, Callable[[], list[str]]] = {
+        commands: Mapping[str, Callable[[], list[str]]] = {
             "run": lambda: ["run", *self._models(), *_EXACT, "the cat"],
             "lookup store": lambda: [
                 "run",
@@ -65,6 +66,7 @@ class Kills:
             ],
             "bench": lambda: ["bench", *self._models("ngram"), *_BENCH, "--json", "report.json"],
         }
+        self.commands = {name: commands[name] for name in names or commands}
         self.expected = {name: self.text_of(name, self.run(name)) for name in self.commands}
         shutil.rmtree(self.home)
 
@@ -118,11 +120,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--command", action="append", default=[], help="by default all")
     asked = parser.parse_args()
     chance, counts = random.Random(asked.seed), collections.Counter[str]()
     findings: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        kills = Kills(Path(folder))
+        kills = Kills(Path(folder), asked.command)
         for number in range(asked.rounds):
             name = chance.choice([*kills.commands])
             if chance.random() < 0.2:

@@ -9,14 +9,27 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from specgen.backend.llama.checked_files import CheckedFiles
 from specgen.backend.llama.library import forget_log, ggml_function
 from specgen.errors import ModelFileError
 
 _GGUF_MAGIC = b"GGUF"
 #: Types of values in gguf.h.
-_UINT32, _INT32, _FLOAT32 = 4, 5, 6
+_UINT32, _INT32, _FLOAT32, _STRING, _ARRAY = 4, 5, 6, 8, 9
+_TOKENS = "tokenizer.ggml.tokens"
 #: llama.cpp's LLAMA_MAX_LAYERS.
 _MOST_LAYERS = 512
+_AGAIN = "fetch or convert the model again"
+#: Bytes of a token that a message shows.
+_SHOWN = 60
+
+_checked = CheckedFiles()
+
+
+def remember_checks(folder: Path) -> None:
+    """From now on keep in a folder which files were checked, and check them once."""
+    global _checked  # noqa: PLW0603 - as what computes, it holds for the process
+    _checked = CheckedFiles(folder)
 
 
 def check_file(path: Path) -> None:
@@ -34,7 +47,8 @@ def check_file(path: Path) -> None:
             f"{path}: not a GGUF file (it begins with {magic!r})",
             hint="llama.cpp's convert_hf_to_gguf.py turns Hugging Face models into GGUF",
         )
-    _check_metadata(path)
+    if not _checked.has(path):
+        _check_metadata(path)
 
 
 def _check_kind(path: Path) -> None:
@@ -85,8 +99,30 @@ def _check_metadata(path: Path) -> None:
             name = (key_name(metadata, number) or b"").decode("utf-8", "replace")
             if value_of is not None:
                 _check_value(path, name, value_of(metadata, number))
+            elif name == _TOKENS and kind(metadata, number) == _ARRAY:
+                _check_tokens(path, metadata, number)
     finally:
         free(metadata)
+    _checked.add(path)
+
+
+def _check_tokens(path: Path, metadata: int, number: int) -> None:
+    """Raise `ModelFileError` if a token is there twice. (llama.cpp gives names to empty ones.)"""
+    pointer, key = ctypes.c_void_p, ctypes.c_int64
+    kind = ggml_function("gguf_get_arr_type", ctypes.c_int, pointer, key)
+    count = ggml_function("gguf_get_arr_n", ctypes.c_size_t, pointer, key)
+    text = ggml_function("gguf_get_arr_str", ctypes.c_char_p, pointer, key, ctypes.c_size_t)
+    if kind(metadata, number) != _STRING:
+        return
+    seen: dict[bytes, int] = {}
+    for token in range(count(metadata, number)):
+        spelling = text(metadata, number, token)
+        if spelling and seen.setdefault(spelling, token) != token:
+            shown = spelling[:_SHOWN].decode("utf-8", "replace")
+            raise ModelFileError(
+                f"{path}: damaged: tokens {seen[spelling]} and {token} are both {shown!r}",
+                hint=_AGAIN,
+            )
 
 
 def _check_value(path: Path, name: str, value: float) -> None:
@@ -96,9 +132,7 @@ def _check_value(path: Path, name: str, value: float) -> None:
     elif name.endswith(("epsilon", ".rope.freq_base", ".rope.scaling.factor")):
         is_wrong = not 0.0 <= value < float("inf")
     if is_wrong:
-        raise ModelFileError(
-            f"{path}: damaged: {name} is {value:g}", hint="fetch or convert the model again"
-        )
+        raise ModelFileError(f"{path}: damaged: {name} is {value:g}", hint=_AGAIN)
 
 
-__all__ = ["check_file"]
+__all__ = ["check_file", "remember_checks"]

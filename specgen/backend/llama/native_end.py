@@ -1,0 +1,77 @@
+"""What is said where llama.cpp ends the process: one line, and an exit code, instead of a dump.
+
+GGML ends the process where one of its assertions fails: a damaged model may do that, or a device that is
+gone. And the system ends it (SIGBUS) where a file that is mapped into memory became shorter. Nothing can go on
+behind either. For programs, not for libraries: who else loads llama.cpp in the process decides for himself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import sys
+import threading
+from typing import Any, NoReturn
+
+from specgen.backend.llama.library import ggml_function
+from specgen.errors import BackendError, MemoryLimitError, SpecgenError
+
+#: The callbacks are kept for as long as they may be called.
+_kept: list[Any] = []
+_ending = threading.Lock()
+_IN_SOURCE = re.compile(r"(?P<path>\S+?):(?P<line>\d+): (?P<what>.*)", re.DOTALL)
+_ASSERTED = "a damaged model file does this; fetch or convert it again, or report what led to it"
+#: In the assertions of GGML that ask whether there was memory.
+_NO_MEMORY = ("mem_buffer != NULL",)
+_SMALLER = "close other programs, or take a smaller model or --ctx-size"
+_SHORTER = "put the whole file back, or fetch the model again"
+
+
+def end_with_a_line() -> None:
+    """From now on say in one line on standard error what ended the process in native code, and end it
+    with the exit code of a `BackendError`, or a `MemoryLimitError`. May be called again."""
+    if _kept:
+        return
+    with contextlib.suppress(AttributeError):  # an older GGML
+        callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_on_abort)
+        set_callback = ggml_function("ggml_set_abort_callback", ctypes.c_void_p, ctypes.c_void_p)
+        set_callback(ctypes.cast(callback, ctypes.c_void_p))
+        _kept.append(callback)
+    if hasattr(signal, "SIGBUS"):
+        # By the C library: Python runs its own handlers between instructions of Python, and the
+        # instruction that failed would be tried again for ever.
+        handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(_on_bus_error)
+        ctypes.CDLL(None).signal(signal.SIGBUS, handler)
+        _kept.append(handler)
+
+
+def asserted(message: str) -> str:
+    """What is said of a failed assertion, of which GGML says `message`."""
+    found = _IN_SOURCE.fullmatch(message.strip())
+    if found is None:
+        return f"llama.cpp ended the process: {' '.join(message.split())}"
+    place = f"{os.path.basename(found['path'])}:{found['line']}"  # noqa: PTH119 - of another machine
+    return f"llama.cpp ended the process: {' '.join(found['what'].split())} ({place})"
+
+
+def _on_abort(message: bytes | None) -> None:
+    reason = (message or b"it gives no reason").decode("utf-8", "replace")
+    if any(sign in reason for sign in _NO_MEMORY):
+        _end(f"there is not enough memory; {asserted(reason)}", _SMALLER, MemoryLimitError)
+    _end(asserted(reason), _ASSERTED)
+
+
+def _on_bus_error(_number: int) -> None:
+    _end("a file became shorter while it was read: a model, most likely", _SHORTER)
+
+
+def _end(message: str, hint: str, kind: type[SpecgenError] = BackendError) -> NoReturn:
+    _ending.acquire()  # for good: where several threads fail at once, the first one tells it
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        os.write(2, f"error: {message}\nhint: {hint}\n".encode())
+    os._exit(kind.exit_code)

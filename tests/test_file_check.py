@@ -1,0 +1,105 @@
+"""What is wrong with a model's file is said once it is named; what was right is not read again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specgen.backend.llama import file_check
+from specgen.backend.llama.checked_files import FILE_NAME, CheckedFiles
+from specgen.errors import ModelFileError
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.helpers_tiny import with_a_token_twice
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where checks of this test are remembered."""
+    monkeypatch.setattr(file_check, "_checked", CheckedFiles())
+    file_check.remember_checks(tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files whose metadata is read."""
+    found: list[Path] = []
+    check = file_check._check_metadata
+
+    def counted(path: Path) -> None:
+        found.append(path)
+        check(path)
+
+    monkeypatch.setattr(file_check, "_check_metadata", counted)
+    return found
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "model.gguf", TinyConfig())
+
+
+def test_a_token_that_is_there_twice_is_refused(tmp_path: Path, folder: Path) -> None:
+    """llama.cpp asserts that none is."""
+    path = with_a_token_twice(tmp_path / "twice.gguf")
+    for _ in range(2):  # nothing wrong is remembered as right
+        with pytest.raises(ModelFileError, match=r"tokens \d+ and \d+ are both 'Ġthe'"):
+            file_check.check_file(path)
+    assert not folder.exists()
+
+
+def test_a_file_is_read_once(model: Path, folder: Path, read: list[Path]) -> None:
+    file_check.check_file(model)
+    assert read == [model]
+    file_check.check_file(model)
+    assert read == [model]
+    file_check.remember_checks(folder)  # as the next process does
+    file_check.check_file(model)
+    assert read == [model]
+
+
+def test_a_file_that_changed_is_read_again(model: Path, folder: Path, read: list[Path]) -> None:
+    file_check.check_file(model)
+    with_a_token_twice(model)
+    with pytest.raises(ModelFileError, match="are both"):
+        file_check.check_file(model)
+    assert read == [model, model]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [b"", b"\xff\x00", b"[" * 100_000, b"[]", b'{"checked": 1}', b'{"checked": [null, {}, "a"]}'],
+)
+def test_a_damaged_list_is_made_anew(
+    model: Path, folder: Path, read: list[Path], damaged: bytes
+) -> None:
+    folder.mkdir()
+    (folder / FILE_NAME).write_bytes(damaged)
+    file_check.check_file(model)
+    file_check.check_file(model)
+    assert read == [model]
+
+
+def test_a_list_that_cannot_be_written_costs_a_check(
+    model: Path, folder: Path, read: list[Path]
+) -> None:
+    folder.write_text("a file where the folder would be")
+    file_check.check_file(model)
+    file_check.check_file(model)
+    assert read == [model, model]
+
+
+def test_the_latest_files_are_remembered(tmp_path: Path) -> None:
+    checked = CheckedFiles(tmp_path / "cache")
+    files = [tmp_path / str(number) for number in range(300)]
+    for file in files:
+        file.write_bytes(b"")
+        checked.add(file)
+    assert not checked.has(files[0])
+    assert checked.has(files[-1])
+    assert len(json.loads((tmp_path / "cache" / FILE_NAME).read_text())["checked"]) == 256
+    assert not CheckedFiles().has(files[-1])
+    files[-1].unlink()
+    assert not checked.has(files[-1])
