@@ -17,7 +17,7 @@ SLOW = bench_peers.py build_kernels.py cli_batch.py cli_bench.py cli_chat.py cli
 	downloads.py kernels.py llama_dry.py llama_rollback.py llama_sampling.py \
 	long_runs.py lossless.py::test_sampled lossless.py::test_matching policy.py::test_in_the_long_run \
 	policy.py::test_a_draft_that_cannot_pay proof.py proof_statistics.py real_model.py \
-	real_translation.py reference.py render_live.py translated_loop.py::test_distributions \
+	real_translation.py reference.py render_live.py rpc.py translated_loop.py::test_distributions \
 	translated_loop.py::test_draws translated_loop.py::test_sampled \
 	translated_loop.py::test_stopping translated_session.py translation_text.py \
 	trees.py::test_drawn_trees_fit trees.py::test_trees_of_the_likeliest verifiers.py
@@ -30,7 +30,7 @@ KERNELS := hatch_build.py scripts/build_kernels.py $(wildcard kernels/*.cpp kern
 
 export PROMPT
 
-.PHONY: help run peers test quick check lint format format-check types fuzz soak docs docs-check install clean FORCE
+.PHONY: help run peers rpc test quick check lint format format-check types fuzz soak docs docs-check install clean FORCE
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' Makefile | \
@@ -83,8 +83,13 @@ peers: $(VENV)/.installed ## Build llama.cpp's own programs, for specgen bench -
 	@CMAKE_ARGS="$${CMAKE_ARGS:-$$(sed -n 's/^cmake: //p' $(VENV)/.llama-settings)}" \
 		$(BIN)/python -m scripts.build_peers $(VENV)/peers
 
+# Two files of llama.cpp as a library of their own: with -DGGML_RPC=on all of llama.cpp would be built again.
+rpc: $(VENV)/.installed ## Build llama.cpp's RPC, for specgen worker and --rpc
+	@$(BIN)/python -m scripts.build_rpc
+
 clean: ## Remove everything that make made, llama.cpp's build (minutes) too
-	rm -rf $(VENV) build dist specgen/kernels/*.so specgen/kernels/*.json .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist specgen/kernels/*.so specgen/kernels/*.json \
+		specgen/backend/llama/*.so specgen/backend/llama/*.json .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created:
@@ -121,6 +126,7 @@ $(VENV)/.installed: $(VENV)/.llama pyproject.toml $(KERNELS)
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo 'Installing the development tools' >&2
 	@$(PIP) install --quiet --editable '.[dev]' >&2
+	@$(BIN)/python -m scripts.build_rpc >&2 || echo 'The tests of workers are skipped' >&2
 	@touch $@
 
 FORCE:

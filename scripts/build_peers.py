@@ -136,14 +136,27 @@ def find(folder: Path, program: str) -> Path | None:
 def fetch(version: str, work: Path) -> Path:
     """Download the source distribution and unpack it; the folder that it holds. Raises
     `FetchError`."""
+    root = work / archive_name(version).removesuffix(".tar.gz")
+    if root.is_dir():
+        return root
+    archive = download(version, work)
+    unpack(archive, root)
+    archive.unlink()
+    return root
+
+
+def archive_name(version: str) -> str:
+    """The file name of the source distribution."""
+    return f"{PACKAGE.replace('-', '_')}-{version}.tar.gz"
+
+
+def download(version: str, work: Path) -> Path:
+    """Download the source distribution into a folder; the file. Raises `FetchError`."""
     import requests
 
     from specgen.catalogue.transfer import Transfer
 
-    file_name = f"{PACKAGE.replace('-', '_')}-{version}"
-    root, archive = work / file_name, work / f"{file_name}.tar.gz"
-    if root.is_dir():
-        return root
+    archive = work / archive_name(version)
     with requests.Session() as session:
         transfer = Transfer(session, LineProgress(sys.stderr))
         page = transfer.page(f"{index_url()}{PACKAGE}/", ACCEPT)
@@ -155,9 +168,7 @@ def fetch(version: str, work: Path) -> Path:
             )
         say(f"downloading {file.name}")
         transfer.download(file.url, archive, sha256=file.sha256, report=lambda _done, _all: None)
-    unpack(archive, root)
-    archive.unlink()
-    return root
+    return archive
 
 
 def find_source(files: Sequence[IndexFile], version: str) -> IndexFile | None:

@@ -14,7 +14,8 @@ The tree::
     │   └── RollbackError        9   the cache could not drop tokens
     ├── OutputError             10   the answer could not be written
     ├── DefectError             11   `specgen verify` found text that the target would not say
-    └── BatchError              12   some lines of `specgen batch` could not be answered
+    ├── BatchError              12   some lines of `specgen batch` could not be answered
+    └── WorkerLostError         13   a worker of `--rpc` died, was silent, or cannot be reached
 
 A message is one line: what happened, with the value; the hint, where there is one, is
 what to do about it. Whatever is not a `SpecgenError` is a bug and keeps its traceback.
@@ -112,3 +113,10 @@ class BatchError(SpecgenError):
     """Some lines of `specgen batch` could not be answered; their results say why."""
 
     exit_code = 12
+
+
+class WorkerLostError(SpecgenError):
+    """A machine that computes a part of the target (`--rpc`) died, was silent for too long, or cannot
+    be reached. Nothing more can be decoded in this process; what was said so far stands."""
+
+    exit_code = 13

@@ -197,7 +197,7 @@ class FinishedEvent:
     #: Its tokens, without the end-of-text token.
     token_ids: tuple[int, ...]
     #: ``stop``: end of text or a stop string; ``length``: `--max-tokens` reached;
-    #: ``context``: the context is full; ``interrupted``: Ctrl-C.
+    #: ``context``: the context is full; ``interrupted``: Ctrl-C, or a worker of `--rpc` was lost.
     finish_reason: FinishReason
     #: The stop string or end-of-text token that ended the answer, else null.
     stopped_by: str | None

@@ -353,6 +353,18 @@ class DraftOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Workers:
+    """Machines that compute a model's layers, by llama.cpp's RPC."""
+
+    #: Where `specgen worker` listens: ``host:port`` each.
+    endpoints: tuple[str, ...]
+    #: The shares of their devices, in their order; none: by their free memory.
+    tensor_split: tuple[float, ...] = ()
+    #: The longest that a call may wait for them, in seconds. Not a part of what a decode costs.
+    timeout_s: float = field(default=60.0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
 class ContextOptions:
     """How a model is loaded and its context made."""
 
@@ -372,6 +384,8 @@ class ContextOptions:
     cache_type_v: CacheType = "f16"
     #: The type of the weights of a copy that takes the model's place; None for the model itself.
     weights: WeightType | None = None
+    #: Other machines that hold its layers; None for this one.
+    workers: Workers | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ LAYERS = (
         "machine",
         "json_values",
         "json_lines",
+        "process_end",
     ),
     ("sampling", "constrain"),
     ("core",),
@@ -29,11 +30,11 @@ LAYERS = (
     ("drafters",),
     ("engine",),
     ("testing", "catalogue", "progress", "openai_format"),
-    ("selection", "proof"),
+    ("selection", "proof", "workshop"),
     ("bench", "batch", "chat", "server"),
     ("render",),
     ("kernels",),
-    ("doctor", "api", "adapters"),
+    ("doctor", "worker_checks", "api", "adapters"),
     ("cli",),
 )
 

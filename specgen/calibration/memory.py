@@ -195,6 +195,7 @@ class Memory:
         """The key of what is known of a model by itself. Layers on a GPU need no threads, so how many
         there are matters."""
         about = {"model": _identity(model), "n_gpu_layers": context.n_gpu_layers}
+        about |= _placement(context)
         return _key({**about, "machine": self._machine})
 
 
@@ -214,14 +215,26 @@ def _settings(context: ContextOptions, n_threads: int) -> dict[str, Any]:
     """What of a context's options decides what a decode costs."""
     n_threads = context.n_threads or n_threads
     own = {} if context.weights is None else {"weights": context.weights}
-    return own | {
-        "n_threads": n_threads,
-        "n_threads_batch": context.n_threads_batch or n_threads,
-        "n_gpu_layers": context.n_gpu_layers,
-        "flash_attention": context.flash_attention,
-        "cache_type_k": context.cache_type_k,
-        "cache_type_v": context.cache_type_v,
-    }
+    return (
+        own
+        | _placement(context)
+        | {
+            "n_threads": n_threads,
+            "n_threads_batch": context.n_threads_batch or n_threads,
+            "n_gpu_layers": context.n_gpu_layers,
+            "flash_attention": context.flash_attention,
+            "cache_type_k": context.cache_type_k,
+            "cache_type_v": context.cache_type_v,
+        }
+    )
+
+
+def _placement(context: ContextOptions) -> dict[str, Any]:
+    """Which machines hold a model's layers, where it is not this one alone."""
+    workers = context.workers
+    if workers is None:
+        return {}
+    return {"workers": workers.endpoints, "tensor_split": workers.tensor_split}
 
 
 def _key(about: Mapping[str, Any]) -> str:

@@ -20,10 +20,11 @@ from specgen.cli.doctor import doctor
 from specgen.cli.fim import fim
 from specgen.cli.run import run
 from specgen.cli.serve import serve
-from specgen.cli.standard_streams import flush_or_abandon_stdout, output_errors
+from specgen.cli.standard_streams import end_process, flush_or_abandon_stdout, output_errors
 from specgen.cli.tune import tune
 from specgen.cli.verify import verify
-from specgen.errors import EXIT_INTERRUPTED, OutputError, SpecgenError
+from specgen.cli.worker import worker
+from specgen.errors import EXIT_INTERRUPTED, MemoryLimitError, OutputError, SpecgenError
 
 
 class _Group(typer.core.TyperGroup):
@@ -64,12 +65,16 @@ app.command()(tune)
 app.command()(bench)
 app.add_typer(models.app, name="models")
 app.add_typer(draft.app, name="draft")
+app.command()(worker)
 app.command()(doctor)
 
 #: Typer's base of errors in the use of the command line; it has no public name.
 _CommandLineError: type[Exception] = next(
     kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
 )
+
+#: What the system's loader says where there is no memory for a library.
+_NO_ROOM = "failed to map segment"
 
 
 @app.callback()
@@ -104,7 +109,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = _complain_of_usage(error)
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
-    sys.exit(code or 0)
+    except (MemoryError, ImportError) as error:
+        if isinstance(error, ImportError) and _NO_ROOM not in str(error):
+            raise
+        _complain("there is not enough memory", "close other programs, or take a smaller model")
+        code = MemoryLimitError.exit_code
+    end_process(code or 0)
 
 
 def _complain_of_usage(error: Exception) -> int:

@@ -17,7 +17,7 @@ from specgen.cli import flags
 from specgen.cli.answering import with_grammar
 from specgen.cli.interrupt import Interrupt
 from specgen.cli.opening import log_shown, open_session, use_kernels
-from specgen.errors import OutputError, PromptError, SpecgenError, UsageError
+from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
 from specgen.options import Contexts, DraftOptions, GenerationOptions, Grammar, SamplerOptions, Show
 from specgen.selection.model_choice import ModelChoice
 from specgen.selection.session_opening import find_models, session_options
@@ -211,7 +211,9 @@ def _talk(talk: Chat, view: _View) -> int:
                 break
             code = view.answer(talk.ask(message)) if command is None else _do(command, talk, view)
         except SpecgenError as error:
-            if isinstance(error, OutputError) and not is_typed:
+            if isinstance(error, WorkerLostError) or (
+                isinstance(error, OutputError) and not is_typed
+            ):
                 raise
             # The conversation goes on without it; a pipe's exit code tells of it.
             view.say(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
+from specgen.cli.flags.workers import endpoints_of
 from specgen.errors import ModelFileError
 
 if TYPE_CHECKING:
@@ -33,6 +36,14 @@ def doctor(
             help="Decode with this model too: a GGUF file, or a model that is on this disk.",
         ),
     ] = None,
+    rpc: Annotated[
+        str | None,
+        typer.Option(
+            "--rpc",
+            metavar="HOST:PORT,...",
+            help="Ask these workers too: whether they answer, their memory, the round trip.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
     """Show what this machine and this build of llama.cpp can do, and check that it decodes."""
@@ -41,8 +52,14 @@ def doctor(
     from specgen.doctor import diagnose
 
     path = None if model is None else _model_file(model)
+    endpoints = () if rpc is None else endpoints_of(rpc)
     with _status(Console(stderr=True)) as status:
         report = diagnose(path, on_check=status)
+        if endpoints and report.build is not None:
+            from specgen.worker_checks import worker_checks
+
+            found = worker_checks(endpoints, time.perf_counter, status)
+            report = replace(report, checks=(*report.checks, *found))
     if as_json:
         print(json.dumps(report.to_json_object(), indent=2))
     else:

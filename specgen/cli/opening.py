@@ -19,10 +19,15 @@ if TYPE_CHECKING:
 
 def use_kernels(wanted: KernelChoice, *, quiet: bool) -> None:
     """Choose who computes on the CPU, before the first model is loaded; says on standard error if
-    kernels that are there cannot be used. Raises `UsageError` if they were asked for."""
+    kernels that are there cannot be used. From then on what ends the process in native code is told in
+    a line. Raises `UsageError` if the kernels were asked for."""
+    from specgen.backend.llama.file_check import remember_checks
+    from specgen.backend.llama.native_end import end_with_a_line
     from specgen.catalogue import cache_folder
     from specgen.kernels import choose_kernels
 
+    end_with_a_line()
+    remember_checks(cache_folder())
     status = choose_kernels(wanted, cache_folder())
     if wanted == "auto" and status.reason and status.path is not None and not quiet:
         print(f"note: not using specgen's kernels: {status.reason}", file=sys.stderr)

@@ -7,10 +7,12 @@ import errno
 import os
 import sys
 from collections.abc import Iterator
+from typing import NoReturn
 
 import typer
 
 from specgen.errors import EXIT_BROKEN_PIPE, OutputError
+from specgen.process_end import has_left_running
 
 #: Standard output cannot take what is written to it.
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
@@ -70,3 +72,13 @@ def flush_or_abandon_stdout() -> None:
 def _abandon_stdout() -> None:
     """Write what is left for stdout to the null device: the interpreter flushes it at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def end_process(code: int) -> NoReturn:
+    """Exit with this code: as usual, or at once where native code was left running."""
+    if not has_left_running():
+        sys.exit(code)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

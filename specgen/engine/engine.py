@@ -18,7 +18,13 @@ from specgen.engine.measurements import measure_if_costs_decide
 from specgen.engine.notices import opening_notices
 from specgen.engine.prompts import Prompt
 from specgen.engine.slots import Part, n_common
-from specgen.errors import BackendError, PromptError, SpecgenError, UsageError
+from specgen.errors import (
+    BackendError,
+    PromptError,
+    SpecgenError,
+    UsageError,
+    WorkerLostError,
+)
 from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.json_values import as_json
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
@@ -289,6 +295,8 @@ class Engine:
                 place.generation.finish("interrupted")
         try:
             events = self._loop.round(generations)
+        except WorkerLostError:  # the answers have not failed: another process may make them
+            raise
         except BaseException as error:  # Ctrl-C in the middle of a round too
             for place, generation in zip(busy, generations, strict=True):
                 if not generation.is_finished:
@@ -308,7 +316,8 @@ class Engine:
 
     def stream(self, answer: Answer) -> Generator[Event, None, None]:
         """The events of one answer until it is done, making others beside it. Raises what ended it
-        before its time. An answer whose iterator is closed before is cancelled."""
+        before its time; where a worker is lost, the summary of what there is comes before. An answer
+        whose iterator is closed before is cancelled."""
         try:
             while True:
                 is_done = answer.is_done  # before its events are looked at: another thread may step
@@ -316,7 +325,11 @@ class Engine:
                     yield answer.events.popleft()
                 if is_done:
                     break
-                self.step()
+                try:
+                    self.step()
+                except WorkerLostError:
+                    yield from self._cut_short(answer)
+                    raise
         finally:
             if not answer.is_done:  # nobody wants the rest
                 self.cancel(answer)
@@ -330,6 +343,14 @@ class Engine:
         for _ in self.run():
             pass
         return [answer.text for answer in asked]
+
+    def _cut_short(self, answer: Answer) -> Iterator[Event]:
+        """The summary of an answer that was begun and cannot go on; the target decodes nothing more."""
+        for place in self._places:
+            generation = place.generation
+            if place.answer is answer and generation is not None and generation.is_started:
+                generation.finish("interrupted")
+                yield generation.finished_event(self._loop.now_s, None, "")
 
     # --- places ------------------------------------------------------------------------------
 
@@ -368,6 +389,8 @@ class Engine:
             if answer.is_cancelled:
                 generation.finish("interrupted")
             events = self._loop.read(generation, n_most)
+        except WorkerLostError:
+            raise
         except BaseException as error:
             self._fail(place, _why(error))
             if not isinstance(error, SpecgenError):
@@ -410,6 +433,8 @@ class Engine:
             while self._notices:
                 message = self._notices.popleft()
                 events.append(NoticeEvent(answer.index, self._loop.now_s, message))
+        except WorkerLostError:
+            raise
         except BaseException as error:
             self._fail(place, _why(error))
             if not isinstance(error, SpecgenError):

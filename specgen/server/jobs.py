@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from specgen.engine.engine import Answer, Engine
 from specgen.engine.prompts import Prompt
-from specgen.errors import BackendError, SpecgenError
+from specgen.errors import BackendError, SpecgenError, WorkerLostError
 from specgen.events import Event, PromptEvent
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.server.metrics import Metrics
@@ -105,7 +105,7 @@ class EngineThread:
     """Steps an engine in a thread of its own, as long as there is something to do. Use it as a
     context manager; at the end it closes the engine. `n_waiting` answers may wait for a free slot.
 
-    `failure` is a bug that ended the thread; all answers have failed then.
+    `failure` is a bug, or a lost worker, that ended the thread; all answers have failed then.
     """
 
     def __init__(self, engine: Engine, metrics: Metrics, n_waiting: int) -> None:
@@ -222,6 +222,8 @@ class EngineThread:
         started = time.perf_counter()
         try:
             events = engine.step()
+        except WorkerLostError:  # nothing more can be decoded: the server ends
+            raise
         except BackendError as error:  # all answers of the round have failed
             _log.error("%s", error.message)
             return

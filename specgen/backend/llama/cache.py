@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from specgen.backend.llama.library import forget_log, last_error, llama_cpp
@@ -13,11 +14,18 @@ class Cache:
     """llama.cpp's memory of a context: what each sequence holds.
 
     `name` is the model's, for messages, `n_window` the tokens that a layer with a sliding
-    window sees, 0 if none has one.
+    window sees, 0 if none has one. `call` makes native calls that may wait for other machines.
     """
 
-    def __init__(self, name: str, context: Any, n_window: int = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        context: Any,
+        n_window: int = 0,
+        call: Callable[..., Any] = lambda function, *arguments: function(*arguments),
+    ) -> None:
         self.name = name
+        self.call = call
         self.context = context
         self.n_window = n_window
         self._memory = llama_cpp.llama_get_memory(context)
@@ -123,13 +131,21 @@ class SavedStates:
 
     def save(self, sequence: int, position: int) -> None:
         context, flags = self._cache.context, llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
-        needed = int(llama_cpp.llama_state_seq_get_size_ext(context, sequence, flags))
+        call = self._cache.call
+        needed = int(call(llama_cpp.llama_state_seq_get_size_ext, context, sequence, flags))
         buffer = self._buffers.get(sequence)
         if buffer is None or len(buffer) < needed:
             buffer = self._buffers[sequence] = (ctypes.c_uint8 * needed)()
         forget_log()
         written = int(
-            llama_cpp.llama_state_seq_get_data_ext(context, buffer, len(buffer), sequence, flags)
+            call(
+                llama_cpp.llama_state_seq_get_data_ext,
+                context,
+                buffer,
+                len(buffer),
+                sequence,
+                flags,
+            )
         )
         if written == 0 or written != needed:
             raise BackendError(
@@ -142,7 +158,8 @@ class SavedStates:
         size = self._sizes[sequence]
         forget_log()
         read = int(
-            llama_cpp.llama_state_seq_set_data_ext(
+            self._cache.call(
+                llama_cpp.llama_state_seq_set_data_ext,
                 self._cache.context,
                 self._buffers[sequence],
                 size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from specgen.backend.llama.model import LlamaModel
 from specgen.backend.llama.opening import ContextSize, open_context
 from specgen.backend.llama.rewind import Rewinder
 from specgen.backend.llama.vocabulary import LlamaVocabulary
-from specgen.errors import BackendError, ModelFileError
+from specgen.errors import BackendError, ModelFileError, WorkerLostError
 from specgen.options import ContextOptions
 
 #: GGML has no room for more.
@@ -64,7 +65,7 @@ class LlamaBackend:
             n_rollback = n_outputs - 1
         self._handle, self._n_snapshots = open_context(model, options, size, n_rollback)
         model.hold()
-        self._cache = Cache(model.name, self._handle, model.n_window)
+        self._cache = Cache(model.name, self._handle, model.n_window, model.call)
         if not self._cache:
             self.close()
             raise ModelFileError(f"{model.path}: the model keeps no cache: it does not generate")
@@ -183,9 +184,7 @@ class LlamaBackend:
         self._model.check_open()
         n_wanted = self._rows.fill(batch)
         started = self._clock()
-        status: int = llama_cpp.llama_decode(self._handle, self._rows.native)
-        # The GPU works on after llama_decode returns: its time is decoding too.
-        llama_cpp.llama_synchronize(self._handle)
+        status: int = self._model.call(_decode, self._handle, self._rows.native)
         self._decode_s += self._clock() - started
         if status != 0:
             raise BackendError(
@@ -261,9 +260,17 @@ class LlamaBackend:
 
     def close(self) -> None:
         if self._handle:
-            llama_cpp.llama_free(self._handle)
+            with contextlib.suppress(WorkerLostError):  # its memory is gone, or stays with the call
+                self._model.call(llama_cpp.llama_free, self._handle)
             self._handle = None
             self._model.let_go()
+
+
+def _decode(context: Any, batch: Any) -> int:
+    """llama.cpp's status. The GPU works on after llama_decode returns: its time is decoding too."""
+    status = int(llama_cpp.llama_decode(context, batch))
+    llama_cpp.llama_synchronize(context)
+    return status
 
 
 _DECODE_ERRORS = {

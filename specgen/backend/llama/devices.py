@@ -16,9 +16,18 @@ def build() -> Build:
         version=llama_cpp.__version__,
         llama_version=llama_cpp.llama_version().decode("utf-8", "replace"),
         system_info=llama_cpp.llama_print_system_info().decode("utf-8", "replace").strip(" |\n"),
-        gpu_offload=bool(llama_cpp.llama_supports_gpu_offload()),
+        gpu_offload=has_gpu(),
         devices=_devices(),
     )
+
+
+def has_gpu() -> bool:
+    """Whether layers can be kept on a GPU of this machine."""
+    offloads = bool(llama_cpp.llama_supports_gpu_offload())
+    # Once the RPC backend is loaded, llama.cpp says yes on any machine.
+    if offloads and llama_cpp.llama_supports_rpc():
+        return any("gpu" in device.kind for device in _devices())
+    return offloads
 
 
 def _devices() -> tuple[Device, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from specgen.backend.llama.library import llama_cpp
 from specgen.backend.llama.vocabulary import LlamaVocabulary
 from specgen.backend.llama.weights import lease_weights
 from specgen.errors import BackendError, ModelFileError
-from specgen.options import CacheType
+from specgen.options import CacheType, Workers
 
 #: GGML type and size in bytes a value of each KV cache type.
 CACHE_TYPES: dict[CacheType, tuple[int, float]] = {
@@ -32,9 +33,10 @@ class LlamaModel:
     """A GGUF file: its vocabulary and what else it says of itself; contexts are made from it. Its
     weights are in memory once, however many models of the same file are open.
 
-    `weights` is a copy of the file that is loaded in its place. With `vocabulary_only` its tensors stay
-    on disk: no context can be made, and its sizes are not known. Raises `ModelFileError` if the file
-    cannot be used to generate text, `MemoryLimitError` if it does not fit the memory.
+    `weights` is a copy of the file that is loaded in its place. `workers` are other machines that its
+    layers are spread over. With `vocabulary_only` its tensors stay on disk: no context can be made, and
+    its sizes are not known. Raises `ModelFileError` if the file cannot be used to generate text,
+    `MemoryLimitError` if it does not fit the memory, `WorkerLostError` if a worker does not answer.
     """
 
     def __init__(
@@ -44,14 +46,17 @@ class LlamaModel:
         weights: Path | None = None,
         n_gpu_layers: int = -1,
         vocabulary_only: bool = False,
+        workers: Workers | None = None,
     ) -> None:
         file = path if weights is None else weights
         check_file(file)
         self.path = path
-        #: Who computes on the CPU, as `computing` says it.
-        self.kernels = computing()
+        #: Who computes on the CPU, as `computing` says it. On workers llama.cpp's own code does.
+        self.kernels = computing() if workers is None else LLAMA_CPP
         self._is_closed = False
-        self._weights = lease_weights(file, n_gpu_layers, vocabulary_only=vocabulary_only)
+        self._weights = lease_weights(
+            file, n_gpu_layers, vocabulary_only=vocabulary_only, workers=workers
+        )
         try:
             self._check_generates()
             if self.vocabulary.kind == 0:
@@ -69,6 +74,16 @@ class LlamaModel:
         """Whether specgen's kernels compute on the CPU: a row is then the same bits in any batch, and
         a prompt in whatever pieces it is read."""
         return self.kernels != LLAMA_CPP
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether other machines hold its layers."""
+        return self._weights.remote is not None
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of a native call that may wait for other machines. Raises `WorkerLostError` if
+        one of them is lost."""
+        return self._weights.call(function, *arguments)
 
     @property
     def handle(self) -> Any:

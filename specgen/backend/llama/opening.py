@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 
+from specgen.backend.llama.devices import has_gpu
 from specgen.backend.llama.library import forget_log, last_error, llama_cpp
 from specgen.backend.llama.model import CACHE_TYPES, LlamaModel
 from specgen.errors import MemoryLimitError, UsageError
@@ -46,17 +47,17 @@ def open_context(
     n_snapshots = min(n_rollback, size.n_rows - 2)
     if model.has_recurrent_state and n_snapshots > 0:
         needed = _needed_bytes(model, options, size, size.n_sequences * (1 + n_snapshots))
-        if needed <= _available_bytes(options):
+        if needed <= _available_bytes(model, options):
             handle = _make(model, options, size, size.n_sequences, n_snapshots)
             if handle and llama_cpp.llama_n_rs_seq(handle) == n_snapshots:
                 return handle, n_snapshots
             if handle:  # an architecture without snapshots
-                llama_cpp.llama_free(handle)
+                model.call(llama_cpp.llama_free, handle)
 
     n_sequences = size.n_sequences * (2 if model.has_recurrent_state else 1)
     needed, available = (
         _needed_bytes(model, options, size, n_sequences),
-        _available_bytes(options),
+        _available_bytes(model, options),
     )
     if needed > available:
         raise MemoryLimitError(
@@ -99,7 +100,7 @@ def _make(
     params.swa_full = True  # a sliding window would forget what a rollback needs
     params.no_perf = True
     forget_log()
-    return llama_cpp.llama_init_from_model(model.handle, params)
+    return model.call(llama_cpp.llama_init_from_model, model.handle, params)
 
 
 @functools.cache
@@ -125,14 +126,14 @@ def _needed_bytes(
     return cells + n_states * model.state_bytes() + _CONTEXT_OVERHEAD_BYTES
 
 
-def _available_bytes(options: ContextOptions) -> float:
+def _available_bytes(model: LlamaModel, options: ContextOptions) -> float:
     """The memory that a context may take.
 
     What the machine does not have llama.cpp would allocate (Linux promises it), clear, and be
     killed, or fail an assertion and abort: either way without a word to the user. A GPU's
-    allocator reports failure properly, so there it is left to try.
+    allocator reports failure properly, so there it is left to try, as on other machines.
     """
-    if options.n_gpu_layers != 0 and llama_cpp.llama_supports_gpu_offload():
+    if model.is_remote or (options.n_gpu_layers != 0 and has_gpu()):
         return float("inf")
     return float(psutil.virtual_memory().available)
 

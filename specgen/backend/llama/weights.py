@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -14,24 +14,33 @@ from typing import Any, TypeAlias
 
 from specgen.backend.llama.kernels import computing
 from specgen.backend.llama.library import forget_log, last_error, llama_cpp
+from specgen.backend.llama.remote_calls import RemoteCalls
+from specgen.backend.llama.rpc import remote_devices, set_devices
 from specgen.backend.llama.vocabulary import LlamaVocabulary
-from specgen.errors import MemoryLimitError, ModelFileError
+from specgen.backend.worker_probe import check_protocol, probe
+from specgen.errors import MemoryLimitError, ModelFileError, WorkerLostError
+from specgen.options import Workers
 
 #: A file as it is now, where its layers are computed, by whom, and whether it is the vocabulary alone.
-_Key: TypeAlias = tuple[int, int, int, int, int, str, bool]
+_Key: TypeAlias = tuple[int, int, int, int, int, str, bool, Workers | None]
 
 _loaded: dict[_Key, LoadedWeights] = {}
+
+#: The longest that a worker may take to say what it is, in seconds.
+_PROBE_S = 10.0
 
 
 class LoadedWeights:
     """The native model of a file. `lease_weights` makes it; everyone who uses it is counted, and it
     is freed with the last one."""
 
-    def __init__(self, key: _Key, handle: Any) -> None:
+    def __init__(self, key: _Key, handle: Any, remote: RemoteCalls | None = None) -> None:
         self._key = key
         self._n_users = 1
         #: llama.cpp's pointer.
         self.handle = handle
+        #: Makes the calls that may wait for workers; None where this machine has all layers.
+        self.remote = remote
 
     @cached_property
     def vocabulary(self) -> LlamaVocabulary:
@@ -47,14 +56,31 @@ class LoadedWeights:
         self._n_users -= 1
         if self._n_users == 0:
             _loaded.pop(self._key, None)
-            llama_cpp.llama_model_free(self.handle)
+            with contextlib.suppress(WorkerLostError):  # its memory is gone, or stays with the call
+                self.call(llama_cpp.llama_model_free, self.handle)
             self.handle = None
+            if self.remote is not None:
+                self.remote.close()
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of a native call that may wait for workers, if there are any. Raises
+        `WorkerLostError`."""
+        if self.remote is None:
+            return function(*arguments)
+        return self.remote(function, *arguments)
 
 
-def lease_weights(file: Path, n_gpu_layers: int, *, vocabulary_only: bool = False) -> LoadedWeights:
+def lease_weights(
+    file: Path,
+    n_gpu_layers: int,
+    *,
+    vocabulary_only: bool = False,
+    workers: Workers | None = None,
+) -> LoadedWeights:
     """The weights of a file, or its vocabulary alone, loaded if nobody in this process uses them
-    already; the caller is counted as a user. Raises `ModelFileError` if llama.cpp cannot load them,
-    `MemoryLimitError` if there is no room for them, `OSError` if the file is gone."""
+    already; the caller is counted as a user. `workers` hold the layers, if there are any. Raises
+    `ModelFileError` if llama.cpp cannot load them, `MemoryLimitError` if there is no room for them,
+    `OSError` if the file is gone, `WorkerLostError` if a worker is."""
     about = file.stat()
     key = (
         about.st_dev,
@@ -64,6 +90,7 @@ def lease_weights(file: Path, n_gpu_layers: int, *, vocabulary_only: bool = Fals
         n_gpu_layers,
         computing(),
         vocabulary_only,
+        workers,
     )
     known = _loaded.get(key)
     if known is not None:
@@ -73,9 +100,18 @@ def lease_weights(file: Path, n_gpu_layers: int, *, vocabulary_only: bool = Fals
     params.n_gpu_layers = n_gpu_layers
     params.vocab_only = vocabulary_only
     forget_log()
-    with _interrupt_between_tensors(params):
-        handle = llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
+    remote: RemoteCalls | None = None
+    if workers is None or vocabulary_only:
+        with _interrupt_between_tensors(params):
+            handle = llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
+    else:
+        for endpoint in workers.endpoints:  # says what is wrong better than GGML
+            check_protocol(probe(endpoint, min(workers.timeout_s, _PROBE_S)))
+        remote = RemoteCalls(", ".join(workers.endpoints), workers.timeout_s)
+        handle = _load_onto(workers, remote, file, params)
     if not handle:
+        if remote is not None:
+            remote.close()
         reason = last_error()
         if "allocate" in reason:
             raise MemoryLimitError(
@@ -87,8 +123,27 @@ def lease_weights(file: Path, n_gpu_layers: int, *, vocabulary_only: bool = Fals
             hint="if the download was cut short, fetch the file again; if the model is "
             "newer than this llama-cpp-python, upgrade it",
         )
-    weights = _loaded[key] = LoadedWeights(key, handle)
+    weights = _loaded[key] = LoadedWeights(key, handle, remote)
     return weights
+
+
+def _load_onto(workers: Workers, remote: RemoteCalls, file: Path, params: Any) -> Any:
+    """Send the layers of a model to workers; its native handle, or None."""
+
+    def go_on(_share: float, _data: object) -> bool:
+        remote.alive()
+        return True
+
+    progress = llama_cpp.llama_progress_callback(go_on)
+    params.progress_callback = progress
+    try:
+        kept = set_devices(params, remote_devices(workers.endpoints, remote), workers.tensor_split)
+        handle = remote(llama_cpp.llama_model_load_from_file, os.fsencode(file), params)
+    except BaseException:
+        remote.close()
+        raise
+    del kept, progress  # llama.cpp reads them while it loads
+    return handle
 
 
 @contextlib.contextmanager

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
+from specgen.cli.flags import workers as remote
 from specgen.options import CacheType, ContextOptions, Contexts, FlashAttention, KernelChoice
 
 _DEFAULT = ContextOptions()
@@ -105,8 +107,12 @@ def machine(
             "--cache-type-v", "-ctv", help="Type of the cached values.", rich_help_panel=_MACHINE
         ),
     ] = _DEFAULT.cache_type_v,
+    rpc: remote.Rpc = None,
+    tensor_split: remote.TensorSplit = None,
+    rpc_timeout: remote.RpcTimeout = remote.TIMEOUT_S,
 ) -> Contexts:
-    """The options of both contexts, and the kernels."""
+    """The options of both contexts, and the kernels. The draft is on this machine in any case."""
+    workers = remote.workers(rpc, tensor_split, rpc_timeout)
 
     def context(n_gpu_layers: int) -> ContextOptions:
         return ContextOptions(
@@ -120,4 +126,5 @@ def machine(
             cache_type_v=cache_type_v,
         )
 
-    return Contexts(context(gpu_layers), context(gpu_layers_draft), kernels)
+    target = replace(context(gpu_layers), workers=workers)
+    return Contexts(target, context(gpu_layers_draft), kernels)

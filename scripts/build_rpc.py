@@ -1,0 +1,147 @@
+"""Builds llama.cpp's RPC backend, for `specgen worker` and `--rpc`, as a library of its own.
+
+Wheels of llama-cpp-python are built without it. Building all of llama.cpp again takes minutes, and
+the backend is two source files that GGML loads at run time, so only these are compiled (seconds), from
+the source distribution of the very version that is installed::
+
+    python -m scripts.build_rpc [--force] [--source FOLDER]
+
+The library, `specgen/backend/llama/libspecgen-rpc.so`, is linked to the GGML of that llama-cpp-python
+and serves no other version. It needs a C++ compiler. A llama-cpp-python that was built with
+-DGGML_RPC=on has the backend already: nothing is built then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import sys
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from scripts import build_kernels, build_peers
+from specgen.backend.rpc_build import LIBRARY, STAMP, version_of
+from specgen.errors import FetchError
+
+FOLDER = Path(__file__).resolve().parent.parent / "specgen" / "backend" / "llama"
+#: Below the root of the source distribution.
+GGML = "vendor/llama.cpp/ggml"
+SOURCES = ("src/ggml-rpc/ggml-rpc.cpp", "src/ggml-rpc/transport.cpp")
+#: What GGML's own build gives a backend that is loaded at run time. `-fno-dse` as
+#: scripts/cmake_args.py has it for all of llama.cpp.
+FLAGS = (
+    *("-O2", "-std=c++17", "-fPIC", "-pthread", "-shared"),
+    *("-DGGML_BACKEND_DL", "-DGGML_BACKEND_BUILD", "-DGGML_BACKEND_SHARED", "-DGGML_SHARED"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Build llama.cpp's RPC backend for specgen.")
+    parser.add_argument("--force", action="store_true", help="compile it even if it is there")
+    parser.add_argument(
+        "--source", type=Path, help="an unpacked llama-cpp-python of the installed version"
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        print(build(FOLDER, arguments.source, force=arguments.force))
+    except build_kernels.BuildError as error:
+        sys.exit(f"{error.output}the RPC backend is not built: {error}")
+    except build_peers.BuildError as error:
+        sys.exit(f"the RPC backend is not built: {error}")
+    except FetchError as error:
+        hint = f"\nhint: {error.hint}" if error.hint else ""
+        sys.exit(f"the RPC backend is not built: {error.message}{hint}")
+
+
+def build(folder: Path, source: Path | None = None, *, force: bool = False) -> Path:
+    """Build the library into `folder`, if it is not there; returns the path of the library that serves.
+    Raises `BuildError` of scripts/build_kernels.py or scripts/build_peers.py, or `FetchError`."""
+    version = build_peers.installed_version()
+    native = native_folder()
+    own = native / "libggml-rpc.so"
+    if own.is_file():
+        return own
+    library = folder / LIBRARY
+    if not force and library.is_file() and version_of(library) == version:
+        return library
+    if not sys.platform.startswith("linux"):
+        raise build_kernels.BuildError(
+            f"this script is for Linux, and this is {sys.platform}; "
+            "-DGGML_RPC=on in CMAKE_ARGS builds llama.cpp with it"
+        )
+    command = build_kernels.compiler(os.environ)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as work:
+        root = source if source is not None else fetch_source(version, Path(work))
+        linked = Path(work) / LIBRARY
+        build_kernels.say(f"building llama.cpp's RPC backend with {shlex.join(command)}")
+        build_kernels.run(compile_command(command, root / GGML, native, linked))
+        linked.replace(library)
+    (folder / STAMP).write_text(json.dumps({"version": version}) + "\n", encoding="utf-8")
+    return library
+
+
+def native_folder() -> Path:
+    """Where the installed llama-cpp-python keeps its libraries. Raises `BuildError`."""
+    found = importlib.util.find_spec("llama_cpp")
+    if found is None or found.origin is None:
+        raise build_kernels.BuildError("llama-cpp-python is not installed: make install")
+    return Path(found.origin).parent / "lib"
+
+
+def compile_command(compiler: Sequence[str], ggml: Path, native: Path, library: Path) -> list[str]:
+    """Compile and link in one call. Raises `BuildError` if a file is missing."""
+    sources = [ggml / name for name in SOURCES]
+    base = min(native.glob("libggml-base.so*"), key=lambda path: len(path.name), default=None)
+    for needed in (*sources, base):
+        if needed is None or not needed.is_file():
+            raise build_kernels.BuildError(f"{needed or native / 'libggml-base.so'} is missing")
+    assert base is not None
+    flags = list(FLAGS)
+    if build_kernels.knows(compiler, ("-fno-dse",)):
+        flags.append("-fno-dse")
+    folders = [f"-I{ggml / name}" for name in ("include", "src")]
+    # The library that llama.cpp loaded before is found by its name: no search path is needed.
+    return [
+        *compiler,
+        *flags,
+        *folders,
+        *map(os.fspath, sources),
+        *("-o", os.fspath(library), os.fspath(base), "-Wl,-z,defs"),
+    ]
+
+
+def fetch_source(version: str, work: Path) -> Path:
+    """Download the source distribution and unpack GGML's headers and RPC backend; the folder that
+    holds them. Raises `BuildError` or `FetchError`."""
+    archive = build_peers.download(version, work)
+    root = work / archive.name.removesuffix(".tar.gz")
+    wanted = tuple(f"{root.name}/{GGML}/{part}" for part in ("include/", "src/"))
+    try:
+        with tarfile.open(archive) as file:
+            for member in file:
+                name = member.name
+                is_needed = name.startswith(wanted) and name.endswith((".h", ".cpp"))
+                part = name.partition(f"{GGML}/")[2]
+                if not (is_needed and member.isfile()) or (
+                    part.count("/") > 1 and "ggml-rpc" not in part
+                ):
+                    continue
+                content = file.extractfile(member)
+                assert content is not None
+                path = root / GGML / part
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("wb") as out:
+                    shutil.copyfileobj(content, out)
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise build_kernels.BuildError(f"{archive.name} cannot be unpacked: {error}") from error
+    return root
+
+
+if __name__ == "__main__":
+    main()

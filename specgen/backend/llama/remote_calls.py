@@ -1,0 +1,152 @@
+"""Native calls that wait for other machines, made so that the wait can end.
+
+llama.cpp's RPC client has no time limit, and ends the process where a connection ends
+(`GGML_ABORT`). So everything that may use a connection is called in a thread of its own, whose caller
+waits for so long only. Where a worker is lost, that thread is left where it is, with its native memory,
+and the caller gets a `WorkerLostError` like any other error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from specgen.backend.llama.library import ggml_function
+from specgen.errors import WorkerLostError
+from specgen.process_end import leave_running
+
+_HINT = "start the worker again (`specgen worker`), then repeat the command"
+
+
+class RemoteCalls:
+    """Makes the native calls of one target in a thread, one at a time.
+
+    `workers` names the machines for messages. A call that takes longer than `timeout_s` seconds,
+    or twice as long after the last `alive`, is given up, as is everything after it.
+    """
+
+    def __init__(self, workers: str, timeout_s: float) -> None:
+        self._workers = workers
+        self._timeout_s = timeout_s
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._task: _Task | None = None
+        self._is_alive = False
+        self._lost: str | None = None
+        _watch_aborts()
+        _open.append(self)
+        self._thread = threading.Thread(target=self._work, name="remote calls", daemon=True)
+        self._thread.start()
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of a native call. Raises `WorkerLostError` if a worker is lost while it waits,
+        or was before."""
+        self.check()
+        if threading.current_thread() is self._thread:
+            return function(*arguments)
+        task = self._task = _Task(function, arguments)
+        self._tasks.put(task)
+        try:
+            while not task.is_over.wait(self._timeout_s):
+                if not self._is_alive:
+                    self.give_up(f"no answer within {self._timeout_s:g} s")
+                self._is_alive = False
+        except BaseException:  # Ctrl-C, say: the call goes on, so nothing else may be called
+            self.give_up("a call to them was interrupted")
+            raise
+        finally:
+            self._task = None
+        self.check()
+        if task.error is not None:
+            raise task.error
+        return task.result
+
+    def check(self) -> None:
+        """Raise `WorkerLostError` if a worker was lost."""
+        if self._lost is not None:
+            raise WorkerLostError(f"lost {self._workers}: {self._lost}", hint=_HINT)
+
+    def alive(self) -> None:
+        """The call that is being made gets on: it may take as long again."""
+        self._is_alive = True
+
+    def give_up(self, reason: str) -> None:
+        """Let the call that waits, and all others, raise `WorkerLostError`. Any thread may call it."""
+        if self._lost is None:
+            self._lost = reason
+            leave_running(f"a call to {self._workers}")
+        task = self._task
+        if task is not None:
+            task.is_over.set()
+
+    def close(self) -> None:
+        """End the thread, unless it waits for a lost worker."""
+        self._tasks.put(None)
+        with contextlib.suppress(ValueError):
+            _open.remove(self)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task.run()
+
+
+class _Task:
+    """A call and what came out."""
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self._function = function
+        self._arguments = arguments
+        self.result: Any = None
+        self.error: Exception | None = None
+        self.is_over = threading.Event()
+
+    def run(self) -> None:
+        try:
+            self.result = self._function(*self._arguments)
+        except Exception as error:  # noqa: BLE001 - raised again where the call was made
+            self.error = error
+        self.is_over.set()
+
+
+# --- the end of a connection ---------------------------------------------------------------------
+
+_open: list[RemoteCalls] = []
+_ABORT_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+#: The callback, and the one that was there before, kept for as long as GGML may call them.
+_callbacks: list[Any] = []
+
+
+def _watch_aborts() -> None:
+    """Let GGML tell us before it ends the process, once."""
+    if _callbacks:
+        return
+    callback = _ABORT_CALLBACK(_on_abort)
+    set_callback = ggml_function("ggml_set_abort_callback", ctypes.c_void_p, _ABORT_CALLBACK)
+    before = set_callback(callback)
+    _callbacks.extend((callback, _ABORT_CALLBACK(before) if before else None))
+
+
+def _on_abort(message: bytes) -> None:
+    """Called by GGML in the thread that came upon the error; the process is aborted on return."""
+    if b"ggml-rpc" not in message:
+        if _callbacks[1] is not None:
+            _callbacks[1](message)
+        else:
+            os.write(2, message + b"\n")
+        return
+    # The message does not say which connection it was. Without it no target on workers goes on.
+    if b"connect to" in message or b"handshake" in message:
+        reason = "the connection was refused"
+    else:
+        reason = "the connection ended"
+    for calls in _open.copy():
+        calls.give_up(reason)
+    # Returning would abort the process, which a `WorkerLostError` ends properly.
+    threading.Event().wait()
+
+
+__all__ = ["RemoteCalls"]

@@ -1,0 +1,210 @@
+"""llama.cpp's RPC backend: other machines' devices for a model, and this machine's for others."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from specgen.backend.llama.library import forget_log, ggml_function, last_error, llama_cpp
+from specgen.backend.llama.remote_calls import RemoteCalls
+from specgen.backend.rpc_build import LIBRARY, version_of
+from specgen.errors import BackendError, UsageError
+
+_BUILD_HINT = (
+    "in a checkout of specgen: make rpc; with pip: "
+    'CMAKE_ARGS="-DGGML_RPC=on -DCMAKE_CXX_FLAGS=-fno-dse" '
+    "pip install --force-reinstall --no-cache-dir llama-cpp-python"
+)
+_CPU, _ACCELERATOR = 0, 3
+
+
+def library_path() -> Path | None:
+    """The RPC backend that scripts/build_rpc.py built; None where it did not."""
+    path = Path(__file__).with_name(LIBRARY)
+    return path if path.is_file() else None
+
+
+def load_rpc() -> Any:
+    """GGML's registry entry of the RPC backend: the build's own, or the library's. Raises
+    `BackendError` with the cure if there is neither."""
+    find = _ggml("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)
+    if found := find(b"RPC"):
+        return found
+    path = library_path()
+    if path is None:
+        raise BackendError(
+            "this build of llama.cpp is without RPC, which workers need", hint=_BUILD_HINT
+        )
+    version = version_of(path)
+    if version != llama_cpp.__version__.partition("+")[0]:
+        raise BackendError(
+            f"{path.name} was built for llama-cpp-python {version or 'of an unknown version'}, and "
+            f"{llama_cpp.__version__} is installed",
+            hint=_BUILD_HINT,
+        )
+    forget_log()
+    loaded = _ggml("ggml_backend_load", ctypes.c_void_p, ctypes.c_char_p)(os.fsencode(path))
+    if not loaded:
+        raise BackendError(f"GGML did not take {path.name}: {last_error()}", hint=_BUILD_HINT)
+    return loaded
+
+
+def remote_devices(endpoints: Sequence[str], calls: RemoteCalls) -> list[int]:
+    """The devices of workers, in the order of `endpoints`, as native pointers. They are not in GGML's
+    own list, so that no other model is put on them. Raises `WorkerLostError` if one does not answer,
+    `BackendError` if it has no device."""
+    add_server = _procedure(
+        load_rpc(), b"ggml_backend_rpc_add_server", ctypes.c_void_p, ctypes.c_char_p
+    )
+    count = _ggml("ggml_backend_reg_dev_count", ctypes.c_size_t, ctypes.c_void_p)
+    get = _ggml("ggml_backend_reg_dev_get", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    devices: list[int] = []
+    for endpoint in endpoints:
+        server = calls(add_server, endpoint.encode())
+        if not server:
+            raise BackendError(f"the worker {endpoint} offers no device")
+        devices += [get(server, index) for index in range(count(server))]
+    return devices
+
+
+def set_devices(params: Any, devices: Sequence[int], tensor_split: Sequence[float]) -> list[Any]:
+    """Let a model be spread over devices; returns what must be kept until it is loaded. Raises
+    `UsageError` if there is a share too many."""
+    array = (ctypes.c_void_p * (len(devices) + 1))(*devices, None)
+    params.devices = ctypes.cast(array, ctypes.c_void_p).value
+    kept: list[Any] = [array]
+    if tensor_split:
+        if len(tensor_split) > len(devices):
+            raise UsageError(
+                f"--tensor-split has {len(tensor_split)} shares, and the workers have "
+                f"{len(devices)} devices"
+            )
+        shares = (ctypes.c_float * int(llama_cpp.llama_max_devices()))(*tensor_split)
+        params.tensor_split = shares
+        kept.append(shares)
+    return kept
+
+
+class Offered:
+    """A device of this machine that a worker offers."""
+
+    def __init__(self, device: int, memory_bytes: int | None) -> None:
+        self.name = _text("ggml_backend_dev_name", device)
+        self.description = _text("ggml_backend_dev_description", device)
+        self.handle = device
+        self._kept = None if memory_bytes is None else _limit_memory(device, memory_bytes)
+
+    @property
+    def free_bytes(self) -> int:
+        """What clients are told is free."""
+        return _memory(self.handle)[0]
+
+
+def offered_devices(memory_bytes: int | None) -> list[Offered]:
+    """This machine's GPUs, or its CPU where it has none. `memory_bytes` is the most that clients are
+    told is free on each: they spread a model by it."""
+    load_rpc()
+    count = _ggml("ggml_backend_dev_count", ctypes.c_size_t)
+    get = _ggml("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
+    kind = _ggml("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)
+    devices = [get(index) for index in range(count())]
+    chosen = [device for device in devices if kind(device) not in (_CPU, _ACCELERATOR)]
+    chosen = chosen or [device for device in devices if kind(device) == _CPU]
+    return [Offered(device, memory_bytes) for device in chosen]
+
+
+def serve_devices(
+    endpoint: str, devices: Sequence[Offered], n_threads: int, cache: Path | None
+) -> None:
+    """Compute for clients, one after the other, until the process ends. Returns only where llama.cpp
+    gave up. `cache` keeps tensors, so that clients need not send them again."""
+    start = _procedure(
+        load_rpc(),
+        b"ggml_backend_rpc_start_server",
+        None,
+        ctypes.c_char_p,
+        ctypes.c_char_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_void_p,
+    )
+    array = (ctypes.c_void_p * len(devices))(*(device.handle for device in devices))
+    folder = None if cache is None else os.fsencode(cache)
+    start(endpoint.encode(), folder, n_threads, len(devices), array)
+
+
+# --- GGML's structures -----------------------------------------------------------------------------
+
+_GET_MEMORY = ctypes.CFUNCTYPE(
+    None, ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)
+)
+
+
+class _DeviceStruct(ctypes.Structure):
+    """The beginning of GGML's `ggml_backend_device`: functions, the third of which tells the memory."""
+
+    _fields_ = (
+        ("name", ctypes.c_void_p),
+        ("description", ctypes.c_void_p),
+        ("memory", ctypes.c_void_p),
+    )
+
+
+def _limit_memory(device: int, limit: int) -> Any:
+    """Let a device tell no more memory than `limit` bytes, in this process; returns what must be kept."""
+    struct = _DeviceStruct.from_address(device)
+    own = ctypes.cast(struct.memory, _GET_MEMORY)
+
+    def tell(asked: int, free: Any, total: Any) -> None:
+        own(asked, free, total)
+        free[0], total[0] = min(limit, free[0]), min(limit, total[0])
+
+    struct.memory = ctypes.cast(limited := _GET_MEMORY(tell), ctypes.c_void_p).value
+    return limited
+
+
+def _memory(device: int) -> tuple[int, int]:
+    """Free and all memory of a device, in bytes."""
+    size_p = ctypes.POINTER(ctypes.c_size_t)
+    get = _ggml("ggml_backend_dev_memory", None, ctypes.c_void_p, size_p, size_p)
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    get(device, ctypes.byref(free), ctypes.byref(total))
+    return free.value, total.value
+
+
+def _text(function: str, device: int) -> str:
+    text = _ggml(function, ctypes.c_char_p, ctypes.c_void_p)(device)
+    return bytes(text or b"").decode("utf-8", "replace")
+
+
+def _procedure(registry: Any, name: bytes, result: Any, *arguments: Any) -> Any:
+    """A function of a backend, by its name."""
+    find = _ggml(
+        "ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p
+    )
+    address = find(registry, name)
+    if not address:
+        raise BackendError(f"llama.cpp's RPC backend has no {name.decode()}", hint=_BUILD_HINT)
+    return ctypes.CFUNCTYPE(result, *arguments)(address)
+
+
+def _ggml(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of GGML's; raises `BackendError` if this build hides it."""
+    try:
+        return ggml_function(name, result, *arguments)
+    except AttributeError:
+        raise BackendError(f"this build of llama.cpp has no {name}", hint=_BUILD_HINT) from None
+
+
+__all__ = [
+    "Offered",
+    "library_path",
+    "load_rpc",
+    "offered_devices",
+    "remote_devices",
+    "serve_devices",
+    "set_devices",
+]

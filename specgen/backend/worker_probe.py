@@ -1,0 +1,152 @@
+"""What a worker says of itself, asked without llama.cpp: over a connection with a time limit.
+
+The protocol is llama.cpp's (ggml/src/ggml-rpc): a request is a command's byte, the size of its data and
+the data; an answer is its size and its data. Numbers are little-endian. A worker serves one connection
+at a time: while a program uses it, others connect but get no answer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from specgen.errors import BackendError, UsageError, WorkerLostError
+
+#: Commands, and the size of what HELLO carries on top: what the transports of an end can do.
+_HELLO, _DEVICE_COUNT, _GET_DEVICE_MEMORY = 14, 15, 11
+_CAPABILITIES = 24
+_N_PINGS = 5
+
+_START = "is `specgen worker` running there? docs/cluster.md shows how to start it"
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteDevice:
+    """Memory of a worker's device, in bytes."""
+
+    free_bytes: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker answered."""
+
+    endpoint: str
+    #: Version of llama.cpp's RPC protocol at its end.
+    protocol: str
+    devices: tuple[RemoteDevice, ...]
+    #: The shortest of some round trips, in seconds; None if nobody took the time.
+    round_trip_s: float | None
+
+
+def parse_endpoint(text: str) -> tuple[str, int]:
+    """Host and port. Raises `UsageError` for anything else."""
+    host, separator, port = text.strip().rpartition(":")
+    is_number = port.isascii() and port.isdigit() and 0 < int(port) < 65536
+    if not (separator and host and is_number) or ":" in host:
+        raise UsageError(
+            f"{text!r} is no worker: give host:port, for example 127.0.0.1:50052",
+            hint="llama.cpp's RPC takes host names and IPv4 addresses",
+        )
+    return host, int(port)
+
+
+def probe(endpoint: str, timeout_s: float, clock: Callable[[], float] | None = None) -> WorkerInfo:
+    """Ask a worker what it is. Raises `WorkerLostError` if it cannot be reached or does not answer
+    within `timeout_s` seconds, `UsageError` if `endpoint` is none. `clock` gives seconds."""
+    host, port = parse_endpoint(endpoint)
+    try:
+        connection = socket.create_connection((host, port), timeout_s)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise WorkerLostError(f"cannot reach the worker {endpoint}: {reason}", _START) from error
+    with connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            return _ask(connection, endpoint, clock)
+        except TimeoutError:
+            raise WorkerLostError(
+                f"the worker {endpoint} does not answer within {timeout_s:g} s",
+                "it serves one program at a time: wait until the other one ends, or start it again",
+            ) from None
+        except (OSError, struct.error) as error:
+            raise WorkerLostError(
+                f"what answers at {endpoint} is no worker of this protocol: {error}", _START
+            ) from error
+
+
+def _ask(connection: socket.socket, endpoint: str, clock: Callable[[], float] | None) -> WorkerInfo:
+    about = _call(connection, _HELLO, bytes(_CAPABILITIES), 4 + _CAPABILITIES)
+    (n_devices,) = struct.unpack("<I", _call(connection, _DEVICE_COUNT, b"", 4))
+    round_trips = []
+    for _ in range(_N_PINGS if clock else 0):
+        assert clock is not None
+        started = clock()
+        _call(connection, _DEVICE_COUNT, b"", 4)
+        round_trips.append(clock() - started)
+    devices = []
+    for index in range(n_devices):
+        answer = _call(connection, _GET_DEVICE_MEMORY, struct.pack("<I", index), 16)
+        devices.append(RemoteDevice(*struct.unpack("<QQ", answer)))
+    protocol = ".".join(str(number) for number in about[:3])
+    return WorkerInfo(endpoint, protocol, tuple(devices), min(round_trips, default=None))
+
+
+def _call(connection: socket.socket, command: int, request: bytes, n_expected: int) -> bytes:
+    """One request and its answer. Raises `OSError` if the answer is of another size."""
+    connection.sendall(struct.pack("<BQ", command, len(request)) + request)
+    (size,) = struct.unpack("<Q", _receive(connection, 8))
+    if size != n_expected:
+        raise OSError(f"an answer of {size} bytes, not {n_expected}")
+    return _receive(connection, n_expected)
+
+
+def _receive(connection: socket.socket, n: int) -> bytes:
+    data = b""
+    while len(data) < n:
+        part = connection.recv(n - len(data))
+        if not part:
+            raise OSError("it ended the connection")
+        data += part
+    return data
+
+
+def check_protocol(worker: WorkerInfo) -> None:
+    """Raise `BackendError` if the worker's protocol is not that of the llama.cpp here."""
+    own = own_protocol()
+    if own is not None and worker.protocol != own:
+        raise BackendError(
+            f"the worker {worker.endpoint} has protocol {worker.protocol}, and this end {own}",
+            hint="install the same version of llama-cpp-python at both ends",
+        )
+
+
+def own_protocol() -> str | None:
+    """The protocol's version in the installed llama-cpp-python; None where its headers are not
+    installed."""
+    found = importlib.util.find_spec("llama_cpp")
+    if found is None or found.origin is None:
+        return None
+    header = Path(found.origin).parent.parent / "include" / "ggml-rpc.h"
+    try:
+        text = header.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    numbers = re.findall(r"#define RPC_PROTO_(?:MAJOR|MINOR|PATCH)_VERSION\s+(\d+)", text)
+    return ".".join(numbers) if len(numbers) == 3 else None
+
+
+__all__ = [
+    "RemoteDevice",
+    "WorkerInfo",
+    "check_protocol",
+    "own_protocol",
+    "parse_endpoint",
+    "probe",
+]

@@ -1,0 +1,182 @@
+"""``specgen worker``: this machine's devices, for other machines' targets."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import sys
+import threading
+from typing import Annotated
+
+import typer
+
+from specgen.backend.worker_probe import probe
+from specgen.cli import flags
+from specgen.cli.interrupt import Interrupt
+from specgen.errors import BackendError, UsageError, WorkerLostError
+from specgen.process_end import leave_running
+
+_PORT = 50052
+_EVERYWHERE = "0.0.0.0"  # noqa: S104 - with --insecure-network only
+#: The longest that the worker may take to answer itself, and between two looks at signals, in seconds.
+_START_S = 10.0
+_POLL_S = 0.1
+
+
+def worker(
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDRESS", help="The address to listen at.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="The port.")] = _PORT,
+    memory: Annotated[
+        int | None,
+        typer.Option(
+            "--memory",
+            min=1,
+            metavar="MIB",
+            help="The most memory to offer on each device; models are spread by what is offered.",
+            show_default="what is free",
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            "--threads",
+            "-t",
+            min=1,
+            max=512,
+            help="Threads for computing.",
+            show_default="physical cores",
+        ),
+    ] = None,
+    cache: Annotated[
+        bool,
+        typer.Option(
+            "--cache",
+            help="Keep large tensors on disk, so that a model need not be sent again.",
+        ),
+    ] = False,
+    insecure_network: Annotated[
+        bool,
+        typer.Option(
+            "--insecure-network",
+            help="Listen at an address that other machines reach: whoever does controls this process.",
+        ),
+    ] = False,
+    quiet: flags.Quiet = False,
+    verbose: flags.Verbose = False,
+) -> int:
+    """Offer this machine's devices to specgen on other machines (`--rpc`), by llama.cpp's RPC.
+
+    It serves one program at a time, and has neither passwords nor encryption: it listens on this
+    machine only, and a tunnel (ssh -L) brings others to it. Ctrl-C ends it.
+    """
+    flags.check_loudness(quiet=quiet, verbose=verbose)
+    _check_address(host, insecure=insecure_network)
+    from specgen.backend.llama import default_threads
+    from specgen.backend.llama.rpc import load_rpc, offered_devices, serve_devices
+    from specgen.catalogue import cache_folder
+
+    load_rpc()
+    _check_free(host, port)
+    folder = None
+    if cache:
+        folder = cache_folder() / "rpc"
+        folder.mkdir(parents=True, exist_ok=True)
+    devices = offered_devices(None if memory is None else memory * 2**20)
+
+    def say(text: str) -> None:
+        if not quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    if insecure_network and not is_loopback(host):
+        say(
+            f"warning: whoever reaches {host}:{port} can read and write this process's memory and "
+            "run code in it; nothing is encrypted. Use it in a network of your own only."
+        )
+    for device in devices:
+        free = f"{device.free_bytes / 2**30:.1f} GiB"
+        say(f"offering {device.name}: {device.description}, {free}")
+    endpoint = f"{host}:{port}"
+    with Interrupt() as stop:
+        out = _native_stdout(shows=verbose)
+        leave_running("the worker")
+        serving = threading.Thread(
+            target=serve_devices,
+            args=(endpoint, devices, threads or default_threads(), folder),
+            daemon=True,
+        )
+        serving.start()
+        is_listening = False
+        while serving.is_alive() and not stop():
+            serving.join(_POLL_S)
+            if not is_listening and _answers(host, port):
+                is_listening = True
+                os.write(out, f"listening on {endpoint}\n".encode())
+    if not stop():
+        raise BackendError(
+            f"llama.cpp cannot listen at {endpoint}", hint="--verbose shows what it says"
+        )
+    say("the worker ended; programs that use it lose what it computes")
+    return 0
+
+
+def _check_address(host: str, *, insecure: bool) -> None:
+    """Raise `UsageError` for an address that other machines reach, unless it is wanted."""
+    if ":" in host:
+        raise UsageError(f"--host {host}: llama.cpp's RPC takes host names and IPv4 addresses")
+    if not insecure and not is_loopback(host):
+        raise UsageError(
+            f"--host {host} can be reached by other machines, and a worker has no passwords and no "
+            "encryption",
+            hint="keep 127.0.0.1 and let others come by a tunnel (ssh -L), or, in a network of your "
+            "own only, add --insecure-network",
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raise `UsageError` if nothing can listen there."""
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((host, port))
+        except OSError as error:
+            raise UsageError(
+                f"cannot listen at {host}:{port}: {error.strerror or error}",
+                hint="take another --port, or end what listens there",
+            ) from error
+
+
+def _answers(host: str, port: int) -> bool:
+    """Whether the worker answers already."""
+    own = host if host != _EVERYWHERE else "127.0.0.1"
+    try:
+        probe(f"{own}:{port}", _START_S)
+    except WorkerLostError:
+        return False
+    return True
+
+
+def _native_stdout(*, shows: bool) -> int:
+    """Let what llama.cpp prints go to standard error, or nowhere; returns a descriptor of the
+    standard output that was."""
+    sys.stdout.flush()
+    out = os.dup(1)
+    if shows:
+        os.dup2(2, 1)
+    else:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+    return out

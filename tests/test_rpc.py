@@ -1,0 +1,273 @@
+"""A target on workers: llama.cpp's RPC, with worker processes on the loopback."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specgen.backend import worker_probe
+from specgen.backend.worker_probe import (
+    WorkerInfo,
+    check_protocol,
+    own_protocol,
+    parse_endpoint,
+    probe,
+)
+from specgen.calibration.memory import Memory
+from specgen.cli.flags.workers import workers
+from specgen.errors import BackendError, UsageError, WorkerLostError
+from specgen.options import ContextOptions, Workers
+from specgen.worker_checks import worker_checks
+from tests.helpers_workers import (
+    Worker,
+    finished,
+    free_port,
+    needs_rpc,
+    running_worker,
+    specgen,
+    wait_for,
+)
+
+QUICK = ("-t", "1", "--no-stats", "--quiet", "-n", "24")
+
+
+@pytest.fixture(scope="module")
+def two_workers() -> Iterator[tuple[Worker, Worker]]:
+    with running_worker() as first, running_worker("--memory", "64") as second:
+        yield first, second
+
+
+def endpoints(*found: Worker) -> str:
+    return ",".join(worker.endpoint for worker in found)
+
+
+@needs_rpc
+class TestTarget:
+    """What is decoded over the wire."""
+
+    def run(self, *arguments: str | Path) -> tuple[int, str, str]:
+        return finished(specgen("run", *QUICK, *arguments))
+
+    @pytest.mark.parametrize("draft", ["none", "ngram", "draft.gguf"])
+    def test_the_text_is_that_of_this_machine(
+        self, two_workers: tuple[Worker, Worker], tiny_models: Path, draft: str
+    ) -> None:
+        if draft.endswith(".gguf"):
+            draft = str(tiny_models / draft)
+        own = ("-m", tiny_models / "target.gguf", "--kernels", "llama.cpp", "a b a b a")
+        here = self.run(*own, "-md", "none")
+        there = self.run(*own, "-md", draft, "--rpc", endpoints(*two_workers))
+        assert here[0] == 0, here
+        assert len(here[1]) > 10
+        assert there == here
+
+    def test_layers_lie_where_the_split_puts_them(
+        self, two_workers: tuple[Worker, Worker], tiny_models: Path
+    ) -> None:
+        def placed(split: str) -> list[bool]:
+            process = specgen(
+                *("run", "-m", tiny_models / "target.gguf", "-md", "none", "-n", "2", "--verbose"),
+                *("--rpc", endpoints(*two_workers), "--tensor-split", split, "abc"),
+            )
+            code, _, err = finished(process)
+            assert code == 0, err
+            lines = [line for line in err.splitlines() if "model buffer size" in line]
+            return [any(f"[{w.endpoint}]" in line for line in lines) for w in two_workers]
+
+        assert placed("1,1") == [True, True]
+        assert placed("1,0") == [True, False]
+        assert placed("0,1") == [False, True]
+
+    def test_a_share_too_many_is_refused(
+        self, two_workers: tuple[Worker, Worker], tiny_models: Path
+    ) -> None:
+        own = ("-m", tiny_models / "target.gguf", "-md", "none", "--tensor-split", "1,2,3", "a")
+        code, _, err = self.run(*own, "--rpc", endpoints(*two_workers))
+        assert code == UsageError.exit_code
+        assert "3 shares, and the workers have 2 devices" in err
+
+
+@needs_rpc
+class TestLoss:
+    """Workers that die or hang."""
+
+    #: Long enough that no machine gets through before the worker is gone.
+    LONG = ("-n", "4000", "-c", "4096", "--ignore-eos", "-md", "none", "-t", "1", "--raw")
+
+    @pytest.mark.parametrize(
+        ("number", "why"), [(signal.SIGKILL, "ended"), (signal.SIGSTOP, "2 s")]
+    )
+    def test_what_was_said_stands_and_an_exit_code_says_why(
+        self, tiny_models: Path, number: signal.Signals, why: str
+    ) -> None:
+        with running_worker() as worker:
+            process = specgen(
+                *("run", "-m", tiny_models / "target.gguf", *self.LONG, "--json"),
+                *("--rpc", worker.endpoint, "--rpc-timeout", "2", "abc"),
+            )
+            assert process.stdout is not None
+            for line in process.stdout:
+                if '"event": "committed"' in line:
+                    break
+            worker.process.send_signal(number)
+            code, out, err = finished(process, 60.0)
+        assert code == WorkerLostError.exit_code
+        assert "Traceback" not in err
+        message = next(line for line in err.splitlines() if line.startswith("error: "))
+        assert worker.endpoint in message
+        assert why in message
+        end = json.loads(out.splitlines()[-1])
+        assert (end["event"], end["finish_reason"]) == ("finished", "interrupted")
+        assert end["n_tokens"] > 0
+
+    def test_a_batch_keeps_what_is_done_and_writes_no_errors(
+        self, tmp_path: Path, tiny_models: Path
+    ) -> None:
+        source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        lines = [
+            {"custom_id": str(n), "prompt": "a" * (n + 1), "max_tokens": 20 if n < 2 else 4000}
+            for n in range(4)
+        ]
+        source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        with running_worker() as worker:
+            process = specgen(
+                *("batch", source, results, "-m", tiny_models / "target.gguf", "-md", "none"),
+                *("-t", "1", "--ignore-eos", "-np", "2", "--rpc", worker.endpoint, "-c", "4096"),
+            )
+            wait_for(lambda: results.exists() and results.read_text().count("\n") == 2)
+            worker.process.kill()
+            code, _, err = finished(process, 60.0)
+        assert code == WorkerLostError.exit_code, err
+        written = [json.loads(line) for line in results.read_text().splitlines()]
+        assert {line["custom_id"] for line in written} == {"0", "1"}
+        assert all(line["error"] is None for line in written)
+
+    def test_a_worker_that_is_not_there_is_told(self, tiny_models: Path) -> None:
+        endpoint = f"127.0.0.1:{free_port()}"
+        code, out, err = finished(
+            specgen("run", "-m", tiny_models / "target.gguf", "-md", "none", "--rpc", endpoint, "a")
+        )
+        assert (code, out) == (WorkerLostError.exit_code, "")
+        assert err.splitlines()[0].startswith(f"error: cannot reach the worker {endpoint}: ")
+
+    def test_ctrl_c_ends_a_worker_with_a_line(self) -> None:
+        with running_worker() as worker:
+            worker.process.send_signal(signal.SIGINT)
+            code, _, err = finished(worker.process, 30.0)
+        assert code == 0
+        assert err.splitlines()[-1].startswith("the worker ended")
+
+
+class TestProbe:
+    """Asking a worker what it is, without llama.cpp."""
+
+    @needs_rpc
+    def test_it_tells_protocol_and_memory(self, two_workers: tuple[Worker, Worker]) -> None:
+        found = probe(two_workers[1].endpoint, 10.0, time.perf_counter)
+        assert found.protocol == own_protocol()
+        assert [device.free_bytes for device in found.devices] == [64 * 2**20]
+        assert found.round_trip_s is not None
+        assert 0.0 < found.round_trip_s < 10.0
+
+    @needs_rpc
+    def test_the_doctor_tells_of_each_worker(self, two_workers: tuple[Worker, Worker]) -> None:
+        missing = f"127.0.0.1:{free_port()}"
+        checks = worker_checks((two_workers[0].endpoint, missing), time.perf_counter)
+        assert [check.passed for check in checks] == [True, True, False]
+        assert "GiB free; a round trip takes" in checks[1].message
+        assert checks[2].error == "WorkerLostError"
+
+    def test_another_version_is_told_with_its_cure(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(worker_probe, "own_protocol", lambda: "7.0.0")
+        check_protocol(WorkerInfo("a:1", "7.0.0", (), None))
+        with pytest.raises(BackendError, match=r"a:1 has protocol 7\.0\.1, and this end 7\.0\.0"):
+            check_protocol(WorkerInfo("a:1", "7.0.1", (), None))
+
+    def test_silence_is_no_worker(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+            with pytest.raises(WorkerLostError, match=r"does not answer within 0\.2 s"):
+                probe(endpoint, 0.2)
+
+    def test_another_protocol_is_no_worker(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+
+            def answer() -> None:
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(100)
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+            thread = threading.Thread(target=answer)
+            thread.start()
+            with pytest.raises(WorkerLostError, match="no worker of this protocol"):
+                probe(f"127.0.0.1:{server.getsockname()[1]}", 5.0)
+            thread.join()
+
+    @pytest.mark.parametrize("text", ["", "host", "host:", ":5", "host:0", "host:70000", "::1:5"])
+    def test_other_texts_are_no_endpoints(self, text: str) -> None:
+        with pytest.raises(UsageError, match="give host:port"):
+            parse_endpoint(text)
+
+
+class TestOptions:
+    """--rpc and what goes with it, before anything is loaded."""
+
+    def test_workers(self) -> None:
+        found = workers("a:1, b:2", "3,1", 5.0)
+        assert found is not None
+        assert (found.endpoints, found.tensor_split, found.timeout_s) == (
+            ("a:1", "b:2"),
+            (3.0, 1.0),
+            5.0,
+        )
+        assert workers(None, None, 5.0) is None
+
+    @pytest.mark.parametrize(
+        ("rpc", "split"),
+        [
+            (None, "1,2"),
+            ("a:1,a:1", None),
+            (",".join(f"a:{port}" for port in range(1, 18)), None),
+            ("a:1", "0"),
+            ("a:1", "-1,2"),
+            ("a:1", "x"),
+            ("a:1", "nan"),
+        ],
+    )
+    def test_what_makes_no_sense_is_refused(self, rpc: str | None, split: str | None) -> None:
+        with pytest.raises(UsageError):
+            workers(rpc, split, 5.0)
+
+    def test_costs_belong_to_a_placement(self, tmp_path: Path) -> None:
+        memory, model = Memory(), tmp_path / "model.gguf"
+
+        def table(placed: Workers | None) -> object:
+            return memory.costs(model, ContextOptions(workers=placed), 0, 2)
+
+        alone, there = table(None), table(Workers(("a:1",)))
+        split = table(Workers(("a:1", "b:1"), (1.0, 2.0)))
+        assert len({id(one) for one in (alone, there, split)}) == 3
+        assert table(Workers(("a:1",), timeout_s=1.0)) is there
+
+    def test_another_address_needs_a_word(self) -> None:
+        code, out, err = finished(specgen("worker", "--host", "0.0.0.0"))
+        assert (code, out) == (UsageError.exit_code, "")
+        assert "--insecure-network" in err
+
+    def test_a_build_without_rpc_names_the_cure(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from specgen.backend.llama import rpc
+
+        monkeypatch.setattr(rpc, "_ggml", lambda *_: lambda _name: None)
+        monkeypatch.setattr(rpc, "library_path", lambda: None)
+        with pytest.raises(BackendError, match="without RPC") as error:
+            rpc.load_rpc()
+        assert error.value.hint is not None
+        assert "make rpc" in error.value.hint
