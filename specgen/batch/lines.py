@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from specgen.errors import PromptError
@@ -36,6 +36,8 @@ class Line:
     custom_id: str
     digest: str
     request: Request | LineError
+    #: The fields of the request as the line has them.
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_lines(
@@ -84,10 +86,11 @@ def _read(number: int, raw: bytes, sampling: SamplerOptions, generation: Generat
     try:
         custom_id = _custom_id(body, custom_id)
         digest = _digest(body)
-        request = _request(body, sampling, generation)
+        kind, fields = _asked(body)
+        request = read_request(kind, fields, sampling, generation)
     except BodyError as error:
         return Line(number, custom_id, digest, LineError("invalid_request", error.message))
-    return Line(number, custom_id, digest, request)
+    return Line(number, custom_id, digest, request, fields)
 
 
 def _custom_id(body: Mapping[str, Any], default: str) -> str:
@@ -108,13 +111,11 @@ def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _request(
-    body: Mapping[str, Any], sampling: SamplerOptions, generation: GenerationOptions
-) -> Request:
+def _asked(body: Mapping[str, Any]) -> tuple[Kind, dict[str, Any]]:
+    """What a line asks for, and the fields of the request."""
     if not {"body", "url", "method"} & body.keys():
         fields = {name: value for name, value in body.items() if name != "custom_id"}
-        kind: Kind = "chat" if "messages" in fields else "prompt"
-        return read_request(kind, fields, sampling, generation)
+        return ("chat" if "messages" in fields else "prompt"), fields
     for name in body:
         if name not in _ENVELOPE:
             raise BodyError(name, f"a line with a body has {', '.join(sorted(_ENVELOPE))} only")
@@ -125,7 +126,7 @@ def _request(
         raise BodyError("url", f"{url!r} is none of {', '.join(_URLS)}")
     if not isinstance(body.get("body"), dict):
         raise BodyError("body", "it is not an object")
-    return read_request(_URLS[url], body["body"], sampling, generation)
+    return _URLS[url], body["body"]
 
 
 __all__ = ["Line", "LineError", "read_lines"]

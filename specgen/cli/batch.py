@@ -16,6 +16,13 @@ import typer
 
 from specgen.cli import flags
 from specgen.cli.answering import with_grammar
+from specgen.cli.batch_on_hosts import (
+    answer_on_hosts,
+    check_alone,
+    defaults_of,
+    open_hosts,
+    settings_of,
+)
 from specgen.cli.flags.part import without
 from specgen.cli.interrupt import Interrupt
 from specgen.cli.opening import log_shown, open_session, use_kernels
@@ -97,6 +104,27 @@ def batch(
             rich_help_panel=_BATCH,
         ),
     ] = False,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            "--on",
+            metavar="URL[,URL]",
+            help="Have the lines answered by these servers (`specgen serve`, or any with OpenAI's "
+            "API), each as many at once as it has slots; no model is loaded here. SPECGEN_API_KEY "
+            "has their key.",
+            rich_help_panel=_BATCH,
+        ),
+    ] = None,
+    host_timeout: Annotated[
+        float,
+        typer.Option(
+            "--host-timeout",
+            min=0.1,
+            metavar="SECONDS",
+            help="End when no server of --on has answered for so long.",
+            rich_help_panel=_BATCH,
+        ),
+    ] = 120.0,
     chat: flags.Chat = None,
     system: flags.System = None,
     answer: GenerationOptions,
@@ -128,12 +156,45 @@ def batch(
         if not quiet:
             print(f"note: {text}", file=sys.stderr)
 
-    sources = find_models(models, quiet=quiet)
-    options = session_options(sources, sampling, drafting, generation, machine)
-    settings = _settings(options, chat, system)
+    if on is not None:
+        check_alone(models, drafting, machine)
+        defaults = defaults_of(sampling, generation, chat, system)
+        hosts = open_hosts(on, parallel)
+        settings = settings_of(hosts, defaults)
+
+        def answer_lines(todo: Sequence[Line], results: Results) -> tuple[int, int]:
+            return answer_on_hosts(
+                hosts,
+                defaults,
+                todo,
+                results,
+                settings,
+                patience_s=host_timeout,
+                quiet=quiet or verbose,
+                note=note,
+            )
+    else:
+        sources = find_models(models, quiet=quiet)
+        options = session_options(sources, sampling, drafting, generation, machine)
+        settings = _settings(options, chat, system)
+
+        def answer_lines(todo: Sequence[Line], results: Results) -> tuple[int, int]:
+            from specgen.batch.runner import Batch, Prompting
+
+            use_kernels(machine.kernels, quiet=quiet)
+            with (
+                log_shown(verbose),
+                open_session(
+                    options, quiet=quiet, verbose=verbose, drafts=sources.drafts
+                ) as session,
+            ):
+                prompting = Prompting(chat, system, datetime.datetime.now().astimezone())
+                job = Batch(session, prompting, results, settings, wall_clock=time.time, note=note)
+                code = _answer(session, job, todo, parallel, quiet=quiet or verbose, note=note)
+                return code, job.tally.n_errors
+
     with contextlib.ExitStack() as stack:
         from specgen.batch.results import ResultsFile, ResultsStream, missing
-        from specgen.batch.runner import Batch, Prompting
         from specgen.render.text import counted
 
         results: Results = ResultsStream(sys.stdout.buffer)
@@ -149,15 +210,8 @@ def batch(
             results = stack.enter_context(ResultsFile.opened(destination, earlier))
         code = 0
         if todo:
-            use_kernels(machine.kernels, quiet=quiet)
-            stack.enter_context(log_shown(verbose))
-            session = stack.enter_context(
-                open_session(options, quiet=quiet, verbose=verbose, drafts=sources.drafts)
-            )
-            prompting = Prompting(chat, system, datetime.datetime.now().astimezone())
-            job = Batch(session, prompting, results, settings, wall_clock=time.time, note=note)
-            code = _answer(session, job, todo, parallel, quiet=quiet or verbose, note=note)
-            n_errors += job.tally.n_errors
+            code, n_failed = answer_lines(todo, results)
+            n_errors += n_failed
     if n_errors and not code:
         raise BatchError(
             f"{counted(n_errors, 'line')} of {len(lines)} could not be answered: the results say why",

@@ -154,10 +154,15 @@ def with_call_form(request: Request, template: str | None) -> Request:
     return replace(request, generation=generation, call_form=form)
 
 
+def field_name(given: str) -> str:
+    """The one name of a field that has several."""
+    return _ALIASES.get(given, given)
+
+
 def _with_one_name_each(body: Mapping[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for given, value in body.items():
-        name = _ALIASES.get(given, given)
+        name = field_name(given)
         if name in fields and fields[name] is not None and value is not None:
             raise BodyError(given, f"it is given twice, as {name} too")
         if fields.get(name) is None:

@@ -1,0 +1,127 @@
+"""``specgen batch --on``: the lines of a batch answered by servers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from specgen.cli.interrupt import Interrupt
+from specgen.errors import UsageError
+from specgen.json_values import as_json
+from specgen.options import (
+    ContextOptions,
+    Contexts,
+    DraftOptions,
+    GenerationOptions,
+    SamplerOptions,
+)
+from specgen.selection.model_choice import ModelChoice
+
+if TYPE_CHECKING:
+    from specgen.batch.lines import Line
+    from specgen.batch.on_hosts import Defaults, Host
+    from specgen.batch.results import Results
+    from specgen.batch.runner import Tally
+
+#: The variable with the key that servers are sent.
+KEY_VARIABLE = "SPECGEN_API_KEY"
+
+
+def check_alone(models: ModelChoice, drafting: DraftOptions, machine: Contexts) -> None:
+    """Raise `UsageError` for what a server has decided already."""
+    named = [models.target, models.draft, models.pair, *models.helpers]
+    if any(name is not None for name in named):
+        raise UsageError("--on has models of its own: leave out -m, -md and --pair")
+    own = DraftOptions()
+    # What a variable of the environment says is for other commands.
+    if replace(drafting, policy=own.policy, weights=own.weights) != own:
+        raise UsageError("--on drafts as the servers do: leave out the options of drafts")
+    if (machine.target, machine.draft) != (ContextOptions(), ContextOptions()):
+        raise UsageError("--on computes where the servers do: leave out the options of the machine")
+
+
+def defaults_of(
+    sampling: SamplerOptions, generation: GenerationOptions, chat: bool | None, system: str | None
+) -> Defaults:
+    """What requests say where lines say nothing: what was asked for on the command line. The rest is as
+    the servers have it."""
+    from specgen.batch.on_hosts import Defaults
+
+    fields: dict[str, Any] = {}
+    for given, default in ((sampling, SamplerOptions()), (generation, GenerationOptions())):
+        before = as_json(default)
+        fields |= {name: value for name, value in as_json(given).items() if value != before[name]}
+    fields.pop("grammar", None)
+    grammar = generation.grammar
+    if grammar is not None:
+        is_schema = grammar.form == "json_schema"
+        name = "json_schema" if is_schema else "grammar"
+        fields[name] = json.loads(grammar.text) if is_schema else grammar.text
+    return Defaults(fields, chat, system)
+
+
+def settings_of(hosts: Sequence[Host], defaults: Defaults) -> Mapping[str, Any]:
+    """What decides what answers say, besides the lines."""
+    found: dict[str, Any] = {"target": hosts[0].model, **defaults.fields}
+    asked = {"chat": defaults.chat, "system": defaults.system}
+    return found | {name: value for name, value in asked.items() if value is not None}
+
+
+def open_hosts(urls: str, n_slots: int | None) -> list[Host]:
+    """The servers of a list of URLs. Raises `UsageError`, `BackendError`."""
+    from specgen.batch.on_hosts import find_hosts, read_urls
+
+    return find_hosts(read_urls(urls), os.environ.get(KEY_VARIABLE), n_slots)
+
+
+def answer_on_hosts(
+    hosts: Sequence[Host],
+    defaults: Defaults,
+    lines: Sequence[Line],
+    results: Results,
+    settings: Mapping[str, Any],
+    *,
+    patience_s: float,
+    quiet: bool,
+    note: Callable[[str], None],
+) -> tuple[int, int]:
+    """Have the lines answered; returns the exit code, and how many results are errors."""
+    from specgen.batch.on_hosts import HostsBatch
+    from specgen.render.batch_progress import batch_progress
+
+    job = HostsBatch(
+        hosts,
+        defaults,
+        results,
+        settings,
+        clock=time.monotonic,
+        patience_s=patience_s,
+        note=note,
+    )
+    started = time.perf_counter()
+    with Interrupt() as stop, batch_progress(sys.stderr, quiet=quiet) as report:
+        try:
+            job.run(lines, stop, report)
+        finally:
+            if job.tally.n_answers:
+                with contextlib.suppress(ZeroDivisionError):
+                    note(_summary(job.tally, time.perf_counter() - started, hosts))
+    return stop.exit_code, job.tally.n_errors
+
+
+def _summary(tally: Tally, seconds: float, hosts: Sequence[Host]) -> str:
+    from specgen.render.batch_progress import duration
+    from specgen.render.text import counted
+
+    n_slots = sum(host.n_slots for host in hosts if host.refused is None)
+    return (
+        f"{counted(tally.n_answers, 'answer')} of {counted(tally.n_tokens, 'token')} in all, "
+        f"{duration(seconds)}: {tally.n_tokens / seconds:.1f} tokens/s, {n_slots} at once on "
+        f"{counted(len(hosts), 'server')}"
+    )
