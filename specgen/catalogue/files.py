@@ -28,7 +28,7 @@ class FileIdentity:
 def identify(path: Path) -> FileIdentity | None:
     """What a file is known by; None if there is no such file, or it cannot be looked at."""
     try:
-        sizes = [part.stat().st_size for part in _parts(path) if part.is_file()]
+        sizes = [part.stat().st_size for part in model_parts(path) if part.is_file()]
     except OSError:
         return None
     return FileIdentity(path.name, sum(sizes)) if sizes and path.is_file() else None
@@ -40,7 +40,8 @@ def shard_number(path: Path) -> int | None:
     return int(shard["number"]) if shard else None
 
 
-def _parts(path: Path) -> list[Path]:
+def model_parts(path: Path) -> list[Path]:
+    """The files of a model: its shards, in their order, or the one file."""
     shard = _SHARD.fullmatch(path.name)
     if shard is None:
         return [path]

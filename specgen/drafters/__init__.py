@@ -4,6 +4,7 @@ from specgen.drafters.base import Ask, AskingDrafter, Drafter, Drafting, draft_a
 from specgen.drafters.combined import CombinedDrafter
 from specgen.drafters.constrained import ConstrainedDrafter
 from specgen.drafters.headless import HeadlessDrafter
+from specgen.drafters.heads import HeadsDrafter
 from specgen.drafters.model import ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.staged import Guesses
@@ -20,6 +21,7 @@ __all__ = [
     "Drafting",
     "Guesses",
     "HeadlessDrafter",
+    "HeadsDrafter",
     "ModelDrafter",
     "SuffixDrafter",
     "TranslatedDrafter",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from specgen.backend.base import Backend, Batch
 from specgen.calibration.cost_table import FREE, CostTable, Price
 from specgen.core.draft import NO_DRAFT, Draft
 from specgen.drafters.base import Ask, Drafting, draft_alone
+from specgen.drafters.growth import DraftShaper
 from specgen.drafters.staged import Guesses
 from specgen.policy import Policy, RoundReport
 from specgen.sampling import Distribution, NoTokenAllowedError
@@ -22,15 +22,6 @@ _N_SINK = 4
 #: Tokens that a drafter that is up to date has to decode first, at most: the target's own and,
 #: if all of the last draft was accepted, the last one of that.
 N_USUAL = 2
-
-
-class DraftShaper(Protocol):
-    """What makes rows of a draft model's logits, float32[n_vocab], into distributions over its
-    tokens; `path` are the drafted tokens before. A `Shaper` is one."""
-
-    def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution: ...
-
-    def top_probability(self, logits: Logits, path: Sequence[int] = ()) -> float: ...
 
 
 class ModelDrafter:

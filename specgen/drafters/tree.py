@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -15,42 +13,10 @@ from specgen.calibration.cost_table import CostTable, Price
 from specgen.core.draft import NO_DRAFT, ROOT
 from specgen.core.growing_tree import GrowingTree
 from specgen.drafters.base import Ask, Drafting
-from specgen.drafters.model import N_USUAL, DraftShaper, ModelDrafter
+from specgen.drafters.growth import DraftShaper, Growth, Look, growth, look, n_guesses
+from specgen.drafters.model import N_USUAL, ModelDrafter
 from specgen.options import TreeShape
 from specgen.policy import Policy, TreePolicy
-from specgen.sampling import Distribution, NoTokenAllowedError
-
-#: So many of a model's guesses for a place are looked at where no shape asks for more, and, where
-#: costs decide, none less likely than this.
-_N_GUESSES = 4
-_LEAST = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """What a model says comes next: the likeliest tokens with its probabilities at temperature 1,
-    best first, or the distribution that tokens are to be drawn from. Nothing if the grammar
-    leaves it no token."""
-
-    guesses: tuple[tuple[int, float], ...] = ()
-    source: Distribution | None = None
-
-
-class Growth(Protocol):
-    """How one tree grows, from the look beyond its root on."""
-
-    @property
-    def walks(self) -> Sequence[Sequence[int]]:
-        """Independent chains, if the tree is made of such."""
-        ...
-
-    def take(self, tree: GrowingTree, node: int, look: Look) -> None:
-        """Add what a look beyond a node, or `ROOT`, found."""
-        ...
-
-    def frontier(self, tree: GrowingTree, n_most: int) -> list[int]:
-        """The nodes to look beyond next, `n_most` at most; none where that is not worth it."""
-        ...
 
 
 class TreeModelDrafter(ModelDrafter):
@@ -100,7 +66,7 @@ class TreeModelDrafter(ModelDrafter):
         )
         self._shape = shape
         self._n_deepest = n_deepest
-        self._n_guesses = max(_N_GUESSES, *shape.numbers) if shape.is_fixed else _N_GUESSES
+        self._n_guesses = n_guesses(shape)
         self._branches = _Branches(backend, slot)
         self._tree = GrowingTree(self.name)
         #: What was found beyond the nodes of the tree, and how long the text was then.
@@ -127,25 +93,25 @@ class TreeModelDrafter(ModelDrafter):
         tree = self._tree = GrowingTree(self.name)
         self._n_text = len(context)
         before = tuple(context[len(context) - n_drafted :])
-        look = self._known
-        if look is None or self._n_agreed < len(context):
+        found = self._known
+        if found is None or self._n_agreed < len(context):
             row = yield from self._catch_up(context)
-            look = self._look(row, before)
-        growth = self._growth(policy, n_max)
-        growth.take(tree, ROOT, look)
-        self._looks[ROOT] = look
+            found = self._look(row, before)
+        growing = self._growth(policy, n_max)
+        growing.take(tree, ROOT, found)
+        self._looks[ROOT] = found
         self._branches.begin()
-        while frontier := growth.frontier(tree, self._n_most()):
+        while frontier := growing.frontier(tree, self._n_most()):
             rows = yield from self._decode_nodes(tree, frontier)
             looks = [
                 self._look(row, (*before, *tree.path(node)))
                 for node, row in zip(frontier, rows, strict=True)
             ]
-            for node, look in zip(frontier, looks, strict=True):
+            for node, found in zip(frontier, looks, strict=True):
                 tree.look_beyond(node)
-                self._looks[node] = look
-                growth.take(tree, node, look)
-        draft = tree.draft(growth.walks)
+                self._looks[node] = found
+                growing.take(tree, node, found)
+        draft = tree.draft(growing.walks)
         if self._shape.is_fixed:
             return draft
         assert isinstance(policy, TreePolicy)
@@ -162,29 +128,15 @@ class TreeModelDrafter(ModelDrafter):
         return min(self._branches.n_free, self._backend.n_outputs)
 
     def _growth(self, policy: Policy, n_max: int) -> Growth:
-        n_deepest = n_max if self._n_deepest is None else min(n_max, self._n_deepest)
         is_end = self._backend.vocabulary.is_end
-        if self._shape.kind == "walks":
-            return _Walks(self._shape, n_max, n_deepest, self._rng, is_end)
-        if self._shape.kind == "levels":
-            return _Levels(self._shape, n_max, n_deepest, self._rng, is_end)
-        assert isinstance(policy, TreePolicy), "costs decide how far a tree grows"
-        return _Worthwhile(policy, self._costs, n_deepest, is_end)
+        return growth(self._shape, policy, n_max, self._n_deepest, self._rng, is_end, self._seconds)
+
+    def _seconds(self, n_rows: int) -> float:
+        return self._costs.share_s(n_rows) if self._costs else 0.0
 
     def _look(self, row: Logits, path: Sequence[int]) -> Look:
-        """What the model's logits, float32[n_vocab], say comes after the text and a path."""
         row = row[: self._n_shared_tokens]
-        try:
-            source = self._shaper.distribution(row, path)
-        except NoTokenAllowedError:
-            return Look()
-        if self._draws:
-            return Look(source=source)
-        top = self._shaper.top_probability(row, path)
-        likeliest = source.ranked(self._n_guesses)
-        # The shaper leaves some of the tokens, whose probabilities sum to 1.
-        scale = top / likeliest[0][1]
-        return Look(tuple((token, probability * scale) for token, probability in likeliest))
+        return look(row, self._shaper, path, self._n_guesses, draws=self._draws)
 
     # --- the cache ---------------------------------------------------------------------------
 
@@ -293,103 +245,3 @@ class _Branches:
 
 
 # --- how trees grow --------------------------------------------------------------------------
-
-
-class _IsEnd(Protocol):
-    def __call__(self, token_id: int, /) -> bool: ...
-
-
-@dataclass(slots=True)
-class _Worthwhile:
-    """As long as a policy thinks it worth it: it sees all that was found, says beyond which nodes
-    to look next, and takes what it likes of the tree afterwards."""
-
-    policy: TreePolicy
-    costs: CostTable
-    n_deepest: int
-    is_end: _IsEnd
-    walks: tuple[tuple[int, ...], ...] = ()
-
-    def take(self, tree: GrowingTree, node: int, look: Look) -> None:
-        for rank, (token, probability) in enumerate(look.guesses):
-            if rank == 0 or probability >= _LEAST:
-                tree.add(node, token, probability, is_end=self.is_end(token))
-
-    def frontier(self, tree: GrowingTree, n_most: int) -> list[int]:
-        return self.policy.frontier(tree, self.n_deepest, n_most, self._seconds)
-
-    def _seconds(self, n_rows: int) -> float:
-        return self.costs.share_s(n_rows) if self.costs else 0.0
-
-
-@dataclass(slots=True)
-class _Levels:
-    """So many children for each node of a depth, likeliest first, or drawn without replacement."""
-
-    shape: TreeShape
-    n_max: int
-    n_deepest: int
-    rng: np.random.Generator
-    is_end: _IsEnd
-    walks: tuple[tuple[int, ...], ...] = ()
-
-    def take(self, tree: GrowingTree, node: int, look: Look) -> None:
-        depth = 0 if node == ROOT else tree.depths[node] + 1
-        n_children = min(self.shape.numbers[depth], self.n_max - len(tree))
-        for token, probability in look.guesses[:n_children]:
-            tree.add(node, token, probability, is_end=self.is_end(token))
-        source = look.source
-        for _ in range(n_children):
-            if source is None:
-                break
-            token = source.draw(self.rng)
-            probability = source.probability(token)
-            tree.add(node, token, probability, source=source, is_end=self.is_end(token))
-            source = source.without(token)
-
-    def frontier(self, tree: GrowingTree, n_most: int) -> list[int]:
-        if len(tree) >= self.n_max:
-            return []
-        n_levels = min(self.shape.n_levels, self.n_deepest)
-        return tree.open_nodes(n_levels - 1)[:n_most]
-
-
-class _Walks:
-    """Independent chains, drawn or, where nothing is drawn, one chain of the likeliest tokens.
-
-    Where there is no room for all, there are fewer or shorter ones: that is decided before
-    anything is drawn.
-    """
-
-    def __init__(
-        self, shape: TreeShape, n_max: int, n_deepest: int, rng: np.random.Generator, is_end: _IsEnd
-    ) -> None:
-        n_walks = min(shape.numbers[0], n_max)
-        self._n_levels = min(shape.n_levels, n_deepest, n_max // n_walks)
-        self._rng = rng
-        self._is_end = is_end
-        self._walks: list[list[int]] = [[] for _ in range(n_walks)]
-        self._is_drawn = False
-
-    @property
-    def walks(self) -> Sequence[Sequence[int]]:
-        return self._walks if self._is_drawn else ()
-
-    def take(self, tree: GrowingTree, node: int, look: Look) -> None:
-        if look.source is None:
-            for token, probability in look.guesses[:1]:
-                tree.add(node, token, probability, is_end=self._is_end(token))
-            return
-        self._is_drawn = True
-        for walk in self._walks:
-            if (walk[-1] if walk else ROOT) != node:
-                continue
-            token = look.source.draw(self._rng)
-            child = tree.child(node, token)
-            if child is None:
-                probability, is_end = look.source.probability(token), self._is_end(token)
-                child = tree.add(node, token, probability, source=look.source, is_end=is_end)
-            walk.append(child)
-
-    def frontier(self, tree: GrowingTree, n_most: int) -> list[int]:
-        return tree.open_nodes(self._n_levels - 1)[:n_most]

@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from specgen.backend.llama import LlamaBackend, LlamaModel
+from specgen.backend.llama.decoder_heads import is_heads_file
 from specgen.calibration.weight_copies import Comparison, Copies
 from specgen.engine.agreement import TEXT
 from specgen.engine.draft_model import DraftModel
-from specgen.errors import ModelFileError
+from specgen.engine.heads_draft import HeadsDraft
+from specgen.errors import ModelFileError, UsageError
 from specgen.options import ContextOptions, DraftOptions, DraftSource, TreeShape
 
 #: The most tokens that one draft model guesses of another's draft.
@@ -47,6 +49,8 @@ class DraftStack:
         #: What drafts for the target, and the model where it is one.
         self.source: DraftSource = "none"
         self.model: DraftModel | None = None
+        #: The decoder heads where these are what drafts.
+        self.heads: HeadsDraft | None = None
         #: Draft models that were compared with copies.
         self.compared: list[Comparison] = []
 
@@ -54,7 +58,13 @@ class DraftStack:
         """Let another draft take the place of the present one, which is closed; there must be
         no context of it. Raises `ModelFileError` or `PairError`; there is then no draft."""
         self.close()
-        if isinstance(source, Path):
+        if isinstance(source, Path) and is_heads_file(source):
+            if self._helpers:
+                raise UsageError(
+                    f"{source.name}: nothing drafts for decoder heads; name no more drafts"
+                )
+            self.heads = HeadsDraft(source, self._target, self._context, drafting, self._clock)
+        elif isinstance(source, Path):
             self.model = self._open((source, *self._helpers), self._target, drafting)
         self.source = source
 
@@ -62,7 +72,9 @@ class DraftStack:
         """Close the models. May be called twice."""
         if self.model is not None:
             self.model.close()
-        self.model, self.source = None, "none"
+        if self.heads is not None:
+            self.heads.close()
+        self.model, self.heads, self.source = None, None, "none"
 
     @property
     def path(self) -> Path | None:
@@ -70,7 +82,14 @@ class DraftStack:
         return self.model.model.path if self.model is not None else None
 
     @property
+    def key(self) -> Path | str:
+        """What drafts, as the memory knows it: a file, or a word."""
+        return self.path or (self.heads.heads.path if self.heads is not None else str(self.source))
+
+    @property
     def name(self) -> str:
+        if self.heads is not None:
+            return self.heads.heads.name
         return self.model.model.name if self.model is not None else str(self.source)
 
     @property

@@ -17,6 +17,7 @@ from specgen.backend.tree_batch import Slot
 from specgen.calibration.acceptance import Chances
 from specgen.calibration.memory import Memory
 from specgen.calibration.weight_copies import Comparison, Copies
+from specgen.core.hidden import LastHidden
 from specgen.core.text_state import Shaper, TextState
 from specgen.core.verifiers import make_verifier
 from specgen.drafters import CombinedDrafter, ConstrainedDrafter, Drafter
@@ -97,6 +98,7 @@ class Session:
                 options.target,
                 n_gpu_layers=options.target_context.n_gpu_layers,
                 vocabulary_only=vocabulary_only,
+                workers=options.target_context.workers,
             )
             self._resources.callback(self._target_model.close)
             #: What an answer asks for that says nothing of its own.
@@ -199,6 +201,11 @@ class Session:
     def draft_model(self) -> LlamaModel | None:
         """The draft model, where one drafts."""
         return self._drafts.model.model if self._drafts.model is not None else None
+
+    @property
+    def drafts_from_hidden_states(self) -> bool:
+        """Whether decoder heads draft, which read the target's hidden states."""
+        return self._drafts.heads is not None
 
     @property
     def draft_name(self) -> str:
@@ -434,6 +441,7 @@ class Session:
         target_seed, draft_seed = np.random.SeedSequence(seed).spawn(2)
         state = TextState(prompt.tokens, settings.grammar)
         drafter: Drafter | None = None
+        hidden: LastHidden | None = None
         if plain:
             pass
         elif self._drafts.model is not None and draft is not None:
@@ -451,6 +459,13 @@ class Session:
             if drafting.adds_ngrams:
                 merges = self._drafts.model.merges(settings)
                 drafter = CombinedDrafter(self._ngrams_within(state), drafter, merges=merges)
+        elif self._drafts.heads is not None:
+            heads, hidden = self._drafts.heads, LastHidden()
+            rng = np.random.default_rng(draft_seed)
+            drafter = heads.drafter(hidden, state, rng, make_shaper, settings)
+            if drafting.adds_ngrams:
+                merges = heads.merges(settings)
+                drafter = CombinedDrafter(self._ngrams_within(state), drafter, merges=merges)
         elif self._drafts.source == "ngram":
             drafter = self._ngrams_within(state)
         return Generation(
@@ -465,6 +480,7 @@ class Session:
             rng=np.random.default_rng(target_seed),
             slot=Slot(part.number * self.n_branches_max, self.n_branches_max),
             index=index,
+            hidden=hidden,
             ends=frozenset() if settings.generation.ignore_eos else prompt.ends,
         )
 
@@ -536,8 +552,7 @@ class Session:
         mode = "greedy"
         if not settings.sampling.greedy:
             mode = f"temp {settings.sampling.temperature:.1f}, {self.verifier_name(settings)}"
-        draft = self._drafts.path or str(self._drafts.source)
-        return (chances or self.memory.chances)(self._options.target, draft, mode)
+        return (chances or self.memory.chances)(self._options.target, self._drafts.key, mode)
 
 
 def _now() -> datetime.datetime:

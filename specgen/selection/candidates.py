@@ -41,7 +41,7 @@ def find_candidates(
             continue
         if identity is not None:
             seen.add(identity)
-        reason = _reason(path, identity, target_identity, is_named=origin == "named")
+        reason = _reason(path, identity, target, target_identity, is_named=origin == "named")
         if reason is None:
             candidates.append(path)
         elif origin != "known":
@@ -65,7 +65,12 @@ def _files(named: Sequence[Path], known: Iterable[Path]) -> Iterator[tuple[Path,
 
 
 def _reason(
-    path: Path, identity: FileIdentity | None, target: FileIdentity | None, *, is_named: bool
+    path: Path,
+    identity: FileIdentity | None,
+    target_path: Path,
+    target: FileIdentity | None,
+    *,
+    is_named: bool,
 ) -> str | None:
     """Why a file is not to be tried; None if it is."""
     if identity is None:
@@ -76,7 +81,7 @@ def _reason(
         return "it is a projector of images or sound (mmproj), no language model"
     if target is None:
         return None
-    if identity == target:
+    if identity == target or _is_same(path, target_path):
         return "it is the target itself"
     if identity.size_bytes > target.size_bytes and not is_named:
         return (
@@ -84,3 +89,11 @@ def _reason(
             "named itself, it is tried all the same"
         )
     return None
+
+
+def _is_same(path: Path, target: Path) -> bool:
+    """Whether two paths lead to one file, by a link or otherwise."""
+    try:
+        return path.samefile(target)
+    except OSError:
+        return False

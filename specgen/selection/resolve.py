@@ -21,12 +21,13 @@ Fetch = Callable[[str], Path]
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """What is on this disk, without a download: `locate` a model, `identify` a file, and the
-    draft that was `saved` for a target."""
+    """What is on this disk, without a download: `locate` a model, `identify` a file, the draft that
+    was `saved` for a target, and where decoder heads lie that were made for it."""
 
     locate: Callable[[CatalogueModel], Path | None]
     identify: Callable[[Path], FileIdentity | None]
     saved: Callable[[FileIdentity], SavedDraft | None]
+    made_heads: Callable[[FileIdentity], Path | None] = lambda _target: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,21 @@ def resolve(
         return Sources(target_path, (DraftChoice("ngram"),))
     if draft == "none":
         return Sources(target_path, (DraftChoice("none"),))
+    if draft == "heads":
+        return Sources(target_path, (DraftChoice(_made_heads(target_path, disk)),))
     return Sources(target_path, (DraftChoice(find_model(draft, registry, fetch)),))
+
+
+def _made_heads(target: Path, disk: Disk) -> Path:
+    """The decoder heads that were made for a target."""
+    identity = disk.identify(target)
+    path = disk.made_heads(identity) if identity is not None else None
+    if path is None or not _exists(path):
+        raise UsageError(
+            f"--draft heads: none were made for {target.name}",
+            hint=f"`specgen draft make -m {target}` makes some",
+        )
+    return path
 
 
 def _exists(path: Path) -> bool:

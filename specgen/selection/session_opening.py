@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,10 +36,12 @@ Loading = Callable[[str], AbstractContextManager[Callable[[str], None]]]
 
 def find_models(choice: ModelChoice, *, quiet: bool) -> Sources:
     """The files of the run, fetched if need be, with progress on standard error."""
-    from specgen.catalogue import identify, load_registry, locate, saved_draft
+    from specgen.catalogue import cache_folder, identify, load_registry, locate, saved_draft
+    from specgen.workshop.places import heads_file
 
     registry = load_registry()
-    disk = Disk(locate, identify, saved_draft)
+    made_heads = partial(heads_file, cache_folder())
+    disk = Disk(locate, identify, saved_draft, made_heads)
     get = _fetch(registry, quiet=quiet)
     sources = resolve(choice.target, choice.draft, choice.pair, registry, get, disk)
     helpers: list[DraftSource] = [

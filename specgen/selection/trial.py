@@ -16,7 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from specgen.backend.base import Backend
+import numpy as np
+
+from specgen.arrays import Hidden
+from specgen.backend.base import Backend, Batch
+from specgen.backend.llama import LlamaBackend
 from specgen.calibration.timing import time_batch, timed_batch_sizes
 from specgen.core.draft import NO_DRAFT, ROOT, Draft
 from specgen.engine.generation import Generation
@@ -47,6 +51,8 @@ class TargetAnswer:
 
     prompt: str
     tokens: tuple[int, ...]
+    #: The target's hidden states before each token, float32[n_tokens, n_embd], where they were asked for.
+    hidden: Hidden | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +132,13 @@ def measure_target(
     prompts: Sequence[str],
     *,
     chat: bool | None = None,
+    hidden: bool = False,
     interrupted: Callable[[], bool] = lambda: False,
     progress: PromptsDone = lambda _done, _total: None,
 ) -> Baseline | None:
     """Let the target answer the prompts by itself, and time its batches of 1 row to as many as
-    the session's options let a round have.
+    the session's options let a round have. With `hidden` its hidden states are kept too, which
+    decoder heads draft from.
 
     The session's temperature must be 0. Returns None if interrupted. Raises `PromptError` if
     the context has room for no prompt, or no answer is longer than a token; `MemoryLimitError`.
@@ -149,7 +157,9 @@ def measure_target(
             list(Loop(target, session.clock, interrupted).run(generation))
             if interrupted():
                 return None
-            answers.append(TargetAnswer(text, tuple(generation.tokens[generation.n_prompt :])))
+            n_prompt = generation.n_prompt
+            states = _hidden_states(target, generation.tokens, n_prompt) if hidden else None
+            answers.append(TargetAnswer(text, tuple(generation.tokens[n_prompt:]), states))
             if tokens_s := generation.tally.target_s_by_rows[1]:
                 samples[1] += tokens_s
                 token_s.append(statistics.median(tokens_s))
@@ -217,6 +227,10 @@ def replay(
         path = agreeing_path(draft, tokens[done:])
         for token in tokens[done : done + len(path) + 1]:
             generation.commit(token)
+        if generation.hidden is not None and answer.hidden is not None and done:
+            last = done + len(path)
+            if last < len(answer.hidden):
+                generation.hidden.take(answer.hidden[last], generation.n_prompt + last)
         n_rows = 1 + len(draft)
         told = tuple(tokens[done : done + len(path) + 1])
         report = RoundReport(draft, path, seconds, baseline.rows_s(n_rows), n_rows, told)
@@ -320,6 +334,19 @@ def _fitting(
     if not fitting:
         raise failure or PromptError("there are no prompts")
     return fitting, tuple(skipped)
+
+
+def _hidden_states(target: LlamaBackend, tokens: Sequence[int], n_prompt: int) -> Hidden:
+    """The hidden states before each token of an answer, float32[n_tokens, n_embd], by decoding it
+    anew behind its prompt, which the cache holds."""
+    target.remove(0, n_prompt - 1)
+    pieces: list[Hidden] = []
+    for start in range(n_prompt - 1, len(tokens) - 1, target.n_outputs):
+        batch = Batch()
+        for position in range(start, min(start + target.n_outputs, len(tokens) - 1)):
+            batch.add(tokens[position], position, (0,), True)
+        pieces.append(target.decode_hidden(batch)[1].copy())
+    return np.concatenate(pieces)
 
 
 def _timed_sizes(sizes: Sequence[int]) -> Iterator[int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 Architecture: TypeAlias = Literal[
-    "llama", "qwen2", "gemma3", "mamba", "mamba2", "lfm2", "qwen35", "jamba", "bert"
+    "llama", "qwen2", "qwen3", "gemma3", "mamba", "mamba2", "lfm2", "qwen35", "jamba", "bert"
 ]
 TokenizerKind: TypeAlias = Literal["bpe", "spm"]
 TensorType: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
@@ -36,8 +36,8 @@ INFILL_TOKENS = (
 class TinyConfig:
     """What to write. The defaults make a model of 0.5 MB, a token of which takes well under 1 ms."""
 
-    #: ``llama``, ``qwen2`` (with biases) and ``gemma3`` (every other layer with a sliding
-    #: window) are transformers; ``mamba`` and ``mamba2`` keep a recurrent state, which cannot
+    #: ``llama``, ``qwen2`` (with biases), ``qwen3`` (heads normalised) and ``gemma3`` (every
+    #: other layer with a sliding window) are transformers; ``mamba`` and ``mamba2`` keep a recurrent state, which cannot
     #: drop a suffix; ``lfm2`` (short convolutions), ``qwen35`` (gated delta nets) and
     #: ``jamba`` (mamba) do so in every other layer and attend in those between, and
     #: llama.cpp keeps snapshots of the first two; ``bert`` is an encoder and cannot generate.

@@ -39,7 +39,7 @@ _ALWAYS_F32 = (
     "token_types",
 )
 #: Architectures that turn queries and keys by their positions.
-_ROTATING = ("llama", "qwen2", "gemma3", "lfm2", "qwen35")
+_ROTATING = ("llama", "qwen2", "qwen3", "gemma3", "lfm2", "qwen35")
 
 
 def write_tiny_model(
@@ -134,7 +134,7 @@ def _add_attention(writer: GGUFWriter, config: TinyConfig) -> None:
     if config.architecture in _ROTATING:
         writer.add_rope_dimension_count(head_size(config))
         writer.add_rope_freq_base(10000.0)
-    if config.architecture in {"gemma3", "qwen35"}:
+    if config.architecture in {"qwen3", "gemma3", "qwen35"}:
         writer.add_key_length(head_size(config))
         writer.add_value_length(head_size(config))
     if config.architecture == "qwen35":

@@ -177,7 +177,7 @@ def _attention(config: TinyConfig, prefix: str, random: _Random) -> dict[str, Ti
     if config.architecture == "qwen2":
         for name, size in (("attn_q", n_embd), ("attn_k", n_embd_kv), ("attn_v", n_embd_kv)):
             found[f"{prefix}.{name}.bias"] = random(f"{prefix}.{name}.bias", (size,), 0.1)
-    if config.architecture in {"gemma3", "lfm2", "qwen35"}:
+    if config.architecture in {"qwen3", "gemma3", "lfm2", "qwen35"}:
         for name in ("attn_q_norm", "attn_k_norm"):
             found[f"{prefix}.{name}.weight"] = np.full(head_size(config), 1.4, np.float32)
     return found

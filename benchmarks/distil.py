@@ -1,0 +1,90 @@
+"""How much more often a draft agrees with its target after training, by the settings of the training.
+
+    specgen draft data -m 1.5b.gguf --tokens 40000
+    python benchmarks/distil.py -m 1.5b.gguf -md 135m.gguf --text FOLDER --rank 16 --rate 0.001 -o trained.gguf
+
+FOLDER is what `specgen draft data` prints. One JSON line is printed: the share of the held-back answers'
+tokens that the draft takes for the likeliest, before and after, with how much was learnt from. `--tokens`
+learns from the first answers only, which shows what more text brings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from specgen.backend.llama import LlamaModel
+from specgen.bench.contenders import NOW
+from specgen.machine import look_at_machine
+from specgen.workshop.distil.distillation import RANK, RATE, distil
+from specgen.workshop.distil.training_texts import TrainingText, training_texts
+from specgen.workshop.texts import TargetText
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("-m", "--target", type=Path, required=True)
+    parser.add_argument("-md", "--draft", type=Path, required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=sys.maxsize)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--rank", type=int, default=RANK)
+    parser.add_argument("--rate", type=float, default=RATE)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    asked = parser.parse_args()
+    target, draft = LlamaModel(asked.target), LlamaModel(asked.draft)
+    with contextlib.closing(target), contextlib.closing(draft):
+        texts = training_texts(TargetText(asked.text, target.n_embd), target, draft, NOW)
+    texts = _first(texts, asked.tokens)
+    found = distil(
+        asked.draft,
+        texts,
+        asked.output,
+        minutes=asked.minutes,
+        clock=time.monotonic,
+        progress=_tell,
+        interrupted=lambda: False,
+        rank=asked.rank,
+        rate=asked.rate,
+    )
+    assert found is not None, "nothing interrupts it"
+    print(file=sys.stderr)
+    figures = {
+        "target": target.name,
+        "draft": draft.name,
+        "rank": asked.rank,
+        "rate": asked.rate,
+        "n_tokens_learnt": _n_tokens(texts, is_held_back=False),
+        "n_tokens_judged": _n_tokens(texts, is_held_back=True),
+        **dataclasses.asdict(found),
+        "cpu": look_at_machine().cpu,
+    }
+    print(json.dumps(figures))
+
+
+def _first(texts: Sequence[TrainingText], n_tokens: int) -> list[TrainingText]:
+    """The first answers to learn from, with so many tokens at most, and all that are held back."""
+    kept, n_kept = [], 0
+    for text in texts:
+        n_kept += 0 if text.is_held_back else len(text.answer_tokens)
+        if text.is_held_back or n_kept <= n_tokens:
+            kept.append(text)
+    return kept
+
+
+def _n_tokens(texts: Sequence[TrainingText], *, is_held_back: bool) -> int:
+    return sum(len(text.answer_tokens) for text in texts if text.is_held_back == is_held_back)
+
+
+def _tell(n_done: int, n_steps: int, left_s: float) -> None:
+    print(f"\r{n_done}/{n_steps}, {left_s / 60:.0f} min left ", end="", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

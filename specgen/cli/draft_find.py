@@ -1,0 +1,247 @@
+"""``specgen draft find``: which draft is best for a target, found by measuring."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specgen.cli import flags
+from specgen.cli.interrupt import Interrupt
+from specgen.cli.opening import log_shown, open_session, use_kernels
+from specgen.errors import (
+    BackendError,
+    MemoryLimitError,
+    ModelFileError,
+    PairError,
+    SpecgenError,
+    UsageError,
+)
+from specgen.options import Contexts, DraftOptions, GenerationOptions
+from specgen.progress import Progress
+from specgen.render.progress_bar import progress_bar
+from specgen.selection.default_draft import name_of
+from specgen.selection.session_opening import find_target
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specgen.engine.session import Session, SessionOptions
+    from specgen.options import DraftSource
+    from specgen.selection.draft_search import Search
+
+
+@flags.takes_options(drafting=flags.drafting, machine=flags.machine)
+def find(
+    *,
+    target: Annotated[
+        str,
+        typer.Option(
+            "--target",
+            "--model",
+            "-m",
+            metavar="FILE|NAME",
+            help="The target: a GGUF file, or a name from `specgen models list`.",
+        ),
+    ],
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="FILES_OR_FOLDERS",
+            help="GGUF files to try, and folders with such files.",
+            show_default=False,
+        ),
+    ] = None,
+    save: Annotated[
+        bool,
+        typer.Option(
+            "--save", help="Keep the best for this target: `specgen run` without --draft takes it."
+        ),
+    ] = False,
+    prompts: flags.TrialPrompts = None,
+    n_prompts: flags.TrialCount = 6,
+    max_tokens: flags.TrialTokens = 64,
+    chat: flags.Chat = None,
+    drafting: DraftOptions,
+    machine: Contexts,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+    quiet: flags.Quiet = False,
+    verbose: flags.Verbose = False,
+) -> int:
+    """Measure what drafts best for a target, on this machine.
+
+    Tried are the files that you name, the models of `specgen models list`
+    that are on this disk, and n-grams. The target answers a few prompts
+    once; each draft is then tried on these answers, and ranked by how much
+    faster than plain decoding it is expected to be.
+
+    In a pipe, one line for each draft, the best first, its columns
+    separated by tabs: the file, "ngram" or "none"; the expected speed-up
+    over plain decoding, and that of the worst prompt; tokens per second;
+    the share of drafted tokens that is accepted; tokens a round;
+    milliseconds to draft a token, and to begin.
+    """
+    from specgen.catalogue import identify, saved_draft
+    from specgen.proof import OWN_PROMPTS, evenly_chosen, read_prompts
+
+    flags.check_loudness(quiet=quiet, verbose=verbose)
+    if drafting.n_max == 0:
+        raise UsageError("--draft-max 0 drafts nothing, so there is nothing to find")
+    texts = evenly_chosen(OWN_PROMPTS if prompts is None else read_prompts(prompts), n_prompts)
+    answer = GenerationOptions(max_tokens=max_tokens)
+    path = find_target(target, quiet=quiet)
+    if save and (identity := identify(path)) is not None:
+        saved_draft(identity)  # a damaged file is to be known now, not after minutes
+    options = trial_options(path, drafting, answer, machine)
+    use_kernels(machine.kernels, quiet=quiet)
+    with (
+        log_shown(verbose),
+        open_session(options, quiet=quiet, verbose=verbose) as session,
+        progress_bar(quiet=quiet or verbose) as progress,
+        Interrupt() as stop,
+    ):
+        search = search_drafts(session, files or [], texts, chat, progress, stop)
+    if search is not None:
+        try:
+            if save and not search.is_interrupted:
+                search = save_best(search)
+        finally:  # what was measured is shown even if it cannot be kept
+            show_search(search, as_json=as_json)
+    if not quiet:
+        tell_search(search, save=save)
+    return stop.exit_code
+
+
+def trial_options(
+    target: Path, drafting: DraftOptions, answer: GenerationOptions, machine: Contexts
+) -> SessionOptions:
+    """The options of a session in which drafts are tried."""
+    from specgen.catalogue import cache_folder
+    from specgen.engine.session import SessionOptions
+
+    return SessionOptions(
+        target=target,
+        draft="none",
+        drafting=drafting,
+        generation=answer,
+        target_context=machine.target,
+        draft_context=machine.draft,
+        cache=cache_folder(),
+    )
+
+
+def search_drafts(
+    session: Session,
+    named: Sequence[Path],
+    texts: Sequence[str],
+    chat: bool | None,
+    progress: Progress,
+    stop: Interrupt,
+) -> Search | None:
+    """Try everything; None if interrupted before there was anything to tell."""
+    from specgen.backend.llama.decoder_heads import is_heads_file
+    from specgen.catalogue import load_registry, locate
+    from specgen.selection.candidates import Refused, find_candidates
+    from specgen.selection.draft_search import Search, Tried, by_speedup
+    from specgen.selection.trial import measure_target, plain_figures, try_draft
+
+    target = session.options.target
+    known = [path for path in map(locate, load_registry().models.values()) if path is not None]
+    candidates, refused = find_candidates(named, known, target)
+    baseline = measure_target(
+        session,
+        texts,
+        chat=chat,
+        hidden=any(map(is_heads_file, candidates)),
+        interrupted=stop,
+        progress=lambda done, total: progress(target.name, done, total),
+    )
+    if baseline is None:
+        return None
+    tried = [Tried("none", plain_figures(baseline))]
+    drafts: list[DraftSource] = ["ngram", *candidates]
+    for draft in drafts:
+        what = name_of(draft)
+
+        def show(done: int, total: int, what: str = what) -> None:
+            progress(what, done, total)
+
+        try:
+            session.change_draft(draft)
+            figures = try_draft(session, baseline, interrupted=stop, progress=show)
+        except (BackendError, MemoryLimitError, ModelFileError, PairError) as error:
+            refused.append(Refused(Path(draft), _reason(error, draft)))
+            continue
+        if figures is None:
+            break
+        tried.append(Tried(draft, figures))
+    return Search(target, baseline, by_speedup(tried), tuple(refused), is_interrupted=stop())
+
+
+def _reason(error: SpecgenError, draft: DraftSource) -> str:
+    """What an error says, without the name of the file that it is about."""
+    return error.message.removeprefix(f"{draft}: ")
+
+
+def save_best(search: Search) -> Search:
+    """Keep the best draft for the target."""
+    import datetime
+    from dataclasses import replace
+
+    from specgen.catalogue import SavedDraft, identify, save_draft
+
+    identity = identify(search.target)
+    assert identity is not None, "a target that was opened"
+    best = search.tried[0]
+    saved = SavedDraft(
+        best.draft,
+        date=datetime.datetime.now().astimezone().date(),
+        speedup=best.figures.speedup,
+        worst_speedup=best.figures.worst_speedup,
+        tokens_per_s=best.figures.tokens_per_s,
+        acceptance_rate=best.figures.acceptance_rate,
+        draft_token_s=best.figures.draft_token_s,
+    )
+    save_draft(identity, saved)
+    return replace(search, saved=best.draft)
+
+
+def show_search(search: Search, *, as_json: bool) -> None:
+    """Print the ranking."""
+    from specgen.render.draft_table import draft_lines, print_draft_table
+    from specgen.selection.draft_search import to_json_object
+
+    if as_json:
+        print(json.dumps(to_json_object(search), indent=2, ensure_ascii=False))
+    elif sys.stdout.isatty():
+        from specgen.render import make_console
+
+        print_draft_table(search, make_console(sys.stdout, os.environ))
+    else:
+        for line in draft_lines(search.tried):
+            print(line)
+
+
+def tell_search(search: Search | None, *, save: bool) -> None:
+    """What is to be said besides the ranking, on standard error."""
+    notes = []
+    if search is not None:
+        notes += [f"{refused.file}: {refused.reason}" for refused in search.refused]
+        notes += [
+            f"prompt {number} was left out: the context has no room for it"
+            for number in search.baseline.skipped
+        ]
+        if search.saved is not None:
+            target = search.target.name
+            notes.append(
+                f"for {target}, `specgen run` without --draft now takes: {name_of(search.saved)}"
+            )
+    if search is None or search.is_interrupted:
+        unsaved = ", nothing was saved" if save else ""
+        notes.append(f"interrupted: not everything was tried{unsaved}")
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)

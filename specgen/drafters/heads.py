@@ -1,0 +1,172 @@
+"""Decoder heads draft from the target's own hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specgen.arrays import Hidden, Logits
+from specgen.backend.llama.decoder_heads import DecoderHeads
+from specgen.calibration.cost_table import CostTable, Price
+from specgen.core.draft import NO_DRAFT, ROOT, Draft
+from specgen.core.growing_tree import GrowingTree
+from specgen.core.hidden import LastHidden
+from specgen.drafters.growth import DraftShaper, IsEnd, Look, growth, look, n_guesses
+from specgen.options import TreeShape
+from specgen.policy import Policy, RoundReport, TreePolicy
+from specgen.sampling import Distribution, NoTokenAllowedError
+
+#: Tokens behind what the target has read, at most: its own, and what a grammar or another drafter
+#: put behind it.
+_MOST_UNREAD = 16
+#: The most nodes beyond which heads look at once.
+_WIDEST = 8
+
+
+class HeadsDrafter:
+    """Drafts with decoder heads: a chain or, where it `branches`, a tree of a fixed shape or as long
+    as the policy thinks it worth it.
+
+    Heads begin at the target's hidden state behind what it has read (`last`, which the loop keeps up
+    to date), and read the text behind it, usually the one token that the target chose. There is
+    no cache, and no decode of a model: a look beyond a node is two products with small matrices.
+
+    As with a draft model, `draws` draws each token from what `shaper` makes of the heads' logits.
+    Tokens outside the frequent part of the vocabulary are never drafted: they have probability
+    0, which is a distribution like any other to a verifier. `costs` is the table of the heads' looks.
+    """
+
+    def __init__(
+        self,
+        heads: DecoderHeads,
+        last: LastHidden,
+        shaper: DraftShaper,
+        rng: np.random.Generator,
+        is_end: IsEnd,
+        *,
+        draws: bool,
+        branches: bool,
+        shape: TreeShape,
+        costs: CostTable,
+        n_deepest: int | None = None,
+    ) -> None:
+        self._heads = heads
+        self._last = last
+        self._shaper = shaper
+        self._rng = rng
+        self._is_end = is_end
+        self._draws = draws
+        self._branches = branches
+        self._shape = shape
+        self._costs = costs
+        self._n_deepest = n_deepest
+        self._n_guesses = n_guesses(shape)
+        #: A row of the target's logits, in which the tokens that are not frequent stay impossible.
+        self._row = np.full(heads.weights.n_vocab, -np.inf, np.float32)
+        self._model_s = 0.0
+
+    @property
+    def name(self) -> str:
+        return "heads"
+
+    @property
+    def model_s(self) -> float:
+        return self._model_s
+
+    def price(self, n_context: int) -> Price:
+        look_s = self._seconds(1)
+        return Price(look_s, look_s)
+
+    def propose(
+        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
+    ) -> Draft:
+        found = self._last.before(len(context))
+        if found is None or len(context) - found[0] > _MOST_UNREAD:
+            return NO_DRAFT
+        n_read, state = found
+        unread = context[n_read:]
+        if policy.prospect(self.name, self.price(len(context))) <= 0.0:
+            return NO_DRAFT
+        before_s = self._heads.compute_s
+        states = self._heads.begin(state, unread[0])
+        for token in unread[1:]:
+            states = self._heads.advance(states, [token])
+        before = context[len(context) - n_drafted :]
+        grow = self._tree if self._branches else self._chain
+        draft = grow(states, before, n_max, policy)
+        self._model_s += self._heads.compute_s - before_s
+        return draft
+
+    def observe(self, report: RoundReport) -> None:
+        pass
+
+    def rewind(self, n_tokens: int) -> None:
+        self._last.rewind(n_tokens)
+
+    def _chain(self, states: Hidden, before: Sequence[int], n_max: int, policy: Policy) -> Draft:
+        tokens: list[int] = []
+        probabilities: list[float | None] = []
+        distributions: list[Distribution | None] = []
+        n_max = n_max if self._n_deepest is None else min(n_max, self._n_deepest)
+        while True:
+            row, path = self._rows(states)[0], [*before, *tokens]
+            top = None
+            if policy.needs_confidence:
+                top = self._shaper.top_probability(self._whole(row), path)
+            if not policy.wants_more(len(tokens), 1.0 if top is None else top, self.name):
+                break
+            try:
+                source = self._shaper.distribution(self._whole(row), path)
+            except NoTokenAllowedError:
+                break
+            token = source.draw(self._rng)
+            probabilities.append(source.probability(token) if self._draws else top)
+            distributions.append(source if self._draws else None)
+            tokens.append(token)
+            if len(tokens) == n_max or self._is_end(token):
+                break
+            if not policy.goes_on(len(tokens), self.name):
+                break
+            states = self._heads.advance(states, [token])
+        return Draft.chain(tokens, self.name, probabilities, distributions)
+
+    def _tree(self, states: Hidden, before: Sequence[int], n_max: int, policy: Policy) -> Draft:
+        tree = GrowingTree(self.name)
+        growing = growth(
+            self._shape, policy, n_max, self._n_deepest, self._rng, self._is_end, self._seconds
+        )
+        growing.take(tree, ROOT, self._look(self._rows(states)[0], before))
+        behind = {ROOT: states}
+        while nodes := growing.frontier(tree, _WIDEST):
+            parents = [behind[tree.parents[node]] for node in nodes]
+            tokens = [tree.tokens[node] for node in nodes]
+            reached = self._heads.advance(np.concatenate(parents), tokens)
+            rows = self._rows(reached)
+            for index, (node, row) in enumerate(zip(nodes, rows, strict=True)):
+                behind[node] = reached[index : index + 1]
+                tree.look_beyond(node)
+                growing.take(tree, node, self._look(row, (*before, *tree.path(node))))
+        draft = tree.draft(growing.walks)
+        if self._shape.is_fixed:
+            return draft
+        assert isinstance(policy, TreePolicy)
+        return policy.pick(tree, draft).first(n_max)  # the likeliest come first
+
+    def _look(self, row: Logits, path: Sequence[int]) -> Look:
+        return look(self._whole(row), self._shaper, path, self._n_guesses, draws=self._draws)
+
+    def _rows(self, states: Hidden) -> Logits:
+        """The logits of the frequent tokens behind each state: float32[n, n_frequent]."""
+        before_s = self._heads.compute_s
+        rows = self._heads.logits(states)
+        self._costs.observe(len(rows), self._heads.compute_s - before_s)
+        return rows
+
+    def _whole(self, row: Logits) -> Logits:
+        """A row over the target's vocabulary, float32[n_vocab], valid until the next one."""
+        self._row[self._heads.weights.tokens] = row
+        return self._row
+
+    def _seconds(self, n_looks: int) -> float:
+        return self._costs.seconds(n_looks) if self._costs else 0.0

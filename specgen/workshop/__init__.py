@@ -1,0 +1,1 @@
+"""Drafts that are made for a target, out of the target's own text."""

@@ -1,0 +1,251 @@
+"""Fits a draft model to a target's own text, and writes it as a GGUF file of the same types.
+
+A LoRA on the matrices of all layers is trained to predict the tokens that the target chose (hard
+labels), then added to the matrices (sequence-level distillation as in DistillSpec, Zhou et al.,
+arXiv:2310.08461). The draft has to agree with the target only where the target goes, so some ten
+thousand tokens of its text suffice to gain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import math
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specgen.atomic import new_beside
+from specgen.errors import MemoryLimitError, UsageError
+from specgen.json_lines import write_errors
+from specgen.workshop.distil.gguf_weights import GgufWeights, read_weights, write_weights
+from specgen.workshop.distil.training_texts import Rows, TrainingText, pack
+
+if TYPE_CHECKING:
+    from specgen.workshop.distil.training import Trainer
+
+#: Inner size of the LoRA.
+RANK = 16
+#: The size of the largest step of Adam.
+RATE = 1e-3
+#: Passes over the text at most.
+N_PASSES = 4
+#: Tokens of a row: most answers with their prompt fit.
+N_COLUMNS = 384
+#: Judgements in a pass over the text, and how many without a better one end the training.
+_JUDGED_A_PASS = 3
+_PATIENCE = 4
+_N_WARM = 20
+#: Seconds from one saved state to the next.
+_SAVED_EVERY_S = 60.0
+#: The least tokens of answers to learn from, and to judge by.
+_LEAST_LEARNT = 1000
+_LEAST_JUDGED = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Distilled:
+    """What came of the training: shares of the held-back answers' tokens that the draft takes for
+    the likeliest, before, and after as the file has it."""
+
+    agreement_before: float
+    agreement_after: float
+    n_steps: int
+    seconds: float
+
+
+def distil(
+    draft: Path,
+    texts: Sequence[TrainingText],
+    output: Path,
+    *,
+    minutes: float,
+    clock: Callable[[], float],
+    progress: Callable[[int, int, float], None],
+    interrupted: Callable[[], bool],
+    rank: int = RANK,
+    rate: float = RATE,
+    seed: int = 0,
+) -> Distilled | None:
+    """Train a draft on texts and write it to `output`; None if `interrupted` says so.
+
+    Training takes `minutes` at most, by `clock`. `progress` is told the steps done, the steps in
+    all and the seconds left. The state is kept beside `output` while training goes on: the same call
+    continues a training that was interrupted or killed.
+
+    Raises `UsageError` if JAX is not installed or there is too little text, `ModelFileError` if
+    the draft cannot be trained, `MemoryLimitError` and `OutputError`.
+    """
+    check_library()
+    learnt = pack([text for text in texts if not text.is_held_back], N_COLUMNS)
+    judged = pack([text for text in texts if text.is_held_back], N_COLUMNS)
+    if learnt.n_labels < _LEAST_LEARNT or judged.n_labels < _LEAST_JUDGED:
+        raise UsageError(
+            f"{learnt.n_labels} tokens to learn from and {judged.n_labels} to judge by: too few",
+            hint=f"make more text: a draft needs {_LEAST_LEARNT} and {_LEAST_JUDGED}",
+        )
+    weights = read_weights(draft)
+    _check_memory(draft, weights)
+    from specgen.workshop.distil.training import Trainer
+
+    trainer = Trainer(weights, rank, seed)
+    key = _key(draft, learnt, judged, rank, rate, seed)
+    with write_errors(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+    run = _Run(trainer, learnt, judged, output.with_name(f"{output.name}.training"), key)
+    if not run.train(60.0 * minutes, rate, seed, clock, progress, interrupted):
+        return None
+    with write_errors(output), new_beside(output) as new:
+        write_weights(draft, trainer.merged(run.best), new)
+        after = Trainer(read_weights(new), rank, seed).judge(judged)
+        new.replace(output)
+    run.forget()
+    return Distilled(run.before, after.agreement, run.n_steps, run.seconds)
+
+
+class _Run:
+    """A training, which is taken up where its file says that it was left."""
+
+    def __init__(self, trainer: Trainer, learnt: Rows, judged: Rows, file: Path, key: str) -> None:
+        self._trainer = trainer
+        self._learnt = learnt
+        self._judged = judged
+        self._file = file
+        self._key = key
+        self.n_steps = 0
+        self.seconds = 0.0
+        self.before = 0.0
+        self._best_agreement = 0.0
+        self._n_worse = 0
+        #: The LoRA that agreed best.
+        self.best: dict[str, Any] = {}
+
+    def train(
+        self,
+        limit_s: float,
+        rate: float,
+        seed: int,
+        clock: Callable[[], float],
+        progress: Callable[[int, int, float], None],
+        interrupted: Callable[[], bool],
+    ) -> bool:
+        """Train to the end; False if it was interrupted, with its state kept."""
+        from specgen.workshop.distil.training import N_ROWS
+
+        n_rows = min(N_ROWS, len(self._learnt))
+        steps_a_pass = len(self._learnt) // n_rows
+        n_steps = N_PASSES * steps_a_pass
+        judged_every = max(1, steps_a_pass // _JUDGED_A_PASS)
+        if not self._resume():
+            self.before = self._trainer.judge(self._judged).agreement
+            self._best_agreement = self.before
+            self.best = self._trainer.changes()
+        started_s = clock() - self.seconds
+        saved_s = clock()
+        while self.n_steps < n_steps and self._n_worse < _PATIENCE:
+            if interrupted():
+                self._save()
+                return False
+            order = np.random.default_rng([seed, self.n_steps // steps_a_pass])
+            first = self.n_steps % steps_a_pass * n_rows
+            rows = order.permutation(len(self._learnt))[first : first + n_rows]
+            done = max(self.n_steps / n_steps, self.seconds / limit_s)
+            self._trainer.step(self._learnt.pick(rows), _size(self.n_steps, done, rate))
+            self.n_steps += 1
+            is_last = self.n_steps == n_steps or clock() - started_s >= limit_s
+            if self.n_steps % judged_every == 0 or is_last:
+                self._judge()
+            self.seconds = clock() - started_s
+            left_s = min(limit_s, self.seconds / self.n_steps * n_steps) - self.seconds
+            progress(self.n_steps, n_steps, max(0.0, left_s))
+            if is_last:
+                break
+            if clock() - saved_s >= _SAVED_EVERY_S:
+                self._save()
+                saved_s = clock()
+        return True
+
+    def forget(self) -> None:
+        """Delete the state that was kept."""
+        self._file.unlink(missing_ok=True)
+
+    def _judge(self) -> None:
+        agreement = self._trainer.judge(self._judged).agreement
+        self._n_worse += 1
+        if agreement > self._best_agreement:
+            self._best_agreement, self._n_worse = agreement, 0
+            self.best = self._trainer.changes()
+
+    def _save(self) -> None:
+        numbers = [
+            self.n_steps, self.seconds, self.before, self._best_agreement, self._n_worse
+        ]  # fmt: skip
+        best = {f"best_{name}": values for name, values in self.best.items()}
+        with write_errors(self._file):
+            self._trainer.save(self._file, key=self._key, numbers=numbers, **best)
+
+    def _resume(self) -> bool:
+        """Take up the state of a training that began in the same way, if there is one."""
+        try:
+            with self._file.open("rb") as file, np.load(file) as saved:
+                if str(saved["key"]) != self._key:
+                    return False
+                best = {
+                    name.removeprefix("best_"): saved[name]
+                    for name in saved.files
+                    if name.startswith("best_")
+                }
+                n_steps, seconds, before, best_agreement, n_worse = saved["numbers"].tolist()
+                self._trainer.restore(saved)
+        except (OSError, KeyError, ValueError, zipfile.BadZipFile, EOFError):
+            return False
+        self.n_steps, self.seconds, self._n_worse = int(n_steps), seconds, int(n_worse)
+        self.before, self._best_agreement, self.best = before, best_agreement, best
+        return True
+
+
+def _size(step: int, done: float, rate: float) -> float:
+    """The size of a step: warmed up, then along half a cosine to a twentieth."""
+    along = 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+    return rate * min(1.0, (step + 1) / _N_WARM) * (0.05 + 0.95 * along)
+
+
+def _key(draft: Path, learnt: Rows, judged: Rows, rank: int, rate: float, seed: int) -> str:
+    """Tells trainings apart."""
+    found = hashlib.sha256(f"{draft.name} {draft.stat().st_size} {rank} {rate} {seed}".encode())
+    for rows in (learnt, judged):
+        found.update(rows.tokens.tobytes() + rows.labels.tobytes())
+    return found.hexdigest()
+
+
+def check_library() -> None:
+    """Raise `UsageError` if what trains is not installed."""
+    for name in ("jax", "optax"):
+        if importlib.util.find_spec(name) is None:
+            raise UsageError(
+                f"training a draft needs {name}, which is not installed",
+                hint="pip install 'specgen[train]'",
+            )
+
+
+def _check_memory(draft: Path, weights: GgufWeights) -> None:
+    """Raise `MemoryLimitError` if the weights, and what a step computes, do not fit."""
+    import psutil
+
+    shape = weights.hyperparameters
+    n_vocab = len(weights.tensors["token_embd.weight"])
+    n_ff = max(len(weights.tensors[f"blk.{i}.ffn_up.weight"]) for i in range(shape.n_layer))
+    # What the matrices of a layer give, for each token; and some copies of a row's logits.
+    states = shape.n_layer * (8 * shape.n_embd + 4 * n_ff) * 3 * N_COLUMNS
+    needed = 4 * (weights.n_parameters + states + 4 * N_COLUMNS * n_vocab)
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise MemoryLimitError(
+            f"{draft}: training it needs about {needed / 2**30:.1f} GiB more, "
+            f"{available / 2**30:.1f} GiB are free",
+            hint="train a smaller draft, or close other programs",
+        )

@@ -1,0 +1,149 @@
+"""Training a draft's LoRA on rows of text: one step, and how often the draft is right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from specgen.atomic import new_beside
+from specgen.workshop.distil import lora
+from specgen.workshop.distil.gguf_weights import GgufWeights, Hyperparameters
+from specgen.workshop.distil.training_texts import Rows
+from specgen.workshop.distil.transformer import (
+    Parameters,
+    Parted,
+    hidden_states,
+    output_matrix,
+    stack_layers,
+)
+
+#: Rows that one step learns from.
+N_ROWS = 3
+#: Longer gradients are scaled to this length, so that one odd batch does not undo the others.
+_MOST_GRADIENT = 1.0
+#: How fast Adam forgets: quicker than usual, since there are some hundred steps only.
+_SECOND_MOMENT = 0.99
+_OPTIMIZER = optax.chain(
+    optax.clip_by_global_norm(_MOST_GRADIENT), optax.scale_by_adam(b2=_SECOND_MOMENT)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How well a draft predicts the tokens of answers."""
+
+    #: The share of tokens that the draft takes for the likeliest.
+    agreement: float
+    #: The mean of their negative log-probabilities.
+    loss: float
+
+
+class Trainer:
+    """A draft's weights, which stay as they are, and the LoRA that is trained beside them."""
+
+    def __init__(self, weights: GgufWeights, rank: int, seed: int) -> None:
+        self._shape = weights.hyperparameters
+        self._weights: Parted = stack_layers(weights)
+        self._frozen = jax.tree.map(jnp.asarray, (self._weights.layers, self._weights.others))
+        start = lora.start(self._weights.layers, rank, np.random.default_rng(seed))
+        self._changes: Parameters = jax.tree.map(jnp.asarray, start)
+        self._moments: Any = _OPTIMIZER.init(self._changes)
+
+    def step(self, rows: Rows, rate: float) -> None:
+        """Go one step of Adam, of the size `rate`, down the mean loss of some rows."""
+        self._changes, self._moments = _step(
+            self._shape, self._changes, self._moments, self._frozen, _arrays(rows), rate
+        )
+
+    def judge(self, rows: Rows) -> Score:
+        """How well the draft, with its LoRA, predicts the labels of rows."""
+        loss = n_right = 0.0
+        for index in range(len(rows)):
+            row = _arrays(rows.pick(np.array([index])))
+            sums = _sums(self._shape, self._changes, self._frozen, row)
+            loss, n_right = loss + float(sums[0]), n_right + float(sums[1])
+        return Score(n_right / rows.n_labels, loss / rows.n_labels)
+
+    def changes(self) -> Parameters:
+        """A copy of the LoRA as it is now."""
+        return {name: np.array(values) for name, values in self._changes.items()}
+
+    def merged(self, changes: Parameters) -> dict[str, Any]:
+        """The draft's matrices with a LoRA added, by their names in the GGUF file."""
+        return lora.merged(self._weights.layers, changes)
+
+    def save(self, path: Path, **others: Any) -> None:
+        """Write the LoRA, the optimizer's state and other arrays to a file, whole. Raises `OSError`."""
+        leaves = jax.tree.leaves((self._changes, self._moments))
+        arrays: dict[str, Any] = {f"state_{i}": np.asarray(leaf) for i, leaf in enumerate(leaves)}
+        with new_beside(path) as new:
+            with new.open("wb") as file:
+                np.savez(file, **arrays, **others)
+            new.replace(path)
+
+    def restore(self, saved: Any) -> None:
+        """Take up what `save` wrote, by its names. Raises `KeyError` or `ValueError` if it is of
+        another model or rank."""
+        leaves, structure = jax.tree.flatten((self._changes, self._moments))
+        found = [saved[f"state_{index}"] for index in range(len(leaves))]
+        if any(old.shape != new.shape for old, new in zip(leaves, found, strict=True)):
+            raise ValueError("the saved arrays are of other shapes")
+        self._changes, self._moments = jax.tree.unflatten(structure, map(jnp.asarray, found))
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
+def _step(
+    shape: Hyperparameters,
+    changes: Parameters,
+    moments: Any,
+    frozen: Any,
+    rows: Any,
+    rate: float,
+) -> tuple[Parameters, Any]:
+    """The LoRA and Adam's moments after a step."""
+
+    def mean_loss(changes: Parameters) -> jax.Array:
+        loss, _, n_labels = _sums(shape, changes, frozen, rows)
+        mean: jax.Array = loss / n_labels
+        return mean
+
+    gradients = jax.grad(mean_loss)(changes)
+    directions, moments = _OPTIMIZER.update(gradients, moments)
+    return jax.tree.map(lambda old, step: old - rate * step, changes, directions), moments
+
+
+@partial(jax.jit, static_argnums=0)
+def _sums(
+    shape: Hyperparameters, changes: Parameters, frozen: Any, rows: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The negative log-probabilities of the rows' labels, how many of them are the likeliest token,
+    and how many there are, each summed up."""
+    layers, others = frozen
+    tokens, texts, positions, labels = rows
+    states = hidden_states(shape, {**layers, **changes}, others, tokens, texts, positions)
+    output = output_matrix(others)
+
+    def of_row(row: Any) -> tuple[jax.Array, jax.Array]:
+        states, labels = row
+        logits = states @ output.T
+        chosen = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[:, None], axis=1)[:, 0]
+        losses = jax.nn.logsumexp(logits, axis=-1) - chosen
+        is_label = labels >= 0
+        is_right = is_label & (logits.argmax(axis=-1) == labels)
+        return jnp.sum(jnp.where(is_label, losses, 0.0)), jnp.sum(is_right)
+
+    # Row by row, and computed again for the gradient: logits take a megabyte for a few tokens.
+    losses, n_right = jax.lax.map(jax.checkpoint(of_row), (states, labels))
+    return losses.sum(), n_right.sum(), jnp.sum(labels >= 0)
+
+
+def _arrays(rows: Rows) -> tuple[jax.Array, ...]:
+    arrays = (rows.tokens, rows.texts, rows.positions, rows.labels)
+    return tuple(jnp.asarray(array) for array in arrays)

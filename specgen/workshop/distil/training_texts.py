@@ -1,0 +1,127 @@
+"""The target's text as a draft model reads it, and in rows of one length for training."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specgen.backend.llama import LlamaModel
+from specgen.drafters.translation import Translation
+from specgen.engine.pairing import check_pair
+from specgen.engine.prompts import text_prompt
+from specgen.errors import PairError
+from specgen.workshop.texts import TargetText
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingText:
+    """An answer of the target in the draft's tokens, behind the prompt that the draft sees."""
+
+    prompt_tokens: tuple[int, ...]
+    answer_tokens: tuple[int, ...]
+    #: Whether it is for judging, not for learning.
+    is_held_back: bool
+
+
+def training_texts(
+    text: TargetText, target: LlamaModel, draft: LlamaModel, now: datetime.datetime
+) -> list[TrainingText]:
+    """The target's answers as a draft model sees them while it drafts: prompts in its own chat
+    template and answers in its own tokens, if it has another vocabulary.
+
+    `now` is the date that some templates write. Raises `PromptError` if the target's template does not
+    take a prompt.
+    """
+    has_own_tokens = not _share_vocabulary(target, draft)
+    translation = Translation(target.vocabulary, draft.vocabulary)
+    found = []
+    for answer in text.answers:
+        own_draft = draft if has_own_tokens else None
+        prompt = text_prompt(target, own_draft, answer.prompt, None, None, now)
+        if has_own_tokens:
+            own = translation.text(prompt.tokens, prompt.draft_tokens)
+            n_prompt = len(own.tokens)
+            own.follow([*prompt.tokens, *answer.tokens])
+            prompt_tokens, tokens = own.tokens[:n_prompt], own.tokens[n_prompt:]
+        else:
+            prompt_tokens, tokens = list(prompt.without_head().tokens), list(answer.tokens)
+        if prompt_tokens and tokens:
+            found.append(TrainingText(tuple(prompt_tokens), tuple(tokens), answer.is_held_back))
+    return found
+
+
+def _share_vocabulary(target: LlamaModel, draft: LlamaModel) -> bool:
+    try:
+        check_pair(target.vocabulary, draft.vocabulary, target.name, draft.name)
+    except PairError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Texts one after the other in rows of one length; each array is [n_rows, n_columns]."""
+
+    #: int32.
+    tokens: NDArray[np.int32]
+    #: Which text of its row a token belongs to; 0 is padding. int32.
+    texts: NDArray[np.int32]
+    #: Places in the texts, from 0. int32.
+    positions: NDArray[np.int32]
+    #: The token behind each, where that is of an answer; else -1. int32.
+    labels: NDArray[np.int32]
+
+    @property
+    def n_labels(self) -> int:
+        return int(np.count_nonzero(self.labels >= 0))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def pick(self, rows: NDArray[np.int64]) -> Rows:
+        """Some of the rows."""
+        return Rows(self.tokens[rows], self.texts[rows], self.positions[rows], self.labels[rows])
+
+
+def pack(texts: Sequence[TrainingText], n_columns: int) -> Rows:
+    """Put texts into as few rows as the longest-first order makes.
+
+    What of an answer reaches beyond a row is cut off; texts whose prompt does are left out.
+    """
+    rows: list[list[TrainingText]] = []
+    room: list[int] = []
+    for text in sorted(texts, key=lambda text: -_length(text, n_columns)):
+        length = _length(text, n_columns)
+        if len(text.prompt_tokens) >= n_columns:
+            continue
+        row = next((row for row, left in enumerate(room) if left >= length), None)
+        if row is None:
+            row = len(rows)
+            rows.append([])
+            room.append(n_columns)
+        rows[row].append(text)
+        room[row] -= length
+    found = Rows(*(np.zeros((len(rows), n_columns), np.int32) for _ in range(4)))
+    found.labels[:] = -1
+    for row, row_texts in enumerate(rows):
+        start = 0
+        for number, text in enumerate(row_texts, 1):
+            length = _length(text, n_columns)
+            part = np.s_[row, start : start + length]
+            found.tokens[part] = (*text.prompt_tokens, *text.answer_tokens)[:length]
+            found.texts[part] = number
+            found.positions[part] = np.arange(length)
+            # The last token of a prompt predicts the first of the answer.
+            first = start + len(text.prompt_tokens) - 1
+            last = start + length - 1
+            found.labels[row, first:last] = found.tokens[row, first + 1 : last + 1]
+            start += length
+    return found
+
+
+def _length(text: TrainingText, n_columns: int) -> int:
+    return min(n_columns, len(text.prompt_tokens) + len(text.answer_tokens))

@@ -1,0 +1,160 @@
+"""The forward pass of Llama, Qwen2, Qwen3 and Gemma 3 in JAX, over several texts at once.
+
+The architectures differ in little: Qwen2 adds biases to queries, keys and values; Qwen3 and
+Gemma 3 normalise each head's queries and keys; Gemma 3 also scales its embeddings, normalises
+what a layer adds, gates with GELU, and lets most layers see a window only. All but the last two are
+told by the tensors that there are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specgen.workshop.distil.gguf_weights import GgufWeights, Hyperparameters
+
+#: Tensors by name. Those of layers are stacked, without their "blk.N.": the first axis is the layer.
+Parameters: TypeAlias = dict[str, Any]
+#: The names of a layer's matrices, which `_linear` multiplies with.
+LAYER_MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+_NO_WINDOW = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True, slots=True)
+class Parted:
+    """The parameters of a transformer: those of its layers, stacked, and the others."""
+
+    layers: Parameters
+    others: Parameters
+
+
+def stack_layers(weights: GgufWeights) -> Parted:
+    """The tensors of a file as `hidden_states` takes them. A layer's names are without "blk.N."."""
+    names = [name.removeprefix("blk.0.") for name in weights.tensors if name.startswith("blk.0.")]
+    order = range(weights.hyperparameters.n_layer)  # a file may have them in another one
+    layers = {name: np.stack([weights.tensors[f"blk.{i}.{name}"] for i in order]) for name in names}
+    others = {name: each for name, each in weights.tensors.items() if not name.startswith("blk.")}
+    return Parted(layers, others)
+
+
+def output_matrix(others: Parameters) -> jax.Array:
+    """What `hidden_states` are multiplied with to give logits: float32[n_vocab, n_embd]."""
+    name = "output.weight" if "output.weight" in others else "token_embd.weight"
+    return jnp.asarray(others[name])
+
+
+def hidden_states(
+    hyperparameters: Hyperparameters,
+    layers: Parameters,
+    others: Parameters,
+    tokens: jax.Array,
+    texts: jax.Array,
+    positions: jax.Array,
+) -> jax.Array:
+    """The state behind each token that the output matrix is multiplied with:
+    float32[n_rows, n_columns, n_embd].
+
+    `tokens`, `texts` and `positions` are int32[n_rows, n_columns]. A row holds texts one after the
+    other: a token sees those before it that have the same number in `texts`. `positions` count
+    from 0 in each text.
+    """
+    shape = hyperparameters
+    states = others["token_embd.weight"][tokens]
+    if shape.architecture == "gemma3":
+        states = states * math.sqrt(shape.n_embd)
+    distances = positions[:, :, None] - positions[:, None, :]
+    is_seen = (texts[:, :, None] == texts[:, None, :]) & (distances >= 0)
+    windows = np.array([window or _NO_WINDOW for window in shape.windows], np.int32)
+    frequencies = _frequencies(shape, others.get("rope_freqs.weight"))
+
+    def step(states: jax.Array, of_layer: Any) -> tuple[jax.Array, None]:
+        layer, window, frequency = of_layer
+        angles = positions[:, :, None, None] * frequency
+        mask = is_seen & (distances < window)
+        return _layer(shape, layer, states, mask, angles), None
+
+    # The backward pass keeps what matrices give, and computes the rest again: the scores of attention
+    # would take the most memory.
+    step = jax.checkpoint(step, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    states, _ = jax.lax.scan(step, states, (layers, windows, frequencies))
+    return _normed(shape, states, others["output_norm.weight"])
+
+
+def _frequencies(shape: Hyperparameters, divisors: Any) -> Any:
+    """The angle from one position to the next, for each layer and pair: float32[n_layer, head_size / 2]."""
+    exponents = -np.arange(0, shape.head_size, 2, dtype=np.float32) / shape.head_size
+    bases = np.array(shape.rope_bases, np.float32)[:, None]
+    found = bases**exponents / np.array(shape.rope_factors, np.float32)[:, None]
+    return found if divisors is None else found / divisors
+
+
+def _layer(
+    shape: Hyperparameters, layer: Parameters, states: jax.Array, mask: jax.Array, angles: jax.Array
+) -> jax.Array:
+    is_gemma = shape.architecture == "gemma3"
+    inputs = _normed(shape, states, layer["attn_norm.weight"])
+    added = _attention(shape, layer, inputs, mask, angles)
+    if is_gemma:
+        added = _normed(shape, added, layer["post_attention_norm.weight"])
+    states = states + added
+    inputs = _normed(shape, states, layer["ffn_norm.weight"])
+    gate = _linear(layer, "ffn_gate", inputs)
+    gate = jax.nn.gelu(gate, approximate=True) if is_gemma else jax.nn.silu(gate)
+    added = _linear(layer, "ffn_down", gate * _linear(layer, "ffn_up", inputs))
+    if is_gemma:
+        added = _normed(shape, added, layer["post_ffw_norm.weight"])
+    return states + added
+
+
+def _attention(
+    shape: Hyperparameters, layer: Parameters, inputs: jax.Array, mask: jax.Array, angles: jax.Array
+) -> jax.Array:
+    n_rows, n_columns = inputs.shape[:2]
+    size, n_kv = shape.head_size, shape.n_head_kv
+
+    def heads(name: str, n: int) -> jax.Array:
+        return _linear(layer, name, inputs).reshape(n_rows, n_columns, n, size)
+
+    queries, keys = heads("attn_q", shape.n_head), heads("attn_k", n_kv)
+    values = heads("attn_v", n_kv)
+    if "attn_q_norm.weight" in layer:
+        queries = _normed(shape, queries, layer["attn_q_norm.weight"])
+        keys = _normed(shape, keys, layer["attn_k_norm.weight"])
+    queries, keys = _rotated(shape, queries, angles), _rotated(shape, keys, angles)
+    # Each head of keys serves a group of heads of queries.
+    queries = queries.reshape(n_rows, n_columns, n_kv, shape.n_head // n_kv, size)
+    scores = jnp.einsum("bqkgs,btks->bkgqt", queries, keys) / math.sqrt(size)
+    scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
+    mixed = jnp.einsum("bkgqt,btks->bqkgs", jax.nn.softmax(scores, axis=-1), values)
+    return _linear(layer, "attn_output", mixed.reshape(n_rows, n_columns, -1))
+
+
+def _rotated(shape: Hyperparameters, values: jax.Array, angles: jax.Array) -> jax.Array:
+    """Queries or keys, rotated by their positions. GGUF files of Llama have the two values of a pair
+    side by side, the others half a head apart."""
+    axis = -1 if shape.architecture == "llama" else -2
+    pairs = (2, -1) if axis == -2 else (-1, 2)
+    first, second = jnp.moveaxis(values.reshape(*values.shape[:-1], *pairs), axis, 0)
+    cosine, sine = jnp.cos(angles), jnp.sin(angles)
+    rotated = (first * cosine - second * sine, first * sine + second * cosine)
+    return jnp.stack(rotated, axis).reshape(values.shape)
+
+
+def _normed(shape: Hyperparameters, values: jax.Array, weights: jax.Array) -> jax.Array:
+    mean_square = jnp.mean(jnp.square(values), axis=-1, keepdims=True)
+    return values * jax.lax.rsqrt(mean_square + shape.norm_epsilon) * weights
+
+
+def _linear(layer: Parameters, name: str, inputs: jax.Array) -> jax.Array:
+    """Inputs times a matrix and what was learnt to add to it, plus the bias if there is one."""
+    found: jax.Array = inputs @ layer[f"{name}.weight"].T
+    if f"{name}.lora_a" in layer:
+        found = found + (inputs @ layer[f"{name}.lora_a"].T) @ layer[f"{name}.lora_b"].T
+    if f"{name}.bias" in layer:
+        found = found + layer[f"{name}.bias"]
+    return found

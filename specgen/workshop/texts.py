@@ -1,0 +1,359 @@
+"""A target's own answers, with what it thought at each place: what drafts for it are made from.
+
+A folder holds ``answers.jsonl``, one answer a line, and beside it two arrays with a row for each
+token of the answers: ``hidden.f16``, the target's final hidden state before the token, and
+``top.bin``, the likeliest tokens there. All are appended to; whatever ends the process, the next one goes on
+behind the last answer that is whole in all three.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specgen.arrays import Logits
+from specgen.backend.base import Batch
+from specgen.backend.llama import LlamaBackend
+from specgen.engine.engine import Answer as EngineAnswer
+from specgen.engine.engine import Engine
+from specgen.engine.session import Session
+from specgen.errors import ModelFileError, OutputError, PairError, UsageError
+from specgen.json_lines import (
+    AppendedFile,
+    DamagedLineError,
+    locked,
+    take_lines,
+    to_line,
+    write_errors,
+)
+
+#: Of the likeliest tokens so many are kept for each place.
+N_TOP = 16
+#: Every so many-th prompt is for judging, not for learning.
+HELD_BACK_EVERY = 10
+#: Rows of which llama.cpp computes hidden states and logits at once.
+_N_ROWS = 64
+_HIDDEN, _TOP, _ANSWERS = "hidden.f16", "top.bin", "answers.jsonl"
+_TOP_ROW = np.dtype([("tokens", "<i4", N_TOP), ("probabilities", "<f2", N_TOP)])
+
+
+@dataclass(frozen=True, slots=True)
+class TargetAnswer:
+    """An answer of the target: its tokens, the one that ended it among them."""
+
+    prompt: str
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    #: Whether it is for judging what was learnt from the others.
+    is_held_back: bool
+
+
+class TargetText:
+    """The answers in a folder, to be read. Raises `ModelFileError` if what is there is damaged."""
+
+    def __init__(self, folder: Path, n_embd: int) -> None:
+        self._folder = folder
+        self._n_embd = n_embd
+        self.answers = _whole_answers(folder, n_embd)[0]
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(len(answer.tokens) for answer in self.answers)
+
+    @cached_property
+    def _starts(self) -> NDArray[np.int64]:
+        return np.cumsum([0, *(len(answer.tokens) for answer in self.answers)])
+
+    @cached_property
+    def _hidden(self) -> NDArray[np.float16]:
+        shape = (int(self._starts[-1]), self._n_embd)
+        return np.memmap(self._folder / _HIDDEN, np.float16, "r", shape=shape)
+
+    @cached_property
+    def _top(self) -> NDArray[Any]:
+        return np.memmap(self._folder / _TOP, _TOP_ROW, "r", shape=(int(self._starts[-1]),))
+
+    def hidden(self, index: int) -> NDArray[np.float16]:
+        """The target's final hidden states (behind the last norm) before each token of an answer:
+        float16[n_tokens, n_embd]. Row 0 is that of the prompt's last token."""
+        return self._hidden[self._starts[index] : self._starts[index + 1]]
+
+    def top(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
+        """The likeliest tokens for each place of an answer, best first, and their probabilities at
+        temperature 1: int32[n_tokens, N_TOP] and float16[n_tokens, N_TOP]."""
+        rows = self._top[self._starts[index] : self._starts[index + 1]]
+        return rows["tokens"], rows["probabilities"]
+
+
+def is_held_back(index: int) -> bool:
+    """Whether a prompt, counted from 0, is for judging."""
+    return index % HELD_BACK_EVERY == HELD_BACK_EVERY - 1
+
+
+def bytes_of(n_tokens: int, n_embd: int) -> int:
+    """About the bytes on the disk that so many tokens take."""
+    return n_tokens * (2 * n_embd + _TOP_ROW.itemsize + 8)
+
+
+def write_text(
+    session: Session,
+    prompts: Sequence[str],
+    folder: Path,
+    *,
+    n_tokens: int,
+    n_parallel: int,
+    max_tokens: int,
+    interrupted: Callable[[], bool],
+    progress: Callable[[int, int], None],
+) -> int:
+    """Let the target answer prompts until the folder holds `n_tokens` tokens of answers, or there
+    are no more prompts; those that it holds an answer to are not asked again. Up to `n_parallel` are
+    answered at once, each with `max_tokens` tokens at most. Returns how many tokens it holds.
+
+    `progress` is told how many tokens there are, and how many there are to be. An interrupted call
+    keeps the answers that are done. Raises `OutputError`, `MemoryLimitError`, `PairError` if the target has a recurrent state, and `ModelFileError` if
+    what is in the folder is damaged.
+    """
+    if session.target_model.has_recurrent_state:
+        raise PairError(
+            f"{session.target_model.name} has a recurrent state: its hidden states cannot be read"
+        )
+    with write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    busy = OutputError(f"{folder}: another process is writing there", "wait until it is done")
+    with locked(folder / "lock", busy), _Writer.opened(folder, session) as writer:
+        answered = {answer.prompt for answer in writer.answers}
+        left = [
+            (text, is_held_back(index))
+            for index, text in enumerate(prompts)
+            if text not in answered
+        ]
+        n_have = sum(len(answer.tokens) for answer in writer.answers)
+        progress(n_have, n_tokens)
+        if n_have >= n_tokens or not left:
+            return n_have
+        n_ctx = _room(session, [text for text, _ in left], max_tokens)
+        with Engine(session, n_parallel=n_parallel, n_ctx=n_ctx, interrupted=interrupted) as engine:
+            waiting: dict[EngineAnswer, tuple[str, bool]] = {}
+            while (left or waiting) and not interrupted() and n_have < n_tokens:
+                while left and len(waiting) < n_parallel:
+                    text, is_judged = left.pop(0)
+                    prompt = session.prompt(text)
+                    if len(prompt.tokens) + max_tokens <= n_ctx:
+                        waiting[engine.submit(prompt)] = text, is_judged
+                engine.step()
+                for done in [answer for answer in waiting if answer.is_done]:
+                    text, is_judged = waiting.pop(done)
+                    if done.failure is not None or not _is_whole(done):
+                        continue
+                    answer = _answer_of(session, done, text, is_judged)
+                    writer.add(answer)
+                    n_have += len(answer.tokens)
+                    progress(n_have, n_tokens)
+    return n_have
+
+
+class TextReader:
+    """Reads texts with the target, for what it thinks at their places. Use it as a context manager."""
+
+    def __init__(self, session: Session, n_ctx: int) -> None:
+        self._backend = LlamaBackend(
+            session.target_model,
+            session.costs.context_options(),
+            n_ctx=n_ctx,
+            clock=session.clock,
+            n_outputs=_N_ROWS,
+        )
+
+    def __enter__(self) -> TextReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._backend.close()
+
+    def read(
+        self, prompt: Sequence[int], answer: Sequence[int]
+    ) -> Iterator[tuple[Logits, NDArray[np.float32]]]:
+        """The logits and the final hidden states before each token of an answer, in pieces:
+        float32[n, n_vocab] and float32[n, n_embd], valid until the next piece."""
+        backend = self._backend
+        if backend.length(0):
+            backend.remove(0)
+        before = prompt[:-1]
+        for start in range(0, len(before), backend.n_batch):
+            piece = before[start : start + backend.n_batch]
+            backend.decode(_rows(piece, start, wanted=False))
+        text = [prompt[-1], *answer[:-1]]
+        for start in range(0, len(text), _N_ROWS):
+            piece = text[start : start + _N_ROWS]
+            yield backend.decode_hidden(_rows(piece, len(before) + start, wanted=True))
+
+
+def _rows(tokens: Sequence[int], position: int, *, wanted: bool) -> Batch:
+    n = len(tokens)
+    return Batch(list(tokens), list(range(position, position + n)), [(0,)] * n, [wanted] * n)
+
+
+class _Writer:
+    """Appends answers to a folder, and what the target thought at their places."""
+
+    def __init__(self, folder: Path, session: Session) -> None:
+        self._session = session
+        self._n_embd = session.target_model.n_embd
+        self.answers, n_bytes = _whole_answers(folder, self._n_embd)
+        n_rows = sum(len(answer.tokens) for answer in self.answers)
+        self._resources = contextlib.ExitStack()
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self._resources.close)
+            sizes = (
+                (_ANSWERS, n_bytes),
+                (_HIDDEN, n_rows * self._n_embd * 2),
+                (_TOP, n_rows * _TOP_ROW.itemsize),
+            )
+            files = []
+            for name, size in sizes:
+                opened = self._resources.enter_context(AppendedFile.opened(folder / name))
+                opened.cut(size)
+                files.append(opened)
+            self._lines, self._hidden, self._top = files
+            on_error.pop_all()
+        self._reader: tuple[TextReader, int] | None = None
+
+    @staticmethod
+    @contextlib.contextmanager
+    def opened(folder: Path, session: Session) -> Iterator[_Writer]:
+        writer = _Writer(folder, session)
+        with writer._resources:
+            yield writer
+
+    def add(self, answer: TargetAnswer) -> None:
+        """Have the target read an answer, and append it: the line comes last."""
+        hidden, top = [], []
+        reader = self._reader_for(len(answer.prompt_tokens) + len(answer.tokens))
+        for logits, states in reader.read(answer.prompt_tokens, answer.tokens):
+            hidden.append(states.astype(np.float16))
+            top.append(_likeliest(logits))
+        self._hidden.append(np.concatenate(hidden).tobytes())
+        self._top.append(np.concatenate(top).tobytes())
+        self._lines.append(
+            to_line(
+                {
+                    "prompt": answer.prompt,
+                    "prompt_tokens": answer.prompt_tokens,
+                    "tokens": answer.tokens,
+                    "held_back": answer.is_held_back,
+                }
+            )
+        )
+        self.answers.append(answer)
+
+    def _reader_for(self, n_tokens: int) -> TextReader:
+        if self._reader is None or self._reader[1] < n_tokens:
+            n_ctx = -(-n_tokens // 1024) * 1024
+            reader = self._resources.enter_context(TextReader(self._session, n_ctx))
+            self._reader = reader, n_ctx
+        return self._reader[0]
+
+
+def _likeliest(logits: Logits) -> NDArray[Any]:
+    """The likeliest tokens of rows of logits, float32[n, n_vocab], and their probabilities."""
+    n_top = min(N_TOP, logits.shape[1])
+    rows = np.zeros(len(logits), _TOP_ROW)
+    for row, out in zip(logits, rows, strict=True):
+        top = np.argpartition(row, -n_top)[-n_top:]
+        top = top[np.argsort(-row[top], kind="stable")]
+        scaled = np.exp(row - row[top[0]])
+        out["tokens"][:n_top] = top
+        out["probabilities"][:n_top] = scaled[top] / scaled.sum()
+    return rows
+
+
+def _whole_answers(folder: Path, n_embd: int) -> tuple[list[TargetAnswer], int]:
+    """The answers of which the arrays have all rows, and the bytes of their lines."""
+    path = folder / _ANSWERS
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return [], 0
+    except OSError as error:
+        raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
+    answers: list[TargetAnswer] = []
+
+    def take(line: Any) -> None:
+        prompt, held_back = line["prompt"], line["held_back"]
+        if not isinstance(prompt, str) or not isinstance(held_back, bool):
+            raise TypeError
+        prompt_tokens, tokens = _tokens(line["prompt_tokens"]), _tokens(line["tokens"])
+        answers.append(TargetAnswer(prompt, prompt_tokens, tokens, held_back))
+
+    try:
+        n_bytes = take_lines(data, take)
+    except DamagedLineError as error:
+        hint = f"delete {folder}: it is made again"
+        raise ModelFileError(f"{path}: line {error.number} is no answer", hint) from error
+    n_rows = min(
+        _size(folder / _HIDDEN) // (2 * n_embd),
+        _size(folder / _TOP) // _TOP_ROW.itemsize,
+    )
+    total, n_whole = 0, 0
+    for answer in answers:
+        total += len(answer.tokens)
+        if total > n_rows:
+            break
+        n_whole += 1
+    if n_whole < len(answers):
+        lines = data.split(b"\n")[:n_whole]
+        n_bytes = sum(len(line) + 1 for line in lines)
+    return answers[:n_whole], n_bytes
+
+
+def _tokens(value: Any) -> tuple[int, ...]:
+    if not value or not all(isinstance(token, int) and token >= 0 for token in value):
+        raise ValueError
+    return tuple(value)
+
+
+def _size(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0
+
+
+def _room(session: Session, texts: Sequence[str], max_tokens: int) -> int:
+    """The context, in tokens, that nine of ten prompts have room in with their answers."""
+    lengths = sorted(len(session.prompt(text).tokens) for text in texts)
+    n_prompt = lengths[int(0.9 * (len(lengths) - 1))]
+    n_ctx = -(-(n_prompt + max_tokens) // 256) * 256
+    n_train = session.target_model.n_ctx_train
+    if n_train and n_ctx > n_train:
+        raise UsageError(f"{max_tokens} tokens an answer: the target has room for {n_train}")
+    return n_ctx
+
+
+def _is_whole(answer: EngineAnswer) -> bool:
+    finished = answer.finished
+    return (
+        finished is not None
+        and finished.finish_reason in ("stop", "length")
+        and bool(finished.token_ids)
+    )
+
+
+def _answer_of(session: Session, answer: EngineAnswer, text: str, is_judged: bool) -> TargetAnswer:
+    finished = answer.finished
+    assert finished is not None, "it is whole"
+    tokens = finished.token_ids
+    if finished.finish_reason == "stop":
+        vocabulary = session.target_model.vocabulary
+        ends = [
+            t for t in vocabulary.end_tokens() if vocabulary.token_text(t) == finished.stopped_by
+        ]
+        tokens = (*tokens, *ends[:1])
+    return TargetAnswer(text, answer.prompt.tokens, tokens, is_judged)
