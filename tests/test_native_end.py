@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 TRUNCATED = """
 import mmap, sys
 from specgen.backend.llama.native_end import end_with_a_line
-end_with_a_line()
+end_with_a_line(sys.stdout.flush)
 print("what was said so far")
 with open(sys.argv[1], "r+b") as file:
     mapped = mmap.mmap(file.fileno(), 0)
@@ -47,7 +47,7 @@ import os, sys
 import specgen
 from specgen.backend.llama.native_end import end_with_a_line
 from specgen.options import ContextOptions
-end_with_a_line()
+end_with_a_line(sys.stdout.flush)
 with specgen.load(sys.argv[1], "none", context=ContextOptions(n_threads=2)) as model:
     model.generate("the cat", max_tokens=4)
     print("what was said so far")

@@ -26,7 +26,7 @@ def use_kernels(wanted: KernelChoice, *, quiet: bool) -> None:
     from specgen.catalogue import cache_folder
     from specgen.kernels import choose_kernels
 
-    end_with_a_line()
+    end_with_a_line(sys.stdout.flush)
     remember_checks(cache_folder())
     status = choose_kernels(wanted, cache_folder())
     if wanted == "auto" and status.reason and status.path is not None and not quiet:

@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-from specgen.backend.worker_probe import probe
 from specgen.cli import flags
 from specgen.cli.interrupt import Interrupt
 from specgen.errors import BackendError, UsageError, WorkerLostError
@@ -160,6 +159,8 @@ def _check_free(host: str, port: int) -> None:
 
 def _answers(host: str, port: int) -> bool:
     """Whether the worker answers already."""
+    from specgen.backend.worker_probe import probe
+
     own = host if host != _EVERYWHERE else "127.0.0.1"
     try:
         probe(f"{own}:{port}", _START_S)

@@ -12,14 +12,14 @@ import ctypes
 import os
 import re
 import signal
-import sys
 import threading
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from specgen.backend.llama.library import ggml_function
 from specgen.errors import BackendError, MemoryLimitError, SpecgenError
 
-#: The callbacks are kept for as long as they may be called.
+#: The callbacks, kept for as long as they may be called; first what is called before the end.
 _kept: list[Any] = []
 _ending = threading.Lock()
 _IN_SOURCE = re.compile(r"(?P<path>\S+?):(?P<line>\d+): (?P<what>.*)", re.DOTALL)
@@ -30,11 +30,13 @@ _SMALLER = "close other programs, or take a smaller model or --ctx-size"
 _SHORTER = "put the whole file back, or fetch the model again"
 
 
-def end_with_a_line() -> None:
+def end_with_a_line(before_end: Callable[[], None] = lambda: None) -> None:
     """From now on say in one line on standard error what ended the process in native code, and end it
-    with the exit code of a `BackendError`, or a `MemoryLimitError`. May be called again."""
+    with the exit code of a `BackendError`, or a `MemoryLimitError`. `before_end` is called before, to
+    write what is still to be written. Only the first call counts."""
     if _kept:
         return
+    _kept.append(before_end)
     with contextlib.suppress(AttributeError):  # an older GGML
         callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_on_abort)
         set_callback = ggml_function("ggml_set_abort_callback", ctypes.c_void_p, ctypes.c_void_p)
@@ -71,7 +73,7 @@ def _on_bus_error(_number: int) -> None:
 def _end(message: str, hint: str, kind: type[SpecgenError] = BackendError) -> NoReturn:
     _ending.acquire()  # for good: where several threads fail at once, the first one tells it
     with contextlib.suppress(Exception):
-        sys.stdout.flush()
+        _kept[0]()
     with contextlib.suppress(OSError):
         os.write(2, f"error: {message}\nhint: {hint}\n".encode())
     os._exit(kind.exit_code)

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from specgen.backend.worker_probe import parse_endpoint
 from specgen.errors import UsageError
 from specgen.options import Workers
 
@@ -63,6 +62,8 @@ def workers(rpc: str | None, tensor_split: str | None, timeout_s: float) -> Work
 
 def endpoints_of(rpc: str) -> tuple[str, ...]:
     """The workers of --rpc. Raises `UsageError`."""
+    from specgen.backend.worker_probe import parse_endpoint
+
     endpoints = tuple(endpoint.strip() for endpoint in rpc.split(","))
     for endpoint in endpoints:
         parse_endpoint(endpoint)
