@@ -22,7 +22,7 @@ from pathlib import Path
 from specgen.backend.llama import LlamaModel
 from specgen.bench.contenders import NOW
 from specgen.machine import look_at_machine
-from specgen.workshop.distil.distillation import RANK, RATE, distil
+from specgen.workshop.distil.distillation import RANK, RATE, SOFTNESS, distil
 from specgen.workshop.distil.training_texts import TrainingText, training_texts
 from specgen.workshop.texts import TargetText
 
@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--rank", type=int, default=RANK)
     parser.add_argument("--rate", type=float, default=RATE)
+    parser.add_argument("--softness", type=float, default=SOFTNESS)
     parser.add_argument("-o", "--output", type=Path, required=True)
     asked = parser.parse_args()
     target, draft = LlamaModel(asked.target), LlamaModel(asked.draft)
@@ -52,6 +53,7 @@ def main() -> None:
         interrupted=lambda: False,
         rank=asked.rank,
         rate=asked.rate,
+        softness=asked.softness,
     )
     assert found is not None, "nothing interrupts it"
     print(file=sys.stderr)
@@ -60,6 +62,7 @@ def main() -> None:
         "draft": draft.name,
         "rank": asked.rank,
         "rate": asked.rate,
+        "softness": asked.softness,
         "n_tokens_learnt": _n_tokens(texts, is_held_back=False),
         "n_tokens_judged": _n_tokens(texts, is_held_back=True),
         **dataclasses.asdict(found),

@@ -193,6 +193,11 @@ def test_a_sibling_reads_the_targets_tokens(text: TargetText, target: Path) -> N
     assert [each.prompt_tokens for each in found] == [each.prompt_tokens for each in text.answers]
     assert [each.answer_tokens for each in found] == [each.tokens for each in text.answers]
     assert [each.is_held_back for each in found] == [each.is_held_back for each in text.answers]
+    rows = pack(found, N_COLUMNS)
+    is_label = rows.labels >= 0
+    # The target chose its likeliest tokens.
+    assert np.array_equal(rows.top_tokens[is_label][:, 0], rows.labels[is_label])
+    assert (rows.top_probabilities[is_label].sum(axis=-1) > 0.0).all()
 
 
 def test_another_draft_reads_the_same_text_in_its_own_tokens(
@@ -208,6 +213,7 @@ def test_another_draft_reads_the_same_text_in_its_own_tokens(
             said = map(model.vocabulary.token_bytes, answer.tokens)
             assert b"".join(own) == b"".join(said)
             assert each.prompt_tokens != answer.prompt_tokens
+    assert pack(found, N_COLUMNS).top_tokens.shape[-1] == 0
 
 
 # --- training -------------------------------------------------------------------------------
@@ -334,6 +340,23 @@ def test_a_lora_says_merged_what_it_says_beside(
     beside, merged = trainer.judge(rows), Trainer(weights, RANK, seed=0).judge(rows)
     assert merged.loss == pytest.approx(beside.loss, rel=1e-4)
     assert beside.loss != pytest.approx(before.loss, rel=1e-2)
+
+
+def test_soft_labels_teach_what_the_target_thought(
+    text: TargetText, target: Path, draft: Path
+) -> None:
+    """With soft labels alone, what is left of the loss is what the target itself is unsure of."""
+    texts = texts_for(text, target, draft)
+    rows = pack(texts, N_COLUMNS)
+    weights = read_weights(draft)
+    hard, soft = Trainer(weights, RANK, seed=0), Trainer(weights, RANK, seed=0, softness=1.0)
+    one = rows.pick(np.arange(N_ROWS))
+    for _ in range(60):
+        hard.step(one, 0.01)
+        soft.step(one, 0.01)
+    # The loss that is judged is that of the chosen tokens: hard labels make them surer than they are.
+    assert hard.judge(one).loss < soft.judge(one).loss
+    assert soft.judge(one).loss < Trainer(weights, RANK, seed=0).judge(one).loss
 
 
 def test_errors_before_training(

@@ -1,8 +1,8 @@
 """Fits a draft model to a target's own text, and writes it as a GGUF file of the same types.
 
 A LoRA on the matrices of all layers is trained to predict the tokens that the target chose (hard
-labels), then added to the matrices (sequence-level distillation as in DistillSpec, Zhou et al.,
-arXiv:2310.08461). The draft has to agree with the target only where the target goes, so some ten
+labels) and, where the draft has its vocabulary, what else it found likely; it is then added to the
+matrices (distillation as in DistillSpec, Zhou et al., arXiv:2310.08461). The draft has to agree with the target only where the target goes, so some ten
 thousand tokens of its text suffice to gain.
 """
 
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 RANK = 16
 #: The size of the largest step of Adam.
 RATE = 1e-3
+#: The share of the loss that is what the target thought, of the rest what it said, where the draft has
+#: its vocabulary.
+SOFTNESS = 0.5
 #: Passes over the text at most.
 N_PASSES = 4
 #: Tokens of a row: most answers with their prompt fit.
@@ -69,6 +72,7 @@ def distil(
     interrupted: Callable[[], bool],
     rank: int = RANK,
     rate: float = RATE,
+    softness: float = SOFTNESS,
     seed: int = 0,
 ) -> Distilled | None:
     """Train a draft on texts and write it to `output`; None if `interrupted` says so.
@@ -92,8 +96,8 @@ def distil(
     _check_memory(draft, weights)
     from specgen.workshop.distil.training import Trainer
 
-    trainer = Trainer(weights, rank, seed)
-    key = _key(draft, learnt, judged, rank, rate, seed)
+    trainer = Trainer(weights, rank, seed, softness=softness)
+    key = _key(draft, learnt, judged, f"{rank} {rate} {softness} {seed}")
     with write_errors(output):
         output.parent.mkdir(parents=True, exist_ok=True)
     run = _Run(trainer, learnt, judged, output.with_name(f"{output.name}.training"), key)
@@ -214,9 +218,9 @@ def _size(step: int, done: float, rate: float) -> float:
     return rate * min(1.0, (step + 1) / _N_WARM) * (0.05 + 0.95 * along)
 
 
-def _key(draft: Path, learnt: Rows, judged: Rows, rank: int, rate: float, seed: int) -> str:
+def _key(draft: Path, learnt: Rows, judged: Rows, settings: str) -> str:
     """Tells trainings apart."""
-    found = hashlib.sha256(f"{draft.name} {draft.stat().st_size} {rank} {rate} {seed}".encode())
+    found = hashlib.sha256(f"{draft.name} {draft.stat().st_size} {settings}".encode())
     for rows in (learnt, judged):
         found.update(rows.tokens.tobytes() + rows.labels.tobytes())
     return found.hexdigest()

@@ -46,9 +46,17 @@ class Score:
 
 
 class Trainer:
-    """A draft's weights, which stay as they are, and the LoRA that is trained beside them."""
+    """A draft's weights, which stay as they are, and the LoRA that is trained beside them.
 
-    def __init__(self, weights: GgufWeights, rank: int, seed: int) -> None:
+    `softness` is the share of the loss that is the cross-entropy with the target's likeliest tokens
+    (forward KL of DistillSpec, Zhou et al., arXiv:2310.08461, over these tokens alone), where rows have
+    them; the rest is that with the token which the target chose.
+    """
+
+    def __init__(
+        self, weights: GgufWeights, rank: int, seed: int, *, softness: float = 0.0
+    ) -> None:
+        self._softness = softness
         self._shape = weights.hyperparameters
         self._weights: Parted = stack_layers(weights)
         self._frozen = jax.tree.map(jnp.asarray, (self._weights.layers, self._weights.others))
@@ -59,7 +67,13 @@ class Trainer:
     def step(self, rows: Rows, rate: float) -> None:
         """Go one step of Adam, of the size `rate`, down the mean loss of some rows."""
         self._changes, self._moments = _step(
-            self._shape, self._changes, self._moments, self._frozen, _arrays(rows), rate
+            self._shape,
+            self._changes,
+            self._moments,
+            self._frozen,
+            _arrays(rows),
+            rate,
+            self._softness,
         )
 
     def judge(self, rows: Rows) -> Score:
@@ -67,7 +81,7 @@ class Trainer:
         loss = n_right = 0.0
         for index in range(len(rows)):
             row = _arrays(rows.pick(np.array([index])))
-            sums = _sums(self._shape, self._changes, self._frozen, row)
+            sums = _sums(self._shape, self._changes, self._frozen, row, 0.0)
             loss, n_right = loss + float(sums[0]), n_right + float(sums[1])
         return Score(n_right / rows.n_labels, loss / rows.n_labels)
 
@@ -106,11 +120,12 @@ def _step(
     frozen: Any,
     rows: Any,
     rate: float,
+    softness: float,
 ) -> tuple[Parameters, Any]:
     """The LoRA and Adam's moments after a step."""
 
     def mean_loss(changes: Parameters) -> jax.Array:
-        loss, _, n_labels = _sums(shape, changes, frozen, rows)
+        loss, _, n_labels = _sums(shape, changes, frozen, rows, softness)
         mean: jax.Array = loss / n_labels
         return mean
 
@@ -121,29 +136,39 @@ def _step(
 
 @partial(jax.jit, static_argnums=0)
 def _sums(
-    shape: Hyperparameters, changes: Parameters, frozen: Any, rows: Any
+    shape: Hyperparameters, changes: Parameters, frozen: Any, rows: Any, softness: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The negative log-probabilities of the rows' labels, how many of them are the likeliest token,
-    and how many there are, each summed up."""
+    """The losses of the rows' labels (without softness: their negative log-probabilities), how many of
+    them are the likeliest token, and how many there are, each summed up."""
     layers, others = frozen
-    tokens, texts, positions, labels = rows
+    tokens, texts, positions, labels, top_tokens, top_probabilities = rows
     states = hidden_states(shape, {**layers, **changes}, others, tokens, texts, positions)
     output = output_matrix(others)
 
     def of_row(row: Any) -> tuple[jax.Array, jax.Array]:
-        states, labels = row
+        states, labels, top_tokens, shares = row
         logits = states @ output.T
-        chosen = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[:, None], axis=1)[:, 0]
-        losses = jax.nn.logsumexp(logits, axis=-1) - chosen
+        wanted = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[:, None], axis=1)[:, 0]
+        if top_tokens.shape[-1]:
+            of_top = jnp.take_along_axis(logits, top_tokens, axis=1)
+            mass = jnp.maximum(shares.sum(axis=-1), 1e-6)
+            mean_of_top = (of_top * shares).sum(axis=-1) / mass
+            wanted = (1.0 - softness) * wanted + softness * mean_of_top
+        losses = jax.nn.logsumexp(logits, axis=-1) - wanted
         is_label = labels >= 0
         is_right = is_label & (logits.argmax(axis=-1) == labels)
         return jnp.sum(jnp.where(is_label, losses, 0.0)), jnp.sum(is_right)
 
     # Row by row, and computed again for the gradient: logits take a megabyte for a few tokens.
-    losses, n_right = jax.lax.map(jax.checkpoint(of_row), (states, labels))
+    losses, n_right = jax.lax.map(
+        jax.checkpoint(of_row), (states, labels, top_tokens, top_probabilities)
+    )
     return losses.sum(), n_right.sum(), jnp.sum(labels >= 0)
 
 
 def _arrays(rows: Rows) -> tuple[jax.Array, ...]:
-    arrays = (rows.tokens, rows.texts, rows.positions, rows.labels)
+    arrays = (
+        *(rows.tokens, rows.texts, rows.positions, rows.labels),
+        *(rows.top_tokens, rows.top_probabilities),
+    )
     return tuple(jnp.asarray(array) for array in arrays)

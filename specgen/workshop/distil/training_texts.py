@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from specgen.drafters.translation import Translation
 from specgen.engine.pairing import check_pair
 from specgen.engine.prompts import text_prompt
 from specgen.errors import PairError
-from specgen.workshop.texts import TargetText
+from specgen.workshop.texts import N_TOP, TargetText
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,10 @@ class TrainingText:
     answer_tokens: tuple[int, ...]
     #: Whether it is for judging, not for learning.
     is_held_back: bool
+    #: The target's likeliest tokens for each place of the answer, and their probabilities, where the
+    #: draft has the target's vocabulary: int32[n_answer, N_TOP], float16[n_answer, N_TOP].
+    top_tokens: NDArray[np.int32] | None = field(default=None, compare=False)
+    top_probabilities: NDArray[np.float16] | None = field(default=None, compare=False)
 
 
 def training_texts(
@@ -39,7 +43,8 @@ def training_texts(
     has_own_tokens = not _share_vocabulary(target, draft)
     translation = Translation(target.vocabulary, draft.vocabulary)
     found = []
-    for answer in text.answers:
+    for index, answer in enumerate(text.answers):
+        top: tuple[NDArray[np.int32] | None, NDArray[np.float16] | None] = None, None
         own_draft = draft if has_own_tokens else None
         prompt = text_prompt(target, own_draft, answer.prompt, None, None, now)
         if has_own_tokens:
@@ -49,8 +54,11 @@ def training_texts(
             prompt_tokens, tokens = own.tokens[:n_prompt], own.tokens[n_prompt:]
         else:
             prompt_tokens, tokens = list(prompt.without_head().tokens), list(answer.tokens)
+            top = text.top(index)
         if prompt_tokens and tokens:
-            found.append(TrainingText(tuple(prompt_tokens), tuple(tokens), answer.is_held_back))
+            found.append(
+                TrainingText(tuple(prompt_tokens), tuple(tokens), answer.is_held_back, *top)
+            )
     return found
 
 
@@ -74,6 +82,10 @@ class Rows:
     positions: NDArray[np.int32]
     #: The token behind each, where that is of an answer; else -1. int32.
     labels: NDArray[np.int32]
+    #: What the target thought of that token's place: its likeliest tokens and their probabilities,
+    #: int32 and float32[n_rows, n_columns, n_top]; n_top is 0 where it is not known of all texts.
+    top_tokens: NDArray[np.int32]
+    top_probabilities: NDArray[np.float32]
 
     @property
     def n_labels(self) -> int:
@@ -84,7 +96,14 @@ class Rows:
 
     def pick(self, rows: NDArray[np.int64]) -> Rows:
         """Some of the rows."""
-        return Rows(self.tokens[rows], self.texts[rows], self.positions[rows], self.labels[rows])
+        return Rows(
+            self.tokens[rows],
+            self.texts[rows],
+            self.positions[rows],
+            self.labels[rows],
+            self.top_tokens[rows],
+            self.top_probabilities[rows],
+        )
 
 
 def pack(texts: Sequence[TrainingText], n_columns: int) -> Rows:
@@ -105,8 +124,16 @@ def pack(texts: Sequence[TrainingText], n_columns: int) -> Rows:
             room.append(n_columns)
         rows[row].append(text)
         room[row] -= length
-    found = Rows(*(np.zeros((len(rows), n_columns), np.int32) for _ in range(4)))
-    found.labels[:] = -1
+    n_top = N_TOP if all(text.top_tokens is not None for text in texts) else 0
+    shape = len(rows), n_columns
+    found = Rows(
+        tokens=np.zeros(shape, np.int32),
+        texts=np.zeros(shape, np.int32),
+        positions=np.zeros(shape, np.int32),
+        labels=np.full(shape, -1, np.int32),
+        top_tokens=np.zeros((*shape, n_top), np.int32),
+        top_probabilities=np.zeros((*shape, n_top), np.float32),
+    )
     for row, row_texts in enumerate(rows):
         start = 0
         for number, text in enumerate(row_texts, 1):
@@ -119,6 +146,9 @@ def pack(texts: Sequence[TrainingText], n_columns: int) -> Rows:
             first = start + len(text.prompt_tokens) - 1
             last = start + length - 1
             found.labels[row, first:last] = found.tokens[row, first + 1 : last + 1]
+            if n_top and text.top_tokens is not None and text.top_probabilities is not None:
+                found.top_tokens[row, first:last] = text.top_tokens[: last - first]
+                found.top_probabilities[row, first:last] = text.top_probabilities[: last - first]
             start += length
     return found
 
