@@ -84,6 +84,24 @@ def test_what_is_there_is_not_made_again(target: Path, folder: Path, tmp_path: P
     assert (again.hidden(19) == whole.hidden(19)).all()
 
 
+def test_other_prompts_are_another_text(target: Path, folder: Path, tmp_path: Path) -> None:
+    """What a folder has of other prompts counts for nothing, and stays."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("answers.jsonl", "hidden.f16", "top.bin"):
+        (copy / name).write_bytes((folder / name).read_bytes())
+    own = [*prompts(23)[20:], prompts(20)[13]]
+    with opened(target) as session:
+        assert written(session, copy, own, 4 * N_ANSWER) == 4 * N_ANSWER
+    mine, whole = TargetText(copy, N_EMBD, own), TargetText(copy, N_EMBD)
+    assert [answer.prompt for answer in mine.answers] == [prompts(20)[13], *own[:3]]
+    assert mine.n_tokens == 4 * N_ANSWER
+    assert whole.n_tokens == 23 * N_ANSWER
+    for index, same in enumerate((13, 20, 21, 22)):
+        assert (mine.hidden(index) == whole.hidden(same)).all()
+        assert (mine.top(index)[0] == whole.top(same)[0]).all()
+
+
 @pytest.mark.parametrize("torn", ["answers.jsonl", "hidden.f16", "top.bin"])
 def test_after_a_kill_the_next_one_goes_on(
     target: Path, folder: Path, tmp_path: Path, torn: str

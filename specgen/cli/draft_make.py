@@ -206,9 +206,9 @@ def make(
                 share_s = (until_s - time.monotonic()) / (len(kinds) - number)
                 file = None
                 if not stop() and each == "heads":
-                    file = _train_heads(session, share_s, progress, stop, quiet=quiet)
+                    file = _train_heads(session, asked, share_s, progress, stop, quiet=quiet)
                 elif not stop() and small is not None:
-                    file = _distil(session, small, share_s, progress, stop, quiet=quiet)
+                    file = _distil(session, asked, small, share_s, progress, stop, quiet=quiet)
                 if file is None:
                     note(
                         "interrupted; the same command goes on with the text there is", quiet=quiet
@@ -326,9 +326,15 @@ def _write_text(
 
 
 def _train_heads(
-    session: Session, seconds: float, progress: Progress, stop: Interrupt, *, quiet: bool
+    session: Session,
+    prompts: Sequence[str],
+    seconds: float,
+    progress: Progress,
+    stop: Interrupt,
+    *,
+    quiet: bool,
 ) -> Path | None:
-    """Train heads by the text in the cache folder; where they are, or None if interrupted."""
+    """Train heads by the answers in the cache folder; where they are, or None if interrupted."""
     from specgen.backend.llama.decoder_heads import write_heads
     from specgen.workshop.heads import train_heads
     from specgen.workshop.texts import TargetText
@@ -337,7 +343,7 @@ def _train_heads(
     identity = _identity(target)
     heads = heads_file(cache_folder(), identity)
     trained = train_heads(
-        TargetText(text_folder(cache_folder(), identity), model.n_embd),
+        TargetText(text_folder(cache_folder(), identity), model.n_embd, prompts),
         target,
         name=model.name,
         n_vocab=model.vocabulary.n_tokens,
@@ -365,6 +371,7 @@ def _train_heads(
 
 def _distil(
     session: Session,
+    prompts: Sequence[str],
     draft: Path,
     seconds: float,
     progress: Progress,
@@ -372,14 +379,14 @@ def _distil(
     *,
     quiet: bool,
 ) -> Path | None:
-    """Fit a small model to the text in the cache folder; where it is, or None if interrupted."""
+    """Fit a small model to the answers in the cache folder; where it is, or None if interrupted."""
     from specgen.backend.llama import LlamaModel
     from specgen.workshop.distil.distillation import distil
     from specgen.workshop.distil.training_texts import training_texts
     from specgen.workshop.texts import TargetText
 
     model, identity = session.target_model, _identity(session.options.target)
-    text = TargetText(text_folder(cache_folder(), identity), model.n_embd)
+    text = TargetText(text_folder(cache_folder(), identity), model.n_embd, prompts)
     with contextlib.closing(LlamaModel(draft, vocabulary_only=True)) as small:
         texts = training_texts(text, model, small, datetime.datetime.now().astimezone())
     output = distilled_file(cache_folder(), identity, draft)

@@ -9,7 +9,7 @@ behind the last answer that is whole in all three.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -56,39 +56,46 @@ class TargetAnswer:
 
 
 class TargetText:
-    """The answers in a folder, to be read. Raises `ModelFileError` if what is there is damaged."""
+    """The answers in a folder, to be read: all, or those to some `prompts`. Raises `ModelFileError`
+    if what is there is damaged."""
 
-    def __init__(self, folder: Path, n_embd: int) -> None:
+    def __init__(self, folder: Path, n_embd: int, prompts: Collection[str] | None = None) -> None:
         self._folder = folder
         self._n_embd = n_embd
-        self.answers = _whole_answers(folder, n_embd)[0]
+        written = _whole_answers(folder, n_embd)[0]
+        ends = np.cumsum([len(answer.tokens) for answer in written], dtype=np.int64).tolist()
+        self._n_rows = ends[-1] if ends else 0
+        wanted = None if prompts is None else frozenset(prompts)
+        kept = [
+            (answer, slice(end - len(answer.tokens), end))
+            for answer, end in zip(written, ends, strict=True)
+            if wanted is None or answer.prompt in wanted
+        ]
+        self.answers = [answer for answer, _ in kept]
+        self._rows = [rows for _, rows in kept]
 
     @property
     def n_tokens(self) -> int:
         return sum(len(answer.tokens) for answer in self.answers)
 
     @cached_property
-    def _starts(self) -> NDArray[np.int64]:
-        return np.cumsum([0, *(len(answer.tokens) for answer in self.answers)])
-
-    @cached_property
     def _hidden(self) -> NDArray[np.float16]:
-        shape = (int(self._starts[-1]), self._n_embd)
+        shape = (self._n_rows, self._n_embd)
         return np.memmap(self._folder / _HIDDEN, np.float16, "r", shape=shape)
 
     @cached_property
     def _top(self) -> NDArray[Any]:
-        return np.memmap(self._folder / _TOP, _TOP_ROW, "r", shape=(int(self._starts[-1]),))
+        return np.memmap(self._folder / _TOP, _TOP_ROW, "r", shape=(self._n_rows,))
 
     def hidden(self, index: int) -> NDArray[np.float16]:
         """The target's final hidden states (behind the last norm) before each token of an answer:
         float16[n_tokens, n_embd]. Row 0 is that of the prompt's last token."""
-        return self._hidden[self._starts[index] : self._starts[index + 1]]
+        return self._hidden[self._rows[index]]
 
     def top(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
         """The likeliest tokens for each place of an answer, best first, and their probabilities at
         temperature 1: int32[n_tokens, N_TOP] and float16[n_tokens, N_TOP]."""
-        rows = self._top[self._starts[index] : self._starts[index + 1]]
+        rows = self._top[self._rows[index]]
         return rows["tokens"], rows["probabilities"]
 
 
@@ -113,13 +120,14 @@ def write_text(
     interrupted: Callable[[], bool],
     progress: Callable[[int, int], None],
 ) -> int:
-    """Let the target answer prompts until the folder holds `n_tokens` tokens of answers, or there
-    are no more prompts; those that it holds an answer to are not asked again. Up to `n_parallel` are
-    answered at once, each with `max_tokens` tokens at most. Returns how many tokens it holds.
+    """Let the target answer prompts until the folder holds `n_tokens` tokens of answers to them, or
+    there are no more prompts; those that it holds an answer to are not asked again. Up to `n_parallel` are
+    answered at once, each with `max_tokens` tokens at most. Returns how many tokens of answers to
+    these prompts it holds.
 
     `progress` is told how many tokens there are, and how many there are to be. An interrupted call
-    keeps the answers that are done. Raises `OutputError`, `MemoryLimitError`, `PairError` if the target has a recurrent state, and `ModelFileError` if
-    what is in the folder is damaged.
+    keeps the answers that are done. Raises `OutputError`, `MemoryLimitError`, `PairError` if the target
+    has a recurrent state, and `ModelFileError` if what is in the folder is damaged.
     """
     if session.target_model.has_recurrent_state:
         raise PairError(
@@ -129,13 +137,14 @@ def write_text(
         folder.mkdir(parents=True, exist_ok=True)
     busy = OutputError(f"{folder}: another process is writing there", "wait until it is done")
     with locked(folder / "lock", busy), _Writer.opened(folder, session) as writer:
-        answered = {answer.prompt for answer in writer.answers}
+        asked = frozenset(prompts)
+        answered = {answer.prompt for answer in writer.answers if answer.prompt in asked}
         left = [
             (text, is_held_back(index))
             for index, text in enumerate(prompts)
             if text not in answered
         ]
-        n_have = sum(len(answer.tokens) for answer in writer.answers)
+        n_have = sum(len(answer.tokens) for answer in writer.answers if answer.prompt in answered)
         progress(n_have, n_tokens)
         if n_have >= n_tokens or not left:
             return n_have

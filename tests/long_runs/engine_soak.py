@@ -3,7 +3,7 @@ texts are those of plain decoding.
 
     python -m tests.long_runs.engine_soak -m target.gguf -md draft.gguf -md other-vocabulary.gguf --tokens 1000000
 
-Rows have to be exact for the texts to be compared: use the kernels. Each engine makes four answers at a time, some
+Rows have to be exact for the texts to be compared: use the kernels. Each engine makes eight answers at a time, some
 greedy, some with a seed, some cancelled in the middle; one in ten is made again without drafts.
 """
 
@@ -60,7 +60,7 @@ _WORDS = [
     "or",
     "\n",
 ]
-_N_ANSWERS = 24
+_N_ANSWERS = 48
 _SLACK_MB = 64
 #: Drafting with each kind of draft: by cost, and always.
 _DRAFTING = {
@@ -89,7 +89,7 @@ class EngineSoak:
         asked = [self._wish() for _ in range(_N_ANSWERS)]
         with (
             self._session(draft, drafting) as session,
-            Engine(session, n_parallel=4, n_ctx=768) as engine,
+            Engine(session, n_parallel=8, n_ctx=768) as engine,
         ):
             answers = [
                 engine.submit(session.prompt(text, chat=False), sampling=sampling)
