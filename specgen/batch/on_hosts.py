@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from specgen.batch.lines import Line, LineError
-from specgen.batch.results import OWN, Results
+from specgen.batch.results import Results, result_of
 from specgen.batch.runner import Tally
 from specgen.errors import BackendError, UsageError
 from specgen.openai_format.request import field_name
@@ -176,7 +176,7 @@ class _Outcome:
 
     line: Line
     response: dict[str, Any] | None
-    error: dict[str, Any] | None
+    error: LineError | None
 
 
 class HostsBatch:
@@ -223,8 +223,7 @@ class HostsBatch:
         self.tally.n_lines = len(lines)
         for line in lines:
             if isinstance(line.request, LineError):
-                error = {"code": line.request.code, "message": line.request.message}
-                self._write(_Outcome(line, None, error))
+                self._write(_Outcome(line, None, line.request))
             else:
                 self._waiting.append(line)
         n_left = len(self._waiting)
@@ -288,15 +287,8 @@ class HostsBatch:
             if isinstance(usage, dict):
                 tally.n_tokens += _count(usage.get("completion_tokens"))
                 tally.n_prompt_tokens += _count(usage.get("prompt_tokens"))
-        line = outcome.line
         self._results.write(
-            {
-                "id": f"batch_req_{line.digest}",
-                "custom_id": line.custom_id,
-                "response": outcome.response,
-                "error": outcome.error,
-                OWN: {"request": line.digest, "settings": self._settings},
-            }
+            result_of(outcome.line, self._settings, outcome.response, outcome.error)
         )
 
     # --- in threads -----------------------------------------------------------------------------
@@ -341,7 +333,7 @@ class HostsBatch:
             return 0.0
         code = "invalid_request" if 400 <= status < 500 else "failed"
         message = _message(data) if found else f"{status}, and no JSON"
-        self._done(host, _Outcome(line, None, {"code": code, "message": message}))
+        self._done(host, _Outcome(line, None, LineError(code, message)))
         return 0.0
 
     def _done(self, host: Host, outcome: _Outcome) -> None:
@@ -359,7 +351,7 @@ class HostsBatch:
             n = self._n_attempts[line.custom_id] = self._n_attempts.get(line.custom_id, 0) + 1
             if n >= _MOST_ATTEMPTS:
                 message = f"given up after {n} attempts; the last: {problem}"
-                self._outcomes.put(_Outcome(line, None, {"code": "failed", "message": message}))
+                self._outcomes.put(_Outcome(line, None, LineError("failed", message)))
                 return 0.0
         self._put_back(line)
         if not host.n_failures:

@@ -10,12 +10,25 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from specgen.atomic import replace_bytes
-from specgen.batch.lines import Line
+from specgen.batch.lines import Line, LineError
 from specgen.errors import OutputError, UsageError
 from specgen.json_lines import AppendedFile, DamagedLineError, take_lines, to_line, write_errors
 
 #: Under this name a result has what specgen needs to go on: what was asked, and with what settings.
 OWN = "specgen"
+
+
+def result_of(
+    line: Line, settings: Mapping[str, Any], response: Any, error: LineError | None
+) -> dict[str, Any]:
+    """The result of a line, which has a response or an error."""
+    return {
+        "id": f"batch_req_{line.digest}",
+        "custom_id": line.custom_id,
+        "response": response,
+        "error": None if error is None else {"code": error.code, "message": error.message},
+        OWN: {"request": line.digest, "settings": settings},
+    }
 
 
 class Results(Protocol):

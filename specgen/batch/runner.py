@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from specgen.batch.lines import Line, LineError
 from specgen.batch.order import order_by_prefix
-from specgen.batch.results import OWN, Results
+from specgen.batch.results import Results, result_of
 from specgen.engine.engine import Answer, Engine
 from specgen.engine.prompts import Prompt, template_of
 from specgen.engine.session import Session
@@ -117,14 +117,15 @@ class Batch:
         for line in lines:
             if interrupted():
                 break
-            found = self._task(line)
+            found = self.task(line)
             if isinstance(found, Task):
                 tasks.append(found)
             else:
                 self._fail(line, found)
         return [tasks[number] for number in order_by_prefix([task.tokens for task in tasks])]
 
-    def _task(self, line: Line) -> Task | LineError:
+    def task(self, line: Line) -> Task | LineError:
+        """A line and the room that its answer takes, or why it cannot be answered."""
         request = line.request
         if isinstance(request, LineError):
             return request
@@ -141,14 +142,15 @@ class Batch:
     def run(
         self,
         engine: Engine,
-        tasks: Sequence[Task],
+        tasks: Sequence[Task] | deque[Task],
         interrupted: Callable[[], bool] = lambda: False,
         report: Callable[[Tally], None] = lambda _tally: None,
     ) -> None:
-        """Make the answers; `report` is told how far the work is. After an interruption, and after an
+        """Make the answers; `report` is told how far the work is, and may append to `tasks` if that is a
+        deque, which is emptied. After an interruption, and after an
         error of the target, an answer that is not finished is not written, and can be asked for again.
         Raises `BackendError`, `OutputError`."""
-        waiting = deque(tasks)
+        waiting = tasks if isinstance(tasks, deque) else deque(tasks)
         while (waiting or self._in_making) and not interrupted():
             while waiting and len(self._in_making) < engine.n_parallel:
                 self._submit(engine, waiting.popleft())
@@ -206,22 +208,11 @@ class Batch:
                     parser=task.request.parser(),
                 )
                 response = {"status_code": 200, "request_id": f"req-{digest}", "body": body}
-                self._write(task.line, response, None)
+                self._results.write(result_of(task.line, self._settings, response, None))
 
     def _fail(self, line: Line, error: LineError) -> None:
         self.tally.n_errors += 1
-        self._write(line, None, {"code": error.code, "message": error.message})
-
-    def _write(self, line: Line, response: Any, error: Any) -> None:
-        self._results.write(
-            {
-                "id": f"batch_req_{line.digest}",
-                "custom_id": line.custom_id,
-                "response": response,
-                "error": error,
-                OWN: {"request": line.digest, "settings": self._settings},
-            }
-        )
+        self._results.write(result_of(line, self._settings, None, error))
 
 
 def _ending_within(generation: GenerationOptions, n_ctx: int, n_prompt: int) -> GenerationOptions:
