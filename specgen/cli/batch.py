@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +24,7 @@ from specgen.cli.batch_on_hosts import (
     open_hosts,
     settings_of,
 )
+from specgen.cli.batch_on_ray import BatchWork, answer_on_ray, ray_options
 from specgen.cli.flags.part import without
 from specgen.cli.interrupt import Interrupt
 from specgen.cli.opening import log_shown, open_session, use_kernels
@@ -121,10 +123,43 @@ def batch(
             "--host-timeout",
             min=0.1,
             metavar="SECONDS",
-            help="End when no server of --on has answered for so long.",
+            help="End when no server of --on has answered for so long, or no actor of --ray has started.",
             rich_help_panel=_BATCH,
         ),
     ] = 120.0,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="ADDRESS",
+            help="Have the lines answered by a Ray cluster, by an actor on each node: HOST:PORT, auto (the "
+            "cluster of this machine, or of RAY_ADDRESS), or local (this machine alone). Each node has "
+            "specgen and the models' files at the same paths. Needs the extra `ray`.",
+            rich_help_panel=_BATCH,
+        ),
+    ] = None,
+    cpus_per_worker: Annotated[
+        float | None,
+        typer.Option(
+            "--cpus-per-worker",
+            min=0.01,
+            metavar="N",
+            help="CPUs of an actor of --ray; a node has as many actors as it has room for.",
+            show_default="those of the largest node: an actor a node",
+            rich_help_panel=_BATCH,
+        ),
+    ] = None,
+    gpus_per_worker: Annotated[
+        float | None,
+        typer.Option(
+            "--gpus-per-worker",
+            min=0.0,
+            metavar="N",
+            help="GPUs of an actor of --ray.",
+            show_default="those of the node that has most",
+            rich_help_panel=_BATCH,
+        ),
+    ] = None,
     chat: flags.Chat = None,
     system: flags.System = None,
     answer: GenerationOptions,
@@ -156,6 +191,9 @@ def batch(
         if not quiet:
             print(f"note: {text}", file=sys.stderr)
 
+    cluster = ray_options(
+        ray, on, machine, (cpus_per_worker, gpus_per_worker), patience_s=host_timeout
+    )
     if on is not None:
         check_alone(models, drafting, machine)
         defaults = defaults_of(sampling, generation, chat, system)
@@ -177,21 +215,11 @@ def batch(
         sources = find_models(models, quiet=quiet)
         options = session_options(sources, sampling, drafting, generation, machine)
         settings = _settings(options, chat, system)
+        work = BatchWork(options, sources.drafts, machine.kernels, chat, system, parallel)
 
         def answer_lines(todo: Sequence[Line], results: Results) -> tuple[int, int]:
-            from specgen.batch.runner import Batch, Prompting
-
-            use_kernels(machine.kernels, quiet=quiet)
-            with (
-                log_shown(verbose),
-                open_session(
-                    options, quiet=quiet, verbose=verbose, drafts=sources.drafts
-                ) as session,
-            ):
-                prompting = Prompting(chat, system, datetime.datetime.now().astimezone())
-                job = Batch(session, prompting, results, settings, wall_clock=time.time, note=note)
-                code = _answer(session, job, todo, parallel, quiet=quiet or verbose, note=note)
-                return code, job.tally.n_errors
+            answer = _answer_here if cluster is None else partial(answer_on_ray, cluster)
+            return answer(work, todo, results, settings, quiet=quiet, verbose=verbose, note=note)
 
     with contextlib.ExitStack() as stack:
         from specgen.batch.results import ResultsFile, ResultsStream, missing
@@ -218,6 +246,30 @@ def batch(
             hint="--retry-errors asks for them again",
         )
     return code
+
+
+def _answer_here(
+    work: BatchWork,
+    lines: Sequence[Line],
+    results: Results,
+    settings: Mapping[str, Any],
+    *,
+    quiet: bool,
+    verbose: bool,
+    note: Callable[[str], None],
+) -> tuple[int, int]:
+    """Have the lines answered on this machine; returns the exit code, and how many results are errors."""
+    from specgen.batch.runner import Batch, Prompting
+
+    use_kernels(work.kernels, quiet=quiet)
+    with (
+        log_shown(verbose),
+        open_session(work.options, quiet=quiet, verbose=verbose, drafts=work.drafts) as session,
+    ):
+        prompting = Prompting(work.chat, work.system, datetime.datetime.now().astimezone())
+        job = Batch(session, prompting, results, settings, wall_clock=time.time, note=note)
+        code = _answer(session, job, lines, work.parallel, quiet=quiet or verbose, note=note)
+        return code, job.tally.n_errors
 
 
 def _answer(

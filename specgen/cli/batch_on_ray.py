@@ -1,0 +1,215 @@
+"""``specgen batch --ray``: the lines of a batch answered by a Ray cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specgen.cli.interrupt import Interrupt
+from specgen.errors import UsageError
+from specgen.options import Contexts, DraftSource, KernelChoice, SessionOptions
+from specgen.selection.default_draft import DraftChoice
+
+if TYPE_CHECKING:
+    from specgen.batch.lines import Line
+    from specgen.batch.on_ray import RayBatch
+    from specgen.batch.results import Results
+    from specgen.engine.session import Session
+
+#: At most so many lines are looked at to find out how large the caches have to be.
+_N_LARGEST = 8
+#: Bytes of a prompt's text in a token, about.
+_BYTES_IN_TOKEN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RayOptions:
+    """What was asked for about the cluster."""
+
+    address: str
+    cpus_per_worker: float | None
+    gpus_per_worker: float | None
+    patience_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class BatchWork:
+    """What decides how lines are answered, wherever that is: what `session_options` and the command line
+    say. `parallel` is how many at once; None: as many as is fastest."""
+
+    options: SessionOptions
+    drafts: Sequence[DraftChoice]
+    kernels: KernelChoice
+    chat: bool | None
+    system: str | None
+    parallel: int | None
+
+
+def ray_options(
+    address: str | None,
+    on: str | None,
+    machine: Contexts,
+    per_worker: tuple[float | None, float | None],
+    *,
+    patience_s: float,
+) -> RayOptions | None:
+    """The options of the cluster, with the CPUs and the GPUs of an actor; None without one. Raises
+    `UsageError` if Ray is not installed, if the address can be none, or if others exclude it."""
+    if address is None:
+        if per_worker != (None, None):
+            raise UsageError("--cpus-per-worker and --gpus-per-worker go with --ray")
+        return None
+    if on is not None or machine.target.workers is not None:
+        raise UsageError(f"--ray and {'--rpc' if on is None else '--on'} exclude each other")
+    for name in ("ray", "pyarrow"):
+        if importlib.util.find_spec(name) is None:
+            raise UsageError(
+                f"--ray needs {name}, which is not installed", hint="pip install 'specgen[ray]'"
+            )
+    host, _, port = address.rpartition(":")
+    if address not in {"local", "auto"} and not (host and "/" not in host and port.isdigit()):
+        raise UsageError(
+            f"--ray {address}: not the address of a cluster",
+            hint="give HOST:PORT, as `ray start --head` prints it, or auto, or local",
+        )
+    return RayOptions(address, *per_worker, patience_s)
+
+
+def open_on_node(
+    options: SessionOptions, drafts: Sequence[DraftChoice], kernels: KernelChoice
+) -> Session:
+    """Load the models in an actor. What is made and learnt is kept on the node."""
+    from specgen.catalogue import cache_folder
+    from specgen.cli.opening import open_session, use_kernels
+
+    use_kernels(kernels, quiet=True)
+    return open_session(replace(options, cache=cache_folder()), quiet=True, drafts=drafts)
+
+
+def answer_on_ray(
+    cluster: RayOptions,
+    work: BatchWork,
+    lines: Sequence[Line],
+    results: Results,
+    settings: Mapping[str, Any],
+    *,
+    quiet: bool,
+    verbose: bool,
+    note: Callable[[str], None],
+) -> tuple[int, int]:
+    """Have the lines answered; returns the exit code, and how many results are errors."""
+    from specgen.batch.line_worker import WorkerJob
+    from specgen.batch.on_ray import RayBatch
+    from specgen.batch.ray_job import RayJob
+    from specgen.batch.runner import Prompting
+    from specgen.render.batch_progress import batch_progress
+
+    options = _with_threads(_absolute(work.options), cluster)
+    drafts = tuple(replace(each, draft=_absolute_path(each.draft)) for each in work.drafts)
+    worker = WorkerJob(
+        partial(open_on_node, options, drafts, work.kernels),
+        Prompting(work.chat, work.system, datetime.datetime.now().astimezone()),
+        settings,
+        work.parallel,
+        _largest(lines),
+    )
+    job = RayJob(
+        cluster.address,
+        worker,
+        (),
+        files=_files(options, drafts),
+        cpus_per_worker=cluster.cpus_per_worker,
+        gpus_per_worker=cluster.gpus_per_worker,
+        patience_s=cluster.patience_s,
+    )
+    batch = RayBatch(job, results, note=note, verbose=verbose)
+    started = time.perf_counter()
+    with Interrupt() as stop, batch_progress(sys.stderr, quiet=quiet or verbose) as report:
+        try:
+            batch.run(lines, stop, report)
+        finally:
+            if batch.tally.n_answers:
+                with contextlib.suppress(ZeroDivisionError):
+                    note(_summary(batch, time.perf_counter() - started))
+    return stop.exit_code, batch.tally.n_errors
+
+
+def _absolute(options: SessionOptions) -> SessionOptions:
+    """The same files, wherever an actor runs."""
+    drafting = options.drafting
+    lookup_files = tuple(path.absolute() for path in drafting.lookup_files)
+    return replace(
+        options,
+        target=options.target.absolute(),
+        draft=_absolute_path(options.draft),
+        helpers=tuple(map(_absolute_path, options.helpers)),
+        drafting=replace(drafting, lookup_files=lookup_files),
+    )
+
+
+def _absolute_path(source: DraftSource) -> DraftSource:
+    return source.absolute() if isinstance(source, Path) else source
+
+
+def _with_threads(options: SessionOptions, cluster: RayOptions) -> SessionOptions:
+    """As many threads as an actor has CPUs, where it does not have its node's."""
+    if cluster.cpus_per_worker is None:
+        return options
+    n_threads = max(1, int(cluster.cpus_per_worker))
+    contexts = {
+        name: replace(context, n_threads=n_threads)
+        for name in ("target_context", "draft_context")
+        if (context := getattr(options, name)).n_threads is None
+    }
+    return replace(options, **contexts)
+
+
+def _files(options: SessionOptions, drafts: Sequence[DraftChoice]) -> dict[str, int]:
+    """What each node must have, with the sizes here. A draft that nobody named may be missing: then
+    another one drafts."""
+    from specgen.batch.ray_actor import n_bytes_of
+
+    chosen = {draft.draft for draft in drafts if draft.why}
+    named = [draft.draft for draft in drafts if not draft.why]
+    paths = {options.target, options.draft, *options.helpers, *named} - chosen
+    paths |= set(options.drafting.lookup_files)
+    sizes = {str(path): n_bytes_of(path) for path in paths if isinstance(path, Path)}
+    return {path: n_bytes for path, n_bytes in sorted(sizes.items()) if n_bytes is not None}
+
+
+def _largest(lines: Sequence[Line]) -> tuple[Line, ...]:
+    from specgen.batch.lines import LineError
+
+    def size(line: Line) -> float:
+        assert not isinstance(line.request, LineError)
+        n_answer = line.request.generation.max_tokens
+        n_prompt = len(repr(line.fields)) / _BYTES_IN_TOKEN
+        return n_prompt + (n_answer if n_answer >= 0 else float("inf"))
+
+    readable = [line for line in lines if not isinstance(line.request, LineError)]
+    longest = sorted(readable, key=lambda line: len(repr(line.fields)), reverse=True)
+    found = sorted(readable, key=size, reverse=True)[: _N_LARGEST // 2]
+    return (*found, *longest[: _N_LARGEST // 2])
+
+
+def _summary(batch: RayBatch, seconds: float) -> str:
+    from specgen.render.batch_progress import duration
+    from specgen.render.text import counted
+
+    tally = batch.tally
+    parts = [
+        f"{counted(tally.n_answers, 'answer')} of {counted(tally.n_tokens, 'token')} in all",
+        f"{duration(seconds)}: {tally.n_tokens / seconds:.1f} tokens/s",
+        counted(batch.n_actors, "Ray actor"),
+    ]
+    if tally.n_drafted:
+        parts.append(f"{100 * tally.n_accepted / tally.n_drafted:.0f}% of the draft accepted")
+    return ", ".join(parts)
