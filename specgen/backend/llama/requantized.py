@@ -6,25 +6,28 @@ import ctypes
 import os
 import threading
 from pathlib import Path
+from typing import Literal
 
 from specgen.backend.llama.library import forget_log, last_error, llama_cpp
 from specgen.errors import BackendError
 
-#: llama.cpp's number of the file type whose matrices are Q4_0. With `pure` all of them are, the
-#: output's too, which llama.cpp otherwise leaves as it is or gives more bits.
-_MOSTLY_Q4_0 = 2
+#: llama.cpp's numbers of the file types whose matrices are of these types. With `pure` all of them are,
+#: the output's too, which llama.cpp otherwise leaves as it is or gives more bits.
+_FILE_TYPES = {"q4_0": 2, "q8_0": 7}
 #: Seconds between looks at whether Ctrl-C was pressed.
 _LOOK_S = 0.1
 
 
-def requantize(model: Path, copy: Path, n_threads: int) -> None:
-    """Write a copy of a GGUF file with all matrices in Q4_0, quantised or not before.
+def requantize(
+    model: Path, copy: Path, n_threads: int, type_name: Literal["q4_0", "q8_0"] = "q4_0"
+) -> None:
+    """Write a copy of a GGUF file with all matrices in one type, quantised or not before.
 
     A matrix whose rows are no multiple of 32 gets the type that llama.cpp falls back to. Raises
     `BackendError` if llama.cpp cannot make it; there may be a part of it then.
     """
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = _MOSTLY_Q4_0
+    params.ftype = _FILE_TYPES[type_name]
     params.allow_requantize = True
     params.pure = True
     params.nthread = n_threads

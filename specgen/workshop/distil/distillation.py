@@ -1,4 +1,4 @@
-"""Fits a draft model to a target's own text, and writes it as a GGUF file of the same types.
+"""Fits a draft model to a target's own text, and writes it as a GGUF file.
 
 A LoRA on the matrices of all layers is trained to predict the tokens that the target chose (hard
 labels) and, where the draft has its vocabulary, what else it found likely; it is then added to the

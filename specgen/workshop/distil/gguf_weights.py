@@ -1,7 +1,8 @@
 """The weights of a GGUF file as numbers, and the same file with other numbers.
 
-A file is written by copying it and replacing the bytes of tensors: types, sizes, tokenizer and
-chat template stay what they were.
+A file is written by copying it and replacing the bytes of tensors: tokenizer and chat template stay
+what they were. What training changes in a matrix is smaller than the steps of a type of few bits: added
+to SmolLM2's Q4_1, 0.050 of agreement became 0.004, and 0.048 in Q8_0. So such a file becomes one in Q8_0.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from specgen.backend.llama import default_threads, requantize
 from specgen.backend.llama.operators import (
     TYPE_NUMBERS,
     FloatArray,
@@ -26,6 +28,8 @@ from specgen.errors import ModelFileError
 #: Architectures that `specgen.workshop.distil.transformer` computes.
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 _NAMES = {number: name for name, number in TYPE_NUMBERS.items()}
+#: Types whose steps are small beside what training changes.
+_FINE_TYPES = frozenset(["f32", "f16", "bf16", "q8_0"])
 #: Every so many-th layer of gemma3 sees the whole text, unless its file says otherwise.
 _GEMMA3_PERIOD = 6
 _GEMMA3_LOCAL_BASE = 10_000.0
@@ -83,10 +87,15 @@ def read_weights(path: Path) -> GgufWeights:
 
 
 def write_weights(original: Path, changed: Mapping[str, FloatArray], output: Path) -> None:
-    """Write a copy of a file with other numbers in the tensors that are named, each in the type that
-    it has there. Raises `OSError`, and `ModelFileError` if the original cannot be read."""
-    tensors = {tensor.name: tensor for tensor in _opened(original).tensors}
-    shutil.copyfile(original, output)
+    """Write a copy of a file with other numbers in the tensors that are named. Where one of them is of a
+    type too coarse for small changes, all matrices of the copy are in Q8_0; else each keeps its type.
+    Raises `OSError`, `BackendError`, and `ModelFileError` if the original cannot be read."""
+    types = {tensor.name: _NAMES[int(tensor.tensor_type)] for tensor in _opened(original).tensors}
+    if all(types[name] in _FINE_TYPES for name in changed):
+        shutil.copyfile(original, output)
+    else:
+        requantize(original, output, default_threads(), "q8_0")
+    tensors = {tensor.name: tensor for tensor in _opened(output).tensors}
     with output.open("r+b") as file:
         for name, values in changed.items():
             tensor = tensors[name]
