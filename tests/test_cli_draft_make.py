@@ -12,7 +12,7 @@ import pytest
 from specgen.backend.llama.decoder_heads import is_heads_file, read_heads
 from specgen.catalogue import identify, saved_draft
 from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.workshop.places import distilled_file, heads_file, text_folder
+from specgen.workshop.places import distilled_file, heads_file, pruned_file, text_folder
 from specgen.workshop.texts import TargetText
 from tests.helpers_cli import Specgen, in_process
 from tests.helpers_heads import N_EMBD, prompts
@@ -110,6 +110,37 @@ def test_make_fits_a_small_model_to_the_target(
     used = specgen_("run", "-m", target, "--draft", fitted, "-t", "1", "-n", "16", "abc")
     plain = specgen_("run", "-m", target, "--draft", "none", "-t", "1", "-n", "16", "abc")
     assert (used.code, used.out) == (0, plain.out)
+
+
+def test_make_cuts_a_draft_out_of_the_target(
+    specgen_: Specgen, tmp_path: Path, asked: Path
+) -> None:
+    target = write_tiny_model(tmp_path / "t.gguf", TinyConfig(n_layer=5, logit_scale=6.0))
+    options = ("--prompts", asked, "--tokens", "1200", "--kind", "pruned", "--json")
+    made = specgen_("draft", "make", "-m", target, *options, *MACHINE)
+    assert made.code == 0, made.err
+    identity = identify(target)
+    assert identity is not None
+    path = pruned_file(cache(), identity)
+    assert "of 5 layers left out" in made.err
+    tried = {Path(draft["draft"]).name for draft in json.loads(made.out)["drafts"]}
+    assert tried == {path.name, "ngram", "none"}
+    used = specgen_("run", "-m", target, "--draft", path, "-t", "1", "-n", "16", "abc")
+    plain = specgen_("run", "-m", target, "--draft", "none", "-t", "1", "-n", "16", "abc")
+    assert (used.code, used.out) == (0, plain.out)
+
+
+def test_a_target_that_cannot_be_cut_is_refused(
+    specgen_: Specgen, target: Path, asked: Path
+) -> None:
+    options = ("--prompts", asked, "--tokens", "600", "--kind", "pruned", "-q")
+    result = specgen_("draft", "make", "-m", target, *options, *MACHINE)
+    assert result.code == 4
+    assert result.err.splitlines() == [
+        "error: t.gguf: no blocks can be left out: it has 2 blocks only",
+        "hint: make another draft: --kind heads, or --kind distilled",
+    ]
+    assert not (cache() / "made").exists(), "before it writes a text"
 
 
 def test_a_model_to_fit_goes_with_its_kind(specgen_: Specgen, target: Path) -> None:

@@ -20,7 +20,7 @@ import hashlib
 import os
 import shutil
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -215,12 +215,12 @@ def _copy_path(folder: Path, model: Path) -> Path | None:
     return folder / f"{model.stem}-{digest.hexdigest()[:12]}.{COPY_TYPE}.gguf"
 
 
-def share_of_time(own: Backend, other: Backend) -> float:
+def share_of_time(own: Backend, other: Backend, sizes: Sequence[int] = _SIZES) -> float:
     """The time of another model's small batches over that of a model's own: the geometric mean of
     some sizes, of the medians of several, by turns. Contexts are empty, and are so afterwards."""
     texts = [begin(backend) for backend in (own, other)]
     shares = []
-    for size in _SIZES:
+    for size in sizes:
         times: tuple[list[float], ...] = ([], [])
         for _ in range(_N_REPEATS):
             for found, backend, text in zip(times, (own, other), texts, strict=True):

@@ -26,7 +26,7 @@ from specgen.json_lines import write_errors
 from specgen.options import Contexts, DraftOptions, GenerationOptions
 from specgen.render.progress_bar import progress_bar
 from specgen.selection.session_opening import find_target
-from specgen.workshop.places import distilled_file, heads_file, text_folder
+from specgen.workshop.places import distilled_file, heads_file, pruned_file, text_folder
 
 if TYPE_CHECKING:
     from specgen.catalogue import FileIdentity
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from specgen.progress import Progress
     from specgen.selection.draft_search import Search
 
-Kind: TypeAlias = Literal["heads", "distilled"]
+Kind: TypeAlias = Literal["heads", "distilled", "pruned"]
 
 #: Tokens of the target's own text that heads are made from; with twice as many they agree a little more.
 _N_TOKENS = 40_000
@@ -136,8 +136,9 @@ def make(
         Kind | None,
         typer.Option(
             "--kind",
-            help="What is made: decoder heads, or a small model fitted to the target.",
-            show_default="both, where JAX is installed and there is a small model",
+            help="What is made: decoder heads, a small model fitted to the target, or the target without "
+            "some of its layers.",
+            show_default="heads; a fitted model too, where JAX is installed and there is a small one",
         ),
     ] = None,
     minutes: Annotated[
@@ -170,11 +171,14 @@ def make(
 
     Decoder heads read the target's hidden state and guess the tokens behind the next one: they
     need no model of their own, and about a millisecond a draft. A small model that is fitted to the
-    target (it needs `pip install 'specgen[train]'`) costs what it did before, and is right more often.
+    target (it needs `pip install 'specgen[train]'`) costs what it did before, and is right more often. The
+    target without some of its layers is for large targets only, of which half the layers say the
+    same: small ones need them all.
 
     The ranking is printed as `specgen draft find` prints it.
     """
     from specgen.proof import evenly_chosen
+    from specgen.workshop.pruned.files import check_prunable
     from specgen.workshop.texts import is_held_back
 
     flags.check_loudness(quiet=quiet, verbose=verbose)
@@ -193,6 +197,8 @@ def make(
         Interrupt() as stop,
     ):
         with open_session(own, quiet=quiet, verbose=verbose) as session:
+            if "pruned" in kinds:
+                check_prunable(session.target_model)  # before it writes for minutes
             text_until_s = started_s + _SHARE_OF_TEXT * 60.0 * minutes
 
             def text_is_over() -> bool:
@@ -207,6 +213,8 @@ def make(
                 file = None
                 if not stop() and each == "heads":
                     file = _train_heads(session, asked, share_s, progress, stop, quiet=quiet)
+                elif not stop() and each == "pruned":
+                    file = _prune(session, asked, share_s, progress, stop, quiet=quiet)
                 elif not stop() and small is not None:
                     file = _distil(session, asked, small, share_s, progress, stop, quiet=quiet)
                 if file is None:
@@ -239,7 +247,7 @@ def _small_model(draft: str | None, kind: Kind | None, target: Path, *, quiet: b
     from specgen.workshop.distil.distillation import check_library
 
     is_asked = draft is not None or kind == "distilled"
-    if kind == "heads":
+    if kind in ("heads", "pruned"):
         if draft is not None:
             raise UsageError("--draft is the model to fit: it goes with --kind distilled")
         return None
@@ -404,6 +412,45 @@ def _distil(
     note(
         f"{draft.name} says what the target says at {fitted.agreement_after:.3f} of the places of "
         f"held-back answers; before it was fitted, at {fitted.agreement_before:.3f} ({fitted.n_steps} steps)",
+        quiet=quiet,
+    )
+    return output
+
+
+def _prune(
+    session: Session,
+    prompts: Sequence[str],
+    seconds: float,
+    progress: Progress,
+    stop: Interrupt,
+    *,
+    quiet: bool,
+) -> Path | None:
+    """Cut a draft out of the target; where it is, or None if interrupted."""
+    from specgen.selection.outlook import expected_speedup
+    from specgen.workshop.pruned.making import make_pruned
+    from specgen.workshop.texts import TargetText
+
+    model, identity = session.target_model, _identity(session.options.target)
+    output = pruned_file(cache_folder(), identity)
+    made = make_pruned(
+        session,
+        TargetText(text_folder(cache_folder(), identity), model.n_embd, prompts),
+        output,
+        expected=expected_speedup,
+        until_s=time.monotonic() + seconds,
+        clock=time.monotonic,
+        interrupted=stop,
+        progress=progress,
+    )
+    if made is None:
+        return None
+    blocks = ", ".join(map(str, made.left_out))
+    note(
+        f"{len(made.left_out)} of {made.n_layer} layers left out ({blocks}): it says what the target "
+        f"says at {made.agreement:.3f} of the places of held-back answers, a token takes "
+        f"{made.cost:.2f} of the target's, the expected speed-up is {made.speedup:.2f} "
+        f"({made.n_judged} sets were judged)",
         quiet=quiet,
     )
     return output

@@ -88,6 +88,11 @@ def outlook(costs: Costs, acceptance: float = ACCEPTANCE) -> Outlook:
     )
 
 
+def expected_speedup(batch_s: dict[int, float], draft_token_s: float, acceptance: float) -> float:
+    """The speed-up of `outlook`, by itself."""
+    return outlook(Costs(batch_s, draft_token_s), acceptance).speedup
+
+
 def _speedup(costs: Costs, n_drafted: int, draft_token_s: float, acceptance: float) -> float:
     n_tokens = sum(acceptance**depth for depth in range(n_drafted + 1))
     round_s = rows_s(costs.batch_s, n_drafted + 1) + n_drafted * draft_token_s

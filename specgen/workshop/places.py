@@ -27,3 +27,8 @@ def distilled_file(cache: Path, target: FileIdentity, draft: Path) -> Path:
 def heads_file(cache: Path, target: FileIdentity) -> Path:
     """The target's decoder heads."""
     return made_folder(cache, target) / f"{Path(target.name).stem}-heads.gguf"
+
+
+def pruned_file(cache: Path, target: FileIdentity) -> Path:
+    """The target without some of its blocks."""
+    return made_folder(cache, target) / f"{Path(target.name).stem}-pruned.gguf"

@@ -31,7 +31,8 @@ class LlamaBackend:
     `n_ctx` is in tokens, `n_sequences` the number of sequence ids, `n_outputs` the most rows
     of logits that one batch may ask for (memory is set aside for them). `n_rollback` is how
     many rows of a batch are likely to be dropped again at most, for models with a recurrent
-    state: some keep a snapshot for each. `clock` gives seconds and is read before and after
+    state: some keep a snapshot for each. `on_tensor` is a native callback that may look at what is
+    computed; whoever made it keeps it. `clock` gives seconds and is read before and after
     each decode. Raises `MemoryLimitError` if the cache does not fit, `UsageError` if the cache
     types exclude each other, `BackendError` otherwise.
 
@@ -48,6 +49,7 @@ class LlamaBackend:
         n_sequences: int = 1,
         n_outputs: int = 1,
         n_rollback: int | None = None,
+        on_tensor: Any = None,
     ) -> None:
         self._model = model
         self._clock = clock
@@ -63,7 +65,7 @@ class LlamaBackend:
         size = ContextSize(n_ctx, max(self._n_batch, n_outputs), n_outputs, n_sequences)
         if n_rollback is None:
             n_rollback = n_outputs - 1
-        self._handle, self._n_snapshots = open_context(model, options, size, n_rollback)
+        self._handle, self._n_snapshots = open_context(model, options, size, n_rollback, on_tensor)
         model.hold()
         self._cache = Cache(model.name, self._handle, model.n_window, model.call)
         if not self._cache:

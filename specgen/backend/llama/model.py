@@ -113,6 +113,11 @@ class LlamaModel:
         return int(llama_cpp.llama_model_n_embd(self.handle))
 
     @property
+    def n_layer(self) -> int:
+        """How many blocks it has."""
+        return int(llama_cpp.llama_model_n_layer(self.handle))
+
+    @property
     def has_recurrent_state(self) -> bool:
         """Whether it keeps a state that every token changes, alone or beside a cache of cells:
         recurrent and hybrid models."""
@@ -166,7 +171,7 @@ class LlamaModel:
         """
         n_head = int(llama_cpp.llama_model_n_head(self.handle)) or 1
         n_head_kv = int(llama_cpp.llama_model_n_head_kv(self.handle))
-        n_layer = int(llama_cpp.llama_model_n_layer(self.handle))
+        n_layer = self.n_layer
         head_size = int(llama_cpp.llama_model_n_embd(self.handle)) // n_head
         size_k = self._number("attention.key_length") or head_size
         size_v = self._number("attention.value_length") or head_size
@@ -181,7 +186,7 @@ class LlamaModel:
         if not self.has_recurrent_state:
             return 0
         n_embd = int(llama_cpp.llama_model_n_embd(self.handle))
-        n_layer = int(llama_cpp.llama_model_n_layer(self.handle))
+        n_layer = self.n_layer
         if interval := self._number("full_attention_interval"):
             n_layer -= n_layer // interval
         inner, state = self._number("ssm.inner_size"), self._number("ssm.state_size")

@@ -33,7 +33,11 @@ class ContextSize:
 
 
 def open_context(
-    model: LlamaModel, options: ContextOptions, size: ContextSize, n_rollback: int
+    model: LlamaModel,
+    options: ContextOptions,
+    size: ContextSize,
+    n_rollback: int,
+    on_tensor: Any = None,
 ) -> tuple[Any, int]:
     """A native context, and how many tokens its snapshots go back.
 
@@ -48,7 +52,7 @@ def open_context(
     if model.has_recurrent_state and n_snapshots > 0:
         needed = _needed_bytes(model, options, size, size.n_sequences * (1 + n_snapshots))
         if needed <= _available_bytes(model, options):
-            handle = _make(model, options, size, size.n_sequences, n_snapshots)
+            handle = _make(model, options, size, size.n_sequences, n_snapshots, on_tensor)
             if handle and llama_cpp.llama_n_rs_seq(handle) == n_snapshots:
                 return handle, n_snapshots
             if handle:  # an architecture without snapshots
@@ -66,7 +70,7 @@ def open_context(
             hint="take a smaller --ctx-size, or a smaller KV cache (--cache-type-k q8_0 "
             "--cache-type-v q8_0)",
         )
-    handle = _make(model, options, size, n_sequences, 0)
+    handle = _make(model, options, size, n_sequences, 0, on_tensor)
     if not handle:
         raise MemoryLimitError(
             f"{model.name}: llama.cpp cannot make a context of {size.n_ctx} tokens: {last_error()}",
@@ -81,6 +85,7 @@ def _make(
     size: ContextSize,
     n_sequences: int,
     n_snapshots: int,
+    on_tensor: Any,
 ) -> Any:
     """A native context; None if llama.cpp cannot make it."""
     params = llama_cpp.llama_context_default_params()
@@ -99,6 +104,8 @@ def _make(
     params.kv_unified = True  # branches of a tree share cells
     params.swa_full = True  # a sliding window would forget what a rollback needs
     params.no_perf = True
+    if on_tensor is not None:
+        params.cb_eval = on_tensor
     forget_log()
     return model.call(llama_cpp.llama_init_from_model, model.handle, params)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
@@ -19,9 +20,16 @@ _LOOK_S = 0.1
 
 
 def requantize(
-    model: Path, copy: Path, n_threads: int, type_name: Literal["q4_0", "q8_0"] = "q4_0"
+    model: Path,
+    copy: Path,
+    n_threads: int,
+    type_name: Literal["q4_0", "q8_0"] = "q4_0",
+    *,
+    left_out: Collection[int] = (),
+    as_is: bool = False,
 ) -> None:
-    """Write a copy of a GGUF file with all matrices in one type, quantised or not before.
+    """Write a copy of a GGUF file with all matrices in one type, quantised or not before; with `as_is`
+    they keep their types. Of its blocks those of the numbers in `left_out` are not in it.
 
     A matrix whose rows are no multiple of 32 gets the type that llama.cpp falls back to. Raises
     `BackendError` if llama.cpp cannot make it; there may be a part of it then.
@@ -31,6 +39,9 @@ def requantize(
     params.allow_requantize = True
     params.pure = True
     params.nthread = n_threads
+    params.only_copy = as_is
+    if left_out:
+        params.prune_layers = (ctypes.c_int32 * (len(left_out) + 1))(*sorted(left_out), -1)
     results: list[int] = []
 
     def make() -> None:

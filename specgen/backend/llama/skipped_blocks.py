@@ -1,0 +1,133 @@
+"""A context that leaves out blocks of its model, with no other file of weights.
+
+llama.cpp computes all blocks, and lets a callback look at what it computes. What a block that is left
+out gives is replaced by what it was given, so that the others see what they would see in a model
+without it: the logits are, bit for bit, those of a file from which `requantize` left it out. A
+batch takes as long as with all blocks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specgen.arrays import Logits
+from specgen.backend.base import Batch
+from specgen.backend.llama.context import LlamaBackend
+from specgen.backend.llama.ggml_graph import copy_tensor, ggml
+from specgen.backend.llama.library import llama_cpp
+from specgen.backend.llama.model import LlamaModel
+from specgen.errors import BackendError
+from specgen.options import ContextOptions
+
+#: What llama.cpp calls the results of its blocks, before their numbers.
+_RESULT = b"l_out-"
+
+
+class SkippingBackend(LlamaBackend):
+    """A `LlamaBackend` that can decode without some blocks of its model, other ones in each batch.
+
+    What the cache holds is of the blocks that were left out when it was decoded.
+    """
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        options: ContextOptions,
+        *,
+        n_ctx: int,
+        clock: Callable[[], float],
+        n_sequences: int = 1,
+        n_outputs: int = 1,
+    ) -> None:
+        self._skips = _Skips(model.n_embd)
+        self._n_layer = model.n_layer
+        super().__init__(
+            model,
+            options,
+            n_ctx=n_ctx,
+            clock=clock,
+            n_sequences=n_sequences,
+            n_outputs=n_outputs,
+            on_tensor=self._skips.native,
+        )
+
+    def decode_without(self, batch: Batch, left_out: frozenset[int]) -> Logits:
+        """As `decode`, without the blocks of these numbers; the first one, 0, cannot be left out.
+
+        Raises `BackendError`, also where llama.cpp does not tell of this architecture's blocks.
+        """
+        if not all(0 < block < self._n_layer for block in left_out):
+            raise BackendError(f"blocks 1 to {self._n_layer - 1} can be left out: {left_out}")
+        self._skips.begin(left_out, batch.wants_logits)
+        try:
+            logits = self.decode(batch)
+        finally:
+            failure, missing = self._skips.end()
+        if failure is not None:
+            raise failure
+        if missing:
+            raise BackendError(
+                f"{self.model.name}: llama.cpp does not tell what block {min(missing)} computes"
+            )
+        return logits
+
+
+class _Skips:
+    """The callback, and what it is to do."""
+
+    def __init__(self, n_embd: int) -> None:
+        self._n_embd = n_embd
+        self._left_out: frozenset[int] = frozenset()
+        #: The rows of the batch that the last block computes: those that want logits.
+        self._wanted: NDArray[np.intp] = np.zeros(0, np.intp)
+        self._missing: set[int] = set()
+        self._given: NDArray[np.float32] = np.zeros(0, np.float32)
+        self._failure: BackendError | None = None
+        self._name = ggml("ggml_get_name", ctypes.c_char_p, ctypes.c_void_p)
+        self._size = ggml("ggml_nbytes", ctypes.c_size_t, ctypes.c_void_p)
+        self.native = llama_cpp.llama_cpp.ggml_backend_sched_eval_callback(self._on_tensor)
+
+    def begin(self, left_out: frozenset[int], wants_logits: Sequence[bool]) -> None:
+        self._left_out = left_out
+        self._wanted = np.flatnonzero(wants_logits)
+        self._missing = set(left_out)
+
+    def end(self) -> tuple[BackendError | None, set[int]]:
+        """What failed, and the blocks of which llama.cpp did not tell; from now on all are kept."""
+        failure, missing = self._failure, self._missing
+        self._left_out, self._missing, self._failure = frozenset(), set(), None
+        return failure, missing
+
+    def _on_tensor(self, tensor: Any, is_asked: bool, _data: Any) -> bool:
+        """Asked whether a tensor is to be looked at, and called again when it is computed."""
+        name: bytes = self._name(tensor)
+        if not self._left_out or not name.startswith(_RESULT):
+            return not is_asked
+        try:
+            block = int(name.removeprefix(_RESULT))
+            is_left_out = block in self._left_out
+            if is_asked:
+                return is_left_out or block + 1 in self._left_out
+            if is_left_out:
+                self._replace(tensor)
+                self._missing.discard(block)
+            else:
+                self._given = np.empty(self._size(tensor) // 4, np.float32)
+                copy_tensor("ggml_backend_tensor_get", tensor, self._given)
+        except BackendError as error:  # it cannot pass through native code
+            self._failure = error
+        return True
+
+    def _replace(self, tensor: Any) -> None:
+        given = self._given
+        if self._size(tensor) != given.nbytes:
+            given = given.reshape(-1, self._n_embd)[self._wanted]
+        copy_tensor("ggml_backend_tensor_set", tensor, np.ascontiguousarray(given))
+
+
+__all__ = ["SkippingBackend"]

@@ -1,0 +1,1 @@
+"""Drafts that are their target without some of its blocks."""

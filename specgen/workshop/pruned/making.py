@@ -1,0 +1,207 @@
+"""Makes a draft out of a target: the blocks to leave out are searched for, and the rest is written.
+
+A draft that drafts with the target's own layers (Zhang et al., arXiv:2309.08168), as a file of its
+own: llama.cpp cannot leave blocks out while it runs, so it takes memory beside the target's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from specgen.backend.llama import LlamaBackend, LlamaModel, default_threads
+from specgen.calibration.weight_copies import share_of_time
+from specgen.engine.measurements import measure_if_new
+from specgen.engine.session import Session
+from specgen.errors import UsageError
+from specgen.json_lines import write_errors
+from specgen.workshop.pruned.evaluations import Evaluations
+from specgen.workshop.pruned.files import (
+    bytes_a_token,
+    check_prunable,
+    check_room,
+    write_pruned,
+)
+from specgen.workshop.pruned.judging import Judge, JudgedText, judged_texts
+from specgen.workshop.pruned.search import N_FIRST, search
+from specgen.workshop.texts import TargetText
+
+#: Places of the target's text that a set of blocks is judged by, and those that the result is.
+N_PLACES = 512
+_N_HELD_BACK = 1024
+#: Cells of the contexts in which decodes are timed.
+_N_CTX = 256
+
+
+#: What a draft is expected to gain, by the seconds of the target's batches and of a drafted token, and by
+#: the share of drafted tokens that is accepted (`specgen.selection.outlook.expected_speedup`).
+ExpectedSpeedup: TypeAlias = Callable[[dict[int, float], float, float], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """A draft that was cut from a target of `n_layer` blocks, without those in `left_out`.
+
+    Its likeliest token is the target's at the share `agreement` of the places of held-back
+    answers; a token takes the share `cost` of the target's. `speedup` is expected over plain decoding.
+    """
+
+    left_out: tuple[int, ...]
+    n_layer: int
+    agreement: float
+    cost: float
+    speedup: float
+    n_judged: int
+
+
+class PrunedCosts:
+    """What the target's batches take, and what a token of it without some blocks in Q4_0.
+
+    A small file without most blocks is timed beside the target. A token of another one takes longer by
+    its bytes: a token reads all weights once.
+    """
+
+    def __init__(self, session: Session, folder: Path, expected: ExpectedSpeedup) -> None:
+        self._expected = expected
+        model, target = session.target_model, session.options.target
+        n_layer = model.n_layer
+        kept = range(0, n_layer, 4)
+        small = frozenset(range(n_layer)).difference(kept)
+        probe = folder / "pruned-probe.gguf"
+        try:
+            write_pruned(target, small, probe, default_threads())
+            with session.contexts(_N_CTX, drafts=False) as (own, _):
+                measure_if_new(session, own, None)
+                share = timed_share(session, own, probe)
+        finally:
+            with write_errors(probe):
+                probe.unlink(missing_ok=True)
+        self._n_layer = n_layer
+        self._share = share
+        self._n_kept = len(kept)
+        #: Bytes of a block, and of what is not in blocks.
+        self._block_bytes = bytes_a_token(target) - bytes_a_token(target, (n_layer - 1,))
+        self._other_bytes = bytes_a_token(target, range(n_layer))
+        known = session.costs.table().known
+        self.batch_s = {n: seconds for n, seconds in known.items() if n <= session.n_rows_max}
+        if len(self.batch_s) < 2:
+            raise UsageError("a round has no room for a draft", hint="take a larger --draft-max")
+
+    def cost(self, n_left_out: int) -> float:
+        """A token's time without so many blocks, as a share of the target's own."""
+        kept, timed = (
+            self._other_bytes + n * self._block_bytes
+            for n in (self._n_layer - n_left_out, self._n_kept)
+        )
+        return self._share * kept / timed
+
+    def speedup(self, n_left_out: int, agreement: float) -> float:
+        """What a draft without so many blocks is expected to gain over plain decoding."""
+        return self.speedup_at(self.cost(n_left_out), agreement)
+
+    def speedup_at(self, cost: float, agreement: float) -> float:
+        """The same, where a token takes the share `cost` of the target's."""
+        return self._expected(self.batch_s, cost * self.batch_s[1], agreement)
+
+
+def timed_share(session: Session, own: LlamaBackend, file: Path) -> float:
+    """The time of a token of the model in a file over that of the target, by turns."""
+    context = session.options.draft_context
+    with contextlib.closing(LlamaModel(file, n_gpu_layers=context.n_gpu_layers)) as model:
+        backend = LlamaBackend(model, context, n_ctx=own.n_ctx, clock=session.clock, n_outputs=1)
+        with contextlib.closing(backend):
+            return share_of_time(own, backend, (1,))
+
+
+def make_pruned(
+    session: Session,
+    text: TargetText,
+    output: Path,
+    *,
+    expected: ExpectedSpeedup,
+    until_s: float,
+    clock: Callable[[], float],
+    interrupted: Callable[[], bool],
+    progress: Callable[[str, int, int], None],
+) -> Pruned | None:
+    """Search for the blocks to leave out until `until_s` by `clock`, and write the draft to `output`;
+    None if `interrupted` says so, and then what was found stays, and the same call goes on.
+
+    Raises `ModelFileError` if blocks of the target cannot be left out, `UsageError` if there is no text
+    to judge by, `MemoryLimitError`, `OutputError` and `BackendError`.
+    """
+    model, target = session.target_model, session.options.target
+    check_prunable(model)
+    texts = judged_texts(text.answers, N_PLACES, held_back=False)
+    held_back = judged_texts(text.answers, _N_HELD_BACK, held_back=True)
+    check_room(target, output.parent)
+    costs = PrunedCosts(session, output.parent, expected)
+    context = session.costs.context_options()
+    record = output.with_name(f"{output.name}.judged")
+    with (
+        Judge(model, context, texts, session.clock) as judge,
+        Evaluations.opened(record, _key(texts), judge.agreement) as judged,
+    ):
+        _check_time(judged, model.n_layer, until_s, clock)
+        left_out = search(
+            judged,
+            costs.speedup,
+            model.n_layer,
+            is_over=lambda: interrupted() or clock() > until_s,
+            progress=progress,
+        )
+        n_judged = len(judged.known)
+    if interrupted() or left_out is None:
+        return None
+    write_pruned(target, left_out, output, default_threads())
+    with session.contexts(_N_CTX, drafts=False) as (own, _):
+        cost = timed_share(session, own, output)
+    agreement = agreement_of(output, session, held_back)
+    return Pruned(
+        tuple(sorted(left_out)),
+        model.n_layer,
+        agreement,
+        cost,
+        costs.speedup_at(cost, agreement),
+        n_judged,
+    )
+
+
+def _check_time(
+    judged: Evaluations, n_layer: int, until_s: float, clock: Callable[[], float]
+) -> None:
+    """Judge a set, unless that was done; raise `UsageError` if there is no time for as many as are needed."""
+    started_s = clock()
+    judged(frozenset({1}))
+    took_s = clock() - started_s
+    n_needed = n_layer + N_FIRST - len(judged.known)
+    if took_s * n_needed > until_s - clock():
+        raise UsageError(
+            f"{n_needed} more sets are judged at least, each in {took_s:.1f} s: there is no time for it",
+            hint=f"give it --minutes {1 + took_s * n_needed / 60.0:.0f} beyond what the text takes; "
+            "what was done is kept",
+        )
+
+
+def agreement_of(file: Path, session: Session, texts: Sequence[JudgedText]) -> float:
+    """The share of places at which the model in a file says what the texts do."""
+    context = session.options.draft_context
+    with (
+        contextlib.closing(LlamaModel(file, n_gpu_layers=context.n_gpu_layers)) as model,
+        Judge(model, context, texts, session.clock) as judge,
+    ):
+        return judge.agreement(frozenset())
+
+
+def _key(texts: Sequence[JudgedText]) -> str:
+    """Tells what sets were judged by."""
+    return hashlib.sha256(
+        repr([(text.prompt, text.tokens) for text in texts]).encode()
+    ).hexdigest()[:16]
+
+
+__all__ = ["N_PLACES", "Pruned", "PrunedCosts", "agreement_of", "make_pruned", "timed_share"]
