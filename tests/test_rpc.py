@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from specgen.backend import worker_probe
+from specgen.backend.llama import LlamaModel, weights
 from specgen.backend.worker_probe import (
+    RemoteDevice,
     WorkerInfo,
     check_protocol,
     own_protocol,
@@ -22,9 +25,10 @@ from specgen.backend.worker_probe import (
 )
 from specgen.calibration.memory import Memory
 from specgen.cli.flags.workers import workers
-from specgen.errors import BackendError, UsageError, WorkerLostError
+from specgen.errors import BackendError, MemoryLimitError, UsageError, WorkerLostError
 from specgen.options import ContextOptions, Workers
 from specgen.worker_checks import worker_checks
+from tests.helpers_cli import Cli
 from tests.helpers_workers import (
     Worker,
     finished,
@@ -46,6 +50,17 @@ def two_workers() -> Iterator[tuple[Worker, Worker]]:
 
 def endpoints(*found: Worker) -> str:
     return ",".join(worker.endpoint for worker in found)
+
+
+def read_until(process: subprocess.Popen[str], sign: str) -> None:
+    """Read lines of standard error up to one that has `sign`. Fails if there is none."""
+    assert process.stderr is not None
+    lines: list[str] = []
+    for line in process.stderr:
+        if sign in line:
+            return
+        lines.append(line)
+    pytest.fail(f"no {sign!r} among {lines}")
 
 
 @needs_rpc
@@ -127,27 +142,64 @@ class TestLoss:
         assert (end["event"], end["finish_reason"]) == ("finished", "interrupted")
         assert end["n_tokens"] > 0
 
-    def test_a_batch_keeps_what_is_done_and_writes_no_errors(
-        self, tmp_path: Path, tiny_models: Path
-    ) -> None:
-        source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    def batch(
+        self, folder: Path, models: Path, *arguments: str, n_last: int = 4000
+    ) -> tuple[subprocess.Popen[str], Path]:
+        """A batch of four lines, two at once, of which the last two have `n_last` tokens; the file of its
+        results."""
+        source, results = folder / "in.jsonl", folder / "out.jsonl"
         lines = [
-            {"custom_id": str(n), "prompt": "a" * (n + 1), "max_tokens": 20 if n < 2 else 4000}
+            {"custom_id": str(n), "prompt": "a" * (n + 1), "max_tokens": 20 if n < 2 else n_last}
             for n in range(4)
         ]
         source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        process = specgen(
+            *("batch", source, results, "-m", models / "target.gguf", "-md", "none", "-t", "1"),
+            *("--ignore-eos", "-np", "2", "-c", "4096", *arguments),
+        )
+        return process, results
+
+    def test_a_batch_keeps_what_is_done_and_writes_no_errors(
+        self, tmp_path: Path, tiny_models: Path
+    ) -> None:
         with running_worker() as worker:
-            process = specgen(
-                *("batch", source, results, "-m", tiny_models / "target.gguf", "-md", "none"),
-                *("-t", "1", "--ignore-eos", "-np", "2", "--rpc", worker.endpoint, "-c", "4096"),
-            )
+            wanted = ("--rpc", worker.endpoint, "--host-timeout", "0.5")
+            process, results = self.batch(tmp_path, tiny_models, *wanted)
             wait_for(lambda: results.exists() and results.read_text().count("\n") == 2)
             worker.process.kill()
             code, _, err = finished(process, 60.0)
         assert code == WorkerLostError.exit_code, err
+        assert "waiting for all workers" in err
         written = [json.loads(line) for line in results.read_text().splitlines()]
         assert {line["custom_id"] for line in written} == {"0", "1"}
         assert all(line["error"] is None for line in written)
+
+    def test_a_batch_goes_on_when_the_worker_is_back(
+        self, tmp_path: Path, tiny_models: Path
+    ) -> None:
+        with running_worker() as first, running_worker() as stays:
+            wanted = ("--rpc", f"{first.endpoint},{stays.endpoint}")
+            process, results = self.batch(tmp_path, tiny_models, *wanted, n_last=1500)
+            wait_for(lambda: results.exists() and results.read_text().count("\n") == 2)
+            first.process.kill()
+            read_until(process, "waiting for all workers")
+            with running_worker(port=parse_endpoint(first.endpoint)[1]):
+                code, _, err = finished(process, 60.0)
+        assert code == 0, err
+        written = [json.loads(line) for line in results.read_text().splitlines()]
+        assert sorted(line["custom_id"] for line in written) == ["0", "1", "2", "3"]
+        assert all(line["error"] is None for line in written)
+
+    def test_ctrl_c_ends_the_wait(self, tmp_path: Path, tiny_models: Path) -> None:
+        with running_worker() as worker:
+            process, results = self.batch(tmp_path, tiny_models, "--rpc", worker.endpoint)
+            wait_for(lambda: results.exists() and results.read_text().count("\n") == 2)
+            worker.process.kill()
+            read_until(process, "waiting for all workers")
+            process.send_signal(signal.SIGINT)
+            code, _, err = finished(process, 30.0)
+        assert code == 130
+        assert "Traceback" not in err
 
     def test_a_worker_that_is_not_there_is_told(self, tiny_models: Path) -> None:
         endpoint = f"127.0.0.1:{free_port()}"
@@ -163,6 +215,41 @@ class TestLoss:
             code, _, err = finished(worker.process, 30.0)
         assert code == 0
         assert err.splitlines()[-1].startswith("the worker ended")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("run", "Hi"),
+        ("batch", "in.jsonl", "out.jsonl"),
+        ("fim", "in.jsonl:1"),
+        ("chat",),
+        ("serve",),
+        ("verify",),
+        ("tune",),
+        ("bench",),
+        ("draft", "find"),
+        ("draft", "data"),
+        ("draft", "make"),
+    ],
+    ids=" ".join,
+)
+def test_every_command_that_loads_a_target_asks_the_workers(
+    cli: Cli,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    command: Sequence[str],
+) -> None:
+    import specgen.cli
+
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text("Hi\n", encoding="utf-8")
+    endpoint = f"127.0.0.1:{free_port()}"
+    with pytest.raises(SystemExit) as exit_:
+        specgen.cli.main([*command, "-m", cli.model("target"), "--rpc", endpoint])
+    assert exit_.value.code == WorkerLostError.exit_code
+    assert f"cannot reach the worker {endpoint}" in capsys.readouterr().err
 
 
 class TestProbe:
@@ -246,6 +333,11 @@ class TestOptions:
         with pytest.raises(UsageError):
             workers(rpc, split, 5.0)
 
+    def test_other_programs_are_not_compared_over_the_wire(self) -> None:
+        code, out, err = finished(specgen("bench", "--against", "llama.cpp", "--rpc", "a:1"))
+        assert (code, out) == (UsageError.exit_code, "")
+        assert "--against" in err
+
     def test_costs_belong_to_a_placement(self, tmp_path: Path) -> None:
         memory, model = Memory(), tmp_path / "model.gguf"
 
@@ -261,6 +353,17 @@ class TestOptions:
         code, out, err = finished(specgen("worker", "--host", "0.0.0.0"))
         assert (code, out) == (UsageError.exit_code, "")
         assert "--insecure-network" in err
+
+    def test_workers_that_offer_too_little_are_told(
+        self, monkeypatch: pytest.MonkeyPatch, tiny_models: Path
+    ) -> None:
+        def offer(endpoint: str, _timeout_s: float) -> WorkerInfo:
+            return WorkerInfo(endpoint, "1.0.0", (RemoteDevice(1000, 2**40),), None)
+
+        monkeypatch.setattr(weights, "probe", offer)
+        monkeypatch.setattr(weights, "check_protocol", lambda _worker: None)
+        with pytest.raises(MemoryLimitError, match=r"the workers offer 0\.0 GiB"):
+            LlamaModel(tiny_models / "target.gguf", workers=Workers(("a:1", "b:1")))
 
     def test_a_build_without_rpc_names_the_cure(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from specgen.backend.llama import rpc

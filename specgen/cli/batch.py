@@ -25,6 +25,7 @@ from specgen.cli.batch_on_hosts import (
     settings_of,
 )
 from specgen.cli.batch_on_ray import BatchWork, answer_on_ray, ray_options
+from specgen.cli.batch_restart import with_workers
 from specgen.cli.flags.part import without
 from specgen.cli.interrupt import Interrupt
 from specgen.cli.opening import log_shown, open_session, use_kernels
@@ -123,7 +124,8 @@ def batch(
             "--host-timeout",
             min=0.1,
             metavar="SECONDS",
-            help="End when no server of --on has answered for so long, or no actor of --ray has started.",
+            help="End when no server of --on has answered for so long, no actor of --ray has started, or "
+            "lost workers of --rpc are not back.",
             rich_help_panel=_BATCH,
         ),
     ] = 120.0,
@@ -238,7 +240,14 @@ def batch(
             results = stack.enter_context(ResultsFile.opened(destination, earlier))
         code = 0
         if todo:
-            code, n_failed = answer_lines(todo, results)
+            code, n_failed = with_workers(
+                machine.target.workers,
+                lambda: answer_lines(todo, results),
+                n_missing=len(todo),
+                can_restart=_STDIO not in (source, destination),
+                patience_s=host_timeout,
+                note=note,
+            )
             n_errors += n_failed
     if n_errors and not code:
         raise BatchError(

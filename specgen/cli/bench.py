@@ -228,6 +228,8 @@ def bench(
     from specgen.bench.prompts import first_of_each, own_prompts, read_bench_prompts
 
     flags.check_loudness(quiet=quiet, verbose=verbose)
+    if against and machine.target.workers is not None:
+        raise UsageError("--against starts programs that know no workers: leave out --rpc")
     use_kernels(machine.kernels, quiet=quiet)
     plan = Plan(
         policies=parse_policies(policies),

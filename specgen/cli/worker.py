@@ -74,9 +74,11 @@ def worker(
     flags.check_loudness(quiet=quiet, verbose=verbose)
     _check_address(host, insecure=insecure_network)
     from specgen.backend.llama import default_threads
+    from specgen.backend.llama.native_end import end_with_a_line
     from specgen.backend.llama.rpc import load_rpc, offered_devices, serve_devices
     from specgen.catalogue import cache_folder
 
+    end_with_a_line()
     load_rpc()
     _check_free(host, port)
     folder = None
@@ -114,9 +116,8 @@ def worker(
                 is_listening = True
                 os.write(out, f"listening on {endpoint}\n".encode())
     if not stop():
-        raise BackendError(
-            f"llama.cpp cannot listen at {endpoint}", hint="--verbose shows what it says"
-        )
+        what = "no longer serves" if is_listening else "cannot listen at"
+        raise BackendError(f"llama.cpp {what} {endpoint}", hint="--verbose shows what it says")
     say("the worker ended; programs that use it lose what it computes")
     return 0
 

@@ -21,6 +21,7 @@ from specgen.errors import WorkerLostError
 from specgen.process_end import leave_running
 
 _HINT = "start the worker again (`specgen worker`), then repeat the command"
+_SLOW = "if the workers are only slow, --rpc-timeout gives them longer; if not, start them again"
 
 
 class RemoteCalls:
@@ -36,7 +37,8 @@ class RemoteCalls:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._task: _Task | None = None
         self._is_alive = False
-        self._lost: str | None = None
+        #: Why nothing more can be asked of the workers, and what to do about it.
+        self._lost: tuple[str, str] | None = None
         _watch_aborts()
         _open.append(self)
         self._thread = threading.Thread(target=self._work, name="remote calls", daemon=True)
@@ -53,7 +55,7 @@ class RemoteCalls:
         try:
             while not task.is_over.wait(self._timeout_s):
                 if not self._is_alive:
-                    self.give_up(f"no answer within {self._timeout_s:g} s")
+                    self.give_up(f"no answer within {self._timeout_s:g} s", _SLOW)
                 self._is_alive = False
         except BaseException:  # Ctrl-C, say: the call goes on, so nothing else may be called
             self.give_up("a call to them was interrupted")
@@ -68,16 +70,17 @@ class RemoteCalls:
     def check(self) -> None:
         """Raise `WorkerLostError` if a worker was lost."""
         if self._lost is not None:
-            raise WorkerLostError(f"lost {self._workers}: {self._lost}", hint=_HINT)
+            reason, hint = self._lost
+            raise WorkerLostError(f"lost {self._workers}: {reason}", hint)
 
     def alive(self) -> None:
         """The call that is being made gets on: it may take as long again."""
         self._is_alive = True
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, reason: str, hint: str = _HINT) -> None:
         """Let the call that waits, and all others, raise `WorkerLostError`. Any thread may call it."""
         if self._lost is None:
-            self._lost = reason
+            self._lost = reason, hint
             leave_running(f"a call to {self._workers}")
         task = self._task
         if task is not None:

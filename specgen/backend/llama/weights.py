@@ -105,8 +105,7 @@ def lease_weights(
         with _interrupt_between_tensors(params):
             handle = llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
     else:
-        for endpoint in workers.endpoints:  # says what is wrong better than GGML
-            check_protocol(probe(endpoint, min(workers.timeout_s, _PROBE_S)))
+        _check_workers(workers, file, about.st_size)
         remote = RemoteCalls(", ".join(workers.endpoints), workers.timeout_s)
         handle = _load_onto(workers, remote, file, params)
     if not handle:
@@ -125,6 +124,24 @@ def lease_weights(
         )
     weights = _loaded[key] = LoadedWeights(key, handle, remote)
     return weights
+
+
+def _check_workers(workers: Workers, file: Path, n_bytes: int) -> None:
+    """Ask workers what they are, which says what is wrong better than GGML. Raises `WorkerLostError`,
+    `BackendError` if one speaks another protocol, `MemoryLimitError` if they offer too little."""
+    held = {endpoint for key in _loaded if key[-1] for endpoint in key[-1].endpoints}
+    if not held.isdisjoint(workers.endpoints):
+        return  # they serve this process already, and would not answer a second connection
+    found = [probe(name, min(workers.timeout_s, _PROBE_S)) for name in workers.endpoints]
+    for worker in found:
+        check_protocol(worker)
+    free_bytes = sum(device.free_bytes for worker in found for device in worker.devices)
+    if free_bytes < n_bytes and not workers.tensor_split:
+        raise MemoryLimitError(
+            f"{file}: the model has {n_bytes / 2**30:.1f} GiB, and the workers offer "
+            f"{free_bytes / 2**30:.1f} GiB",
+            hint="name more workers, or let them offer more (`specgen worker --memory`)",
+        )
 
 
 def _load_onto(workers: Workers, remote: RemoteCalls, file: Path, params: Any) -> Any:

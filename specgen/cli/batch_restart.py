@@ -1,0 +1,106 @@
+"""``specgen batch --rpc`` when a worker is lost: the command starts itself again and waits for it.
+
+llama.cpp's RPC client cannot connect again in a process that lost a worker, and keeps its connections to the
+others, which serve one program at a time. So the process is replaced by a new one (`exec`), which goes on
+where the file of results ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from specgen.backend.worker_probe import probe
+from specgen.cli.interrupt import Interrupt
+from specgen.errors import WorkerLostError
+from specgen.options import Workers
+
+#: Tells the new process how many lines were missing, and how often it was started since.
+_VARIABLE = "SPECGEN_BATCH_RESTARTS"
+#: How often to start again for the same missing lines: they may be what ends the workers.
+_MOST = 5
+#: Seconds between two looks at the workers, and the longest that one may take for an answer.
+_PAUSE_S = 1.0
+_PROBE_S = 5.0
+
+
+def with_workers(
+    workers: Workers | None,
+    answer: Callable[[], tuple[int, int]],
+    *,
+    n_missing: int,
+    can_restart: bool,
+    patience_s: float,
+    note: Callable[[str], None],
+) -> tuple[int, int]:
+    """The exit code and the number of errors that `answer` returns. Where it loses a worker and
+    `can_restart`, the process is replaced by one that waits for all workers, `patience_s` seconds at most,
+    and makes the `n_missing` answers that are missing now, or fewer. Raises `WorkerLostError`: at once
+    where the first process finds one missing, whose name may be mistyped."""
+    if workers is None:
+        return answer()
+    if code := _wait(workers, patience_s if _VARIABLE in os.environ else 0.0, note):
+        return code, 0
+    try:
+        return answer()
+    except WorkerLostError as error:
+        if not can_restart:
+            raise
+        _restart(n_missing, error, note)
+
+
+def _restart(n_missing: int, error: WorkerLostError, note: Callable[[str], None]) -> NoReturn:
+    """Replace the process by one that waits for the workers (`_wait`) and makes the answers that
+    are missing. Raises `error` where that was done too often without a new result, or cannot be."""
+    before, times = _told()
+    times = 1 if n_missing != before else times + 1
+    if times > _MOST or not hasattr(os, "fork"):  # Windows does not replace processes
+        raise error
+    note(f"{error.message}; starting again")
+    os.environ[_VARIABLE] = f"{n_missing} {times}"
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    # llama.cpp's connections would stay open in the new process.
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
+
+
+def _wait(workers: Workers, patience_s: float, note: Callable[[str], None]) -> int:
+    """Wait until all workers answer; returns 0, or the exit code of a signal that came meanwhile. Raises
+    `WorkerLostError` if they do not within `patience_s` seconds."""
+    until = time.monotonic() + patience_s
+    is_told = False
+    with Interrupt() as stop:
+        while not stop():
+            error = _missing(workers)
+            if error is None:
+                return 0
+            if time.monotonic() > until:
+                raise error
+            if not is_told:
+                note(f"{error.message}; waiting for all workers, {patience_s:g} s at most")
+                is_told = True
+            time.sleep(_PAUSE_S)
+    return stop.exit_code
+
+
+def _missing(workers: Workers) -> WorkerLostError | None:
+    """What is wrong with the first worker that does not answer."""
+    try:
+        for endpoint in workers.endpoints:
+            probe(endpoint, _PROBE_S)
+    except WorkerLostError as error:
+        return error
+    return None
+
+
+def _told() -> tuple[int, int]:
+    """What the process before said; nothing is (-1, 0)."""
+    n_missing, _, times = os.environ.get(_VARIABLE, "").partition(" ")
+    return (int(n_missing), int(times)) if n_missing.isdigit() and times.isdigit() else (-1, 0)
+
+
+__all__ = ["with_workers"]
