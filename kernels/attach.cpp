@@ -20,6 +20,7 @@
 #include "instruction_set.h"
 #include "operators.h"
 #include "weights.h"
+#include "worker_weights.h"
 
 Ggml ggml_api = {};
 
@@ -200,6 +201,12 @@ EXPORTED void specgen_kernels_counts(uint64_t counts[4]) {
     counts[1] = now.attentions;
     counts[2] = packed_bytes();
     counts[3] = now.other_attentions;
+}
+
+// From now on let workers of this process keep quantised weights packed.
+EXPORTED void specgen_kernels_serve() {
+    ggml_backend_reg *cpu = ggml_api.cpu_reg();
+    serve_packed(cpu->iface.get_device(cpu, 0));
 }
 
 // Whether weights loaded from now on are packed, and whether attention is computed by us.

@@ -88,6 +88,14 @@ struct ggml_backend_buffer {
     int usage;
 };
 
+struct ggml_backend_device_i {
+    void *of_no_interest[6];
+    ggml_backend_buffer_type *(*get_buffer_type)(ggml_backend_device *);
+};
+struct ggml_backend_device {
+    ggml_backend_device_i iface;  // its beginning
+};
+
 struct ggml_backend_reg_i {
     const char *(*get_name)(ggml_backend_reg *);
     size_t (*get_device_count)(ggml_backend_reg *);

@@ -6,6 +6,7 @@
 
 #include "instruction_set.h"
 #include "weights.h"
+#include "worker_weights.h"
 
 namespace {
 
@@ -40,6 +41,12 @@ void prepare_blocks(WeightType type, const float *values, int64_t first_block, i
     kernels->prepare(type, values + first_block * inputs, n_blocks * inputs,
                      tile + kernels->column_bytes(type, inputs) * first_block * n_columns,
                      n_columns, column);
+}
+
+// Weights in packed form; null if they have none.
+const char *packed(const ggml_tensor *weights) {
+    if (is_packed(weights)) return static_cast<const char *>(weights->data);
+    return packed_for_worker(weights);
 }
 
 // --- products ---
@@ -82,7 +89,7 @@ struct Product {
 
     void multiply(const char *prepared, int64_t first_group, int64_t end_group, int64_t first_tile,
                   int64_t end_tile) const {
-        const char *matrix = static_cast<const char *>(weights->data);
+        const char *matrix = packed(weights);
         auto *out = static_cast<float *>(outputs->data);
         for (int64_t g = first_group; g < end_group; g++) {
             const int64_t row = g * kernels->rows_per_group;
@@ -216,8 +223,7 @@ struct ExpertProduct {
         const int lanes = kernels->rows_per_group;
         const int64_t row = g * lanes;
         const int rows = static_cast<int>(std::min<int64_t>(lanes, n_rows - row));
-        const char *group = static_cast<const char *>(weights->data) +
-                            (e * n_groups + g) * group_bytes;
+        const char *group = packed(weights) + (e * n_groups + g) * group_bytes;
         const Tiles tiles(starts[e + 1] - starts[e]);
         for (int64_t t = 0; t < tiles.count; t++) {
             const int64_t c = starts[e] + tiles.first(t);
@@ -364,14 +370,25 @@ bool can_multiply(const ggml_tensor *op) {
     return op->op == ggml_api.mul_mat_id && op->src[2] != nullptr;
 }
 
+// Whether the weights of a product are packed, so that it has to be computed here: llama.cpp asked
+// before whether it can be, of a worker's matrices nobody asked.
+bool has_packed(const ggml_tensor *op) {
+    const ggml_tensor *weights = op->src[0], *inputs = op->src[1];
+    if (is_packed(weights)) return true;
+    return packed_for_worker(weights) != nullptr && has_float_rows(inputs) &&
+           cache_type(op) == CacheType::f32 &&
+           (op->op == ggml_api.mul_mat_id || weights->ne[2] == 1);
+}
+
 struct Operators : ggml::cpu::extra_buffer_type {
     bool supports_op(ggml_backend_device *, const ggml_tensor *op) override {
         return can_multiply(op);
     }
 
     ggml::cpu::tensor_traits *get_tensor_traits(const ggml_tensor *op) override {
-        if (op->op == ggml_api.mul_mat) return is_packed(op->src[0]) ? &product : nullptr;
-        if (op->op == ggml_api.mul_mat_id) return is_packed(op->src[0]) ? &expert : nullptr;
+        if (op->op == ggml_api.mul_mat && has_packed(op)) return &product;
+        if (op->op == ggml_api.mul_mat_id && has_packed(op)) return &expert;
+        check_readable(op);
         if (op->op != ggml_api.flash_attention) return nullptr;
         if (attention_enabled && can_attend(op)) return &attention;
         return &counting;

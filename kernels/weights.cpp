@@ -45,7 +45,8 @@ struct Pieces {
 };
 std::map<const ggml_tensor *, Pieces> pieces;
 
-void pack_groups(const ggml_tensor *weights, const char *rows, std::atomic<int64_t> &next) {
+void pack_groups(const ggml_tensor *weights, const char *rows, char *packed,
+                 std::atomic<int64_t> &next) {
     const int64_t groups = n_groups(weights), total = groups * weights->ne[2];
     const size_t group_bytes = kernels->group_bytes(weight_type(weights), weights->ne[0]);
     constexpr int64_t batch = 4;
@@ -56,28 +57,9 @@ void pack_groups(const ggml_tensor *weights, const char *rows, std::atomic<int64
                 std::min<int64_t>(kernels->rows_per_group, weights->ne[1] - row));
             kernels->pack(weight_type(weights), rows + i / groups * weights->nb[2] +
                           row * weights->nb[1], weights->nb[1], n_rows, weights->ne[0],
-                          static_cast<char *>(weights->data) + i * group_bytes);
+                          packed + i * group_bytes);
         }
     }
-}
-
-void pack(const ggml_tensor *weights, const char *rows) {
-    std::atomic<int64_t> next{0};
-    const size_t bytes = ggml_api.nbytes(weights);
-    // A thread takes some 20 us to start, in which another one packs some 20 KB.
-    const size_t useful = 1 + bytes / (256 << 10);
-    const unsigned n_threads = static_cast<unsigned>(
-        std::min<size_t>(std::max(1U, std::thread::hardware_concurrency()), useful));
-    std::vector<std::thread> others;
-    for (unsigned i = 1; i < n_threads; i++) {
-        try {
-            others.emplace_back([&] { pack_groups(weights, rows, next); });
-        } catch (const std::system_error &) {
-            break;  // no more threads: those that there are do the work
-        }
-    }
-    pack_groups(weights, rows, next);
-    for (auto &thread : others) thread.join();
 }
 
 // --- the buffer's functions, as ggml calls them ---
@@ -94,7 +76,7 @@ void set_tensor(ggml_backend_buffer *, ggml_tensor *tensor, const void *data, si
                 size_t size) {
     const size_t bytes = ggml_api.nbytes(tensor);
     if (offset == 0 && size == bytes) {
-        pack(tensor, static_cast<const char *>(data));
+        pack(tensor, static_cast<const char *>(data), static_cast<char *>(tensor->data));
         return;
     }
     const std::lock_guard<std::mutex> lock(pieces_mutex);
@@ -103,7 +85,7 @@ void set_tensor(ggml_backend_buffer *, ggml_tensor *tensor, const void *data, si
     std::memcpy(waiting.data.data() + offset, data, size);
     waiting.arrived += size;
     if (waiting.arrived >= bytes) {
-        pack(tensor, waiting.data.data());
+        pack(tensor, waiting.data.data(), static_cast<char *>(tensor->data));
         pieces.erase(tensor);
     }
 }
@@ -134,6 +116,25 @@ size_t get_alloc_size(ggml_backend_buffer_type *, const ggml_tensor *tensor) {
 ggml_backend_buffer_type buffer_type;
 
 }  // namespace
+
+void pack(const ggml_tensor *weights, const char *rows, char *packed) {
+    std::atomic<int64_t> next{0};
+    const size_t bytes = ggml_api.nbytes(weights);
+    // A thread takes some 20 us to start, in which another one packs some 20 KB.
+    const size_t useful = 1 + bytes / (256 << 10);
+    const unsigned n_threads = static_cast<unsigned>(
+        std::min<size_t>(std::max(1U, std::thread::hardware_concurrency()), useful));
+    std::vector<std::thread> others;
+    for (unsigned i = 1; i < n_threads; i++) {
+        try {
+            others.emplace_back([&] { pack_groups(weights, rows, packed, next); });
+        } catch (const std::system_error &) {
+            break;  // no more threads: those that there are do the work
+        }
+    }
+    pack_groups(weights, rows, packed, next);
+    for (auto &thread : others) thread.join();
+}
 
 ggml_backend_buffer_type *packed_buffer_type(ggml_backend_device *cpu,
                                              ggml::cpu::extra_buffer_type *operators) {

@@ -24,6 +24,9 @@ CacheType cache_type(const ggml_tensor *tensor);
 // Look up the numbers of ggml's types by their names.
 void learn_types();
 
+// Write the packed form of weights, whose rows are as in the model's file.
+void pack(const ggml_tensor *weights, const char *rows, char *packed);
+
 // Bytes of the packed matrix of one expert.
 size_t matrix_bytes(const ggml_tensor *weights);
 

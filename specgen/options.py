@@ -360,6 +360,9 @@ class Workers:
     endpoints: tuple[str, ...]
     #: The shares of their devices, in their order; none: by their free memory.
     tensor_split: tuple[float, ...] = ()
+    #: Whether this machine computes the logits: they are larger than the hidden states that it needs
+    #: for them.
+    output_here: bool = False
     #: The longest that a call may wait for them, in seconds. Not a part of what a decode costs.
     timeout_s: float = field(default=60.0, compare=False)
 

@@ -49,6 +49,7 @@ EXPORT void specgen_kernels_counts(uint64_t counts[4]) {
     for (int i = 0; i < 4; i++) counts[i] = 10 * enabled[0] + enabled[1] + i;
 }
 #ifndef INCOMPLETE
+EXPORT void specgen_kernels_serve(void) {}
 EXPORT void specgen_kernels_enable(int products, int attention) {
     enabled[0] = products;
     enabled[1] = attention;

@@ -11,10 +11,14 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from specgen.arrays import Logits
 from specgen.backend import worker_probe
-from specgen.backend.llama import LlamaModel, weights
+from specgen.backend.base import Batch
+from specgen.backend.llama import LlamaBackend, LlamaModel, weights
+from specgen.backend.llama.kernels import Kernels
 from specgen.backend.worker_probe import (
     RemoteDevice,
     WorkerInfo,
@@ -27,6 +31,8 @@ from specgen.calibration.memory import Memory
 from specgen.cli.flags.workers import workers
 from specgen.errors import BackendError, MemoryLimitError, UsageError, WorkerLostError
 from specgen.options import ContextOptions, Workers
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny.config import Architecture
 from specgen.worker_checks import worker_checks
 from tests.helpers_cli import Cli
 from tests.helpers_workers import (
@@ -100,6 +106,16 @@ class TestTarget:
         assert placed("1,0") == [True, False]
         assert placed("0,1") == [False, True]
 
+    def test_the_output_matrix_may_stay(
+        self, two_workers: tuple[Worker, Worker], tiny_models: Path
+    ) -> None:
+        """Fewer bytes than logits come back, and the text is the same."""
+        own = ("-m", tiny_models / "target.gguf", "-md", "none", "--kernels", "llama.cpp", "a b")
+        there = self.run(*own, "--rpc", endpoints(*two_workers))
+        here = self.run(*own, "--rpc", endpoints(*two_workers), "--output-here")
+        assert there[0] == 0, there
+        assert here == there
+
     def test_a_share_too_many_is_refused(
         self, two_workers: tuple[Worker, Worker], tiny_models: Path
     ) -> None:
@@ -107,6 +123,54 @@ class TestTarget:
         code, _, err = self.run(*own, "--rpc", endpoints(*two_workers))
         assert code == UsageError.exit_code
         assert "3 shares, and the workers have 2 devices" in err
+
+
+@needs_rpc
+class TestKernels:
+    """specgen's kernels on workers."""
+
+    @pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen35", "mamba2"])
+    def test_rows_are_those_of_the_kernels_here(
+        self,
+        kernels: Kernels,
+        two_workers: tuple[Worker, Worker],
+        tmp_path: Path,
+        architecture: Architecture,
+    ) -> None:
+        """To the last bit: a batch costs no more there, and texts are those of this machine."""
+        config = TinyConfig(architecture=architecture, tensor_type="q8_0")
+        path = write_tiny_model(tmp_path / "tiny.gguf", config)
+        remote = Workers(tuple(worker.endpoint for worker in two_workers))
+        rows = []
+        for workers_ in (None, remote):
+            model = LlamaModel(path, workers=workers_)
+            rows.append(self.rows(model))
+            model.close()
+        # Gated delta nets are computed by operators of llama.cpp's that differ between devices.
+        rounding = 1e-4 if architecture == "qwen35" else 0.0
+        here, there = rows
+        np.testing.assert_allclose(there, here, rtol=0.0, atol=rounding)
+        if architecture == "llama":  # what else a worker computes is llama.cpp's in any case
+            kernels.enable(products=False, attention=False)
+            model = LlamaModel(path)
+            others = self.rows(model)
+            model.close()
+            assert not np.array_equal(others, there)
+
+    def rows(self, model: LlamaModel) -> Logits:
+        """Logits of some tokens: a batch, then two of them alone."""
+        options = ContextOptions(n_threads=1)
+        found = []
+        backend = LlamaBackend(
+            model, options, n_ctx=256, clock=time.perf_counter, n_sequences=1, n_outputs=8
+        )
+        for start, end in ((0, 6), (6, 7), (7, 8)):
+            batch = Batch()
+            for position in range(start, end):
+                batch.add(10 + position, position, (0,), True)
+            found.append(backend.decode(batch).copy())
+        backend.close()
+        return np.concatenate(found)
 
 
 @needs_rpc
@@ -308,14 +372,14 @@ class TestOptions:
     """--rpc and what goes with it, before anything is loaded."""
 
     def test_workers(self) -> None:
-        found = workers("a:1, b:2", "3,1", 5.0)
+        found = workers("a:1, b:2", "3,1", output_here=True, timeout_s=5.0)
         assert found is not None
         assert (found.endpoints, found.tensor_split, found.timeout_s) == (
             ("a:1", "b:2"),
             (3.0, 1.0),
             5.0,
         )
-        assert workers(None, None, 5.0) is None
+        assert workers(None, None, output_here=False, timeout_s=5.0) is None
 
     @pytest.mark.parametrize(
         ("rpc", "split"),
@@ -331,7 +395,7 @@ class TestOptions:
     )
     def test_what_makes_no_sense_is_refused(self, rpc: str | None, split: str | None) -> None:
         with pytest.raises(UsageError):
-            workers(rpc, split, 5.0)
+            workers(rpc, split, output_here=False, timeout_s=5.0)
 
     def test_other_programs_are_not_compared_over_the_wire(self) -> None:
         code, out, err = finished(specgen("bench", "--against", "llama.cpp", "--rpc", "a:1"))

@@ -234,7 +234,11 @@ def _placement(context: ContextOptions) -> dict[str, Any]:
     workers = context.workers
     if workers is None:
         return {}
-    return {"workers": workers.endpoints, "tensor_split": workers.tensor_split}
+    return {
+        "workers": workers.endpoints,
+        "tensor_split": workers.tensor_split,
+        "output_here": workers.output_here,
+    }
 
 
 def _key(about: Mapping[str, Any]) -> str:

@@ -12,7 +12,9 @@ from typing import Annotated
 import typer
 
 from specgen.cli import flags
+from specgen.cli.flags.machine import Kernels
 from specgen.cli.interrupt import Interrupt
+from specgen.cli.opening import use_kernels
 from specgen.errors import BackendError, UsageError, WorkerLostError
 from specgen.process_end import leave_running
 
@@ -63,6 +65,7 @@ def worker(
             help="Listen at an address that other machines reach: whoever does controls this process.",
         ),
     ] = False,
+    kernels: Kernels = "auto",
     quiet: flags.Quiet = False,
     verbose: flags.Verbose = False,
 ) -> int:
@@ -74,11 +77,11 @@ def worker(
     flags.check_loudness(quiet=quiet, verbose=verbose)
     _check_address(host, insecure=insecure_network)
     from specgen.backend.llama import default_threads
-    from specgen.backend.llama.native_end import end_with_a_line
+    from specgen.backend.llama.kernels import attached, computing
     from specgen.backend.llama.rpc import load_rpc, offered_devices, serve_devices
     from specgen.catalogue import cache_folder
 
-    end_with_a_line()
+    use_kernels(kernels, quiet=quiet)
     load_rpc()
     _check_free(host, port)
     folder = None
@@ -96,9 +99,13 @@ def worker(
             f"warning: whoever reaches {host}:{port} can read and write this process's memory and "
             "run code in it; nothing is encrypted. Use it in a network of your own only."
         )
+    own = attached()
+    if own is not None and own.computes_products:
+        own.serve()
     for device in devices:
         free = f"{device.free_bytes / 2**30:.1f} GiB"
-        say(f"offering {device.name}: {device.description}, {free}")
+        by = f", {computing()}" if device.is_cpu else ""
+        say(f"offering {device.name}: {device.description}, {free}{by}")
     endpoint = f"{host}:{port}"
     with Interrupt() as stop:
         out = _native_stdout(shows=verbose)

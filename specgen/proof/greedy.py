@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specgen.arrays import Logits
-from specgen.backend.llama.kernels import LLAMA_CPP
 from specgen.core.text_state import Shaper, TextState
 from specgen.engine.loop import Loop
 from specgen.engine.measurements import measure_if_costs_decide
@@ -172,7 +171,7 @@ def check_greedy(
     n_ctx = max(session.context_size(len(prompt.tokens)) for prompt in prompts)
     by_batches = 0.0
     # Until batches alone are seen to move a row: not all models and caches are the kernels' alone.
-    exact = session.target_model.kernels != LLAMA_CPP
+    exact = session.target_model.has_equal_rows
     with session.contexts(n_ctx) as (target, draft), session.helper_contexts(n_ctx) as helpers:
         measure_if_costs_decide(session, target, draft)
         drafts = [*([] if draft is None else [draft]), *helpers]

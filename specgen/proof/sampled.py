@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specgen.backend.llama import LlamaBackend
-from specgen.backend.llama.kernels import LLAMA_CPP
 from specgen.core.text_state import RememberingShaper
 from specgen.engine.loop import Loop
 from specgen.engine.measurements import measure_if_costs_decide
@@ -295,5 +294,5 @@ def _compare_rows(
             if seen is not None:  # there is none before what a grammar forced
                 n_rows += 1
                 moved_by = max(moved_by, movement(seen, alone))
-    exact = session.target_model.kernels != LLAMA_CPP and by_batches == 0.0
+    exact = session.target_model.has_equal_rows and by_batches == 0.0
     return RowsResult(n_rows, moved_by, by_batches, exact)

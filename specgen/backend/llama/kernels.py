@@ -20,6 +20,8 @@ from specgen.errors import BackendError
 
 #: What `computing` says where no kernels of ours compute.
 LLAMA_CPP = "llama.cpp"
+#: Who computes a model that other machines hold: they do not tell more.
+WORKERS = "workers"
 
 _TEXTS = (
     "specgen_kernels_problem",
@@ -64,6 +66,11 @@ class Kernels:
         attention from now on."""
         self._library.specgen_kernels_enable(int(products), int(attention))
         self._enabled = (products, attention)
+
+    def serve(self) -> None:
+        """From now on let this process's CPU keep quantised weights packed that others send to it, by
+        llama.cpp's RPC."""
+        self._library.specgen_kernels_serve()
 
     def counts(self) -> KernelCounts:
         numbers = (ctypes.c_uint64 * 4)()
@@ -134,6 +141,8 @@ def _declare(library: Any) -> None:
     library.specgen_kernels_counts.argtypes = (ctypes.POINTER(ctypes.c_uint64),)
     library.specgen_kernels_enable.restype = None
     library.specgen_kernels_enable.argtypes = (ctypes.c_int, ctypes.c_int)
+    library.specgen_kernels_serve.restype = None
+    library.specgen_kernels_serve.argtypes = ()
 
 
 def _text(value: bytes | None) -> str:
@@ -142,6 +151,7 @@ def _text(value: bytes | None) -> str:
 
 __all__ = [
     "LLAMA_CPP",
+    "WORKERS",
     "KernelCounts",
     "Kernels",
     "attach",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.backend.llama.file_check import check_file
-from specgen.backend.llama.kernels import LLAMA_CPP, computing
+from specgen.backend.llama.kernels import LLAMA_CPP, WORKERS, computing
 from specgen.backend.llama.library import llama_cpp
 from specgen.backend.llama.vocabulary import LlamaVocabulary
 from specgen.backend.llama.weights import lease_weights
@@ -51,8 +51,8 @@ class LlamaModel:
         file = path if weights is None else weights
         check_file(file)
         self.path = path
-        #: Who computes on the CPU, as `computing` says it. On workers llama.cpp's own code does.
-        self.kernels = computing() if workers is None else LLAMA_CPP
+        #: Who computes on the CPU, as `computing` says it; `WORKERS` where those do.
+        self.kernels = computing() if workers is None else WORKERS
         self._is_closed = False
         self._weights = lease_weights(
             file, n_gpu_layers, vocabulary_only=vocabulary_only, workers=workers
@@ -73,7 +73,7 @@ class LlamaModel:
     def has_equal_rows(self) -> bool:
         """Whether specgen's kernels compute on the CPU: a row is then the same bits in any batch, and
         a prompt in whatever pieces it is read."""
-        return self.kernels != LLAMA_CPP
+        return self.kernels not in (LLAMA_CPP, WORKERS)
 
     @property
     def is_remote(self) -> bool:

@@ -12,6 +12,7 @@ from specgen.backend.llama.library import forget_log, ggml_function, last_error,
 from specgen.backend.llama.remote_calls import RemoteCalls
 from specgen.backend.rpc_build import LIBRARY, version_of
 from specgen.errors import BackendError, UsageError
+from specgen.options import Workers
 
 _BUILD_HINT = (
     "in a checkout of specgen: make rpc; with pip: "
@@ -19,6 +20,8 @@ _BUILD_HINT = (
     "pip install --force-reinstall --no-cache-dir llama-cpp-python"
 )
 _CPU, _ACCELERATOR = 0, 3
+#: The names of an output matrix, as a regular expression: models without one take the embeddings.
+_OUTPUT_MATRIX = rb"^(output|token_embd)\.weight$"
 
 
 def library_path() -> Path | None:
@@ -70,21 +73,26 @@ def remote_devices(endpoints: Sequence[str], calls: RemoteCalls) -> list[int]:
     return devices
 
 
-def set_devices(params: Any, devices: Sequence[int], tensor_split: Sequence[float]) -> list[Any]:
-    """Let a model be spread over devices; returns what must be kept until it is loaded. Raises
-    `UsageError` if there is a share too many."""
+def spread(params: Any, devices: Sequence[int], workers: Workers) -> list[Any]:
+    """Let a model be spread over the devices of workers; returns what must be kept until it is loaded.
+    Raises `UsageError` if there is a share too many."""
     array = (ctypes.c_void_p * (len(devices) + 1))(*devices, None)
     params.devices = ctypes.cast(array, ctypes.c_void_p).value
     kept: list[Any] = [array]
-    if tensor_split:
-        if len(tensor_split) > len(devices):
+    if split := workers.tensor_split:
+        if len(split) > len(devices):
             raise UsageError(
-                f"--tensor-split has {len(tensor_split)} shares, and the workers have "
+                f"--tensor-split has {len(split)} shares, and the workers have "
                 f"{len(devices)} devices"
             )
-        shares = (ctypes.c_float * int(llama_cpp.llama_max_devices()))(*tensor_split)
+        shares = (ctypes.c_float * int(llama_cpp.llama_max_devices()))(*split)
         params.tensor_split = shares
         kept.append(shares)
+    if workers.output_here:
+        here = _ggml("ggml_backend_cpu_buffer_type", ctypes.c_void_p)()
+        overrides = (_Placement * 2)(_Placement(_OUTPUT_MATRIX, here), _Placement(None, None))
+        params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p).value
+        kept.append(overrides)
     return kept
 
 
@@ -95,6 +103,7 @@ class Offered:
         self.name = _text("ggml_backend_dev_name", device)
         self.description = _text("ggml_backend_dev_description", device)
         self.handle = device
+        self.is_cpu = _kind(device) == _CPU
         self._kept = None if memory_bytes is None else _limit_memory(device, memory_bytes)
 
     @property
@@ -109,10 +118,9 @@ def offered_devices(memory_bytes: int | None) -> list[Offered]:
     load_rpc()
     count = _ggml("ggml_backend_dev_count", ctypes.c_size_t)
     get = _ggml("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
-    kind = _ggml("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)
     devices = [get(index) for index in range(count())]
-    chosen = [device for device in devices if kind(device) not in (_CPU, _ACCELERATOR)]
-    chosen = chosen or [device for device in devices if kind(device) == _CPU]
+    chosen = [device for device in devices if _kind(device) not in (_CPU, _ACCELERATOR)]
+    chosen = chosen or [device for device in devices if _kind(device) == _CPU]
     return [Offered(device, memory_bytes) for device in chosen]
 
 
@@ -141,6 +149,12 @@ def serve_devices(
 _GET_MEMORY = ctypes.CFUNCTYPE(
     None, ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)
 )
+
+
+class _Placement(ctypes.Structure):
+    """llama.cpp's `llama_model_tensor_buft_override`: where tensors of some names lie."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 
 class _DeviceStruct(ctypes.Structure):
@@ -175,6 +189,11 @@ def _memory(device: int) -> tuple[int, int]:
     return free.value, total.value
 
 
+def _kind(device: int) -> int:
+    """GGML's number of a kind of device."""
+    return int(_ggml("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)(device))
+
+
 def _text(function: str, device: int) -> str:
     text = _ggml(function, ctypes.c_char_p, ctypes.c_void_p)(device)
     return bytes(text or b"").decode("utf-8", "replace")
@@ -206,5 +225,5 @@ __all__ = [
     "offered_devices",
     "remote_devices",
     "serve_devices",
-    "set_devices",
+    "spread",
 ]

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from specgen.backend.llama.kernels import computing
 from specgen.backend.llama.library import forget_log, last_error, llama_cpp
 from specgen.backend.llama.remote_calls import RemoteCalls
-from specgen.backend.llama.rpc import remote_devices, set_devices
+from specgen.backend.llama.rpc import remote_devices, spread
 from specgen.backend.llama.vocabulary import LlamaVocabulary
 from specgen.backend.worker_probe import check_protocol, probe
 from specgen.errors import MemoryLimitError, ModelFileError, WorkerLostError
@@ -154,7 +154,7 @@ def _load_onto(workers: Workers, remote: RemoteCalls, file: Path, params: Any) -
     progress = llama_cpp.llama_progress_callback(go_on)
     params.progress_callback = progress
     try:
-        kept = set_devices(params, remote_devices(workers.endpoints, remote), workers.tensor_split)
+        kept = spread(params, remote_devices(workers.endpoints, remote), workers)
         handle = remote(llama_cpp.llama_model_load_from_file, os.fsencode(file), params)
     except BaseException:
         remote.close()

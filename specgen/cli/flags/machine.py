@@ -14,6 +14,18 @@ _DEFAULT = ContextOptions()
 _MACHINE = "Machine"
 
 
+Kernels = Annotated[
+    KernelChoice,
+    typer.Option(
+        "--kernels",
+        envvar="SPECGEN_KERNELS",
+        help="Who computes on the CPU: specgen (its own kernels, which make the rows of a batch "
+        "cheap), llama.cpp, or auto (specgen's, where they were built and pass their test).",
+        rich_help_panel=_MACHINE,
+    ),
+]
+
+
 def machine(
     ctx_size: Annotated[
         int | None,
@@ -61,16 +73,7 @@ def machine(
             rich_help_panel=_MACHINE,
         ),
     ] = _DEFAULT.n_threads_batch,
-    kernels: Annotated[
-        KernelChoice,
-        typer.Option(
-            "--kernels",
-            envvar="SPECGEN_KERNELS",
-            help="Who computes on the CPU: specgen (its own kernels, which make the rows of a batch "
-            "cheap), llama.cpp, or auto (specgen's, where they were built and pass their test).",
-            rich_help_panel=_MACHINE,
-        ),
-    ] = "auto",
+    kernels: Kernels = "auto",
     gpu_layers: Annotated[
         int,
         typer.Option(
@@ -109,10 +112,11 @@ def machine(
     ] = _DEFAULT.cache_type_v,
     rpc: remote.Rpc = None,
     tensor_split: remote.TensorSplit = None,
+    output_here: remote.OutputHere = False,
     rpc_timeout: remote.RpcTimeout = remote.TIMEOUT_S,
 ) -> Contexts:
     """The options of both contexts, and the kernels. The draft is on this machine in any case."""
-    workers = remote.workers(rpc, tensor_split, rpc_timeout)
+    workers = remote.workers(rpc, tensor_split, output_here=output_here, timeout_s=rpc_timeout)
 
     def context(n_gpu_layers: int) -> ContextOptions:
         return ContextOptions(

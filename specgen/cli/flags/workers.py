@@ -38,6 +38,15 @@ TensorSplit = Annotated[
         rich_help_panel=_MACHINE,
     ),
 ]
+OutputHere = Annotated[
+    bool,
+    typer.Option(
+        "--output-here",
+        help="With --rpc: keep the output matrix on this machine. Hidden states then go over the "
+        "network in place of logits, which are some 20 to 100 times as large.",
+        rich_help_panel=_MACHINE,
+    ),
+]
 RpcTimeout = Annotated[
     float,
     typer.Option(
@@ -51,13 +60,17 @@ RpcTimeout = Annotated[
 ]
 
 
-def workers(rpc: str | None, tensor_split: str | None, timeout_s: float) -> Workers | None:
+def workers(
+    rpc: str | None, tensor_split: str | None, *, output_here: bool, timeout_s: float
+) -> Workers | None:
     """The machines that were named; None if none were. Raises `UsageError`."""
     if rpc is None:
         if tensor_split is not None:
             raise UsageError("--tensor-split needs --rpc, over whose machines it splits")
+        if output_here:
+            raise UsageError("--output-here needs --rpc, whose machines have the other matrices")
         return None
-    return Workers(endpoints_of(rpc), _shares(tensor_split), timeout_s)
+    return Workers(endpoints_of(rpc), _shares(tensor_split), output_here, timeout_s)
 
 
 def endpoints_of(rpc: str) -> tuple[str, ...]:
@@ -90,4 +103,4 @@ def _shares(text: str | None) -> tuple[float, ...]:
     return shares
 
 
-__all__ = ["TIMEOUT_S", "Rpc", "RpcTimeout", "TensorSplit", "endpoints_of", "workers"]
+__all__ = ["TIMEOUT_S", "OutputHere", "Rpc", "RpcTimeout", "TensorSplit", "endpoints_of", "workers"]
