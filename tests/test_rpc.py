@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -184,12 +185,16 @@ class TestLoss:
         ("number", "why"), [(signal.SIGKILL, "ended"), (signal.SIGSTOP, "2 s")]
     )
     def test_what_was_said_stands_and_an_exit_code_says_why(
-        self, tiny_models: Path, number: signal.Signals, why: str
+        self,
+        two_workers: tuple[Worker, Worker],
+        tiny_models: Path,
+        number: signal.Signals,
+        why: str,
     ) -> None:
         with running_worker() as worker:
             process = specgen(
                 *("run", "-m", tiny_models / "target.gguf", *self.LONG, "--json"),
-                *("--rpc", worker.endpoint, "--rpc-timeout", "2", "abc"),
+                *("--rpc", endpoints(two_workers[0], worker), "--rpc-timeout", "2", "abc"),
             )
             assert process.stdout is not None
             for line in process.stdout:
@@ -202,6 +207,8 @@ class TestLoss:
         message = next(line for line in err.splitlines() if line.startswith("error: "))
         assert worker.endpoint in message
         assert why in message
+        if number == signal.SIGKILL:  # of one that hangs nobody can tell from here
+            assert two_workers[0].endpoint not in message
         end = json.loads(out.splitlines()[-1])
         assert (end["event"], end["finish_reason"]) == ("finished", "interrupted")
         assert end["n_tokens"] > 0
@@ -366,6 +373,32 @@ class TestProbe:
     def test_other_texts_are_no_endpoints(self, text: str) -> None:
         with pytest.raises(UsageError, match="give host:port"):
             parse_endpoint(text)
+
+
+class TestRemoteCalls:
+    """Calls that may take long, in a process of their own: a lost one is left running."""
+
+    def test_what_was_alive_before_a_call_does_not_lengthen_it(self) -> None:
+        script = """
+import time
+from specgen.backend.llama.remote_calls import RemoteCalls
+from specgen.errors import WorkerLostError
+calls = RemoteCalls(("127.0.0.1:1",), 2.0)
+assert calls(lambda: 7) == 7
+calls.alive()
+started = time.monotonic()
+try:
+    calls(time.sleep, 60)
+except WorkerLostError as error:
+    print(error.message, error.hint)
+    print(time.monotonic() - started < 3.5)
+"""
+        command = [sys.executable, "-c", script]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        message, is_short = run.stdout.splitlines()
+        assert message.startswith("lost 127.0.0.1:1: no answer within 2 s")
+        assert "--rpc-timeout" in message
+        assert is_short == "True"
 
 
 class TestOptions:

@@ -11,7 +11,7 @@ import importlib.util
 import re
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,6 +117,19 @@ def _receive(connection: socket.socket, n: int) -> bytes:
     return data
 
 
+def refusing(endpoints: Iterable[str]) -> list[str]:
+    """Those of the workers that take no connection within a second: whoever hangs still takes one."""
+    return [endpoint for endpoint in endpoints if not _takes_connections(endpoint)]
+
+
+def _takes_connections(endpoint: str) -> bool:
+    try:
+        socket.create_connection(parse_endpoint(endpoint), 1.0).close()
+    except OSError:
+        return False
+    return True
+
+
 def check_protocol(worker: WorkerInfo) -> None:
     """Raise `BackendError` if the worker's protocol is not that of the llama.cpp here."""
     own = own_protocol()
@@ -149,4 +162,5 @@ __all__ = [
     "own_protocol",
     "parse_endpoint",
     "probe",
+    "refusing",
 ]

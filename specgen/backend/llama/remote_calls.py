@@ -13,10 +13,11 @@ import ctypes
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from specgen.backend.llama.library import ggml_function
+from specgen.backend.worker_probe import refusing
 from specgen.errors import WorkerLostError
 from specgen.process_end import leave_running
 
@@ -27,12 +28,12 @@ _SLOW = "if the workers are only slow, --rpc-timeout gives them longer; if not, 
 class RemoteCalls:
     """Makes the native calls of one target in a thread, one at a time.
 
-    `workers` names the machines for messages. A call that takes longer than `timeout_s` seconds,
-    or twice as long after the last `alive`, is given up, as is everything after it.
+    `endpoints` are the workers'. A call that takes longer than `timeout_s` seconds, or twice as long
+    after the last `alive`, is given up, as is everything after it.
     """
 
-    def __init__(self, workers: str, timeout_s: float) -> None:
-        self._workers = workers
+    def __init__(self, endpoints: Sequence[str], timeout_s: float) -> None:
+        self._endpoints = tuple(endpoints)
         self._timeout_s = timeout_s
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._task: _Task | None = None
@@ -50,6 +51,7 @@ class RemoteCalls:
         self.check()
         if threading.current_thread() is self._thread:
             return function(*arguments)
+        self._is_alive = False
         task = self._task = _Task(function, arguments)
         self._tasks.put(task)
         try:
@@ -71,7 +73,8 @@ class RemoteCalls:
         """Raise `WorkerLostError` if a worker was lost."""
         if self._lost is not None:
             reason, hint = self._lost
-            raise WorkerLostError(f"lost {self._workers}: {reason}", hint)
+            lost = refusing(self._endpoints) or self._endpoints
+            raise WorkerLostError(f"lost {', '.join(lost)}: {reason}", hint)
 
     def alive(self) -> None:
         """The call that is being made gets on: it may take as long again."""
@@ -81,7 +84,7 @@ class RemoteCalls:
         """Let the call that waits, and all others, raise `WorkerLostError`. Any thread may call it."""
         if self._lost is None:
             self._lost = reason, hint
-            leave_running(f"a call to {self._workers}")
+            leave_running(f"a call to {', '.join(self._endpoints)}")
         task = self._task
         if task is not None:
             task.is_over.set()

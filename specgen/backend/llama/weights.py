@@ -106,7 +106,7 @@ def lease_weights(
             handle = llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
     else:
         _check_workers(workers, file, about.st_size)
-        remote = RemoteCalls(", ".join(workers.endpoints), workers.timeout_s)
+        remote = RemoteCalls(workers.endpoints, workers.timeout_s)
         handle = _load_onto(workers, remote, file, params)
     if not handle:
         if remote is not None:
