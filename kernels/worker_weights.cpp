@@ -50,12 +50,14 @@ const Matrix *matrix_at(uintptr_t at) {
     return at < next->first + next->second.bytes ? &next->second : nullptr;
 }
 
-// Quantised weights are for products only; what is not quantised other operators read too.
+// Whether a tensor is for products only: quantised weights of a layer, or of its experts. What is not
+// quantised other operators read too, and other stacks of matrices are multiplied one by one.
 bool is_matrix(const ggml_tensor *tensor) {
     const WeightType type = weight_type(tensor);
     const bool is_quantised =
         type != WeightType::f32 && type != WeightType::f16 && type != WeightType::bf16;
-    return can_pack(tensor) && is_quantised && tensor->ne[1] > 1 &&
+    const bool is_alone = tensor->ne[2] == 1 || std::strstr(tensor->name, "_exps.") != nullptr;
+    return can_pack(tensor) && is_quantised && is_alone && tensor->ne[1] > 1 &&
            std::strstr(tensor->name, ".weight") != nullptr;
 }
 
