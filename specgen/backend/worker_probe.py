@@ -73,7 +73,8 @@ def probe(endpoint: str, timeout_s: float, clock: Callable[[], float] | None = N
         except TimeoutError:
             raise WorkerLostError(
                 f"the worker {endpoint} does not answer within {timeout_s:g} s",
-                "it serves one program at a time: wait until the other one ends, or start it again",
+                "it serves one program at a time: wait until the other one ends, or start it again; or "
+                "something else listens there",
             ) from None
         except (OSError, struct.error) as error:
             raise WorkerLostError(
