@@ -5,26 +5,11 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+from scripts import benchmark_tables as tables
+from scripts import workers_page
+from scripts.benchmark_tables import RESULTS, Figures
 
-Figures = Mapping[str, Any]
-
-#: Names of the models' files, in the raw figures, as people call the models.
-_MODELS = {
-    "q4km.gguf": "1.5B Q4_K_M",
-    "q8.gguf": "1.5B Q8_0",
-    "f16.gguf": "1.5B F16",
-    "s.gguf": "0.5B Q4_K_M",
-    "smol.gguf": "SmolLM2",
-    "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf": "1.5B Q4_K_M",
-    "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf": "0.5B Q4_K_M",
-    "SmolLM2-135M-Instruct.Q4_1.gguf": "SmolLM2",
-    "ngram": "n-grams",
-}
 _CATEGORIES = {
     "reasoning": "reason.",
     "extraction": "extract.",
@@ -44,31 +29,11 @@ def pages() -> dict[str, tuple[str, list[str]]]:
         "batches.md": ("What a batch costs", _batches()),
         "several.md": ("Several answers at once", _several()),
         "server.md": ("What users of a server get", _server()),
+        "rpc.md": ("A target on workers", workers_page.parts()),
         "adapters.md": ("Drafts in llama-cpp-python's Llama", _adapters()),
         "conversation.md": ("A conversation of ten turns", _conversation()),
         "infill.md": ("Fill-in-the-middle", _infill()),
     }
-
-
-def _read(name: str) -> Any:
-    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
-
-
-def _raw(name: str) -> str:
-    return f"[raw](../../benchmarks/results/{name})"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def _model(name: str) -> str:
-    return _MODELS.get(name, name)
 
 
 # --- against llama.cpp's own programs -----------------------------------------------------------
@@ -94,13 +59,15 @@ def _llama_cpp() -> list[str]:
         ),
     ]
     for name in ("kernels-bench-q4.json", "kernels-bench-q8.json", "kernels-bench-f16.json"):
-        report = _read(name)
+        report = tables.read(name)
         drafts = {c["name"] for c in report["contenders"] if c["drafters"]}
         lineup = [f for f in report["figures"] if not f["is_plain"] and f["speedup"] is not None]
         ours = [figures for figures in lineup if figures["contender"] in drafts]
         theirs = [figures for figures in lineup if figures not in ours]
-        parts.append(f"## {_model(lineup[0]['target'])}")
-        parts.append(f"{report['settings']['generation']['max_tokens']} tokens ({_raw(name)})")
+        parts.append(f"## {tables.model(lineup[0]['target'])}")
+        parts.append(
+            f"{report['settings']['generation']['max_tokens']} tokens ({tables.raw(name)})"
+        )
         parts.append(_categories_table(ours, theirs))
         parts.append("\n".join(f"- {_compared(figures, theirs)}" for figures in ours))
     return parts
@@ -112,24 +79,26 @@ def _categories_table(ours: Sequence[Figures], theirs: Sequence[Figures]) -> str
     rows = [["", "all", "whole", "worst", *(_CATEGORIES.get(name, name) for name in names)]]
     for figures in (*ours, *theirs):
         name = figures["contender"]
-        own = f"**specgen, {_model(name)}**" if figures in ours else name
+        own = f"**specgen, {tables.model(name)}**" if figures in ours else name
         shown = (figures["speedup"], figures.get("whole"), (figures["worst"] or {}).get("speedup"))
         by_category = _by_category(figures)
-        rows.append([own, *map(_number, shown), *(_number(by_category.get(n)) for n in names)])
-    of_all = _number(statistics.geometric_mean(best.values()))
+        rows.append(
+            [own, *map(tables.number, shown), *(tables.number(by_category.get(n)) for n in names)]
+        )
+    of_all = tables.number(statistics.geometric_mean(best.values()))
     rows.append(
-        ["the best of llama.cpp's, by category", of_all, "", "", *map(_number, best.values())]
+        ["the best of llama.cpp's, by category", of_all, "", "", *map(tables.number, best.values())]
     )
-    return _table(rows)
+    return tables.table(rows)
 
 
 def _compared(ours: Figures, theirs: Sequence[Figures]) -> str:
     setting = max(theirs, key=lambda figures: figures["speedup"])
     own_time = 100 * (ours["shares"] or {}).get("own", 0.0)
     return (
-        f"specgen, {_model(ours['contender'])}: {ours['speedup'] / setting['speedup']:.2f} times "
+        f"specgen, {tables.model(ours['contender'])}: {ours['speedup'] / setting['speedup']:.2f} times "
         f"{setting['contender']}, own time {own_time:.1f} %, acceptance rate "
-        f"{_number(ours['acceptance_rate'])}, {_number(ours['mean_accepted_length'])} tokens a round, "
+        f"{tables.number(ours['acceptance_rate'])}, {tables.number(ours['mean_accepted_length'])} tokens a round, "
         f"{ours['n_answers'] - ours['n_different']} of {ours['n_answers']} texts equal plain decoding's"
     )
 
@@ -160,24 +129,20 @@ def _batches() -> list[str]:
     named = ""
     for entry in map(json.loads, lines):
         model = entry["model"]
-        times = [_ms(entry["ms"][n]) for n in _ROWS]
+        times = [tables.ms(entry["ms"][n]) for n in _ROWS]
         rows.append(["" if model == named else model, entry["kernels"], *times])
         if entry["kernels"] == "specgen":
-            ratios = [_number(entry["ms"][n] / entry["ms"]["1"]) for n in _ROWS[1:]]
+            ratios = [tables.number(entry["ms"][n] / entry["ms"]["1"]) for n in _ROWS[1:]]
             rows.append(["", "ratio to one row", "", *ratios])
         named = model
     return [
         (
             "`python benchmarks/costs.py MODEL... --turns 1` "
-            f"({_raw('kernels.jsonl')}): milliseconds for a batch of n rows, 200 tokens in context, two "
+            f"({tables.raw('kernels.jsonl')}): milliseconds for a batch of n rows, 200 tokens in context, two "
             "threads; llama.cpp's own code and specgen's kernels by turns, each in a process of its own."
         ),
-        _table(rows),
+        tables.table(rows),
     ]
-
-
-def _ms(milliseconds: float) -> str:
-    return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.1f}"
 
 
 # --- several answers ----------------------------------------------------------------------------
@@ -191,18 +156,18 @@ def _several() -> list[str]:
             "tokens on average, 1 to 8 at once, prompts not counted. Tokens a second in all, over one "
             "after the other without drafts; geometric means of two turns."
         ),
-        _table([["target", "drafts", "1", "2", "4", "8 at once", ""], *_several_rows()]),
+        tables.table([["target", "drafts", "1", "2", "4", "8 at once", ""], *_several_rows()]),
     ]
     if (RESULTS / "batch-15.json").exists():
         parts += [
             "## Batches, prompts included",
             (
                 "`python benchmarks/batch.py -m TARGET -md SMOLLM2 --prompts FILE --server llama-server`: "
-                f"{_read('batch-15.json')['n_prompts']} prompts of all categories, 64 tokens each, `specgen "
+                f"{tables.read('batch-15.json')['n_prompts']} prompts of all categories, 64 tokens each, `specgen "
                 "batch`'s parts and llama.cpp's server of the same source with as many slots and clients. "
                 "Tokens a second in all; reading the prompts, some of them long, is more than half of the time."
             ),
-            _table([["target", "", "1", "2", "4", "8 at once", ""], *_batch_rows()]),
+            tables.table([["target", "", "1", "2", "4", "8 at once", ""], *_batch_rows()]),
         ]
     return parts
 
@@ -218,8 +183,8 @@ def _server() -> list[str]:
         )
     ]
     for name in ("server-15.json",):
-        report = _read(name)
-        parts.append(f"## {_model(report['target'])} ({_raw(name)})")
+        report = tables.read(name)
+        parts.append(f"## {tables.model(report['target'])} ({tables.raw(name)})")
         head = ["users", "server", "tokens/s in all", "of a user", "first token, median"]
         rows = [[*head, "first token, 95 %", "texts equal"]]
         before = 0
@@ -237,12 +202,12 @@ def _server() -> list[str]:
                     f"{run['n_equal']} of {report['n_prompts']}",
                 ]
             )
-        parts.append(_table(rows))
+        parts.append(tables.table(rows))
     return parts
 
 
 def _adapters() -> list[str]:
-    report = _read("adapters.json")
+    report = tables.read("adapters.json")
     rows = [["draft", "whole answers", "behind the first token", "acceptance rate", "texts equal"]]
     for way in report["ways"]:
         turns = way["turns"]
@@ -251,21 +216,23 @@ def _adapters() -> list[str]:
         name = way["way"]
         rows.append(
             [
-                {"Llama": "none"}.get(name, f"`{name}`" if name[:1].isupper() else _model(name)),
-                _number(way["ratio"]),
-                _number(way["ratio_behind_first"]),
-                _number(n_accepted / n_drafted if n_drafted else None),
+                {"Llama": "none"}.get(
+                    name, f"`{name}`" if name[:1].isupper() else tables.model(name)
+                ),
+                tables.number(way["ratio"]),
+                tables.number(way["ratio_behind_first"]),
+                tables.number(n_accepted / n_drafted if n_drafted else None),
                 f"{min(turn['n_equal'] for turn in turns)} of {report['n_prompts']}",
             ]
         )
     return [
         (
             "`python benchmarks/adapters.py -m TARGET -md SMOLLM2 -md 0.5B --prompts FILE -N 8 -n 96 --turns 1` "
-            f"({_raw('adapters.json')}): {_model(report['target'])} in `Llama` with flash attention and specgen's "
+            f"({tables.raw('adapters.json')}): {tables.model(report['target'])} in `Llama` with flash attention and specgen's "
             "kernels for all ways. Speeds are relative to `Llama` without a draft. With any draft, `Llama` computes "
             "the logits of all tokens of a prompt, so that the first token comes later."
         ),
-        _table(rows),
+        tables.table(rows),
     ]
 
 
@@ -273,35 +240,35 @@ def _contender(name: str) -> str:
     """A server and its draft, as people call them."""
     program, _, draft = name.partition(", ")
     model, _, more = draft.partition(" and ")
-    shown = {"none": "no draft"}.get(model, _model(model))
+    shown = {"none": "no draft"}.get(model, tables.model(model))
     shown = f"{shown} and {more}" if more else shown
     return f"**{program}**, {shown}" if program == "specgen" else f"{program}, {shown}"
 
 
 def _several_rows() -> Iterator[list[str]]:
     for name in ("several-15.json", "several-05.json"):
-        report = _read(name)
+        report = tables.read(name)
         by_draft: dict[str, list[str]] = {}
         for way in report["ways"]:
-            by_draft.setdefault(way["draft"], []).append(_number(way["ratio"]))
+            by_draft.setdefault(way["draft"], []).append(tables.number(way["ratio"]))
         yield from _rows(report, name, by_draft)
 
 
 def _batch_rows() -> Iterator[list[str]]:
     for name in ("batch-15.json", "batch-05.json"):
-        report = _read(name)
+        report = tables.read(name)
         by_contender: dict[str, list[str]] = {}
         for run in report["runs"]:
             contender, _, draft = run["contender"].partition(", ")
-            shown = f"{contender}, {_model(draft)}" if draft else contender
+            shown = f"{contender}, {tables.model(draft)}" if draft else contender
             by_contender.setdefault(shown, []).append(f"{run['tokens_per_s']:.1f}")
         yield from _rows(report, name, by_contender)
 
 
 def _rows(report: Figures, name: str, columns: Mapping[str, list[str]]) -> Iterator[list[str]]:
-    target, raw = _model(report["target"]), _raw(name)
+    target, raw = tables.model(report["target"]), tables.raw(name)
     for row, numbers in columns.items():
-        yield [target, _model(row), *numbers, raw]
+        yield [target, tables.model(row), *numbers, raw]
         target = raw = ""
 
 
@@ -317,7 +284,7 @@ def _conversation() -> list[str]:
         )
     ]
     for name in ("chat-15.json", "chat-smollm2.json"):
-        report = _read(name)
+        report = tables.read(name)
         turns = report["turns"]
         rows = [["turn", *(str(number) for number in range(1, len(turns) + 1))]]
         rows += [
@@ -325,17 +292,17 @@ def _conversation() -> list[str]:
             for heading, key, shown in (
                 ("tokens of the prompt", "n_prompt", str),
                 ("of these decoded", "n_decoded", str),
-                ("first token, s", "first_token_s", _number),
-                ("all decoded anew, s", "anew_s", _number),
+                ("first token, s", "first_token_s", tables.number),
+                ("all decoded anew, s", "anew_s", tables.number),
                 ("tokens/s", "tokens_per_s", str),
                 ("without drafts", "plain_tokens_per_s", str),
             )
         ]
         n_equal = sum(turn["is_equal"] for turn in turns)
         parts += [
-            f"## {_model(report['target'])}, drafts: {_model(report['draft'])}",
-            _table(rows),
-            f"{n_equal} of {len(turns)} texts are those of decoding all anew without drafts ({_raw(name)}).",
+            f"## {tables.model(report['target'])}, drafts: {tables.model(report['draft'])}",
+            tables.table(rows),
+            f"{n_equal} of {len(turns)} texts are those of decoding all anew without drafts ({tables.raw(name)}).",
         ]
     return parts
 
@@ -344,7 +311,7 @@ def _conversation() -> list[str]:
 
 
 def _infill() -> list[str]:
-    report = _read("infill.json")
+    report = tables.read("infill.json")
     n_gaps, n_passes = report["n_gaps"], report["n_passes"]
     rows = [
         ["drafts", "speed", "median", "worst", "acceptance rate", "tokens a round", "texts equal"]
@@ -353,9 +320,12 @@ def _infill() -> list[str]:
         contender, _, draft = entry["draft"].partition(", ")
         rows.append(
             [
-                f"{contender}, {_model(draft)}" if draft else _model(contender),
-                *(_number(entry[key]) for key in ("ratio", "median", "worst", "acceptance_rate")),
-                _number(entry["tokens_per_round"]),
+                f"{contender}, {tables.model(draft)}" if draft else tables.model(contender),
+                *(
+                    tables.number(entry[key])
+                    for key in ("ratio", "median", "worst", "acceptance_rate")
+                ),
+                tables.number(entry["tokens_per_round"]),
                 f"{entry['n_equal']} of {n_gaps}",
             ]
         )
@@ -367,13 +337,13 @@ def _infill() -> list[str]:
     return [
         (
             f"`python benchmarks/infill.py -m TARGET -md DRAFT --server LLAMA_SERVER` "
-            f"({_raw('infill.json')}): bodies of functions of 5 to 20 lines, cut out of files of installed "
-            f"packages and filled in again by {_model(report['target'])}; {n_gaps} gaps, 1600 characters before "
+            f"({tables.raw('infill.json')}): bodies of functions of 5 to 20 lines, cut out of files of installed "
+            f"packages and filled in again by {tables.model(report['target'])}; {n_gaps} gaps, 1600 characters before "
             f"and 500 behind them, {report['max_tokens']} tokens of the middle at most, {n_passes} passes. Tokens a "
             "second after the first, over specgen's without drafts for the same gap: geometric "
             "mean, median and worst. llama.cpp's server got the same prompts at `/infill`, built from the same source."
         ),
-        _table(rows),
+        tables.table(rows),
         (
             f"{n_slow} of the {len(speeds)} runs without drafts stalled, at less than half of their median "
             "speed, and runs of others did so too: of each contender's runs for a gap the fastest counts. "
