@@ -11,7 +11,7 @@ from scripts.benchmark_tables import Figures, model, ms, number, raw, read, tabl
 def parts() -> list[str]:
     found = [
         (
-            "`python benchmarks/rpc.py -m TARGET -md SMOLLM2 --prompts benchmarks/prompts.jsonl -N 6 -n 96`: two "
+            "`python benchmarks/rpc.py -m TARGET -md SMOLLM2 --prompts benchmarks/prompts.jsonl -N 6 -n 96` (five of the six): two "
             "workers on this machine (`specgen worker`, two threads each), each behind a proxy that passes on what "
             "it gets after a delay, each way. The draft, SmolLM2, is outside of the workers. Greedy; costs are "
             "measured over the wire with every delay, as specgen does by itself, and each prompt is answered "
