@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from specgen.backend.worker_probe import probe
 from specgen.cli.interrupt import Interrupt
 from specgen.errors import WorkerLostError
 from specgen.options import Workers
@@ -89,6 +88,8 @@ def _wait(workers: Workers, patience_s: float, note: Callable[[str], None]) -> i
 
 def _missing(workers: Workers) -> WorkerLostError | None:
     """What is wrong with the first worker that does not answer."""
+    from specgen.backend.worker_probe import probe
+
     try:
         for endpoint in workers.endpoints:
             probe(endpoint, _PROBE_S)

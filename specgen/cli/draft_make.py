@@ -2,49 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specgen.atomic import new_beside
 from specgen.catalogue import cache_folder
 from specgen.cli import flags
 from specgen.cli.draft_find import save_best, search_drafts, show_search, tell_search, trial_options
 from specgen.cli.interrupt import Interrupt
 from specgen.cli.opening import log_shown, open_session, use_kernels
-from specgen.errors import ModelFileError, UsageError
-from specgen.json_lines import write_errors
+from specgen.errors import UsageError
 from specgen.options import Contexts, DraftOptions, GenerationOptions
 from specgen.render.progress_bar import progress_bar
 from specgen.selection.session_opening import find_target
-from specgen.workshop.places import distilled_file, heads_file, pruned_file, text_folder
+from specgen.workshop.making import (
+    N_ANSWER_TOKENS,
+    N_PARALLEL,
+    N_TOKENS,
+    Kind,
+    TextWanted,
+    Workshop,
+    own_prompts,
+)
 
 if TYPE_CHECKING:
-    from specgen.catalogue import FileIdentity
     from specgen.engine.session import Session
     from specgen.progress import Progress
     from specgen.selection.draft_search import Search
 
-Kind: TypeAlias = Literal["heads", "distilled", "pruned"]
-
-#: Tokens of the target's own text that heads are made from; with twice as many they agree a little more.
-_N_TOKENS = 40_000
-#: The share of the time that may go into the text.
-_SHARE_OF_TEXT = 0.6
 #: Prompts, and tokens of their answers, that drafts are compared by.
 _N_JUDGED = 8
 _JUDGED_TOKENS = 96
-#: Answers that are made at once.
-_N_PARALLEL = 16
 
 _Target = Annotated[
     str,
@@ -82,9 +75,9 @@ def data(
     prompts: _Prompts = None,
     n_tokens: Annotated[
         int, typer.Option("--tokens", min=1, help="Tokens of answers that are wanted in all.")
-    ] = _N_TOKENS,
-    max_tokens: _AnswerTokens = 256,
-    parallel: _Parallel = _N_PARALLEL,
+    ] = N_TOKENS,
+    max_tokens: _AnswerTokens = N_ANSWER_TOKENS,
+    parallel: _Parallel = N_PARALLEL,
     machine: Contexts,
     quiet: flags.Quiet = False,
     verbose: flags.Verbose = False,
@@ -101,19 +94,18 @@ def data(
     path = find_target(target, quiet=quiet)
     use_kernels(machine.kernels, quiet=quiet)
     own = trial_options(path, DraftOptions(), GenerationOptions(max_tokens=max_tokens), machine)
-    asked = _prompts(prompts)
+    wanted = TextWanted(_prompts(prompts), n_tokens, max_tokens, parallel)
     with (
         log_shown(verbose),
         open_session(own, quiet=quiet, verbose=verbose) as session,
         progress_bar(quiet=quiet or verbose) as progress,
         Interrupt() as stop,
     ):
-        n_have = _write_text(
-            session, asked, n_tokens, max_tokens, parallel, progress, stop, quiet=quiet
-        )
+        workshop = _workshop(session, wanted, progress, stop, quiet=quiet)
+        n_have = workshop.write_text()
     if n_have < n_tokens and not stop():
         note(f"{n_have} tokens: there are no more prompts", quiet=quiet)
-    print(text_folder(cache_folder(), _identity(path)))
+    print(workshop.folder)
     return stop.exit_code
 
 
@@ -147,9 +139,9 @@ def make(
     prompts: _Prompts = None,
     n_tokens: Annotated[
         int, typer.Option("--tokens", min=1, help="Tokens of the target's text to learn from.")
-    ] = _N_TOKENS,
-    max_tokens: _AnswerTokens = 256,
-    parallel: _Parallel = _N_PARALLEL,
+    ] = N_TOKENS,
+    max_tokens: _AnswerTokens = N_ANSWER_TOKENS,
+    parallel: _Parallel = N_PARALLEL,
     save: Annotated[
         bool,
         typer.Option(
@@ -178,52 +170,28 @@ def make(
     The ranking is printed as `specgen draft find` prints it.
     """
     from specgen.proof import evenly_chosen
-    from specgen.workshop.pruned.files import check_prunable
     from specgen.workshop.texts import is_held_back
 
     flags.check_loudness(quiet=quiet, verbose=verbose)
-    started_s = time.monotonic()
     path = find_target(target, quiet=quiet)
     small = _small_model(draft, kind, path, quiet=quiet)
     kinds: list[Kind] = ["heads"] if small is None else ["heads", "distilled"]
     kinds = kinds if kind is None else [kind]
     use_kernels(machine.kernels, quiet=quiet)
     own = trial_options(path, DraftOptions(), GenerationOptions(max_tokens=max_tokens), machine)
-    asked = _prompts(prompts)
-    made: list[Path] = []
+    wanted = TextWanted(_prompts(prompts), n_tokens, max_tokens, parallel)
     with (
         log_shown(verbose),
         progress_bar(quiet=quiet or verbose) as progress,
         Interrupt() as stop,
     ):
         with open_session(own, quiet=quiet, verbose=verbose) as session:
-            if "pruned" in kinds:
-                check_prunable(session.target_model)  # before it writes for minutes
-            text_until_s = started_s + _SHARE_OF_TEXT * 60.0 * minutes
-
-            def text_is_over() -> bool:
-                return stop() or time.monotonic() > text_until_s
-
-            _write_text(
-                session, asked, n_tokens, max_tokens, parallel, progress, text_is_over, quiet=quiet
-            )
-            until_s = started_s + 60.0 * minutes
-            for number, each in enumerate(kinds):
-                share_s = (until_s - time.monotonic()) / (len(kinds) - number)
-                file = None
-                if not stop() and each == "heads":
-                    file = _train_heads(session, asked, share_s, progress, stop, quiet=quiet)
-                elif not stop() and each == "pruned":
-                    file = _prune(session, asked, share_s, progress, stop, quiet=quiet)
-                elif not stop() and small is not None:
-                    file = _distil(session, asked, small, share_s, progress, stop, quiet=quiet)
-                if file is None:
-                    note(
-                        "interrupted; the same command goes on with the text there is", quiet=quiet
-                    )
-                    return stop.exit_code
-                made.append(file)
-        held_back = [text for index, text in enumerate(asked) if is_held_back(index)]
+            workshop = _workshop(session, wanted, progress, stop, quiet=quiet)
+            made = workshop.make(kinds, small, minutes)
+        if made is None:
+            note("interrupted; the same command goes on with the text there is", quiet=quiet)
+            return stop.exit_code
+        held_back = [text for index, text in enumerate(wanted.prompts) if is_held_back(index)]
         judged = replace(own, generation=GenerationOptions(max_tokens=_JUDGED_TOKENS))
         with open_session(judged, quiet=quiet, verbose=verbose) as session:
             texts = evenly_chosen(held_back, _N_JUDGED)
@@ -281,179 +249,28 @@ def _delete_others(
             note(f"{path.name} is not the best, and was deleted", quiet=quiet)
 
 
-def _identity(path: Path) -> FileIdentity:
-    from specgen.catalogue import identify
-
-    identity = identify(path)
-    if identity is None:
-        raise ModelFileError(f"{path}: no such file")
-    return identity
-
-
 def _prompts(file: Path | None) -> list[str]:
-    """The prompts of a file, or those of the package, each once."""
+    """The prompts of a file, each once, or those of the package."""
     from specgen.proof import read_prompts
 
-    if file is not None:
-        return list(dict.fromkeys(read_prompts(file)))
-    text = resources.files("specgen.workshop").joinpath("prompts.jsonl").read_text("utf-8")
-    return [json.loads(line)["prompt"] for line in text.splitlines()]
+    return own_prompts() if file is None else list(dict.fromkeys(read_prompts(file)))
 
 
-def _write_text(
-    session: Session,
-    prompts: Sequence[str],
-    n_tokens: int,
-    max_tokens: int,
-    parallel: int,
-    progress: Progress,
-    interrupted: Callable[[], bool],
-    *,
-    quiet: bool,
-) -> int:
-    from specgen.catalogue import human_bytes
-    from specgen.workshop.texts import bytes_of, write_text
-
-    target = session.options.target
-    n_embd = session.target_model.n_embd
-    folder = text_folder(cache_folder(), _identity(target))
-    note(
-        f"up to {n_tokens} tokens of text, {human_bytes(bytes_of(n_tokens, n_embd))}, in {folder}",
-        quiet=quiet,
-    )
-    return write_text(
-        session,
-        prompts,
-        folder,
-        n_tokens=n_tokens,
-        n_parallel=parallel,
-        max_tokens=max_tokens,
-        interrupted=interrupted,
-        progress=lambda done, total: progress(f"{target.name} writes", done, total),
-    )
-
-
-def _train_heads(
-    session: Session,
-    prompts: Sequence[str],
-    seconds: float,
-    progress: Progress,
-    stop: Interrupt,
-    *,
-    quiet: bool,
-) -> Path | None:
-    """Train heads by the answers in the cache folder; where they are, or None if interrupted."""
-    from specgen.backend.llama.decoder_heads import write_heads
-    from specgen.workshop.heads import train_heads
-    from specgen.workshop.texts import TargetText
-
-    model, target = session.target_model, session.options.target
-    identity = _identity(target)
-    heads = heads_file(cache_folder(), identity)
-    trained = train_heads(
-        TargetText(text_folder(cache_folder(), identity), model.n_embd, prompts),
-        target,
-        name=model.name,
-        n_vocab=model.vocabulary.n_tokens,
-        vocabulary=model.vocabulary.digest(),
-        clock=time.monotonic,
-        until_s=time.monotonic() + seconds,
-        interrupted=stop,
-        progress=lambda done, total: progress("training heads", done, total),
-    )
-    if trained is None:
-        return None
-    with write_errors(heads), new_beside(heads) as new:
-        write_heads(new, trained.weights)
-        new.replace(heads)
-    first = ", ".join(f"{share:.2f}" for share in trained.after.top_1)
-    among = ", ".join(f"{share:.2f}" for share in trained.after.top_4)
-    note(
-        f"on held-back answers the heads' first guess is right for {first} of the tokens one, two "
-        f"and three ahead, one of their first four for {among} ({trained.n_places} places learnt "
-        f"from, {trained.n_steps} steps)",
-        quiet=quiet,
-    )
-    return heads
-
-
-def _distil(
-    session: Session,
-    prompts: Sequence[str],
-    draft: Path,
-    seconds: float,
-    progress: Progress,
-    stop: Interrupt,
-    *,
-    quiet: bool,
-) -> Path | None:
-    """Fit a small model to the answers in the cache folder; where it is, or None if interrupted."""
-    from specgen.backend.llama import LlamaModel
-    from specgen.workshop.distil.distillation import distil
-    from specgen.workshop.distil.training_texts import training_texts
-    from specgen.workshop.texts import TargetText
-
-    model, identity = session.target_model, _identity(session.options.target)
-    text = TargetText(text_folder(cache_folder(), identity), model.n_embd, prompts)
-    with contextlib.closing(LlamaModel(draft, vocabulary_only=True)) as small:
-        texts = training_texts(text, model, small, datetime.datetime.now().astimezone())
-    output = distilled_file(cache_folder(), identity, draft)
-    fitted = distil(
-        draft,
-        texts,
-        output,
-        minutes=seconds / 60.0,
-        clock=time.monotonic,
-        progress=lambda done, total, _left_s: progress(f"fitting {draft.name}", done, total),
-        interrupted=stop,
-    )
-    if fitted is None:
-        return None
-    note(
-        f"{draft.name} says what the target says at {fitted.agreement_after:.3f} of the places of "
-        f"held-back answers; before it was fitted, at {fitted.agreement_before:.3f} ({fitted.n_steps} steps)",
-        quiet=quiet,
-    )
-    return output
-
-
-def _prune(
-    session: Session,
-    prompts: Sequence[str],
-    seconds: float,
-    progress: Progress,
-    stop: Interrupt,
-    *,
-    quiet: bool,
-) -> Path | None:
-    """Cut a draft out of the target; where it is, or None if interrupted."""
+def _workshop(
+    session: Session, wanted: TextWanted, progress: Progress, stop: Interrupt, *, quiet: bool
+) -> Workshop:
     from specgen.selection.outlook import expected_speedup
-    from specgen.workshop.pruned.making import make_pruned
-    from specgen.workshop.texts import TargetText
 
-    model, identity = session.target_model, _identity(session.options.target)
-    output = pruned_file(cache_folder(), identity)
-    made = make_pruned(
+    return Workshop(
         session,
-        TargetText(text_folder(cache_folder(), identity), model.n_embd, prompts),
-        output,
-        expected=expected_speedup,
-        until_s=time.monotonic() + seconds,
+        wanted,
+        cache_folder(),
         clock=time.monotonic,
-        interrupted=stop,
         progress=progress,
+        tell=lambda text: note(text, quiet=quiet),
+        interrupted=stop,
+        expected=expected_speedup,
     )
-    if made is None:
-        return None
-    blocks = ", ".join(map(str, made.left_out))
-    note(
-        f"{len(made.left_out)} of {made.n_layer} layers left out ({blocks}): it says what the target "
-        f"says at {made.agreement:.3f} of the places of held-back answers, a token takes "
-        f"{made.cost:.2f} of the target's, the expected speed-up is {made.speedup:.2f} "
-        f"({made.n_judged} sets were judged)",
-        quiet=quiet,
-    )
-    return output
 
 
 def note(text: str, *, quiet: bool) -> None:
