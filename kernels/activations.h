@@ -86,15 +86,14 @@ inline int32_t float_word(float value) {
     return word;
 }
 
-// 32 activations as 8 words from `word` on, `n_columns` apart; `sums` are those of each 16.
-inline void put_codes(const float *values, float factor, int32_t *word, int n_columns,
-                      int sums[2]) {
+// 32 activations as 8 words from `word` on, `apart` from each other; `sums` are those of each 16.
+inline void put_codes(const float *values, float factor, int32_t *word, int apart, int sums[2]) {
     const __m256i bytes = to_bytes(values, factor);
     sums[0] = sum_of_16(_mm256_castsi256_si128(bytes));
     sums[1] = sum_of_16(_mm256_extracti128_si256(bytes, 1));
     alignas(32) int32_t words[8];
     _mm256_store_si256(reinterpret_cast<__m256i *>(words), bytes);
-    for (int g = 0; g < 8; g++) word[g * n_columns] = words[g];
+    for (int g = 0; g < 8; g++) word[g * apart] = words[g];
 }
 
 inline int32_t pair_word(int first, int second) {
@@ -102,17 +101,27 @@ inline int32_t pair_word(int first, int second) {
                                 (static_cast<uint32_t>(second) << 16));
 }
 
+// Tiles (see tiles.h) want the codes of a column side by side; all other words stay interleaved.
+template <class W>
+struct CodesOfColumn {
+    CodesOfColumn(bool side_by_side, int n_columns, int column)
+        : first(side_by_side ? column * W::inputs / 4 : column),
+          apart(side_by_side ? 1 : n_columns) {}
+    int first, apart;
+};
+
 inline void prepare_super_blocks(const float *values, int64_t n_inputs, int32_t *tile,
-                                 int n_columns, int column) {
+                                 int n_columns, int column, bool for_tiles = false) {
     using W = SuperBlockWords;
-    int32_t *block = tile + column;
-    for (int64_t i = 0; i < n_inputs; i += 256, block += W::count * n_columns) {
+    const CodesOfColumn<W> codes(for_tiles, n_columns, column);
+    int32_t *block = tile + column, *code = tile + codes.first;
+    for (int64_t i = 0; i < n_inputs; i += 256) {
         const float largest = largest_magnitude(values + i, 256);
         const float factor = largest > 0 ? 127.0f / largest : 0.0f;
         int sums[16];
         for (int j = 0; j < 8; j++) {
-            put_codes(values + i + 32 * j, factor, block + (W::codes + 8 * j) * n_columns,
-                      n_columns, sums + 2 * j);
+            put_codes(values + i + 32 * j, factor, code + 8 * j * codes.apart, codes.apart,
+                      sums + 2 * j);
         }
         for (int j = 0; j < 8; j++) {
             block[(W::sums_of_16 + j) * n_columns] = pair_word(sums[2 * j], sums[2 * j + 1]);
@@ -122,18 +131,21 @@ inline void prepare_super_blocks(const float *values, int64_t n_inputs, int32_t 
                 pair_word(sums[4 * j] + sums[4 * j + 1], sums[4 * j + 2] + sums[4 * j + 3]);
         }
         block[W::scale * n_columns] = float_word(largest / 127.0f);
+        block += W::count * n_columns;
+        code += W::count * n_columns;
     }
 }
 
 inline void prepare_blocks(const float *values, int64_t n_inputs, int32_t *tile, int n_columns,
-                           int column) {
+                           int column, bool for_tiles = false) {
     using W = BlockWords;
-    int32_t *block = tile + column;
-    for (int64_t i = 0; i < n_inputs; i += 32, block += W::count * n_columns) {
+    const CodesOfColumn<W> codes(for_tiles, n_columns, column);
+    int32_t *block = tile + column, *code = tile + codes.first;
+    for (int64_t i = 0; i < n_inputs; i += 32) {
         const float largest = largest_magnitude(values + i, 32);
         const float factor = largest > 0 ? 127.0f / largest : 0.0f;
         int sums[2];
-        put_codes(values + i, factor, block + W::codes * n_columns, n_columns, sums);
+        put_codes(values + i, factor, code, codes.apart, sums);
         const int sum = sums[0] + sums[1];
         block[W::scale * n_columns] = float_word(largest / 127.0f);
         block[W::minus_8_sums * n_columns] = -8 * sum;
@@ -141,6 +153,8 @@ inline void prepare_blocks(const float *values, int64_t n_inputs, int32_t *tile,
         block[W::minus_128_sums * n_columns] = -128 * sum;
         block[W::scaled_sum * n_columns] =
             float_word(static_cast<float>(sum) * (largest / 127.0f));
+        block += W::count * n_columns;
+        code += W::count * n_columns;
     }
 }
 

@@ -10,6 +10,8 @@
 //
 // The list is internal to ggml-cpu; see ggml_internals.h for what that means.
 #include <dlfcn.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -28,6 +30,17 @@ namespace {
 
 std::string problem = "it was not loaded by ggml_backend_load";
 
+// Whether the CPU has AMX, and the system lets this process use its registers (8 KB a thread that
+// are only saved for those who ask).
+bool may_use_tiles() {
+    uint32_t a, b, c, d;
+    __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(0));
+    constexpr uint32_t amx_tile = 1U << 24, amx_int8 = 1U << 25;
+    if ((d & amx_tile) == 0 || (d & amx_int8) == 0) return false;
+    constexpr long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM
+    return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+}
+
 bool cpu_has(const char *instructions) {
     const std::string name = instructions;
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return false;
@@ -38,6 +51,7 @@ bool cpu_has(const char *instructions) {
         __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(1));
         return a >> 4 & 1;
     }
+    if (name == "amx-int8") return cpu_has("avx512-vnni") && may_use_tiles();
     if (name == "avx512-vnni") {
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
@@ -49,7 +63,10 @@ bool cpu_has(const char *instructions) {
 // The best instruction set of this CPU, or the one that is asked for.
 const InstructionSet *choose_kernels() {
     const InstructionSet *known[] = {
-#ifndef WITHOUT_AVX512_VNNI  // where the compiler is too old for an instruction set
+#ifndef WITHOUT_AMX_INT8  // where the compiler is too old for an instruction set
+        &amx_int8_set,
+#endif
+#ifndef WITHOUT_AVX512_VNNI
         &avx512_vnni_set,
 #endif
 #ifndef WITHOUT_AVX_VNNI

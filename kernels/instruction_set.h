@@ -1,6 +1,6 @@
 // What the code for one instruction set offers to the rest of the library.
 //
-// Each of avx2.cpp, avx_vnni.cpp and avx512_vnni.cpp is compiled with the compiler flags of its
+// Each of avx2.cpp, avx_vnni.cpp, avx512_vnni.cpp and amx_int8.cpp is compiled with the compiler flags of its
 // instruction set and defines one constant table. Nothing else is shared between these files, so
 // that no function compiled for a newer CPU can end up on the path of an older one: they use no
 // containers or algorithms of the standard library, and all their templates take the vector type
@@ -26,8 +26,9 @@ struct InstructionSet {
 
     // Rows of a weight matrix that are packed side by side: one for each 32-bit lane of a vector.
     int rows_per_group;
-    // The most columns (tokens) that one call of `multiply` takes.
-    int max_columns;
+    // The most columns (tokens) that one call of `multiply` takes, of n_columns in all. So many are
+    // cut into calls of nearly equal size.
+    int (*max_columns)(WeightType type, int64_t n_columns);
 
     // Bytes of one packed group of `rows_per_group` rows of `n_inputs` weights.
     size_t (*group_bytes)(WeightType type, int64_t n_inputs);
@@ -47,6 +48,8 @@ struct InstructionSet {
     // `output_stride` floats lie between two columns. Writes `n_rows` rows.
     void (*multiply)(WeightType type, const void *group, const void *tile, int64_t n_inputs,
                      int n_columns, int n_rows, float *outputs, size_t output_stride);
+    // Each thread calls this when it has multiplied for an operator: its registers are ggml's again.
+    void (*finish)();
 
     // --- attention, see attention.h ---
 
@@ -61,3 +64,4 @@ struct InstructionSet {
 extern const InstructionSet avx2_set;
 extern const InstructionSet avx_vnni_set;
 extern const InstructionSet avx512_vnni_set;
+extern const InstructionSet amx_int8_set;

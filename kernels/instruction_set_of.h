@@ -12,13 +12,14 @@ constexpr InstructionSet instruction_set_of(const char *name) {
     using P = Products<V, columns>;
     return {name,
             V::lanes,
-            columns,
+            [](WeightType, int64_t) { return columns; },
             P::group_bytes,
             P::pack,
             P::column_bytes,
             P::inputs_per_block,
             P::prepare,
             P::multiply,
+            [] {},
             Attention<V>::bytes,
             Attention<V>::run};
 }

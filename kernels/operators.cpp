@@ -24,14 +24,14 @@ size_t rounded_up(size_t bytes) { return (bytes + 63) & ~size_t{63}; }
 
 // n columns as tiles of nearly equal size, none larger than the kernels take.
 struct Tiles {
-    explicit Tiles(int64_t n_columns)
-        : count((n_columns + kernels->max_columns - 1) / kernels->max_columns),
+    Tiles(WeightType type, int64_t n_columns)
+        : most(kernels->max_columns(type, n_columns)), count((n_columns + most - 1) / most),
           smaller(count ? n_columns / count : 0),
           n_larger(count ? n_columns % count : 0) {}
     int64_t first(int64_t tile) const { return tile * smaller + std::min(tile, n_larger); }
     int size(int64_t tile) const { return static_cast<int>(smaller + (tile < n_larger)); }
 
-    int64_t count, smaller, n_larger;
+    int64_t most, count, smaller, n_larger;
 };
 
 // Prepare a part of a column: block `first_block` and the next ones.
@@ -56,7 +56,7 @@ struct Product {
     explicit Product(const ggml_tensor *op)
         : weights(op->src[0]), inputs(op->src[1]), outputs(op),
           type(weight_type(weights)), n_inputs(weights->ne[0]), n_rows(weights->ne[1]),
-          n_columns(inputs->ne[1] * inputs->ne[2] * inputs->ne[3]), tiles(n_columns),
+          n_columns(inputs->ne[1] * inputs->ne[2] * inputs->ne[3]), tiles(type, n_columns),
           column_bytes(kernels->column_bytes(type, n_inputs)),
           group_bytes(kernels->group_bytes(type, n_inputs)),
           n_groups((n_rows + kernels->rows_per_group - 1) / kernels->rows_per_group) {}
@@ -128,7 +128,7 @@ struct ProductTraits : ggml::cpu::tensor_traits {
         ggml_api.barrier(params->threadpool);
 
         const int64_t panel_tiles = std::max<int64_t>(
-            1, panel_bytes / (product.column_bytes * kernels->max_columns + 1));
+            1, panel_bytes / (product.column_bytes * product.tiles.most + 1));
         const int64_t n_panels = (product.tiles.count + panel_tiles - 1) / panel_tiles;
         const int64_t fair = product.n_groups / (params->nth * 4) + 1;
         const int64_t fitting = std::max<int64_t>(1, chunk_bytes / product.group_bytes);
@@ -140,6 +140,7 @@ struct ProductTraits : ggml::cpu::tensor_traits {
             product.multiply(prepared, group, std::min(product.n_groups, group + groups), tile,
                              std::min(product.tiles.count, tile + panel_tiles));
         }
+        kernels->finish();
         return true;
     }
 };
@@ -203,7 +204,7 @@ struct ExpertProduct {
         const int64_t n_blocks = n_inputs / kernels->inputs_per_block(type);
         int turn = 0;  // tiles in turn, as Product does
         for (int64_t e = 0; e < n_experts; e++) {
-            const Tiles tiles(starts[e + 1] - starts[e]);
+            const Tiles tiles(type, starts[e + 1] - starts[e]);
             for (int64_t t = 0; t < tiles.count; t++) {
                 if (turn++ % n_threads != thread) continue;
                 const int64_t first = starts[e] + tiles.first(t);
@@ -218,13 +219,12 @@ struct ExpertProduct {
     // One group of rows of one expert, for all its columns.
     void multiply(const int64_t *starts, const int64_t *pairs, const char *prepared, int64_t e,
                   int64_t g) const {
-        constexpr int most = 32;  // rows or columns of any instruction set
-        float results[most * most];
+        float results[16 * 96];  // rows and columns of a tile of any instruction set
         const int lanes = kernels->rows_per_group;
         const int64_t row = g * lanes;
         const int rows = static_cast<int>(std::min<int64_t>(lanes, n_rows - row));
         const char *group = packed(weights) + (e * n_groups + g) * group_bytes;
-        const Tiles tiles(starts[e + 1] - starts[e]);
+        const Tiles tiles(type, starts[e + 1] - starts[e]);
         for (int64_t t = 0; t < tiles.count; t++) {
             const int64_t c = starts[e] + tiles.first(t);
             kernels->multiply(type, group, prepared + c * column_bytes, n_inputs, tiles.size(t),
@@ -274,6 +274,7 @@ struct ExpertTraits : ggml::cpu::tensor_traits {
                 product.multiply(starts, pairs, prepared, e, g);
             }
         }
+        kernels->finish();
         return true;
     }
 };

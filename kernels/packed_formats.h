@@ -37,7 +37,8 @@ struct Format {
     static constexpr Offset offset = Offset::none;
     static constexpr bool has_min = false;
     static constexpr int largest_code = (1 << (low_ + high_)) - 1;
-    static constexpr int offset_of_scales = 0;
+    static constexpr int largest_sub_scale = 0;  // its largest absolute value
+    static constexpr int offset_of_scales = 0;   // what a code with a sub-scale has too much
 };
 
 // scale * (code - 8)
@@ -89,26 +90,31 @@ struct MXFP4 : Format<32, 32, 4, 0, SubScales::none> {
 };
 // scale * sub_scale * code - min * sub_min
 struct Q4_K : Format<256, 32, 4, 0, SubScales::with_mins> {
+    static constexpr int largest_sub_scale = 63;
     static constexpr int gguf_bytes = 144;
     static void read(const uint8_t *p, PlainBlock &b) { read_q4_k(p, b); }
 };
 struct Q5_K : Format<256, 32, 4, 1, SubScales::with_mins> {
+    static constexpr int largest_sub_scale = 63;
     static constexpr int gguf_bytes = 176;
     static void read(const uint8_t *p, PlainBlock &b) { read_q5_k(p, b); }
 };
 struct Q2_K : Format<256, 16, 2, 0, SubScales::with_nibble_mins> {
+    static constexpr int largest_sub_scale = 15;
     static constexpr int gguf_bytes = 84;
     static void read(const uint8_t *p, PlainBlock &b) { read_q2_k(p, b); }
 };
 // scale * sub_scale * (code - 32)
 struct Q6_K : Format<256, 16, 4, 2, SubScales::signed_with_offset> {
     static constexpr int offset_of_scales = 32;
+    static constexpr int largest_sub_scale = 128;
     static constexpr int gguf_bytes = 210;
     static void read(const uint8_t *p, PlainBlock &b) { read_q6_k(p, b); }
 };
 // scale * sub_scale * (code - 4)
 struct Q3_K : Format<256, 16, 2, 1, SubScales::signed_with_offset> {
     static constexpr int offset_of_scales = 4;
+    static constexpr int largest_sub_scale = 32;
     static constexpr int gguf_bytes = 110;
     static void read(const uint8_t *p, PlainBlock &b) { read_q3_k(p, b); }
 };
@@ -117,6 +123,7 @@ struct IQ4_XS : Format<256, 32, 4, 0, SubScales::signed_with_offset> {
     static constexpr Values values = Values::iq4;
     static constexpr int largest_code = 255;
     static constexpr int offset_of_scales = 128;
+    static constexpr int largest_sub_scale = 32;
     static constexpr int gguf_bytes = 136;
     static void read(const uint8_t *p, PlainBlock &b) { read_iq4_xs(p, b); }
 };

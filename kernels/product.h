@@ -143,6 +143,40 @@ inline const float *as_float(const int32_t *word) { return reinterpret_cast<cons
 // Formats with one scale for 32 weights:
 //     output = sum over blocks of scale * column_scale * (sum of codes * column codes - offset)
 //              + min * column_sum
+template <class V, class F>
+struct BlockScales {
+    using L = Layout<F, V::lanes>;
+    using W = BlockWords;
+    using Floats = typename V::Floats;
+    static constexpr int offset_word = F::offset == Offset::eight     ? W::minus_8_sums
+                                       : F::offset == Offset::sixteen ? W::minus_16_sums
+                                                                      : W::minus_128_sums;
+    static constexpr bool has_offset =
+        F::offset != Offset::none &&
+        (F::offset != Offset::signed_byte || Codes<V, F>::signed_offset != 0);
+
+    Floats scale, min;
+
+    BlockScales() = default;
+    explicit BlockScales(const uint8_t *block)
+        : scale(load_scale<V, F>(block)),
+          min(F::has_min ? V::load_halves(block + L::min_at) : V::zero()) {}
+
+    // What the sum of products of column n starts with.
+    static typename V::Ints offset(const int32_t *words, int n_columns, int n) {
+        return has_offset ? V::all_words(words + offset_word * n_columns + n) : V::zero_ints();
+    }
+    // output + what a block adds to it.
+    Floats add(typename V::Ints total, const int32_t *words, int n_columns, int n,
+               Floats output) const {
+        const Floats column_scale = V::all(*as_float(words + W::scale * n_columns + n));
+        output = V::multiply_add(V::to_floats(total), V::multiply(scale, column_scale), output);
+        if constexpr (!F::has_min) return output;
+        return V::multiply_add(
+            min, V::all(*as_float(words + W::scaled_sum * n_columns + n)), output);
+    }
+};
+
 template <class V, class F, int N>
 struct BlockProduct {
     using L = Layout<F, V::lanes>;
@@ -150,45 +184,46 @@ struct BlockProduct {
 
     static void run(const uint8_t *block, const int32_t *words, int64_t n_inputs,
                     typename V::Floats (&outputs)[N]) {
-        constexpr int offset_word = F::offset == Offset::eight     ? W::minus_8_sums
-                                    : F::offset == Offset::sixteen ? W::minus_16_sums
-                                                                   : W::minus_128_sums;
-        constexpr bool has_offset =
-            F::offset != Offset::none &&
-            (F::offset != Offset::signed_byte || Codes<V, F>::signed_offset != 0);
         for (int n = 0; n < N; n++) outputs[n] = V::zero();
         for (int64_t i = 0; i < n_inputs; i += 32, block += L::bytes, words += W::count * N) {
             for (int at = 0; at < L::codes_at; at += 64) prefetch(block + at);
             typename V::Ints totals[N];
 #pragma GCC unroll 16
-            for (int n = 0; n < N; n++) {
-                totals[n] = has_offset ? V::all_words(words + offset_word * N + n) : V::zero_ints();
-            }
+            for (int n = 0; n < N; n++) totals[n] = BlockScales<V, F>::offset(words, N, n);
             Codes<V, F>::template multiply<0, 8, N>(block + L::codes_at, words, totals);
-            const typename V::Floats scale = load_scale<V, F>(block);
+            const BlockScales<V, F> scales(block);
 #pragma GCC unroll 16
-            for (int n = 0; n < N; n++) {
-                const auto both = V::multiply(scale, V::all(*as_float(words + W::scale * N + n)));
-                outputs[n] = V::multiply_add(V::to_floats(totals[n]), both, outputs[n]);
-            }
-            if constexpr (F::has_min) {
-                const typename V::Floats min = V::load_halves(block + L::min_at);
-#pragma GCC unroll 16
-                for (int n = 0; n < N; n++) {
-                    const auto sum = V::all(*as_float(words + W::scaled_sum * N + n));
-                    outputs[n] = V::multiply_add(min, sum, outputs[n]);
-                }
-            }
+            for (int n = 0; n < N; n++) outputs[n] = scales.add(totals[n], words, N, n, outputs[n]);
         }
     }
+};
+
+// Sums of sub_scale * total over sub-blocks. They are exact, so that the order of additions does not
+// matter (that of tile_product.h is another one). Floats are exact up to 2^24: enough for half a
+// block of most formats; the others are summed as integers (8 columns of Q6_K take 12 % longer).
+template <class V, bool in_floats> struct ExactSums {
+    using Sum = typename V::Floats;
+    static Sum zero() { return V::zero(); }
+    static Sum add(typename V::Ints total, typename V::Ints sub_scale, Sum sum) {
+        return V::multiply_add(V::to_floats(total), V::to_floats(sub_scale), sum);
+    }
+    static typename V::Floats rounded(Sum sum) { return sum; }
+};
+template <class V> struct ExactSums<V, false> {
+    using Sum = typename V::Ints;
+    static Sum zero() { return V::zero_ints(); }
+    static Sum add(typename V::Ints total, typename V::Ints sub_scale, Sum sum) {
+        return V::add(sum, V::multiply(total, sub_scale));
+    }
+    static typename V::Floats rounded(Sum sum) { return V::to_floats(sum); }
 };
 
 // Formats with 256 weights to a block, whose sub-blocks have scales of their own:
 //     output = sum over blocks of column_scale * (scale * sum over subs of
 //              sub_scale * (sum of codes * column codes) - min * sum of sub_min * column sum)
 // Offsets of codes are minima too: code - 32 with a scale is a min of 32 times the scale.
-template <class V, class F, int N>
-struct SuperBlockProduct {
+template <class V, class F>
+struct SuperBlockScales {
     using L = Layout<F, V::lanes>;
     using W = SuperBlockWords;
     using Ints = typename V::Ints;
@@ -220,26 +255,80 @@ struct SuperBlockProduct {
         return sub_scales(block, step);
     }
 
-    static void add_step(const uint8_t *block, const uint8_t *codes, const int32_t *words, int step,
-                         Floats (&sums)[N]) {
+    Floats scale, min;
+    Ints mins[L::n_steps];
+
+    explicit SuperBlockScales(const uint8_t *block)
+        : scale(load_scale<V, F>(block)),
+          min(L::own_min ? V::load_halves(block + L::min_at)
+                         : V::multiply(scale, V::all(scales_offset))) {
+#pragma GCC unroll 8
+        for (int step = 0; step < L::n_steps; step++) {
+            mins[step] = has_min ? sub_mins(block, step) : V::zero_ints();
+        }
+    }
+
+    // output + what a block adds to it; `sum` is that of sub_scale * (sum of products).
+    Floats add(Floats sum, const int32_t *words, int n_columns, int n, Floats output) const {
+        const Floats column_scale = V::all(*as_float(words + W::scale * n_columns + n));
+        output = V::multiply_add(sum, V::multiply(scale, column_scale), output);
+        if constexpr (!has_min) return output;
+        Ints total = V::zero_ints();
+#pragma GCC unroll 8
+        for (int step = 0; step < L::n_steps; step++) {
+            total = V::add_pair_products(total, mins[step],
+                                         words + (sum_words + step) * n_columns + n);
+        }
+        return V::subtract_product(V::to_floats(total), V::multiply(min, column_scale), output);
+    }
+};
+
+template <class V, class F, int N>
+struct SuperBlockProduct {
+    using L = Layout<F, V::lanes>;
+    using W = SuperBlockWords;
+    using Ints = typename V::Ints;
+    using Floats = typename V::Floats;
+    // Of half of the sub-blocks.
+    static constexpr int64_t largest_sum = int64_t{L::n_subs / 2} * F::sub * 127 *
+                                           F::largest_code * F::largest_sub_scale;
+    using Exact = ExactSums<V, largest_sum <= 1 << 24>;
+    using Sum = typename Exact::Sum;
+
+    // sums[n] += sub_scale * (sum of codes * column codes), for the two sub-blocks of a step.
+    static void add_step(const uint8_t *block, const int32_t *words, int step, Sum (&sums)[N]) {
         constexpr int half = L::words / 2;
-        const Ints scales = sub_scales(block, step);
+        const uint8_t *codes = block + L::codes_at + step * L::step_bytes;
+        const Ints scales = SuperBlockScales<V, F>::sub_scales(block, step);
+        words += step * L::words * N;
         Ints totals[N];
 #pragma GCC unroll 16
         for (int n = 0; n < N; n++) totals[n] = V::zero_ints();
         Codes<V, F>::template multiply<0, half, N>(codes, words, totals);
-        const Floats first = V::to_floats(V::first_of_pairs(scales));
+        const Ints first = V::first_of_pairs(scales);
 #pragma GCC unroll 16
         for (int n = 0; n < N; n++) {
-            sums[n] = V::multiply_add(V::to_floats(totals[n]), first, sums[n]);
+            sums[n] = Exact::add(totals[n], first, sums[n]);
             totals[n] = V::zero_ints();
         }
         Codes<V, F>::template multiply<half, half, N>(codes, words, totals);
-        const Floats second = V::to_floats(V::second_of_pairs(scales));
+        const Ints second = V::second_of_pairs(scales);
 #pragma GCC unroll 16
-        for (int n = 0; n < N; n++) {
-            sums[n] = V::multiply_add(V::to_floats(totals[n]), second, sums[n]);
+        for (int n = 0; n < N; n++) sums[n] = Exact::add(totals[n], second, sums[n]);
+    }
+
+    // The sums of a block, rounded once.
+    static void add_block(const uint8_t *block, const int32_t *words, Floats (&results)[N]) {
+        Sum halves[2][N];
+        for (int half = 0; half < 2; half++) {
+            Sum sums[N];
+            for (int n = 0; n < N; n++) sums[n] = Exact::zero();
+            for (int step = 0; step < L::n_steps / 2; step++) {
+                add_step(block, words, half * (L::n_steps / 2) + step, sums);
+            }
+            for (int n = 0; n < N; n++) halves[half][n] = sums[n];
         }
+        for (int n = 0; n < N; n++) results[n] = Exact::rounded(V::add(halves[0][n], halves[1][n]));
     }
 
     static void run(const uint8_t *block, const int32_t *words, int64_t n_inputs,
@@ -247,34 +336,11 @@ struct SuperBlockProduct {
         for (int n = 0; n < N; n++) outputs[n] = V::zero();
         for (int64_t i = 0; i < n_inputs; i += 256, block += L::bytes, words += W::count * N) {
             Floats sums[N];
-            for (int n = 0; n < N; n++) sums[n] = V::zero();
             for (int at = 0; at < L::codes_at; at += 64) prefetch(block + at);
-            for (int step = 0; step < L::n_steps; step++) {
-                add_step(block, block + L::codes_at + step * L::step_bytes,
-                         words + step * L::words * N, step, sums);
-            }
-            const Floats scale = load_scale<V, F>(block);
-            const Floats min = L::own_min ? V::load_halves(block + L::min_at)
-                                          : V::multiply(scale, V::all(scales_offset));
-            Ints mins[L::n_steps];
-#pragma GCC unroll 8
-            for (int step = 0; step < L::n_steps; step++) {
-                mins[step] = has_min ? sub_mins(block, step) : V::zero_ints();
-            }
+            add_block(block, words, sums);
+            const SuperBlockScales<V, F> scales(block);
 #pragma GCC unroll 16
-            for (int n = 0; n < N; n++) {
-                const Floats column_scale = V::all(*as_float(words + W::scale * N + n));
-                outputs[n] = V::multiply_add(sums[n], V::multiply(scale, column_scale), outputs[n]);
-                if (!has_min) continue;
-                Ints total = V::zero_ints();
-#pragma GCC unroll 8
-                for (int step = 0; step < L::n_steps; step++) {
-                    total = V::add_pair_products(total, mins[step],
-                                                 words + (sum_words + step) * N + n);
-                }
-                outputs[n] = V::subtract_product(V::to_floats(total),
-                                                 V::multiply(min, column_scale), outputs[n]);
-            }
+            for (int n = 0; n < N; n++) outputs[n] = scales.add(sums[n], words, N, n, outputs[n]);
         }
     }
 };

@@ -8,7 +8,9 @@ namespace {
 // Everything about a format of quantised weights.
 template <class V, class F>
 struct Quantized {
+    using Format = F;
     using L = Layout<F, V::lanes>;
+    static constexpr bool is_quantized = true;
     static constexpr bool is_super = F::weights == 256;
     static constexpr int inputs_per_block = F::weights;
 
@@ -17,8 +19,9 @@ struct Quantized {
         return n_inputs / F::weights * (is_super ? SuperBlockWords::count : BlockWords::count) * 4;
     }
     static void prepare(const float *values, int64_t n_inputs, int32_t *tile, int n_columns,
-                        int column) {
-        (is_super ? prepare_super_blocks : prepare_blocks)(values, n_inputs, tile, n_columns, column);
+                        int column, bool for_tiles = false) {
+        (is_super ? prepare_super_blocks : prepare_blocks)(values, n_inputs, tile, n_columns, column,
+                                                           for_tiles);
     }
     static void pack(const uint8_t *rows, size_t row_bytes, int n_rows, int64_t n_inputs,
                      uint8_t *group) {
@@ -45,6 +48,7 @@ struct Quantized {
 // Everything about a type of float weights.
 template <class V, class F>
 struct Plain {
+    static constexpr bool is_quantized = false;
     static constexpr int inputs_per_block = 1;
 
     static size_t group_bytes(int64_t n_inputs) { return n_inputs * F::bytes * V::lanes; }

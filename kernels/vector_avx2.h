@@ -21,6 +21,7 @@ struct Avx2 {
     static Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
     static Floats subtract_product(Floats a, Floats b, Floats c) { return _mm256_fnmadd_ps(a, b, c); }
     static Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+    static Ints multiply(Ints a, Ints b) { return _mm256_mullo_epi32(a, b); }
     static Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
     static Floats to_floats(Ints v) { return _mm256_cvtepi32_ps(v); }
     // One float16 for each lane.

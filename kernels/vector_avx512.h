@@ -26,6 +26,7 @@ struct Avx512 {
     static Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
     static Floats subtract_product(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }
     static Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+    static Ints multiply(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
     static Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
     static Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(v); }
     // One float16 for each lane.
@@ -88,6 +89,13 @@ struct Avx512 {
     static Floats load_exponents(const void *p) {
         const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i *>(p)));
         return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 23));
+    }
+    static Ints subtract_bytes(Ints a, Ints b) { return _mm512_sub_epi8(a, b); }
+    // 16-bit numbers, two to a lane; and the bytes 0, 2, 4, ... of `even`, between 1, 3, 5, ... of `odd`.
+    static Ints all_shorts(int value) { return _mm512_set1_epi16(static_cast<short>(value)); }
+    static Ints multiply_shorts(Ints a, Ints b) { return _mm512_mullo_epi16(a, b); }
+    static Ints alternate_bytes(Ints even, Ints odd) {
+        return _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaaU, even, odd);
     }
     static void store_first(float *p, Floats v, int n) {
         _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1U << n) - 1), v);

@@ -73,6 +73,13 @@ INSTRUCTION_FLAGS: Mapping[str, InstructionFlags] = {
         ("-march=skylake-avx512", "-mavx512vnni", "-mprefer-vector-width=512"),
         "WITHOUT_AVX512_VNNI",
     ),
+    "amx_int8.cpp": InstructionFlags(
+        (
+            *("-march=skylake-avx512", "-mavx512vnni", "-mprefer-vector-width=512"),
+            *("-mamx-tile", "-mamx-int8"),
+        ),
+        "WITHOUT_AMX_INT8",
+    ),
 }
 
 

@@ -70,7 +70,7 @@ def source(tmp_path: Path) -> Path:
     """The source of a library."""
     folder = tmp_path / "source"
     (folder / "kernels").mkdir(parents=True)
-    for name in ("attach", "avx2", "avx_vnni", "avx512_vnni"):
+    for name in ("attach", "avx2", "avx_vnni", "avx512_vnni", "amx_int8"):
         (folder / "kernels" / f"{name}.cpp").write_text(f"int {name};\n")
     (folder / "kernels" / "vector.h").write_text("int vector;\n")
     return folder
@@ -92,7 +92,13 @@ def test_every_file_is_compiled_with_flags_of_its_own(source: Path, compiler: Co
     assert library.is_file()
     commands = compiler.commands()
     files = compiled(commands)
-    assert sorted(files) == ["attach.cpp", "avx2.cpp", "avx512_vnni.cpp", "avx_vnni.cpp"]
+    assert sorted(files) == [
+        "amx_int8.cpp",
+        "attach.cpp",
+        "avx2.cpp",
+        "avx512_vnni.cpp",
+        "avx_vnni.cpp",
+    ]
     for words in files.values():
         assert {"-O3", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden"} <= set(words)
         assert not any(word.startswith("-D") for word in words)
@@ -101,8 +107,10 @@ def test_every_file_is_compiled_with_flags_of_its_own(source: Path, compiler: Co
     assert "-mavxvnni" not in files["avx2.cpp"]
     assert "-mavxvnni" in files["avx_vnni.cpp"]
     assert {"-march=skylake-avx512", "-mavx512vnni"} <= set(files["avx512_vnni.cpp"])
+    assert "-mamx-int8" not in files["avx512_vnni.cpp"]
+    assert {"-mavx512vnni", "-mamx-tile", "-mamx-int8"} <= set(files["amx_int8.cpp"])
     assert "-shared" in commands[-1]
-    assert sum(word.endswith(".o") for word in commands[-1]) == 4
+    assert sum(word.endswith(".o") for word in commands[-1]) == 5
     assert sorted(path.name for path in library.parent.iterdir()) == [
         "libspecgen-kernels.json",
         "libspecgen-kernels.so",
@@ -118,21 +126,21 @@ def test_nothing_is_compiled_twice(
     assert compiler.commands() == []
     (source / "kernels" / "vector.h").write_text("int other;\n")
     build(source, compiler.environment)
-    assert len(compiler.commands()) == 5
+    assert len(compiler.commands()) == 6
     build(source, compiler.environment, force=True)
-    assert len(compiler.commands()) == 5
+    assert len(compiler.commands()) == 6
     monkeypatch.setattr(build_kernels, "COMMON_FLAGS", ("-O1",))
     build(source, compiler.environment)
-    assert len(compiler.commands()) == 5
+    assert len(compiler.commands()) == 6
     newer = Compiler(tmp_path / "compiler", version="2.0")
     build(source, newer.environment)
-    assert len(newer.commands()) == 5
+    assert len(newer.commands()) == 6
     (source / LIBRARY).unlink()
     build(source, newer.environment)
-    assert len(newer.commands()) == 5
+    assert len(newer.commands()) == 6
     (source / LIBRARY).with_name(build_kernels.STAMP).write_text("nonsense")
     build(source, newer.environment)
-    assert len(newer.commands()) == 5
+    assert len(newer.commands()) == 6
 
 
 def test_a_file_whose_flags_are_unknown_is_left_out(source: Path, tmp_path: Path) -> None:
@@ -140,7 +148,7 @@ def test_a_file_whose_flags_are_unknown_is_left_out(source: Path, tmp_path: Path
     assert build(source, old.environment) is not None
     commands = old.commands()
     files = compiled(commands)
-    assert sorted(files) == ["attach.cpp", "avx2.cpp", "avx512_vnni.cpp"]
+    assert sorted(files) == ["amx_int8.cpp", "attach.cpp", "avx2.cpp", "avx512_vnni.cpp"]
     for words in files.values():
         assert "-DWITHOUT_AVX_VNNI" in words
         assert "-DWITHOUT_AVX512_VNNI" not in words
@@ -243,7 +251,7 @@ def test_a_real_compiler_makes_a_library_that_loads(source: Path) -> None:
         pytest.skip("no C++ compiler")
     shown = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
     (source / "kernels" / "attach.cpp").write_text(shown)
-    for name in ("avx2", "avx_vnni", "avx512_vnni"):
+    for name in ("avx2", "avx_vnni", "avx512_vnni", "amx_int8"):
         (source / "kernels" / f"{name}.cpp").unlink()
     library = build(source, {})
     assert library is not None

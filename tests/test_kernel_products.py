@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -22,8 +23,9 @@ TYPES = (
     *("iq4_nl", "iq4_xs", "mxfp4", "f16", "bf16", "f32"),
 )
 FLOAT_TYPES = ("f16", "bf16", "f32")
-#: Rows of weights that come together in a group, at most; columns of a tile, at most.
-MOST_ROWS, MOST_COLUMNS = 16, 12
+#: Rows of weights that come together in a group, at most; columns that are multiplied at once, at
+#: most, and with AMX.
+MOST_ROWS, MOST_COLUMNS, MOST_COLUMNS_OF_TILES = 16, 12, 96
 
 
 @pytest.fixture(autouse=True)
@@ -79,11 +81,24 @@ def test_a_row_is_the_same_bits_in_any_company(type_name: str) -> None:
                 assert np.array_equal(together, alone[:n_rows]), (n_rows, n_threads)
 
 
+@pytest.mark.parametrize("type_name", TYPES)
+def test_a_prompt_is_the_same_bits_in_any_pieces(type_name: str) -> None:
+    n_tokens = 2 * MOST_COLUMNS_OF_TILES + 7
+    weights, tokens = operators.quantize(normal(35, 512), type_name), normal(n_tokens, 512, seed=2)
+    with Matrix(weights, SPECGEN_BUFFER) as packed:
+        alone = np.concatenate([operators.multiply(packed, row[None]) for row in tokens])
+        for n_rows in (48, 49, 65, 80, 81, 95, 96, 97, n_tokens):
+            for first in (0, n_tokens - n_rows):
+                piece = slice(first, first + n_rows)
+                together = operators.multiply(packed, tokens[piece], n_threads=2)
+                assert np.array_equal(together, alone[piece]), (n_rows, first)
+
+
 @given(
     type_name=st.sampled_from(TYPES),
     n_rows=st.integers(1, 3 * MOST_ROWS + 1),
     n_blocks=st.integers(1, 5),
-    n_tokens=st.integers(1, 3 * MOST_COLUMNS),
+    n_tokens=st.integers(1, 5 * MOST_COLUMNS),
     n_threads=st.integers(1, 4),
     exponent=st.integers(-30, 30),
     seed=st.integers(0, 99),
@@ -109,14 +124,17 @@ def test_shapes_and_scales(
 
 @pytest.mark.parametrize("type_name", TYPES)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_what_is_no_number_spoils_its_own_row_only(type_name: str, poison: float) -> None:
-    weights, tokens = operators.quantize(normal(33, 512), type_name), normal(5, 512, seed=3)
+@pytest.mark.parametrize("n_tokens", [5, 26])
+def test_what_is_no_number_spoils_its_own_row_only(
+    type_name: str, poison: float, n_tokens: int
+) -> None:
+    weights, tokens = operators.quantize(normal(33, 512), type_name), normal(n_tokens, 512, seed=3)
     with Matrix(weights, SPECGEN_BUFFER) as packed:
         clean = operators.multiply(packed, tokens)
         tokens[2, 300] = poison
         spoilt = operators.multiply(packed, tokens, n_threads=2)
     assert not np.isfinite(spoilt[2]).any()
-    others = [0, 1, 3, 4]
+    others = np.delete(np.arange(n_tokens), 2)
     assert np.array_equal(spoilt[others], clean[others])
 
 
@@ -165,32 +183,67 @@ def test_other_types_are_left_to_llama_cpp() -> None:
     assert not operators.takes("tq1_0", (32, 256), SPECGEN_BUFFER)
 
 
+@pytest.mark.parametrize("type_name", [name for name in TYPES if name not in FLOAT_TYPES])
+def test_sums_of_the_largest_codes_do_not_overflow(type_name: str) -> None:
+    """Weights and activations whose codes are all as large as they can be: every sum, whatever
+    computes it, then has its largest value."""
+    signs = np.where(normal(32, 1) < 0, -1, 1).astype(np.float32)
+    weights = operators.quantize(np.repeat(signs, 512, axis=1), type_name)
+    tokens = np.ones((26, 512), np.float32)
+    tokens[1::2] *= -1
+    with Matrix(weights, SPECGEN_BUFFER) as packed:
+        computed = operators.multiply(packed, tokens, n_threads=2)
+        assert np.array_equal(computed[:1], operators.multiply(packed, tokens[:1]))
+        assert np.array_equal(computed[1:2], operators.multiply(packed, tokens[1:2]))
+    assert error(computed, exact(weights, tokens)) < 1e-5
+
+
+def test_llama_cpps_own_tiles_are_left_as_they_were() -> None:
+    """Its code for AMX configures the tiles of a thread once, and relies on that for good."""
+    if "AMX" not in operators.buffer_types():
+        pytest.skip("llama.cpp has no code for AMX here")
+    weights, tokens = operators.quantize(normal(64, 512), "q4_k"), normal(40, 512, seed=6)
+    with Matrix(weights, "AMX") as theirs, Matrix(weights, SPECGEN_BUFFER) as ours:
+        before = operators.multiply(theirs, tokens)
+        for _ in range(2):
+            operators.multiply(ours, tokens)
+            assert np.array_equal(operators.multiply(theirs, tokens), before)
+
+
 # Each instruction set in a process of its own: it is chosen when the library is attached.
 _CHILD = """
-import json, sys
+import hashlib, json, sys
 import numpy as np
 from specgen.backend.llama import operators
 from specgen.backend.llama.kernels import attach
 from specgen.kernels import library_path
-from tests.test_kernel_products import MOST_COLUMNS, TYPES, error, exact, normal
+from tests.test_kernel_products import (
+    MOST_COLUMNS, MOST_COLUMNS_OF_TILES, TYPES, error, exact, normal
+)
 
 kernels = attach(library_path())
 found = {"instructions": kernels.instructions}
 for name in TYPES:
-    weights, tokens = operators.quantize(normal(37, 768), name), normal(25, 768, seed=1)
+    weights, tokens = operators.quantize(normal(37, 768), name), normal(110, 768, seed=1)
     with operators.Matrix(weights, operators.SPECGEN_BUFFER) as packed:
         computed = operators.multiply(packed, tokens, n_threads=2)
         same = all(
             np.array_equal(operators.multiply(packed, tokens[:n]), computed[:n])
-            for n in (*range(1, MOST_COLUMNS + 1), 17, 25)
+            for n in (*range(1, MOST_COLUMNS + 6), 25, MOST_COLUMNS_OF_TILES)
         )
-    found[name] = [error(computed, exact(weights, tokens)), same]
+    digest = hashlib.sha256(computed.tobytes()).hexdigest()
+    found[name] = [error(computed, exact(weights, tokens)), same, digest]
 print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("instructions", ["avx2", "avx-vnni", "avx512-vnni"])
-def test_every_instruction_set_that_the_cpu_has(instructions: str) -> None:
+#: By type: the error, whether rows are the same bits in batches, a digest of the results.
+Found = dict[str, tuple[float, bool, str]]
+
+
+@functools.cache
+def found_with(instructions: str) -> Found:
+    """What the kernels for an instruction set compute. Skips the test where the CPU has it not."""
     environment = {**os.environ, "SPECGEN_KERNELS_INSTRUCTIONS": instructions}
     root = Path(__file__).resolve().parent.parent
     child = subprocess.run(
@@ -206,6 +259,18 @@ def test_every_instruction_set_that_the_cpu_has(instructions: str) -> None:
     assert child.returncode == 0, child.stderr
     found = json.loads(child.stdout)
     assert found.pop("instructions") == instructions
-    for type_name, (wrong, same) in found.items():
+    return {name: tuple(values) for name, values in found.items()}
+
+
+@pytest.mark.parametrize("instructions", ["avx2", "avx-vnni", "avx512-vnni", "amx-int8"])
+def test_every_instruction_set_that_the_cpu_has(instructions: str) -> None:
+    for type_name, (wrong, same, _) in found_with(instructions).items():
         assert wrong < (1e-6 if type_name in FLOAT_TYPES else 0.01), type_name
         assert same, type_name
+
+
+def test_tiles_give_the_bits_of_vectors() -> None:
+    vectors, tiles = found_with("avx512-vnni"), found_with("amx-int8")
+    assert {name: digest for name, (_, _, digest) in tiles.items()} == {
+        name: digest for name, (_, _, digest) in vectors.items()
+    }

@@ -30,8 +30,8 @@ class KernelStatus:
     """Who computes what models on the CPU need, and why."""
 
     computes: Literal["specgen", "llama.cpp"]
-    #: What specgen's kernels are written for, where they compute: ``avx2``, ``avx-vnni`` or
-    #: ``avx512-vnni``; else empty.
+    #: What specgen's kernels are written for, where they compute: ``avx2``, ``avx-vnni``,
+    #: ``avx512-vnni`` or ``amx-int8``; else empty.
     instructions: str = ""
     #: Why they are not used, as the rest of a sentence; None where they are.
     reason: str | None = None

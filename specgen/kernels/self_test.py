@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 #: Both round activations to 8 bits, each in its own way, which makes 0.01.
 TOLERANCE = 0.02
 
-#: Superblocks of 256 in a row, rows for several groups of any width, and rows of a batch that fill
-#: no tile of a kernel.
-_N_COLUMNS, _N_ROWS, _N_TOKENS = 768, 96, 11
+#: Superblocks of 256 in a row, rows for several groups of any width, and rows of batches that fill
+#: no tile of a kernel: of a small one, and of one that is large enough for AMX.
+_N_COLUMNS, _N_ROWS, _N_TOKENS, _N_TOKENS_OF_LARGE = 768, 96, 11, 43
 _N_EXPERTS, _N_USED = 4, 2
 #: (key and value type, size of keys and values).
 _ATTENTIONS = (("f16", 64), ("f16", 128), ("q8_0", 64))
@@ -85,7 +85,7 @@ def _test_type(kernels: Kernels, type_name: str) -> None:
 
     rng = np.random.default_rng(0)
     values = rng.standard_normal((_N_ROWS, _N_COLUMNS), dtype=np.float32)
-    tokens = rng.standard_normal((_N_TOKENS, _N_COLUMNS), dtype=np.float32)
+    tokens = rng.standard_normal((_N_TOKENS_OF_LARGE, _N_COLUMNS), dtype=np.float32)
     weights = operators.quantize(values, type_name)
     what = f"products of {type_name}"
     with (
@@ -101,6 +101,8 @@ def _test_type(kernels: Kernels, type_name: str) -> None:
         _compare_rows(
             what, computed, lambda row: operators.multiply(packed, tokens[row : row + 1])[0]
         )
+        small = operators.multiply(packed, tokens[:_N_TOKENS], n_threads=2)
+        _compare_rows(what, small, lambda row: computed[row])
 
 
 def _test_experts() -> None:
@@ -120,8 +122,9 @@ def _test_experts() -> None:
     if type_name is None:
         return
     weights = operators.quantize(rng.standard_normal(shape, dtype=np.float32), type_name)
-    tokens = rng.standard_normal((_N_TOKENS, 1, _N_COLUMNS), dtype=np.float32)
-    experts = np.argsort(rng.random((_N_TOKENS, _N_EXPERTS)), axis=1)[:, :_N_USED].astype(np.int32)
+    n_tokens = _N_TOKENS_OF_LARGE
+    tokens = rng.standard_normal((n_tokens, 1, _N_COLUMNS), dtype=np.float32)
+    experts = np.argsort(rng.random((n_tokens, _N_EXPERTS)), axis=1)[:, :_N_USED].astype(np.int32)
     with (
         operators.Matrix(weights, n_experts_used=_N_USED) as plain,
         operators.Matrix(weights, operators.SPECGEN_BUFFER, n_experts_used=_N_USED) as packed,

@@ -48,7 +48,7 @@ class Kernels:
     def __init__(self, path: Path, library: Any) -> None:
         self.path = path
         self._library = library
-        #: What they are written for: ``avx2``, ``avx-vnni`` or ``avx512-vnni``.
+        #: What they are written for: ``avx2``, ``avx-vnni``, ``avx512-vnni`` or ``amx-int8``.
         self.instructions = _text(library.specgen_kernels_instructions())
         self._enabled = (True, True)
 
