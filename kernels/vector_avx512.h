@@ -91,7 +91,7 @@ struct Avx512 {
         return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 23));
     }
     static Ints subtract_bytes(Ints a, Ints b) { return _mm512_sub_epi8(a, b); }
-    // 16-bit numbers, two to a lane; and the bytes 0, 2, 4, ... of `even`, between 1, 3, 5, ... of `odd`.
+    // 16-bit numbers, two to a lane; the bytes 0, 2, 4, ... of `even` and 1, 3, 5, ... of `odd`.
     static Ints all_shorts(int value) { return _mm512_set1_epi16(static_cast<short>(value)); }
     static Ints multiply_shorts(Ints a, Ints b) { return _mm512_mullo_epi16(a, b); }
     static Ints alternate_bytes(Ints even, Ints odd) {
