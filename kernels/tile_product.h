@@ -300,7 +300,9 @@ struct TileProducts {
                 const ColumnTiles tiles(n_columns);
                 thread_tiles.use(tiles.columns, Tiles::words_of_tile);
                 float results[most_columns][16];
-                for (int n = 0; n < n_columns; n++) Avx512::store(results[n], Avx512::zero());
+                auto zero = Avx512::zero();
+                asm("" : "+v"(zero));  // or GCC calls memset: 5 % more for 96 columns of Q4_K
+                for (int n = 0; n < n_columns; n++) Avx512::store(results[n], zero);
                 Tiles::run(static_cast<const uint8_t *>(group), static_cast<const int32_t *>(tile),
                            n_inputs, tiles, results);
                 for (int n = 0; n < n_columns; n++) {
