@@ -90,14 +90,15 @@ class AppendedFile:
 
 
 @contextlib.contextmanager
-def locked(lock_file: Path, held: SpecgenError) -> Iterator[None]:
+def locked(lock_file: Path, held: SpecgenError, wait_s: float = 0.0) -> Iterator[None]:
     """Let no other process hold this lock meanwhile; the system lets go of it when a process ends,
-    however it does. Raises `held` if another one holds it, and `OutputError` if it cannot be made."""
+    however it does. Raises `held` if another one holds it for longer than `wait_s` seconds, and
+    `OutputError` if it cannot be made."""
     import filelock
 
     with write_errors(lock_file):
         lock_file.parent.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(lock_file, timeout=0)
+        lock = filelock.FileLock(lock_file, timeout=wait_s)
         try:
             lock.acquire()
         except filelock.Timeout:

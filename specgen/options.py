@@ -443,3 +443,5 @@ class SessionOptions:
     helpers: tuple[DraftSource, ...] = ()
     #: Where what is made of texts to look up is kept, and copies of draft models; None keeps nothing.
     cache: Path | None = None
+    #: Where the target's answers are kept, and what drafts learnt from them; None keeps none.
+    learning: Path | None = None

@@ -169,6 +169,7 @@ def batch(
     sampling: SamplerOptions,
     drafting: DraftOptions,
     machine: Contexts,
+    learn: flags.Learn = False,
     quiet: flags.Quiet = False,
     verbose: flags.Verbose = False,
 ) -> int:
@@ -215,7 +216,7 @@ def batch(
             )
     else:
         sources = find_models(models, quiet=quiet)
-        options = session_options(sources, sampling, drafting, generation, machine)
+        options = session_options(sources, sampling, drafting, generation, machine, learn=learn)
         settings = _settings(options, chat, system)
         work = BatchWork(options, sources.drafts, machine.kernels, chat, system, parallel)
 

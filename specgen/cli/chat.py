@@ -7,7 +7,7 @@ import datetime
 import os
 import signal
 import sys
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -79,6 +79,7 @@ def chat(
     sampling: SamplerOptions,
     drafting: DraftOptions,
     machine: Contexts,
+    learn: flags.Learn = False,
     show: flags.ShowOption = "accepted",
     stats: Annotated[
         bool,
@@ -102,11 +103,12 @@ def chat(
     path = None if name is None else _session_file(name)
     text = "".join(map(_file_text, files or ()))
     sources = find_models(models, quiet=quiet)
-    options = session_options(sources, sampling, drafting, generation, machine)
+    options = session_options(sources, sampling, drafting, generation, machine, learn=learn)
     use_kernels(machine.kernels, quiet=quiet)
     with contextlib.ExitStack() as stack:
         from specgen.chat.chat import Chat, check_template
         from specgen.engine.engine import Engine
+        from specgen.workshop.online.learner import Learner
 
         conversation, log = stack.enter_context(_opened(path, quiet=quiet))
         stack.enter_context(log_shown(verbose))
@@ -121,8 +123,9 @@ def chat(
         stack.callback(session.memory.save)
         now = datetime.datetime.now().astimezone()
         talk = Chat(session, engine, conversation, log, now=now)
+        learner = stack.enter_context(Learner(session, engine, engine.tell))
         _begin(talk, system, text)
-        return _talk(talk, view)
+        return _talk(talk, view, learner.between_answers)
 
 
 # --- the conversation -----------------------------------------------------------------------
@@ -196,7 +199,7 @@ def _begin(talk: Chat, system: str | None, files: str) -> None:
         talk.change(Change("files", files))
 
 
-def _talk(talk: Chat, view: _View) -> int:
+def _talk(talk: Chat, view: _View, between_answers: Callable[[], None]) -> int:
     """Answer messages until there are no more; returns the exit code."""
     from specgen.chat.commands import parse
     from specgen.cli.chat_input import PipedMessages, is_person
@@ -206,10 +209,12 @@ def _talk(talk: Chat, view: _View) -> int:
     failed = 0
     for message in messages:
         try:
+            between_answers()
             command = parse(message)
             if command is not None and command.name == "quit":
                 break
             code = view.answer(talk.ask(message)) if command is None else _do(command, talk, view)
+            between_answers()
         except SpecgenError as error:
             if isinstance(error, WorkerLostError) or (
                 isinstance(error, OutputError) and not is_typed

@@ -5,10 +5,11 @@ from __future__ import annotations
 import typer
 
 from specgen.cli.draft_find import find
+from specgen.cli.draft_learn import forget, learn
 from specgen.cli.draft_make import data, make
 
 app = typer.Typer(
-    name="draft", help="Find or make what drafts best for a model.", no_args_is_help=True
+    name="draft", help="Find, make or teach what drafts best for a model.", no_args_is_help=True
 )
-for command in (find, make, data):
+for command in (find, make, data, learn, forget):
     app.command()(command)

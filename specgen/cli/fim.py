@@ -101,6 +101,7 @@ def fim(
     sampling: SamplerOptions,
     drafting: DraftOptions,
     machine: Contexts,
+    learn: flags.Learn = False,
     show: flags.ShowOption = "accepted",
     stats: flags.Stats = None,
     json: flags.Json = False,
@@ -119,7 +120,7 @@ def fim(
     if not found.prefix and not found.suffix and not context:
         raise PromptError("there is no text before the gap or behind it", hint="give some text")
     sources = find_models(models, quiet=quiet)
-    options = session_options(sources, sampling, drafting, generation, machine)
+    options = session_options(sources, sampling, drafting, generation, machine, learn=learn)
     use_kernels(machine.kernels, quiet=quiet)
     finished: list[FinishedEvent] = []
     with (

@@ -33,6 +33,7 @@ def run(
     sampling: SamplerOptions,
     drafting: DraftOptions,
     machine: Contexts,
+    learn: flags.Learn = False,
     show: flags.ShowOption = "accepted",
     stats: flags.Stats = None,
     json: flags.Json = False,
@@ -57,6 +58,7 @@ def run(
         drafting,
         generation,
         machine,
+        learn=learn,
     )
     use_kernels(machine.kernels, quiet=quiet)
     with (

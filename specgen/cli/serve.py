@@ -63,6 +63,7 @@ def serve(
     sampling: SamplerOptions,
     drafting: DraftOptions,
     machine: Contexts,
+    learn: flags.Learn = False,
     quiet: flags.Quiet = False,
     verbose: flags.Verbose = False,
 ) -> int:
@@ -74,13 +75,19 @@ def serve(
     """
     flags.check_loudness(quiet=quiet, verbose=verbose)
     _check_installed()
+    if learn and not learn_across:
+        raise UsageError(
+            "--learn lets what one user wrote draft for the others",
+            hint="if that may be, add --learn-across-requests",
+        )
     generation = with_grammar(answer, grammar, json=True)
     sources = find_models(models, quiet=quiet)
-    options = session_options(sources, sampling, drafting, generation, machine)
+    options = session_options(sources, sampling, drafting, generation, machine, learn=learn)
     with contextlib.ExitStack() as stack:
         from specgen.engine.parallel import largest_engine
         from specgen.server.addresses import bound_socket, url_of
         from specgen.server.run import serve as answer_requests
+        from specgen.workshop.online.learner import Learner
 
         bound = stack.enter_context(bound_socket(server.host, server.port, server.limits.client_s))
         use_kernels(machine.kernels, quiet=quiet)
@@ -111,8 +118,17 @@ def serve(
         )
         for notice in engine.take_notices():
             note(notice)
+        learner = stack.enter_context(Learner(session, engine, note))
         print(f"listening on {url_of(bound)}", flush=True)
-        answer_requests(session, engine, server, bound, is_verbose=verbose, note=note)
+        answer_requests(
+            session,
+            engine,
+            server,
+            bound,
+            is_verbose=verbose,
+            note=note,
+            between_answers=learner.between_answers,
+        )
     return 0
 
 

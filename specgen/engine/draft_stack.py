@@ -13,6 +13,7 @@ from specgen.calibration.weight_copies import Comparison, Copies
 from specgen.engine.agreement import TEXT
 from specgen.engine.draft_model import DraftModel
 from specgen.engine.heads_draft import HeadsDraft
+from specgen.engine.learnt import learnt_weights
 from specgen.errors import ModelFileError, UsageError
 from specgen.options import ContextOptions, DraftOptions, DraftSource, TreeShape
 
@@ -28,7 +29,8 @@ class DraftStack:
     """The draft models of a session, loaded, from copies of their weights where these are quicker.
 
     `context_options` gives the options of a draft model's contexts. A model that drafts for another
-    one is opened with it and closed with it.
+    one is opened with it and closed with it. The draft model drafts from the weights that it learnt, if
+    there are such in the folder `learning`.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class DraftStack:
         context: ContextOptions,
         context_options: Callable[[Path], ContextOptions],
         clock: Callable[[], float],
+        learning: Path | None = None,
     ) -> None:
         self._target = target
         self._helpers = helpers
@@ -46,6 +49,9 @@ class DraftStack:
         self._context = context
         self._context_options = context_options
         self._clock = clock
+        self._learning = learning
+        #: The weights that the draft model learnt, if it drafts from such.
+        self.learnt: Path | None = None
         #: What drafts for the target, and the model where it is one.
         self.source: DraftSource = "none"
         self.model: DraftModel | None = None
@@ -75,6 +81,7 @@ class DraftStack:
         if self.heads is not None:
             self.heads.close()
         self.model, self.heads, self.source = None, None, "none"
+        self.learnt = None
 
     @property
     def path(self) -> Path | None:
@@ -82,8 +89,17 @@ class DraftStack:
         return self.model.model.path if self.model is not None else None
 
     @property
+    def weights(self) -> Path | None:
+        """The file that the draft model drafts from without what it learnt: its own, or a copy of it."""
+        path = self.path
+        return None if path is None else self._copies.of(path, self._context) or path
+
+    @property
     def key(self) -> Path | str:
-        """What drafts, as the memory knows it: a file, or a word."""
+        """What drafts, as the memory knows it: a file, or a word. With what it learnt a model is
+        another draft."""
+        if self.learnt is not None:
+            return self.learnt
         return self.path or (self.heads.heads.path if self.heads is not None else str(self.source))
 
     @property
@@ -167,6 +183,32 @@ class DraftStack:
         if len(sources) > 1 or target is not self._target:  # stages draft chains
             drafting = replace(drafting, tree=TreeShape("off"))
         path = Path(sources[0])
+        draft = self._load_learnt(path, drafting) if target is self._target else None
+        if draft is None:
+            draft = self._load_compared(path, target, drafting)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(draft.close)
+            if len(sources) > 1:
+                is_model = isinstance(sources[1], Path)
+                rest = sources[1:]
+                draft.helper = self._open(rest, draft.model, drafting) if is_model else "ngram"
+            on_error.pop_all()
+        return draft
+
+    def _load_learnt(self, path: Path, drafting: DraftOptions) -> DraftModel | None:
+        """A draft model with the weights that it learnt; None where there are none that work."""
+        learnt = learnt_weights(self._learning, path)
+        if learnt is None:
+            return None
+        try:
+            draft = DraftModel(path, self._target, self._context, drafting, learnt)
+        except ModelFileError:
+            return None
+        self.learnt = learnt
+        return draft
+
+    def _load_compared(self, path: Path, target: LlamaModel, drafting: DraftOptions) -> DraftModel:
+        """A draft model, from a copy of its weights if that is found to be quicker."""
         draft = self._load(path, target, drafting)
         with contextlib.ExitStack() as on_error:
             on_error.callback(draft.close)
@@ -176,13 +218,6 @@ class DraftStack:
             if compared is not None and compared.is_taken:
                 draft.close()
                 draft = self._load(path, target, drafting)
-            on_error.pop_all()
-        with contextlib.ExitStack() as on_error:
-            on_error.callback(draft.close)
-            if len(sources) > 1:
-                is_model = isinstance(sources[1], Path)
-                rest = sources[1:]
-                draft.helper = self._open(rest, draft.model, drafting) if is_model else "ngram"
             on_error.pop_all()
         return draft
 

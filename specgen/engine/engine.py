@@ -20,6 +20,7 @@ from specgen.engine.prompts import Prompt
 from specgen.engine.slots import Part, n_common
 from specgen.errors import (
     BackendError,
+    OutputError,
     PromptError,
     SpecgenError,
     UsageError,
@@ -147,15 +148,14 @@ class Engine:
         self._resources = contextlib.ExitStack()
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
-            target, draft = self._resources.enter_context(
-                session.contexts(self._n_ctx, n_parts=n_parallel)
-            )
-            helpers = self._resources.enter_context(
-                session.helper_contexts(self._n_ctx, n_parts=n_parallel)
+            target, _ = self._resources.enter_context(
+                session.contexts(self._n_ctx, drafts=False, n_parts=n_parallel)
             )
             self._target = target
             self._loop = Loop(target, session.clock, interrupted)
-            self._drafts: tuple[LlamaBackend, ...] = (() if draft is None else (draft,)) + helpers
+            self._draft_contexts = self._resources.enter_context(contextlib.ExitStack())
+            self._drafts = self._open_drafts()
+            draft = self._drafts[0] if self._drafts else None
             #: Seconds that it took to measure what drafting costs; 0 where that was known.
             self.measured_s = measure_if_costs_decide(session, target, draft, interrupted)
             on_error.pop_all()
@@ -231,11 +231,38 @@ class Engine:
         """End an answer with what there is of it, at the next step."""
         answer.is_cancelled = True
 
+    def reload_draft(self) -> bool:
+        """Load the draft model again, which drafts from the weights that it learnt last; False, and
+        nothing is done, while answers are in the making. What it says next, it says of what it reads
+        anew. Raises `ModelFileError` or `MemoryLimitError`; nothing drafts then."""
+        with self._stepping:
+            if self.n_busy:
+                return False
+            self._draft_contexts.close()
+            self._drafts = ()
+            self._session.reload_draft()
+            self._drafts = self._open_drafts()
+            return True
+
+    def tell(self, message: str) -> None:
+        """Let the next answer tell something, as a `NoticeEvent`."""
+        self._notices.append(message)
+
+    def _open_drafts(self) -> tuple[LlamaBackend, ...]:
+        """Contexts of the draft model, and of what drafts for it."""
+        contexts = self._session.draft_contexts(self._n_ctx, n_parts=len(self._places))
+        return self._draft_contexts.enter_context(contexts)
+
     def take_notices(self) -> list[str]:
         """What should be known before the first answer, which does not tell it any more then."""
         notices = list(self._notices)
         self._notices.clear()
         return notices
+
+    @property
+    def n_busy(self) -> int:
+        """How many answers are in the making."""
+        return sum(place.answer is not None for place in self._places)
 
     @property
     def n_begun(self) -> int:
@@ -472,8 +499,13 @@ class Engine:
         if generation.failure is not None:
             self._fail(place, generation.failure)
             return []
-        events = self._loop.finish(generation, estimate_gain=self._estimates_gain)
-        self._session.keep_text(generation.tokens)
+        notices: list[Event] = []
+        try:
+            self._session.keep_answer(answer.prompt, generation.tokens)
+        except OutputError as error:  # the answer is there, whether or not it is kept
+            message = f"the answer is not kept for the draft to learn from: {error.message}"
+            notices.append(NoticeEvent(answer.index, self._loop.now_s, message))
+        events = notices + self._loop.finish(generation, estimate_gain=self._estimates_gain)
         answer.events.extend(events)
         (answer.finished,) = [event for event in events if isinstance(event, FinishedEvent)]
         self._free(place)

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from specgen.engine.learnt import Learnt, read_learnt
 
 if TYPE_CHECKING:
     from specgen.engine.session import Session
+
+
+def learnt_note(folder: Path | None, draft: Path) -> str:
+    """That a draft model drafts with what it learnt."""
+    learnt = read_learnt(folder, draft) if folder is not None else Learnt()
+    return (
+        f"{draft.name} drafts with what it learnt from {learnt.n_answers} answers: it said what the "
+        f"target said at {learnt.agreement_after:.3f} of the places of others, before at "
+        f"{learnt.agreement_before:.3f}"
+    )
 
 
 def opening_notices(session: Session, n_ctx: int, measured_s: float) -> Iterator[str]:
     """A sentence each: of copies that draft, of shapes that cannot be drafted, of contexts of n_ctx
     tokens that are too long, and of the seconds that were spent on measuring."""
     yield from session.news_of_copies()
+    if session.learnt_draft is not None and session.draft_path is not None:
+        yield learnt_note(session.options.learning, session.draft_path)
     shape = session.options.drafting.tree
     if shape.is_fixed and session.draft_source != "none" and (why := session.why_chains):
         yield f"--tree {shape}: {why}: drafting chains of {shape.n_levels} tokens"

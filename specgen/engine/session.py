@@ -28,6 +28,7 @@ from specgen.engine.draft_stack import CONTEXT_STEP, DraftStack
 from specgen.engine.engine import Engine
 from specgen.engine.generation import Generation
 from specgen.engine.infill import Gap, InfillPrompt, infill_prompt
+from specgen.engine.kept_answers import KeptAnswer, KeptAnswers
 from specgen.engine.lookups import Lookups
 from specgen.engine.model_costs import ChancesOf, ModelCosts
 from specgen.engine.prompts import (
@@ -112,11 +113,13 @@ class Session:
                 options.draft_context,
                 self.costs.context_options,
                 clock,
+                options.learning,
             )
             self._resources.callback(self._drafts.close)
             self.change_draft(options.draft)
             vocabulary = self._target_model.vocabulary
             self._lookups = Lookups(options.drafting, options.cache, vocabulary)
+            self._kept = KeptAnswers(options.learning) if options.learning is not None else None
             on_error.pop_all()
 
     def __enter__(self) -> Session:
@@ -137,6 +140,11 @@ class Session:
         """Let another draft take the place of the present one, which is closed; there must be
         no context of it. Raises `ModelFileError` or `PairError`; there is then no draft."""
         self._drafts.change(source, self._options.drafting)
+
+    def reload_draft(self) -> None:
+        """Load the draft model again: it drafts from the weights that it learnt last. There must be
+        no context of it. Raises `ModelFileError` or `MemoryLimitError`; there is then no draft."""
+        self.change_draft(self._drafts.source)
 
     def change_drafting(self, drafting: DraftOptions) -> None:
         """Draft by other options from now on. The draft is opened anew; there must be no context
@@ -201,6 +209,16 @@ class Session:
     def draft_model(self) -> LlamaModel | None:
         """The draft model, where one drafts."""
         return self._drafts.model.model if self._drafts.model is not None else None
+
+    @property
+    def draft_weights(self) -> Path | None:
+        """The file that the draft model drafts from without what it learnt; None where none drafts."""
+        return self._drafts.weights
+
+    @property
+    def learnt_draft(self) -> Path | None:
+        """The weights that the draft model learnt, where it drafts from such."""
+        return self._drafts.learnt
 
     @property
     def drafts_from_hidden_states(self) -> bool:
@@ -344,6 +362,22 @@ class Session:
         """Keep a finished text for later answers to draft from, if the options ask for that."""
         self._lookups.keep(tokens)
 
+    def keep_answer(self, prompt: Prompt, tokens: Sequence[int]) -> None:
+        """Keep a finished text, prompt and answer, for later answers to draft from and for drafts to
+        learn from, if the options ask for that. Raises `OutputError` if it cannot be kept for
+        learning; it is then kept with the next one."""
+        self.keep_text(tokens)
+        if self._kept is None:
+            return
+        own = self._own_draft if prompt.draft_tokens is not None else None
+        answer = KeptAnswer(
+            prompt.without_head().tokens,
+            tuple(tokens[len(prompt.tokens) :]),
+            draft_prompt=prompt.draft_tokens if own is not None else None,
+            draft_vocabulary=own.vocabulary.digest() if own is not None else None,
+        )
+        self._kept.add(answer)
+
     def context_size(self, n_prompt: int, max_tokens: int | None = None) -> int:
         """The target's context in tokens, for an answer of `max_tokens` (None: of as many as the
         options say). Raises `PromptError` if the prompt is longer."""
@@ -400,10 +434,10 @@ class Session:
             yield helpers
 
     @contextlib.contextmanager
-    def draft_contexts(self, n_ctx: int) -> Iterator[tuple[LlamaBackend, ...]]:
-        """Contexts of the draft model and of the models that draft for it, for such a context of a
-        target that decodes elsewhere. Raises `MemoryLimitError`."""
-        with self._drafts.contexts(n_ctx, self.n_rows_max) as drafts:
+    def draft_contexts(self, n_ctx: int, *, n_parts: int = 1) -> Iterator[tuple[LlamaBackend, ...]]:
+        """Contexts of the draft model and of the models that draft for it, for such a context of
+        the target. Raises `MemoryLimitError`."""
+        with self._drafts.contexts(n_ctx, self.n_rows_max, n_parts=n_parts) as drafts:
             yield drafts
 
     def text(self, prompt: Sequence[int]) -> TextState:
@@ -552,7 +586,12 @@ class Session:
         mode = "greedy"
         if not settings.sampling.greedy:
             mode = f"temp {settings.sampling.temperature:.1f}, {self.verifier_name(settings)}"
-        return (chances or self.memory.chances)(self._options.target, self._drafts.key, mode)
+        of_draft, target = chances or self.memory.chances, self._options.target
+        found = of_draft(target, self._drafts.key, mode)
+        if self._drafts.learnt is not None and self._drafts.path is not None and not found:
+            # It begins with what is known of the draft as it came.
+            found.update(copy.deepcopy(dict(of_draft(target, self._drafts.path, mode))))
+        return found
 
 
 def _now() -> datetime.datetime:

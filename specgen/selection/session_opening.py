@@ -74,10 +74,18 @@ def session_options(
     drafting: DraftOptions,
     answer: GenerationOptions,
     contexts: Contexts,
+    *,
+    learn: bool = False,
 ) -> SessionOptions:
-    """Everything that decides what the session does."""
-    from specgen.catalogue import cache_folder
+    """Everything that decides what the session does. With `learn`, answers are kept: drafts learn from
+    them, and repetitions of them draft."""
+    from specgen.catalogue import cache_folder, data_folder, identify
+    from specgen.workshop.places import learning_folder
 
+    learning = None
+    if learn and (identity := identify(sources.target)) is not None:
+        learning = learning_folder(data_folder(), identity)
+        drafting = replace(drafting, lookup_store=True)
     return SessionOptions(
         target=sources.target,
         draft=sources.draft,
@@ -88,6 +96,7 @@ def session_options(
         draft_context=contexts.draft,
         helpers=sources.helpers,
         cache=cache_folder(),
+        learning=learning,
     )
 
 

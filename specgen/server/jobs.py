@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -104,12 +104,20 @@ class Job:
 class EngineThread:
     """Steps an engine in a thread of its own, as long as there is something to do. Use it as a
     context manager; at the end it closes the engine. `n_waiting` answers may wait for a free slot.
+    `between_answers` is called in that thread when an answer is wanted, and when one is done.
 
     `failure` is a bug, or a lost worker, that ended the thread; all answers have failed then.
     """
 
-    def __init__(self, engine: Engine, metrics: Metrics, n_waiting: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        metrics: Metrics,
+        n_waiting: int,
+        between_answers: Callable[[], None] = lambda: None,
+    ) -> None:
         self.engine = engine
+        self._between_answers = between_answers
         self._metrics = metrics
         self._n_waiting = n_waiting
         self._changed = threading.Condition()
@@ -205,8 +213,12 @@ class EngineThread:
                     if self._is_closing:
                         return
                     jobs = list(self._jobs)
+                if not self.engine.n_busy:
+                    self._between_answers()
                 self._step()
                 self._pass_on(jobs)
+                if not self.engine.n_busy:
+                    self._between_answers()
         except BaseException as error:  # noqa: BLE001 - nobody may wait for a thread that has ended
             with self._changed:
                 self.failure = error

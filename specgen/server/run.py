@@ -31,13 +31,22 @@ def serve(
     *,
     is_verbose: bool = False,
     note: Callable[[str], None] = lambda _text: None,
+    between_answers: Callable[[], None] = lambda: None,
 ) -> None:
     """Answer requests that come to a socket until SIGTERM or Ctrl-C. Answers in the making then have
     `drain_s` seconds to end by themselves; a second signal ends them at once. Closes the engine.
-    `note` is told what happens then. Raises what ended the engine's thread, which is a bug."""
+    `note` is told what happens then, and `between_answers` is called by the engine's thread while no
+    answer is in the making. Raises what ended the engine's thread, which is a bug."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("specgen.server").setLevel(logging.INFO)
-    with http_server(session, engine, options, is_verbose=is_verbose, note=note) as server:
+    with http_server(
+        session,
+        engine,
+        options,
+        is_verbose=is_verbose,
+        note=note,
+        between_answers=between_answers,
+    ) as server:
         server.run(sockets=[bound])
     if server.failure is not None:
         raise server.failure
@@ -51,11 +60,12 @@ def http_server(
     *,
     is_verbose: bool = False,
     note: Callable[[str], None] = lambda _text: None,
+    between_answers: Callable[[], None] = lambda: None,
 ) -> Iterator[DrainingServer]:
     """A server that is to be `run`, with a thread that steps the engine, which it closes at the end."""
     metrics = Metrics(engine.n_parallel)
     with (
-        EngineThread(engine, metrics, options.limits.n_waiting) as thread,
+        EngineThread(engine, metrics, options.limits.n_waiting, between_answers) as thread,
         Server(session, thread, metrics, options) as server,
     ):
         config = uvicorn.Config(

@@ -32,3 +32,9 @@ def heads_file(cache: Path, target: FileIdentity) -> Path:
 def pruned_file(cache: Path, target: FileIdentity) -> Path:
     """The target without some of its blocks."""
     return made_folder(cache, target) / f"{Path(target.name).stem}-pruned.gguf"
+
+
+def learning_folder(data: Path, target: FileIdentity) -> Path:
+    """The target's answers that were kept, and what drafts learnt from them, in the data folder."""
+    key = hashlib.sha256(f"{target.name}, {target.size_bytes}".encode()).hexdigest()[:16]
+    return data / "learning" / f"{Path(target.name).stem}-{key}"

@@ -107,6 +107,20 @@ TrialTokens = Annotated[
     ),
 ]
 
+# --- learning
+
+Learn = Annotated[
+    bool,
+    typer.Option(
+        "--learn/--no-learn",
+        envvar="SPECGEN_LEARN",
+        help="Keep prompts and answers on this disk, in the data folder, for nobody else to read: the "
+        "draft model learns from them (`specgen draft learn`), and repetitions of them draft. "
+        "`specgen draft forget` deletes them. Without it nothing is kept.",
+        rich_help_panel="Learning",
+    ),
+]
+
 # --- output
 
 ShowOption = Annotated[
@@ -157,6 +171,7 @@ Verbose = Annotated[
 __all__ = [
     "Chat",
     "Json",
+    "Learn",
     "PromptArgument",
     "PromptFile",
     "PromptOption",

@@ -55,7 +55,8 @@ class EarlierTexts:
     ) -> None:
         # A digest, since a fingerprint may be no name for a folder.
         digest = hashlib.blake2b(fingerprint.encode(), digest_size=16).hexdigest()
-        self._folder = folder / digest
+        #: Where they are.
+        self.folder = folder / digest
         self._max_bytes = max_bytes
         self._max_texts = max_texts
 
@@ -66,9 +67,9 @@ class EarlierTexts:
         if not len(kept):
             return
         data = np.asarray(kept, "<i4").tobytes()
-        path = self._folder / f"{_digest(data)}{_ENDING}"
+        path = self.folder / f"{_digest(data)}{_ENDING}"
         with contextlib.suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             replace_bytes(path, data)
             entries = self._entries()
             # Clocks of files are coarse.
@@ -87,7 +88,7 @@ class EarlierTexts:
         """All texts, to be searched, the newest in the last array. Most are in an array that
         the folder keeps; it is made again only when many are not."""
         entries = [entry for entry in self._entries() if entry.name.endswith(_ENDING)]
-        saved = SuffixArray.load(self._folder / _ARRAY)
+        saved = SuffixArray.load(self.folder / _ARRAY)
         n_saved = len(saved) if saved is not None else 0
         known = set(saved.made_of.split()) if saved is not None else set()
         new = [entry for entry in entries if entry.name not in known]
@@ -95,7 +96,7 @@ class EarlierTexts:
         if n_new > max(_MAX_NEW, _NEW_PART * n_saved):
             saved = SuffixArray.build(self._read(entries), " ".join(e.name for e in entries))
             with contextlib.suppress(OSError):
-                saved.save(self._folder / _ARRAY)
+                saved.save(self.folder / _ARRAY)
             new = []
         arrays = [saved] if saved is not None else []
         if new:
@@ -106,7 +107,7 @@ class EarlierTexts:
         """The files, but for the saved array, the newest last. Those that a process left when
         it was killed are among them: they grow old and go."""
         entries: list[_Entry] = []
-        with contextlib.suppress(OSError), os.scandir(self._folder) as files:
+        with contextlib.suppress(OSError), os.scandir(self.folder) as files:
             for file in files:
                 if file.name == _ARRAY:
                     continue
@@ -122,14 +123,14 @@ class EarlierTexts:
             if n_bytes <= self._max_bytes and n_texts <= self._max_texts:
                 return
             with contextlib.suppress(OSError):
-                (self._folder / entry.name).unlink()
+                (self.folder / entry.name).unlink()
             n_bytes, n_texts = n_bytes - entry.n_bytes, n_texts - 1
 
     def _read(self, entries: Sequence[_Entry]) -> list[IntArray]:
         texts: list[IntArray] = []
         for entry in entries:
             try:
-                data = (self._folder / entry.name).read_bytes()
+                data = (self.folder / entry.name).read_bytes()
             except OSError:
                 continue
             if len(data) % _BYTES_A_TOKEN == 0 and entry.name == f"{_digest(data)}{_ENDING}":

@@ -93,7 +93,7 @@ def distil(
             hint=f"make more text: a draft needs {_LEAST_LEARNT} and {_LEAST_JUDGED}",
         )
     weights = read_weights(draft)
-    _check_memory(draft, weights)
+    check_memory(draft, weights)
     from specgen.workshop.distil.training import Trainer
 
     trainer = Trainer(weights, rank, seed, softness=softness)
@@ -236,7 +236,7 @@ def check_library() -> None:
             )
 
 
-def _check_memory(draft: Path, weights: GgufWeights) -> None:
+def check_memory(draft: Path, weights: GgufWeights) -> None:
     """Raise `MemoryLimitError` if the weights, and what a step computes, do not fit."""
     import psutil
 

@@ -85,6 +85,15 @@ class Trainer:
             loss, n_right = loss + float(sums[0]), n_right + float(sums[1])
         return Score(n_right / rows.n_labels, loss / rows.n_labels)
 
+    def adopt(self, changes: Parameters) -> None:
+        """Go on from another LoRA, of the same rank. Raises `ValueError` if it is of another model or
+        rank."""
+        shapes = {name: values.shape for name, values in self._changes.items()}
+        if shapes != {name: values.shape for name, values in changes.items()}:
+            raise ValueError("the LoRA is of other shapes")
+        self._changes = jax.tree.map(jnp.asarray, dict(changes))
+        self._moments = _OPTIMIZER.init(self._changes)
+
     def changes(self) -> Parameters:
         """A copy of the LoRA as it is now."""
         return {name: np.array(values) for name, values in self._changes.items()}

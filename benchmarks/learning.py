@@ -1,0 +1,269 @@
+"""What learning from a user's own answers brings: 40 requests of one kind, answered in turn.
+
+Functions of one package of Python's standard library, without their docstrings; for each the target
+is asked to write one. After every ten answers the draft learns from all so far. Then the last ten are
+drafted for in four ways: as without --learn; with what the draft learnt; with repetitions of earlier
+answers alone; with both. All texts must be equal. Whether the last ten are drafted for better is
+tested in pairs, answer by answer (exact sign-flip test of the mean difference, one-sided).
+
+    python benchmarks/learning.py qwen2.5-coder-1.5b smollm2-135m --output learning.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import contextlib
+import itertools
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specgen.backend.llama import LlamaModel
+from specgen.backend.llama.kernels import computing
+from specgen.catalogue import cache_folder, identify
+from specgen.engine.engine import Engine
+from specgen.engine.session import Session
+from specgen.events import FinishedEvent
+from specgen.json_values import as_json
+from specgen.kernels import choose_kernels
+from specgen.machine import look_at_machine
+from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
+from specgen.selection.session_opening import find_target, open_memory
+from specgen.workshop.online.learning import Lesson, learn
+from specgen.workshop.places import learning_folder
+
+N_PROMPTS, N_BLOCK = 40, 10
+REQUEST = (
+    "Write the docstring of this function of asyncio, in Google's style, with its arguments, what it "
+    "returns and what it raises. Answer with the docstring only.\n\n```python\n{source}\n```"
+)
+LINES = (6, 24)
+ARMS = ("without", "store", "learnt", "both")
+POLICIES = {
+    "cost": DraftOptions(),
+    "fixed": DraftOptions(policy="fixed", max_tokens=4, p_min=0.0, ngrams=True),
+}
+
+
+def prompts() -> list[str]:
+    """The requests, evenly from the package's functions."""
+    found: list[str] = []
+    for path in sorted(Path(asyncio.__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if ast.get_docstring(node) is not None:
+                node.body = node.body[1:] or [ast.Pass()]
+            source = ast.unparse(node)
+            if LINES[0] <= len(source.splitlines()) <= LINES[1] and source not in found:
+                found.append(source)
+    order = np.random.default_rng(0).permutation(len(found))[:N_PROMPTS]
+    return [REQUEST.format(source=found[index]) for index in order]
+
+
+@contextlib.contextmanager
+def opened(options: SessionOptions) -> Iterator[Engine]:
+    """An engine with a session, and a memory of its own."""
+    with (
+        Session(options, time.perf_counter, open_memory()) as session,
+        Engine(session, estimate_gain=False, n_ctx=2048) as engine,
+    ):
+        yield engine
+
+
+def ask(engine: Engine, prompt: str) -> FinishedEvent:
+    """The summary of an answer."""
+    *_, last = engine.stream(engine.submit(prompt))
+    assert isinstance(last, FinishedEvent)
+    return last
+
+
+def lesson(folder: Path, target: Path, draft: Path, minutes: float) -> Lesson:
+    """Let the draft learn from what is kept."""
+
+    def progress(done: int, total: int) -> None:
+        print(f"\rstep {done} of {total} ", end="", file=sys.stderr)
+
+    with (
+        contextlib.closing(LlamaModel(target, vocabulary_only=True)) as model,
+        contextlib.closing(LlamaModel(draft, vocabulary_only=True)) as small,
+    ):
+        found = learn(
+            folder,
+            model,
+            small,
+            draft,
+            minutes=minutes,
+            clock=time.monotonic,
+            progress=progress,
+            interrupted=lambda: False,
+        )
+    assert found is not None
+    print(f"\n{found.text}; {found.n_steps} steps, {found.seconds:.0f} s", file=sys.stderr)
+    return found
+
+
+def arms_of(options: SessionOptions, policy: str, folder: Path, cache: Path) -> dict[str, Any]:
+    """The options of each way to draft. Repetitions are of what is in `cache`."""
+    drafting = POLICIES[policy]
+    with_store = replace(drafting, lookup_store=True)
+    base = replace(options, drafting=drafting)
+    return {
+        "without": base,
+        "store": replace(base, drafting=with_store, cache=cache),
+        "learnt": replace(base, learning=folder),
+        "both": replace(base, drafting=with_store, cache=cache, learning=folder),
+    }
+
+
+def sign_flip(differences: Sequence[float]) -> float:
+    """The probability of a mean difference as large, were the signs of all by chance."""
+    values = np.array(differences)
+    signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(values))))
+    return float(np.mean(signs @ values >= values.sum() - 1e-9))
+
+
+def compared(found: dict[str, list[FinishedEvent]]) -> dict[str, Any]:
+    """The figures of each way, and of each against the one without learning."""
+
+    def rate(event: FinishedEvent) -> float:
+        return event.n_accepted / max(1, event.n_drafted)
+
+    def length(event: FinishedEvent) -> float:
+        return event.n_tokens / event.n_rounds
+
+    def speed(event: FinishedEvent) -> float:
+        return event.n_tokens / event.wall_s
+
+    measures = {"acceptance_rate": rate, "tokens_a_round": length, "tokens_per_s": speed}
+    figures: dict[str, Any] = {}
+    for arm, events in found.items():
+        figures[arm] = {name: statistics.fmean(map(of, events)) for name, of in measures.items()}
+        if arm != "without":
+            for name, of in measures.items():
+                pairs = zip(events, found["without"], strict=True)
+                figures[arm][f"p_{name}"] = sign_flip([of(a) - of(b) for a, b in pairs])
+    return figures
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target")
+    parser.add_argument("draft")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument(
+        "--folder", type=Path, help="keeps answers and what is learnt; goes on there"
+    )
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--policy", choices=POLICIES, nargs="*", default=list(POLICIES))
+    given = parser.parse_args()
+    choose_kernels("auto", cache_folder())
+    target, draft = find_target(given.target, quiet=False), find_target(given.draft, quiet=False)
+    identity = identify(target)
+    assert identity is not None
+    with contextlib.ExitStack() as stack:
+        place = given.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder, cache = learning_folder(place, identity), place / "cache"
+        options = SessionOptions(
+            target,
+            draft,
+            generation=GenerationOptions(max_tokens=given.max_tokens),
+            target_context=ContextOptions(n_threads=2),
+            draft_context=ContextOptions(n_threads=2),
+        )
+        asked = prompts()
+        lessons = _answer_and_learn(options, asked[:-N_BLOCK], folder, cache, given.minutes, place)
+        results = {
+            policy: _measure(arms_of(options, policy, folder, cache), asked[-N_BLOCK:])
+            for policy in given.policy
+        }
+    document = {
+        "machine": as_json(look_at_machine()),
+        "kernels": computing(),
+        "target": target.name,
+        "draft": draft.name,
+        "max_tokens": given.max_tokens,
+        "prompts": asked,
+        "lessons": lessons,
+        "results": results,
+    }
+    given.output.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps({p: r["figures"] for p, r in results.items()}, indent=1))
+
+
+def _answer_and_learn(
+    options: SessionOptions,
+    asked: Sequence[str],
+    folder: Path,
+    cache: Path,
+    minutes: float,
+    place: Path,
+) -> list[dict[str, Any]]:
+    """Answer the first prompts, and learn after every block of them. What an earlier run has done in
+    the folder is not done again."""
+    state = place / "lessons.json"
+    lessons: list[dict[str, Any]] = json.loads(state.read_text()) if state.is_file() else []
+    kept = replace(
+        options, learning=folder, cache=cache, drafting=replace(DraftOptions(), lookup_store=True)
+    )
+    for block in range(len(lessons), len(asked) // N_BLOCK):
+        with (
+            Session(kept, time.perf_counter, open_memory()) as session,
+            Engine(session, n_parallel=N_BLOCK, n_ctx=1024) as engine,
+        ):
+            engine.answers(asked[block * N_BLOCK : (block + 1) * N_BLOCK])
+        lessons.append(asdict(lesson(folder, options.target, Path(options.draft), minutes)))
+        state.write_text(json.dumps(lessons))
+    return lessons
+
+
+def _measure(arms: dict[str, SessionOptions], asked: Sequence[str]) -> dict[str, Any]:
+    """Draft for the last prompts in every way, which take turns, prompt by prompt."""
+    found: dict[str, list[FinishedEvent]] = {arm: [] for arm in arms}
+    with contextlib.ExitStack() as stack:
+        engines = {}
+        for arm, options in arms.items():
+            # What is kept now is for this way alone.
+            own = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            copied = replace(
+                options,
+                learning=_copy(options.learning, own / "learning"),
+                cache=_copy(options.cache, own / "cache"),
+            )
+            engines[arm] = stack.enter_context(opened(copied))
+        for number, prompt in enumerate(asked):
+            for turn in range(len(arms)):
+                arm = list(arms)[(number + turn) % len(arms)]
+                found[arm].append(ask(engines[arm], prompt))
+            print(f"\ranswer {number + 1} of {len(asked)} ", end="", file=sys.stderr)
+    texts = {arm: [event.text for event in events] for arm, events in found.items()}
+    if any(each != texts["without"] for each in texts.values()):
+        raise SystemExit("the texts differ")
+    return {
+        "figures": compared(found),
+        "answers": {arm: [asdict(event) for event in events] for arm, events in found.items()},
+    }
+
+
+def _copy(source: Path | None, destination: Path) -> Path | None:
+    if source is None:
+        return None
+    shutil.copytree(source, destination)
+    return destination
+
+
+if __name__ == "__main__":
+    main()

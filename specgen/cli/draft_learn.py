@@ -1,0 +1,177 @@
+"""``specgen draft learn`` and ``specgen draft forget``: what a draft learns from a user's own answers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specgen.catalogue import cache_folder, data_folder, human_bytes, identify
+from specgen.cli import flags
+from specgen.cli.interrupt import Interrupt
+from specgen.cli.opening import use_kernels
+from specgen.errors import ModelFileError, OutputError, UsageError
+from specgen.options import ContextOptions
+from specgen.render.progress_bar import progress_bar
+from specgen.selection.model_choice import ModelChoice
+from specgen.selection.session_opening import find_models, find_target, open_memory
+from specgen.workshop.places import learning_folder
+
+
+def learn(
+    *,
+    target: Annotated[
+        str,
+        typer.Option(
+            "--target",
+            "--model",
+            "-m",
+            metavar="FILE|NAME",
+            help="The target whose answers were kept: a GGUF file, or a name.",
+        ),
+    ],
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            "--draft",
+            "--model-draft",
+            "-md",
+            metavar="FILE|NAME",
+            help="The draft model that learns.",
+            show_default="the one that `specgen run` takes for this target",
+        ),
+    ] = None,
+    minutes: Annotated[
+        float, typer.Option("--minutes", min=0.1, help="How long it may train at most.")
+    ] = 10.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+    quiet: flags.Quiet = False,
+) -> int:
+    """Let a draft model learn from the answers that --learn kept.
+
+    The latest answers are held back. What was learnt is used from then on, where --learn is given, if
+    the draft says more often with it what the target says in these; else it is dropped. It is
+    what `specgen chat` and `specgen serve` do by themselves, between answers.
+    """
+    from specgen.calibration.weight_copies import Copies
+    from specgen.kernels import wanted_in
+    from specgen.workshop.online.learning import learn_from_files
+
+    target_path = find_target(target, quiet=quiet)
+    draft_path = _draft_model(target, draft, quiet=quiet)
+    folder = _folder(target_path)
+    use_kernels(wanted_in(os.environ), quiet=quiet)
+    copies = Copies(cache_folder() / "drafts", open_memory(), time.perf_counter)
+    with progress_bar(quiet=quiet) as progress, Interrupt() as stop:
+        found = learn_from_files(
+            folder,
+            target_path,
+            draft_path,
+            copies.of(draft_path, ContextOptions()) or draft_path,
+            minutes=minutes,
+            clock=time.monotonic,
+            progress=lambda done, total: progress(f"{draft_path.name} learns", done, total),
+            interrupted=stop,
+        )
+    if found is None:
+        if not quiet:
+            print("note: interrupted; everything is as it was", file=sys.stderr)
+        return stop.exit_code
+    print(json.dumps(asdict(found)) if as_json else f"{draft_path.name} {found.text}")
+    return 0
+
+
+def forget(
+    *,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--target",
+            "--model",
+            "-m",
+            metavar="FILE|NAME",
+            help="The target whose answers are forgotten.",
+            show_default="all",
+        ),
+    ] = None,
+    quiet: flags.Quiet = False,
+) -> int:
+    """Delete the answers that --learn and --lookup-store kept, and what was learnt from them."""
+    from specgen.engine.kept_answers import read_answers
+
+    learning, texts = data_folder() / "learning", cache_folder() / "texts"
+    if target is None:
+        folders = [path for path in _within(learning) if path.is_dir()]
+        stores = [path for path in _within(texts) if path.is_dir()]
+    else:
+        path = find_target(target, quiet=quiet)
+        folders, stores = [_folder(path)], [_store(path)]
+    n_answers = sum(len(read_answers(folder)) for folder in folders)
+    n_learnt = sum(len(list(folder.glob("*.lora.gguf"))) for folder in folders)
+    n_texts = sum(len(list(store.glob("*.tokens"))) for store in stores)
+    n_bytes = sum(map(_size, (*folders, *stores)))
+    for folder in (*folders, *stores):
+        _delete(folder)
+    print(
+        f"deleted: kept answers: {n_answers}; what drafts learnt from them: {n_learnt}; texts to look "
+        f"up: {n_texts}; {human_bytes(n_bytes)} in all"
+    )
+    return 0
+
+
+def _draft_model(target: str, draft: str | None, *, quiet: bool) -> Path:
+    """The model that learns. Raises `UsageError` if none is known."""
+    from specgen.backend.llama.decoder_heads import is_heads_file
+
+    sources = find_models(ModelChoice(target, draft, None), quiet=quiet)
+    for choice in sources.drafts:
+        if isinstance(choice.draft, Path) and not is_heads_file(choice.draft):
+            return choice.draft
+    raise UsageError(f"no model drafts for {target}", hint="name one that is to learn with --draft")
+
+
+def _folder(target: Path) -> Path:
+    identity = identify(target)
+    if identity is None:
+        raise ModelFileError(f"{target}: no such file")
+    return learning_folder(data_folder(), identity)
+
+
+def _store(target: Path) -> Path:
+    """The texts to look up that were kept in a target's tokens."""
+    from specgen.backend.llama import LlamaModel
+    from specgen.drafters.lookup.store import EarlierTexts
+
+    with contextlib.closing(LlamaModel(target, vocabulary_only=True)) as model:
+        return EarlierTexts(cache_folder() / "texts", model.vocabulary.digest()).folder
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder, if it is there. Raises `OutputError`."""
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise OutputError(f"{folder}: cannot be deleted: {error.strerror}") from error
+
+
+def _within(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _size(folder: Path) -> int:
+    """The bytes of the files in a folder."""
+    found = 0
+    for path in _within(folder):
+        with contextlib.suppress(OSError):
+            found += path.stat().st_size
+    return found

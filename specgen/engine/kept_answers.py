@@ -1,0 +1,176 @@
+"""Answers that are kept on this disk for a draft to learn from (`--learn`).
+
+A folder for each target holds ``answers.jsonl``, an answer on each line, the latest last, beside what
+drafts learnt from them (`specgen.engine.learnt`). Texts are their user's alone: nobody else may read
+the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specgen.atomic import replace_bytes
+from specgen.errors import OutputError
+from specgen.json_lines import AppendedFile, locked, take_lines, to_line, write_errors
+
+ANSWERS = "answers.jsonl"
+#: What a file of answers holds at most, in bytes; what goes when it would hold more is the older half.
+MAX_BYTES = 16 << 20
+#: Of a prompt, and of an answer, so many tokens are kept: the last of a prompt, the first of an answer.
+MAX_PROMPT_TOKENS = 512
+MAX_ANSWER_TOKENS = 4096
+#: Answers of fewer tokens teach nothing.
+_LEAST_TOKENS = 8
+#: Longest that another process's writing is waited for, in seconds; it takes milliseconds.
+_WAIT_S = 5.0
+#: The last answer, with its number, is in so many bytes at the end of the file.
+_TAIL_BYTES = 1 << 18
+_FILE_MODE, _FOLDER_MODE = 0o600, 0o700
+
+
+@dataclass(frozen=True, slots=True)
+class KeptAnswer:
+    """An answer of the target, in its own tokens."""
+
+    prompt_tokens: tuple[int, ...]
+    #: The one that ended it among them.
+    tokens: tuple[int, ...]
+    #: The prompt in the template and the tokens of a draft with another vocabulary, and the digest of
+    #: that vocabulary; None where the draft reads the target's tokens, or there was none.
+    draft_prompt: tuple[int, ...] | None = None
+    draft_vocabulary: str | None = None
+    #: Answers are counted from 1, also those that are not kept any more.
+    number: int = 0
+
+
+class KeptAnswers:
+    """Appends answers to the file in a folder."""
+
+    def __init__(self, folder: Path, *, max_bytes: int = MAX_BYTES) -> None:
+        self.folder = folder
+        self._file = folder / ANSWERS
+        self._max_bytes = max_bytes
+        #: Answers that could not be written: they go before what comes next.
+        self._unwritten: list[KeptAnswer] = []
+
+    def add(self, answer: KeptAnswer) -> None:
+        """Keep an answer, and have it on the disk when this returns. Raises `OutputError` if that
+        cannot be done; it is then written with the next one. Very short answers are not kept."""
+        if len(answer.tokens) < _LEAST_TOKENS:
+            return
+        self._unwritten.append(answer)
+        make_folder(self.folder)
+        with locked_for_writing(self.folder), AppendedFile.opened(self._file, _FILE_MODE) as file:
+            number = self._mend(file)
+            lines = b"".join(
+                to_line(_to_json(each, number + place))
+                for place, each in enumerate(self._unwritten, 1)
+            )
+            file.append(lines)
+            self._unwritten.clear()
+            self._bound()
+
+    def _mend(self, file: AppendedFile) -> int:
+        """Take off half a line, as a killed process leaves it; returns the last answer's number."""
+        with write_errors(self._file), self._file.open("rb") as old:
+            n_bytes = old.seek(0, os.SEEK_END)
+            start = max(0, n_bytes - _TAIL_BYTES)
+            old.seek(start)
+            tail = old.read()
+        n_whole = tail.rfind(b"\n") + 1
+        if n_whole < len(tail):
+            file.cut(start + n_whole if n_whole or start == 0 else 0)
+        numbers = [answer.number for answer in _parsed(tail[:n_whole])]
+        return max(numbers, default=0)
+
+    def _bound(self) -> None:
+        """Let the older half go if there is too much."""
+        with write_errors(self._file):
+            if self._file.stat().st_size <= self._max_bytes:
+                return
+            data = self._file.read_bytes()
+            start = data.find(b"\n", len(data) - self._max_bytes // 2) + 1
+            replace_bytes(self._file, data[start:])
+
+
+def read_answers(folder: Path) -> list[KeptAnswer]:
+    """The answers in a folder, the latest last. Lines that are damaged are left out. Raises
+    `OutputError` if the file is there and cannot be read."""
+    path = folder / ANSWERS
+    try:
+        return _parsed(path.read_bytes())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def last_number(folder: Path) -> int:
+    """The number of the last answer in a folder; 0 if there is none."""
+    with contextlib.suppress(OSError), (folder / ANSWERS).open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return max((answer.number for answer in _parsed(file.read())), default=0)
+    return 0
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of a target's answers, for nobody else to read. Raises `OutputError`."""
+    with write_errors(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=_FOLDER_MODE, exist_ok=True)
+
+
+@contextlib.contextmanager
+def locked_for_writing(folder: Path) -> Iterator[None]:
+    """Let no other process write to a folder's answers meanwhile. Raises `OutputError`."""
+    held = OutputError(f"{folder / ANSWERS}: another process does not stop writing to it")
+    with locked(folder / f"{ANSWERS}.lock", held, wait_s=_WAIT_S):
+        yield
+
+
+def _parsed(data: bytes) -> list[KeptAnswer]:
+    found: list[KeptAnswer] = []
+    for line in data.split(b"\n"):  # one by one: what is damaged ends nothing
+        take_lines(line, lambda value: found.append(_from_json(value)))
+    return found
+
+
+def _to_json(answer: KeptAnswer, number: int) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "number": number,
+        "prompt": answer.prompt_tokens[-MAX_PROMPT_TOKENS:],
+        "answer": answer.tokens[:MAX_ANSWER_TOKENS],
+    }
+    if answer.draft_prompt is not None:
+        found["draft_prompt"] = answer.draft_prompt[-MAX_PROMPT_TOKENS:]
+        found["draft_vocabulary"] = answer.draft_vocabulary
+    return found
+
+
+def _from_json(value: Any) -> KeptAnswer:
+    """Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` if it is no answer."""
+    draft_prompt, vocabulary = value.get("draft_prompt"), value.get("draft_vocabulary")
+    number = value["number"]
+    if type(number) is not int or not isinstance(vocabulary, str | None):
+        raise ValueError("no number, or no name of a vocabulary")
+    return KeptAnswer(
+        _tokens(value["prompt"]),
+        _tokens(value["answer"]),
+        None if draft_prompt is None else _tokens(draft_prompt),
+        vocabulary,
+        number,
+    )
+
+
+def _tokens(values: Sequence[Any]) -> tuple[int, ...]:
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
+        raise ValueError(values)
+    return tuple(values)
+
+
+__all__ = ["KeptAnswer", "KeptAnswers", "last_number", "make_folder", "read_answers"]

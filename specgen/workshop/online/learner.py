@@ -1,0 +1,171 @@
+"""Lets the draft of a chat or a server learn between answers, in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from specgen.backend.llama import default_threads
+from specgen.engine.engine import Engine
+from specgen.engine.kept_answers import last_number
+from specgen.engine.learnt import read_learnt
+from specgen.engine.session import Session
+from specgen.errors import OutputError, SpecgenError, UsageError
+from specgen.workshop.distil.distillation import check_library
+from specgen.workshop.online.learning import Lesson
+
+#: So many answers that the draft has not learnt from make it learn.
+NEW_ANSWERS = 10
+#: How long a lesson may take.
+_MINUTES = 10.0
+#: The share of the processor's cores that it may use.
+_CORES_SHARE = 4
+#: How long a process may take to end that was told to, in seconds.
+_END_S = 5.0
+_COMMAND = (sys.executable, "-m", "specgen.workshop.online.training_process")
+
+
+class Learner:
+    """Starts a lesson when there are enough new answers, and lets the engine's draft use what came of
+    it. Use it as a context manager; at its end the process that learns ends.
+
+    It does nothing where the session keeps no answers, or no model drafts. `tell` is told what changes.
+    """
+
+    def __init__(self, session: Session, engine: Engine, tell: Callable[[str], None]) -> None:
+        self._session, self._engine, self._tell = session, engine, tell
+        self._child: subprocess.Popen[bytes] | None = None
+        #: The pipes of the process, and what it says on standard error.
+        self._files = contextlib.ExitStack()
+        self._errors: IO[bytes] | None = None
+        #: What came of a lesson, until the draft is loaded again.
+        self._news: str | None = None
+        self._is_on = session.options.learning is not None and session.draft_weights is not None
+        if self._is_on:
+            try:
+                check_library()
+            except UsageError as error:
+                self._is_on = False
+                tell(f"answers are kept, and not learnt from: {error.message} ({error.hint})")
+
+    def __enter__(self) -> Learner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def between_answers(self) -> None:
+        """To be called now and then, by the thread that steps the engine."""
+        if not self._is_on:
+            return
+        try:
+            if self._child is not None:
+                if self._child.poll() is not None:
+                    self._end_lesson(self._child)
+            elif self._news is None and self._n_new >= NEW_ANSWERS:
+                self._start_lesson()
+            if self._news is not None and self._engine.reload_draft():
+                news, self._news = self._news, None
+                self._tell(news)
+        except (SpecgenError, OSError) as error:  # learning ends, not the answers
+            self._is_on = False
+            self._tell(f"learning has ended: {error}")
+
+    def close(self) -> None:
+        """End the process that learns, if there is one. May be called twice."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        with contextlib.suppress(OSError):
+            child.terminate()
+        try:
+            child.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        self._files.close()
+
+    @property
+    def _folder(self) -> Path:
+        assert self._session.options.learning is not None
+        return self._session.options.learning
+
+    @property
+    def _draft(self) -> Path:
+        assert self._session.draft_path is not None
+        return self._session.draft_path
+
+    @property
+    def _n_new(self) -> int:
+        """How many answers are kept that no lesson has seen."""
+        last = last_number(self._folder)
+        return last - read_learnt(self._folder, self._draft).last_number if last else 0
+
+    def _start_lesson(self) -> None:
+        base = self._session.draft_weights
+        assert base is not None
+        n_threads = max(1, default_threads() // _CORES_SHARE)
+        asked = {
+            "folder": self._folder,
+            "target": self._session.options.target,
+            "draft": self._draft,
+            "base": base,
+        }
+        line = json.dumps(
+            {name: os.fspath(path) for name, path in asked.items()} | {"minutes": _MINUTES}
+        )
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+        self._files.callback(self._errors.close)
+        self._child = subprocess.Popen(
+            _COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            start_new_session=True,  # Ctrl-C ends an answer, not the lesson
+            env=os.environ | {"NPROC": str(n_threads), "OMP_NUM_THREADS": str(n_threads)},
+        )
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._files.callback(self._child.stdout.close)
+        self._files.callback(_close, self._child.stdin)
+        self._child.stdin.write(line.encode() + b"\n")
+        self._child.stdin.flush()
+
+    def _end_lesson(self, child: subprocess.Popen[bytes]) -> None:
+        """Read what came of a lesson that has ended."""
+        self._child = None
+        assert child.stdout is not None
+        said = child.stdout.read()
+        words = self._last_words()
+        self._files.close()
+        if child.returncode != 0:
+            why = words or f"its process ended with code {child.returncode}"
+            raise OutputError(why)
+        lesson = Lesson(**json.loads(said))
+        text = f"{self._draft.name} {lesson.text}"
+        if lesson.outcome == "kept":
+            self._tell(text)
+        else:
+            self._news = text
+
+    def _last_words(self) -> str:
+        assert self._errors is not None
+        self._errors.seek(0)
+        lines = self._errors.read().decode("utf-8", "replace").strip().splitlines()
+        return lines[-1] if lines else ""
+
+
+def _close(pipe: IO[bytes]) -> None:
+    """Close a pipe whose reader may be gone."""
+    with contextlib.suppress(OSError):
+        pipe.close()
+
+
+__all__ = ["NEW_ANSWERS", "Learner"]

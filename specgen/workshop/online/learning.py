@@ -1,0 +1,333 @@
+"""A draft learns from the answers that were kept (online speculative decoding, Liu et al.,
+arXiv:2310.07177).
+
+A LoRA goes on from the one in use, if there is one, over the kept answers but for the latest. These
+judge: the draft as it came, the draft in use, and the new one, each with the weights in the types
+that it would draft with. The one that says most often what the target said is in use from then on.
+So what turns out to be worse on later answers goes by itself, and a paired comparison, token by
+token, decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import numpy as np
+
+from specgen.atomic import NEW, new_beside
+from specgen.backend.llama import LlamaModel
+from specgen.engine.kept_answers import ANSWERS, KeptAnswer, make_folder, read_answers
+from specgen.engine.learnt import Learnt, learnt_weights, read_learnt, write_learnt
+from specgen.errors import UsageError
+from specgen.json_lines import locked, write_errors
+from specgen.workshop.distil.distillation import check_library, check_memory
+from specgen.workshop.distil.gguf_weights import read_weights, write_weights
+from specgen.workshop.distil.training_texts import Rows, pack
+from specgen.workshop.online.kept_texts import N_COLUMNS, KeptTexts
+
+if TYPE_CHECKING:
+    from specgen.workshop.distil.training import Score, Trainer
+    from specgen.workshop.distil.transformer import Parameters
+
+#: Inner size of the LoRA, the size of the largest step of Adam, and passes over the texts at most. A
+#: step learns from one row: there are few.
+RANK = 16
+RATE = 1e-3
+N_PASSES = 4
+#: The latest answers that are looked at; of these the share that judges, and the most.
+MOST_ANSWERS = 128
+_JUDGING_SHARE = 0.25
+_MOST_JUDGING = 12
+#: The least answers to learn from and to judge by.
+LEAST_ANSWERS = 8
+#: Judgements in a pass, and how many without a better one end the training.
+_JUDGED_A_PASS = 2
+_PATIENCE = 3
+_N_WARM = 5
+
+Outcome: TypeAlias = Literal["new", "kept", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What came of learning: the shares of the judging answers' tokens that the draft takes for the
+    likeliest, as it came, with what was in use before (None: there was nothing), and with what is new."""
+
+    n_answers: int
+    n_judging: int
+    n_judged_tokens: int
+    agreement_as_it_came: float
+    agreement_in_use: float | None
+    agreement_new: float
+    #: What is in use from now on: the new weights, those from before, or those that it came with.
+    outcome: Outcome
+    n_steps: int
+    seconds: float
+
+    @property
+    def text(self) -> str:
+        """A sentence of it, for the user."""
+        before = "" if self.agreement_in_use is None else f", in use {self.agreement_in_use:.3f}"
+        shares = (
+            f"on the {self.n_judging} latest answers it says what the target says at "
+            f"{self.agreement_new:.3f} of the places (as it came {self.agreement_as_it_came:.3f}{before})"
+        )
+        what = {
+            "new": f"drafts with what it learnt from {self.n_answers} answers from now on",
+            "kept": f"learnt nothing better from {self.n_answers} answers, and stays as it was",
+            "none": "does worse with what it learnt, and drafts as it came again",
+        }[self.outcome]
+        if self.outcome == "kept" and self.agreement_in_use is None:
+            what = f"learnt nothing better from {self.n_answers} answers: that is dropped"
+        return f"{what}: {shares}"
+
+
+def split(answers: Sequence[KeptAnswer]) -> tuple[list[KeptAnswer], list[KeptAnswer]]:
+    """The answers to learn from, and the latest, which judge."""
+    latest = list(answers[-MOST_ANSWERS:])
+    n_judging = min(_MOST_JUDGING, math.ceil(_JUDGING_SHARE * len(latest)))
+    return latest[: len(latest) - n_judging], latest[len(latest) - n_judging :]
+
+
+def learn(
+    folder: Path,
+    target: LlamaModel,
+    draft: LlamaModel,
+    base: Path,
+    *,
+    minutes: float,
+    clock: Callable[[], float],
+    progress: Callable[[int, int], None],
+    interrupted: Callable[[], bool],
+    rate: float = RATE,
+    seed: int = 0,
+) -> Lesson | None:
+    """Let a draft learn from the answers in a folder; None if it was interrupted, with everything as
+    it was. `base` is the file that it drafts from without what it learnt: its own or a copy of it.
+
+    Training takes `minutes` at most, by `clock`. Raises `UsageError` if JAX is not installed, there are
+    too few answers, or another process learns there; `ModelFileError` if the draft cannot be trained,
+    `MemoryLimitError` and `OutputError`.
+    """
+    check_library()
+    answers = read_answers(folder)
+    learning, judging = split(answers)
+    if len(learning) < LEAST_ANSWERS - 2:
+        raise UsageError(
+            f"{len(answers)} answers are kept for {target.name}: too few to learn from",
+            hint=f"use --learn until there are {LEAST_ANSWERS} or more",
+        )
+    make_folder(folder)
+    held = UsageError(f"another process learns for {target.name} already", "wait for its end")
+    with locked(folder / "learning.lock", held):
+        _clear(folder)
+        texts = KeptTexts(target, draft)
+        rows = pack(texts.texts(learning, is_held_back=False), N_COLUMNS)
+        judged = pack(texts.texts(judging, is_held_back=True), N_COLUMNS)
+        if not rows.n_labels or not judged.n_labels:
+            raise UsageError(f"no answer that is kept for {target.name} can be read as its text")
+        run = _Run(folder, draft.path, base, rows, judged, minutes, clock, seed)
+        found = run.train(rate, progress, interrupted)
+        if found is None:
+            return None
+        return run.decide(found, answers[-1].number, len(learning), len(judging))
+
+
+def learn_from_files(
+    folder: Path,
+    target: Path,
+    draft: Path,
+    base: Path,
+    *,
+    minutes: float,
+    clock: Callable[[], float],
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Lesson | None:
+    """As `learn`, of models that are not loaded: only their vocabularies are read."""
+    check_library()  # loading takes a second
+    with (
+        contextlib.closing(LlamaModel(target, vocabulary_only=True)) as model,
+        contextlib.closing(LlamaModel(draft, vocabulary_only=True)) as small,
+    ):
+        return learn(
+            folder,
+            model,
+            small,
+            base,
+            minutes=minutes,
+            clock=clock,
+            progress=progress,
+            interrupted=interrupted,
+        )
+
+
+class _Run:
+    """One lesson."""
+
+    def __init__(
+        self,
+        folder: Path,
+        draft: Path,
+        base: Path,
+        rows: Rows,
+        judged: Rows,
+        minutes: float,
+        clock: Callable[[], float],
+        seed: int,
+    ) -> None:
+        self._folder, self._draft, self._base = folder, draft, base
+        self._rows, self._judged = rows, judged
+        self._clock, self._started_s = clock, clock()
+        self._limit_s = 60.0 * minutes
+        self._seed = seed
+        self._state = read_learnt(folder, draft)
+        self._as_it_came: Score | None = None
+        self._in_use: Score | None = None
+        self._n_steps = 0
+
+    @property
+    def _seconds(self) -> float:
+        return self._clock() - self._started_s
+
+    def train(
+        self,
+        rate: float,
+        progress: Callable[[int, int], None],
+        interrupted: Callable[[], bool],
+    ) -> Parameters | None:
+        """The LoRA that predicts the judging answers best; None if it was interrupted."""
+        trainer, best_loss = self._start()
+        steps_a_pass = len(self._rows)
+        n_steps = N_PASSES * steps_a_pass
+        judged_every = max(1, steps_a_pass // _JUDGED_A_PASS)
+        best, n_worse = trainer.changes(), 0
+        while self._n_steps < n_steps and n_worse < _PATIENCE:
+            if interrupted():
+                return None
+            order = np.random.default_rng([self._seed, self._n_steps // steps_a_pass])
+            picked = order.permutation(len(self._rows))[[self._n_steps % steps_a_pass]]
+            done = max(self._n_steps / n_steps, self._seconds / self._limit_s)
+            trainer.step(self._rows.pick(picked), _size(self._n_steps, done, rate))
+            self._n_steps += 1
+            is_last = self._n_steps == n_steps or self._seconds >= self._limit_s
+            if self._n_steps % judged_every == 0 or is_last:
+                loss, n_worse = trainer.judge(self._judged).loss, n_worse + 1
+                if loss < best_loss:
+                    best, best_loss, n_worse = trainer.changes(), loss, 0
+            progress(self._n_steps, n_steps)
+            if is_last:
+                break
+        return best
+
+    def _start(self) -> tuple[Trainer, float]:
+        """A trainer that begins with the better one of the draft as it came and as it is in use, and
+        how well that does: its loss."""
+        from specgen.workshop.distil.training import Trainer
+
+        weights = read_weights(self._base)
+        check_memory(self._base, weights)
+        in_use = learnt_weights(self._folder, self._draft)
+        if in_use is not None:
+            self._in_use = _score(in_use, self._judged, self._seed)
+        trainer = Trainer(weights, RANK, self._seed)
+        self._as_it_came = trainer.judge(self._judged)
+        if self._in_use is not None and self._in_use.agreement > self._as_it_came.agreement:
+            from specgen.workshop.online.adapter_files import read_adapter
+
+            changes = read_adapter(self._folder / self._state.adapter)
+            if changes is not None:
+                with contextlib.suppress(ValueError):
+                    trainer.adopt(changes)
+                    return trainer, trainer.judge(self._judged).loss
+        return trainer, self._as_it_came.loss
+
+    def decide(
+        self, changes: Parameters, last_number: int, n_answers: int, n_judging: int
+    ) -> Lesson:
+        """Write the new weights, judge them as they are written, and keep what does best."""
+        from specgen.workshop.distil.training import Trainer
+        from specgen.workshop.online.adapter_files import write_adapter
+
+        weights = read_weights(self._base)
+        architecture = weights.hyperparameters.architecture
+        merged = Trainer(weights, RANK, self._seed).merged(changes)
+        del weights
+        as_it_came, in_use = self._as_it_came, self._in_use
+        assert as_it_came is not None
+        with write_errors(self._folder), new_beside(self._folder / "weights.gguf") as written:
+            write_weights(self._base, merged, written)
+            del merged
+            new = _score(written, self._judged, self._seed)
+            before = max(as_it_came.agreement, in_use.agreement if in_use is not None else 0.0)
+            outcome: Outcome = "kept"
+            state = self._state
+            if new.agreement > before:
+                outcome = "new"
+                name = f"{self._draft.stem}-{_digest(written)}"
+                state = Learnt(
+                    weights=f"{name}.gguf",
+                    adapter=f"{name}.lora.gguf",
+                    n_answers=n_answers,
+                    agreement_before=as_it_came.agreement,
+                    agreement_after=new.agreement,
+                )
+                write_adapter(self._folder / state.adapter, changes, architecture)
+                written.replace(self._folder / state.weights)
+            elif in_use is not None and in_use.agreement < as_it_came.agreement:
+                outcome, state = "none", Learnt()
+            values = {name: getattr(state, name) for name in Learnt.__slots__}
+            write_learnt(
+                self._folder, self._draft, Learnt(**{**values, "last_number": last_number})
+            )
+        if outcome != "kept":
+            self._delete_former()
+        return Lesson(
+            n_answers,
+            n_judging,
+            self._judged.n_labels,
+            as_it_came.agreement,
+            None if in_use is None else in_use.agreement,
+            new.agreement,
+            outcome,
+            self._n_steps,
+            self._seconds,
+        )
+
+    def _delete_former(self) -> None:
+        """Delete the files that were in use before. Where one is in use still, it goes the next time."""
+        for name in (self._state.weights, self._state.adapter):
+            if name and Path(name).name == name:
+                with contextlib.suppress(OSError):
+                    (self._folder / name).unlink()
+
+
+def _score(path: Path, judged: Rows, seed: int) -> Score:
+    from specgen.workshop.distil.training import Trainer
+
+    return Trainer(read_weights(path), RANK, seed).judge(judged)
+
+
+def _size(step: int, done: float, rate: float) -> float:
+    """The size of a step: warmed up, then along half a cosine to a twentieth."""
+    along = 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+    return rate * min(1.0, (step + 1) / _N_WARM) * (0.05 + 0.95 * along)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+
+
+def _clear(folder: Path) -> None:
+    """Delete what a process left that was killed while it wrote."""
+    for path in folder.glob(f"*{NEW}"):
+        if path.name.startswith(ANSWERS):  # which is written at any time
+            continue
+        with contextlib.suppress(OSError):
+            path.unlink()
