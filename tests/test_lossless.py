@@ -10,6 +10,9 @@ Drafts in another vocabulary are translated before any verifier sees them. They 
 they could break: greedy text on every cache; sampled text with every sampler and, where drafts
 carry distributions, every verifier on one cache; and once on each of the others.
 
+A draft that learnt is its model with other weights: with random changes it takes part on one cache,
+with every verifier, drawn and matched, and once it is loaded again between answers.
+
 At temperature 0 the text must be plain decoding's, token by token. Above, draws must fit the
 target's exact joint distribution of the next three tokens (G-tests, as `specgen verify` makes
 them); with matching, a seed's text must also be plain decoding's.
@@ -28,6 +31,8 @@ from pathlib import Path
 
 import pytest
 
+from specgen.engine.engine import Engine
+from specgen.engine.learnt import Learnt, write_learnt
 from specgen.engine.session import DraftSource, Session, SessionOptions
 from specgen.events import FinishedEvent
 from specgen.options import (
@@ -130,7 +135,9 @@ TRANSLATED_SAMPLED = [
     for translate, verifiers in TRANSLATED.items()
     for cache in (*(cache for cache in CACHES if cache != BROADEST), REVERSED)
 ]
-N_TESTS = (len(CASES) + len(TRANSLATED_SAMPLED)) * DEPTH
+#: What judges a draft that learnt, and the samplers.
+LEARNT_SAMPLED = [(verifier, "top-k") for verifier in VERIFIERS] + [("block", "grammar")]
+N_TESTS = (len(CASES) + len(TRANSLATED_SAMPLED) + len(LEARNT_SAMPLED)) * DEPTH
 LEVEL = split_level(OVERALL_LEVEL, N_TESTS)
 
 
@@ -144,10 +151,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_respelled_model(folder / f"{name} respelled.gguf", config.draft(0.05))
         if name in WITH_HEADS:
             make_heads(folder / f"{name}.gguf", folder / f"{name} heads.gguf", folder / name)
+        if name == BROADEST:
+            let_learn(folder, config.draft(0.3))
         if name == "attention":
             write_respelled_model(folder / f"{REVERSED}.gguf", config)
             write_tiny_model(folder / f"{REVERSED} respelled.gguf", config.draft(0.05))
     return folder
+
+
+def let_learn(folder: Path, config: TinyConfig) -> None:
+    """Let the draft for the broadest cache have learnt other weights, at random."""
+    (folder / "learning").mkdir(exist_ok=True)
+    write_tiny_model(folder / "learning" / "w.gguf", config)
+    write_learnt(folder / "learning", folder / f"{BROADEST} draft.gguf", Learnt("w.gguf"))
 
 
 def session(
@@ -159,7 +175,10 @@ def session(
     seed: int = 0,
     translate: TranslateMode = "off",
 ) -> Session:
-    draft: DraftSource = "ngram" if drafter == "ngram" else models / f"{cache} {drafter}.gguf"
+    has_learnt = drafter == "learnt"
+    words: dict[str, DraftSource] = {"ngram": "ngram", "none": "none"}
+    name = "draft" if has_learnt else drafter
+    draft = words.get(drafter, models / f"{cache} {name}.gguf")
     # f32 and no flash attention: rows are then equal in batches of every shape.
     context = ContextOptions(
         n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32"
@@ -183,6 +202,7 @@ def session(
         ),
         target_context=context,
         draft_context=context,
+        learning=models / "learning" if has_learnt else None,
     )
     return Session(options, time.perf_counter)
 
@@ -326,3 +346,58 @@ def test_matching_translated_drafts_keeps_a_seeds_text(
     with Session(plain_options, time.perf_counter) as opened:
         plain = said(opened)
     assert fast.token_ids == plain.token_ids
+
+
+# --- drafts that learnt
+
+
+@with_every_verifier
+@pytest.mark.parametrize("samplers", GREEDY)
+def test_greedy_text_with_a_draft_that_learnt_is_that_of_plain_decoding(
+    models: Path, verifier: VerifierName, samplers: str
+) -> None:
+    with session(models, BROADEST, "learnt", verifier, samplers) as opened:
+        assert opened.learnt_draft is not None
+        (result,) = check_greedy(opened, [opened.prompt(PROMPT, chat=False)])
+    assert result.difference is None
+    assert result.n_drafted > 0
+
+
+@pytest.mark.parametrize(("verifier", "samplers"), LEARNT_SAMPLED)
+def test_sampled_text_with_a_draft_that_learnt_fits_the_targets_distribution(
+    models: Path, verifier: VerifierName, samplers: str
+) -> None:
+    plan = SampledPlan(depth=DEPTH, level=LEVEL, n_draws=N_DRAWS)
+    with session(models, BROADEST, "learnt", verifier, samplers) as opened:
+        assert opened.learnt_draft is not None
+        result = check_sampled(opened, opened.prompt(PROMPT, chat=False), plan, seed=5)
+    assert result is not None
+    assert result.fits, [depth.test for depth in result.depths]
+    assert not result.rows.is_defect, result.rows
+    assert result.n_impossible == 0
+    assert result.n_drafted > N_DRAWS / 2
+    assert max(depth.detectable for depth in result.depths) <= DEVIATION
+
+
+@pytest.mark.parametrize("samplers", ["greedy", *SAMPLED])
+def test_a_draft_that_learns_between_answers_keeps_a_seeds_text(
+    models: Path, samplers: str
+) -> None:
+    """The target's cache holds the beginning, the draft's nothing."""
+    with session(models, BROADEST, "none", "match", samplers, 3) as opened:
+        plain = said(opened)
+    with (
+        session(models, BROADEST, "learnt", "match", samplers, 3) as opened,
+        Engine(opened) as engine,
+    ):
+        prompt = opened.prompt(PROMPT, chat=False)
+        found = []
+        for noise in (0.3, 0.05, 0.6):
+            let_learn(models, TinyConfig(logit_scale=2.0, unprintable_scale=0.0).draft(noise))
+            assert engine.reload_draft()
+            answer = engine.submit(prompt)
+            list(engine.run())
+            assert answer.finished is not None
+            found.append(answer.finished)
+    assert [each.token_ids for each in found] == [plain.token_ids] * 3
+    assert len({each.n_accepted for each in found}) > 1
