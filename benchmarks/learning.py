@@ -33,6 +33,7 @@ from specgen.backend.llama import LlamaModel
 from specgen.backend.llama.kernels import computing
 from specgen.catalogue import cache_folder, identify
 from specgen.engine.engine import Engine
+from specgen.engine.kept_answers import last_number
 from specgen.engine.session import Session
 from specgen.events import FinishedEvent
 from specgen.json_values import as_json
@@ -166,6 +167,7 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, help="keeps answers and what is learnt; goes on there"
     )
+    parser.add_argument("--one-lesson", action="store_true", help="end after the next lesson")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--policy", choices=POLICIES, nargs="*", default=list(POLICIES))
@@ -185,7 +187,11 @@ def main() -> None:
             draft_context=ContextOptions(n_threads=2),
         )
         asked = prompts()
-        lessons = _answer_and_learn(options, asked[:-N_BLOCK], folder, cache, given.minutes, place)
+        lessons = _lessons(place)
+        while len(lessons) < N_PROMPTS // N_BLOCK - 1:
+            lessons = _answer_and_learn(options, asked, folder, cache, given.minutes, place)
+            if given.one_lesson:
+                return
         results = {
             policy: _measure(arms_of(options, policy, folder, cache), asked[-N_BLOCK:])
             for policy in given.policy
@@ -204,6 +210,12 @@ def main() -> None:
     print(json.dumps({p: r["figures"] for p, r in results.items()}, indent=1))
 
 
+def _lessons(place: Path) -> list[dict[str, Any]]:
+    """What came of the lessons that an earlier run made in the folder."""
+    state = place / "lessons.json"
+    return json.loads(state.read_text()) if state.is_file() else []
+
+
 def _answer_and_learn(
     options: SessionOptions,
     asked: Sequence[str],
@@ -212,21 +224,20 @@ def _answer_and_learn(
     minutes: float,
     place: Path,
 ) -> list[dict[str, Any]]:
-    """Answer the first prompts, and learn after every block of them. What an earlier run has done in
-    the folder is not done again."""
-    state = place / "lessons.json"
-    lessons: list[dict[str, Any]] = json.loads(state.read_text()) if state.is_file() else []
+    """Answer the next block of prompts, unless they were answered, and learn; all lessons so far."""
+    lessons = _lessons(place)
     kept = replace(
         options, learning=folder, cache=cache, drafting=replace(DraftOptions(), lookup_store=True)
     )
-    for block in range(len(lessons), len(asked) // N_BLOCK):
+    first = len(lessons) * N_BLOCK
+    if last_number(folder) == first:
         with (
             Session(kept, time.perf_counter, open_memory()) as session,
             Engine(session, n_parallel=N_BLOCK, n_ctx=1024) as engine,
         ):
-            engine.answers(asked[block * N_BLOCK : (block + 1) * N_BLOCK])
-        lessons.append(asdict(lesson(folder, options.target, Path(options.draft), minutes)))
-        state.write_text(json.dumps(lessons))
+            engine.answers(asked[first : first + N_BLOCK])
+    lessons.append(asdict(lesson(folder, options.target, Path(options.draft), minutes)))
+    (place / "lessons.json").write_text(json.dumps(lessons))
     return lessons
 
 

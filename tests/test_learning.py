@@ -243,9 +243,10 @@ def test_a_lesson_needs_answers_and_is_alone(models: Path, folder: Path) -> None
 
 def test_what_a_killed_lesson_left_is_deleted(models: Path, folder: Path) -> None:
     (folder / "weights.gguf.abc.new").touch()
+    (folder / "draft-123.gguf").touch()  # nothing says that it is in use
     (folder / f"{ANSWERS}.abc.new").touch()  # which may be in the making now
     assert lesson(models, folder, rate=0.0) is not None
-    assert [path.name for path in folder.glob("*.new")] == [f"{ANSWERS}.abc.new"]
+    assert names(folder) == [f"{ANSWERS}.abc.new"]
 
 
 # --- beside answers
@@ -298,7 +299,7 @@ from pathlib import Path
 from specgen.engine.learnt import Learnt, write_learnt
 folder, draft = Path(asked["folder"]), Path(asked["draft"])
 (folder / "w.gguf").write_bytes(Path(asked["target"]).read_bytes())
-write_learnt(folder, draft, Learnt("w.gguf", "", last_number=99, n_answers=9))
+write_learnt(folder, draft, Learnt("w.gguf", "", last_number=10, n_answers=9))
 print(json.dumps(dict(n_answers=9, n_judging=3, n_judged_tokens=99, agreement_as_it_came=0.5,
     agreement_in_use=None, agreement_new=0.6, outcome="new", n_steps=3, seconds=1.0)))
 """

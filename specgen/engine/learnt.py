@@ -46,8 +46,13 @@ def state_file(folder: Path, draft: Path) -> Path:
 
 def read_learnt(folder: Path, draft: Path) -> Learnt:
     """What a draft model learnt; nothing if that is not there, or damaged."""
+    return read_state(state_file(folder, draft))
+
+
+def read_state(path: Path) -> Learnt:
+    """What a file says that was learnt; nothing if it is not there, or damaged."""
     with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
-        found = Learnt(**json.loads(state_file(folder, draft).read_text("utf-8")))
+        found = Learnt(**json.loads(path.read_text("utf-8")))
         kinds = {str: str, int: int, float: float | int}
         fields = asdict(found)
         defaults = asdict(Learnt())
@@ -72,4 +77,4 @@ def learnt_weights(folder: Path | None, draft: Path) -> Path | None:
     return path if path.is_file() else None
 
 
-__all__ = ["Learnt", "learnt_weights", "read_learnt", "state_file", "write_learnt"]
+__all__ = ["Learnt", "learnt_weights", "read_learnt", "read_state", "state_file", "write_learnt"]

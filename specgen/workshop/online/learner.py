@@ -106,7 +106,8 @@ class Learner:
     def _n_new(self) -> int:
         """How many answers are kept that no lesson has seen."""
         last = last_number(self._folder)
-        return last - read_learnt(self._folder, self._draft).last_number if last else 0
+        seen = read_learnt(self._folder, self._draft).last_number
+        return last - seen if last >= seen else last  # fewer: the file was deleted
 
     def _start_lesson(self) -> None:
         base = self._session.draft_weights

@@ -23,7 +23,7 @@ import numpy as np
 from specgen.atomic import NEW, new_beside
 from specgen.backend.llama import LlamaModel
 from specgen.engine.kept_answers import ANSWERS, KeptAnswer, make_folder, read_answers
-from specgen.engine.learnt import Learnt, learnt_weights, read_learnt, write_learnt
+from specgen.engine.learnt import Learnt, learnt_weights, read_learnt, read_state, write_learnt
 from specgen.errors import UsageError
 from specgen.json_lines import locked, write_errors
 from specgen.workshop.distil.distillation import check_library, check_memory
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 #: step learns from one row: there are few.
 RANK = 16
 RATE = 1e-3
-N_PASSES = 4
+N_PASSES = 2
 #: The latest answers that are looked at; of these the share that judges, and the most.
 MOST_ANSWERS = 128
 _JUDGING_SHARE = 0.25
@@ -118,7 +118,7 @@ def learn(
     check_library()
     answers = read_answers(folder)
     learning, judging = split(answers)
-    if len(learning) < LEAST_ANSWERS - 2:
+    if len(answers) < LEAST_ANSWERS:
         raise UsageError(
             f"{len(answers)} answers are kept for {target.name}: too few to learn from",
             hint=f"use --learn until there are {LEAST_ANSWERS} or more",
@@ -325,9 +325,11 @@ def _digest(path: Path) -> str:
 
 
 def _clear(folder: Path) -> None:
-    """Delete what a process left that was killed while it wrote."""
-    for path in folder.glob(f"*{NEW}"):
-        if path.name.startswith(ANSWERS):  # which is written at any time
-            continue
-        with contextlib.suppress(OSError):
-            path.unlink()
+    """Delete what a process left that was killed while it wrote: files that nothing names."""
+    states = [read_state(path) for path in folder.glob("*.json")]
+    named = {name for state in states for name in (state.weights, state.adapter)}
+    for path in (*folder.glob(f"*{NEW}"), *folder.glob("*.gguf")):
+        # Answers are written at any time.
+        if path.name not in named and not path.name.startswith(ANSWERS):
+            with contextlib.suppress(OSError):
+                path.unlink()
