@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,6 +26,7 @@ from specgen.events import FinishedEvent, NoticeEvent
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from specgen.workshop.online import learner as learner_module
+from specgen.workshop.online import training_process
 from specgen.workshop.online.kept_texts import N_COLUMNS, KeptTexts
 from specgen.workshop.online.learner import NEW_ANSWERS, Learner
 from specgen.workshop.online.learning import Lesson, learn, split
@@ -336,7 +339,7 @@ def test_a_lesson_begins_when_there_are_enough_answers_and_its_draft_is_used(
 ) -> None:
     with learning(models, tmp_path, monkeypatch, _SAYS) as (engine, learner, said, session):
         for text in prompts(NEW_ANSWERS):
-            learner.between_answers()
+            learner.between_answers(begins=True)
             assert learner._child is None
             engine.answers([text])
         learner.between_answers()
@@ -350,6 +353,53 @@ def test_a_lesson_begins_when_there_are_enough_answers_and_its_draft_is_used(
         assert finished.acceptance_rate == 1.0  # it is the target itself
         learner.between_answers()
         assert learner._child is None
+
+
+#: What a process that learns does: it says in a file what it is told.
+_NOTES = """
+from pathlib import Path
+while said := sys.stdin.buffer.read(1):
+    with (Path(asked["folder"]) / "said").open("ab") as file:
+        file.write(said)
+"""
+
+
+def test_a_lesson_waits_while_an_answer_is_in_the_making(
+    models: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with learning(models, folder, monkeypatch, _NOTES) as (_, learner, _, _):
+        for _ in range(2):
+            learner.between_answers(begins=True)
+            learner.between_answers(begins=True)
+            learner.between_answers()
+            learner.between_answers()
+        said = folder / "said"
+        until(lambda: said.exists() and said.read_bytes() == b"-+-+")
+
+
+def test_a_lessons_clock_stands_still_in_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    with (
+        os.fdopen(writer, "wb", buffering=0) as pipe,
+        os.fdopen(reader, "rb", buffering=0) as stdin,
+    ):
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=stdin))
+        ended: list[int] = []
+        monkeypatch.setattr("specgen.workshop.online.training_process.os._exit", ended.append)
+        pauses = training_process.Pauses()
+        pauses.listen()
+        assert not pauses.wait()
+        pipe.write(training_process.PAUSE)
+        until(lambda: not pauses._goes_on.is_set())
+        go_on = threading.Timer(0.2, lambda: pipe.write(training_process.GO))
+        before, started = pauses.clock(), time.monotonic()
+        go_on.start()
+        pauses.wait()
+        took = time.monotonic() - started
+        assert pauses.clock() - before <= took - 0.1
+        go_on.join()
+        pipe.close()
+        until(lambda: bool(ended))
 
 
 def test_a_lesson_that_fails_ends_learning_and_nothing_else(

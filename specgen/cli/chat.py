@@ -7,7 +7,7 @@ import datetime
 import os
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from specgen.chat.conversation import Conversation
     from specgen.chat.log import ChatLog
     from specgen.events import Event
+    from specgen.workshop.online.learner import Learner
 
 _CONVERSATION = "Conversation"
 
@@ -125,7 +126,7 @@ def chat(
         talk = Chat(session, engine, conversation, log, now=now)
         learner = stack.enter_context(Learner(session, engine, engine.tell))
         _begin(talk, system, text)
-        return _talk(talk, view, learner.between_answers)
+        return _talk(talk, view, learner)
 
 
 # --- the conversation -----------------------------------------------------------------------
@@ -199,7 +200,7 @@ def _begin(talk: Chat, system: str | None, files: str) -> None:
         talk.change(Change("files", files))
 
 
-def _talk(talk: Chat, view: _View, between_answers: Callable[[], None]) -> int:
+def _talk(talk: Chat, view: _View, learner: Learner) -> int:
     """Answer messages until there are no more; returns the exit code."""
     from specgen.chat.commands import parse
     from specgen.cli.chat_input import PipedMessages, is_person
@@ -209,12 +210,11 @@ def _talk(talk: Chat, view: _View, between_answers: Callable[[], None]) -> int:
     failed = 0
     for message in messages:
         try:
-            between_answers()
+            learner.between_answers(begins=True)
             command = parse(message)
             if command is not None and command.name == "quit":
                 break
             code = view.answer(talk.ask(message)) if command is None else _do(command, talk, view)
-            between_answers()
         except SpecgenError as error:
             if isinstance(error, WorkerLostError) or (
                 isinstance(error, OutputError) and not is_typed
@@ -228,6 +228,8 @@ def _talk(talk: Chat, view: _View, between_answers: Callable[[], None]) -> int:
             if not is_typed:
                 raise
             continue
+        finally:
+            learner.between_answers()
         if code and not (is_typed and code == 128 + signal.SIGINT):
             return code
     return 0 if is_typed else failed

@@ -127,7 +127,7 @@ def serve(
             bound,
             is_verbose=verbose,
             note=note,
-            between_answers=learner.between_answers,
+            between_answers=lambda begins: learner.between_answers(begins=begins),
         )
     return 0
 

@@ -104,7 +104,8 @@ class Job:
 class EngineThread:
     """Steps an engine in a thread of its own, as long as there is something to do. Use it as a
     context manager; at the end it closes the engine. `n_waiting` answers may wait for a free slot.
-    `between_answers` is called in that thread when an answer is wanted, and when one is done.
+    `between_answers` is called in that thread while no answer is in the making: with True when one
+    begins now.
 
     `failure` is a bug, or a lost worker, that ended the thread; all answers have failed then.
     """
@@ -114,7 +115,7 @@ class EngineThread:
         engine: Engine,
         metrics: Metrics,
         n_waiting: int,
-        between_answers: Callable[[], None] = lambda: None,
+        between_answers: Callable[[bool], None] = lambda _begins: None,
     ) -> None:
         self.engine = engine
         self._between_answers = between_answers
@@ -214,11 +215,11 @@ class EngineThread:
                         return
                     jobs = list(self._jobs)
                 if not self.engine.n_busy:
-                    self._between_answers()
+                    self._between_answers(True)
                 self._step()
                 self._pass_on(jobs)
                 if not self.engine.n_busy:
-                    self._between_answers()
+                    self._between_answers(False)
         except BaseException as error:  # noqa: BLE001 - nobody may wait for a thread that has ended
             with self._changed:
                 self.failure = error

@@ -31,7 +31,7 @@ def serve(
     *,
     is_verbose: bool = False,
     note: Callable[[str], None] = lambda _text: None,
-    between_answers: Callable[[], None] = lambda: None,
+    between_answers: Callable[[bool], None] = lambda _begins: None,
 ) -> None:
     """Answer requests that come to a socket until SIGTERM or Ctrl-C. Answers in the making then have
     `drain_s` seconds to end by themselves; a second signal ends them at once. Closes the engine.
@@ -60,7 +60,7 @@ def http_server(
     *,
     is_verbose: bool = False,
     note: Callable[[str], None] = lambda _text: None,
-    between_answers: Callable[[], None] = lambda: None,
+    between_answers: Callable[[bool], None] = lambda _begins: None,
 ) -> Iterator[DrainingServer]:
     """A server that is to be `run`, with a thread that steps the engine, which it closes at the end."""
     metrics = Metrics(engine.n_parallel)

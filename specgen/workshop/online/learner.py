@@ -20,6 +20,7 @@ from specgen.engine.session import Session
 from specgen.errors import OutputError, SpecgenError, UsageError
 from specgen.workshop.distil.distillation import check_library
 from specgen.workshop.online.learning import Lesson
+from specgen.workshop.online.training_process import GO, PAUSE
 
 #: So many answers that the draft has not learnt from make it learn.
 NEW_ANSWERS = 10
@@ -34,7 +35,8 @@ _COMMAND = (sys.executable, "-m", "specgen.workshop.online.training_process")
 
 class Learner:
     """Starts a lesson when there are enough new answers, and lets the engine's draft use what came of
-    it. Use it as a context manager; at its end the process that learns ends.
+    it. The lesson waits while an answer is in the making, but for the step that it is at. Use it as a
+    context manager; at its end the process that learns ends.
 
     It does nothing where the session keeps no answers, or no model drafts. `tell` is told what changes.
     """
@@ -45,6 +47,7 @@ class Learner:
         #: The pipes of the process, and what it says on standard error.
         self._files = contextlib.ExitStack()
         self._errors: IO[bytes] | None = None
+        self._goes_on = True
         #: What came of a lesson, until the draft is loaded again.
         self._news: str | None = None
         self._is_on = session.options.learning is not None and session.draft_weights is not None
@@ -61,8 +64,9 @@ class Learner:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def between_answers(self) -> None:
-        """To be called now and then, by the thread that steps the engine."""
+    def between_answers(self, *, begins: bool = False) -> None:
+        """To be called by the thread that steps the engine while no answer is in the making: when one
+        is done, and when one `begins`, for which the lesson pauses."""
         if not self._is_on:
             return
         try:
@@ -74,9 +78,19 @@ class Learner:
             if self._news is not None and self._engine.reload_draft():
                 news, self._news = self._news, None
                 self._tell(news)
+            if self._child is not None and begins == self._goes_on:
+                self._let_go_on(not begins)
         except (SpecgenError, OSError) as error:  # learning ends, not the answers
             self._is_on = False
             self._tell(f"learning has ended: {error}")
+
+    def _let_go_on(self, goes_on: bool) -> None:
+        assert self._child is not None
+        assert self._child.stdin is not None
+        self._goes_on = goes_on
+        with contextlib.suppress(BrokenPipeError):  # it has ended: that is seen the next time
+            self._child.stdin.write(GO if goes_on else PAUSE)
+            self._child.stdin.flush()
 
     def close(self) -> None:
         """End the process that learns, if there is one. May be called twice."""
@@ -138,6 +152,7 @@ class Learner:
         self._files.callback(_close, self._child.stdin)
         self._child.stdin.write(line.encode() + b"\n")
         self._child.stdin.flush()
+        self._goes_on = True
 
     def _end_lesson(self, child: subprocess.Popen[bytes]) -> None:
         """Read what came of a lesson that has ended."""
