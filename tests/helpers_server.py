@@ -108,6 +108,7 @@ def running(
     n_parallel: int = 4,
     n_ctx: int = N_CTX,
     learn_alone: bool = True,
+    between_answers: Callable[[bool], None] = lambda _begins: None,
 ) -> Iterator[Running]:
     """Run a server in a thread of this process; it closes the session at the end."""
     options = options or ServerOptions(port=0)
@@ -117,7 +118,9 @@ def running(
         bound = stack.enter_context(
             bound_socket(options.host, options.port, options.limits.client_s)
         )
-        server = stack.enter_context(http_server(session, engine, options))
+        server = stack.enter_context(
+            http_server(session, engine, options, between_answers=between_answers)
+        )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         try:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -464,6 +465,53 @@ def test_the_process_that_learns_ends_when_its_command_is_killed(
         return state == "Z"
 
     until(is_gone)
+
+
+def test_a_servers_draft_learns_between_its_answers(models: Path, tmp_path: Path) -> None:
+    """Requests come at once and one after the other; each lesson brings other weights."""
+    pytest.importorskip("starlette")
+    from concurrent.futures import ThreadPoolExecutor
+
+    from tests.helpers_server import EXACT, FIXED, running
+
+    options = SessionOptions(
+        models / "target.gguf",
+        models / "draft.gguf",
+        drafting=FIXED,
+        generation=GenerationOptions(max_tokens=24),
+        target_context=EXACT,
+        draft_context=EXACT,
+    )
+    with Session(options, time.perf_counter) as session, Engine(session) as engine:
+        plain = engine.answers(prompts(6))
+    told: list[bool] = []
+    n_loaded = 0
+
+    def between_answers(begins: bool) -> None:
+        nonlocal n_loaded
+        told.append(begins)
+        if not begins:
+            n_loaded += 1
+            write_tiny_model(tmp_path / f"w{n_loaded}.gguf", CONFIG.draft(0.1 * n_loaded))
+            write_learnt(tmp_path, models / "draft.gguf", Learnt(f"w{n_loaded}.gguf"))
+            assert server.engine.reload_draft()
+
+    taught = Session(replace(options, learning=tmp_path), time.perf_counter)
+    with running(taught, between_answers=between_answers) as server:
+
+        def ask(text: str) -> str:
+            messages = [{"role": "user", "content": text}]
+            response = server.post("/v1/chat/completions", messages=messages)
+            content: str = response.json()["choices"][0]["message"]["content"]
+            return content
+
+        with ThreadPoolExecutor(3) as pool:
+            said = [*map(ask, prompts(6)[:3]), *pool.map(ask, prompts(6)[3:])]
+        assert in_use(taught) is not None
+    assert said == plain
+    assert told[:4] == [True, False, True, False]
+    assert n_loaded >= 3
+    assert len(read_answers(tmp_path)) == 6
 
 
 # --- the command line
