@@ -19,7 +19,7 @@ import pytest
 from specgen.backend.llama import LlamaModel
 from specgen.catalogue import identify
 from specgen.engine.engine import Engine
-from specgen.engine.kept_answers import ANSWERS, KeptAnswer, read_answers
+from specgen.engine.kept_answers import ANSWERS, KeptAnswer, KeptAnswers, read_answers
 from specgen.engine.learnt import Learnt, learnt_weights, read_learnt, write_learnt
 from specgen.engine.session import Session
 from specgen.errors import UsageError
@@ -131,7 +131,12 @@ def test_the_latest_answers_judge() -> None:
 
 
 def lesson(
-    models: Path, folder: Path, *, rate: float = 0.01, stop_after: int = 10**9
+    models: Path,
+    folder: Path,
+    *,
+    rate: float = 0.01,
+    stop_after: int = 10**9,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> Lesson | None:
     pytest.importorskip("jax")
     target, draft = LlamaModel(models / "target.gguf"), LlamaModel(models / "draft.gguf")
@@ -140,6 +145,7 @@ def lesson(
     def progress(done: int, _total: int) -> None:
         nonlocal n_steps
         n_steps = done
+        meanwhile()
 
     with contextlib.closing(target), contextlib.closing(draft):
         return learn(
@@ -231,6 +237,25 @@ def test_an_interrupted_lesson_changes_nothing(models: Path, folder: Path) -> No
     assert lesson(models, folder, stop_after=3) is None
     assert names(folder) == []
     assert read_learnt(folder, models / "draft.gguf") == Learnt()
+
+
+def test_what_is_forgotten_while_it_is_learnt_is_not_kept(models: Path, folder: Path) -> None:
+    def forget() -> None:
+        (folder / ANSWERS).unlink(missing_ok=True)
+        KeptAnswers(folder).add(KeptAnswer((1, 2), tuple(range(20))))
+
+    with pytest.raises(UsageError, match="deleted while the draft learnt"):
+        lesson(models, folder, meanwhile=forget)
+    assert names(folder) == []
+
+
+def test_learnt_weights_that_are_damaged_end_no_lesson(models: Path, folder: Path) -> None:
+    (folder / "w.gguf").write_bytes((models / "draft.gguf").read_bytes()[:2000])
+    write_learnt(folder, models / "draft.gguf", Learnt("w.gguf", "w.lora.gguf"))
+    found = lesson(models, folder)
+    assert found is not None
+    assert (found.outcome, found.agreement_in_use) == ("new", None)
+    assert "w.gguf" not in names(folder)
 
 
 def test_a_lesson_needs_answers_and_is_alone(models: Path, folder: Path) -> None:

@@ -23,8 +23,9 @@ import numpy as np
 from specgen.atomic import NEW, new_beside
 from specgen.backend.llama import LlamaModel
 from specgen.engine.kept_answers import ANSWERS, KeptAnswer, make_folder, read_answers
+from specgen.engine.kept_answers import last_number as last_number_of
 from specgen.engine.learnt import Learnt, learnt_weights, read_learnt, read_state, write_learnt
-from specgen.errors import UsageError
+from specgen.errors import ModelFileError, UsageError
 from specgen.json_lines import locked, write_errors
 from specgen.workshop.distil.distillation import check_library, check_memory
 from specgen.workshop.distil.gguf_weights import read_weights, write_weights
@@ -235,7 +236,8 @@ class _Run:
         check_memory(self._base, weights)
         in_use = learnt_weights(self._folder, self._draft)
         if in_use is not None:
-            self._in_use = _score(in_use, self._judged, self._seed)
+            with contextlib.suppress(ModelFileError):  # damaged: nothing drafts with it
+                self._in_use = _score(in_use, self._judged, self._seed)
         trainer = Trainer(weights, RANK, self._seed)
         self._as_it_came = trainer.judge(self._judged)
         if self._in_use is not None and self._in_use.agreement > self._as_it_came.agreement:
@@ -261,6 +263,8 @@ class _Run:
         del weights
         as_it_came, in_use = self._as_it_came, self._in_use
         assert as_it_came is not None
+        if last_number > last_number_of(self._folder):
+            raise UsageError("the answers were deleted while the draft learnt from them")
         with write_errors(self._folder), new_beside(self._folder / "weights.gguf") as written:
             write_weights(self._base, merged, written)
             del merged
