@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -316,6 +317,11 @@ def test_a_draft_is_loaded_again_between_answers_only(models: Path, tmp_path: Pa
     assert [first.text, second.text, third.text] == plain
 
 
+def learns(learner: Learner) -> bool:
+    """Whether a process learns now."""
+    return learner._child is not None
+
+
 #: What a process that learns says at its end, after it was asked.
 _CHILD = """
 import json, sys
@@ -438,6 +444,42 @@ def test_a_lesson_that_fails_ends_learning_and_nothing_else(
         learner.between_answers()
         assert learner._child is None
         assert engine.answers(["abc"])
+
+
+def test_what_is_learnt_or_forgotten_elsewhere_counts_too(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with learning(models, tmp_path, monkeypatch, _WAITS) as (engine, learner, said, session):
+        learner.between_answers()
+        assert said == []
+        write_tiny_model(tmp_path / "w.gguf", CONFIG)
+        write_learnt(tmp_path, models / "draft.gguf", Learnt("w.gguf"))
+        learner.between_answers(begins=True)
+        assert in_use(session) == tmp_path / "w.gguf"
+        shutil.rmtree(tmp_path)
+        learner.between_answers(begins=True)
+        learner.between_answers()
+        assert in_use(session) is None
+        assert engine.answers(["abc"])
+    assert said == [
+        "draft.gguf drafts with what it learnt elsewhere from now on",
+        "draft.gguf drafts as it came again: what it learnt was deleted",
+    ]
+
+
+def test_a_lesson_that_cannot_be_now_is_later(
+    models: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    does = "sys.stderr.write('another process learns\\n'); sys.exit(2)"
+    with learning(models, folder, monkeypatch, does) as (_, learner, said, _):
+        until(lambda: bool(said), learner.between_answers)
+        learner.between_answers()
+        assert not learns(learner)
+        for _ in range(NEW_ANSWERS):
+            KeptAnswers(folder).add(KeptAnswer((1,), tuple(range(9))))
+        learner.between_answers()
+        assert learns(learner)
+    assert said == ["draft.gguf has not learnt: another process learns"]
 
 
 def test_the_process_that_learns_ends_with_the_learner(

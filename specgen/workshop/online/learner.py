@@ -15,7 +15,7 @@ from typing import IO
 from specgen.backend.llama import default_threads
 from specgen.engine.engine import Engine
 from specgen.engine.kept_answers import last_number
-from specgen.engine.learnt import read_learnt
+from specgen.engine.learnt import learnt_weights, read_learnt
 from specgen.engine.session import Session
 from specgen.errors import OutputError, SpecgenError, UsageError
 from specgen.workshop.distil.distillation import check_library
@@ -48,10 +48,14 @@ class Learner:
         self._files = contextlib.ExitStack()
         self._errors: IO[bytes] | None = None
         self._goes_on = True
+        #: Number of the answer from which on a lesson may begin.
+        self._not_before = 0
         #: What came of a lesson, until the draft is loaded again.
         self._news: str | None = None
         self._is_on = session.options.learning is not None and session.draft_weights is not None
         if self._is_on:
+            #: The weights that the draft learnt, as they were when it was loaded.
+            self._in_use = learnt_weights(self._folder, self._draft)
             try:
                 check_library()
             except UsageError as error:
@@ -73,16 +77,28 @@ class Learner:
             if self._child is not None:
                 if self._child.poll() is not None:
                     self._end_lesson(self._child)
-            elif self._news is None and self._n_new >= NEW_ANSWERS:
+            elif self._n_new >= NEW_ANSWERS and last_number(self._folder) >= self._not_before:
                 self._start_lesson()
-            if self._news is not None and self._engine.reload_draft():
-                news, self._news = self._news, None
-                self._tell(news)
-            if self._child is not None and begins == self._goes_on:
+            if self._child is None:
+                self._use_what_is_learnt()
+            elif begins == self._goes_on:
                 self._let_go_on(not begins)
-        except (SpecgenError, OSError) as error:  # learning ends, not the answers
+        except (SpecgenError, OSError, ValueError, TypeError) as error:  # not the answers end
             self._is_on = False
             self._tell(f"learning has ended: {error}")
+
+    def _use_what_is_learnt(self) -> None:
+        """Load the draft again if it learnt something, here or in another process, or if that was
+        forgotten."""
+        learnt = learnt_weights(self._folder, self._draft)
+        if learnt != self._in_use and self._engine.reload_draft():
+            self._in_use = learnt
+            is_other = "drafts with what it learnt elsewhere from now on"
+            is_gone = "drafts as it came again: what it learnt was deleted"
+            self._tell(
+                self._news or f"{self._draft.name} {is_gone if learnt is None else is_other}"
+            )
+            self._news = None
 
     def _let_go_on(self, goes_on: bool) -> None:
         assert self._child is not None
@@ -161,9 +177,12 @@ class Learner:
         said = child.stdout.read()
         words = self._last_words()
         self._files.close()
+        if child.returncode == UsageError.exit_code:  # another process learns, for one
+            self._not_before = last_number(self._folder) + NEW_ANSWERS
+            self._tell(f"{self._draft.name} has not learnt: {words}")
+            return
         if child.returncode != 0:
-            why = words or f"its process ended with code {child.returncode}"
-            raise OutputError(why)
+            raise OutputError(words or f"its process ended with code {child.returncode}")
         lesson = Lesson(**json.loads(said))
         text = f"{self._draft.name} {lesson.text}"
         if lesson.outcome == "kept":
