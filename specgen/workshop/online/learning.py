@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from specgen.workshop.distil.training import Score, Trainer
     from specgen.workshop.distil.transformer import Parameters
 
-#: Inner size of the LoRA, the size of the largest step of Adam, and passes over the texts at most. A
-#: step learns from one row: there are few.
+#: Inner size of the LoRA, the size of the largest step of Adam, and passes over the texts at most: the
+#: next lesson goes over them again. A step learns from one row: there are few.
 RANK = 16
 RATE = 1e-3
-N_PASSES = 2
+N_PASSES = 1
 #: The latest answers that are looked at; of these the share that judges, and the most.
 MOST_ANSWERS = 128
 _JUDGING_SHARE = 0.25
@@ -48,7 +48,7 @@ _MOST_JUDGING = 12
 #: The least answers to learn from and to judge by.
 LEAST_ANSWERS = 8
 #: Judgements in a pass, and how many without a better one end the training.
-_JUDGED_A_PASS = 2
+_JUDGED_A_PASS = 3
 _PATIENCE = 3
 _N_WARM = 5
 
