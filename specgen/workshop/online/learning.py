@@ -48,7 +48,7 @@ _MOST_JUDGING = 12
 #: The least answers to learn from and to judge by.
 LEAST_ANSWERS = 8
 #: Judgements in a pass, and how many without a better one end the training.
-_JUDGED_A_PASS = 3
+_JUDGED_A_PASS = 2
 _PATIENCE = 3
 _N_WARM = 5
 
@@ -247,7 +247,7 @@ class _Run:
             if changes is not None:
                 with contextlib.suppress(ValueError):
                     trainer.adopt(changes)
-                    return trainer, trainer.judge(self._judged).loss
+                    return trainer, self._in_use.loss  # but for the rounding of its weights
         return trainer, self._as_it_came.loss
 
     def decide(
