@@ -8,6 +8,9 @@ tested in pairs, answer by answer (exact sign-flip test of the mean difference, 
 
     python benchmarks/learning.py qwen2.5-coder-1.5b smollm2-135m --output learning.json
 
+`--replay` lets the target answer the last ten by itself, once, and drafts for these answers in all ways, without
+its arithmetic: acceptance is the same, and does not depend on how busy the machine is.
+
 `--adapter-cost` measures in its place what a token takes with what was learnt as an adapter beside the
 weights, over that with what was learnt added to them, which is what a token takes without.
 """
@@ -45,6 +48,7 @@ from specgen.kernels import choose_kernels
 from specgen.machine import look_at_machine
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
 from specgen.selection.session_opening import find_target, open_memory
+from specgen.selection.trial import Baseline, Replay, TargetAnswer, answered_prompt, replay
 from specgen.workshop.online.learning import RANK, Lesson, learn
 from specgen.workshop.places import learning_folder
 
@@ -139,19 +143,21 @@ def sign_flip(differences: Sequence[float]) -> float:
     return float(np.mean(signs @ values >= values.sum() - 1e-9))
 
 
-def compared(found: dict[str, list[FinishedEvent]]) -> dict[str, Any]:
+def compared(found: dict[str, list[Any]]) -> dict[str, Any]:
     """The figures of each way, and of each against the one without learning."""
 
-    def rate(event: FinishedEvent) -> float:
+    def rate(event: FinishedEvent | Replay) -> float:
         return event.n_accepted / max(1, event.n_drafted)
 
-    def length(event: FinishedEvent) -> float:
+    def length(event: FinishedEvent | Replay) -> float:
         return event.n_tokens / event.n_rounds
 
     def speed(event: FinishedEvent) -> float:
         return event.n_tokens / event.wall_s
 
-    measures = {"acceptance_rate": rate, "tokens_a_round": length, "tokens_per_s": speed}
+    measures: dict[str, Any] = {"acceptance_rate": rate, "tokens_a_round": length}
+    if isinstance(found["without"][0], FinishedEvent):
+        measures["tokens_per_s"] = speed
     figures: dict[str, Any] = {}
     for arm, events in found.items():
         figures[arm] = {name: statistics.fmean(map(of, events)) for name, of in measures.items()}
@@ -219,6 +225,7 @@ def main() -> None:
         "--folder", type=Path, help="keeps answers and what is learnt; goes on there"
     )
     parser.add_argument("--adapter-cost", action="store_true")
+    parser.add_argument("--replay", action="store_true")
     parser.add_argument("--one-lesson", action="store_true", help="end after the next lesson")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--minutes", type=float, default=5.0)
@@ -247,8 +254,9 @@ def main() -> None:
             lessons = _answer_and_learn(options, asked, folder, cache, given.minutes, place)
             if given.one_lesson:
                 return
+        measure = _replay if given.replay else _measure
         results = {
-            policy: _measure(arms_of(options, policy, folder, cache), asked[-N_BLOCK:])
+            policy: measure(arms_of(options, policy, folder, cache), asked[-N_BLOCK:])
             for policy in given.policy
         }
     document = {
@@ -321,6 +329,40 @@ def _measure(arms: dict[str, SessionOptions], asked: Sequence[str]) -> dict[str,
     return {
         "figures": compared(found),
         "answers": {arm: [asdict(event) for event in events] for arm, events in found.items()},
+    }
+
+
+def _replay(arms: dict[str, SessionOptions], asked: Sequence[str]) -> dict[str, Any]:
+    """Draft for the target's own answers to the last prompts in every way."""
+    plain = replace(arms["without"], draft="none")
+    n_ctx = 1024
+    with (
+        Session(plain, time.perf_counter) as session,
+        Engine(session, n_parallel=len(asked), n_ctx=n_ctx) as engine,
+    ):
+        asked_for = [engine.submit(prompt) for prompt in asked]
+        list(engine.run())
+    answers = []
+    for prompt, done in zip(asked, asked_for, strict=True):
+        assert done.finished is not None
+        answers.append(TargetAnswer(prompt, done.finished.token_ids))
+    baseline = Baseline(tuple(answers), (), n_ctx, {1: 1.0, 2: 1.0})  # costs decide nothing
+    found: dict[str, list[Replay]] = {}
+    for arm, options in arms.items():
+        with (
+            Session(options, time.perf_counter, vocabulary_only=True) as session,
+            session.draft_contexts(n_ctx) as (context,),
+        ):
+            found[arm] = []
+            for answer in answers:
+                context.remove(0)
+                begun = answered_prompt(session, baseline, answer)
+                generation = session.generation(begun, n_ctx, context, 0)
+                found[arm].append(replay(generation, answer, baseline, session.clock))
+    return {
+        "figures": compared(found),
+        "texts": [done.text for done in asked_for],
+        "answers": {arm: [asdict(each) for each in replays] for arm, replays in found.items()},
     }
 
 
