@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specgen.backend.llama import LlamaModel
+from specgen.backend.llama import LlamaModel, requantize
 from specgen.catalogue import identify
 from specgen.engine.engine import Engine
 from specgen.engine.kept_answers import ANSWERS, KeptAnswer, KeptAnswers, read_answers
@@ -208,6 +208,31 @@ def test_the_adapter_says_in_llama_cpp_what_the_weights_say(models: Path, folder
     beside = logits(models / "draft.gguf", with_lora(folder / learnt.adapter))
     merged = logits(folder / learnt.weights, lambda _backend: None)
     assert np.std(beside - merged) < 0.02 * np.std(plain - merged)
+
+
+def test_what_is_learnt_is_not_rounded_away(models: Path, folder: Path) -> None:
+    """Four bits a weight have no room for it."""
+    pytest.importorskip("jax")
+    small = models / "q4.gguf"
+    requantize(models / "draft.gguf", small, 1)
+    target, draft = LlamaModel(models / "target.gguf"), LlamaModel(small)
+    with contextlib.closing(target), contextlib.closing(draft):
+        found = learn(
+            folder,
+            target,
+            draft,
+            small,
+            minutes=1e6,
+            clock=iter(range(10**9)).__next__,
+            progress=lambda _done, _total: None,
+            interrupted=lambda: False,
+            rate=0.01,
+        )
+    assert found is not None
+    assert found.outcome == "new"
+    learnt = learnt_weights(folder, small)
+    assert learnt is not None
+    assert learnt.stat().st_size > 1.5 * small.stat().st_size
 
 
 def test_what_is_not_better_is_dropped(models: Path, folder: Path) -> None:

@@ -104,6 +104,12 @@ def write_weights(original: Path, changed: Mapping[str, FloatArray], output: Pat
             file.write(quantize(matrix, _NAMES[int(tensor.tensor_type)]).data.tobytes())
 
 
+def has_eight_bits(path: Path) -> bool:
+    """Whether all weights of a file have eight bits or more. Raises `ModelFileError`."""
+    types = {tensor.tensor_type.name for tensor in _opened(path).tensors}
+    return types <= {"F32", "F16", "BF16", "Q8_0"}
+
+
 def _opened(path: Path) -> Any:
     from gguf import GGUFReader
 

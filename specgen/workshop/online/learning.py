@@ -2,8 +2,8 @@
 arXiv:2310.07177).
 
 A LoRA goes on from the one in use, if there is one, over the kept answers but for the latest. These
-judge: the draft as it came, the draft in use, and the new one, each with the weights in the types
-that it would draft with. The one that says most often what the target said is in use from then on.
+judge: the draft as it came, the draft in use, and the new one, each with the weights as they are
+written. The one that says most often what the target said is in use from then on.
 So what turns out to be worse on later answers goes by itself, and a paired comparison, token by
 token, decides.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -21,14 +21,15 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import numpy as np
 
 from specgen.atomic import NEW, new_beside
-from specgen.backend.llama import LlamaModel
+from specgen.backend.llama import LlamaModel, default_threads, requantize
+from specgen.backend.llama.operators import FloatArray
 from specgen.engine.kept_answers import ANSWERS, KeptAnswer, make_folder, read_answers
 from specgen.engine.kept_answers import last_number as last_number_of
 from specgen.engine.learnt import Learnt, learnt_weights, read_learnt, read_state, write_learnt
-from specgen.errors import ModelFileError, UsageError
+from specgen.errors import BackendError, ModelFileError, OutputError, UsageError
 from specgen.json_lines import locked, write_errors
 from specgen.workshop.distil.distillation import check_library, check_memory
-from specgen.workshop.distil.gguf_weights import read_weights, write_weights
+from specgen.workshop.distil.gguf_weights import has_eight_bits, read_weights, write_weights
 from specgen.workshop.distil.training_texts import Rows, pack
 from specgen.workshop.online.kept_texts import N_COLUMNS, KeptTexts
 
@@ -266,7 +267,7 @@ class _Run:
         if last_number > last_number_of(self._folder):
             raise UsageError("the answers were deleted while the draft learnt from them")
         with write_errors(self._folder), new_beside(self._folder / "weights.gguf") as written:
-            write_weights(self._base, merged, written)
+            self._write(merged, written)
             del merged
             new = _score(written, self._judged, self._seed)
             before = max(as_it_came.agreement, in_use.agreement if in_use is not None else 0.0)
@@ -303,6 +304,20 @@ class _Run:
             self._n_steps,
             self._seconds,
         )
+
+    def _write(self, merged: Mapping[str, FloatArray], output: Path) -> None:
+        """Write the weights with what was learnt, in Q8_0 or their own types, if these have as many
+        bits: what is learnt is some thousandths of a weight, less than a step of four bits. (In Q4_1 what
+        was written had a cosine of 0.07 with what was learnt.)"""
+        if has_eight_bits(self._base):
+            write_weights(self._base, merged, output)
+            return
+        with new_beside(self._folder / "base.gguf") as base:
+            try:
+                requantize(self._base, base, default_threads(), "q8_0")
+            except BackendError as error:
+                raise OutputError(error.message, "make room on the disk") from error
+            write_weights(base, merged, output)
 
     def _delete_former(self) -> None:
         """Delete the files that were in use before. Where one is in use still, it goes the next time."""
