@@ -47,7 +47,7 @@ def test_a_server_gives_back_what_it_took(tmp_path: Path) -> None:
     exact = ["-t", "1", "-fa", "off", "-ctk", "f32", "-ctv", "f32", "-c", "2048"]
     done = run(
         "server_soak",
-        *("--minutes", "0.1", "--users", "4", "--"),
+        *("--minutes", "0.1", "--least", "1", "--users", "4", "--"),
         *("-m", str(target), "-md", "ngram", "--limit-client", "1", *exact),
     )
     assert done.returncode == 0, done.stdout + done.stderr

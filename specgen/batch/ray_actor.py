@@ -87,7 +87,8 @@ class Actor:
         self._name = uuid.uuid4().hex
         self._node = _name_of(ray.get_runtime_context().get_node_id())
         self._worker: LineWorker | None = None
-        threading.Thread(target=self._beat, daemon=True).start()
+        self._beat()  # before anything else that the desk hears
+        threading.Thread(target=self._go_on_beating, daemon=True).start()
         try:
             start = partial(self._ask_desk, "begin")
             self._worker = LineWorker(job, self._end, start).__enter__()
@@ -124,13 +125,16 @@ class Actor:
         message = f"given up after {n} attempts: each actor that tried ended before it had answered"
         return Answered(result_of(line, self._settings, None, LineError("failed", message)))
 
-    def _beat(self) -> None:
+    def _go_on_beating(self) -> None:
         while True:
-            worker = self._worker
-            with contextlib.suppress(Exception):  # the desk is being started again
-                n_open = 0 if worker is None else worker.n_open
-                self._desk.beat.remote(self._name, self._node, worker is not None, n_open)
             time.sleep(_BEAT_S)
+            self._beat()
+
+    def _beat(self) -> None:
+        worker = self._worker
+        with contextlib.suppress(Exception):  # the desk is being started again
+            n_open = 0 if worker is None else worker.n_open
+            self._desk.beat.remote(self._name, self._node, worker is not None, n_open)
 
     def _end(self, message: str) -> None:
         """The engine has failed: another process may do better, and Ray starts one."""

@@ -96,6 +96,7 @@ class Pass:
         threading.Thread(target=_collect, args=(job, placement, desk, results), daemon=True).start()
         self._follow(ray, desk, results)
         state = _state(ray, desk)
+        self._tell(ray, state)
         self._emit({"kind": "end", "n_attempts": state["n_attempts"] if state else {}})
 
     def _probe(self, ray: Any, placement: Placement) -> None:

@@ -64,11 +64,14 @@ _PATIENCE_S = 180.0
 class Soak:
     """A running server, its users, and what was found."""
 
-    def __init__(self, url: str, process: psutil.Process, seed: int, until: float) -> None:
+    def __init__(
+        self, url: str, process: psutil.Process, seed: int, until: float, least: int
+    ) -> None:
         self._url = url
         self._process = process
         self._seed = seed
         self._until = until
+        self._least = least
         self._lock = threading.Lock()
         self._known: dict[str, str] = {}
         self.counts: collections.Counter[str] = collections.Counter()
@@ -89,7 +92,7 @@ class Soak:
             (2, self._look),
         ]
         with httpx.Client(base_url=self._url, timeout=_PATIENCE_S) as client:
-            while time.monotonic() < self._until and not self._is_over():
+            while not (self._has_time_passed() or self._is_over()):
                 (_, act), *_ = chance.choices(acts, [weight for weight, _ in acts])
                 try:
                     kind = act(client, chance)
@@ -98,6 +101,11 @@ class Soak:
                     kind = "no response"
                 self._count(f"{act.__name__.lstrip('_')}: {kind}")
                 time.sleep(chance.random() * 0.2)
+
+    def _has_time_passed(self) -> bool:
+        """Whether it has, and enough was seen, however slow the machine is."""
+        seen = min(self.counts[kind] for kind in ("texts compared", "ask_wrongly: 400"))
+        return time.monotonic() >= self._until and seen >= self._least
 
     def _is_over(self) -> bool:
         return not self._process.is_running() or self._process.status() == psutil.STATUS_ZOMBIE
@@ -288,6 +296,12 @@ def main() -> int:
     """Run a server and its users."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument(
+        "--least",
+        type=int,
+        default=0,
+        help="go on until so many texts were compared, and so many wrong requests refused",
+    )
     parser.add_argument("--users", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("options", nargs="*", metavar="OPTION", help="of specgen serve, behind --")
@@ -301,6 +315,7 @@ def main() -> int:
             psutil.Process(process.pid),
             options.seed,
             time.monotonic() + 60.0 * options.minutes,
+            options.least,
         )
         users = [
             threading.Thread(target=soak.use, args=(number,)) for number in range(options.users)
