@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import datetime
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,8 @@ from specgen.calibration.weight_copies import Comparison, Copies
 from specgen.core.hidden import LastHidden
 from specgen.core.text_state import Shaper, TextState
 from specgen.core.verifiers import make_verifier
-from specgen.drafters import CombinedDrafter, ConstrainedDrafter, Drafter
+from specgen.drafters import Drafter
+from specgen.engine.answer_drafts import AnswerDrafts
 from specgen.engine.answer_settings import AnswerSettings
 from specgen.engine.chat_template import Message
 from specgen.engine.draft_model import MakeShaper, Translated
@@ -47,10 +47,8 @@ from specgen.options import (
     GenerationOptions,
     SamplerOptions,
     SessionOptions,
-    TreeShape,
     VerifierName,
 )
-from specgen.policy import CostAwarePolicy, FixedPolicy, Policy, ThresholdPolicy
 
 __all__ = ["DraftSource", "Prompt", "Session", "SessionOptions"]
 
@@ -119,6 +117,9 @@ class Session:
             self.change_draft(options.draft)
             vocabulary = self._target_model.vocabulary
             self._lookups = Lookups(options.drafting, options.cache, vocabulary)
+            self._answer_drafts = AnswerDrafts(
+                self._drafts, self._lookups, self.costs, self.memory, options.target
+            )
             self._kept = KeptAnswers(options.learning) if options.learning is not None else None
             on_error.pop_all()
 
@@ -469,45 +470,31 @@ class Session:
         all contexts. What is learnt of drafts in an answer that `learns_alone` is forgotten with it.
         """
         settings = settings or self.settings
-        drafting = settings.drafting
-        chances = self._chances_of_one_answer if learns_alone else self.memory.chances
+        drafts = self._answer_drafts
+        chances = drafts.chances_of_one_answer if learns_alone else self.memory.chances
         # The draft draws from a stream of its own: what it draws must not move the target's.
         target_seed, draft_seed = np.random.SeedSequence(seed).spawn(2)
         state = TextState(prompt.tokens, settings.grammar)
         drafter: Drafter | None = None
         hidden: LastHidden | None = None
-        if plain:
-            pass
-        elif self._drafts.model is not None and draft is not None:
-            rng = np.random.default_rng(draft_seed)
-            drafter = self.model_drafter(
+        if not plain:
+            drafter, hidden = drafts.drafter(
                 prompt,
-                (draft, *helpers),
+                () if draft is None else (draft, *helpers),
                 state,
-                rng,
+                np.random.default_rng(draft_seed),
                 make_shaper,
-                settings=settings,
+                settings,
+                self.ngrams,
                 part=part,
                 chances=chances,
             )
-            if drafting.adds_ngrams:
-                merges = self._drafts.model.merges(settings)
-                drafter = CombinedDrafter(self._ngrams_within(state), drafter, merges=merges)
-        elif self._drafts.heads is not None:
-            heads, hidden = self._drafts.heads, LastHidden()
-            rng = np.random.default_rng(draft_seed)
-            drafter = heads.drafter(hidden, state, rng, make_shaper, settings)
-            if drafting.adds_ngrams:
-                merges = heads.merges(settings)
-                drafter = CombinedDrafter(self._ngrams_within(state), drafter, merges=merges)
-        elif self._drafts.source == "ngram":
-            drafter = self._ngrams_within(state)
         return Generation(
             vocabulary=self._target_model.vocabulary.showing(settings.generation.shown_controls),
             options=settings.generation,
             n_ctx=n_ctx,
             drafter=drafter,
-            policy=self._policy(len(prompt.tokens), settings, chances),
+            policy=drafts.policy(len(prompt.tokens), settings, chances),
             verifier=make_verifier(self.verifier_name(settings)),
             shaper=make_shaper(settings.sampler, state),
             state=state,
@@ -532,66 +519,25 @@ class Session:
         chances: ChancesOf | None = None,
     ) -> Drafter:
         """What the draft model drafts, alone, in contexts of it and of what drafts for it."""
-        assert self._drafts.model is not None, "there is no draft model"
-        known = self.costs.known(len(prompt.tokens), chances or self.memory.chances)
-        settings = settings or self.settings
-        return self._drafts.model.drafter(
+        return self._answer_drafts.model_drafter(
             prompt,
             backends,
             state,
             rng,
             make_shaper,
-            known,
-            settings,
+            settings or self.settings,
             branches=branches,
             part=part,
+            chances=chances,
         )
 
     def ngrams(self) -> Drafter:
         """N-grams of the text, and of the texts that are looked up."""
-        return self._lookups.ngrams(self._options.drafting, branches=self.n_branches_max > 1)
+        return self._answer_drafts.ngrams(self._options.drafting, branches=self.n_branches_max > 1)
 
-    def _ngrams_within(self, state: TextState) -> Drafter:
-        """N-grams that propose what the grammar allows."""
-        ngrams = self.ngrams()
-        return ConstrainedDrafter(ngrams, state) if state.has_grammar else ngrams
-
-    def _policy(self, n_past: int, settings: AnswerSettings, chances: ChancesOf) -> Policy:
-        drafting = settings.drafting
-        if drafting.tree.is_fixed and self._drafts.why_chains:
-            shape = drafting.tree
-            drafting = replace(
-                drafting, tree=TreeShape("off"), max_tokens=shape.n_levels, p_min=0.0
-            )
-            return FixedPolicy(drafting)
-        if drafting.policy == "fixed" or drafting.tree.is_fixed:
-            return FixedPolicy(drafting)
-        if drafting.policy == "threshold":
-            return ThresholdPolicy(drafting)
-        known = self.chances(settings, chances)
-        return CostAwarePolicy(drafting, self.costs.table(n_past=n_past), known)
-
-    def _chances_of_one_answer(
-        self, target: Path, draft: Path | str, mode: str
-    ) -> MutableMapping[str, Chances]:
-        """A copy of what is known; what is learnt in it is forgotten."""
-        return copy.deepcopy(self.memory.chances(target, draft, mode))
-
-    def chances(
-        self, settings: AnswerSettings | None = None, chances: ChancesOf | None = None
-    ) -> MutableMapping[str, Chances]:
-        """What is known of the present draft's chances with an answer's samplers, by origin; in the
-        memory, unless `chances` are others."""
-        settings = settings or self.settings
-        mode = "greedy"
-        if not settings.sampling.greedy:
-            mode = f"temp {settings.sampling.temperature:.1f}, {self.verifier_name(settings)}"
-        of_draft, target = chances or self.memory.chances, self._options.target
-        found = of_draft(target, self._drafts.key, mode)
-        if self._drafts.learnt is not None and self._drafts.path is not None and not found:
-            # It begins with what is known of the draft as it came.
-            found.update(copy.deepcopy(dict(of_draft(target, self._drafts.path, mode))))
-        return found
+    def chances(self, settings: AnswerSettings | None = None) -> MutableMapping[str, Chances]:
+        """What is known of the present draft's chances with an answer's samplers, by origin."""
+        return self._answer_drafts.chances(settings or self.settings)
 
 
 def _now() -> datetime.datetime:
