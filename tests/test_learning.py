@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -529,13 +530,40 @@ child.wait()
 """
 
 
+def test_the_process_that_learns_ends_well_while_its_input_is_open(
+    models: Path, folder: Path
+) -> None:
+    """A thread of it waits for input, at which the interpreter aborts at its usual end."""
+    pytest.importorskip("jax")
+    asked = {
+        "folder": str(folder),
+        "target": str(models / "target.gguf"),
+        "draft": str(models / "draft.gguf"),
+        "base": str(models / "draft.gguf"),
+        "minutes": 10.0,
+    }
+    with subprocess.Popen(
+        learner_module._COMMAND,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdin.write(json.dumps(asked).encode() + b"\n")
+        child.stdin.flush()
+        said, complaints = child.stdout.read(), child.stderr.read()
+        assert child.wait() == 0, complaints.decode()
+    assert Lesson(**json.loads(said)).n_steps > 0
+
+
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 def test_the_process_that_learns_ends_when_its_command_is_killed(
     models: Path, folder: Path
 ) -> None:
     pytest.importorskip("jax")
-    import json
-
     paths = {"folder": folder, "target": models / "target.gguf", "draft": models / "draft.gguf"}
     asked = {name: str(path) for name, path in paths.items()}
     asked |= {"base": asked["draft"], "minutes": 10.0}  # type: ignore[dict-item]

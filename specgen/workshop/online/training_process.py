@@ -13,8 +13,10 @@ import os
 import sys
 import threading
 import time
+import traceback
 from dataclasses import asdict
 from pathlib import Path
+from typing import NoReturn
 
 from specgen.errors import SpecgenError
 
@@ -78,5 +80,18 @@ def main() -> int:
     return 0
 
 
+def _end() -> NoReturn:
+    """Run, and end at once: at its usual end the interpreter aborts where a thread waits for standard
+    input, which would be taken for a failed lesson."""
+    code = 1
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BaseException:  # noqa: BLE001 - its last line is what the parent tells
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _end()
