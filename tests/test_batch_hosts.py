@@ -26,6 +26,7 @@ from specgen.openai_format.request import Request
 from specgen.options import GenerationOptions, SamplerOptions
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.config import CHATML_TEMPLATE
+from tests.helpers_batch import Collected
 from tests.helpers_cli import Result, in_process
 
 PATIENCE_S = 60.0
@@ -97,20 +98,6 @@ def said(body: Mapping[str, Any]) -> Reply:
     text = body.get("prompt") or body["messages"][-1]["content"]
     usage = {"prompt_tokens": 3, "completion_tokens": 2}
     return 200, {}, {"choices": [{"text": f"answer to {text}"}], "usage": usage}
-
-
-class Collected:
-    """Results, by custom_id; each comes once."""
-
-    def __init__(self) -> None:
-        self.records: dict[str, Mapping[str, Any]] = {}
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        assert record["custom_id"] not in self.records
-        self.records[record["custom_id"]] = record
-
-    def text(self, custom_id: str) -> str:
-        return str(self.records[custom_id]["response"]["body"]["choices"][0]["text"])
 
 
 def lines_of(*rows: str | dict[str, Any]) -> list[Any]:

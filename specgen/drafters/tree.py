@@ -242,6 +242,3 @@ class _Branches:
             if other != trunk:
                 backend.remove(other)
         self._sequences, self._tips, self._free = {}, {}, []
-
-
-# --- how trees grow --------------------------------------------------------------------------
