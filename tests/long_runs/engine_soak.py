@@ -26,6 +26,7 @@ from specgen.engine.engine import Answer, Engine
 from specgen.engine.session import Session
 from specgen.kernels import choose_kernels
 from specgen.options import (
+    ContextOptions,
     DraftOptions,
     DraftSource,
     GenerationOptions,
@@ -73,8 +74,9 @@ _DRAFTING = {
 class EngineSoak:
     """Sessions on one target, and what was found."""
 
-    def __init__(self, target: Path, seed: int) -> None:
+    def __init__(self, target: Path, seed: int, n_threads: int | None) -> None:
         self._target = target
+        self._n_threads = n_threads
         self._chance = random.Random(seed)
         self._memory = Memory()
         self._process = psutil.Process()
@@ -111,7 +113,15 @@ class EngineSoak:
 
     def _session(self, draft: DraftSource, drafting: DraftOptions) -> Session:
         generation = GenerationOptions(max_tokens=200)
-        options = SessionOptions(self._target, draft, drafting=drafting, generation=generation)
+        context = ContextOptions(n_threads=self._n_threads)
+        options = SessionOptions(
+            self._target,
+            draft,
+            target_context=context,
+            draft_context=context,
+            drafting=drafting,
+            generation=generation,
+        )
         return Session(options, time.perf_counter, self._memory)
 
     def _wish(self) -> tuple[str, SamplerOptions]:
@@ -147,9 +157,10 @@ def main() -> int:
     parser.add_argument("-md", "--draft", type=Path, action="append", default=[])
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("-t", "--threads", type=int, help="one does not wait for other programs")
     asked = parser.parse_args()
     choose_kernels("auto", cache_folder())
-    soak = EngineSoak(asked.target, asked.seed)
+    soak = EngineSoak(asked.target, asked.seed, asked.threads)
     drafts: list[DraftSource] = ["ngram", *asked.draft]
     for draft, name in itertools.cycle(itertools.product(drafts, _DRAFTING)):
         soak.go_on(draft, _DRAFTING[name])
