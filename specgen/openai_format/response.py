@@ -80,8 +80,8 @@ def speculative_figures(finished: FinishedEvent) -> dict[str, Any]:
 
 
 def timings(finished: FinishedEvent) -> dict[str, Any]:
-    """The times of an answer by llama.cpp's names; `_ms` are milliseconds. Beside other answers they
-    are of rounds that all of them share."""
+    """The times of an answer by llama.cpp's names; `_ms` are milliseconds. Of a round that several answers
+    share, each has an equal part."""
     n_read = finished.n_prompt_tokens - finished.n_cached_tokens
     predicted_s = max(0.0, finished.wall_s - finished.prompt_s)
     return {
