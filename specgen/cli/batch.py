@@ -86,8 +86,8 @@ def batch(
             "-np",
             min=1,
             metavar="N",
-            help="How many answers are made at once.",
-            show_default="as many as is measured to be fastest and has room in the memory",
+            help="How many answers to generate at once.",
+            show_default="as many as is measured to be fastest and fits into memory",
             rich_help_panel=_BATCH,
         ),
     ] = None,
@@ -95,7 +95,7 @@ def batch(
         bool,
         typer.Option(
             "--retry-errors",
-            help="Ask again for lines whose result in OUT is an error.",
+            help="Answer lines again whose result in OUT is an error.",
             rich_help_panel=_BATCH,
         ),
     ] = False,
@@ -103,7 +103,7 @@ def batch(
         bool,
         typer.Option(
             "--allow-mixed",
-            help="Keep results in OUT that are of other settings or other lines, and go on.",
+            help="Go on although OUT has results of other settings or other lines; they are kept.",
             rich_help_panel=_BATCH,
         ),
     ] = False,
@@ -112,9 +112,8 @@ def batch(
         typer.Option(
             "--on",
             metavar="URL[,URL]",
-            help="Have the lines answered by these servers (`specgen serve`, or any with OpenAI's "
-            "API), each as many at once as it has slots; no model is loaded here. SPECGEN_API_KEY "
-            "has their key.",
+            help="Let these servers answer the lines (`specgen serve`, or any with OpenAI's API), each "
+            "as many at once as it has slots. No model is loaded here. SPECGEN_API_KEY holds their key.",
             rich_help_panel=_BATCH,
         ),
     ] = None,
@@ -124,8 +123,8 @@ def batch(
             "--host-timeout",
             min=0.1,
             metavar="SECONDS",
-            help="End when no server of --on has answered for so long, no actor of --ray has started, or "
-            "lost workers of --rpc are not back.",
+            help="Give up after so long without an answer from any server (--on), without a started actor "
+            "(--ray), or while waiting for lost workers (--rpc).",
             rich_help_panel=_BATCH,
         ),
     ] = 120.0,
@@ -134,9 +133,9 @@ def batch(
         typer.Option(
             "--ray",
             metavar="ADDRESS",
-            help="Have the lines answered by a Ray cluster, by an actor on each node: HOST:PORT, auto (the "
-            "cluster of this machine, or of RAY_ADDRESS), or local (this machine alone). Each node has "
-            "specgen and the models' files at the same paths. Needs the extra `ray`.",
+            help="Let a Ray cluster answer the lines, with an actor on each node: HOST:PORT, auto (the "
+            "cluster of this machine, or of RAY_ADDRESS), or local (this machine alone). Each node needs "
+            "specgen, and the model files at the same paths. Needs `pip install 'specgen[ray]'`.",
             rich_help_panel=_BATCH,
         ),
     ] = None,
@@ -146,8 +145,8 @@ def batch(
             "--cpus-per-worker",
             min=0.01,
             metavar="N",
-            help="CPUs of an actor of --ray; a node has as many actors as it has room for.",
-            show_default="those of the largest node: an actor a node",
+            help="With --ray: CPUs of an actor. A node gets as many actors as it has CPUs for.",
+            show_default="all of the largest node: one actor a node",
             rich_help_panel=_BATCH,
         ),
     ] = None,
@@ -157,8 +156,8 @@ def batch(
             "--gpus-per-worker",
             min=0.0,
             metavar="N",
-            help="GPUs of an actor of --ray.",
-            show_default="those of the node that has most",
+            help="With --ray: GPUs of an actor.",
+            show_default="all of the node that has most",
             rich_help_panel=_BATCH,
         ),
     ] = None,
@@ -173,11 +172,11 @@ def batch(
     quiet: flags.Quiet = False,
     verbose: flags.Verbose = False,
 ) -> int:
-    """Answer each line of a file, many at once, and go on where a run before ended.
+    """Answer each line of a file, many at once; started again, go on where the last run ended.
 
     A line is a request in the form of OpenAI's batches, an object with a prompt or with messages, or
-    a text. What it leaves out is as the options say. Each result is a line of JSON, written when it
-    is finished. Started again, only what is missing is answered.
+    plain text. The options set what a line leaves out. Each result is a line of JSON, written as soon
+    as it is finished. Started again, the command answers only what is missing.
     """
     flags.check_loudness(quiet=quiet, verbose=verbose)
     if system is not None and chat is False:

@@ -62,10 +62,9 @@ def bench(
             "--model-draft",
             "-md",
             metavar="FILE|NAME|ngram|none",
-            help="What drafts, for every target; may be given several times. With a plus sign and "
-            "another one behind it, that drafts for the draft: large.gguf+small.gguf.",
-            show_default="the pair's; for a target by itself what `specgen run` would take, and "
-            "ngram",
+            help="What drafts, for every target; may be given several times. In large.gguf+small.gguf "
+            "the small one drafts for the large one.",
+            show_default="the pair's; with -m alone the one that `specgen run` would use, and ngram",
             rich_help_panel=_MODELS,
         ),
     ] = None,
@@ -74,7 +73,8 @@ def bench(
         typer.Option(
             "--pair",
             metavar="NAME",
-            help="A target with its draft from `specgen models list`; may be given several times.",
+            help="A target and its draft, by a name from `specgen models list`; may be given several "
+            "times.",
             rich_help_panel=_MODELS,
         ),
     ] = None,
@@ -83,7 +83,7 @@ def bench(
         typer.Option(
             "--policy",
             metavar="NAMES",
-            help="How much is drafted: cost, threshold or fixed; several with commas, or given "
+            help="How much to draft: cost, threshold or fixed; several with commas, or given "
             "several times.",
             show_default=DraftOptions().policy,
             rich_help_panel=_CONTEST,
@@ -94,7 +94,7 @@ def bench(
         typer.Option(
             "--tree",
             metavar="auto|off|3,2,1|4x5",
-            help="Whether drafts branch, as `specgen run` has it; may be given several times.",
+            help="Whether drafts branch, as for `specgen run`; may be given several times.",
             show_default=str(DraftOptions().tree),
             rich_help_panel=_CONTEST,
         ),
@@ -115,8 +115,8 @@ def bench(
         Path | None,
         typer.Option(
             "--prompts",
-            help='JSON Lines with "prompt", or "turns" (the first is taken), and "category"; or a '
-            "prompt a line.",
+            help='JSON Lines with "prompt", or "turns" (the first is used), and "category"; or text with '
+            "a prompt on each line.",
             show_default="16 of our own",
             rich_help_panel=_CONTEST,
         ),
@@ -127,7 +127,7 @@ def bench(
             "--count",
             "-N",
             min=1,
-            help="How many prompts of each category, the first ones.",
+            help="How many prompts of each category to use; the first ones.",
             show_default="all",
             rich_help_panel=_CONTEST,
         ),
@@ -139,7 +139,7 @@ def bench(
             "--predict",
             "-n",
             min=2,
-            help="The most tokens of an answer.",
+            help="The most tokens of each answer.",
             rich_help_panel=_CONTEST,
         ),
     ] = 128,
@@ -156,8 +156,8 @@ def bench(
         bool,
         typer.Option(
             "--foresight",
-            help="At temperature 0, also work out how fast the same drafts could make it, if one "
-            "knew in advance what is accepted. (Every prompt is answered once more.)",
+            help="At temperature 0, also compute the speed that the same drafts could reach if it "
+            "were known in advance which tokens are accepted. (Answers every prompt once more.)",
             rich_help_panel=_CONTEST,
         ),
     ] = False,
@@ -166,8 +166,8 @@ def bench(
         typer.Option(
             "--against",
             metavar="NAME",
-            help="Compare with another program, in the same run: llama.cpp (its own programs in "
-            "their usual settings; `make peers` builds them), llama.cpp-all (in all settings), "
+            help="Compare with another program in the same run: llama.cpp (its own programs in "
+            "usual settings; `make peers` builds them), llama.cpp-all (in all settings), or "
             "llama-cpp-python (its prompt lookup). May be given several times.",
             show_default=False,
             rich_help_panel=_CONTEST,
@@ -193,7 +193,7 @@ def bench(
         typer.Option(
             "--json",
             metavar="FILE",
-            help="Write everything that was measured as JSON; - is standard output, in place of "
+            help="Write all measurements as JSON; - writes them to standard output instead of "
             "the table.",
             rich_help_panel=_OUTPUT,
         ),
@@ -203,7 +203,7 @@ def bench(
         typer.Option(
             "--html",
             metavar="FILE",
-            help="Write a report as a page that needs nothing else.",
+            help="Write a report as one self-contained HTML file.",
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
@@ -212,24 +212,24 @@ def bench(
 ) -> int:
     """Measure what drafting gains over plain decoding, on your own prompts.
 
-    Every draft with every policy answers every prompt, at every temperature,
-    and so does plain decoding, by turns and in the same run. Speeds are
-    tokens a second after the first one.
+    Plain decoding, and every draft with every policy, answer every prompt
+    at every temperature, taking turns in the same run. Speeds are tokens
+    per second after the first token.
 
-    In a pipe, a line for each contender, and one for each category behind
-    it, with columns separated by tabs: target; temperature; contender;
+    In a pipe, it prints a line for each contender, followed by one for each
+    category. The columns, separated by tabs: target; temperature; contender;
     category, or "overall"; number of answers; speed-up over plain decoding
-    (geometric mean); its first and third quartile, and the worst; tokens a
-    second (median); the share of drafted tokens that is accepted; tokens a
-    round; time to the first token relative to plain decoding; answers whose
-    text is not plain decoding's; the share reached of what --foresight found;
-    the speed-up of whole answers, prompts included.
+    (geometric mean); its first and third quartile, and the worst; tokens per
+    second (median); acceptance rate; tokens per round; time to the first
+    token relative to plain decoding; answers whose text differs from plain
+    decoding's; the share reached of what --foresight found; the speed-up of
+    whole answers, prompts included.
     """
     from specgen.bench.prompts import first_of_each, own_prompts, read_bench_prompts
 
     flags.check_loudness(quiet=quiet, verbose=verbose)
     if against and machine.target.workers is not None:
-        raise UsageError("--against starts programs that know no workers: leave out --rpc")
+        raise UsageError("--against starts programs without workers: leave out --rpc")
     use_kernels(machine.kernels, quiet=quiet)
     plan = Plan(
         policies=parse_policies(policies),

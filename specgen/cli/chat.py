@@ -60,7 +60,7 @@ def chat(
         typer.Option(
             "--file",
             "-f",
-            help="A file whose text stands before the first message; may be given several times.",
+            help="A file whose text is put before the first message; may be given several times.",
             show_default="none",
             rich_help_panel=_CONVERSATION,
         ),
@@ -70,8 +70,8 @@ def chat(
         typer.Option(
             "--session",
             metavar="NAME",
-            help="Keep the conversation under this name, and go on with it if there is one.",
-            show_default="it is not kept",
+            help="Keep the conversation on disk under this name, and continue it if it exists.",
+            show_default="not kept",
             rich_help_panel=_CONVERSATION,
         ),
     ] = None,
@@ -86,7 +86,7 @@ def chat(
         bool,
         typer.Option(
             "--stats/--no-stats",
-            help="A summary on standard error after each answer.",
+            help="Print a summary on standard error after each answer.",
             rich_help_panel="Output",
         ),
     ] = False,
@@ -97,7 +97,7 @@ def chat(
     """Talk with a model, at a terminal or in a pipe.
 
     Each turn decodes only what is new. In a pipe each line is a message, and only answers go to
-    standard output. /help shows the commands that can be given among the messages.
+    standard output. The message /help lists the commands, such as /undo and /save.
     """
     flags.check_loudness(quiet=quiet, verbose=verbose)
     generation = with_grammar(answer, grammar, json=json)

@@ -33,7 +33,7 @@ def doctor(
             "--model",
             "-m",
             metavar="FILE|NAME",
-            help="Decode with this model too: a GGUF file, or a model that is on this disk.",
+            help="Also decode with this model: a GGUF file, or the name of a model on this disk.",
         ),
     ] = None,
     rpc: Annotated[
@@ -41,7 +41,7 @@ def doctor(
         typer.Option(
             "--rpc",
             metavar="HOST:PORT,...",
-            help="Ask these workers too: whether they answer, their memory, the round trip.",
+            help="Also check these workers: whether they answer, their memory and round trip.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,

@@ -9,7 +9,7 @@ from specgen.cli.draft_learn import forget, learn
 from specgen.cli.draft_make import data, make
 
 app = typer.Typer(
-    name="draft", help="Find, make or teach what drafts best for a model.", no_args_is_help=True
+    name="draft", help="Find, make or train the best draft for a target.", no_args_is_help=True
 )
 for command in (find, make, data, learn, forget):
     app.command()(command)

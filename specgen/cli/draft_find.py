@@ -72,18 +72,18 @@ def find(
     quiet: flags.Quiet = False,
     verbose: flags.Verbose = False,
 ) -> int:
-    """Measure what drafts best for a target, on this machine.
+    """Find the draft that makes a target fastest on this machine.
 
-    Tried are the files that you name, the models of `specgen models list`
+    It tries the files that you name, the models of `specgen models list`
     that are on this disk, and n-grams. The target answers a few prompts
-    once; each draft is then tried on these answers, and ranked by how much
-    faster than plain decoding it is expected to be.
+    once; each draft is then tried on these answers, and ranked by its
+    expected speed-up over plain decoding.
 
-    In a pipe, one line for each draft, the best first, its columns
-    separated by tabs: the file, "ngram" or "none"; the expected speed-up
-    over plain decoding, and that of the worst prompt; tokens per second;
-    the share of drafted tokens that is accepted; tokens a round;
-    milliseconds to draft a token, and to begin.
+    In a pipe, it prints one line for each draft, the best first. The
+    columns, separated by tabs: the file, "ngram" or "none"; the expected
+    speed-up over plain decoding, and that of the worst prompt; tokens per
+    second; acceptance rate; tokens per round; milliseconds to draft a token,
+    and to begin.
     """
     from specgen.catalogue import identify, saved_draft
     from specgen.proof import OWN_PROMPTS, evenly_chosen, read_prompts

@@ -44,7 +44,7 @@ def fim(
         str | None,
         typer.Argument(
             metavar="FILE:LINE[:COLUMN]",
-            help="Where the gap is: before that column, or at the line's end. Lines and columns (in "
+            help="Where the gap is: before this column, or at the end of the line. Lines and columns (in "
             "characters) count from 1.",
             show_default=False,
         ),
@@ -61,7 +61,7 @@ def fim(
         Path | None,
         typer.Option(
             "--suffix-file",
-            help="A file with the text behind the gap; - is standard input.",
+            help="A file with the text after the gap; - is standard input.",
             rich_help_panel=_GAP,
         ),
     ] = None,
@@ -69,7 +69,7 @@ def fim(
         list[Path] | None,
         typer.Option(
             "--context-file",
-            help="Another file of the project, which the model sees too; may be given several times.",
+            help="Another file of the project, as context for the model; may be given several times.",
             show_default="none",
             rich_help_panel=_GAP,
         ),
@@ -79,7 +79,7 @@ def fim(
         typer.Option(
             "--in-place",
             "-i",
-            help="Write the middle into FILE as well.",
+            help="Also write the middle into FILE.",
             rich_help_panel=_GAP,
         ),
     ] = False,
@@ -91,8 +91,8 @@ def fim(
             "--predict",
             "-n",
             min=-1,
-            help="The most tokens to generate; -1 goes on until the middle ends or the context is "
-            "full.",
+            help="The most tokens to generate; -1 is no limit but the end of the middle or of the "
+            "context.",
             rich_help_panel="Answer",
         ),
     ] = 256,
@@ -110,15 +110,15 @@ def fim(
 ) -> int:
     """Fill a gap in a file, or between two texts, and print the middle.
 
-    The model must know gaps (fill-in-the-middle), as Qwen2.5-Coder, StarCoder2 and Codestral do. What
-    stands around the gap, and other files of the project, draft too.
+    The model must be trained for fill-in-the-middle, like Qwen2.5-Coder, StarCoder2 and Codestral.
+    Repetitions of the text around the gap, and of other files of the project, draft too.
     """
     flags.check_loudness(quiet=quiet, verbose=verbose)
     generation = with_grammar(replace(answer, max_tokens=max_tokens), grammar, json=json)
     found = _find_place(place, prefix_file, suffix_file, in_place=in_place)
     context = [(str(path), _decode(_read(path), str(path))) for path in context_files or ()]
     if not found.prefix and not found.suffix and not context:
-        raise PromptError("there is no text before the gap or behind it", hint="give some text")
+        raise PromptError("there is no text before or after the gap", hint="give some text")
     sources = find_models(models, quiet=quiet)
     options = session_options(sources, sampling, drafting, generation, machine, learn=learn)
     use_kernels(machine.kernels, quiet=quiet)

@@ -34,8 +34,9 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def list_models(as_json: _Json = False) -> None:
     """List the models and pairs that have a name.
 
-    In a pipe, one line for each model, its columns separated by tabs: name,
-    "yes" or "no" for whether it is on this disk, bytes, licence, pairs.
+    In a pipe, it prints one line for each model. The columns, separated by
+    tabs: name, "yes" or "no" for whether it is on this disk, bytes, licence,
+    pairs.
     """
     import sys
 
@@ -97,8 +98,8 @@ def pull(
 ) -> None:
     """Download a model, or the models of a pair, and print where they are.
 
-    What is on this disk already is not downloaded again, and a download
-    that was interrupted goes on where it was.
+    Files that are on this disk are not downloaded again, and an interrupted
+    download goes on where it ended.
     """
     from specgen.catalogue import fetch, load_registry, stderr_progress
 

@@ -43,8 +43,8 @@ def serve(
             "-np",
             min=1,
             metavar="N",
-            help="How many answers are made at once; each has a context of its own.",
-            show_default=f"{_N_PARALLEL}, or fewer if the memory has no room for as many",
+            help="How many answers to generate at once; each has a context of its own.",
+            show_default=f"{_N_PARALLEL}, or fewer if they do not fit into memory",
             rich_help_panel=_SERVER,
         ),
     ] = None,
@@ -52,8 +52,8 @@ def serve(
         bool,
         typer.Option(
             "--learn-across-requests",
-            help="Let what is learnt of drafts in one request serve the next ones. Times of requests "
-            "then depend a little on what other users wrote.",
+            help="Use what is learnt about drafts in one request for later ones. The time of a request "
+            "then depends a little on what other users wrote.",
             rich_help_panel=_SERVER,
         ),
     ] = False,
@@ -67,18 +67,18 @@ def serve(
     quiet: flags.Quiet = False,
     verbose: flags.Verbose = False,
 ) -> int:
-    """Answer requests over HTTP, several at once, as OpenAI's API and llama.cpp's server have them.
+    """Serve OpenAI's API and llama.cpp's over HTTP, several answers at once.
 
-    Standard output says where it listens; there is a small chat at that address. The options of
-    answers, sampling and drafting are for requests that leave them out. SIGTERM ends the server as
-    soon as the answers in the making are finished.
+    Standard output shows the address; a browser finds a small chat there. The options of
+    answers, sampling and drafting apply to requests that leave them out. SIGTERM ends the server as
+    soon as the current answers are finished.
     """
     flags.check_loudness(quiet=quiet, verbose=verbose)
     _check_installed()
     if learn and not learn_across:
         raise UsageError(
-            "--learn lets what one user wrote draft for the others",
-            hint="if that may be, add --learn-across-requests",
+            "--learn uses one user's texts to draft for the others",
+            hint="if that is acceptable, add --learn-across-requests",
         )
     generation = with_grammar(answer, grammar, json=True)
     sources = find_models(models, quiet=quiet)

@@ -54,13 +54,13 @@ def tune(
 ) -> int:
     """Measure what drafting is worth for your models on this machine, and say why.
 
-    Measured are the numbers of threads, what decodes cost, how often the
-    draft says what the target says, and what it would gain, alone and with
-    n-grams, beside n-grams alone and other drafts that are on this disk. It
-    takes a few minutes. What is found is kept: `specgen run` with the same
-    models and options goes by it. A machine that is busy meanwhile is
-    measured as it is then: tune again to replace that. Ctrl-C shows what
-    was found so far and keeps nothing (exit code 130).
+    It measures the best number of threads, what decodes cost, how often the
+    draft agrees with the target, and the expected speed-up: of the draft
+    alone and with n-grams, of n-grams alone, and of other drafts on this
+    disk. It takes a few minutes. The results are kept, and `specgen run`
+    with the same models and options uses them. Tune again if the machine
+    was busy. Ctrl-C shows the results so far and keeps nothing (exit code
+    130).
     """
     from specgen.proof import OWN_PROMPTS, evenly_chosen, read_prompts
 
@@ -68,7 +68,7 @@ def tune(
     if drafting.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to tune")
     if models.helpers:
-        raise UsageError("give one --draft: what drafts for the draft is not tuned")
+        raise UsageError("give one --draft only: a draft for the draft cannot be tuned")
     texts = evenly_chosen(OWN_PROMPTS if prompts is None else read_prompts(prompts), n_prompts)
     sources = find_models(models, quiet=quiet)
     answer = GenerationOptions(max_tokens=max_tokens)

@@ -68,7 +68,7 @@ def verify(
             "--count",
             "-N",
             min=1,
-            help="Greedy: how many prompts, evenly from the file.",
+            help="Greedy: how many prompts to use, spread evenly over the file.",
             rich_help_panel=_CHECKS,
         ),
     ] = 16,
@@ -79,7 +79,7 @@ def verify(
             "--predict",
             "-n",
             min=1,
-            help="Greedy: how many tokens of each answer are compared.",
+            help="Greedy: how many tokens of each answer to compare.",
             rich_help_panel=_CHECKS,
         ),
     ] = 64,
@@ -88,8 +88,8 @@ def verify(
         typer.Option(
             "--places",
             min=1,
-            help="Sampled: at how many places, each in another prompt's answer, to draw, for each way "
-            "to draft.",
+            help="Sampled: at how many places to draw for each way to draft, each in the answer to another "
+            "prompt.",
             rich_help_panel=_CHECKS,
         ),
     ] = 3,
@@ -99,7 +99,7 @@ def verify(
             "--depth",
             min=1,
             max=4,
-            help="Sampled: how many tokens are drawn and tested jointly.",
+            help="Sampled: how many tokens to draw and to test jointly.",
             rich_help_panel=_CHECKS,
         ),
     ] = 3,
@@ -109,8 +109,8 @@ def verify(
             "--deviation",
             min=0.001,
             max=0.5,
-            help="Sampled: draw as often as it takes to find a total variation distance of this, "
-            "with 99 % probability.",
+            help="Sampled: the total variation distance to find with 99 % probability; it sets the "
+            "number of draws.",
             rich_help_panel=_CHECKS,
         ),
     ] = 0.08,
@@ -119,7 +119,7 @@ def verify(
         typer.Option(
             "--draws",
             min=100,
-            help="Sampled: draw so often at each place.",
+            help="Sampled: how many draws to make at each place.",
             show_default="from --deviation",
             rich_help_panel=_CHECKS,
         ),
@@ -146,13 +146,13 @@ def verify(
     quiet: flags.Quiet = False,
     verbose: flags.Verbose = False,
 ) -> int:
-    """Show that drafting does not change what your model says.
+    """Check that drafting does not change what your model says.
 
-    Drafts are made as `specgen run` makes them with the same options and, where costs decide, once
-    more in every round. Greedy: answers with and without drafts are compared token by token; a
-    difference is traced to a near-tie that llama.cpp's rounding in batches turns, or is a defect.
-    Sampled: draws are tested against the target's exact distribution. Exit code 0 means that no
-    defect was found.
+    It drafts as `specgen run` does with the same options; if costs decide how much, each check is made
+    again with a draft in every round. Greedy: answers with and without drafts are compared token by
+    token; a difference is traced to a near-tie and rounding in batches, or is a defect. Sampled: samples
+    are tested against the target's exact distribution. Exit code 0 means that no defect was found,
+    11 that one was.
     """
     from specgen.proof import BUGS, SampledPlan, split_level, ways_to_draft
 

@@ -27,7 +27,7 @@ _POLL_S = 0.1
 
 def worker(
     host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="The address to listen at.")
+        str, typer.Option("--host", metavar="ADDRESS", help="The address to listen on.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="The port.")] = _PORT,
     memory: Annotated[
@@ -36,8 +36,8 @@ def worker(
             "--memory",
             min=1,
             metavar="MIB",
-            help="The most memory to offer on each device; models are spread by what is offered.",
-            show_default="what is free",
+            help="The most memory to offer on each device; it decides the worker's share of a model.",
+            show_default="all that is free",
         ),
     ] = None,
     threads: Annotated[
@@ -55,14 +55,15 @@ def worker(
         bool,
         typer.Option(
             "--cache",
-            help="Keep large tensors on disk, so that a model need not be sent again.",
+            help="Keep large tensors on this disk, so that a model is sent only once.",
         ),
     ] = False,
     insecure_network: Annotated[
         bool,
         typer.Option(
             "--insecure-network",
-            help="Listen at an address that other machines reach: whoever does controls this process.",
+            help="Allow an address that other machines can reach; anyone who reaches it controls this "
+            "process.",
         ),
     ] = False,
     kernels: Kernels = "auto",
@@ -71,8 +72,8 @@ def worker(
 ) -> int:
     """Offer this machine's devices to specgen on other machines (`--rpc`), by llama.cpp's RPC.
 
-    It serves one program at a time, and has neither passwords nor encryption: it listens on this
-    machine only, and a tunnel (ssh -L) brings others to it. Ctrl-C ends it.
+    It serves one program at a time. It has neither passwords nor encryption, so it listens on this
+    machine only: connect from other machines through a tunnel (ssh -L). Ctrl-C ends it.
     """
     flags.check_loudness(quiet=quiet, verbose=verbose)
     _check_address(host, insecure=insecure_network)

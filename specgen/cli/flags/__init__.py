@@ -40,7 +40,7 @@ PromptOption = Annotated[
         "--prompt",
         "-p",
         metavar="TEXT",
-        help="The prompt, for those who are used to -p.",
+        help="The prompt, as an option as in llama.cpp.",
         rich_help_panel=_PROMPT,
     ),
 ]
@@ -57,7 +57,7 @@ Chat = Annotated[
     bool | None,
     typer.Option(
         "--chat/--raw",
-        help="Put the prompt into the model's own chat template, or take it as it is.",
+        help="Put the prompt into the model's chat template, or continue it as it is.",
         show_default="chat, if the model has a template",
         rich_help_panel=_PROMPT,
     ),
@@ -91,7 +91,7 @@ TrialCount = Annotated[
         "--count",
         "-N",
         min=1,
-        help="How many prompts, evenly from the file.",
+        help="How many prompts to use, spread evenly over the file.",
         rich_help_panel=_TRIALS,
     ),
 ]
@@ -102,7 +102,7 @@ TrialTokens = Annotated[
         "--predict",
         "-n",
         min=2,
-        help="How many tokens of each answer to try with.",
+        help="How many tokens of each answer to use.",
         rich_help_panel=_TRIALS,
     ),
 ]
@@ -114,7 +114,7 @@ Learn = Annotated[
     typer.Option(
         "--learn/--no-learn",
         envvar="SPECGEN_LEARN",
-        help="Keep prompts and answers on this disk, in the data folder, for nobody else to read: the "
+        help="Keep prompts and answers on this disk, in the data folder, readable by you alone. The "
         "draft model learns from them (`specgen draft learn`), and repetitions of them draft. "
         "`specgen draft forget` deletes them. Without it nothing is kept.",
         rich_help_panel="Learning",
@@ -127,8 +127,8 @@ ShowOption = Annotated[
     Show,
     typer.Option(
         "--show",
-        help="On a terminal: colour the tokens, rejected ones going with the next round "
-        "(accepted), colour them and keep the rejected ones (all), or plain text (none).",
+        help="On a terminal: accepted (coloured tokens; rejected ones vanish after their round), all "
+        "(coloured tokens; rejected ones stay), or none (plain text).",
         rich_help_panel=_OUTPUT,
     ),
 ]
@@ -136,7 +136,7 @@ Stats = Annotated[
     bool | None,
     typer.Option(
         "--stats/--no-stats",
-        help="A summary on standard error after the answer.",
+        help="Print a summary on standard error after the answer.",
         show_default="stats, but not with --json or --quiet",
         rich_help_panel=_OUTPUT,
     ),
@@ -145,7 +145,7 @@ Json = Annotated[
     bool,
     typer.Option(
         "--json",
-        help="Print events as JSON, one a line, in place of the answer.",
+        help="Print events instead of the answer, as one JSON object on each line.",
         rich_help_panel=_OUTPUT,
     ),
 ]
@@ -154,7 +154,7 @@ Quiet = Annotated[
     typer.Option(
         "--quiet",
         "-q",
-        help="Nothing on standard error but errors.",
+        help="Print only errors on standard error.",
         rich_help_panel=_OUTPUT,
     ),
 ]
@@ -163,7 +163,7 @@ Verbose = Annotated[
     typer.Option(
         "--verbose",
         "-v",
-        help="llama.cpp's own log and more detail, on standard error.",
+        help="Print llama.cpp's own log and more detail on standard error.",
         rich_help_panel=_OUTPUT,
     ),
 ]

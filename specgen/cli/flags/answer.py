@@ -23,7 +23,7 @@ def constraint(
             "--grammar",
             metavar="GBNF",
             parser=utf8,
-            help="A grammar that the answer follows, in llama.cpp's GBNF.",
+            help="A grammar that the answer must follow, in llama.cpp's GBNF.",
             rich_help_panel=_GRAMMAR,
         ),
     ] = None,
@@ -38,7 +38,7 @@ def constraint(
             "-j",
             metavar="SCHEMA",
             parser=utf8,
-            help="A JSON schema that the answer conforms to; {} is any JSON object.",
+            help="A JSON schema that the answer must follow; {} is any JSON object.",
             rich_help_panel=_GRAMMAR,
         ),
     ] = None,
@@ -78,8 +78,7 @@ def answer(
             "--predict",
             "-n",
             min=-1,
-            help="The most tokens to generate; -1 goes on until the text ends or the context is "
-            "full.",
+            help="The most tokens to generate; -1 is no limit but the end of the text or of the context.",
             rich_help_panel=_ANSWER,
         ),
     ] = _DEFAULT.max_tokens,
@@ -108,7 +107,7 @@ def answer(
             min=0,
             max=100,
             metavar="N",
-            help="With --json: the target's log-probability of each token, and the N most likely "
+            help="With --json: report the target's log-probability of each token, and the N most likely "
             "tokens in its place.",
             show_default="none",
             rich_help_panel=_ANSWER,

@@ -45,9 +45,9 @@ def drafting(
         typer.Option(
             "--policy",
             envvar="SPECGEN_POLICY",
-            help="How much is drafted: cost (what is expected to save time, by measured costs and "
-            "what was accepted so far), threshold (until the draft as a whole becomes too "
-            "unlikely, by a bound that adapts), or fixed (--draft-max and --draft-p-min alone).",
+            help="How much to draft: cost (as long as it is expected to save time, by measured costs "
+            "and acceptance rates), threshold (until the whole draft is too unlikely, by an adaptive "
+            "bound), or fixed (by --draft-max and --draft-p-min alone).",
             rich_help_panel=_DRAFTING,
         ),
     ] = _DEFAULT.policy,
@@ -58,7 +58,7 @@ def drafting(
             "--draft-n",
             min=0,
             max=128,
-            help="The most tokens to draft a round; 0 decodes plainly.",
+            help="The most tokens to draft in a round; 0 drafts nothing.",
             show_default=f"{LONGEST_DRAFT}, or {FIXED_LENGTH} with --policy fixed",
             rich_help_panel=_DRAFTING,
         ),
@@ -68,9 +68,9 @@ def drafting(
         typer.Option(
             "--tree",
             metavar="auto|off|3,2,1|4x5",
-            help="Whether drafts branch: auto (where that is expected to save time, with --policy "
-            "cost), off (chains), the children of each node by depth (3,2,1), or independent drafts "
-            "and their length (4x5). A shape is drafted every round, whatever it costs.",
+            help="Whether drafts branch: auto (where it is expected to save time; needs --policy "
+            "cost), off (chains), a fixed number of children at each depth (3,2,1), or a number of "
+            "independent drafts and their length (4x5). A fixed shape is drafted in every round.",
             rich_help_panel=_DRAFTING,
         ),
     ] = str(_DEFAULT.tree),
@@ -79,7 +79,7 @@ def drafting(
         typer.Option(
             "--tree-depth",
             min=1,
-            help="The most tokens from a tree's root down; --draft-max bounds all of its tokens.",
+            help="The greatest depth of a tree, in tokens; --draft-max limits all tokens of the tree.",
             show_default=False,
             rich_help_panel=_DRAFTING,
         ),
@@ -90,8 +90,8 @@ def drafting(
             "--draft-min",
             "--draft-n-min",
             min=0,
-            help="Drafts shorter than this are not used. (A draft drawn at random always is: "
-            "dropping it for what it says would bias the answer.)",
+            help="Do not use drafts with fewer tokens. (Sampled drafts are always used: dropping "
+            "them would bias the answer.)",
             rich_help_panel=_DRAFTING,
         ),
     ] = _DEFAULT.min_tokens,
@@ -101,7 +101,7 @@ def drafting(
             "--draft-p-min",
             min=0.0,
             max=1.0,
-            help="Stop drafting where the draft's most likely token is less likely than this.",
+            help="Stop drafting where the draft's most likely token has a lower probability.",
             show_default=f"0, or {FIXED_P_MIN} with --policy fixed",
             rich_help_panel=_DRAFTING,
         ),
@@ -111,7 +111,8 @@ def drafting(
         typer.Option(
             "--draft-temp",
             min=0.01,
-            help="Temperature of a draft model's draws; the answer does not depend on it.",
+            help="Temperature at which a draft model samples; it does not change the answer's "
+            "distribution.",
             show_default=f"{DRAFT_TEMPERATURE} times the target's",
             rich_help_panel=_DRAFTING,
         ),
@@ -121,7 +122,7 @@ def drafting(
         typer.Option(
             "--draft-top-k",
             min=0,
-            help="Top-k of a draft model's draws; the answer does not depend on it.",
+            help="Top-k with which a draft model samples; it does not change the answer's distribution.",
             show_default="the target's",
             rich_help_panel=_DRAFTING,
         ),
@@ -130,9 +131,9 @@ def drafting(
         VerifierName,
         typer.Option(
             "--verifier",
-            help="How drafts are judged, all of them exactly: match (a seed's text is the same "
-            "as without a draft), residual, block, spectr (independent drafts), or auto (what "
-            "accepts most).",
+            help="How drafts are verified; all ways keep the target's distribution: match (a seed "
+            "gives the same text as without a draft), residual, block, spectr (for independent "
+            "drafts), or auto (match with a seed, else the one that accepts most).",
             rich_help_panel=_DRAFTING,
         ),
     ] = _DEFAULT.verifier,
@@ -140,8 +141,9 @@ def drafting(
         TranslateMode,
         typer.Option(
             "--translate",
-            help="A draft model with another vocabulary: string translates what it says, tokens "
-            "drafts what both can say in one token, auto takes what accepts more, off refuses it.",
+            help="For a draft model with another vocabulary: string translates its text, tokens "
+            "drafts only tokens that both vocabularies have, auto uses the one that accepts more, "
+            "off refuses the model.",
             rich_help_panel=_DRAFTING,
         ),
     ] = _DEFAULT.translate,
@@ -150,9 +152,9 @@ def drafting(
         typer.Option(
             "--draft-weights",
             envvar="SPECGEN_DRAFT_WEIGHTS",
-            help="auto lets a draft model draft from a copy of it whose weights are requantised to "
-            "Q4_0, if that is quicker on this CPU and says nearly the same (made once, in seconds, "
-            "and kept in the cache folder); own drafts from the file as it is.",
+            help="auto drafts from a copy of the draft model in Q4_0 if it is faster on this CPU and "
+            "predicts nearly the same tokens (made once, in seconds, and kept in the cache folder); "
+            "own drafts from the file as it is.",
             rich_help_panel=_DRAFTING,
         ),
     ] = _DEFAULT.weights,
@@ -160,8 +162,8 @@ def drafting(
         bool | None,
         typer.Option(
             "--ngrams/--no-ngrams",
-            help="Beside a draft model, let repetitions of the text so far draft too: whichever "
-            "promises more or, where costs do not decide, repetitions first.",
+            help="Also draft repetitions of the text so far, beside a draft model. With --policy cost "
+            "the more promising of the two drafts, else repetitions come first.",
             show_default="with --policy cost",
             rich_help_panel=_REPETITIONS,
         ),
@@ -182,7 +184,7 @@ def drafting(
             "--ngram-max",
             min=1,
             max=64,
-            help="A longer run of tokens counts as one of so many.",
+            help="The longest run of tokens that is compared; longer ones count the same.",
             show_default=f"{NGRAMS[1]}, or {FIXED_NGRAMS[1]} with --policy fixed",
             rich_help_panel=_REPETITIONS,
         ),
@@ -194,7 +196,7 @@ def drafting(
             "--lookup-cache-static",
             "-lcs",
             metavar="FILE|FOLDER",
-            help="Let repetitions of these texts draft too: a code base, earlier answers (JSON "
+            help="Also draft repetitions of these texts: a code base, earlier answers (JSON "
             "Lines or text). May be given several times.",
             show_default=False,
             rich_help_panel=_LOOKUPS,
@@ -204,8 +206,8 @@ def drafting(
         bool,
         typer.Option(
             "--lookup-store",
-            help="Keep prompts and answers on this disk, in the cache folder, and let repetitions "
-            "of earlier ones draft too. Without it nothing is kept.",
+            help="Keep prompts and answers on this disk, in the cache folder, and also draft "
+            "repetitions of earlier ones. Without it nothing is kept.",
             rich_help_panel=_LOOKUPS,
         ),
     ] = _DEFAULT.lookup_store,

@@ -19,8 +19,8 @@ Kernels = Annotated[
     typer.Option(
         "--kernels",
         envvar="SPECGEN_KERNELS",
-        help="Who computes on the CPU: specgen (its own kernels, which make the rows of a batch "
-        "cheap), llama.cpp, or auto (specgen's, where they were built and pass their test).",
+        help="Whose code computes on the CPU: specgen (its own kernels, which make the rows of a batch "
+        "cheap), llama.cpp, or auto (specgen's kernels, if they were built and pass their test).",
         rich_help_panel=_MACHINE,
     ),
 ]
@@ -33,7 +33,7 @@ def machine(
             "--ctx-size",
             "-c",
             min=0,
-            help="Context size in tokens; 0 takes what the model was trained with.",
+            help="Context size in tokens; 0 is the size that the model was trained with.",
             show_default="what prompt and answer need; 4096 at most in chat and fim",
             rich_help_panel=_MACHINE,
         ),

@@ -31,11 +31,11 @@ def models(
             "--model-draft",
             "-md",
             metavar="FILE|NAME|ngram|none",
-            help="What drafts: a GGUF file or a name; `ngram` continues repetitions of the text so "
-            "far; `none` decodes plainly. Given again, what drafts for the draft: a yet smaller "
-            "model or `ngram`.",
-            show_default="the pair's; for a target by itself what `specgen draft find` saved, "
-            "a partner that is on this disk, or ngram",
+            help="What drafts: a GGUF file or a name; `ngram` (repetitions of the text so far); `heads` "
+            "(made by `specgen draft make`); or `none` (plain decoding). A second --draft drafts for the "
+            "first: a smaller model or `ngram`.",
+            show_default="the pair's; with -m alone the one that `specgen draft find` or `specgen draft "
+            "make` saved, a known partner on this disk, or ngram",
             rich_help_panel=_MODELS,
         ),
     ] = None,
@@ -44,7 +44,7 @@ def models(
         typer.Option(
             "--pair",
             metavar="NAME",
-            help="A target with its draft from `specgen models list`, fetched on first use.",
+            help="A target and its draft, by a name from `specgen models list`; fetched on first use.",
             show_default="the default pair, if no target is given",
             rich_help_panel=_MODELS,
         ),

@@ -24,7 +24,8 @@ def server(
         typer.Option(
             "--host",
             metavar="ADDRESS",
-            help="The address to listen on. Others than this machine's own need --api-key-file.",
+            help="The address to listen on. An address that other machines can reach needs "
+            "--api-key-file.",
             rich_help_panel=_SERVER,
         ),
     ] = _DEFAULT.host,
@@ -34,7 +35,7 @@ def server(
             "--port",
             min=0,
             max=65535,
-            help="The port to listen on; 0 takes one that is free.",
+            help="The port to listen on; 0 picks a free one.",
             rich_help_panel=_SERVER,
         ),
     ] = _DEFAULT.port,
@@ -55,8 +56,8 @@ def server(
         typer.Option(
             "--api-key-file",
             metavar="FILE",
-            help="A file with a key on each line: requests without one of them are refused.",
-            show_default="none: whoever reaches the server may use it",
+            help="A file with a key on each line; requests without one of the keys are refused.",
+            show_default="none: anyone who reaches the server may use it",
             rich_help_panel=_SERVER,
         ),
     ] = None,
@@ -65,8 +66,8 @@ def server(
         typer.Option(
             "--cors-origin",
             metavar="ORIGIN",
-            help="Let web pages from here (https://example.org; * is everywhere) use the server; "
-            "may be given several times.",
+            help="Let web pages of this origin (for example https://example.org; * is any) use the "
+            "server; may be given several times.",
             show_default="none",
             rich_help_panel=_SERVER,
         ),
@@ -75,8 +76,7 @@ def server(
         bool,
         typer.Option(
             "--insecure-network",
-            help="Listen on an address of the network without asking for keys: everybody there may "
-            "use the server.",
+            help="Listen on a network address without keys: anyone who reaches it may use the server.",
             rich_help_panel=_SERVER,
         ),
     ] = False,
@@ -86,7 +86,7 @@ def server(
             "--drain-s",
             min=0.0,
             metavar="SECONDS",
-            help="How long answers in the making may go on after SIGTERM.",
+            help="How long unfinished answers may go on after SIGTERM.",
             rich_help_panel=_SERVER,
         ),
     ] = _DEFAULT.drain_s,
@@ -96,7 +96,7 @@ def server(
             "--limit-body",
             min=0,
             metavar="MIB",
-            help="Size of a body, in MiB; 0 is no limit.",
+            help="Size of a request's body, in MiB; 0 is no limit.",
             rich_help_panel=_REQUESTS,
         ),
     ] = _LIMITS.body_bytes // _MIB,
@@ -106,7 +106,7 @@ def server(
             "--limit-prompt",
             min=0,
             metavar="TOKENS",
-            help="Length of a prompt; 0 is what the context has room for.",
+            help="Length of a prompt; 0 is as long as fits into the context.",
             rich_help_panel=_REQUESTS,
         ),
     ] = _LIMITS.prompt_tokens,
@@ -116,7 +116,7 @@ def server(
             "--limit-tokens",
             min=0,
             metavar="TOKENS",
-            help="Length of an answer; 0 is what the context has room for.",
+            help="Length of an answer; 0 is as long as fits into the context.",
             rich_help_panel=_REQUESTS,
         ),
     ] = _LIMITS.answer_tokens,
@@ -126,7 +126,7 @@ def server(
             "--limit-answers",
             min=0,
             metavar="N",
-            help="Answers to one request: its prompts times its n; 0 is no limit.",
+            help="Answers to one request (its prompts times its n); 0 is no limit.",
             rich_help_panel=_REQUESTS,
         ),
     ] = _LIMITS.n_answers,
@@ -136,7 +136,7 @@ def server(
             "--limit-queue",
             min=0,
             metavar="N",
-            help="Answers that may wait for their turn; further requests get status 429.",
+            help="Answers that may wait; further requests get status 429.",
             rich_help_panel=_REQUESTS,
         ),
     ] = _LIMITS.n_waiting,
@@ -146,8 +146,7 @@ def server(
             "--limit-time",
             min=0.0,
             metavar="SECONDS",
-            help="From a request to the end of its answers, which end then with what there is; 0 is "
-            "no limit.",
+            help="Time from a request to the end of its answers; they are cut off then. 0 is no limit.",
             rich_help_panel=_REQUESTS,
         ),
     ] = _LIMITS.request_s,
@@ -157,7 +156,7 @@ def server(
             "--limit-client",
             min=0.0,
             metavar="SECONDS",
-            help="How long a client may take to send its body, or to take a piece of the answer; 0 "
+            help="How long a client may take to send its body, or to receive a piece of the answer; 0 "
             "is no limit.",
             rich_help_panel=_REQUESTS,
         ),

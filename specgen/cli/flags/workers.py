@@ -21,7 +21,7 @@ Rpc = Annotated[
     typer.Option(
         "--rpc",
         metavar="HOST:PORT,...",
-        help="Spread the target's layers over these machines, on which `specgen worker` runs; the "
+        help="Spread the target's layers over these machines, each running `specgen worker`; the "
         "draft stays here.",
         rich_help_panel=_MACHINE,
     ),
@@ -32,8 +32,7 @@ TensorSplit = Annotated[
         "--tensor-split",
         "-ts",
         metavar="N,N,...",
-        help="With --rpc: the share of the target that each worker's device gets, as numbers in any "
-        "proportion.",
+        help="With --rpc: the share of the target for each worker's device, for example 3,1.",
         show_default="by their free memory",
         rich_help_panel=_MACHINE,
     ),
@@ -42,8 +41,8 @@ OutputHere = Annotated[
     bool,
     typer.Option(
         "--output-here",
-        help="With --rpc: keep the output matrix on this machine. Hidden states then go over the "
-        "network in place of logits, which are some 20 to 100 times as large.",
+        help="With --rpc: keep the output matrix on this machine. The network then carries hidden "
+        "states instead of logits, which are some 20 to 100 times as large.",
         rich_help_panel=_MACHINE,
     ),
 ]
@@ -53,7 +52,7 @@ RpcTimeout = Annotated[
         "--rpc-timeout",
         metavar="SECONDS",
         min=0.1,
-        help="With --rpc: give up where workers are silent for longer, in one decode or while one "
+        help="With --rpc: give up when a worker is silent for longer, in one decode or while one "
         "tensor is sent.",
         rich_help_panel=_MACHINE,
     ),
