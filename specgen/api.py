@@ -189,7 +189,7 @@ class Model:
         if isinstance(prompt, str):
             prompt = self._session.prompt(prompt, chat=chat, system=system)
         elif system is not None or chat is not None:
-            raise UsageError("system and chat go with a prompt that is a text")
+            raise UsageError("system and chat need a prompt that is a text")
         elif not isinstance(prompt, Prompt):
             prompt = self._session.conversation(prompt)
         return self._engine.submit(
@@ -227,5 +227,7 @@ class Model:
             text = schema if isinstance(schema, str) else json.dumps(schema)
             generation = replace(generation, grammar=schema_grammar(text))
         if generation.grammar is not None and generation.ignore_eos:
-            raise UsageError("ignore_eos and a grammar exclude each other: its text has an end")
+            raise UsageError(
+                "ignore_eos and a grammar exclude each other: text that follows a grammar has an end"
+            )
         return generation

@@ -238,7 +238,7 @@ def run_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
     except ChildTimeoutError as error:
         raise BackendError(
             str(error),
-            hint="if the machine is not merely busy, build llama.cpp again: " + _REINSTALL,
+            hint="try again if the machine is busy; otherwise build llama.cpp again: " + _REINSTALL,
         ) from None
     except ChildError as error:
         raise BackendError(str(error)) from error
@@ -379,7 +379,7 @@ def _agreement(n_tokens: int, deviations: Mapping[str, float]) -> dict[str, Any]
             raise BackendError(
                 f"the logits of {n_tokens} tokens in a batch differ from those of {other} by "
                 f"{found:.0%} of their spread",
-                hint=f"this build computes nonsense; build llama.cpp again: {REBUILD}",
+                hint=f"this build computes wrong results; build llama.cpp again: {REBUILD}",
             )
     apart = ", ".join(f"by {found:.1%} from {other}" for other, found in deviations.items())
     return {"message": f"decodes (a batch of {n_tokens} tokens differs {apart})"}

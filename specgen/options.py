@@ -248,14 +248,14 @@ def parse_tree(text: str) -> TreeShape:
     is_well_formed = all(n.isascii() and n.isdigit() and 0 < len(n) < 4 for n in numbers)
     if not is_well_formed or (kind == "walks" and len(numbers) != 2):
         raise ValueError(
-            f"{text!r} is no shape: give auto, off, the children of each node by depth (3,2,1), "
+            f"{text!r} is not a shape: give auto, off, the number of children at each depth (3,2,1), "
             "or independent drafts and their length (4x5)"
         )
     shape = TreeShape(kind, tuple(map(int, numbers)))
     if min(shape.numbers) < 1:
-        raise ValueError(f"{text!r}: each number is 1 or more")
+        raise ValueError(f"{text!r}: each number must be 1 or more")
     if len(numbers) > LARGEST_TREE or shape.n_nodes > LARGEST_TREE:
-        raise ValueError(f"{text!r} has more than {LARGEST_TREE} tokens, the most there may be")
+        raise ValueError(f"{text!r} has more than {LARGEST_TREE} tokens; give a smaller shape")
     return shape
 
 

@@ -208,7 +208,7 @@ def test_a_llama_without_room_for_logits_is_told_before_it_fails(models: Path) -
         SpecgenDraft(target, "ngram", drafting=FIXED) as draft,
         opened_llama(target, draft, logits_all=False) as llama,
     ):
-        with pytest.raises(UsageError, match="logits of 64 tokens.*context is 256") as raised:
+        with pytest.raises(UsageError, match="logits of 64 tokens.*context of 256") as raised:
             draft.check(llama)
         assert "logits_all=True" in str(raised.value.hint)
         with pytest.raises(ValueError, match="broadcast"):  # llama-cpp-python's own

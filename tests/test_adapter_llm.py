@@ -322,7 +322,7 @@ def test_a_model_without_a_template_continues_a_prompt(plugin: Any, files: Path)
     conversation = llm.get_model("specgen").conversation()
     options: dict[str, Any] = {"target": str(base), "max_tokens": N}
     assert conversation.prompt(PROMPT, **options).text() == expected
-    with pytest.raises(AnswerError, match="has no chat template, which a conversation needs"):
+    with pytest.raises(AnswerError, match="a conversation needs a chat template"):
         conversation.prompt("and then?", **options).text()
 
 
@@ -405,7 +405,10 @@ def test_a_process_ends_cleanly_and_keeps_what_was_learnt(files: Path, tmp_path:
         (["-o", "target", "nobody"], 'there is no model "nobody"'),
         (["-o", "draft", "none.gguf"], "none.gguf: no such file"),
         (["-o", "grammar", "x"], "the grammar, line 1"),
-        (["-o", "n_ctx", "8"], "the prompt has 28 tokens, the context 8 (take a context of 29"),
+        (
+            ["-o", "n_ctx", "8"],
+            "the prompt has 28 tokens, but the context has 8 (use a context of 29",
+        ),
         (["-o", "grammar", 'root ::= "a"', "--schema", json.dumps(YES)], "exclude each other"),
         (["-o", "stop", ""], "stop"),
         (["-o", "temperature", "-1"], "temperature"),

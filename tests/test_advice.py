@@ -73,7 +73,7 @@ def said(found: Tuning, heading: str) -> list[str]:
     return by_heading.get(heading, [])
 
 
-WORTH, WAYS, WHY = "What drafting is worth here", "What would gain how much", "Why"
+WORTH, WAYS, WHY = "What drafting is worth here", "Expected speed-ups", "Why"
 HELP, SETTINGS, SURE = "What would help", "Settings chosen", "How sure this is"
 
 # --- what it is worth
@@ -83,19 +83,19 @@ def test_the_users_own_draft_is_told_of_with_n_grams_beside_as_run_takes_it() ->
     assert said(tuning(), WORTH) == [
         (
             "draft.gguf and n-grams: x1.40 plain decoding, 14.0 tokens/s instead of 10.0; x1.27 for "
-            "the prompt that it suits least"
+            "the worst prompt"
         ),
-        "the target accepts 75 % of what it drafts; a round makes 2.5 tokens",
+        "the target accepts 75 % of the drafted tokens; a round gives 2.5 tokens",
     ]
 
 
 def test_what_gains_more_is_told_with_the_options_that_take_it() -> None:
     other = said(tuning(ways=ways(draft=1.1, draft_ngrams=1.2, other_ngrams=1.3)), WORTH)
     assert len(other) == 3
-    assert other[2].startswith("best is an other.gguf and n-grams (--draft '/m/an other.gguf'): ")
+    assert other[2].startswith("best: an other.gguf and n-grams (--draft '/m/an other.gguf'): ")
     assert "x1.30 plain decoding, 13.0 tokens/s instead of 10.0" in other[2]
     alone = said(tuning(ways=ways(draft=1.4, draft_ngrams=1.2)), WORTH)
-    assert alone[2].startswith("best is draft.gguf alone (--draft /m/draft.gguf --no-ngrams): ")
+    assert alone[2].startswith("best: draft.gguf alone (--draft /m/draft.gguf --no-ngrams): ")
     # What may be noise is not.
     assert len(said(tuning(ways=ways(draft=1.22, draft_ngrams=1.2)), WORTH)) == 2
 
@@ -105,7 +105,7 @@ def test_where_nothing_gains_anything_plain_decoding_is_advised() -> None:
     assert len(found) == 3
     assert "x0.95 plain decoding" in found[0]
     assert found[2] == (
-        "nothing that was tried gains anything to speak of: plain decoding (--draft none) makes "
+        "no draft that was tried is clearly faster than plain decoding (--draft none), which makes "
         "10.0 tokens/s"
     )
 
@@ -114,8 +114,8 @@ def test_without_an_own_draft_the_best_is_told() -> None:
     found = said(tuning(draft=None, ways=ways(ngram=1.3)), WORTH)
     assert found == [
         (
-            "best is n-grams alone (--draft ngram): x1.30 plain decoding, 13.0 tokens/s instead of "
-            "10.0; x1.18 for the prompt that it suits least"
+            "best: n-grams alone (--draft ngram): x1.30 plain decoding, 13.0 tokens/s instead of "
+            "10.0; x1.18 for the worst prompt"
         )
     ]
 
@@ -124,7 +124,7 @@ def test_a_draft_that_drafted_nothing_has_no_rate() -> None:
     idle = replace(figures(1.0), acceptance_rate=None, draft_length=None, draft_share=0.0)
     found = tuning(ways=(TriedDraft("none", False, PLAIN), TriedDraft(DRAFT, True, idle)))
     assert not any("accepts" in sentence for sentence in said(found, WORTH))
-    assert said(found, SETTINGS)[-1].endswith("16 tokens at most: here none was")
+    assert said(found, SETTINGS)[-1].endswith("16 tokens at most: here nothing was drafted")
 
 
 def test_all_ways_are_listed_by_what_they_gain() -> None:
@@ -153,23 +153,23 @@ def test_ways_by_name_and_by_option() -> None:
 def test_why_is_agreement_costs_and_from_where_on_it_pays() -> None:
     agrees, drafts, batch, bound = said(tuning(), WHY)
     assert agrees == (
-        "draft.gguf says what the target says at 80 % of 120 places in the target's own answers"
+        "draft.gguf agrees with the target at 80 % of 120 places in the target's own answers"
     )
-    assert drafts == "it drafts a token in 10.0 ms, 0.10 of what the target takes"
+    assert drafts == "it drafts a token in 10.0 ms, 0.10 of the target's time"
     # 75 + 4 * 25
     assert batch == (
-        "the target takes 100.0 ms for a token, and 1.75 times as long for a batch of 4"
+        "the target takes 100.0 ms for a token, and 1.75 times as long for a batch of 4 rows"
     )
     # 1 + a = 1.25 + 0.1
     assert bound == (
-        "at these costs it begins to pay where it is right at about 35 %; it is at 80 %"
+        "at these costs it saves time if it agrees at about 35 % or more; it agrees at 80 %"
     )
 
 
 def test_costs_at_which_nothing_pays_are_told() -> None:
     dear = replace(FINDINGS, costs=Costs({1: 0.1, 2: 0.195}, 0.01))
     assert said(tuning(draft=dear), WHY)[-1] == (
-        "at these costs it would not pay even if it were always right; it is at 80 %"
+        "at these costs it would not save time even if it always agreed; it agrees at 80 %"
     )
 
 
@@ -190,7 +190,7 @@ def test_without_a_draft_model_the_target_says_from_where_on_any_would_pay() -> 
     batch, bound = said(tuning(draft=None), WHY)
     assert "100.0 ms for a token" in batch
     assert bound == (
-        "at these costs a draft that takes no time begins to pay where it is right at about 25 %"
+        "at these costs a draft that takes no time saves time if it agrees at about 25 % or more"
     )
 
 
@@ -208,17 +208,17 @@ def test_what_would_help_has_a_number_each() -> None:
         (target, best_speedup(0.8, 0.1, 0.0)),
     ):
         assert f"about x{1.35 * after / before:.2f}" in sentence
-    assert "in 6.0 ms a token" in cheaper
+    assert "takes 6.0 ms a token" in cheaper
     assert cheaper.endswith("; draft.gguf alone is at x1.35 now")
-    assert "right at 90 % in the same time" in righter
-    assert "another quantisation" in target
+    assert "the same speed that agrees at 90 %" in righter
+    assert "a larger model" in target
 
 
 def test_what_would_not_help_is_told_so() -> None:
     dear = replace(FINDINGS, costs=Costs({1: 0.1, 2: 0.195, 3: 0.3}, 0.05))
     cheaper, righter, target = said(tuning(draft=dear, ways=ways(draft=0.9)), HELP)
-    assert cheaper.endswith(": no gain to speak of (x1.00); draft.gguf alone is at x0.90 now")
-    assert righter.endswith(": no gain to speak of (x1.00)")
+    assert cheaper.endswith(": hardly a gain (x1.00); draft.gguf alone is at x0.90 now")
+    assert righter.endswith(": hardly a gain (x1.00)")
     assert target.endswith(f": about x{best_speedup(0.8, 0.5, 0.0, 2):.2f}")
 
 
@@ -232,15 +232,13 @@ def best_speedup(rate: float, token: float, row: float, n_max: int = 16) -> floa
 def test_a_target_with_cheap_batches_needs_no_other() -> None:
     cheap = Costs({rows: 0.1 + 0.001 * rows for rows in range(1, 18)}, 0.01)
     found = said(tuning(draft=replace(FINDINGS, costs=cheap)), HELP)
-    assert found[-1] == (
-        "the target is of the kind that drafts are for: a batch of 4 costs 1.03 tokens"
-    )
+    assert found[-1] == "the target is well suited to drafts: a batch of 4 rows costs 1.03 tokens"
 
 
 def test_a_draft_that_is_always_right_cannot_be_righter() -> None:
     found = said(tuning(draft=replace(FINDINGS, agreement=Agreement(50, 50))), HELP)
     assert len(found) == 2
-    assert not any("right at" in sentence for sentence in found)
+    assert not any("agrees at" in sentence for sentence in found)
 
 
 def test_without_a_draft_model_on_the_disk_one_is_advised() -> None:
@@ -264,7 +262,7 @@ def test_threads_are_told_with_what_they_gain() -> None:
             "(200.0 ms; 300.0 ms with 2) for a batch of 6"
         ),
         (
-            "drafts are as long as is expected to pay, 16 tokens at most: here 4.5 on average, in "
+            "drafts grow while that is expected to save time, to 16 tokens at most: here 4.5 on average, in "
             "38 % of the rounds"
         ),
     ]
@@ -289,7 +287,7 @@ def test_the_usual_number_is_told_with_the_next_best(
 
 
 def test_threads_that_the_user_named_are_his() -> None:
-    assert said(tuning(threads=None), SETTINGS)[0].startswith("threads are as you said")
+    assert said(tuning(threads=None), SETTINGS)[0].startswith("threads are as given")
 
 
 # --- how sure it is
@@ -319,7 +317,7 @@ def test_a_busy_machine_is_told_of() -> None:
 def test_few_tokens_are_told_of() -> None:
     few = replace(BASELINE, answers=BASELINE.answers[:1])
     assert said(tuning(baseline=few), SURE) == [
-        "60 tokens of answers are few: --count and -n take more"
+        "60 tokens of answers are few; for more, raise --count or -n"
     ]
 
 
@@ -377,7 +375,7 @@ def test_a_system_that_does_not_tell_is_not_known(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("share", "distance", "what"),
     [
-        (0.4, 0.05, "it drafts in its place"),
+        (0.4, 0.05, ": the copy drafts"),
         (0.95, 0.05, "draft.gguf drafts from its own weights"),
         (0.4, 0.25, "draft.gguf drafts from its own weights"),
     ],
@@ -388,7 +386,7 @@ def test_the_copy_of_a_draft_is_told_of(share: float, distance: float, what: str
     said = [sentence for section in advice(found) for sentence in section.sentences]
     (sentence,) = (sentence for sentence in said if "copy" in sentence)
     assert f"draft.gguf in Q4_0 takes {share:.2f} of its time" in sentence
-    assert f"differs by {100 * distance:.0f} %" in sentence
+    assert f"predictions differ by {100 * distance:.0f} %" in sentence
     assert sentence.endswith(what)
     copy = to_json_object(found)["draft"]["copy"]
     assert copy == {

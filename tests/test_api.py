@@ -131,9 +131,9 @@ def test_who_stops_listening_cancels(model: specgen.Model) -> None:
 def test_what_cannot_be_asked_raises_and_harms_nothing(model: specgen.Model) -> None:
     with pytest.raises(UsageError, match="exclude each other"):
         model.generate(PROMPT, grammar="x", json_schema="{}")
-    with pytest.raises(UsageError, match="go with a prompt that is a text"):
+    with pytest.raises(UsageError, match="need a prompt that is a text"):
         model.generate([specgen.Message("user", "x")], system="y")
-    with pytest.raises(PromptError, match="the context 256"):
+    with pytest.raises(PromptError, match="the context has 256"):
         model.generate("too long " * 300)
     assert model.engine.is_idle
     assert model.generate(PROMPT, max_tokens=1).text

@@ -124,7 +124,7 @@ class TestSource:
 
     def test_another_file(self, server: WebServer, tmp_path: Path) -> None:
         publish(server, archive_of(f"{NAME}/file"), fragment=f"#sha256={'0' * 64}")
-        with pytest.raises(FetchError, match="has not the SHA-256"):
+        with pytest.raises(FetchError, match="does not have the SHA-256"):
             build_peers.fetch(VERSION, tmp_path)
 
     def test_no_such_package(self, server: WebServer, tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def test_it_goes_on_with_what_is_missing(specgen: Batch, tmp_path: Path) -> None
     out.write_bytes(b"".join(whole[:3]) + whole[3][:100])
     again = specgen("batch", source, out, "-np", "2")
     assert again.code == 0
-    assert "half a result at its end is dropped" in again.err
+    assert "the last result is incomplete and was dropped" in again.err
     assert "has results for 3 of 6 lines" in again.err
     assert out.read_bytes().splitlines(keepends=True)[:3] == whole[:3]
     assert len(records(out)) == 6
@@ -256,7 +256,7 @@ def test_a_model_without_a_template(specgen: Batch, tmp_path: Path) -> None:
     source, out = write(tmp_path / "in.jsonl", turns, PROMPTS[0]), tmp_path / "out.jsonl"
     assert specgen("batch", source, out, target="plain", draft="none").code == 12
     found = records(out)
-    assert "has no chat template" in found["1"]["error"]["message"]
+    assert "needs a chat template" in found["1"]["error"]["message"]
     assert text_of(found["2"])
 
 

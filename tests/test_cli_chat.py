@@ -114,8 +114,8 @@ def test_a_seed_gives_other_answers_to_the_same_question_and_the_same_the_next_t
     first = chat("--temp", "1.5", "--seed", "7", lines=lines)
     assert len(set(first.out.splitlines())) == 4
     assert chat("--temp", "1.5", "--seed", "7", lines=lines).out == first.out
-    assert "the same again" not in first.err
-    assert "the same again" in chat(lines=lines).err
+    assert "the new answer is the same" not in first.err
+    assert "the new answer is the same" in chat(lines=lines).err
 
 
 def test_a_backslash_joins_lines(chat: Chat) -> None:
@@ -170,7 +170,7 @@ def test_commands_in_a_pipe_speak_on_stderr(chat: Chat, tmp_path: Path) -> None:
         ("/think", "no thinking block"),
         ("/load missing.jsonl", "missing.jsonl: cannot be read"),
         ("/save missing/x.jsonl", "missing/x.jsonl: cannot be written"),
-        ("cat " * 3000, "the message has"),
+        ("cat " * 3000, "the message, with the system message and files, has"),
     ],
 )
 def test_a_bad_line_is_told_and_the_conversation_goes_on(chat: Chat, line: str, words: str) -> None:
@@ -184,13 +184,13 @@ def test_a_bad_line_is_told_and_the_conversation_goes_on(chat: Chat, line: str, 
 
 
 def test_what_is_no_conversation_at_all(chat: Chat, tmp_path: Path) -> None:
-    assert "has no chat template" in chat(target="plain", draft="none", lines="x\n").err
+    assert "needs a chat template" in chat(target="plain", draft="none", lines="x\n").err
     bad = chat(lines=b"the cat\ncaf\xe9\nmore\n")
     assert bad.code == 3
     assert "byte 0xe9 on line 2" in bad.err
     assert bad.out.count("\n") == 1
     assert chat(lines="").code == 0
-    assert "is no name" in chat("--session", "a/b", lines="x\n").err
+    assert "is not a valid name" in chat("--session", "a/b", lines="x\n").err
     assert "cannot be read" in chat("--file", str(tmp_path / "no"), lines="x\n").err
 
 
@@ -310,7 +310,7 @@ def test_a_question_without_an_answer_can_be_answered_later(chat: Chat) -> None:
     later = chat("--session", "zoo", lines="/regen\n")
     assert "conversation of 2 turns; the last one has no answer: /regen" in later.err
     assert later.out == whole.splitlines(keepends=True)[1]
-    assert "the same again" not in later.err
+    assert "the new answer is the same" not in later.err
 
 
 @posix

@@ -154,7 +154,7 @@ def test_without_heads_the_word_is_refused(specgen_: Specgen, target: Path) -> N
     assert result.code == 2
     assert result.err.splitlines() == [
         "error: --draft heads: none were made for t.gguf",
-        f"hint: `specgen draft make -m {target}` makes some",
+        f"hint: `specgen draft make -m {target}` makes them",
     ]
 
 

@@ -60,7 +60,7 @@ def test_costs_decide_unless_something_else_is_asked_for(
         memory_file().unlink(missing_ok=True)
         result = cli.run(PROMPT, *arguments)
         assert result.out == plain
-        return "measured what drafting costs" in result.err
+        return "measured the costs of drafting" in result.err
 
     assert not measures()  # the tests' own SPECGEN_POLICY
     assert measures("--policy", "cost")

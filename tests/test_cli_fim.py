@@ -239,9 +239,9 @@ def test_names_of_files_may_have_colons(
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (("a.txt",), 2, "'a.txt' is no place in a file"),
-        (("a.txt:x",), 2, "is no place"),
-        (("a.txt:" + "9" * 20,), 2, "is no place"),
+        (("a.txt",), 2, "'a.txt' is not a place in a file"),
+        (("a.txt:x",), 2, "is not a place"),
+        (("a.txt:" + "9" * 20,), 2, "is not a place"),
         (("a.txt:0",), 3, "a.txt has no line 0: it has 5"),
         (("a.txt:6",), 3, "a.txt has no line 6: it has 5"),
         (("a.txt:1:12",), 3, "line 1 has no column 12: it has 10 characters"),
@@ -254,8 +254,8 @@ def test_names_of_files_may_have_colons(
         ((), 2, "no gap"),
         (("--prefix-file", "a.txt", "--in-place"), 2, "--in-place needs FILE:LINE"),
         (("--prefix-file", "-", "--suffix-file", "-"), 2, "cannot both be standard input"),
-        (("--prefix-file", "empty.txt"), 3, "no text before the gap or behind it"),
-        (("empty.txt:1",), 3, "no text before the gap or behind it"),
+        (("--prefix-file", "empty.txt"), 3, "no text before or after the gap"),
+        (("empty.txt:1",), 3, "no text before or after the gap"),
         (("a.txt:1", "-n", "90", "-c", "100"), 2, "--max-tokens 90 leaves 10 of 100 tokens"),
         (("a.txt:1", "--logprobs", "2"), 2, "--logprobs needs --json"),
     ],

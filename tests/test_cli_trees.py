@@ -92,7 +92,7 @@ def test_refused_branches_are_shown_beside_the_text() -> None:
     [
         (("--tree", "3;2"), "no shape"),
         (("--tree", "9,9,9"), "more than 64"),
-        (("--tree", "3,2,1", "--draft-max", "5"), "has 15 tokens, --draft-max allows 5"),
+        (("--tree", "3,2,1", "--draft-max", "5"), "has 15 tokens, but --draft-max allows 5"),
     ],
 )
 def test_what_cannot_be_drafted_is_refused(

@@ -81,7 +81,7 @@ def test_what_was_found_is_told_in_words_under_headings(tune: Specgen) -> None:
     headings = [line for line in lines if line and not line.startswith("  ")]
     assert headings[:4] == [
         "What drafting is worth here",
-        "What would gain how much",
+        "Expected speed-ups",
         "Why",
         "What would help",
     ]
@@ -90,8 +90,8 @@ def test_what_was_found_is_told_in_words_under_headings(tune: Specgen) -> None:
     assert "draft.gguf and n-grams: x" in text
     assert "n-grams alone (--draft ngram)" in text
     assert "of 28 places in the target's own answers" in text
-    assert "threads are as you said" in text
-    assert "drafts are as long as is expected to pay, 4 tokens at most" in text
+    assert "threads are as given" in text
+    assert "drafts grow while that is expected to save time, to 4 tokens at most" in text
     assert not any(line.endswith(" ") for line in lines)
     (note,) = notes(result)
     assert note.startswith("kept: `specgen run`")
@@ -210,7 +210,7 @@ def test_wrong_options_are_one_error(tune: Specgen, tmp_path: Path) -> None:
         (("--draft-max", "0"), 2, "--draft-max 0 drafts nothing"),
         (("--draft", "draft", "--draft", "ngram"), 2, "give one --draft"),
         (("--quiet", "--verbose"), 2, "exclude each other"),
-        (("--chat",), 2, "has no chat template"),
+        (("--chat",), 2, "needs a chat template"),
         (("--policy", "fixed"), 2, "--policy"),
         (("-n", "1"), 2, "--max-tokens"),
     ):
@@ -291,12 +291,12 @@ def test_run_measures_nothing_that_was_tuned(
     tune: Specgen, specgen_: Specgen, tiny_models: Path
 ) -> None:
     tune("--draft", "draft")
-    assert "measured what drafting costs" not in run_with_costs(
+    assert "measured the costs of drafting" not in run_with_costs(
         specgen_, tiny_models, "-t", "1"
     ).out  # fmt: skip
     # With other options it does.
     other = run_with_costs(specgen_, tiny_models, "-t", "1", "-ctk", "q8_0")
-    assert "measured what drafting costs" in other.out
+    assert "measured the costs of drafting" in other.out
 
 
 def test_run_takes_the_threads_that_were_chosen(
@@ -324,7 +324,7 @@ def test_run_takes_the_threads_that_were_chosen(
     expected = {"target.gguf": (1, 2), "draft.gguf": (2, 1)}
     assert contexts == expected
     contexts.clear()
-    assert "measured what drafting costs" not in run_with_costs(specgen_, tiny_models).out
+    assert "measured the costs of drafting" not in run_with_costs(specgen_, tiny_models).out
     assert contexts == expected
     run_with_costs(specgen_, tiny_models, "-t", "1")
     assert contexts["target.gguf"] == (1, None)

@@ -86,7 +86,7 @@ def test_the_report_is_alone_on_stdout(verify: Verify) -> None:
         assert result.code == 0
         assert result.err == ""
         assert "\x1b" not in result.out
-        assert result.out.startswith("target.gguf, drafted for by draft.gguf")
+        assert result.out.startswith("target.gguf, with drafts from draft.gguf")
         assert "2 prompts, 24 tokens" in result.out
         assert "200 draws" in result.out
         assert result.out.splitlines()[-1] == "Lossless: no defect found."
@@ -207,7 +207,7 @@ def test_a_defect_is_one_error_line_and_exit_code_11(
     assert result.code == 11, result.out
     (error,) = result.err.splitlines()
     assert error.startswith("error: ")
-    assert f"with a bug built in: {bug}" in result.out
+    assert f"with a planted bug: {bug}" in result.out
     assert result.out.splitlines()[-1] == "Not lossless: at least one defect."
     report = json.loads(verify("--json", "--seeded-bug", bug, *more, draft=draft).out)
     assert report["verdict"] == "defect"
@@ -217,7 +217,7 @@ def test_a_defect_is_one_error_line_and_exit_code_11(
 def test_where_nothing_is_drafted_nothing_is_shown(verify: Verify) -> None:
     result = verify("--ngram-min", "40", "--ngram-max", "40", draft="ngram")
     assert result.code == 0
-    assert "no place to draw at" in result.out
+    assert "so there was nothing to sample" in result.out
     assert result.out.splitlines()[-1].startswith("Nothing was drafted, so nothing was shown")
 
 
@@ -282,7 +282,7 @@ def test_progress_shows_on_a_terminals_standard_error_only(tiny_models: Path, qu
     assert (shown == b"") == quiet
     assert (b"place 1 of 1" in shown) != quiet
     assert b"\x1b" not in out
-    assert out.startswith(b"target.gguf, drafted for by")
+    assert out.startswith(b"target.gguf, with drafts from")
 
 
 # --- what it refuses

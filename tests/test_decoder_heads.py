@@ -211,7 +211,7 @@ def test_nothing_drafts_for_heads(folder: Path) -> None:
     options = SessionOptions(
         target=folder / "t.gguf", draft=folder / "heads.gguf", helpers=("ngram",)
     )
-    with pytest.raises(UsageError, match="nothing drafts for decoder heads"):
+    with pytest.raises(UsageError, match="decoder heads take no draft of their own"):
         Session(options, time.perf_counter)
 
 

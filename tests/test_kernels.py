@@ -284,7 +284,7 @@ def test_the_environment_may_choose() -> None:
     assert choice.wanted_in({}) == "auto"
     assert choice.wanted_in({"SPECGEN_KERNELS": ""}) == "auto"
     assert choice.wanted_in({"SPECGEN_KERNELS": "specgen"}) == "specgen"
-    with pytest.raises(UsageError, match="'other'; it can be auto, specgen, llama.cpp"):
+    with pytest.raises(UsageError, match="'other'; set it to one of auto, specgen, llama.cpp"):
         choice.wanted_in({"SPECGEN_KERNELS": "other"})
 
 

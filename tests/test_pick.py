@@ -150,7 +150,7 @@ def test_where_batches_are_too_dear_no_other_model_is_tried(
     assert (taken.draft, session.draft_name) == ("ngram", "ngram")
     assert taken.note == (
         "not drafting with draft.gguf: on this machine a batch of 2 costs 2.0 tokens, too much "
-        f"for a draft model to pay (this one: about x{outlook(DEAR).speedup:.2f}); "
+        f"for any draft model to save time (this one: about x{outlook(DEAR).speedup:.2f}); "
         "drafting with n-grams; search"
     )
     assert measured.asked == ["draft.gguf"]
@@ -161,7 +161,7 @@ def test_a_gain_too_small_to_count_on_is_said_to_be_one() -> None:
     assert 1.0 < small.speedup < specgen.selection.outlook.WORTH
     assert refusal("x.gguf", small) == (
         "not drafting with x.gguf: on this machine a batch of 2 costs 1.3 tokens and a drafted "
-        f"token 0.23, so it would be about x{small.speedup:.2f}, too little to count on"
+        f"token 0.23, so it would be about x{small.speedup:.2f}, too little to rely on"
     )
 
 
@@ -389,7 +389,7 @@ def test_run_and_verify_take_a_partner_only_if_it_pays(
     draft, (note,) = drafted_by()
     assert draft == "draft.gguf"
     assert "in the pair tiny (about x" in note
-    assert "drafted for by draft.gguf" in specgen_(*verify)[0]
+    assert "with drafts from draft.gguf" in specgen_(*verify)[0]
     measured.costs = {"draft.gguf": DEAR}
     assert drafted_by()[0] == "draft.gguf"  # as it was kept
     assert measured.asked == ["draft.gguf"]
@@ -401,7 +401,7 @@ def test_run_and_verify_take_a_partner_only_if_it_pays(
         assert note.endswith(
             "; drafting with n-grams; `specgen draft find` tries what is on this disk"
         )
-    assert "drafted for by n-grams" in specgen_(*verify)[0].replace("ngram", "n-grams")
+    assert "with drafts from n-grams" in specgen_(*verify)[0].replace("ngram", "n-grams")
     # What the user names, or had measured, is his own.
     assert drafted_by("--draft", "draft") == ("draft.gguf", [])
     identity = identify(target)

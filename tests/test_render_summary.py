@@ -70,7 +70,7 @@ def test_an_empty_answer() -> None:
     )
     assert items(event) == {
         "answer": "0 tokens, 0 rounds",
-        "end": "as many tokens as --max-tokens allows",
+        "end": "reached --max-tokens",
     }
 
 
@@ -80,7 +80,7 @@ def test_an_empty_answer() -> None:
         ("stop", None, "the model ended the text"),
         ("stop", "</s>", "stopped at '</s>'"),
         ("stop", "\n\x1b", "stopped at '↵␛'"),
-        ("length", None, "as many tokens as --max-tokens allows"),
+        ("length", None, "reached --max-tokens"),
         ("context", None, "the context is full"),
         ("interrupted", None, "interrupted"),
     ],

@@ -123,7 +123,7 @@ class TestTarget:
         own = ("-m", tiny_models / "target.gguf", "-md", "none", "--tensor-split", "1,2,3", "a")
         code, _, err = self.run(*own, "--rpc", endpoints(*two_workers))
         assert code == UsageError.exit_code
-        assert "3 shares, and the workers have 2 devices" in err
+        assert "3 shares, but the workers have 2 devices" in err
 
 
 @needs_rpc
@@ -345,7 +345,9 @@ class TestProbe:
     def test_another_version_is_told_with_its_cure(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(worker_probe, "own_protocol", lambda: "7.0.0")
         check_protocol(WorkerInfo("a:1", "7.0.0", (), None))
-        with pytest.raises(BackendError, match=r"a:1 has protocol 7\.0\.1, and this end 7\.0\.0"):
+        with pytest.raises(
+            BackendError, match=r"a:1 has RPC protocol 7\.0\.1, this machine 7\.0\.0"
+        ):
             check_protocol(WorkerInfo("a:1", "7.0.1", (), None))
 
     def test_silence_is_no_worker(self) -> None:
@@ -365,7 +367,7 @@ class TestProbe:
 
             thread = threading.Thread(target=answer)
             thread.start()
-            with pytest.raises(WorkerLostError, match="no worker of this protocol"):
+            with pytest.raises(WorkerLostError, match="does not answer as a worker"):
                 probe(f"127.0.0.1:{server.getsockname()[1]}", 5.0)
             thread.join()
 

@@ -164,7 +164,7 @@ def test_a_seed_gives_the_same_text_again(models: Path) -> None:
 
 def test_prompts_that_do_not_fit_are_refused_with_numbers(models: Path) -> None:
     n_prompt = plain_answer(models).n_prompt_tokens
-    with pytest.raises(PromptError, match=f"{n_prompt} tokens, the context {n_prompt - 1}"):
+    with pytest.raises(PromptError, match=f"{n_prompt} tokens, but the context has {n_prompt - 1}"):
         run(options(models, n_ctx=n_prompt - 1))
     assert finished(run(options(models, n_ctx=n_prompt))).n_tokens == 1
     with pytest.raises(PromptError) as caught:
@@ -196,7 +196,7 @@ def test_a_larger_context_than_trained_is_noted(models: Path) -> None:
         if isinstance(event, NoticeEvent)
     ]
     assert notices == [
-        "short.gguf was trained with 60 tokens of context, 100 are asked for: expect poor text"
+        "short.gguf was trained with 60 tokens of context, but the context has 100: expect poor text"
     ]
 
 
@@ -298,7 +298,7 @@ def test_the_models_own_template_writes_the_prompt(models: Path) -> None:
         assert sum(map(is_end, prompt.tokens)) == 2
     with Session(options(models), time.perf_counter) as session:
         assert session.prompt("Hi", now=NOW).text == "Hi"
-        with pytest.raises(UsageError, match="no chat template, which --chat needs"):
+        with pytest.raises(UsageError, match="--chat needs a chat template"):
             session.prompt("Hi", chat=True)
-        with pytest.raises(UsageError, match="no chat template, which --system needs"):
+        with pytest.raises(UsageError, match="--system needs a chat template"):
             session.prompt("Hi", system="Be brief.")

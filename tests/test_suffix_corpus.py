@@ -134,8 +134,8 @@ def test_what_cannot_be_looked_up_in(tmp_path: Path) -> None:
     assert message(binary) == f"{binary}: not UTF-8 text"
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert message(empty) == f"{empty}: no text to look up in"
-    assert message(empty, empty) == f"{empty}, {empty}: no text to look up in"
+    assert message(empty) == f"--lookup-file {empty}: no text in it"
+    assert message(empty, empty) == f"--lookup-file {empty}, {empty}: no text in it"
     circle = tmp_path / "circle"
     circle.symlink_to(circle)
     assert str(circle) in message(circle)
@@ -150,7 +150,7 @@ def test_too_much_is_refused_before_it_is_read(tmp_path: Path) -> None:
     with large.open("wb") as file:
         file.truncate(MAX_BYTES + 1)
     assert message(large) == (
-        f"{large}: {MAX_BYTES >> 20} MB to look up in; at most {MAX_BYTES >> 20} MB"
+        f"--lookup-file {large}: {MAX_BYTES >> 20} MB of text; at most {MAX_BYTES >> 20} MB"
     )
 
 

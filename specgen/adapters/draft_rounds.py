@@ -178,8 +178,8 @@ def _refuse_recurrent(session: Session) -> None:
     target = session.target_model
     if target.has_recurrent_state:
         raise UsageError(
-            f"{target.name} has a recurrent state, from which Llama cannot take back rejected drafts",
-            hint="specgen itself can: `specgen run`, or `specgen.load` from Python",
+            f"{target.name} has a recurrent state, and Llama cannot roll back rejected drafts there",
+            hint="use `specgen run`, or `specgen.load` from Python, which can",
         )
 
 

@@ -72,12 +72,12 @@ class SpecgenDraft(LlamaDraftModel):
         drafting = drafting or DraftOptions()
         if drafting.tree.is_fixed:
             raise UsageError(
-                f"drafts of the shape {drafting.tree}: Llama verifies chains only",
-                hint="leave the shape out",
+                f"tree={drafting.tree}: Llama verifies chains only",
+                hint="leave the tree out",
             )
         drafts = [draft] if isinstance(draft, (str, Path)) else list(draft)
         if not drafts:
-            raise UsageError("no draft is given", hint="ngram needs no model")
+            raise UsageError("no draft is given", hint='give a model, or "ngram", which needs none')
         sources = find_models(staged(str(target), [str(each) for each in drafts], None), quiet=True)
         remember_checks(cache_folder())
         choose_kernels(kernels, cache_folder())
@@ -126,25 +126,27 @@ class SpecgenDraft(LlamaDraftModel):
         4 bytes for each token of the context and of the vocabulary.
         """
         if llama.draft_model is not self:
-            raise UsageError("Llama has another draft", hint="give it draft_model=<this one>")
+            raise UsageError(
+                "Llama has another draft", hint="give Llama draft_model=<this SpecgenDraft>"
+            )
         n_ctx, n_vocab, n_rows = llama.n_ctx(), llama.n_vocab(), len(llama.scores)
         if n_vocab != self._rounds.n_vocab:
             raise UsageError(
-                f"Llama's model has {n_vocab} tokens, the draft's target {self._rounds.n_vocab}",
-                hint="open the draft for the model that Llama has",
+                f"Llama's model has {n_vocab} tokens, but the draft's target has {self._rounds.n_vocab}",
+                hint="open the SpecgenDraft with the same target file as Llama",
             )
         n_room = len(llama.input_ids)
         if n_room < n_ctx:
             raise UsageError(
                 f"Llama has room for {n_room} tokens in a context of {n_ctx}: with a draft it fails at "
-                "the end of it",
-                hint=f"open it with n_ctx={n_ctx}",
+                "the end of the context",
+                hint=f"open Llama with n_ctx={n_ctx}",
             )
         if n_rows < n_ctx:
             raise UsageError(
-                f"Llama has room for the logits of {n_rows} tokens: with a draft it fails in a longer "
-                f"text, and its context is {n_ctx}",
-                hint=f"open it with logits_all=True, which takes {human_bytes(4 * n_ctx * n_vocab)}, "
+                f"Llama has room for the logits of {n_rows} tokens, but a context of {n_ctx}: with a draft "
+                "it fails in a longer text",
+                hint=f"open Llama with logits_all=True, which takes {human_bytes(4 * n_ctx * n_vocab)}, "
                 "or with a smaller n_ctx",
             )
 

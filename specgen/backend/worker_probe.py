@@ -51,8 +51,8 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     is_number = port.isascii() and port.isdigit() and 0 < int(port) < 65536
     if not (separator and host and is_number) or ":" in host:
         raise UsageError(
-            f"{text!r} is no worker: give host:port, for example 127.0.0.1:50052",
-            hint="llama.cpp's RPC takes host names and IPv4 addresses",
+            f"{text!r} is not the address of a worker",
+            hint="give HOST:PORT, for example 127.0.0.1:50052; HOST is a name or an IPv4 address",
         )
     return host, int(port)
 
@@ -73,12 +73,12 @@ def probe(endpoint: str, timeout_s: float, clock: Callable[[], float] | None = N
         except TimeoutError:
             raise WorkerLostError(
                 f"the worker {endpoint} does not answer within {timeout_s:g} s",
-                "it serves one program at a time: wait until the other one ends, or start it again; or "
-                "something else listens there",
+                "it serves one program at a time: wait for the other one, or start the worker again; or "
+                "something else listens at this address",
             ) from None
         except (OSError, struct.error) as error:
             raise WorkerLostError(
-                f"what answers at {endpoint} is no worker of this protocol: {error}", _START
+                f"{endpoint} does not answer as a worker: {error}", _START
             ) from error
 
 
@@ -136,8 +136,8 @@ def check_protocol(worker: WorkerInfo) -> None:
     own = own_protocol()
     if own is not None and worker.protocol != own:
         raise BackendError(
-            f"the worker {worker.endpoint} has protocol {worker.protocol}, and this end {own}",
-            hint="install the same version of llama-cpp-python at both ends",
+            f"the worker {worker.endpoint} has RPC protocol {worker.protocol}, this machine {own}",
+            hint="install the same version of llama-cpp-python on both machines",
         )
 
 

@@ -59,12 +59,12 @@ def read_lines(
             raise PromptError(
                 f"{name}: custom_id {line.custom_id!r} is on lines {numbers[line.custom_id]} and "
                 f"{number}",
-                hint="give each line a custom_id of its own; without one it is the line's number",
+                hint="give each line its own custom_id, or none: then it is the line's number",
             )
         numbers[line.custom_id] = number
         lines.append(line)
     if not lines:
-        raise PromptError(f"{name} has no line", hint="write a request, or a prompt, on each line")
+        raise PromptError(f"{name} has no lines", hint="write a request or a prompt on each line")
     return lines
 
 

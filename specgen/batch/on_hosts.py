@@ -114,8 +114,8 @@ class Host:
         status, _, data = self.request("GET", "/v1/models", timeout_s=_CONNECT_S)
         if status in _NO_ACCESS:
             raise UsageError(
-                f"{self.url}: it answers {status}: {_message(data)}",
-                hint="SPECGEN_API_KEY has the key that is sent",
+                f"{self.url}: the server answers with status {status}: {_message(data)}",
+                hint="put the server's key into SPECGEN_API_KEY",
             )
         models = _object(data).get("data")
         if isinstance(models, list) and models and isinstance(models[0], dict):
@@ -140,7 +140,9 @@ def read_urls(text: str) -> list[str]:
         if not is_url:
             raise UsageError(f"--on {url}: not the URL of a server", "give http://HOST:PORT")
     if not urls:
-        raise UsageError("--on names no server", hint="give http://HOST:PORT, several with commas")
+        raise UsageError(
+            "--on names no server", hint="give http://HOST:PORT; separate several with commas"
+        )
     if len(set(urls)) < len(urls):
         raise UsageError("--on names a server twice")
     return urls
@@ -274,7 +276,7 @@ class HostsBatch:
         if all_fail and silent_s > self._patience_s:
             raise BackendError(
                 f"no server has answered for {silent_s:.0f} seconds",
-                hint="the same command goes on with what is missing",
+                hint="start the same command again: it goes on with the missing lines",
             )
 
     def _write(self, outcome: _Outcome) -> None:

@@ -86,7 +86,7 @@ class RayBatch:
             if (len(self._open), self._n_attempts) == before and not interrupted():
                 raise BackendError(
                     f"the Ray cluster has ended without an answer to the last {len(self._open)} lines",
-                    hint="the same command goes on with what is missing",
+                    hint="start the same command again: it goes on with the missing lines",
                 )
 
     def _run_pass(self, interrupted: Callable[[], bool], report: Callable[[Tally], None]) -> None:
@@ -196,7 +196,8 @@ class _Child:
         if message is None:
             raise BackendError(
                 f"Ray has ended: {self._last_words()}",
-                hint="the same command goes on with what is missing; --verbose shows what Ray says",
+                hint="start the same command again: it goes on with the missing lines; --verbose shows "
+                "Ray's log",
             )
         self._is_placed = self._is_placed or message["kind"] == "placed"
         return message

@@ -149,13 +149,15 @@ class Pass:
             if silent_s > self._job.patience_s:
                 raise BackendError(
                     f"no actor has started within {silent_s:.0f} s: {_free(ray)}",
-                    hint="wait for what has the cluster's CPUs or GPUs, or ask for fewer with "
+                    hint="wait until the cluster has free CPUs or GPUs, or ask for fewer with "
                     "--cpus-per-worker and --gpus-per-worker",
                 )
             return False
         if silent_s <= _SILENT_S:
             return False
-        self._note(f"the actors with lines have been silent for {silent_s:.0f} s: others get them")
+        self._note(
+            f"no actor with open lines has reported for {silent_s:.0f} s: others get the lines"
+        )
         return True
 
     def _tell(self, ray: Any, state: Mapping[str, Any] | None, *, is_end: bool = False) -> None:
@@ -239,11 +241,11 @@ def _connect(address: str) -> Any:
         if address == "auto":
             raise BackendError(
                 "no Ray cluster runs on this machine, and RAY_ADDRESS names none",
-                hint="`ray start --head` starts one; --ray local takes this machine alone",
+                hint="`ray start --head` starts one; --ray local uses this machine alone",
             ) from error
         raise BackendError(
             f"--ray {address}: {_first_line(error)}",
-            hint="the command runs on a machine of the cluster: `ray start --address` makes this one",
+            hint="run the command on a machine of the cluster; `ray start --address` adds this one",
         ) from error
     return ray
 
@@ -292,7 +294,8 @@ def _found(ray: Any, ref: Any, name: str) -> Mapping[str, Any]:
     except Exception as error:
         if "No module named 'specgen'" in str(error):
             raise BackendError(
-                f"the Ray node {name} has no specgen", hint="install it on each node, as it is here"
+                f"specgen is not installed on the Ray node {name}",
+                hint="install the same version on each node",
             ) from error
         raise BackendError(f"the Ray node {name}: {_first_line(error)}") from error
     return found
@@ -313,7 +316,7 @@ def _check_node(name: str, found: Mapping[str, Any], files: Mapping[str, int]) -
             )
         if size != n_bytes:
             raise ModelFileError(
-                f"{path} has {size} bytes on the Ray node {name}, and {n_bytes} on this machine",
+                f"{path} has {size} bytes on the Ray node {name}, but {n_bytes} on this machine",
                 hint="put the same file on each node",
             )
 

@@ -75,7 +75,7 @@ def read_results(path: Path) -> Earlier:
     except DamagedLineError as error:
         raise OutputError(
             f"{path}: line {error.number} is not a result of specgen batch",
-            hint="name another file, or mend that line",
+            hint="name another file, or repair that line",
         ) from None
     found.is_torn = found.n_bytes < len(data)
     found.ends_line = data[: found.n_bytes].endswith(b"\n") or not found.n_bytes

@@ -83,7 +83,7 @@ def save_draft(target: FileIdentity, saved: SavedDraft, file: Path | None = None
     except OSError as error:
         raise OutputError(
             f"{path} could not be written: {error.strerror or error}",
-            hint="SPECGEN_CONFIG may name another folder",
+            hint="set SPECGEN_CONFIG to another folder",
         ) from error
     return path
 

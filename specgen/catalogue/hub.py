@@ -123,8 +123,8 @@ def _check_same_file(metadata: HfFileMetadata, model: CatalogueModel, host: str)
     """Compare what the hub says with what models.toml says, before a gigabyte is fetched."""
     if metadata.commit_hash is None:
         raise FetchError(
-            f"{host} does not answer as a hub does",
-            "the network may want you to sign in first, or HF_ENDPOINT may be wrong",
+            f"{host} does not answer like the Hugging Face hub",
+            "the network may require you to sign in first, or HF_ENDPOINT may be wrong",
         )
     etag = metadata.etag or ""
     other_digest = _SHA256.fullmatch(etag) and etag != model.sha256
@@ -132,7 +132,7 @@ def _check_same_file(metadata: HfFileMetadata, model: CatalogueModel, host: str)
         raise FetchError(
             f"the hub's file is not {model.name} as models.toml has it "
             f"(SHA-256 {etag}, {metadata.size} bytes)",
-            "its repository has changed; a revision in models.toml keeps to the old one",
+            "its repository has changed; set a revision in models.toml to get the old file",
         )
 
 
@@ -162,7 +162,7 @@ def _check_content(path: Path, model: CatalogueModel, progress: DownloadProgress
     path.unlink(missing_ok=True)
     raise FetchError(
         f"the hub sent {model.name} with the SHA-256 {digest}, not {model.sha256}",
-        "it was thrown away; try again",
+        "the file was deleted; try again",
     )
 
 

@@ -69,7 +69,7 @@ def _wheel_of(file_name: str) -> tuple[str, str] | None:
 
 
 def _parse_json(page: Page) -> tuple[IndexFile, ...]:
-    broken = FetchError(f"{shown_url(page.url)} is not a package index: its JSON is not one's")
+    broken = FetchError(f"{shown_url(page.url)} is not a package index: its JSON has another form")
     try:
         document: object = json.loads(page.text)
     except (ValueError, RecursionError) as error:

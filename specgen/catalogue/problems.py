@@ -77,6 +77,6 @@ def disk_errors_named(folder: Path) -> Iterator[None]:
 def no_room(what: str, folder: Path, needed: str, free: str) -> FetchError:
     """Return the FetchError for a download that the disk has no room for."""
     return FetchError(
-        f"{what} needs {needed} in {folder}, where {free} are free",
+        f"{what} needs {needed} in {folder}, but only {free} are free",
         f"free some space there, or {_ELSEWHERE} on another disk",
     )

@@ -170,7 +170,7 @@ class Assembly:
             raise FetchError(
                 f"part {self.n_parts_done + 1} of {self._slot.model.name} is not "
                 f"{expected_bytes} bytes long",
-                "the mirror holds another file than models.toml says",
+                "the mirror has another file than models.toml names",
             )
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -189,7 +189,7 @@ class Assembly:
             raise FetchError(
                 f"{model.name} came with the SHA-256 {self._digest.hexdigest()}, "
                 f"not {model.sha256}",
-                "it was thrown away; the mirror holds another file than models.toml says",
+                "the file was deleted; the mirror has another file than models.toml names",
             )
         self._slot.incomplete.replace(self._slot.file)
         self._slot.remove_leftovers()

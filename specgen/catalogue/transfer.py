@@ -121,10 +121,10 @@ class Transfer:
         path.unlink()
         if not resumed:
             raise FetchError(
-                f"{shown_url(url)} has not the SHA-256 that the index gives for it",
-                "something between here and the mirror changes files; try another network",
+                f"{shown_url(url)} does not have the SHA-256 that the index gives",
+                "something on the network changes files; try another network",
             )
-        self._progress.note("what was left of an earlier download was damaged; starting it again")
+        self._progress.note("the earlier part of the download was damaged; starting again")
         self.download(url, path, sha256=sha256, report=report)
 
     def _attempt(self, url: str, path: Path, report: Callable[[int, int | None], None]) -> None:
@@ -191,7 +191,7 @@ class Transfer:
         if isinstance(error, exceptions.ProxyError):
             return FetchError(f"the proxy cannot be used: {why}", "check HTTPS_PROXY")
         if isinstance(error, exceptions.SSLError) and "CERTIFICATE" in str(error):
-            return FetchError(f"{host} shows a certificate that is not trusted", _CERTIFICATE_HINT)
+            return FetchError(f"the certificate of {host} is not trusted", _CERTIFICATE_HINT)
         if isinstance(error, exceptions.ConnectionError) and not self._answered:
             return FetchError(f"{host} cannot be reached: {why}", _NETWORK_HINT)
         passing = (
@@ -244,7 +244,7 @@ def _accept_whole(response: requests.Response, path: Path, offset: int) -> None:
     match = _UNSATISFIED_RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
     if match is None or int(match.group(1)) != offset:
         path.unlink()
-        raise _InterruptedError("what was left of an earlier download is longer than the file")
+        raise _InterruptedError("the earlier part of the download is longer than the file")
 
 
 def _cut_off(url: str, done_bytes: int, total_bytes: int) -> str:

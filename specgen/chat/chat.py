@@ -127,8 +127,9 @@ class Chat:
         n_alone = self._n_tokens_without(len(conversation.turns) - 1)
         if n_alone > n_ctx:
             raise PromptError(
-                f"the message has {n_alone} tokens with what stands before it, the context {n_ctx}",
-                hint=f"take --ctx-size {n_alone + 1} or more, or a shorter message",
+                f"the message, with the system message and files, has {n_alone} tokens; the context "
+                f"has {n_ctx}",
+                hint=f"use --ctx-size {n_alone + 1} or more, or a shorter message",
             )
         n_answer = n_ctx // _ANSWER_SHARE
         max_tokens = self._session.options.generation.max_tokens
@@ -183,6 +184,6 @@ def check_template(session: Session) -> None:
     """Raises `UsageError` if the target has no chat template."""
     if session.target_model.chat_template() is None:
         raise UsageError(
-            f"{session.target_model.name} has no chat template, which a conversation needs",
-            hint="`specgen run` continues a text without one",
+            f"a conversation needs a chat template, and {session.target_model.name} has none",
+            hint="`specgen run` continues a text without a template",
         )

@@ -63,7 +63,7 @@ def parse(line: str) -> Command | None:
     if command is None:
         raise UsageError(
             f"there is no command /{name}",
-            hint="/help shows the commands; a space before the slash makes it a message",
+            hint="/help lists the commands; to send this as a message, put a space before the slash",
         )
     is_wrong = {
         "nothing": bool(argument),
@@ -72,5 +72,5 @@ def parse(line: str) -> Command | None:
         "on or off": argument not in ("on", "off"),
     }[command.takes]
     if is_wrong:
-        raise UsageError(f"{line.strip()!r}: the command is {command.usage}")
+        raise UsageError(f"{line.strip()!r}: usage: {command.usage}")
     return Command(name, argument)

@@ -43,7 +43,8 @@ class ChatLog:
         end.
         """
         held = UsageError(
-            f"{path}: another specgen chat goes on with it", hint="end that one, or take another"
+            f"{path}: another specgen chat has it open",
+            hint="end that one, or use another --session",
         )
         with (
             locked(path.with_name(f"{path.name}.lock"), held),
@@ -100,8 +101,8 @@ def _read(path: Path, data: bytes) -> tuple[Conversation, int]:
         n_bytes = take_lines(data, lambda line: conversation.apply(_from_json(line)))
     except DamagedLineError as error:
         raise PromptError(
-            f"{path}: line {error.number} is damaged, or not of a conversation",
-            hint="mend or remove that line, or take another file",
+            f"{path}: line {error.number} is damaged, or not part of a conversation",
+            hint="repair or remove that line, or use another file",
         ) from None
     return conversation, n_bytes
 

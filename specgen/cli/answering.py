@@ -23,9 +23,11 @@ def with_grammar(
     """The options of an answer that follows a grammar, if there is one. Raises `UsageError` if they
     exclude each other."""
     if answer.logprobs is not None and not json:
-        raise UsageError("--logprobs needs --json, in whose events they are")
+        raise UsageError("--logprobs needs --json: only events have log-probabilities")
     if grammar is not None and answer.ignore_eos:
-        raise UsageError("--ignore-eos and a grammar exclude each other: its text has an end")
+        raise UsageError(
+            "--ignore-eos and a grammar exclude each other: text that follows a grammar has an end"
+        )
     return replace(answer, grammar=grammar)
 
 

@@ -180,7 +180,7 @@ def batch(
     """
     flags.check_loudness(quiet=quiet, verbose=verbose)
     if system is not None and chat is False:
-        raise UsageError("--system needs the chat template, --raw does without")
+        raise UsageError("--system and --raw exclude each other: --raw uses no chat template")
     if destination == _STDIO and (retry_errors or allow_mixed):
         raise UsageError("--retry-errors and --allow-mixed need a file as OUT")
     _check_folder(destination)
@@ -251,8 +251,8 @@ def batch(
             n_errors += n_failed
     if n_errors and not code:
         raise BatchError(
-            f"{counted(n_errors, 'line')} of {len(lines)} could not be answered: the results say why",
-            hint="--retry-errors asks for them again",
+            f"{counted(n_errors, 'line')} of {len(lines)} could not be answered; the results say why",
+            hint="--retry-errors answers them again",
         )
     return code
 
@@ -360,7 +360,8 @@ def _alone(destination: Path) -> Iterator[None]:
 
     name = hashlib.sha256(os.fsencode(destination.resolve())).hexdigest()[:16]
     held = OutputError(
-        f"{destination}: another specgen batch is writing to it", hint="wait for its end"
+        f"{destination}: another specgen batch is writing to it",
+        hint="wait until it has ended, or name another file",
     )
     with locked(cache_folder() / "locks" / f"{name}.lock", held):
         yield
@@ -372,7 +373,9 @@ def _take_up(destination: Path, *, retry_errors: bool, note: Callable[[str], Non
 
     earlier = read_results(destination)
     if earlier.is_torn:
-        note(f"{destination}: half a result at its end is dropped; its line is answered again")
+        note(
+            f"{destination}: the last result is incomplete and was dropped; its line is answered again"
+        )
     if retry_errors and earlier.errors:
         earlier = without_errors(destination, earlier)
     return earlier

@@ -37,13 +37,15 @@ def check_alone(models: ModelChoice, drafting: DraftOptions, machine: Contexts) 
     """Raise `UsageError` for what a server has decided already."""
     named = [models.target, models.draft, models.pair, *models.helpers]
     if any(name is not None for name in named):
-        raise UsageError("--on has models of its own: leave out -m, -md and --pair")
+        raise UsageError("with --on the servers have the models: leave out -m, -md and --pair")
     own = DraftOptions()
     # What a variable of the environment says is for other commands.
     if replace(drafting, policy=own.policy, weights=own.weights) != own:
-        raise UsageError("--on drafts as the servers do: leave out the options of drafts")
+        raise UsageError(
+            "with --on the servers decide how to draft: leave out the options of drafting"
+        )
     if (machine.target, machine.draft) != (ContextOptions(), ContextOptions()):
-        raise UsageError("--on computes where the servers do: leave out the options of the machine")
+        raise UsageError("with --on the servers compute: leave out the options of the machine")
 
 
 def defaults_of(

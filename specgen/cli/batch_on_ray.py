@@ -78,7 +78,7 @@ def ray_options(
     if address not in {"local", "auto"} and not (host and "/" not in host and port.isdigit()):
         raise UsageError(
             f"--ray {address}: not the address of a cluster",
-            hint="give HOST:PORT, as `ray start --head` prints it, or auto, or local",
+            hint="give HOST:PORT as `ray start --head` prints it, or auto, or local",
         )
     return RayOptions(address, *per_worker, patience_s)
 

@@ -279,7 +279,7 @@ def parse_policies(given: Sequence[str] | None) -> tuple[PolicyName, ...]:
         if policy not in found:
             found.append(policy)
     if given and not found:
-        raise UsageError("--policy names none", hint=f"one of {', '.join(_POLICIES)}")
+        raise UsageError("--policy is empty", hint=f"give one of {', '.join(_POLICIES)}")
     return tuple(found) or (DraftOptions().policy,)
 
 
@@ -296,7 +296,7 @@ def _check_folder(path: Path | None, option: str) -> None:
     """What cannot be written is to be known now, not after an hour."""
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         what = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise UsageError(f"{option} {path}: {what}", hint="give the name of a file")
+        raise UsageError(f"{option} {path}: {what}", hint="give the path of a file")
 
 
 def _write(report: BenchReport, json_file: Path | None, html_file: Path | None) -> None:

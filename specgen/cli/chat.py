@@ -254,7 +254,7 @@ def _do(command: Command, talk: Chat, view: _View) -> int:
     name, argument = command.name, command.argument
     if name == "regen":
         if talk.says_the_same_again:
-            view.say("note: at temperature 0 an answer is the same again (--temp 0.8 lets it vary)")
+            view.say("note: at temperature 0 the new answer is the same (--temp 0.8 lets it vary)")
         return view.answer(talk.regenerate())
     if name == "help":
         view.say(_help())
@@ -266,7 +266,7 @@ def _do(command: Command, talk: Chat, view: _View) -> int:
         view.say(f"{counted(len(talk.conversation.turns), 'turn')} left")
     elif name == "system":
         talk.change(Change("system", argument or None))
-        view.say("the system message is changed" if argument else "there is no system message now")
+        view.say("the system message was changed" if argument else "the system message was removed")
     elif name == "save":
         try:
             log.save(Path(argument).expanduser(), talk.conversation)
@@ -346,7 +346,9 @@ def _session_file(name: str) -> Path:
     from specgen.catalogue import data_folder
 
     if not name.strip() or name.startswith(".") or Path(name).name != name or "\\" in name:
-        raise UsageError(f"--session {name!r} is no name", hint="give a word, without slashes")
+        raise UsageError(
+            f"--session {name!r} is not a valid name", hint="give a word without slashes"
+        )
     return data_folder() / "chats" / f"{name}.jsonl"
 
 

@@ -172,7 +172,7 @@ class _Place:
         try:
             if path.read_bytes() != self.text.encode():
                 raise OutputError(
-                    f"{self.path}: changed meanwhile, so the middle was not written into it"
+                    f"{self.path}: the file has changed meanwhile; the middle was not written into it"
                 )
             whole = self.begins + self.prefix + middle + self.suffix
             with new_beside(path) as new:
@@ -195,7 +195,7 @@ def _find_place(
         raise UsageError("--in-place needs FILE:LINE, the file to write to")
     if prefix_file is None and suffix_file is None:
         raise UsageError(
-            "no gap",
+            "no gap is given",
             hint="give FILE:LINE[:COLUMN], or --prefix-file and --suffix-file",
         )
     if str(prefix_file) == str(suffix_file) == "-":
@@ -214,14 +214,14 @@ def _in_file(place: str) -> _Place:
     found = _PLACE.fullmatch(place)
     if found is None:
         raise UsageError(
-            f"{place!r} is no place in a file", hint="give FILE:LINE or FILE:LINE:COLUMN"
+            f"{place!r} is not a place in a file", hint="give FILE:LINE or FILE:LINE:COLUMN"
         )
     path, number = Path(found["file"]), int(found["line"])
     text = _decode(_read(path), str(path))
     begins = _BOM if text.startswith(_BOM) else ""
     lines = text.removeprefix(_BOM).split("\n")
     if not 1 <= number <= len(lines):
-        raise PromptError(f"{path} has no line {number}: it has {len(lines)}")
+        raise PromptError(f"{path} has no line {number}: it has {len(lines)} lines")
     line = lines[number - 1].removesuffix("\r")
     column = len(line) + 1 if found["column"] is None else int(found["column"])
     if not 1 <= column <= len(line) + 1:
@@ -259,9 +259,9 @@ def _room(session: Session) -> int:
     n_room = n_ctx - (max_tokens if max_tokens >= 0 else n_ctx // 4)
     if n_room < n_ctx // 4:
         raise UsageError(
-            f"--max-tokens {max_tokens} leaves {max(0, n_room)} of {n_ctx} tokens for what is around "
+            f"--max-tokens {max_tokens} leaves {max(0, n_room)} of {n_ctx} tokens for the text around "
             "the gap",
-            hint=f"take --ctx-size {2 * max_tokens} or more, or fewer tokens",
+            hint=f"use --ctx-size {2 * max_tokens} or more, or a smaller --max-tokens",
         )
     return n_room
 

@@ -32,7 +32,7 @@ def read_prompt(
         prompt = _check_argument(argument if argument is not None else option or "")
     else:
         raise UsageError(
-            "no prompt",
+            "no prompt is given",
             hint='give one, as in `specgen run "Why is the sky blue?"`, or pipe it in',
         )
     if not prompt:

@@ -47,7 +47,7 @@ def run(
     """
     flags.check_loudness(quiet=quiet, verbose=verbose)
     if system is not None and chat is False:
-        raise UsageError("--system needs the chat template, --raw does without")
+        raise UsageError("--system and --raw exclude each other: --raw uses no chat template")
     generation = with_grammar(answer, grammar, json=json)
     prompt = read_prompt(prompt_argument, prompt_option, prompt_file)
 

@@ -114,7 +114,8 @@ def serve(
                 print(f"note: {text}", file=sys.stderr)
 
         note(
-            f"{engine.n_parallel} at once, {engine.n_ctx} tokens each; draft: {session.draft_name}"
+            f"{engine.n_parallel} answers at once, contexts of {engine.n_ctx} tokens; "
+            f"draft: {session.draft_name}"
         )
         for notice in engine.take_notices():
             note(notice)

@@ -174,7 +174,7 @@ def verify(
     sources = find_models(models, quiet=quiet)
     if sources.draft == "none":
         why = sources.drafts[0].why  # what was saved for this target
-        raise UsageError(f"{why}: there is nothing to verify", hint="--draft names a draft")
+        raise UsageError(f"{why}: there is nothing to verify", hint="name a draft with --draft")
     answer = GenerationOptions(max_tokens=max_tokens, grammar=grammar)
     options = session_options(sources, sampling, drafting, answer, machine)
     use_kernels(machine.kernels, quiet=quiet)
@@ -189,7 +189,7 @@ def verify(
         return stop.exit_code
     if report.is_defect:
         raise DefectError(
-            "the text is not always the target's own: see the report",
+            "drafting changed the text: see the report",
             hint=None
             if report.seeded_bug
             else "please report it, with the command and the two models' names",
@@ -314,7 +314,7 @@ class _Job:
         if skipped and not greedy and not sampled and not self._stop():
             raise PromptError(
                 f"no prompt fits the context; prompt {skipped[0].prompt}: {skipped[0].reason}",
-                hint="take a larger --ctx-size, or shorter prompts",
+                hint="use a larger --ctx-size, or shorter prompts",
             )
         draft = self._options.draft
         return ProofReport(

@@ -97,8 +97,8 @@ def worker(
 
     if insecure_network and not is_loopback(host):
         say(
-            f"warning: whoever reaches {host}:{port} can read and write this process's memory and "
-            "run code in it; nothing is encrypted. Use it in a network of your own only."
+            f"warning: anyone who reaches {host}:{port} can read and write this process's memory and "
+            "run code in it; nothing is encrypted. Use it in a private network only."
         )
     own = attached()
     if own is not None and own.computes_products:
@@ -124,22 +124,22 @@ def worker(
                 is_listening = True
                 os.write(out, f"listening on {endpoint}\n".encode())
     if not stop():
-        what = "no longer serves" if is_listening else "cannot listen at"
-        raise BackendError(f"llama.cpp {what} {endpoint}", hint="--verbose shows what it says")
-    say("the worker ended; programs that use it lose what it computes")
+        what = "no longer serves" if is_listening else "cannot listen on"
+        raise BackendError(f"llama.cpp {what} {endpoint}", hint="--verbose shows llama.cpp's log")
+    say("the worker has ended; programs that use it have lost it")
     return 0
 
 
 def _check_address(host: str, *, insecure: bool) -> None:
     """Raise `UsageError` for an address that other machines reach, unless it is wanted."""
     if ":" in host:
-        raise UsageError(f"--host {host}: llama.cpp's RPC takes host names and IPv4 addresses")
+        raise UsageError(f"--host {host}: not a host name or an IPv4 address")
     if not insecure and not is_loopback(host):
         raise UsageError(
             f"--host {host} can be reached by other machines, and a worker has no passwords and no "
             "encryption",
-            hint="keep 127.0.0.1 and let others come by a tunnel (ssh -L), or, in a network of your "
-            "own only, add --insecure-network",
+            hint="leave out --host and connect through a tunnel (ssh -L), or, in a private network only, "
+            "add --insecure-network",
         )
 
 
@@ -161,8 +161,8 @@ def _check_free(host: str, port: int) -> None:
             trial.bind((host, port))
         except OSError as error:
             raise UsageError(
-                f"cannot listen at {host}:{port}: {error.strerror or error}",
-                hint="take another --port, or end what listens there",
+                f"cannot listen on {host}:{port}: {error.strerror or error}",
+                hint="use another --port, or end the program that listens there",
             ) from error
 
 

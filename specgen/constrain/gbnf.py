@@ -84,7 +84,7 @@ class _Reader:
         self._skip_space(newlines=True)
         if not self._peek():
             raise UsageError(
-                "the grammar is empty", hint='a grammar has a rule: root ::= "yes" | "no"'
+                "the grammar is empty", hint='give at least a rule root: root ::= "yes" | "no"'
             )
         while self._peek():
             self._read_rule()

@@ -51,7 +51,7 @@ def schema_grammar(schema: str) -> Grammar:
     grammar = Grammar("json_schema", json.dumps(_closed(parsed)))
     problem = problem_of(grammar)
     if problem is not None:
-        raise UsageError(f"the JSON schema cannot be honoured: {_plain(problem)}")
+        raise UsageError(f"the JSON schema cannot be enforced: {_plain(problem)}")
     return grammar
 
 

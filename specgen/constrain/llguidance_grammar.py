@@ -54,7 +54,9 @@ class LlguidanceGrammar:
         from llguidance import LLMatcher
 
         if not vocabulary.end_tokens():
-            raise UsageError("the model has no end-of-text token, with which such answers end")
+            raise UsageError(
+                "the model has no end-of-text token, so it cannot follow a grammar or a schema"
+            )
         try:
             with _panics():
                 matcher = LLMatcher(_tokenizer(vocabulary), _compiled(grammar), log_level=0)

@@ -43,7 +43,7 @@ class AnswerSettings:
             if not 0 <= token < vocabulary.n_tokens:
                 raise UsageError(
                     f"--logit-bias: there is no token {token}: "
-                    f"{model.name} has {vocabulary.n_tokens}"
+                    f"{model.name} has {vocabulary.n_tokens} tokens"
                 )
         if generation.ignore_eos:
             never = tuple((token, -math.inf) for token in vocabulary.end_tokens())

@@ -98,7 +98,7 @@ def render(
         reason = " ".join(str(error).split()) or type(error).__name__
         raise PromptError(
             f"the model's chat template failed: {reason}",
-            hint="leave out --system if it is the system message; `specgen run --raw` does without it",
+            hint="leave out --system if the template takes none; `specgen run --raw` uses no template",
         ) from error
 
 

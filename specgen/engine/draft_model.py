@@ -279,9 +279,9 @@ class DraftModel:
             self._translation = Translation(target.vocabulary, self.model.vocabulary)
             if translate == "tokens" and not len(self._translation.shared):
                 raise PairError(
-                    f"{self.model.name} cannot draft for {target.name} token by token: "
-                    "they share none",
-                    hint="--translate string translates what it says",
+                    f"{self.model.name} cannot draft for {target.name} with --translate tokens: "
+                    "they share no token",
+                    hint="--translate string translates its text",
                 ) from None
             if translate != "tokens":
                 self._translation.draft_lexicon.load()  # now, not in the middle of an answer

@@ -67,7 +67,7 @@ class DraftStack:
         if isinstance(source, Path) and is_heads_file(source):
             if self._helpers:
                 raise UsageError(
-                    f"{source.name}: nothing drafts for decoder heads; name no more drafts"
+                    f"{source.name}: decoder heads take no draft of their own; leave out the next --draft"
                 )
             self.heads = HeadsDraft(source, self._target, self._context, drafting, self._clock)
         elif isinstance(source, Path):

@@ -132,7 +132,7 @@ class Engine:
         n_most = MAX_SEQUENCES // session.n_sequences_max
         if n_parallel > n_most:
             raise UsageError(
-                f"{n_parallel} answers at once: with drafts like these {n_most} can be made",
+                f"{n_parallel} answers at once: with drafts of this shape at most {n_most} are possible",
                 hint="--tree off allows more",
             )
         self._session = session
@@ -211,8 +211,8 @@ class Engine:
             prompt = session.prompt(prompt)
         if len(prompt.tokens) > self._n_ctx:
             raise PromptError(
-                f"the prompt has {len(prompt.tokens)} tokens, the context {self._n_ctx}",
-                hint=f"take a context of {len(prompt.tokens) + 1} tokens or more",
+                f"the prompt has {len(prompt.tokens)} tokens, but the context has {self._n_ctx}",
+                hint=f"use a context of {len(prompt.tokens) + 1} tokens or more",
             )
         settings = session.answer_settings(
             sampling, generation, n_drafted_max=n_drafted_max, verifier=verifier

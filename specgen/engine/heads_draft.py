@@ -39,8 +39,8 @@ class HeadsDraft:
     ) -> None:
         if target.has_recurrent_state:
             raise PairError(
-                f"{target.name} has a recurrent state: decoder heads draft for other models",
-                hint="take a draft model, or --draft ngram",
+                f"{target.name} has a recurrent state; decoder heads cannot draft for it",
+                hint="use a draft model, or --draft ngram",
             )
         n_threads = context.n_threads or default_threads()
         self._drafting = drafting
@@ -54,7 +54,7 @@ class HeadsDraft:
             self.heads.close()
             raise PairError(
                 f"{path.name}: made for {weights.target}, not for {target.name}",
-                hint=f"make some with `specgen draft make -m {target.path}`",
+                hint=f"`specgen draft make -m {target.path}` makes heads for this target",
             )
         self._is_end = vocabulary.is_end
         #: What looks cost: the same for all answers.

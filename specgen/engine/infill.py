@@ -132,7 +132,7 @@ def infill_prompt(
     if tokens is None:
         raise UsageError(
             f"{model.name} has no tokens for fill-in-the-middle",
-            hint="take a model that was trained for it, such as Qwen2.5-Coder or StarCoder2",
+            hint="use a model that was trained for it, such as Qwen2.5-Coder or StarCoder2",
         )
     writer = _Writer(model.vocabulary, tokens, n_room)
     written = writer.write(gap)

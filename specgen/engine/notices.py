@@ -16,8 +16,8 @@ def learnt_note(folder: Path | None, draft: Path) -> str:
     """That a draft model drafts with what it learnt."""
     learnt = read_learnt(folder, draft) if folder is not None else Learnt()
     return (
-        f"{draft.name} drafts with what it learnt from {learnt.n_answers} answers: it said what the "
-        f"target said at {learnt.agreement_after:.3f} of the places of others, before at "
+        f"{draft.name} drafts with what it learnt from {learnt.n_answers} answers: on other answers it "
+        f"agrees with the target at {learnt.agreement_after:.3f} of the places, before at "
         f"{learnt.agreement_before:.3f}"
     )
 
@@ -34,16 +34,18 @@ def opening_notices(session: Session, n_ctx: int, measured_s: float) -> Iterator
     target, draft = session.target_model, session.draft_model
     if 0 < target.n_ctx_train < n_ctx:
         yield (
-            f"{target.name} was trained with {target.n_ctx_train} tokens of context, "
-            f"{n_ctx} are asked for: expect poor text"
+            f"{target.name} was trained with {target.n_ctx_train} tokens of context, but the context "
+            f"has {n_ctx}: expect poor text"
         )
     if draft is not None and 0 < draft.n_ctx_train < n_ctx:
         yield (
-            f"{draft.name} was trained with {draft.n_ctx_train} tokens of context, "
-            f"{n_ctx} are asked for: of a longer text it sees the latest part"
+            f"{draft.name} was trained with {draft.n_ctx_train} tokens of context, the target's context "
+            f"has {n_ctx}: of a longer text the draft sees only the latest part"
         )
     if measured_s:
-        message = f"measured what drafting costs and promises here, in {measured_s:.1f} s"
+        message = (
+            f"measured the costs of drafting and the expected acceptance in {measured_s:.1f} s"
+        )
         if session.was_busy:
-            message += "; the machine had other work to do, so it is measured anew the next time"
+            message += "; the machine was busy, so they are measured again the next time"
         yield message

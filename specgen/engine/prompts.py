@@ -59,7 +59,7 @@ def text_prompt(
     if chat or system is not None:
         wanted = "--chat" if chat else "--system"
         raise UsageError(
-            f"{model.name} has no chat template, which {wanted} needs",
+            f"{wanted} needs a chat template, and {model.name} has none",
             hint=f"leave {wanted} out: the prompt is then continued as it is",
         )
     return _tokenized(model, text)
@@ -77,7 +77,7 @@ def conversation_prompt(
     Raises `UsageError` if there is no template, `PromptError` if it does not accept the messages."""
     text = chat_text(model, messages, now, tools)
     if text is None:
-        raise UsageError(f"{model.name} has no chat template, which a conversation needs")
+        raise UsageError(f"a conversation needs a chat template, and {model.name} has none")
     prompt = _tokenized(model, text)
     # What the template says of tools may stand before the first message, and a draft needs it.
     head = range(0) if tools else head_of(model.vocabulary, text, prompt.tokens, messages)
@@ -93,7 +93,9 @@ def token_prompt(model: LlamaModel, tokens: Sequence[int]) -> Prompt:
     vocabulary = model.vocabulary
     for token in tokens:
         if not 0 <= token < vocabulary.n_tokens:
-            raise PromptError(f"there is no token {token}: {model.name} has {vocabulary.n_tokens}")
+            raise PromptError(
+                f"there is no token {token}: {model.name} has {vocabulary.n_tokens} tokens"
+            )
     if not tokens:
         raise PromptError("the prompt is empty", hint="give some tokens to continue")
     text = b"".join(map(vocabulary.token_bytes, tokens)).decode("utf-8", "replace")

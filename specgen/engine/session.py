@@ -395,7 +395,9 @@ class Session:
             n_ctx = wanted or n_train or _ANSWER_ROOM
             hint = f"take --ctx-size {n_prompt + 1} or more, or a shorter prompt"
         if n_prompt > n_ctx:
-            raise PromptError(f"the prompt has {n_prompt} tokens, the context {n_ctx}", hint)
+            raise PromptError(
+                f"the prompt has {n_prompt} tokens, but the context has {n_ctx}", hint
+            )
         return n_ctx
 
     @contextlib.contextmanager

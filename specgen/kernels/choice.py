@@ -63,7 +63,9 @@ def wanted_in(environment: Mapping[str, str]) -> KernelChoice:
         if choice == wanted:
             found: KernelChoice = choice
             return found
-    raise UsageError(f"{VARIABLE} is {wanted!r}; it can be {', '.join(get_args(KernelChoice))}")
+    raise UsageError(
+        f"{VARIABLE} is {wanted!r}; set it to one of {', '.join(get_args(KernelChoice))}"
+    )
 
 
 def choose_kernels(

@@ -33,11 +33,11 @@ def print_report(report: ProofReport, console: Console) -> None:
         console.width = _WIDTH
     _print(
         console,
-        f"{report.target}, drafted for by {report.draft}: at most "
+        f"{report.target} with drafts from {report.draft}: at most "
         f"{counted(report.draft_max, 'token')} a draft, verifier {report.verifier}",
     )
     if report.seeded_bug is not None:
-        _print(console, f"with a bug built in: {report.seeded_bug}", style=_HEADING)
+        _print(console, f"with a planted bug: {report.seeded_bug}", style=_HEADING)
     for skipped in report.skipped:
         _print(console, f"prompt {skipped.prompt} was skipped: {skipped.reason}")
     if report.greedy:
@@ -47,7 +47,9 @@ def print_report(report: ProofReport, console: Console) -> None:
     elif report.check != "greedy" and not report.is_interrupted:
         console.print()
         _print(console, "Sampled", style=_HEADING)
-        _print(console, "nothing was drafted in any answer: no place to draw at", indent=2)
+        _print(
+            console, "nothing was drafted in any answer, so there was nothing to sample", indent=2
+        )
     console.print()
     console.print(_verdict(report))
 
@@ -200,8 +202,8 @@ def _tests(result: SampledResult) -> Table:
 def _moved(n_rows: int, by: float, by_batches: float, *, exact_rows: bool, is_defect: bool) -> Text:
     if exact_rows and not is_defect:
         return Text(
-            f"{counted(n_rows, 'row')} of logits are the same bits as in plain decoding, "
-            "and so they have to be with specgen's kernels"
+            f"{counted(n_rows, 'row')} of logits have the same bits as in plain decoding, "
+            "as specgen's kernels guarantee"
         )
     return Text.assemble(
         f"{counted(n_rows, 'row')} of logits moved by up to {by:.2%}; batches alone move them by "
@@ -216,7 +218,7 @@ def _verdict(report: ProofReport) -> Text:
     if report.verdict == "interrupted":
         return Text("Interrupted: no defect in what was checked.", "bold")
     if report.verdict == "nothing drafted":
-        return Text("Nothing was drafted, so nothing was shown; try other prompts.", "bold")
+        return Text("Nothing was drafted, so nothing was checked; try other prompts.", "bold")
     return Text("Lossless: no defect found.", "bold green")
 
 

@@ -188,7 +188,7 @@ def _end(finished: FinishedEvent, encoding: str) -> str:
             return "the model ended the text"
         return f"stopped at {clean_line(finished.stopped_by, encoding)!r}"
     if finished.finish_reason == "length":
-        return "as many tokens as --max-tokens allows"
+        return "reached --max-tokens"
     if finished.finish_reason == "context":
         return "the context is full"
     return "interrupted"

@@ -36,7 +36,7 @@ class NoTokenAllowedError(BackendError):
     def __init__(self) -> None:
         super().__init__(
             "the grammar allows no token here",
-            hint="it leads into a dead end: some rule cannot be finished in this model's tokens",
+            hint="a rule of the grammar cannot be completed with this model's tokens; change the grammar",
         )
 
 

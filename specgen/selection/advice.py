@@ -57,7 +57,7 @@ def advice(tuning: Tuning) -> list[Section]:
     only what it found: the rest would be drawn from half of the measurements."""
     sections = [
         Section("What drafting is worth here", tuple(_worth(tuning))),
-        Section("What would gain how much", tuple(_ways(tuning))),
+        Section("Expected speed-ups", tuple(_ways(tuning))),
     ]
     if not tuning.is_interrupted:
         sections += [
@@ -92,18 +92,18 @@ def _worth(tuning: Tuning) -> Iterator[str]:
         yield f"{name_of_way(own)}: {_gain(own.figures, plain)}"
         if (share := own.figures.acceptance_rate) is not None:
             yield (
-                f"the target accepts {_percent(share)} of what it drafts; a round makes "
+                f"the target accepts {_percent(share)} of the drafted tokens; a round gives "
                 f"{own.figures.mean_accepted_length:.1f} tokens"
             )
     if len(tuning.ways) == 1:
         yield f"plain decoding makes {plain} tokens/s; no draft was tried"
     elif best.figures.speedup < _LEAST_GAIN:
         yield (
-            "nothing that was tried gains anything to speak of: plain decoding (--draft none) "
+            "no draft that was tried is clearly faster than plain decoding (--draft none), which "
             f"makes {plain} tokens/s"
         )
     elif own is None or best.figures.speedup >= _LEAST_GAIN * own.figures.speedup:
-        yield f"best is {name_of_way(best)} ({options_of_way(best)}): {_gain(best.figures, plain)}"
+        yield f"best: {name_of_way(best)} ({options_of_way(best)}): {_gain(best.figures, plain)}"
 
 
 def _own_way(tuning: Tuning) -> TriedDraft | None:
@@ -116,7 +116,7 @@ def _own_way(tuning: Tuning) -> TriedDraft | None:
 def _gain(figures: DraftFigures, plain_tokens_per_s: str) -> str:
     return (
         f"x{figures.speedup:.2f} plain decoding, {figures.tokens_per_s:.1f} tokens/s instead "
-        f"of {plain_tokens_per_s}; x{figures.worst_speedup:.2f} for the prompt that it suits least"
+        f"of {plain_tokens_per_s}; x{figures.worst_speedup:.2f} for the worst prompt"
     )
 
 
@@ -143,15 +143,15 @@ def _reasons(tuning: Tuning) -> Iterator[str]:
         yield f"{name} proposes nothing in the target's answers"
         return
     yield (
-        f"{name} says what the target says at {_percent(rate)} of "
+        f"{name} agrees with the target at {_percent(rate)} of "
         f"{draft.agreement.n_places} places in the target's own answers"
     )
     if draft.costs is None:
         return
     token_s, plain_s = draft.costs.draft_token_s, draft.costs.batch_s[1]
-    yield f"it drafts a token in {_ms(token_s)}, {token_s / plain_s:.2f} of what the target takes"
+    yield f"it drafts a token in {_ms(token_s)}, {token_s / plain_s:.2f} of the target's time"
     yield _batch_text(draft.costs.batch_s)
-    yield f"{_bound_text(draft.costs, 'it')}; it is at {_percent(rate)}"
+    yield f"{_bound_text(draft.costs, 'it')}; it agrees at {_percent(rate)}"
 
 
 def _batch_text(batch_s: dict[int, float]) -> str:
@@ -160,7 +160,7 @@ def _batch_text(batch_s: dict[int, float]) -> str:
     seconds, plain_s = rows_s(batch_s, n_rows), batch_s[1]
     return (
         f"the target takes {_ms(plain_s)} for a token, and {seconds / plain_s:.2f} times as long "
-        f"for a batch of {n_rows}"
+        f"for a batch of {n_rows} rows"
     )
 
 
@@ -168,8 +168,8 @@ def _bound_text(costs: Costs, what: str) -> str:
     """From which agreement on a draft pays."""
     least = break_even(costs)
     if least is None:
-        return f"at these costs {what} would not pay even if it were always right"
-    return f"at these costs {what} begins to pay where it is right at about {_percent(least)}"
+        return f"at these costs {what} would not save time even if it always agreed"
+    return f"at these costs {what} saves time if it agrees at about {_percent(least)} or more"
 
 
 def _percent(share: float) -> str:
@@ -193,7 +193,7 @@ def _wishes(tuning: Tuning) -> Iterator[str]:
     if draft is None:
         if not any(isinstance(way.draft, Path) for way in tuning.ways):
             yield (
-                "no draft model was tried: `specgen models list` names some, and --draft takes "
+                "no draft model was tried: `specgen models list` shows some, and --draft takes "
                 "any GGUF file"
             )
         return
@@ -210,16 +210,16 @@ def _better_drafts(
     cheaper = speedup_with(draft, measured, costs=with_cheaper_draft(costs, _CHEAPER))
     if cheaper is not None:
         yield (
-            f"a draft that agrees as often in {_ms(_CHEAPER * costs.draft_token_s)} a token, as a "
-            f"smaller quantisation of this one may: {_about(cheaper)}; {draft.draft.name} alone is at "
-            f"x{measured:.2f} now"
+            f"a draft that agrees as often and takes {_ms(_CHEAPER * costs.draft_token_s)} a token "
+            f"(perhaps a smaller quantisation of this one): {_about(cheaper)}; {draft.draft.name} alone "
+            f"is at x{measured:.2f} now"
         )
     better = halfway_right(rate)
     righter = speedup_with(draft, measured, rate=better)
     if righter is not None and rate < 1.0:
         yield (
-            f"a draft that is right at {_percent(better)} in the same time, as one of the target's "
-            f"own family may be: {_about(righter)}"
+            f"a draft of the same speed that agrees at {_percent(better)} (perhaps one of the target's "
+            f"own family): {_about(righter)}"
         )
 
 
@@ -228,25 +228,21 @@ def _better_targets(draft: DraftFindings, measured: float, costs: Costs) -> Iter
     batch = rows_s(costs.batch_s, n_rows) / costs.batch_s[1]
     if batch <= _CHEAP_BATCH:
         yield (
-            "the target is of the kind that drafts are for: a batch of "
-            f"{n_rows} costs {batch:.2f} tokens"
+            "the target is well suited to drafts: a batch of "
+            f"{n_rows} rows costs {batch:.2f} tokens"
         )
         return
     flat = speedup_with(draft, measured, costs=with_flat_batches(costs))
     if flat is not None:
         yield (
-            "a target that waits for its weights, so that a batch costs hardly more than a token "
-            "(a larger model, another quantisation with more bits a weight, a GPU), if it took as "
-            f"long for a token: {_about(flat)}"
+            "a target with the same time for a token whose batches cost hardly more than that "
+            "(perhaps a larger model, a quantisation with more bits per weight, or a GPU): "
+            f"{_about(flat)}"
         )
 
 
 def _about(speedup: float) -> str:
-    return (
-        f"about x{speedup:.2f}"
-        if speedup >= _LEAST_GAIN
-        else f"no gain to speak of (x{speedup:.2f})"
-    )
+    return f"about x{speedup:.2f}" if speedup >= _LEAST_GAIN else f"hardly a gain (x{speedup:.2f})"
 
 
 # --- settings --------------------------------------------------------------------------------
@@ -256,7 +252,7 @@ def _settings(tuning: Tuning) -> Iterator[str]:
     if tuning.threads is not None:
         yield threads_text(tuning.target.name, tuning.threads)
     else:
-        yield "threads are as you said; without -t and -tb they are chosen by measurement"
+        yield "threads are as given; without -t and -tb they are chosen by measurement"
     if tuning.draft is not None and tuning.draft.threads is not None:
         yield threads_text(tuning.draft.draft.name, tuning.draft.threads)
     if tuning.draft is not None and tuning.draft.compared is not None:
@@ -267,9 +263,9 @@ def _settings(tuning: Tuning) -> Iterator[str]:
 
 
 def _lengths_text(figures: DraftFigures, n_max: int) -> str:
-    rule = f"drafts are as long as is expected to pay, {n_max} tokens at most"
+    rule = f"drafts grow while that is expected to save time, to {n_max} tokens at most"
     if figures.draft_length is None:
-        return f"{rule}: here none was"
+        return f"{rule}: here nothing was drafted"
     return (
         f"{rule}: here {figures.draft_length:.1f} on average, in {_percent(figures.draft_share)} "
         "of the rounds"
@@ -286,12 +282,12 @@ def threads_text(name: str, times: ThreadTimes) -> str:
 def weights_text(compared: Comparison) -> str:
     """From which weights a draft model drafts, and why."""
     copy = (
-        f"a copy of {compared.model} in {COPY_TYPE.upper()} takes {compared.share:.2f} of its time "
-        f"and differs by {_percent(compared.distance)} in what it says comes next"
+        f"a copy of {compared.model} in {COPY_TYPE.upper()} takes {compared.share:.2f} of its time, "
+        f"and its predictions differ by {_percent(compared.distance)}"
     )
     if compared.is_taken:
-        return f"{copy}: it drafts in its place"
-    return f"{copy}, which is not worth it: {compared.model} drafts from its own weights"
+        return f"{copy}: the copy drafts"
+    return f"{copy}: that is no gain, so {compared.model} drafts from its own weights"
 
 
 def _chosen(chosen: int, default: int, seconds: dict[int, float]) -> str:
@@ -321,12 +317,12 @@ def _doubts(tuning: Tuning) -> Iterator[str]:
         busy.append(f"a token took {_ms(min(times))} at one time and {_ms(max(times))} at another")
     if busy:
         yield (
-            f"{', and '.join(busy)}: this is what drafting is worth on a machine that has other "
-            "work to do, tune again when it has not"
+            f"{', and '.join(busy)}: these figures are those of a busy machine; tune again when it "
+            "is idle"
         )
     n_tokens = n_answer_tokens(tuning.baseline)
     if n_tokens < _N_SURE:
-        yield f"{n_tokens} tokens of answers are few: --count and -n take more"
+        yield f"{n_tokens} tokens of answers are few; for more, raise --count or -n"
 
 
 def _token_times(tuning: Tuning) -> list[float]:

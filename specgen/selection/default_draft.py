@@ -62,7 +62,7 @@ def _candidates(
             alone = ""
             yield _saved(target, saved)
         else:
-            gone = f"{saved.draft}, saved as the draft for {target.name}, is not there any more; "
+            gone = f"{saved.draft}, saved as the draft for {target.name}, no longer exists; "
     model = registry.recognise(target)
     for pair in registry.pairs_for(model) if model is not None else ():
         draft: DraftSource | None = "ngram"

@@ -71,8 +71,8 @@ def refusal(draft: str, expected: Outlook) -> str:
     start = f"not drafting with {draft}: on this machine {batch}"
     figure = f"about x{expected.speedup:.2f}"
     if expected.rules_out_all:
-        return f"{start}, too much for a draft model to pay (this one: {figure})"
-    doubt = ", too little to count on" if expected.speedup >= 1.0 else ""
+        return f"{start}, too much for any draft model to save time (this one: {figure})"
+    doubt = ", too little to rely on" if expected.speedup >= 1.0 else ""
     return (
         f"{start} and a drafted token {expected.token_tokens:.2f}, so it would be {figure}{doubt}"
     )

@@ -64,7 +64,7 @@ def resolve(
     if target is not None and pair is not None:
         raise UsageError(
             f"--target {target} and --pair {pair} exclude each other",
-            hint="a pair has a target already; --draft replaces its draft",
+            hint="use one of them; with --pair, --draft replaces the pair's draft",
         )
     chosen = registry.pair(pair or registry.default_pair) if target is None else None
     if chosen is not None:
@@ -96,7 +96,7 @@ def _made_heads(target: Path, disk: Disk) -> Path:
     if path is None or not _exists(path):
         raise UsageError(
             f"--draft heads: none were made for {target.name}",
-            hint=f"`specgen draft make -m {target}` makes some",
+            hint=f"`specgen draft make -m {target}` makes them",
         )
     return path
 

@@ -174,7 +174,7 @@ def measure_target(
     if any(not samples[size] for size in sizes):
         raise PromptError(
             f"a context of {n_ctx} tokens has no room to time batches of {sizes[-1]} rows",
-            hint="take a larger --ctx-size, or a smaller --draft-max",
+            hint="use a larger --ctx-size, or a smaller --draft-max",
         )
     batch_s = {size: statistics.median(samples[size]) for size in sizes}
     for size, seconds in batch_s.items():

@@ -170,7 +170,7 @@ class Server:
         engine = self._thread.engine
         n_most = engine.n_parallel + self._limits.n_waiting
         if asked.n_answers > n_most:
-            raise BodyError("n", f"{asked.n_answers} answers: there is room for {n_most}")
+            raise BodyError("n", f"{asked.n_answers} answers; there is room for at most {n_most}")
         try:
             self._thread.check_room(asked.n_answers)
             asks = asks_of(asked, self._session, engine.n_ctx, self._limits)

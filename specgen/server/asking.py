@@ -112,7 +112,7 @@ def read_asked(
     if endpoint == "completion" and gap is None and _is_several(fields.get("prompt")):
         prompts = fields["prompt"]
     if n * len(prompts) > limits.n_answers > 0:
-        raise BodyError("n", f"{n * len(prompts)} answers: {limits.n_answers} are allowed")
+        raise BodyError("n", f"{n * len(prompts)} answers; at most {limits.n_answers} are allowed")
     kind: Literal["chat", "completion"] = "chat" if endpoint == "chat" else "completion"
     requests: list[Request] = []
     for prompt in prompts:
@@ -155,7 +155,7 @@ def _gap(fields: dict[str, Any]) -> Gap:
         name = _text(f"{where}.filename", each.get("filename") or "tmp")
         files.append(ContextFile(name, _text(f"{where}.text", each.get("text"))))
     if not (prefix or begun or suffix):
-        raise BodyError("input_prefix", "there is no text before the gap or behind it")
+        raise BodyError("input_prefix", "there is no text before or after the gap")
     return Gap(prefix + begun, suffix, context=tuple(files))
 
 
@@ -196,13 +196,13 @@ def _check_length(n_tokens: int, n_ctx: int, n_most: int) -> None:
     if n_tokens > n_ctx:
         raise RequestError(
             400,
-            f"the prompt has {n_tokens} tokens, the context {n_ctx}",
+            f"the prompt has {n_tokens} tokens, but the context has {n_ctx}",
             code="context_length_exceeded",
         )
     if n_tokens > n_most > 0:
         raise RequestError(
             400,
-            f"the prompt has {n_tokens} tokens, {n_most} are allowed",
+            f"the prompt has {n_tokens} tokens; at most {n_most} are allowed",
             code="context_length_exceeded",
         )
 

@@ -70,7 +70,9 @@ class LlamaBackend:
         self._cache = Cache(model.name, self._handle, model.n_window, model.call)
         if not self._cache:
             self.close()
-            raise ModelFileError(f"{model.path}: the model keeps no cache: it does not generate")
+            raise ModelFileError(
+                f"{model.path}: the model has no KV cache, so it cannot generate text"
+            )
         self._rows = _RowBuffers(size.n_rows, n_sequences, n_outputs)
         self._logits = np.empty((n_outputs, 0), np.float32)
         self._logits_address = 0
@@ -217,7 +219,7 @@ class LlamaBackend:
         with `n_batch`; both are 1 to `MAX_THREADS`, or this raises `ValueError`. (llama.cpp's
         n_threads and n_threads_batch.) Layers on a GPU are not touched by it."""
         if not (1 <= n_single <= MAX_THREADS and 1 <= n_batch <= MAX_THREADS):
-            raise ValueError(f"{n_single} and {n_batch} threads; 1 to {MAX_THREADS} can be had")
+            raise ValueError(f"{n_single} and {n_batch} threads; give 1 to {MAX_THREADS}")
         llama_cpp.llama_set_n_threads(self._handle, n_single, n_batch)
 
     @property

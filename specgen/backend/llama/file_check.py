@@ -67,7 +67,7 @@ def _check_kind(path: Path) -> None:
         raise ModelFileError(f"{path}: a directory, not a model file", hint=hint)
     if not stat.S_ISREG(mode):  # a pipe would be waited for
         raise ModelFileError(
-            f"{path}: a pipe or a device, not a model file", hint="models are read from files"
+            f"{path}: a pipe or a device, not a model file", hint="give the path of a .gguf file"
         )
 
 

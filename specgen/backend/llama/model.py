@@ -233,5 +233,5 @@ class LlamaModel:
             return
         raise ModelFileError(
             f"{self.path}: {what} ({architecture}); specgen generates text, token by token",
-            hint="give a model that generates text",
+            hint="use a model that generates text",
         )

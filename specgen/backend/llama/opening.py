@@ -66,15 +66,15 @@ def open_context(
     if needed > available:
         raise MemoryLimitError(
             f"{model.name}: a context of {size.n_ctx} tokens needs about "
-            f"{needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free",
-            hint="take a smaller --ctx-size, or a smaller KV cache (--cache-type-k q8_0 "
+            f"{needed / 2**30:.1f} GiB, but only {available / 2**30:.1f} GiB are free",
+            hint="use a smaller --ctx-size, or a smaller KV cache (--cache-type-k q8_0 "
             "--cache-type-v q8_0)",
         )
     handle = _make(model, options, size, n_sequences, 0, on_tensor)
     if not handle:
         raise MemoryLimitError(
             f"{model.name}: llama.cpp cannot make a context of {size.n_ctx} tokens: {last_error()}",
-            hint="try a smaller --ctx-size",
+            hint="use a smaller --ctx-size",
         )
     return handle, 0
 
@@ -121,7 +121,7 @@ def _check_cache_types(options: ContextOptions) -> None:
     if quantised and options.flash_attention == "off":
         raise UsageError(
             f"--cache-type-v {options.cache_type_v} needs flash attention",
-            hint="leave out --flash-attn off, or take --cache-type-v f16",
+            hint="leave out --flash-attn off, or use --cache-type-v f16",
         )
 
 

@@ -39,7 +39,7 @@ def load_rpc() -> Any:
     path = library_path()
     if path is None:
         raise BackendError(
-            "this build of llama.cpp is without RPC, which workers need", hint=_BUILD_HINT
+            "this build of llama.cpp has no RPC backend, which workers need", hint=_BUILD_HINT
         )
     version = version_of(path)
     if version != llama_cpp.__version__.partition("+")[0]:
@@ -82,7 +82,7 @@ def spread(params: Any, devices: Sequence[int], workers: Workers) -> list[Any]:
     if split := workers.tensor_split:
         if len(split) > len(devices):
             raise UsageError(
-                f"--tensor-split has {len(split)} shares, and the workers have "
+                f"--tensor-split has {len(split)} shares, but the workers have "
                 f"{len(devices)} devices"
             )
         shares = (ctypes.c_float * int(llama_cpp.llama_max_devices()))(*split)

@@ -114,8 +114,8 @@ def lease_weights(
         reason = last_error()
         if "allocate" in reason:
             raise MemoryLimitError(
-                f"{file}: there is not enough memory for this model: {reason}",
-                hint="close other programs, or take a smaller model, or one that is quantised further",
+                f"{file}: not enough memory for this model: {reason}",
+                hint="close other programs, or use a smaller model or a smaller quantisation",
             )
         raise ModelFileError(
             f"{file}: llama.cpp cannot load this model: {reason}",
@@ -138,7 +138,7 @@ def _check_workers(workers: Workers, file: Path, n_bytes: int) -> None:
     free_bytes = sum(device.free_bytes for worker in found for device in worker.devices)
     if free_bytes < n_bytes and not workers.tensor_split:
         raise MemoryLimitError(
-            f"{file}: the model has {n_bytes / 2**30:.1f} GiB, and the workers offer "
+            f"{file}: the model has {n_bytes / 2**30:.1f} GiB, but the workers offer only "
             f"{free_bytes / 2**30:.1f} GiB",
             hint="name more workers, or let them offer more (`specgen worker --memory`)",
         )

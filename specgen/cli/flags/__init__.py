@@ -198,4 +198,4 @@ __all__ = [
 def check_loudness(*, quiet: bool, verbose: bool) -> None:
     """Raises `UsageError` if both were given."""
     if quiet and verbose:
-        raise UsageError("--quiet and --verbose exclude each other", hint="take one of them")
+        raise UsageError("--quiet and --verbose exclude each other", hint="use one of them")

@@ -58,7 +58,7 @@ def constraint(
     }
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
-        raise UsageError(f"{' and '.join(names)} exclude each other", hint="take one of them")
+        raise UsageError(f"{' and '.join(names)} exclude each other", hint="use one of them")
     if grammar_file is not None:
         return Grammar("gbnf", _read(grammar_file, "--grammar-file"))
     if json_schema_file is not None:

@@ -216,13 +216,13 @@ def drafting(
     if ngram_min is not None and ngram_max is not None and ngram_min > ngram_max:
         raise UsageError(
             f"--ngram-min {ngram_min} is larger than --ngram-max {ngram_max}",
-            hint="n-grams are looked for from the longest to the shortest",
+            hint="give a smaller --ngram-min, or a larger --ngram-max",
         )
     shape = tree_shape(tree)
     if shape.is_fixed and draft_max is not None and draft_max < shape.n_nodes:
         raise UsageError(
-            f"--tree {shape} has {shape.n_nodes} tokens, --draft-max allows {draft_max}",
-            hint="take a smaller shape, or leave --draft-max out",
+            f"--tree {shape} has {shape.n_nodes} tokens, but --draft-max allows {draft_max}",
+            hint="use a smaller shape, or leave --draft-max out",
         )
     if draft_temperature is not None and not math.isfinite(draft_temperature):
         raise UsageError(f"--draft-temp is {draft_temperature}: give a number")

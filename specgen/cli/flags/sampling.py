@@ -296,7 +296,7 @@ def _check_sizes(options: SamplerOptions) -> None:
 
 def _order(names: str | None, letters: str | None) -> tuple[SamplerName, ...]:
     if names is not None and letters is not None:
-        raise UsageError("--samplers and --sampler-seq exclude each other", hint="take one of them")
+        raise UsageError("--samplers and --sampler-seq exclude each other", hint="use one of them")
     try:
         if names is not None:
             return parse_samplers(names)
@@ -312,7 +312,9 @@ def _breakers(given: list[str] | None) -> tuple[str, ...]:
     if given is None:
         return _DEFAULT.dry_breakers
     if "" in given:
-        raise UsageError("--dry-sequence-breaker '' is empty", hint="`none` leaves none")
+        raise UsageError(
+            "--dry-sequence-breaker '' is empty", hint="for no breakers at all, give none"
+        )
     if "none" in given:
         return ()
     return tuple(unescaped(text) for text in given)

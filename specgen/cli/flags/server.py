@@ -168,7 +168,7 @@ def server(
     keys = () if api_key_file is None else _keys(api_key_file)
     if not keys and not is_loopback(host) and not insecure_network:
         raise UsageError(
-            f"--host {host}: everybody who reaches this address could use the server",
+            f"--host {host}: anyone who reaches this address could use the server",
             hint="give --api-key-file, or --insecure-network if that is what you want",
         )
     return ServerOptions(
@@ -201,11 +201,11 @@ def _keys(path: Path) -> tuple[str, ...]:
     for number, line in enumerate(lines, 1):
         if not (line.isascii() and line.isprintable()) or " " in line.strip():
             raise UsageError(
-                f"--api-key-file {path}: line {number} is no key",
-                hint="a key has letters, digits and signs of ASCII, without spaces",
+                f"--api-key-file {path}: line {number} is not a valid key",
+                hint="a key has printable ASCII characters, without spaces",
             )
     if not keys:
-        raise UsageError(f"--api-key-file {path}: there is no key in it", hint="one on each line")
+        raise UsageError(f"--api-key-file {path}: the file has no key", hint="put one on each line")
     return keys
 
 
@@ -213,6 +213,6 @@ def _origin(text: str) -> str:
     scheme, separator, host = text.partition("://")
     if text != "*" and (not separator or not host or "/" in host or scheme != scheme.lower()):
         raise UsageError(
-            f"--cors-origin {text}: not an origin", hint="one looks like https://example.org"
+            f"--cors-origin {text}: not an origin", hint="give one like https://example.org"
         )
     return text

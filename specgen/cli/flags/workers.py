@@ -65,9 +65,9 @@ def workers(
     """The machines that were named; None if none were. Raises `UsageError`."""
     if rpc is None:
         if tensor_split is not None:
-            raise UsageError("--tensor-split needs --rpc, over whose machines it splits")
+            raise UsageError("--tensor-split needs --rpc: it splits the target over workers")
         if output_here:
-            raise UsageError("--output-here needs --rpc, whose machines have the other matrices")
+            raise UsageError("--output-here needs --rpc: without workers all matrices are here")
         return None
     return Workers(endpoints_of(rpc), _shares(tensor_split), output_here, timeout_s)
 

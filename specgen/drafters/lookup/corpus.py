@@ -53,8 +53,9 @@ def load_corpus(
     n_bytes = sum(file.n_bytes for file in files)
     if n_bytes > MAX_BYTES:
         raise UsageError(
-            f"{_listed(paths)}: {n_bytes >> 20} MB to look up in; at most {MAX_BYTES >> 20} MB",
-            hint="name the files or folders that matter",
+            f"--lookup-file {_listed(paths)}: {n_bytes >> 20} MB of text; "
+            f"at most {MAX_BYTES >> 20} MB",
+            hint="name fewer files or folders",
         )
     names = [str(file.path) for file in files]
     stats = [(file.n_bytes, file.mtime_ns) for file in files]
@@ -69,7 +70,7 @@ def load_corpus(
     tokenized = (vocabulary.tokenize(t, add_special=False, parse_special=False) for t in texts)
     array = SuffixArray.build([tokens for tokens in tokenized if tokens], made_of)
     if not len(array):
-        raise UsageError(f"{_listed(paths)}: no text to look up in")
+        raise UsageError(f"--lookup-file {_listed(paths)}: no text in it")
     if place is not None:
         with contextlib.suppress(OSError):  # the next run makes it again
             place.parent.mkdir(parents=True, exist_ok=True)
