@@ -1,4 +1,4 @@
-"""Ask a child process for a JSON object, where the work may kill the process that does it."""
+"""Run work that may kill its process in a child process, which answers with a JSON object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine and this build of llama.cpp can do, and whether it decodes.
+"""The checks of `specgen doctor`: this machine, this build of llama.cpp, and whether it decodes.
 
 Importing llama.cpp proves nothing: a build for another CPU, or one that the compiler got
 wrong, dies on the first batch, and takes the process along. So every check is a child process

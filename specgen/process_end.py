@@ -1,4 +1,4 @@
-"""Whether the process has to end at once, since native code was left running in another thread."""
+"""Whether the process must end at once, because native code is still running in another thread."""
 
 from __future__ import annotations
 

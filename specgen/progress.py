@@ -1,4 +1,4 @@
-"""How long work says how far it is; and lines of it for files and pipes, where a bar is garbage."""
+"""Progress of long work; as lines for files and pipes, where a bar would be unreadable."""
 
 from __future__ import annotations
 

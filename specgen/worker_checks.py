@@ -1,4 +1,4 @@
-"""Whether workers can be used from here, for `specgen doctor --rpc`."""
+"""Check that workers can be used from this machine, for `specgen doctor --rpc`."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from specgen.bench.contenders import Outcome
 from specgen.bench.figures import figures_of
-from specgen.bench.foreseen import Foreseen, Foresight
+from specgen.bench.foresight_replay import Foreseen, Foresight
 from specgen.bench.prompts import BenchPrompt
 from specgen.bench.report import BenchReport
 from specgen.bench.runs import Result, Runs

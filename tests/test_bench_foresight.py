@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.bench.foreseen import Foresight, foresee_drafter
 from specgen.bench.foresight import DrafterForesight, ScheduledRound, best_schedule, run_lengths
+from specgen.bench.foresight_replay import Foresight, foresee_drafter
 from specgen.core.draft import Draft
 from specgen.drafters import Drafter
 from specgen.options import DraftOptions, GenerationOptions
@@ -176,7 +176,7 @@ def test_times_are_medians_of_what_drafts_took() -> None:
 
 
 def test_a_foresight_tells_the_best_of_exactly_these_drafters() -> None:
-    from specgen.bench.foreseen import Foreseen
+    from specgen.bench.foresight_replay import Foreseen
 
     told = (
         Foreseen(1, ("a",), 9, 5, 4.0, 2.0),

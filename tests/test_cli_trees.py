@@ -90,7 +90,7 @@ def test_refused_branches_are_shown_beside_the_text() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--tree", "3;2"), "no shape"),
+        (("--tree", "3;2"), "is not a shape"),
         (("--tree", "9,9,9"), "more than 64"),
         (("--tree", "3,2,1", "--draft-max", "5"), "has 15 tokens, but --draft-max allows 5"),
     ],

@@ -462,7 +462,7 @@ def test_what_has_no_room_is_refused(models: Path, costs: VirtualTime) -> None:
             with pytest.raises(UsageError, match="answers at once"):
                 Engine(session, n_parallel=n_parallel)
         with Engine(session, n_ctx=N_CTX) as engine:
-            with pytest.raises(PromptError, match="the context 256"):
+            with pytest.raises(PromptError, match="the context has 256"):
                 engine.submit("x " * 400)
             assert engine.is_idle
             assert engine.step() == []

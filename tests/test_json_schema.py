@@ -189,7 +189,7 @@ def test_objects_that_hold_together_stay_open() -> None:
         ('{"$ref": "other.json"}', "other.json"),
         ('{"$ref": "#/$defs/a"}', "/$defs/a"),
         # llguidance cuts such a value in the middle of a character.
-        (json.dumps({"type": "array", "maxItems": "é" * 300}), "cannot be honoured"),
+        (json.dumps({"type": "array", "maxItems": "é" * 300}), "cannot be enforced"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(schema: str, named: str) -> None:

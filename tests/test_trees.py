@@ -83,7 +83,7 @@ def test_shapes_are_read(text: str, kind: str, n_nodes: int, n_levels: int) -> N
     "text", ["", "3,", "0", "2,0,1", "a", "3;2", "4x", "x4", "2x3x4", "-1", "1e3", "9,9,9", "99x99"]
 )
 def test_what_is_no_shape_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"no shape|1 or more|more than 64"):
+    with pytest.raises(ValueError, match=r"not a shape|1 or more|more than 64"):
         parse_tree(text)
 
 

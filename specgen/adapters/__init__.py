@@ -1,1 +1,1 @@
-"""specgen inside programs that people already use: llama-cpp-python's `Llama`, and `llm`."""
+"""specgen's drafts inside other programs: llama-cpp-python's `Llama`, and `llm`."""

@@ -1,4 +1,4 @@
-"""What a build of llama.cpp is and which devices it finds, as plain values.
+"""The version of llama.cpp, how it was built, and its devices, as plain values.
 
 Apart from `specgen.backend.llama`, which fills them in, so that they can be read where
 llama.cpp is not, or cannot be, loaded.

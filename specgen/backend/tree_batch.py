@@ -1,4 +1,4 @@
-"""How draft trees lie in a batch and in the cache.
+"""Draft trees as rows of a batch and sequences of the cache.
 
 Each generation owns a *slot*: a run of sequence ids, of which the first holds the committed
 text. A tree with b leaves needs b sequences, one a branch: the cells of the committed text

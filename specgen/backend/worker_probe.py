@@ -1,4 +1,4 @@
-"""What a worker says of itself, asked without llama.cpp: over a connection with a time limit.
+"""Ask a worker for its protocol, devices and memory, without llama.cpp and with a time limit.
 
 The protocol is llama.cpp's (ggml/src/ggml-rpc): a request is a command's byte, the size of its data and
 the data; an answer is its size and its data. Numbers are little-endian. A worker serves one connection

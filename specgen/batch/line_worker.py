@@ -1,4 +1,4 @@
-"""Answer lines of a batch as they come, from any number of threads, by one engine that stays."""
+"""Answer lines of a batch from any number of threads, with one engine that stays loaded."""
 
 from __future__ import annotations
 

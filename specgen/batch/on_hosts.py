@@ -1,4 +1,4 @@
-"""The lines of a batch answered by servers: each takes a line when it has a slot free.
+"""`specgen batch --on`: servers answer the lines; each gets a line when it has a free slot.
 
 A line belongs to one server at a time. A server that dies, hangs or is busy gives it back, and is asked
 again later; a result is written once. Any server with OpenAI's API will do.

@@ -1,4 +1,4 @@
-"""The order in which prompts are answered: those that begin alike follow one another."""
+"""The order in which prompts are answered: prompts with the same beginning follow one another."""
 
 from __future__ import annotations
 

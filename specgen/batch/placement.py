@@ -1,4 +1,4 @@
-"""How many actors a cluster has room for, and on which nodes: one a node, unless told otherwise."""
+"""How many actors a Ray cluster has room for, and on which nodes; by default one on each node."""
 
 from __future__ import annotations
 

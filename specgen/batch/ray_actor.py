@@ -1,4 +1,4 @@
-"""What runs on a Ray cluster: an actor that answers lines, and a desk that knows the actors."""
+"""The Ray actors: one answers lines, and one keeps track of the others."""
 
 from __future__ import annotations
 

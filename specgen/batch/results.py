@@ -1,4 +1,4 @@
-"""The file of a batch's results: appended to line by line, and taken up again after any end."""
+"""The results file of a batch: results are appended line by line, and a restart reads it."""
 
 from __future__ import annotations
 

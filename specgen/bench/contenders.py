@@ -1,4 +1,4 @@
-"""Who answers: plain decoding, a way to draft, another program."""
+"""The contenders of a benchmark: plain decoding, a way to draft, another program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where and how a benchmark was made, for its report."""
+"""The machine and the versions of a benchmark, for its report."""
 
 from __future__ import annotations
 

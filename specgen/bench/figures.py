@@ -1,4 +1,4 @@
-"""What the answers add up to, for each contender: over all prompts and by category."""
+"""The figures of each contender, over all prompts and by category."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The best that could be reached: with the same drafts, if one knew what will be accepted.
+"""The speed that the same drafts could reach if it were known what will be accepted.
 
 Who knew the answer in advance would ask, at each place, the drafter that pays most there for
 just as many tokens as will be accepted, or for none. The quickest way through the answer is a

@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from specgen.bench.figures import ContenderFigures
-from specgen.bench.foreseen import Foresight
+from specgen.bench.foresight_replay import Foresight
 from specgen.bench.report import BenchReport
 from specgen.bench.svg import Bar, ChartLine, Stack, bars, line_chart, stacks
 

@@ -12,7 +12,7 @@ from specgen.bench.plan import NGRAM, Field, Plan, contender_entries
 from specgen.errors import SpecgenError
 
 if TYPE_CHECKING:
-    from specgen.bench.foreseen import Foresight
+    from specgen.bench.foresight_replay import Foresight
     from specgen.bench.prompts import BenchPrompt
     from specgen.bench.report import BenchReport
     from specgen.bench.runs import Runs
@@ -75,7 +75,7 @@ class Job:
 
     def foresee(self, field: Field) -> None:
         """What could be reached, where there is a draft and a temperature of 0."""
-        from specgen.bench.foreseen import foresee, foresight_options
+        from specgen.bench.foresight_replay import foresee, foresight_options
         from specgen.engine.session import Session
 
         plan, groups = self._plan, self._plan.groups(field)

@@ -1,4 +1,4 @@
-"""llama-cpp-python's own prompt lookup (`LlamaPromptLookupDecoding`), to be compared with.
+"""llama-cpp-python's prompt lookup (`LlamaPromptLookupDecoding`) as a contender.
 
 It runs in a process of its own, `python -m specgen.bench.lookup`: a job as JSON on stdin, one
 line of JSON on stdout. `Llama` keeps the logits of every position where something drafts, a

@@ -1,4 +1,4 @@
-"""Our own prompts, for who has none.
+"""specgen's own prompts, used if the user gives none.
 
 Of kinds between which drafts differ most: new code, where a small model is often right; editing,
 where most of the answer stands in the prompt; prose, where little can be foreseen; and questions

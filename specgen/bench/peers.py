@@ -1,4 +1,4 @@
-"""llama.cpp's own programs that speculate, to be compared with; `make peers` builds them.
+"""Run llama.cpp's own speculative programs as contenders; `make peers` builds them.
 
 What their figure is, read from examples/speculative-simple and examples/lookup as they are in
 llama-cpp-python 0.3.36:

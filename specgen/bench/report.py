@@ -1,4 +1,4 @@
-"""All that a benchmark found, and as JSON."""
+"""The results of a benchmark, also as JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specgen.bench.figures import ContenderFigures, geometric_mean, speedup_of
-from specgen.bench.foreseen import Foresight
+from specgen.bench.foresight_replay import Foresight
 from specgen.bench.prompts import BenchPrompt
 from specgen.bench.runs import Result, Runs
 

@@ -1,4 +1,4 @@
-"""Everyone answers every prompt, in turn."""
+"""Run a benchmark: all contenders answer each prompt, taking turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what a drafter says of its tokens to how often they are really accepted.
+"""The acceptance rate of a drafter's tokens, estimated from their draft probabilities.
 
 A draft model's probability and an n-gram's match say which tokens are likelier to be accepted,
 not how likely: that depends on the pair, on the samplers and on the text. It is counted here.

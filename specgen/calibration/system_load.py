@@ -1,4 +1,4 @@
-"""How busy other programs keep this machine while it is measured."""
+"""The load of other programs during a measurement."""
 
 from __future__ import annotations
 

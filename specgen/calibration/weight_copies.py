@@ -1,4 +1,4 @@
-"""Copies of draft models with weights of a type that this machine is quick with.
+"""Copies of draft models with weights in a type that is fast on this machine (Q4_0).
 
 What a draft says is checked by the target, so its weights may be any: what counts is how soon it
 says what it says. On a CPU most of that is decided by the type of its matrices. llama.cpp

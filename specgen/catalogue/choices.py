@@ -1,4 +1,4 @@
-"""Which draft was found best for a target: what `specgen draft find --save` keeps.
+"""The draft that was saved for a target by `specgen draft find --save` or `specgen draft make`.
 
 The file, drafts.json in the configuration folder, is for specgen to write and for people to
 read and mend. A target goes by the name and the size of its file, so that it may be moved.

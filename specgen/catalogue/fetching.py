@@ -1,4 +1,4 @@
-"""A model file on this disk: where it is, and how it comes here."""
+"""Locate a model file on this disk, or download it."""
 
 from __future__ import annotations
 

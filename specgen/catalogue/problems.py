@@ -1,4 +1,4 @@
-"""What went wrong, in the user's words: errors of the disk and of the network made FetchErrors."""
+"""Turn errors of the disk and of the network into FetchErrors with a hint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models and pairs that go by a name, from models.toml and the user's own file of that form.
+"""The models and pairs that have a name, from models.toml and the user's own models.toml.
 
 Both files are read strictly: a key that is missing, unknown or of the wrong kind is an error
 that names the file and the key, since a typing error that passes silently would show up

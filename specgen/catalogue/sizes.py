@@ -1,4 +1,4 @@
-"""Sizes as people read them."""
+"""Sizes in bytes as text: 1.1 GB."""
 
 from __future__ import annotations
 

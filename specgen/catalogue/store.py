@@ -1,4 +1,4 @@
-"""Our own folder of models: what a file there is called, and how one comes to be there.
+"""specgen's own folder of models: file names, and writing downloads to it.
 
 Each model has a folder named after the digest of its file, so that two files of one name
 never meet. The file stands in it under its own name only when it is whole and its SHA-256

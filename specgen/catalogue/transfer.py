@@ -1,4 +1,4 @@
-"""HTTP downloads that can be cut off: what has arrived is kept, and not asked for again."""
+"""HTTP downloads that resume: after an interruption only the missing part is downloaded."""
 
 from __future__ import annotations
 

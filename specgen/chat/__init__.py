@@ -1,1 +1,1 @@
-"""Conversations: what was said, what of it the context holds, and the file that keeps it."""
+"""Conversations: messages, the part that fits into the context, and the file that keeps them."""

@@ -1,4 +1,4 @@
-"""A conversation with a model: what is asked, what comes of it, and what is kept."""
+"""A conversation with a model: questions, answers, and what is kept of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was said in a conversation, and how much of it goes into the context."""
+"""The messages of a conversation, and which of them go into the context."""
 
 from __future__ import annotations
 

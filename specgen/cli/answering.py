@@ -1,4 +1,4 @@
-"""Generates one answer and shows it: shared by the commands that make one."""
+"""Generate one answer and show it; shared by the commands that do so."""
 
 from __future__ import annotations
 

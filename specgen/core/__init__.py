@@ -1,1 +1,1 @@
-"""What a round works with: drafts, the text so far, and the rules by which a draft is judged."""
+"""The parts of a round: drafts, the text so far, and the verifiers."""

@@ -1,4 +1,4 @@
-"""Counting what happens, for the summary at the end."""
+"""Counts and times of an answer, for the summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which drafted tokens are kept, and what replaces the first one that is not.
+"""Verifiers: which drafted tokens are accepted, and which token follows them.
 
 Every verifier here is exact: what it keeps is distributed as the target alone would have
 written it. The legend for all of them: *target* is the distribution that the target's logits

@@ -1,4 +1,4 @@
-"""What proposes drafts."""
+"""Drafters: n-grams, models, heads, and combinations of them."""
 
 from specgen.drafters.base import Ask, AskingDrafter, Drafter, Drafting, draft_alone, drafting_of
 from specgen.drafters.combined import CombinedDrafter

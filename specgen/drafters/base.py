@@ -1,4 +1,4 @@
-"""The interface of whatever proposes drafts."""
+"""The interface of a drafter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drafter that knows nothing of the text's grammar, kept within it."""
+"""Keep a drafter within the grammar of the text."""
 
 from __future__ import annotations
 

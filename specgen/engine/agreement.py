@@ -1,4 +1,4 @@
-"""How often a draft model agrees with a target, looked at before the two draft together.
+"""Measure how often a draft model agrees with a target, before it drafts.
 
 Without a look, a draft that never says what its target says is found out in the course of the
 first answer, which it makes slower. So the two walk through a short text that we wrote: at each

@@ -1,4 +1,4 @@
-"""What drafts for each answer of a session, and the policy that decides how much."""
+"""The drafter and the policy of each answer of a session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft model beside a target: whether and how the two go together, and what drafts."""
+"""A draft model beside a target: check that they fit, and make its drafter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoder heads beside a target: whether they are its own, and what drafts with them."""
+"""Decoder heads beside a target: check that they fit, and make their drafter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a draft model learnt from the answers that were kept: other weights for it, in a file.
+"""The weights that a draft model learnt from kept answers, in a file.
 
 A small JSON file beside the answers says for each draft which weights it drafts from. It is replaced
 whole, and the weights that it names are on the disk before: whatever ends the process that learns,

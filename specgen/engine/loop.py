@@ -1,4 +1,4 @@
-"""The draft/verify loop: propose, decode, verify, commit, tell.
+"""The draft/verify loop: propose, decode, verify, commit, observe.
 
 One round serves any number of generations: their drafts are packed into one batch of the
 target and judged one by one. The loop knows nothing of files, options or screens; it changes

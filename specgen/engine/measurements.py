@@ -1,4 +1,4 @@
-"""What is measured of models before costs decide: what decodes take, and how often a draft agrees."""
+"""First-use measurements: how long decodes take, and how often a draft agrees."""
 
 from __future__ import annotations
 

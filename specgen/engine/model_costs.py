@@ -1,4 +1,4 @@
-"""What is known of the costs of a session's models, and the contexts that these costs are of."""
+"""The measured costs of a session's models, by the contexts that they were measured in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user should know before the first answer."""
+"""Notices before the first answer."""
 
 from __future__ import annotations
 

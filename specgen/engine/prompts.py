@@ -1,4 +1,4 @@
-"""From what the user wrote to the tokens that the models begin with."""
+"""Turn the user's prompt into tokens for the target and the draft."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The drafts of a round, for all its sequences: what drafters ask for is decoded in common."""
+"""Propose the drafts of a round for all sequences; their decodes share batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How events tell what a round did."""
+"""Build the events of a finished round."""
 
 from __future__ import annotations
 

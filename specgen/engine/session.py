@@ -1,4 +1,4 @@
-"""From files and options to a stream of events."""
+"""A session: loaded models with their options; it makes answers as streams of events."""
 
 from __future__ import annotations
 

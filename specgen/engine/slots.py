@@ -1,4 +1,4 @@
-"""Which sequences of a cache belong to which answer, and what is already there of its prompt."""
+"""Slots: which sequences of a cache an answer has, and the prefix cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sandbox for templates of strangers: bounds what a template reaches, writes, and how long it takes.
+"""A sandbox for untrusted chat templates: limits what they reach, write, and how long they run.
 
 Jinja's own sandbox keeps a template from attributes of Python's objects, and bounds `range`. Here each
 body of a loop or a macro counts as a step, and texts and lists may not grow without end.

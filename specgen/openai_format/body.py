@@ -1,4 +1,4 @@
-"""What is wrong with the body of a request, and how its values are checked and shown."""
+"""Errors in the body of a request, and how its values are checked and shown."""
 
 from __future__ import annotations
 

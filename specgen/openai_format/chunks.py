@@ -1,4 +1,4 @@
-"""An answer in pieces, as OpenAI's API streams it."""
+"""A streamed answer in the form of OpenAI's API."""
 
 from __future__ import annotations
 

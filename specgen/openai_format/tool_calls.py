@@ -1,4 +1,4 @@
-"""Find calls of tools in what a model says, while it says it."""
+"""Find tool calls in a model's text while it is generated."""
 
 from __future__ import annotations
 

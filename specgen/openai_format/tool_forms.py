@@ -1,4 +1,4 @@
-"""How models write calls of tools, told by their chat templates.
+"""How a model writes tool calls, recognised by its chat template.
 
 A model is trained on the calls that its template writes. The families here write JSON objects with a
 name and arguments; they differ in what stands around them, and in whether they are in a list.

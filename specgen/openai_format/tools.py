@@ -1,4 +1,4 @@
-"""What a request lets the model call: `tools`, `tool_choice` and `parallel_tool_calls`."""
+"""The tools of a request: `tools`, `tool_choice` and `parallel_tool_calls`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of whatever decides how much is worth drafting."""
+"""The interface of a policy, which decides how much to draft."""
 
 from __future__ import annotations
 

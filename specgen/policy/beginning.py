@@ -1,4 +1,4 @@
-"""Whether to begin with a model in a text, where it first has to read all of it."""
+"""Whether a draft model should start in a text, since it has to read all of it first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be lost in finding out."""
+"""The time that may be lost in trying a draft."""
 
 from __future__ import annotations
 

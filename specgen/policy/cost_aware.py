@@ -1,4 +1,4 @@
-"""Drafting as long as it is expected to save time."""
+"""The cost-aware policy: draft as long as it is expected to save time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from specgen.options import DraftOptions
 from specgen.policy.base import RoundReport
 from specgen.policy.beginning import may_read, worth_of_beginning
 from specgen.policy.budget import Budget
+from specgen.policy.draft_outcomes import DraftOutcomes
 from specgen.policy.pace import Pace
 from specgen.policy.plans import best_frontier, best_nodes
 from specgen.policy.stopping import KnownRule, StoppingRule, row_bucket
-from specgen.policy.witness import Witness
 
 #: Decodes of a single row to see before anything is drafted where nothing was measured.
 _N_FIRST = 2
@@ -106,7 +106,7 @@ class CostAwarePolicy:
         self._is_trial = False
         self._began: str | None = None
         self._invested_s = 0.0
-        self._witness = Witness(self._of)
+        self._outcomes = DraftOutcomes(self._of)
         #: The accounts of the drafters that were asked about in this text.
         self._asked: dict[str, Worths] = {}
 
@@ -120,7 +120,7 @@ class CostAwarePolicy:
         self._n_left = n_left
         self._costs = BatchShare(self._table, others)
         self._path.clear()
-        self._witness.begin_round()
+        self._outcomes.begin_round()
         self._in_force.clear()
         self._extra_s.clear()
         self._is_trial = False
@@ -202,7 +202,7 @@ class CostAwarePolicy:
         before = self._path[n_drafted - 1] if n_drafted else 1.0
         chance = before * chances.chance(confidence)
         self._path[n_drafted:] = [chance]
-        self._witness.confidences[n_drafted] = confidence
+        self._outcomes.confidences[n_drafted] = confidence
         if self._is_trial:
             return n_drafted < self._budget.n_tokens
         return self._rule(origin).takes(n_drafted, chance) > 0.0
@@ -248,7 +248,7 @@ class CostAwarePolicy:
         return draft.only(best_nodes(chances, token_s, extra_s)[0])
 
     def trim(self, draft: Draft) -> Draft:
-        self._witness.wait_for(draft)
+        self._outcomes.wait_for(draft)
         if len(draft) == 0:
             return draft
         if draft.is_drawn and not draft.is_chain:
@@ -311,7 +311,7 @@ class CostAwarePolicy:
         if not len(report.draft):
             self._n_stale = 0
         n_committed = max(1, len(report.committed), len(report.path) + 1)
-        for origin, saved_s in self._witness.observe(report, self.token_s):
+        for origin, saved_s in self._outcomes.observe(report, self.token_s):
             self._budget.show(origin, saved_s, self._costs.seconds(1))
         if not self._costs.is_known:
             return
@@ -343,11 +343,11 @@ class CostAwarePolicy:
         """Remember what a draft that nothing was read for would have been worth verifying: the
         text will tell what that would have saved."""
         origin = draft.origins[0]
-        if origin not in NGRAM_ORIGINS or self._witness.is_following(origin):
+        if origin not in NGRAM_ORIGINS or self._outcomes.is_following(origin):
             return
         nodes, _ = best_nodes(self._path_chances(draft), self.token_s, self._extra())
         if nodes:
-            self._witness.follow(draft.only(nodes), self._extra()[len(nodes)])
+            self._outcomes.follow(draft.only(nodes), self._extra()[len(nodes)])
 
     # --- what is expected --------------------------------------------------------------------
 

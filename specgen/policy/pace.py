@@ -1,4 +1,4 @@
-"""How fast an answer comes lately."""
+"""The recent speed of an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafting until the draft as a whole becomes too unlikely."""
+"""The threshold policy: draft until the whole draft is too unlikely."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies around policies."""
+"""A policy that forwards to another one."""
 
 from __future__ import annotations
 

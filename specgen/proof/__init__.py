@@ -1,4 +1,4 @@
-"""Losslessness, shown: what `specgen verify` does.
+"""The checks of `specgen verify`: does drafting change the answers?.
 
 `greedy` compares texts, `sampled` tests draws against the target's exact distribution, and
 both compare rows of logits (`rows`). `statistics` is the mathematics of it, and `bugs` are known

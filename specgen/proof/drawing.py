@@ -1,4 +1,4 @@
-"""Speculative draws from one place in a text, by the loop that `specgen run` uses."""
+"""Sample speculatively from one place in a text, by the loop that `specgen run` uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specgen.drafters import Drafter
 from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
 from specgen.policy import Policy, WrappedPolicy
-from specgen.proof.told import check_drafting, drafted_by, tokens_told
+from specgen.proof.loop_events import check_drafting, drafted_by, tokens_told
 from specgen.testing.bugs import Bug
 
 

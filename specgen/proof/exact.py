@@ -1,4 +1,4 @@
-"""What the target alone would say next, exactly."""
+"""The target's exact distribution over the next tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where to draw: the place in an answer at which a mistake would show most."""
+"""Choose the place in an answer where a mistake would show most."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specgen.core.text_state import TextMark
 from specgen.core.verifiers import Target, Verdict, Verifier
 from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
-from specgen.proof.told import check_drafting
+from specgen.proof.loop_events import check_drafting
 
 #: Tokens of an answer in which to look for a place that tells much.
 N_SEARCHED = 48

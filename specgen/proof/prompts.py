@@ -1,4 +1,4 @@
-"""Prompts to check with: the user's own from a file, or a few of ours."""
+"""The prompts of the checks: the user's own from a file, or specgen's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `specgen verify` found."""
+"""The results of `specgen verify`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is a row of logits the one that plain decoding computes?
+"""Compare rows of logits with those of plain decoding
 
 specgen's kernels compute a row to the same bits in a batch as alone: there any difference is a
 defect. llama.cpp's own code rounds a row differently in a batch than alone, so that two rows of the

@@ -1,4 +1,4 @@
-"""The ways to draft that are checked: the one that runs, and one that drafts whatever it costs."""
+"""The ways to draft that are checked: the default one, and one that drafts in every round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Showing a generation: what consumes the events of the loop.
+"""Show a generation: renderers that consume its events.
 
 Names are loaded when they are first used, so that importing this package costs nothing.
 """

@@ -1,4 +1,4 @@
-"""How far a batch is: a bar on a terminal, elsewhere a line now and then."""
+"""The progress of a batch: a bar on a terminal, else a line now and then."""
 
 from __future__ import annotations
 

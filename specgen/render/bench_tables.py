@@ -1,4 +1,4 @@
-"""What a benchmark found: tables for people, lines for pipes."""
+"""The results of a benchmark: tables on a terminal, tab-separated lines in a pipe."""
 
 from __future__ import annotations
 

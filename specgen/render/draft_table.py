@@ -1,4 +1,4 @@
-"""Show what `specgen draft find` found: a table for people, lines for pipes."""
+"""The results of `specgen draft find`: a table on a terminal, tab-separated lines in a pipe."""
 
 from __future__ import annotations
 

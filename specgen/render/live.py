@@ -1,4 +1,4 @@
-"""The view for a terminal: the text as it comes about, round by round."""
+"""The live view on a terminal: the text, round by round."""
 
 from __future__ import annotations
 

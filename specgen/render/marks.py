@@ -1,4 +1,4 @@
-"""What each stretch of text is: accepted, rejected, corrected, and so on.
+"""The mark of each piece of text: accepted, rejected, corrected, and so on.
 
 The three events of a round are brought together here, so that the views need not know how
 a draft's tree relates to the text.

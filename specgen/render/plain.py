@@ -1,4 +1,4 @@
-"""The answer as a stream of text that is only ever added to."""
+"""The answer as plain text, written as it comes."""
 
 from __future__ import annotations
 

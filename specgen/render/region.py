@@ -1,4 +1,4 @@
-"""The lower end of a terminal, painted anew again and again without flicker.
+"""The bottom of a terminal, repainted without flicker.
 
 Rich's `Live` does this for any renderable, but it erases before it writes, and it forgets
 its own height when the window changes. Here every row is written over the old one, and the

@@ -1,4 +1,4 @@
-"""Events back from their JSON form."""
+"""Read events from their JSON form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which renderer suits where the output goes and what was asked for."""
+"""Choose the renderer by the options and by where the output goes."""
 
 from __future__ import annotations
 

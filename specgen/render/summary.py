@@ -1,4 +1,4 @@
-"""What a run was like, in a few lines."""
+"""The summary after an answer."""
 
 from __future__ import annotations
 

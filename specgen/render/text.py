@@ -1,4 +1,4 @@
-"""Text from a model made fit for a terminal: harmless, and cut into what one sees.
+"""Make a model's text safe for a terminal, and split it into visible characters.
 
 A model may write anything, escape sequences included. `Cleaner` lets through what prints
 and replaces the rest by visible signs. `Cells` cuts clean text into cells: a cell is what

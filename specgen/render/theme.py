@@ -1,4 +1,4 @@
-"""How the marks look.
+"""The colours and styles of the marks.
 
 The colours are the terminal's own sixteen, so that they fit a dark and a light background
 alike. The attributes say the same without colours: underlined is what the draft got right,

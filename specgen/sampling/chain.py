@@ -1,4 +1,4 @@
-"""The samplers in a row: from a row of logits to the distribution that a token is drawn from.
+"""The chain of samplers: from a row of logits to the distribution that a token is drawn from.
 
 The order is `SamplerOptions.samplers`, by default llama.cpp's: penalties, DRY, top-n-sigma,
 top-k, typical, top-p, min-p, XTC, temperature. Logit biases come before them all. Each sampler

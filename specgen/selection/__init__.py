@@ -1,1 +1,1 @@
-"""Which draft for which target: what the user named, what is known, what was measured here."""
+"""Which draft a target gets: named by the user, known, or measured here."""

@@ -1,4 +1,4 @@
-"""What `specgen tune` found, in words: pure functions from figures to sentences and to JSON."""
+"""The findings of `specgen tune` as sentences and as JSON: pure functions."""
 
 from __future__ import annotations
 

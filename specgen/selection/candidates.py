@@ -1,4 +1,4 @@
-"""Which files may be tried as drafts, by what can be told without opening them."""
+"""Which files may be tried as drafts, judged without opening them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The result of `specgen draft find`: drafts by what they gain, and as JSON."""
+"""The result of `specgen draft find`: drafts ranked by expected speed-up, also as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of the drafts that were chosen for a target is taken: the first that works and pays."""
+"""Pick the first candidate draft that loads and is expected to be faster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what was asked for to a session: its files, its options, and the draft that is taken."""
+"""Open a session: its files, its options, and the draft that is picked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a draft would gain for a target, worked out without running the two together.
+"""The speed-up that a draft would bring, computed without running it with the target.
 
 The target answers a few prompts plainly, once, and the time of its batches is measured. A draft
 is then tried on these answers: it proposes as it would while they are being made, what agrees

@@ -1,4 +1,4 @@
-"""What drafting is worth for a target on this machine, and what decides it: measured.
+"""Measure what drafting gains for a target on this machine, and why.
 
 Threads first, since all else depends on them; then what decodes cost, while the target answers a
 few prompts; then how often the draft says what these answers say, and what it, n-grams, both and

@@ -1,1 +1,1 @@
-"""An HTTP server with OpenAI's API, whose answers are drafted for."""
+"""An HTTP server with OpenAI's API and speculative decoding."""

@@ -27,10 +27,10 @@ from specgen.errors import SpecgenError
 from specgen.json_values import as_json
 from specgen.openai_format.request import BodyError, read_request, with_call_form
 from specgen.server.access import AccessCheck
-from specgen.server.answering import Answering, InfillAnswering
-from specgen.server.asking import Asked, Endpoint, asks_of, for_model, read_asked
 from specgen.server.errors import RequestError
 from specgen.server.http import EventStream, read_json, while_connected
+from specgen.server.job_request import Asked, Endpoint, asks_of, for_model, read_asked
+from specgen.server.job_response import Answering, InfillAnswering
 from specgen.server.jobs import EngineThread, Job, QueueFullError
 from specgen.server.metrics import Metrics
 from specgen.server.options import ServerOptions

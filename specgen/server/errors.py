@@ -1,4 +1,4 @@
-"""What is wrong with a request, as OpenAI's API says it."""
+"""Errors of a request in the form of OpenAI's API."""
 
 from __future__ import annotations
 

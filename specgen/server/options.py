@@ -1,4 +1,4 @@
-"""What a server allows, and whom it answers."""
+"""The options of a server: addresses, keys and limits."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What tests, `specgen doctor` and `specgen verify` try things on: tiny models, known bugs."""
+"""Tiny models, a fake backend and known bugs, for the tests, `specgen doctor` and `specgen verify`."""

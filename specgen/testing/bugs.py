@@ -1,4 +1,4 @@
-"""Known bugs of the field, to be planted where a check must find them.
+"""Known bugs of speculative decoders, planted to show that the checks find them.
 
 A check that cannot fail proves nothing. Each of these was made by somebody: in a library, in
 an example that many copied, or in a paper's first code.

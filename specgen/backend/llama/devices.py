@@ -1,4 +1,4 @@
-"""What this build of llama.cpp is, for `specgen doctor`."""
+"""The version, features and devices of this build of llama.cpp, for `specgen doctor`."""
 
 from __future__ import annotations
 

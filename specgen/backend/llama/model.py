@@ -1,4 +1,4 @@
-"""The weights of a GGUF file, and what is wrong with files that are no models."""
+"""A loaded GGUF model, and errors for files that are not usable models."""
 
 from __future__ import annotations
 

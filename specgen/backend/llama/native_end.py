@@ -1,4 +1,4 @@
-"""What is said where llama.cpp ends the process: one line, and an exit code, instead of a dump.
+"""If llama.cpp aborts the process: print one line and exit with a code, instead of a core dump.
 
 GGML ends the process where one of its assertions fails: a damaged model may do that, or a device that is
 gone. And the system ends it (SIGBUS) where a file that is mapped into memory became shorter. Nothing can go on

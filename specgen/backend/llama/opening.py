@@ -1,4 +1,4 @@
-"""Making a native context that fits."""
+"""Make a native context that fits into memory."""
 
 from __future__ import annotations
 

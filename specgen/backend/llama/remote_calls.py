@@ -1,4 +1,4 @@
-"""Native calls that wait for other machines, made so that the wait can end.
+"""Native calls that may wait for workers, made in a thread so that the wait can be abandoned.
 
 llama.cpp's RPC client has no time limit, and ends the process where a connection ends
 (`GGML_ABORT`). So everything that may use a connection is called in a thread of its own, whose caller

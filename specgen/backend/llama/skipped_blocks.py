@@ -1,4 +1,4 @@
-"""A context that leaves out blocks of its model, with no other file of weights.
+"""A context that skips some blocks (layers) of its model, without another file of weights.
 
 llama.cpp computes all blocks, and lets a callback look at what it computes. What a block that is left
 out gives is replaced by what it was given, so that the others see what they would see in a model

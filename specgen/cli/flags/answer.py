@@ -1,4 +1,4 @@
-"""When an answer ends, and what form it has."""
+"""The options of an answer: its length, its end, its grammar."""
 
 from __future__ import annotations
 

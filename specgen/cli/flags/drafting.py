@@ -1,4 +1,4 @@
-"""How much is drafted, and how drafts are judged."""
+"""The options of drafting: how much is drafted, and how drafts are verified."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How models are loaded and their contexts made."""
+"""The options of the machine: contexts, threads, kernels, GPU layers."""
 
 from __future__ import annotations
 

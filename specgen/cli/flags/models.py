@@ -1,4 +1,4 @@
-"""Which models."""
+"""The options that name the models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of options without some of them: a command may take these in another way."""
+"""A group of options without some of its options, which a command defines in another way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a token is drawn: llama.cpp's samplers under its own names."""
+"""The options of the samplers, with llama.cpp's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where `specgen serve` listens, whom it answers, and what a request may ask for."""
+"""The options of `specgen serve`: address, keys, and limits of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machines that the target's layers are spread over."""
+"""The options of workers (`--rpc`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tiny model is like."""
+"""The configuration of a tiny model."""
 
 from __future__ import annotations
 

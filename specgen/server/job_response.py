@@ -1,4 +1,4 @@
-"""From the events of a job to the response: whole, or in pieces."""
+"""Turn the events of a job into the response, whole or streamed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from specgen.openai_format.chunks import ChunkWriter
 from specgen.openai_format.response import completion_body, finish_reason
 from specgen.openai_format.several import merged_bodies, merged_figures
 from specgen.openai_format.tool_calls import ToolCallParser
-from specgen.server.asking import Asked
 from specgen.server.errors import RequestError
+from specgen.server.job_request import Asked
 from specgen.server.jobs import EngineThread, Job
 
 

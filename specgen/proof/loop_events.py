@@ -1,4 +1,4 @@
-"""What a loop's events tell the checks."""
+"""Collect from a loop's events what the checks need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of proposed tokens, verified or not: learnt from the text as it comes."""
+"""Learn acceptance rates from the text, also of proposed tokens that were not verified."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Untaken:
 
 
 @dataclass(slots=True)
-class Witness:
+class DraftOutcomes:
     """Compares what drafters proposed with the text, and counts it in their `chances`, which are
     given by origin.
 

@@ -1,4 +1,4 @@
-"""From the body of a request to what an engine is asked for."""
+"""Turn the body of a request into a job for the engine."""
 
 from __future__ import annotations
 

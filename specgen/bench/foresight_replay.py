@@ -1,4 +1,4 @@
-"""Foresight for real drafters: the answers of a target, its costs, and what each could do."""
+"""`--foresight` for real drafters: replay a target's answers with known costs."""
 
 from __future__ import annotations
 
