@@ -43,19 +43,19 @@ def _llama_cpp() -> list[str]:
     parts = [
         (
             "`make peers`, then `specgen bench -m TARGET -md SMOLLM2 -md 0.5B --prompts FILE --count 1 "
-            "--against llama.cpp`: plain decoding, specgen with its defaults (it begins knowing nothing "
+            "--against llama.cpp`: plain decoding, specgen with its defaults (it starts without measurements "
             "and keeps what it learns from prompt to prompt), and llama.cpp's programs in five usual "
-            "settings, built from the same source, by turns, greedy. The prompts (`python "
+            "settings, built from the same source. They take turns, at temperature 0. The prompts (`python "
             "benchmarks/sample.py SPEC_BENCH > FILE`) are one of each of Spec-Bench's 13 categories and of "
-            "two of our own (new code, a code edit). With so few, the luck of a text is part of a "
-            "category's figure. llama.cpp refuses SmolLM2 as a draft and has the 0.5B."
+            "two of our own (new code, a code edit). With one prompt each, a category's figure depends much "
+            "on chance. llama.cpp refuses SmolLM2 as a draft, so it uses the 0.5B."
         ),
         (
-            '"All" and the categories compare tokens a second after the first one, with plain decoding\'s '
+            '"All" and the categories are tokens per second after the first token, relative to plain decoding '
             'of the same prompt with specgen\'s kernels; geometric means. "Whole" compares the time of '
-            "whole answers, prompts included: llama.cpp lets the draft read the prompt before the first "
-            "token, outside of the time by which it counts tokens a second, and specgen does so within "
-            "it, if at all."
+            "whole answers, prompts included. In llama.cpp the draft reads the prompt before the first "
+            "token, which its tokens per second do not count; in specgen they do count the time in which "
+            "the draft reads the prompt."
         ),
     ]
     for name in ("kernels-bench-q4.json", "kernels-bench-q8.json", "kernels-bench-f16.json"):
@@ -139,7 +139,7 @@ def _batches() -> list[str]:
         (
             "`python benchmarks/costs.py MODEL... --turns 1` "
             f"({tables.raw('kernels.jsonl')}): milliseconds for a batch of n rows, 200 tokens in context, two "
-            "threads; llama.cpp's own code and specgen's kernels by turns, each in a process of its own."
+            "threads; llama.cpp's own code and specgen's kernels take turns, each in its own process."
         ),
         tables.table(rows),
     ]
@@ -153,8 +153,8 @@ def _several() -> list[str]:
         "## In one engine",
         (
             "`python benchmarks/several.py -m TARGET -md SMOLLM2 --prompts FILE -N 12`: 12 answers of 45 "
-            "tokens on average, 1 to 8 at once, prompts not counted. Tokens a second in all, over one "
-            "after the other without drafts; geometric means of two turns."
+            "tokens on average, 1 to 8 at once, without the time of the prompts. Tokens per second in all, "
+            "relative to one answer after the other without drafts; geometric means of two turns."
         ),
         tables.table([["target", "drafts", "1", "2", "4", "8 at once", ""], *_several_rows()]),
     ]
@@ -164,8 +164,8 @@ def _several() -> list[str]:
             (
                 "`python benchmarks/batch.py -m TARGET -md SMOLLM2 --prompts FILE --server llama-server`: "
                 f"{tables.read('batch-15.json')['n_prompts']} prompts of all categories, 64 tokens each, `specgen "
-                "batch`'s parts and llama.cpp's server of the same source with as many slots and clients. "
-                "Tokens a second in all; reading the prompts, some of them long, is more than half of the time."
+                "batch`'s parts, and llama.cpp's server of the same source with as many slots and clients. "
+                "Tokens per second in all; reading the prompts, some of them long, takes more than half of the time."
             ),
             tables.table([["target", "", "1", "2", "4", "8 at once", ""], *_batch_rows()]),
         ]
@@ -178,8 +178,8 @@ def _server() -> list[str]:
             "`python benchmarks/server.py -m TARGET -md SMOLLM2 -md ngram --peer llama-server --peer-draft 0.5B "
             "--prompts FILE -N 12`: 12 prompts of all categories, 64 tokens each, greedy, streamed, asked by 1, 2, "
             "4 and 8 users at a time of servers with eight slots each; `llama-server` is built from the same source. "
-            "Tokens a second have the prompts in them; those of a user are behind the first token (median). Texts "
-            "equal those that `specgen serve` without drafts gives to one user."
+            "Tokens per second in all include the prompts; those of a user count from the first token on (median). "
+            "The last column counts texts that equal those of `specgen serve` without drafts for one user."
         )
     ]
     for name in ("server-15.json",):
@@ -208,7 +208,7 @@ def _server() -> list[str]:
 
 def _adapters() -> list[str]:
     report = tables.read("adapters.json")
-    rows = [["draft", "whole answers", "behind the first token", "acceptance rate", "texts equal"]]
+    rows = [["draft", "whole answers", "after the first token", "acceptance rate", "texts equal"]]
     for way in report["ways"]:
         turns = way["turns"]
         n_drafted = sum(turn.get("n_drafted", 0) for turn in turns)
@@ -229,7 +229,7 @@ def _adapters() -> list[str]:
         (
             "`python benchmarks/adapters.py -m TARGET -md SMOLLM2 -md 0.5B --prompts FILE -N 8 -n 96 --turns 1` "
             f"({tables.raw('adapters.json')}): {tables.model(report['target'])} in `Llama` with flash attention and specgen's "
-            "kernels for all ways. Speeds are relative to `Llama` without a draft. With any draft, `Llama` computes "
+            "kernels in all rows. Speeds are relative to `Llama` without a draft. With any draft, `Llama` computes "
             "the logits of all tokens of a prompt, so that the first token comes later."
         ),
         tables.table(rows),
@@ -279,8 +279,8 @@ def _conversation() -> list[str]:
     parts = [
         (
             "`python benchmarks/chat.py -m TARGET -md DRAFT -n 120`: ten turns, greedy. Seconds to a turn's "
-            "first token in an engine that stays, which decodes what is new, and in a new one, which decodes "
-            "the whole prompt, and tokens a second after that with drafts and without."
+            "first token in an engine that keeps its cache and decodes only what is new, and in a new engine, "
+            "which decodes the whole prompt; then tokens per second with drafts and without."
         )
     ]
     for name in ("chat-15.json", "chat-smollm2.json"):
@@ -293,7 +293,7 @@ def _conversation() -> list[str]:
                 ("tokens of the prompt", "n_prompt", str),
                 ("of these decoded", "n_decoded", str),
                 ("first token, s", "first_token_s", tables.number),
-                ("all decoded anew, s", "anew_s", tables.number),
+                ("first token if all is decoded again, s", "anew_s", tables.number),
                 ("tokens/s", "tokens_per_s", str),
                 ("without drafts", "plain_tokens_per_s", str),
             )
@@ -302,7 +302,7 @@ def _conversation() -> list[str]:
         parts += [
             f"## {tables.model(report['target'])}, drafts: {tables.model(report['draft'])}",
             tables.table(rows),
-            f"{n_equal} of {len(turns)} texts are those of decoding all anew without drafts ({tables.raw(name)}).",
+            f"{n_equal} of {len(turns)} texts equal those of a new engine without drafts ({tables.raw(name)}).",
         ]
     return parts
 
@@ -339,20 +339,20 @@ def _infill() -> list[str]:
             f"`python benchmarks/infill.py -m TARGET -md DRAFT --server LLAMA_SERVER` "
             f"({tables.raw('infill.json')}): bodies of functions of 5 to 20 lines, cut out of files of installed "
             f"packages and filled in again by {tables.model(report['target'])}; {n_gaps} gaps, 1600 characters before "
-            f"and 500 behind them, {report['max_tokens']} tokens of the middle at most, {n_passes} passes. Tokens a "
-            "second after the first, over specgen's without drafts for the same gap: geometric "
-            "mean, median and worst. llama.cpp's server got the same prompts at `/infill`, built from the same source."
+            f"and 500 after them, {report['max_tokens']} tokens of the middle at most, {n_passes} passes. Tokens per "
+            "second after the first token, relative to specgen without drafts for the same gap: geometric "
+            "mean, median and worst. llama.cpp's server, built from the same source, got the same prompts at `/infill`."
         ),
         tables.table(rows),
         (
             f"{n_slow} of the {len(speeds)} runs without drafts stalled, at less than half of their median "
-            "speed, and runs of others did so too: of each contender's runs for a gap the fastest counts. "
-            "The passes are processes of their own, so that each begins knowing nothing. Specgen's "
-            "texts must be those without drafts; the server computes with llama.cpp's code, which parts "
-            "from them at near-ties."
+            "speed, and some with drafts did too: of each contender's runs for a gap the fastest counts. "
+            "Each pass is a new process, which starts without measurements. specgen's "
+            "texts must equal those without drafts; the server computes with llama.cpp's code, which differs "
+            "at near-ties."
         ),
         (
-            f"{plain['n_exact']} of {n_gaps} middles begins with exactly what was cut out, and {n_cut} go on "
-            f"to {report['max_tokens']} tokens."
+            f"{plain['n_exact']} of {n_gaps} middles begins with exactly the text that was cut out, and {n_cut} reach "
+            f"the limit of {report['max_tokens']} tokens."
         ),
     ]

@@ -105,7 +105,7 @@ def cli_page() -> str:
     from specgen.cli import app
 
     introduction = (
-        "`--help` (`-h`) behind a command shows what stands here on the terminal. `specgen "
+        "`--help` (`-h`) after a command shows this text on the terminal. `specgen "
         "--install-completion` lets your shell complete commands and options."
     )
     sections = command_sections(get_command(app), "specgen")
@@ -406,7 +406,7 @@ def events_page() -> str:
     introduction = (
         "`specgen run --json` prints one of these a line, as a JSON object. `event` names its "
         "kind; every field is always there. [events.schema.json](events.schema.json) is the JSON "
-        "Schema (2020-12) of a line. Later versions may add fields: pass over those you do not "
+        "Schema (2020-12) of a line. Later versions may add fields: ignore those you do not "
         "know."
     )
     conventions = prose(events).split("\n\n")[-1]
@@ -522,7 +522,7 @@ def type_schema(hint: Any) -> JsonSchema:
 def exit_codes_page() -> str:
     comments = named_comments(inspect.getsource(errors))
     rows = [
-        ("0", "", "The answer is whole."),
+        ("0", "", "Success."),
         ("1", "", "A bug: an unexpected exception, shown with its traceback. Please report it."),
         *(
             (str(error.exit_code), f"`{error.__name__}`", prose(error).split("\n")[0])

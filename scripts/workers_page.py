@@ -12,10 +12,10 @@ def parts() -> list[str]:
     found = [
         (
             "`python benchmarks/rpc.py -m TARGET -md SMOLLM2 --prompts benchmarks/prompts.jsonl -N 6 -n 96` (five of the six): two "
-            "workers on this machine (`specgen worker`, two threads each), each behind a proxy that passes on what "
-            "it gets after a delay, each way. The draft, SmolLM2, is outside of the workers. Greedy; costs are "
-            "measured over the wire with every delay, as specgen does by itself, and each prompt is answered "
-            "with every delay, plain and with drafts, by turns."
+            "workers on this machine (`specgen worker`, two threads each), each behind a proxy that delays the data "
+            "in both directions. The draft, SmolLM2, runs outside of the workers. Greedy. specgen measures its "
+            "costs over the network with every delay, as it does by itself, and answers each prompt "
+            "with every delay, with and without drafts, in turn."
         )
     ]
     for name, kernels in (
@@ -25,20 +25,20 @@ def parts() -> list[str]:
         report = read(name)
         found += [
             f"## {model(report['target'])}, workers with {kernels} ({raw(name)})",
-            "Milliseconds of a decode of n rows, and how often a worker's answer was waited for:",
+            "Milliseconds for a decode of n rows, and its number of round trips to a worker:",
             table([*_decode_rows(report)]),
         ]
         if report["runs"]:
             found += [
-                "Tokens a second after the first one; geometric means of the answers.",
+                "Tokens per second after the first token; geometric means of the answers.",
                 table([*_delay_rows(report)]),
             ]
     found += [
         "## A slower network",
         (
-            "The proxies pass on 1,000 megabits a second, each way of each worker. `--output-here` keeps the "
-            "output matrix outside of the workers. Decodes with a delay of 1 ms, and what goes over the network; "
-            "where a batch has another size than the one before, llama.cpp sends its graph again."
+            "The proxies pass on 1,000 megabits a second in each direction to each worker. `--output-here` keeps the "
+            "output matrix outside of the workers. Decodes with a delay of 1 ms, and the data on the network; "
+            "if a batch has another size than the one before, llama.cpp sends its graph again."
         ),
         table([*_network_rows()]),
     ]

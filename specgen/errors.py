@@ -6,9 +6,9 @@ The tree::
     ├── UsageError               2   an option's value, or options that exclude each other
     ├── PromptError              3   empty, not UTF-8, unreadable, longer than the context
     ├── ModelFileError           4   missing, truncated, not GGUF, of a kind that cannot generate
-    ├── PairError                5   target and draft do not share a vocabulary
+    ├── PairError                5   the draft does not fit the target
     ├── UnknownModelError        6   no model or pair of that name
-    ├── FetchError               7   a download failed, or what came was not the file
+    ├── FetchError               7   a download failed, or gave another file
     ├── MemoryLimitError         8   the context does not fit
     ├── BackendError             9   llama.cpp is missing, broken, or refused to decode
     │   └── RollbackError        9   the cache could not drop tokens
@@ -25,9 +25,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-#: Ctrl-C: what there was so far was shown (128 + SIGINT, as a shell reports it); 143 for SIGTERM.
+#: Ctrl-C; the text so far was shown (128 + SIGINT, as a shell reports it). 143 for SIGTERM.
 EXIT_INTERRUPTED = 130
-#: The reader of stdout went away (128 + SIGPIPE, as a shell reports it).
+#: The reader of stdout has closed the pipe (128 + SIGPIPE, as a shell reports it).
 EXIT_BROKEN_PIPE = 141
 
 
@@ -64,7 +64,8 @@ class ModelFileError(SpecgenError):
 
 
 class PairError(SpecgenError):
-    """Target and draft do not share a vocabulary."""
+    """The draft does not fit the target: its vocabulary differs and is not translated, or it is a
+    set of decoder heads for another target."""
 
     exit_code = 5
 
@@ -76,7 +77,7 @@ class UnknownModelError(SpecgenError):
 
 
 class FetchError(SpecgenError):
-    """A download failed, or what came was not the file asked for."""
+    """A download failed, or gave another file than was asked for."""
 
     exit_code = 7
 
@@ -117,6 +118,6 @@ class BatchError(SpecgenError):
 
 class WorkerLostError(SpecgenError):
     """A machine that computes a part of the target (`--rpc`) died, was silent for too long, or cannot
-    be reached. Nothing more can be decoded in this process; what was said so far stands."""
+    be reached. This process cannot decode any more; the text so far stays valid."""
 
     exit_code = 13

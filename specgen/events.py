@@ -17,19 +17,19 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 FinishReason: TypeAlias = Literal["stop", "length", "context", "interrupted"]
 
-#: Who a committed token comes from.
+#: Where a committed token comes from.
 #:
 #: - ``accepted``: drafted, and kept by the target;
-#: - ``corrected``: chosen by the target where it refused the draft;
+#: - ``corrected``: chosen by the target where it rejected the draft;
 #: - ``bonus``: chosen by the target after the whole draft was accepted;
 #: - ``plain``: chosen by the target in a round without a draft;
-#: - ``forced``: the only token that the grammar allows: no model was asked.
+#: - ``forced``: the only token that the grammar allows; it needed no decode.
 TokenKind: TypeAlias = Literal["accepted", "corrected", "bonus", "plain", "forced"]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptEvent:
-    """Once, before anything is decoded: what is going to run."""
+    """Once, before anything is decoded: the prompt, the models and the settings."""
 
     event: ClassVar[str] = "prompt"
 
@@ -46,12 +46,12 @@ class PromptEvent:
     #: What drafts: a model's file name, ``ngram``, or ``none``.
     draft: str
     #: How the drafts of a model with another vocabulary are translated, ``string`` or
-    #: ``tokens``; null where nothing needs to be.
+    #: ``tokens``; null without translation.
     translation: str | None
-    #: The type of the weights of a copy from which the draft model drafts, ``q4_0``; null where it
-    #: drafts from its own.
+    #: The type of the copy from which the draft model drafts, ``q4_0``; null if it drafts from its
+    #: own file.
     draft_weights: str | None
-    #: Who computes on the CPU: ``specgen`` and the instruction set that its kernels use
+    #: Whose code computes on the CPU: ``specgen`` and the instruction set that its kernels use
     #: (``specgen avx512-vnni``), or ``llama.cpp``.
     kernels: str
     #: Size of the target's context, in tokens.
@@ -59,7 +59,7 @@ class PromptEvent:
     #: Every setting of the samplers by the name of its option, `temperature` and `samplers`
     #: (their order) among them, and the `seed` in use, also when it was chosen at random.
     sampler: dict[str, Any]
-    #: How drafts are judged: ``auto``, ``match``, ``residual``, ``block`` or
+    #: How drafts are verified: ``auto``, ``match``, ``residual``, ``block`` or
     #: ``spectr``.
     verifier: str
     #: The grammar that the answer follows, in GBNF, or the JSON schema; null without one.
@@ -96,7 +96,7 @@ class DraftedEvent:
 
 @dataclass(frozen=True, slots=True)
 class RejectedBranch:
-    """A part of the draft that was not kept, from its first lost node down to a leaf."""
+    """A part of the draft that was not kept, from its first rejected node down to a leaf."""
 
     #: Indices into the draft's nodes.
     nodes: tuple[int, ...]
@@ -115,7 +115,7 @@ class VerifiedEvent:
     round: int
     #: Indices of the accepted nodes, from the root down: one path.
     accepted: tuple[int, ...]
-    #: What was lost, branch by branch; empty when everything was accepted.
+    #: The rejected parts of the draft, branch by branch; empty when everything was accepted.
     rejected: tuple[RejectedBranch, ...]
     #: The token that the target chose after the accepted path.
     next_token_id: int
@@ -124,7 +124,7 @@ class VerifiedEvent:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token that the target thought possible, with `--logprobs`."""
+    """One of the most likely tokens in a place, with `--logprobs`."""
 
     token_id: int
     #: The token's own bytes as text; an incomplete character shows as U+FFFD.
