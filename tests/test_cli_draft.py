@@ -359,7 +359,7 @@ def test_verify_takes_what_was_saved(specgen_: Specgen, tiny_models: Path) -> No
     save_draft(identity, SavedDraft(tiny_models / "draft.gguf"))
     result = specgen_(*own, "--draws", "100", "--depth", "1")
     assert result.code == 0
-    assert result.out.startswith("target.gguf, with drafts from draft.gguf")
+    assert result.out.startswith("target.gguf with drafts from draft.gguf")
     (note,) = result.err.splitlines()
     assert "draft.gguf" in note
     save_draft(identity, SavedDraft("none"))

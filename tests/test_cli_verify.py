@@ -86,7 +86,7 @@ def test_the_report_is_alone_on_stdout(verify: Verify) -> None:
         assert result.code == 0
         assert result.err == ""
         assert "\x1b" not in result.out
-        assert result.out.startswith("target.gguf, with drafts from draft.gguf")
+        assert result.out.startswith("target.gguf with drafts from draft.gguf")
         assert "2 prompts, 24 tokens" in result.out
         assert "200 draws" in result.out
         assert result.out.splitlines()[-1] == "Lossless: no defect found."
@@ -282,7 +282,7 @@ def test_progress_shows_on_a_terminals_standard_error_only(tiny_models: Path, qu
     assert (shown == b"") == quiet
     assert (b"place 1 of 1" in shown) != quiet
     assert b"\x1b" not in out
-    assert out.startswith(b"target.gguf, with drafts from")
+    assert out.startswith(b"target.gguf with drafts from")
 
 
 # --- what it refuses

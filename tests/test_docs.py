@@ -366,7 +366,7 @@ def test_a_stale_file_is_shown_as_a_difference(
 
 def test_every_error_has_its_exit_code_in_the_table() -> None:
     page = make_docs.exit_codes_page()
-    assert "| 5 | `PairError` | Target and draft do not share a vocabulary. |" in page
+    assert "| 5 | `PairError` | The draft does not fit the target: " in page
     assert all(f"`{error.__name__}`" in page for error in make_docs.raised_errors())
     assert all(issubclass(error, SpecgenError) for error in make_docs.raised_errors())
     assert "| 130 |" in page

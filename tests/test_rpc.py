@@ -373,7 +373,7 @@ class TestProbe:
 
     @pytest.mark.parametrize("text", ["", "host", "host:", ":5", "host:0", "host:70000", "::1:5"])
     def test_other_texts_are_no_endpoints(self, text: str) -> None:
-        with pytest.raises(UsageError, match="give host:port"):
+        with pytest.raises(UsageError, match="is not the address of a worker"):
             parse_endpoint(text)
 
 
@@ -461,7 +461,7 @@ class TestOptions:
 
         monkeypatch.setattr(weights, "probe", offer)
         monkeypatch.setattr(weights, "check_protocol", lambda _worker: None)
-        with pytest.raises(MemoryLimitError, match=r"the workers offer 0\.0 GiB"):
+        with pytest.raises(MemoryLimitError, match=r"the workers offer only 0\.0 GiB"):
             LlamaModel(tiny_models / "target.gguf", workers=Workers(("a:1", "b:1")))
 
     def test_a_build_without_rpc_names_the_cure(self, monkeypatch: pytest.MonkeyPatch) -> None:
