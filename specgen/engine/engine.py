@@ -7,17 +7,17 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specgen.backend.llama import LlamaBackend
-from specgen.engine.answer_settings import AnswerSettings
+from specgen.engine.answer import Answer
 from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
 from specgen.engine.measurements import measure_if_costs_decide
 from specgen.engine.notices import opening_notices
+from specgen.engine.places import Place, Places, SlotState
 from specgen.engine.prompts import Prompt
-from specgen.engine.slots import Part, n_common
 from specgen.errors import (
     BackendError,
     OutputError,
@@ -33,70 +33,14 @@ from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 if TYPE_CHECKING:
     from specgen.engine.session import Session
 
+__all__ = ["MAX_SEQUENCES", "Answer", "Engine", "default_n_ctx"]
+
 #: llama.cpp has no room for more sequences in a context.
 MAX_SEQUENCES = 256
 #: Room for a prompt and its answer where no context size is given, in tokens.
 _N_CTX = 4096
 #: How much of a prompt is read between two rounds of other answers, in tokens: these wait for it.
 _N_READ_BESIDE = 64
-
-
-@dataclass(eq=False)
-class Answer:
-    """An answer that an engine was asked for: waiting, in the making, or finished."""
-
-    #: Which of the engine's answers it is, counted from 0: the `sequence` of its events.
-    index: int
-    prompt: Prompt
-    settings: AnswerSettings
-    seed: int
-    #: Whether anything drafts for it.
-    drafts: bool = True
-    #: The summary, once it is finished.
-    finished: FinishedEvent | None = None
-    #: What ended it before its time.
-    failure: SpecgenError | None = None
-    is_cancelled: bool = False
-    #: Events that `Engine.stream` has not told yet.
-    events: deque[Event] = field(default_factory=deque)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it is finished or has failed."""
-        return self.finished is not None or self.failure is not None
-
-    @property
-    def text(self) -> str:
-        """The whole text. Raises what ended it before its time, and `RuntimeError` before it is
-        done."""
-        if self.failure is not None:
-            raise self.failure
-        if self.finished is None:
-            raise RuntimeError(f"answer {self.index} is not done")
-        return self.finished.text
-
-
-@dataclass(frozen=True, slots=True)
-class SlotState:
-    """What a slot of an engine is doing: the answer's index (None: the slot is free), the tokens of
-    its prompt, those of them that are in the cache, and those of the answer so far."""
-
-    number: int
-    answer: int | None = None
-    n_prompt: int = 0
-    n_read: int = 0
-    n_answer: int = 0
-
-
-@dataclass(slots=True)
-class _Place:
-    """A part of the caches, and the answer that is made there."""
-
-    part: Part
-    answer: Answer | None = None
-    generation: Generation | None = None
-    #: Number of the last answer that was made there; -1 before any.
-    used_last: int = -1
 
 
 class Engine:
@@ -142,7 +86,7 @@ class Engine:
         self._waiting: deque[Answer] = deque()
         self._n_submitted = 0
         self._is_closed = False
-        self._places = [_Place(Part(number, n_parallel)) for number in range(n_parallel)]
+        self._places = Places(n_parallel)
         self._estimates_gain = estimate_gain
         self._learn_alone = learn_alone
         self._resources = contextlib.ExitStack()
@@ -179,7 +123,7 @@ class Engine:
                 if answer is not None and not answer.is_done:
                     answer.failure = error
             for place in self._places:
-                self._free(place)
+                place.free()
 
     @property
     def n_parallel(self) -> int:
@@ -262,25 +206,22 @@ class Engine:
     @property
     def n_busy(self) -> int:
         """How many answers are in the making."""
-        return sum(place.answer is not None for place in self._places)
+        return self._places.n_busy
 
     @property
     def n_begun(self) -> int:
         """How many answers are in the making, behind their first token."""
-        return len(self._begun())
+        return len(self._places.begun())
 
     @property
     def is_reading(self) -> bool:
         """Whether a prompt is being read."""
-        return any(
-            place.generation is not None and not place.generation.is_started
-            for place in self._places
-        )
+        return self._places.reading() is not None
 
     def plain_round_s(self) -> float | None:
         """Seconds of a round of the answers in the making if nothing drafted for them, by the
         measured costs; None if there are none, or nothing was measured."""
-        begun = self._begun()
+        begun = self._places.begun()
         if not begun or begun[0].answer is None:
             return None
         n_past = len(begun[0].answer.prompt.tokens)
@@ -289,15 +230,12 @@ class Engine:
 
     def slot_states(self) -> list[SlotState]:
         """What each of the engine's slots is doing."""
-        return [
-            SlotState(place.part.number, *_progress(place.answer, place.generation))
-            for place in self._places
-        ]
+        return [place.state for place in self._places]
 
     @property
     def is_idle(self) -> bool:
         """Whether no answer is waiting or in the making."""
-        return not self._waiting and all(place.answer is None for place in self._places)
+        return not self._waiting and not self._places.n_busy
 
     def step(self) -> list[Event]:
         """Read a piece of one prompt, if there is one to read and room for its answer, and make one
@@ -310,7 +248,7 @@ class Engine:
 
     def _round(self) -> list[Event]:
         """A round of all answers that are begun; their events."""
-        busy = self._begun()
+        busy = self._places.begun()
         answers: dict[int, Answer] = {}
         generations: list[Generation] = []
         for place in busy:
@@ -379,38 +317,30 @@ class Engine:
                 generation.finish("interrupted")
                 yield generation.finished_event(self._loop.now_s, None, "")
 
-    # --- places ------------------------------------------------------------------------------
-
-    def _begun(self) -> list[_Place]:
-        """The places whose answers have their first token."""
-        return [
-            place
-            for place in self._places
-            if place.generation is not None and place.generation.is_started
-        ]
+    # --- how answers begin and end -----------------------------------------------------------
 
     def _read(self) -> list[Event]:
         """Read a piece of a prompt: of the one that is being read, else of the next one in the
         queue, if there is a free place for it."""
-        for place in self._places:
-            if place.generation is not None and not place.generation.is_started:
-                return self._read_piece(place)
-        if not any(place.answer is None for place in self._places):
+        place = self._places.reading()
+        if place is not None:
+            return self._read_piece(place)
+        if self.n_busy == self.n_parallel:
             return []
         with self._lock:
             if not self._waiting:
                 return []
             answer = self._waiting.popleft()
-        return self._begin(answer, self._place_for(answer))
+        return self._begin(answer, self._places.free_place(answer.prompt.tokens, self._target))
 
-    def _read_piece(self, place: _Place) -> list[Event]:
+    def _read_piece(self, place: Place) -> list[Event]:
         """Read a piece of the prompt of a place; the events of that."""
         answer, generation = place.answer, place.generation
         assert answer is not None
         assert generation is not None
         n_most = None
         # Where rows are not the same bits in any batch, pieces are as without other answers.
-        if self._begun() and self._session.target_model.has_equal_rows:
+        if self._places.begun() and self._session.target_model.has_equal_rows:
             n_most = _N_READ_BESIDE
         try:
             if answer.is_cancelled:
@@ -426,20 +356,7 @@ class Engine:
         answer.events.extend(events)
         return events + self._settle(place)
 
-    def _place_for(self, answer: Answer) -> _Place:
-        """The free place for an answer: one whose text its prompt goes on from, else the one that
-        was not used for longest. (What another place holds of the prompt is shared.)"""
-        tokens = answer.prompt.tokens
-
-        def rank(place: _Place) -> tuple[int, int]:
-            text = self._target.text(place.part.slot(self._target).first)
-            n = n_common(text, tokens)
-            goes_on = n if n == len(text) or not self._target.can_branch else 0
-            return -goes_on, place.used_last
-
-        return min((place for place in self._places if place.answer is None), key=rank)
-
-    def _begin(self, answer: Answer, place: _Place) -> list[Event]:
+    def _begin(self, answer: Answer, place: Place) -> list[Event]:
         place.answer, place.used_last = answer, answer.index
         session, prompt, part = self._session, answer.prompt, place.part
         try:
@@ -491,7 +408,7 @@ class Engine:
             grammar=grammar.text if grammar is not None else None,
         )
 
-    def _settle(self, place: _Place) -> list[Event]:
+    def _settle(self, place: Place) -> list[Event]:
         """Free a place whose answer is done; the events of its end."""
         answer, generation = place.answer, place.generation
         if answer is None or generation is None or not generation.is_finished:
@@ -508,34 +425,12 @@ class Engine:
         events = notices + self._loop.finish(generation, estimate_gain=self._estimates_gain)
         answer.events.extend(events)
         (answer.finished,) = [event for event in events if isinstance(event, FinishedEvent)]
-        self._free(place)
+        place.free()
         return events
 
-    def _fail(self, place: _Place, error: SpecgenError) -> None:
-        """End an answer that cannot go on. What its part of the caches holds is not certain."""
-        assert place.answer is not None
-        place.answer.failure = error
-        for backend in (self._target, *self._drafts):
-            slot = place.part.slot(backend)
-            for sequence in range(slot.first, slot.first + slot.n_branches):
-                backend.remove(sequence)
-        self._free(place)
-
-    def _free(self, place: _Place) -> None:
-        place.answer = place.generation = None
-
-
-def _progress(
-    answer: Answer | None, generation: Generation | None
-) -> tuple[int | None, int, int, int]:
-    """The figures of a `SlotState`."""
-    if answer is None:
-        return None, 0, 0, 0
-    n_prompt = len(answer.prompt.tokens)
-    if generation is None:
-        return answer.index, n_prompt, 0, 0
-    n_read = n_prompt if generation.is_started else generation.n_cached
-    return answer.index, n_prompt, n_read, generation.n_answer
+    def _fail(self, place: Place, error: SpecgenError) -> None:
+        """End an answer that cannot go on."""
+        place.fail(error, (self._target, *self._drafts))
 
 
 def _why(error: BaseException) -> SpecgenError:
