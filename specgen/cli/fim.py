@@ -252,9 +252,9 @@ def _gap(place: _Place, context: list[tuple[str, str]]) -> Gap:
 def _room(session: Session) -> int:
     """The most tokens of the prompt: the far ends of a long file matter little, and take long to read.
     Raises `UsageError` if the middle needs them all."""
-    from specgen.engine.engine import default_n_ctx
+    from specgen.engine.contexts import usual_n_ctx
 
-    n_ctx = default_n_ctx(session)
+    n_ctx = usual_n_ctx(session.options, session.target_model)
     max_tokens = session.options.generation.max_tokens
     n_room = n_ctx - (max_tokens if max_tokens >= 0 else n_ctx // 4)
     if n_room < n_ctx // 4:

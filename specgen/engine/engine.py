@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from specgen.backend.llama import LlamaBackend
 from specgen.engine.answer import Answer
+from specgen.engine.contexts import usual_n_ctx
 from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
 from specgen.engine.measurements import measure_if_costs_decide
@@ -33,12 +34,10 @@ from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 if TYPE_CHECKING:
     from specgen.engine.session import Session
 
-__all__ = ["MAX_SEQUENCES", "Answer", "Engine", "default_n_ctx"]
+__all__ = ["MAX_SEQUENCES", "Answer", "Engine"]
 
 #: llama.cpp has no room for more sequences in a context.
 MAX_SEQUENCES = 256
-#: Room for a prompt and its answer where no context size is given, in tokens.
-_N_CTX = 4096
 #: How much of a prompt is read between two rounds of other answers, in tokens: these wait for it.
 _N_READ_BESIDE = 64
 
@@ -80,7 +79,9 @@ class Engine:
                 hint="--tree off allows more",
             )
         self._session = session
-        self._n_ctx = n_ctx if n_ctx is not None else default_n_ctx(session)
+        self._n_ctx = (
+            n_ctx if n_ctx is not None else usual_n_ctx(session.options, session.target_model)
+        )
         #: Held while the queue is changed, and while the engine steps.
         self._lock, self._stepping = threading.Lock(), threading.RLock()
         self._waiting: deque[Answer] = deque()
@@ -438,14 +439,3 @@ def _why(error: BaseException) -> SpecgenError:
     if isinstance(error, SpecgenError):
         return error
     return BackendError(f"the round was broken off: {type(error).__name__}")
-
-
-def default_n_ctx(session: Session) -> int:
-    """The tokens of a context that prompt and answer share, where nobody asked for more room: as the
-    options say (0: what the target was trained with), or what the target was trained with, but no
-    more than is usual."""
-    n_train = session.target_model.n_ctx_train
-    wanted = session.options.target_context.n_ctx
-    if wanted is not None:
-        return wanted or n_train or _N_CTX
-    return min(_N_CTX, n_train) if n_train > 0 else _N_CTX

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,8 +24,9 @@ from specgen.drafters import Drafter
 from specgen.engine.answer_drafts import AnswerDrafts
 from specgen.engine.answer_settings import AnswerSettings
 from specgen.engine.chat_template import Message
+from specgen.engine.contexts import SessionContexts
 from specgen.engine.draft_model import MakeShaper, Translated
-from specgen.engine.draft_stack import CONTEXT_STEP, DraftStack
+from specgen.engine.draft_stack import DraftStack
 from specgen.engine.engine import Engine
 from specgen.engine.generation import Generation
 from specgen.engine.infill import Gap, InfillPrompt, infill_prompt
@@ -39,7 +41,7 @@ from specgen.engine.prompts import (
     token_prompt,
 )
 from specgen.engine.slots import WHOLE, Part
-from specgen.errors import PromptError, UsageError
+from specgen.errors import UsageError
 from specgen.events import Event
 from specgen.options import (
     DraftOptions,
@@ -51,9 +53,6 @@ from specgen.options import (
 )
 
 __all__ = ["DraftSource", "Prompt", "Session", "SessionOptions"]
-
-#: Room for an answer of unlimited length where no context size is given, in tokens.
-_ANSWER_ROOM = 4096
 
 
 class Session:
@@ -235,28 +234,56 @@ class Session:
         """Whether the draft model has another vocabulary than the target."""
         return self._drafts.model is not None and self._drafts.model.has_own_vocabulary
 
+    # --- contexts -----------------------------------------------------------------------------
+
     @property
     def n_rows_max(self) -> int:
         """The most rows of a round's batch: the draft, and the token before it."""
-        return 1 + self._options.drafting.n_max
+        return self._contexts.n_rows_max
 
     @property
     def n_branches_max(self) -> int:
         """The most branches of a draft: 1 where drafts are chains."""
-        draft, drafting = self._drafts.model, self._options.drafting
-        is_chain = self._target_model.has_recurrent_state or self._drafts.source == "none"
-        if is_chain or not drafting.grows_trees:
-            return 1
-        if draft is not None and not (draft.branches or drafting.adds_ngrams):
-            return 1
-        return max(1, drafting.n_max)
+        return self._contexts.n_branches_max
 
     @property
     def n_sequences_max(self) -> int:
         """The most sequences of a context that one answer needs."""
-        draft = self._drafts.model
-        n_draft = self.n_rows_max + 1 if draft is not None and draft.branches else 1
-        return max(self.n_branches_max, n_draft)
+        return self._contexts.n_sequences_max
+
+    def context_size(self, n_prompt: int, max_tokens: int | None = None) -> int:
+        """The target's context in tokens, for an answer of `max_tokens` (None: of as many as the
+        options say). Raises `PromptError` if the prompt is longer."""
+        return self._contexts.n_ctx_for(n_prompt, max_tokens)
+
+    @property
+    def _contexts(self) -> SessionContexts:
+        """The contexts that the present options ask for."""
+        return SessionContexts(
+            self._options, self._target_model, self._drafts, self.costs, self._clock
+        )
+
+    def contexts(
+        self, n_ctx: int, *, drafts: bool = True, n_parts: int = 1
+    ) -> AbstractContextManager[tuple[LlamaBackend, LlamaBackend | None]]:
+        """Contexts of the target and, if there is one and `drafts` asks for it, of the draft model,
+        in which `n_parts` answers may be made at once, of n_ctx tokens each with their prompts. They
+        are closed at the end of the `with`, by nobody else. Raises `MemoryLimitError`."""
+        return self._contexts.opened(n_ctx, drafts=drafts, n_parts=n_parts)
+
+    def helper_contexts(
+        self, n_ctx: int, *, n_parts: int = 1
+    ) -> AbstractContextManager[tuple[LlamaBackend, ...]]:
+        """Contexts of the models that draft for the draft model, for such a context of the target.
+        Raises `MemoryLimitError`."""
+        return self._drafts.contexts(n_ctx, self.n_rows_max, n_parts=n_parts, first=1)
+
+    def draft_contexts(
+        self, n_ctx: int, *, n_parts: int = 1
+    ) -> AbstractContextManager[tuple[LlamaBackend, ...]]:
+        """Contexts of the draft model and of the models that draft for it, for such a context of
+        the target. Raises `MemoryLimitError`."""
+        return self._drafts.contexts(n_ctx, self.n_rows_max, n_parts=n_parts)
 
     # --- prompts and answers -----------------------------------------------------------------
 
@@ -378,70 +405,6 @@ class Session:
             draft_vocabulary=own.vocabulary.digest() if own is not None else None,
         )
         self._kept.add(answer)
-
-    def context_size(self, n_prompt: int, max_tokens: int | None = None) -> int:
-        """The target's context in tokens, for an answer of `max_tokens` (None: of as many as the
-        options say). Raises `PromptError` if the prompt is longer."""
-        n_train = self._target_model.n_ctx_train
-        wanted = self._options.target_context.n_ctx
-        if wanted is None:
-            n_answer = max_tokens if max_tokens is not None else self._options.generation.max_tokens
-            n_ctx = n_prompt + (n_answer if n_answer >= 0 else _ANSWER_ROOM)
-            n_ctx += self._options.drafting.n_max
-            n_ctx = -(-n_ctx // CONTEXT_STEP) * CONTEXT_STEP
-            n_ctx = min(n_ctx, n_train) if n_train > 0 else n_ctx
-            hint = f"{self._target_model.name} was trained with a context of {n_train}"
-        else:
-            n_ctx = wanted or n_train or _ANSWER_ROOM
-            hint = f"take --ctx-size {n_prompt + 1} or more, or a shorter prompt"
-        if n_prompt > n_ctx:
-            raise PromptError(
-                f"the prompt has {n_prompt} tokens, but the context has {n_ctx}", hint
-            )
-        return n_ctx
-
-    @contextlib.contextmanager
-    def contexts(
-        self, n_ctx: int, *, drafts: bool = True, n_parts: int = 1
-    ) -> Iterator[tuple[LlamaBackend, LlamaBackend | None]]:
-        """Contexts of the target and, if there is one and `drafts` asks for it, of the draft model,
-        in which `n_parts` answers may be made at once, of n_ctx tokens each with their prompts. They
-        are closed at the end of the `with`, by nobody else. Raises `MemoryLimitError`."""
-        with contextlib.ExitStack() as stack:
-            target = LlamaBackend(
-                self._target_model,
-                self.costs.context_options(),
-                n_ctx=n_ctx * n_parts,
-                clock=self._clock,
-                n_sequences=self.n_branches_max * n_parts,
-                n_outputs=self.n_rows_max * n_parts,
-                n_rollback=self.n_rows_max - 1,
-            )
-            stack.callback(target.close)
-            draft = None
-            if drafts and self._drafts.model is not None:
-                contexts = self._drafts.contexts(
-                    n_ctx, self.n_rows_max, n_parts=n_parts, n_models=1
-                )
-                (draft,) = stack.enter_context(contexts)
-            yield target, draft
-
-    @contextlib.contextmanager
-    def helper_contexts(
-        self, n_ctx: int, *, n_parts: int = 1
-    ) -> Iterator[tuple[LlamaBackend, ...]]:
-        """Contexts of the models that draft for the draft model, for such a context of the target.
-        Raises `MemoryLimitError`."""
-        contexts = self._drafts.contexts(n_ctx, self.n_rows_max, n_parts=n_parts, first=1)
-        with contexts as helpers:
-            yield helpers
-
-    @contextlib.contextmanager
-    def draft_contexts(self, n_ctx: int, *, n_parts: int = 1) -> Iterator[tuple[LlamaBackend, ...]]:
-        """Contexts of the draft model and of the models that draft for it, for such a context of
-        the target. Raises `MemoryLimitError`."""
-        with self._drafts.contexts(n_ctx, self.n_rows_max, n_parts=n_parts) as drafts:
-            yield drafts
 
     def text(self, prompt: Sequence[int]) -> TextState:
         """A text that begins with `prompt`, and its grammar at the start."""

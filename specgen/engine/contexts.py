@@ -1,0 +1,109 @@
+"""The contexts of a session's models, and how large they are: tokens, rows and sequences."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from specgen.backend.llama import LlamaBackend, LlamaModel
+from specgen.engine.draft_stack import CONTEXT_STEP, DraftStack
+from specgen.engine.model_costs import ModelCosts
+from specgen.errors import PromptError
+from specgen.options import SessionOptions
+
+#: Room for an answer of unlimited length where no context size is given, in tokens.
+_ANSWER_ROOM = 4096
+#: Room for a prompt and its answer where neither is known, in tokens.
+_N_CTX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class SessionContexts:
+    """Opens contexts of a target and of what drafts for it, large enough for what the options ask
+    for."""
+
+    options: SessionOptions
+    target: LlamaModel
+    drafts: DraftStack
+    costs: ModelCosts
+    clock: Callable[[], float]
+
+    @property
+    def n_rows_max(self) -> int:
+        """The most rows of a round's batch: the draft, and the token before it."""
+        return 1 + self.options.drafting.n_max
+
+    @property
+    def n_branches_max(self) -> int:
+        """The most branches of a draft: 1 where drafts are chains."""
+        draft, drafting = self.drafts.model, self.options.drafting
+        is_chain = self.target.has_recurrent_state or self.drafts.source == "none"
+        if is_chain or not drafting.grows_trees:
+            return 1
+        if draft is not None and not (draft.branches or drafting.adds_ngrams):
+            return 1
+        return max(1, drafting.n_max)
+
+    @property
+    def n_sequences_max(self) -> int:
+        """The most sequences of a context that one answer needs."""
+        draft = self.drafts.model
+        n_draft = self.n_rows_max + 1 if draft is not None and draft.branches else 1
+        return max(self.n_branches_max, n_draft)
+
+    def n_ctx_for(self, n_prompt: int, max_tokens: int | None = None) -> int:
+        """The target's context in tokens, for a prompt and an answer of `max_tokens` (None: of as many
+        as the options say). Raises `PromptError` if the prompt is longer."""
+        n_train = self.target.n_ctx_train
+        wanted = self.options.target_context.n_ctx
+        if wanted is None:
+            n_answer = max_tokens if max_tokens is not None else self.options.generation.max_tokens
+            n_ctx = n_prompt + (n_answer if n_answer >= 0 else _ANSWER_ROOM)
+            n_ctx += self.options.drafting.n_max
+            n_ctx = -(-n_ctx // CONTEXT_STEP) * CONTEXT_STEP
+            n_ctx = min(n_ctx, n_train) if n_train > 0 else n_ctx
+            hint = f"{self.target.name} was trained with a context of {n_train}"
+        else:
+            n_ctx = wanted or n_train or _ANSWER_ROOM
+            hint = f"take --ctx-size {n_prompt + 1} or more, or a shorter prompt"
+        if n_prompt > n_ctx:
+            raise PromptError(
+                f"the prompt has {n_prompt} tokens, but the context has {n_ctx}", hint
+            )
+        return n_ctx
+
+    @contextlib.contextmanager
+    def opened(
+        self, n_ctx: int, *, drafts: bool, n_parts: int
+    ) -> Iterator[tuple[LlamaBackend, LlamaBackend | None]]:
+        """Contexts as `Session.contexts` has them."""
+        with contextlib.ExitStack() as stack:
+            target = LlamaBackend(
+                self.target,
+                self.costs.context_options(),
+                n_ctx=n_ctx * n_parts,
+                clock=self.clock,
+                n_sequences=self.n_branches_max * n_parts,
+                n_outputs=self.n_rows_max * n_parts,
+                n_rollback=self.n_rows_max - 1,
+            )
+            stack.callback(target.close)
+            draft = None
+            if drafts and self.drafts.model is not None:
+                contexts = self.drafts.contexts(n_ctx, self.n_rows_max, n_parts=n_parts, n_models=1)
+                (draft,) = stack.enter_context(contexts)
+            yield target, draft
+
+
+def usual_n_ctx(options: SessionOptions, target: LlamaModel) -> int:
+    """The tokens of a context that prompt and answer share, where nobody asked for more room: as the
+    options say (0: what the target was trained with), or what the target was trained with, but no
+    more than is usual."""
+    n_train, wanted = target.n_ctx_train, options.target_context.n_ctx
+    if wanted is not None:
+        return wanted or n_train or _N_CTX
+    return min(_N_CTX, n_train) if n_train > 0 else _N_CTX
+
+
+__all__ = ["SessionContexts", "usual_n_ctx"]
