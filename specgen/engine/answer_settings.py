@@ -62,6 +62,34 @@ class AnswerSettings:
             sampling, generation, drafting, in_use, breakers, Sampler(in_use, breakers), grammar
         )
 
+    def changed(
+        self,
+        model: LlamaModel,
+        sampling: SamplerOptions | None,
+        generation: GenerationOptions | None,
+        *,
+        n_drafted_max: int | None,
+        verifier: VerifierName | None,
+    ) -> AnswerSettings:
+        """The settings of an answer that asks for something else; what is None stays. Samplers and the
+        grammar are built anew only where they change. Raises `UsageError` as `of` does, and if a number
+        of drafted tokens is given where drafts have a fixed shape."""
+        sampling, generation = sampling or self.sampling, generation or self.generation
+        drafting = self.drafting
+        if verifier is not None:
+            drafting = replace(drafting, verifier=verifier)
+        if n_drafted_max is not None:
+            if drafting.tree.is_fixed:
+                raise UsageError(
+                    f"{n_drafted_max} drafted tokens: drafts have the fixed shape {drafting.tree}"
+                )
+            drafting = replace(drafting, max_tokens=min(n_drafted_max, drafting.n_max))
+        as_before = (self.sampling, self.generation.grammar, self.generation.ignore_eos)
+        is_as_before = (sampling, generation.grammar, generation.ignore_eos) == as_before
+        if is_as_before and generation.shown_controls == self.generation.shown_controls:
+            return replace(self, generation=generation, drafting=drafting)
+        return AnswerSettings.of(model, sampling, generation, drafting)
+
     def most_likely(self) -> AnswerSettings:
         """The same samplers without chance: those of what drafts for a draft model."""
         in_use = replace(self.in_use, temperature=0.0, dynatemp_range=0.0)

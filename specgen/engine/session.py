@@ -41,7 +41,6 @@ from specgen.engine.prompts import (
     token_prompt,
 )
 from specgen.engine.slots import WHOLE, Part
-from specgen.errors import UsageError
 from specgen.events import Event
 from specgen.options import (
     DraftOptions,
@@ -340,22 +339,13 @@ class Session:
         round than the session's options allow. Raises `UsageError` if a token of a bias does not
         exist, the grammar is not one, or a number of drafted tokens is given where drafts have a
         fixed shape."""
-        own = self.settings
-        sampling, generation = sampling or own.sampling, generation or own.generation
-        drafting = own.drafting
-        if verifier is not None:
-            drafting = replace(drafting, verifier=verifier)
-        if n_drafted_max is not None:
-            if drafting.tree.is_fixed:
-                raise UsageError(
-                    f"{n_drafted_max} drafted tokens: drafts have the fixed shape {drafting.tree}"
-                )
-            drafting = replace(drafting, max_tokens=min(n_drafted_max, drafting.n_max))
-        as_before = (own.sampling, own.generation.grammar, own.generation.ignore_eos)
-        is_as_before = (sampling, generation.grammar, generation.ignore_eos) == as_before
-        if is_as_before and generation.shown_controls == own.generation.shown_controls:
-            return replace(own, generation=generation, drafting=drafting)
-        return AnswerSettings.of(self._target_model, sampling, generation, drafting)
+        return self.settings.changed(
+            self._target_model,
+            sampling,
+            generation,
+            n_drafted_max=n_drafted_max,
+            verifier=verifier,
+        )
 
     def generate(
         self,
