@@ -21,12 +21,14 @@ from specgen.batch.results import (
     read_results,
     without_errors,
 )
+from specgen.batch.runner import Tally
 from specgen.engine.chat_template import Message
 from specgen.engine.slots import n_common
 from specgen.errors import OutputError, PromptError, UsageError
 from specgen.json_lines import to_line
 from specgen.openai_format.request import Request
 from specgen.options import GenerationOptions, SamplerOptions
+from specgen.render.batch_progress import batch_summary
 
 DEFAULTS = SamplerOptions(), GenerationOptions(max_tokens=5)
 
@@ -291,3 +293,12 @@ class TestResults:
         if os.name != "nt":
             with pytest.raises(OutputError, match="/dev/null: cannot be written"):
                 append(Path("/dev/null"), record("a"))
+
+
+def test_the_summary_tells_of_drafts_and_caches_where_there_were_any() -> None:
+    tally = Tally(n_lines=3, n_answers=2, n_errors=1, n_tokens=100, n_prompt_tokens=40)
+    told = "2 answers of 100 tokens in all, 5 s: 20.0 tokens/s, 4 at once"
+    assert batch_summary(tally, 5.0, "4 at once") == told
+    tally.n_drafted, tally.n_accepted, tally.n_cached_tokens = 50, 20, 10
+    told += ", 40% of the draft accepted, 25% of the prompts from the cache"
+    assert batch_summary(tally, 5.0, "4 at once") == told

@@ -45,7 +45,7 @@ from specgen.selection.session_opening import find_models, session_options
 if TYPE_CHECKING:
     from specgen.batch.lines import Line
     from specgen.batch.results import Earlier, Results
-    from specgen.batch.runner import Batch, Tally
+    from specgen.batch.runner import Batch
     from specgen.engine.session import Session
 
 _BATCH = "Batch"
@@ -292,7 +292,7 @@ def _answer(
 ) -> int:
     """Make the answers; returns the exit code."""
     from specgen.engine.parallel import fastest_parallel, largest_engine
-    from specgen.render.batch_progress import batch_progress
+    from specgen.render.batch_progress import batch_progress, batch_summary
 
     with Interrupt() as stop, batch_progress(sys.stderr, quiet=quiet) as report:
         tasks = job.prepare(lines, stop)
@@ -309,26 +309,9 @@ def _answer(
                     session.memory.save()
                     if job.tally.n_answers:
                         seconds = time.perf_counter() - started
-                        note(_summary(job.tally, seconds, engine.n_parallel))
+                        where = f"{engine.n_parallel} at once"
+                        note(batch_summary(job.tally, seconds, where))
     return stop.exit_code
-
-
-def _summary(tally: Tally, seconds: float, n_parallel: int) -> str:
-    """What a batch was like, in a line."""
-    from specgen.render.batch_progress import duration
-    from specgen.render.text import counted
-
-    parts = [
-        f"{counted(tally.n_answers, 'answer')} of {counted(tally.n_tokens, 'token')} in all",
-        f"{duration(seconds)}: {tally.n_tokens / seconds:.1f} tokens/s",
-        f"{n_parallel} at once",
-    ]
-    if tally.n_drafted:
-        parts.append(f"{100 * tally.n_accepted / tally.n_drafted:.0f}% of the draft accepted")
-    if tally.n_cached_tokens:
-        share = 100 * tally.n_cached_tokens / tally.n_prompt_tokens
-        parts.append(f"{share:.0f}% of the prompts from the cache")
-    return ", ".join(parts)
 
 
 def _read(source: Path) -> bytes:

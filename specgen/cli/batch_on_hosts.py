@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from specgen.batch.lines import Line
     from specgen.batch.on_hosts import Defaults, Host
     from specgen.batch.results import Results
-    from specgen.batch.runner import Tally
 
 #: The variable with the key that servers are sent.
 KEY_VARIABLE = "SPECGEN_API_KEY"
@@ -95,7 +94,8 @@ def answer_on_hosts(
 ) -> tuple[int, int]:
     """Have the lines answered; returns the exit code, and how many results are errors."""
     from specgen.batch.on_hosts import HostsBatch
-    from specgen.render.batch_progress import batch_progress
+    from specgen.render.batch_progress import batch_progress, batch_summary
+    from specgen.render.text import counted
 
     job = HostsBatch(
         hosts,
@@ -113,17 +113,7 @@ def answer_on_hosts(
         finally:
             if job.tally.n_answers:
                 with contextlib.suppress(ZeroDivisionError):
-                    note(_summary(job.tally, time.perf_counter() - started, hosts))
+                    n_slots = sum(host.n_slots for host in hosts if host.refused is None)
+                    where = f"{n_slots} at once on {counted(len(hosts), 'server')}"
+                    note(batch_summary(job.tally, time.perf_counter() - started, where))
     return stop.exit_code, job.tally.n_errors
-
-
-def _summary(tally: Tally, seconds: float, hosts: Sequence[Host]) -> str:
-    from specgen.render.batch_progress import duration
-    from specgen.render.text import counted
-
-    n_slots = sum(host.n_slots for host in hosts if host.refused is None)
-    return (
-        f"{counted(tally.n_answers, 'answer')} of {counted(tally.n_tokens, 'token')} in all, "
-        f"{duration(seconds)}: {tally.n_tokens / seconds:.1f} tokens/s, {n_slots} at once on "
-        f"{counted(len(hosts), 'server')}"
-    )

@@ -20,7 +20,6 @@ from specgen.selection.default_draft import DraftChoice
 
 if TYPE_CHECKING:
     from specgen.batch.lines import Line
-    from specgen.batch.on_ray import RayBatch
     from specgen.batch.results import Results
     from specgen.engine.session import Session
 
@@ -110,7 +109,8 @@ def answer_on_ray(
     from specgen.batch.on_ray import RayBatch
     from specgen.batch.ray_job import RayJob
     from specgen.batch.runner import Prompting
-    from specgen.render.batch_progress import batch_progress
+    from specgen.render.batch_progress import batch_progress, batch_summary
+    from specgen.render.text import counted
 
     options = _with_threads(_absolute(work.options), cluster)
     drafts = tuple(replace(each, draft=_absolute_path(each.draft)) for each in work.drafts)
@@ -138,7 +138,8 @@ def answer_on_ray(
         finally:
             if batch.tally.n_answers:
                 with contextlib.suppress(ZeroDivisionError):
-                    note(_summary(batch, time.perf_counter() - started))
+                    seconds = time.perf_counter() - started
+                    note(batch_summary(batch.tally, seconds, counted(batch.n_actors, "Ray actor")))
     return stop.exit_code, batch.tally.n_errors
 
 
@@ -198,18 +199,3 @@ def _largest(lines: Sequence[Line]) -> tuple[Line, ...]:
     longest = sorted(readable, key=lambda line: len(repr(line.fields)), reverse=True)
     found = sorted(readable, key=size, reverse=True)[: _N_LARGEST // 2]
     return (*found, *longest[: _N_LARGEST // 2])
-
-
-def _summary(batch: RayBatch, seconds: float) -> str:
-    from specgen.render.batch_progress import duration
-    from specgen.render.text import counted
-
-    tally = batch.tally
-    parts = [
-        f"{counted(tally.n_answers, 'answer')} of {counted(tally.n_tokens, 'token')} in all",
-        f"{duration(seconds)}: {tally.n_tokens / seconds:.1f} tokens/s",
-        counted(batch.n_actors, "Ray actor"),
-    ]
-    if tally.n_drafted:
-        parts.append(f"{100 * tally.n_accepted / tally.n_drafted:.0f}% of the draft accepted")
-    return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""The progress of a batch: a bar on a terminal, else a line now and then."""
+"""The progress of a batch: a bar on a terminal, else a line now and then; and a sentence of what it was like."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TextIO
 
 from specgen.batch.runner import Tally
 from specgen.progress import ProgressLines
+from specgen.render.text import counted
 
 #: Before so many seconds a pace says nothing.
 _LEAST_S = 1.0
@@ -75,11 +76,26 @@ class _Pace:
             return "starting"
         parts = [f"{tally.n_tokens / seconds:.1f} tokens/s"]
         if n_done and tally.n_done < tally.n_lines:
-            parts.append(f"{duration(seconds / n_done * (tally.n_lines - tally.n_done))} left")
+            parts.append(f"{_duration(seconds / n_done * (tally.n_lines - tally.n_done))} left")
         return ", ".join(parts)
 
 
-def duration(seconds: float) -> str:
+def batch_summary(tally: Tally, seconds: float, where: str) -> str:
+    """What a batch was like, in a line. `where` says how many answers were made at once, or by whom."""
+    parts = [
+        f"{counted(tally.n_answers, 'answer')} of {counted(tally.n_tokens, 'token')} in all",
+        f"{_duration(seconds)}: {tally.n_tokens / seconds:.1f} tokens/s",
+        where,
+    ]
+    if tally.n_drafted:
+        parts.append(f"{100 * tally.n_accepted / tally.n_drafted:.0f}% of the draft accepted")
+    if tally.n_cached_tokens:
+        share = 100 * tally.n_cached_tokens / tally.n_prompt_tokens
+        parts.append(f"{share:.0f}% of the prompts from the cache")
+    return ", ".join(parts)
+
+
+def _duration(seconds: float) -> str:
     """Seconds in the unit that suits them."""
     if seconds < 90.0:
         return f"{seconds:.0f} s"
@@ -88,4 +104,4 @@ def duration(seconds: float) -> str:
     return f"{seconds / 3600.0:.1f} h"
 
 
-__all__ = ["Report", "batch_progress", "duration"]
+__all__ = ["Report", "batch_progress", "batch_summary"]
