@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 import sys
@@ -17,6 +16,7 @@ from specgen.cli.interrupt import Interrupt
 from specgen.cli.opening import use_kernels
 from specgen.errors import BackendError, UsageError, WorkerLostError
 from specgen.process_end import leave_running
+from specgen.server.addresses import is_loopback
 
 _PORT = 50052
 _EVERYWHERE = "0.0.0.0"  # noqa: S104 - with --insecure-network only
@@ -141,16 +141,6 @@ def _check_address(host: str, *, insecure: bool) -> None:
             hint="leave out --host and connect through a tunnel (ssh -L), or, in a private network only, "
             "add --insecure-network",
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _check_free(host: str, port: int) -> None:

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+
 from specgen.arrays import BoolArray, TokenArray
 
 
@@ -40,3 +42,20 @@ class GrammarState(Protocol):
         """The only token that may come next, if there is exactly one; if only end-of-text
         tokens may, the first of them. Much cheaper than a model's decode."""
         ...
+
+
+class _Ended:
+    """After an end-of-text token: nothing is allowed."""
+
+    def allows(self, token_ids: TokenArray) -> BoolArray:
+        return np.zeros(len(token_ids), np.bool_)
+
+    def after(self, token_id: int) -> GrammarState:
+        raise ValueError(f"the text has ended: the grammar does not allow token {token_id}")
+
+    def forced(self) -> int | None:
+        return None
+
+
+#: Where any grammar stands after an end-of-text token.
+ENDED: GrammarState = _Ended()

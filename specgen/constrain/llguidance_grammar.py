@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from specgen.arrays import BoolArray, TokenArray
-from specgen.constrain.grammar import GrammarState
+from specgen.constrain.grammar import ENDED, GrammarState
 from specgen.errors import BackendError, UsageError
 from specgen.options import Grammar
 
@@ -118,7 +118,7 @@ class _State:
 
     def _make_child(self, token_id: int) -> GrammarState:
         if token_id in self._grammar.ends:
-            return _Ended(self._grammar.n_tokens)
+            return ENDED
         matcher = self._matcher.deep_copy()
         with _failures():
             is_taken = matcher.consume_token(token_id)
@@ -146,24 +146,6 @@ class _State:
             bits = np.unpackbits(words.view(np.uint8), count=n_tokens, bitorder="little")
             self._allowed = bits.view(np.bool_)
         return self._allowed
-
-
-class _Ended:
-    """After an end-of-text token."""
-
-    __slots__ = ("_n_tokens",)
-
-    def __init__(self, n_tokens: int) -> None:
-        self._n_tokens = n_tokens
-
-    def allows(self, token_ids: TokenArray) -> BoolArray:
-        return np.zeros(len(token_ids), np.bool_)
-
-    def after(self, token_id: int) -> GrammarState:
-        raise ValueError(f"the text has ended: the grammar does not allow token {token_id}")
-
-    def forced(self) -> int | None:
-        return None
 
 
 def problem_of(grammar: Grammar) -> str | None:

@@ -27,7 +27,7 @@ from specgen.backend.llama.utf8 import BOUNDARY, INVALID, utf8_state
 from specgen.backend.llama.vocabulary import LlamaVocabulary
 from specgen.constrain.gbnf import read_gbnf
 from specgen.constrain.gbnf_rules import Gbnf
-from specgen.constrain.grammar import GrammarState
+from specgen.constrain.grammar import ENDED, GrammarState
 from specgen.errors import UsageError
 
 #: llama_token_data of llama.h.
@@ -203,7 +203,7 @@ class _LlamaState:
     def _make_child(self, token_id: int) -> GrammarState:
         table = self._grammar.table
         if table.is_end[token_id]:
-            return _Ended(len(table.is_end))
+            return ENDED
         pending = int(table.ends_in(self.pending)[token_id])
         return _LlamaState(self._grammar, self._sampler.advanced(token_id), pending)
 
@@ -284,24 +284,6 @@ class _LlamaState:
         if isinstance(then, _LlamaState) and then.pending == BOUNDARY:
             seconds = then.may_begin()[:256]
         return table.beginning_with(single, seconds)
-
-
-class _Ended:
-    """After an end-of-text token."""
-
-    __slots__ = ("_n_tokens",)
-
-    def __init__(self, n_tokens: int) -> None:
-        self._n_tokens = n_tokens
-
-    def allows(self, token_ids: TokenArray) -> BoolArray:
-        return np.zeros(len(token_ids), np.bool_)
-
-    def after(self, token_id: int) -> GrammarState:
-        raise ValueError(f"the text has ended: the grammar does not allow token {token_id}")
-
-    def forced(self) -> int | None:
-        return None
 
 
 class _TokenTable:
