@@ -26,7 +26,7 @@ from specgen.kernels.test_results import (
     result_of,
 )
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
-from tests.helpers_cli import Cli
+from tests.helpers_cli import Cli, Specgen, in_process
 
 # How busy the machine is fails no test.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -147,6 +147,19 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, config in configs.items():
         write_tiny_model(folder / f"{name}.gguf", config)
     return folder
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target with a chat template, and with room for long answers: 1024 tokens."""
+    config = TinyConfig(logit_scale=6.0, chat_template=CHATML_TEMPLATE, n_ctx_train=1024)
+    return write_tiny_model(tmp_path_factory.mktemp("target") / "t.gguf", config)
+
+
+@pytest.fixture
+def specgen(capsys: pytest.CaptureFixture[str]) -> Specgen:
+    """Runs the command line in this process."""
+    return in_process(capsys)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
@@ -18,6 +19,8 @@ from specgen.options import ContextOptions, GenerationOptions, SamplerOptions, S
 
 PROMPTING = Prompting(None, None, datetime(2026, 1, 1, tzinfo=timezone.utc))
 SETTINGS = {"target": "t.gguf"}
+#: Longer than anything takes that these tests wait for, in seconds.
+PATIENCE_S = 120.0
 
 
 def lines_of(*rows: str | Mapping[str, Any]) -> list[Line]:
@@ -42,6 +45,34 @@ class Collected:
 def text_of(record: Mapping[str, Any]) -> str:
     choice = record["response"]["body"]["choices"][0]
     return str(choice.get("text") or choice["message"]["content"])
+
+
+def answers(path: Path) -> dict[str, str]:
+    """The texts of a file of results, by custom_id; none is an error, and each comes once."""
+    found = Collected()
+    for raw in path.read_text(encoding="utf-8").splitlines():
+        record = json.loads(raw)
+        assert record["error"] is None
+        found.write(record)
+    return {custom_id: found.text(custom_id) for custom_id in found.records}
+
+
+def greedy_and_seeded(n: int, n_tokens: int) -> list[dict[str, Any]]:
+    """Greedy lines and lines with a seed, whose answers have so many tokens."""
+    return [
+        {"custom_id": f"r{k}", "prompt": f"the cat {k}", "max_tokens": n_tokens, "ignore_eos": True}
+        | ({"temperature": 0.8, "seed": k} if k % 2 else {})
+        for k in range(n)
+    ]
+
+
+def wait_for_results(out: Path, n: int, process: subprocess.Popen[str]) -> None:
+    """Wait until a command that runs has written so many results."""
+    until = time.monotonic() + PATIENCE_S
+    while not out.exists() or out.read_bytes().count(b"\n") < n:
+        assert time.monotonic() < until
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
 
 
 def open_tiny(path: Path) -> Session:

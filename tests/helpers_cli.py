@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import json
+import os
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,36 @@ def in_process(capsys: pytest.CaptureFixture[str]) -> Specgen:
         return Result(exit_.value.code, captured.out, captured.err)
 
     return run
+
+
+@contextlib.contextmanager
+def on_terminal(arguments: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A command in a process of its own, whose standard error is a terminal; and what reads that."""
+    import pty
+
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "specgen", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+    ) as process:
+        os.close(theirs)
+        try:
+            yield process, ours
+        finally:
+            process.kill()
+            os.close(ours)
+
+
+def rest_of(terminal: int) -> bytes:
+    """What comes from a terminal until the other end is gone."""
+    shown = b""
+    with contextlib.suppress(OSError):  # what a terminal says then
+        while chunk := os.read(terminal, 65536):
+            shown += chunk
+    return shown
 
 
 class Cli:

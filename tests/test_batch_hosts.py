@@ -24,12 +24,15 @@ from specgen.batch.on_hosts import Defaults, Host, HostsBatch, find_hosts, read_
 from specgen.errors import BackendError, UsageError
 from specgen.openai_format.request import Request
 from specgen.options import GenerationOptions, SamplerOptions
-from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.testing.tiny.config import CHATML_TEMPLATE
-from tests.helpers_batch import Collected
-from tests.helpers_cli import Result, in_process
+from tests.helpers_batch import (
+    PATIENCE_S,
+    Collected,
+    answers,
+    greedy_and_seeded,
+    wait_for_results,
+)
+from tests.helpers_cli import Specgen
 
-PATIENCE_S = 60.0
 #: What a server answers: a status, headers, and a body; None hangs up.
 Reply = tuple[int, dict[str, str], Any] | None
 
@@ -381,12 +384,6 @@ def test_urls_may_end_as_clients_have_them() -> None:
 # --- real servers
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = TinyConfig(logit_scale=6.0, chat_template=CHATML_TEMPLATE, n_ctx_train=1024)
-    return write_tiny_model(tmp_path_factory.mktemp("hosts") / "t.gguf", config)
-
-
 @contextlib.contextmanager
 def serving(target: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
     command = [sys.executable, "-m", "specgen", "serve", "-m", str(target), "-md", "ngram"]
@@ -404,33 +401,13 @@ def serving(target: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen[str]
         process.communicate()
 
 
-def answers(path: Path) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for raw in path.read_text(encoding="utf-8").splitlines():
-        record = json.loads(raw)
-        assert record["custom_id"] not in found
-        assert record["error"] is None
-        choice = record["response"]["body"]["choices"][0]
-        found[record["custom_id"]] = choice.get("text") or choice["message"]["content"]
-    return found
-
-
-@pytest.fixture
-def specgen(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    return in_process(capsys)
-
-
 def test_answers_are_those_of_one_machine_though_a_server_is_killed(
-    target: Path, tmp_path: Path, specgen: Callable[..., Result]
+    target: Path, tmp_path: Path, specgen: Specgen
 ) -> None:
     """Greedy lines and lines with a seed; a server is killed in the middle and comes back, and so is
     the client."""
     source = tmp_path / "in.jsonl"
-    rows = [
-        {"custom_id": f"r{n}", "prompt": f"the cat {n}", "max_tokens": 60, "ignore_eos": True}
-        | ({"temperature": 0.8, "seed": n} if n % 2 else {})
-        for n in range(40)
-    ]
+    rows = greedy_and_seeded(40, n_tokens=60)
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     local = specgen(
         "batch", source, tmp_path / "local.jsonl", "-m", target, "-md", "none", "-t", "1"
@@ -444,16 +421,9 @@ def test_answers_are_those_of_one_machine_though_a_server_is_killed(
         command += ["--on", f"{url_1},{url_2}"]
         client = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
-        def wait_for(n_lines: int) -> None:
-            until = time.monotonic() + PATIENCE_S
-            while not out.exists() or out.read_bytes().count(b"\n") < n_lines:
-                assert time.monotonic() < until
-                assert client.poll() is None, client.communicate()
-                time.sleep(0.005)
-
-        wait_for(4)
+        wait_for_results(out, 4, client)
         first.send_signal(signal.SIGKILL)
-        wait_for(8)
+        wait_for_results(out, 8, client)
         client.kill()
         client.communicate()
         n_before = out.read_bytes().count(b"\n")
@@ -469,7 +439,7 @@ def test_answers_are_those_of_one_machine_though_a_server_is_killed(
     "options", [("-m", "x.gguf"), ("-md", "ngram"), ("--draft-max", "3"), ("-t", "2"), ("-c", "99")]
 )
 def test_options_that_servers_decide_are_refused(
-    specgen: Callable[..., Result], tmp_path: Path, options: tuple[str, str]
+    specgen: Specgen, tmp_path: Path, options: tuple[str, str]
 ) -> None:
     source = tmp_path / "in.txt"
     source.write_text("a\n")

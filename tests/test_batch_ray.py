@@ -10,8 +10,7 @@ import pickle
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,33 +28,20 @@ from specgen.batch.results import result_of
 from specgen.batch.runner import Batch, Task
 from specgen.engine.session import Session
 from specgen.errors import BackendError, ModelFileError
-from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.testing.tiny.config import CHATML_TEMPLATE
 from tests.helpers_batch import (
+    PATIENCE_S,
     PROMPTING,
     SETTINGS,
     Collected,
+    answers,
+    greedy_and_seeded,
     lines_of,
     open_tiny,
-    text_of,
+    wait_for_results,
     worker_job,
 )
-from tests.helpers_cli import ROOT, Result, in_process
+from tests.helpers_cli import ROOT, Specgen
 from tests.test_layers import modules
-
-PATIENCE_S = 120.0
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = TinyConfig(logit_scale=6.0, chat_template=CHATML_TEMPLATE, n_ctx_train=1024)
-    return write_tiny_model(tmp_path_factory.mktemp("ray") / "t.gguf", config)
-
-
-@pytest.fixture
-def specgen(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    return in_process(capsys)
-
 
 # --- where actors go
 
@@ -247,7 +233,7 @@ def test_what_ray_prints_is_shown_with_verbose_only(capfd: pytest.CaptureFixture
     ],
 )
 def test_options_that_do_not_go_together_are_refused(
-    specgen: Callable[..., Result],
+    specgen: Specgen,
     tmp_path: Path,
     target: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -263,7 +249,7 @@ def test_options_that_do_not_go_together_are_refused(
 
 
 def test_without_ray_the_extra_is_named(
-    specgen: Callable[..., Result],
+    specgen: Specgen,
     tmp_path: Path,
     target: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -366,7 +352,7 @@ def test_a_model_that_a_node_does_not_have_is_told(
     cluster: tuple[str, list[int]],
     target: Path,
     tmp_path: Path,
-    specgen: Callable[..., Result],
+    specgen: Specgen,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "in").write_text("a\n")
@@ -381,16 +367,12 @@ def test_a_model_that_a_node_does_not_have_is_told(
 
 @needs_ray
 def test_answers_are_those_of_one_machine_though_actor_node_and_driver_are_killed(
-    cluster: tuple[str, list[int]], target: Path, tmp_path: Path, specgen: Callable[..., Result]
+    cluster: tuple[str, list[int]], target: Path, tmp_path: Path, specgen: Specgen
 ) -> None:
     """Greedy lines and lines with a seed; nothing is lost, and nothing doubled."""
     address, raylets = cluster
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    rows = [
-        {"custom_id": f"r{n}", "prompt": f"the cat {n}", "max_tokens": 300, "ignore_eos": True}
-        | ({"temperature": 0.8, "seed": n} if n % 2 else {})
-        for n in range(60)
-    ]
+    rows = greedy_and_seeded(60, n_tokens=300)
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     own = ["-m", str(target), "-md", "none", "-t", "1", "-np", "2"]
     local = specgen("batch", source, tmp_path / "local.jsonl", *own)
@@ -400,21 +382,14 @@ def test_answers_are_those_of_one_machine_though_actor_node_and_driver_are_kille
         [*command, "--ray", address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
-    def wait_for(n_lines: int) -> None:
-        until = time.monotonic() + PATIENCE_S
-        while not out.exists() or out.read_bytes().count(b"\n") < n_lines:
-            assert time.monotonic() < until
-            assert driver.poll() is None, driver.communicate()
-            time.sleep(0.005)
-
-    wait_for(4)
+    wait_for_results(out, 4, driver)
     (actor,) = (
         child
         for child in psutil.Process(raylets[0]).children()
         if "MapWorker" in child.name() or "MapWorker" in " ".join(child.cmdline())
     )
     actor.kill()
-    wait_for(12)
+    wait_for_results(out, 12, driver)
     driver.kill()
     stdout, _ = driver.communicate()
     assert stdout == ""
@@ -423,23 +398,13 @@ def test_answers_are_those_of_one_machine_though_actor_node_and_driver_are_kille
     driver = subprocess.Popen(
         [*command, "--ray", address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    wait_for(n_before + 4)
+    wait_for_results(out, n_before + 4, driver)
     os.kill(raylets[1], signal.SIGKILL)
     stdout, stderr = driver.communicate(timeout=PATIENCE_S)
     assert (driver.returncode, stdout) == (0, ""), stderr
     assert f"has results for {n_before} of 60 lines" in stderr
     assert answers(out) == answers(tmp_path / "local.jsonl")
     assert {line.split(":")[0] for line in stderr.splitlines() if "lines," not in line} == {"note"}
-
-
-def answers(path: Path) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for raw in path.read_text(encoding="utf-8").splitlines():
-        record = json.loads(raw)
-        assert record["custom_id"] not in found
-        assert record["error"] is None
-        found[record["custom_id"]] = text_of(record)
-    return found
 
 
 def test_two_modules_import_ray() -> None:

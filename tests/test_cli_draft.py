@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ from specgen.selection.candidates import Refused, find_candidates
 from specgen.selection.draft_search import Search, Tried, by_speedup
 from specgen.selection.trial import Baseline, DraftFigures, TargetAnswer
 from specgen.testing.tiny import TinyConfig, write_tiny_model
-from tests.helpers_cli import Result, Specgen, in_process
+from tests.helpers_cli import Result, Specgen, in_process, on_terminal, rest_of
 
 ROOT = Path(__file__).parent.parent
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
@@ -380,26 +377,13 @@ def test_ctrl_c_shows_what_is_measured_so_far(tiny_models: Path, tmp_path: Path)
         (tmp_path / f"{number}.gguf").symlink_to(tiny_models / "draft.gguf")
     command = ["draft", "find", "-m", str(tiny_models / "target.gguf"), str(tmp_path)]
     command += [*SHORT, "--prompts", str(file), "--json", "--save"]
-    import pty
-
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "specgen", *command],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-    )
-    os.close(theirs)
-    shown = b""
-    while b"10.gguf" not in shown:  # the progress says so; some are done
-        shown += os.read(ours, 4096)
-    process.send_signal(signal.SIGINT)
-    with contextlib.suppress(OSError):  # what a terminal says when the other end is gone
-        while chunk := os.read(ours, 4096):
-            shown += chunk
-    out, _ = process.communicate(timeout=60)
-    os.close(ours)
+    with on_terminal(command) as (process, terminal):
+        shown = b""
+        while b"10.gguf" not in shown:  # the progress says so; some are done
+            shown += os.read(terminal, 4096)
+        process.send_signal(signal.SIGINT)
+        shown += rest_of(terminal)
+        out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     document = json.loads(out)
     assert document["is_interrupted"]

@@ -11,15 +11,10 @@ import pytest
 from specgen.events import Piece
 from specgen.render.marks import Round
 from specgen.testing.tiny import TinyConfig, write_tiny_model
-from tests.helpers_cli import Cli, Specgen, complaint, events_of, in_process
+from tests.helpers_cli import Cli, Specgen, complaint, events_of
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 QUICK = ("-N", "3", "-n", "24", "--places", "2", "--draws", "400", "--depth", "2")
-
-
-@pytest.fixture
-def specgen(capsys: pytest.CaptureFixture[str]) -> Specgen:
-    return in_process(capsys)
 
 
 def drafts(cli: Cli, *arguments: str, **models: str) -> list[list[dict[str, Any]]]:

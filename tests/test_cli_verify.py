@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-import specgen.cli
 from specgen.options import SamplerOptions
 from specgen.proof import (
     Choice,
@@ -30,17 +26,10 @@ from specgen.proof import (
 from specgen.proof.sampled import DepthResult, RowsResult
 from specgen.proof.statistics import Distance, GTest
 from specgen.render import print_report
+from tests.helpers_cli import Result, Specgen, complaint, on_terminal, rest_of
 
-ROOT = Path(__file__).parent.parent
 #: Quick, and enough for a test of the command line.
 SHORT = ("-N", "2", "-n", "12", "--places", "1", "--draws", "200", "--depth", "2")
-
-
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
 
 
 Verify = Callable[..., Result]
@@ -53,28 +42,13 @@ def arguments(models: Path, *more: str, target: str = "target", draft: str = "dr
 
 
 @pytest.fixture
-def verify(capsys: pytest.CaptureFixture[str], tiny_models: Path) -> Verify:
+def verify(specgen: Specgen, tiny_models: Path) -> Verify:
     """Runs the command in this process."""
 
     def run(*more: str, **models: str) -> Result:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            specgen.cli.main(arguments(tiny_models, *more, **models))
-        captured = capsys.readouterr()
-        assert isinstance(exit_.value.code, int)
-        return Result(exit_.value.code, captured.out, captured.err)
+        return specgen(*arguments(tiny_models, *more, **models))
 
     return run
-
-
-def complaint(result: Result, code: int) -> str:
-    """The error of a run that checked nothing: a line, and at most one of what to do."""
-    lines = result.err.splitlines()
-    assert result.code == code, result.err
-    assert result.out == ""
-    assert lines[0].startswith("error: ")
-    assert len(lines) == 1 or (len(lines) == 2 and lines[1].startswith("hint: "))
-    return result.err
 
 
 # --- what is printed
@@ -227,26 +201,13 @@ def test_ctrl_c_shows_what_was_found_so_far(tiny_models: Path, tmp_path: Path) -
     file.write_text('{"prompt": "the cat is in the else for with"}\n' * 500, encoding="utf-8")
     command = arguments(tiny_models, "--check", "both", "--prompts", str(file), "-N", "3")
     command += ["--places", "400", "--draws", "2000", "--json"]
-    import pty
-
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "specgen", *command],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-    )
-    os.close(theirs)
-    shown = b""
-    while b"place 3 of" not in shown:  # two are done; its progress says so
-        shown += os.read(ours, 4096)
-    process.send_signal(signal.SIGINT)
-    with contextlib.suppress(OSError):  # what a terminal says when the other end is gone
-        while os.read(ours, 4096):
-            pass
-    out, _ = process.communicate(timeout=60)
-    os.close(ours)
+    with on_terminal(command) as (process, terminal):
+        shown = b""
+        while b"place 3 of" not in shown:  # two are done; its progress says so
+            shown += os.read(terminal, 4096)
+        process.send_signal(signal.SIGINT)
+        rest_of(terminal)
+        out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     report = json.loads(out)
     assert report["is_interrupted"]
@@ -258,26 +219,10 @@ def test_ctrl_c_shows_what_was_found_so_far(tiny_models: Path, tmp_path: Path) -
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX terminals")
 @pytest.mark.parametrize("quiet", [False, True])
 def test_progress_shows_on_a_terminals_standard_error_only(tiny_models: Path, quiet: bool) -> None:
-    import pty
-
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "specgen", *arguments(tiny_models)]
-    process = subprocess.Popen(
-        [*command, "--quiet"] if quiet else command,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-    )
-    os.close(theirs)
-    shown = b""
-    try:
-        while chunk := os.read(ours, 65536):
-            shown += chunk
-    except OSError:  # the other end is closed
-        pass
-    os.close(ours)
-    out, _ = process.communicate(timeout=60)
+    command = [*arguments(tiny_models), *(["--quiet"] if quiet else [])]
+    with on_terminal(command) as (process, terminal):
+        shown = rest_of(terminal)
+        out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert (shown == b"") == quiet
     assert (b"place 1 of 1" in shown) != quiet
@@ -312,10 +257,11 @@ def test_no_draft_is_refused(verify: Verify) -> None:
     assert "nothing to verify" in complaint(verify(draft="none"), 2)
 
 
-def test_a_seeded_bug_is_not_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        specgen.cli.main(["verify", "--help"])
-    assert "--seeded-bug" not in capsys.readouterr().out
+def test_a_seeded_bug_is_not_in_the_help(specgen: Specgen) -> None:
+    result = specgen("verify", "--help")
+    assert result.code == 0
+    assert "--check" in result.out
+    assert "--seeded-bug" not in result.out
 
 
 @pytest.mark.parametrize(

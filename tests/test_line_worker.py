@@ -15,9 +15,8 @@ from specgen.batch.lines import Line
 from specgen.batch.runner import Batch, Task
 from specgen.engine.engine import Engine
 from specgen.errors import BackendError
-from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.testing.tiny.config import CHATML_TEMPLATE
 from tests.helpers_batch import (
+    PATIENCE_S,
     PROMPTING,
     SETTINGS,
     Collected,
@@ -26,14 +25,6 @@ from tests.helpers_batch import (
     text_of,
     worker_job,
 )
-
-PATIENCE_S = 120.0
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = TinyConfig(logit_scale=6.0, chat_template=CHATML_TEMPLATE, n_ctx_train=1024)
-    return write_tiny_model(tmp_path_factory.mktemp("ray") / "t.gguf", config)
 
 
 def ask_all(worker: LineWorker, lines: Sequence[Line]) -> dict[str, Answered]:

@@ -12,7 +12,7 @@ from specgen import progress
 from specgen.catalogue.progress import LineProgress, shown
 from specgen.progress import ProgressLines
 from specgen.render.progress_bar import progress_bar
-from tests.helpers_cli import Specgen, in_process
+from tests.helpers_cli import Specgen
 
 
 class Clock:
@@ -168,11 +168,6 @@ COMMANDS = {
     "tune": (["-md", "draft", "-n", "4", "-t", "1"], r"agreement of draft\.gguf: 1 of 2"),
     "draft find": (["-n", "4"], r"target\.gguf: 1 of 2"),
 }
-
-
-@pytest.fixture
-def specgen(capsys: pytest.CaptureFixture[str]) -> Specgen:
-    return in_process(capsys)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
