@@ -1,7 +1,7 @@
 """How much more often a draft agrees with its target after training, by the settings of the training.
 
     specgen draft data -m 1.5b.gguf --tokens 40000
-    python benchmarks/distil.py -m 1.5b.gguf -md 135m.gguf --text FOLDER --rank 16 --rate 0.001 -o trained.gguf
+    python benchmarks/distil.py -m 1.5b.gguf -md 135m.gguf --text FOLDER --rate 0.006 -o trained.gguf
 
 FOLDER is what `specgen draft data` prints. One JSON line is printed: the share of the held-back answers'
 tokens that the draft takes for the likeliest, before and after, with how much was learnt from. `--tokens`
@@ -22,7 +22,7 @@ from pathlib import Path
 from specgen.backend.llama import LlamaModel
 from specgen.bench.contenders import NOW
 from specgen.machine import look_at_machine
-from specgen.workshop.distil.distillation import RANK, RATE, SOFTNESS, distil
+from specgen.workshop.distil.distillation import RATE, SOFTNESS, distil
 from specgen.workshop.distil.training_texts import TrainingText, training_texts
 from specgen.workshop.texts import TargetText
 
@@ -34,7 +34,6 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=sys.maxsize)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--rank", type=int, default=RANK)
     parser.add_argument("--rate", type=float, default=RATE)
     parser.add_argument("--softness", type=float, default=SOFTNESS)
     parser.add_argument("-o", "--output", type=Path, required=True)
@@ -51,7 +50,6 @@ def main() -> None:
         clock=time.monotonic,
         progress=_tell,
         interrupted=lambda: False,
-        rank=asked.rank,
         rate=asked.rate,
         softness=asked.softness,
     )
@@ -60,7 +58,6 @@ def main() -> None:
     figures = {
         "target": target.name,
         "draft": draft.name,
-        "rank": asked.rank,
         "rate": asked.rate,
         "softness": asked.softness,
         "n_tokens_learnt": _n_tokens(texts, is_held_back=False),

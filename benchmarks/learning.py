@@ -10,9 +10,6 @@ tested in pairs, answer by answer (exact sign-flip test of the mean difference, 
 
 `--replay` lets the target answer the last ten by itself, once, and drafts for these answers in all ways, without
 its arithmetic: acceptance is the same, and does not depend on how busy the machine is.
-
-`--adapter-cost` measures in its place what a token takes with what was learnt as an adapter beside the
-weights, over that with what was learnt added to them, which is what a token takes without.
 """
 
 from __future__ import annotations
@@ -35,9 +32,8 @@ from typing import Any
 
 import numpy as np
 
-from specgen.backend.llama import LlamaBackend, LlamaModel
+from specgen.backend.llama import LlamaModel
 from specgen.backend.llama.kernels import computing
-from specgen.calibration.timing import begin, time_batch
 from specgen.catalogue import cache_folder, identify
 from specgen.engine.engine import Engine
 from specgen.engine.kept_answers import last_number
@@ -49,7 +45,7 @@ from specgen.machine import look_at_machine
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
 from specgen.selection.session_opening import find_target, open_memory
 from specgen.selection.trial import Baseline, Replay, TargetAnswer, answered_prompt, replay
-from specgen.workshop.online.learning import RANK, Lesson, learn
+from specgen.workshop.online.learning import Lesson, learn
 from specgen.workshop.places import learning_folder
 
 N_PROMPTS, N_BLOCK = 40, 10
@@ -168,53 +164,6 @@ def compared(found: dict[str, list[Any]]) -> dict[str, Any]:
     return figures
 
 
-def adapter_cost(draft: Path) -> dict[str, Any]:
-    """Milliseconds of batches of some rows, without an adapter and with one of the usual rank, by turns."""
-    import ctypes
-
-    import llama_cpp
-
-    from specgen.workshop.distil import lora
-    from specgen.workshop.distil.gguf_weights import read_weights
-    from specgen.workshop.distil.transformer import stack_layers
-    from specgen.workshop.online.adapter_files import write_adapter
-
-    weights, rng = read_weights(draft), np.random.default_rng(0)
-    changes = lora.start(stack_layers(weights).layers, RANK, rng)
-    for name, values in changes.items():
-        if name.endswith("lora_b"):
-            changes[name] = rng.normal(0.0, 0.01, values.shape).astype(np.float32)
-    times: dict[str, dict[int, list[float]]] = {"added": {}, "adapter": {}}
-    with contextlib.ExitStack() as stack:
-        path = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "adapter.gguf"
-        write_adapter(path, changes, weights.hyperparameters.architecture)
-        model = stack.enter_context(contextlib.closing(LlamaModel(draft)))
-        backends = {}
-        for name in times:
-            options = ContextOptions(n_threads=2)
-            backends[name] = LlamaBackend(
-                model, options, n_ctx=512, clock=time.perf_counter, n_outputs=4
-            )
-            stack.callback(backends[name].close)
-        handle = llama_cpp.llama_adapter_lora_init(model.handle, str(path).encode())
-        adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(handle)
-        scales = (ctypes.c_float * 1)(1.0)
-        native = backends["adapter"]._handle  # noqa: SLF001
-        assert llama_cpp.llama_set_adapters_lora(native, adapters, 1, scales) == 0
-        texts = {name: begin(backend) for name, backend in backends.items()}
-        for _, (name, backend), n in itertools.product(range(40), backends.items(), (1, 2, 4)):
-            seconds = time_batch(backend, texts[name], n)
-            if seconds is not None:
-                times[name].setdefault(n, []).append(1e3 * seconds)
-    medians = {
-        name: {n: round(statistics.median(each), 2) for n, each in by_size.items()}
-        for name, by_size in times.items()
-    }
-    found = {"draft": draft.name, "rank": RANK, "kernels": computing(), "milliseconds": medians}
-    print(json.dumps(found))
-    return found | {"machine": as_json(look_at_machine())}
-
-
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -224,7 +173,6 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, help="keeps answers and what is learnt; goes on there"
     )
-    parser.add_argument("--adapter-cost", action="store_true")
     parser.add_argument("--replay", action="store_true")
     parser.add_argument("--one-lesson", action="store_true", help="end after the next lesson")
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -233,9 +181,6 @@ def main() -> None:
     given = parser.parse_args()
     choose_kernels("auto", cache_folder())
     target, draft = find_target(given.target, quiet=False), find_target(given.draft, quiet=False)
-    if given.adapter_cost:
-        given.output.write_text(json.dumps(adapter_cost(draft), indent=1) + "\n")
-        return
     identity = identify(target)
     assert identity is not None
     with contextlib.ExitStack() as stack:

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from specgen.testing.tiny import TinyConfig, TinyVocabulary, tiny_vocabulary, write_tiny_model
+from specgen.workshop.distil import block_scales
+from specgen.workshop.distil.gguf_weights import read_weights, write_weights
 
 
 def write_respelled_model(path: Path, config: TinyConfig) -> Path:
@@ -76,3 +78,26 @@ def _byte_level() -> dict[str, int]:
 
 
 _BYTES = _byte_level()
+
+
+def write_with_other_scales(model: Path, path: Path, size: float, seed: int = 0) -> Path:
+    """Write a copy of a model with the blocks of its layers' matrices multiplied by factors of 1 - `size` to
+    1 + `size`: training their scales can undo it."""
+    weights = read_weights(model)
+    n_layer = weights.hyperparameters.n_layer
+    names = [name for name in weights.tensors if ".attn_" in name or ".ffn_" in name]
+    stacked = {
+        name.removeprefix("blk.0."): np.stack(
+            [weights.tensors[name.replace(".0.", f".{layer}.", 1)] for layer in range(n_layer)]
+        )
+        for name in names
+        if name.startswith("blk.0.") and weights.tensors[name].ndim == 2
+    }
+    types = {name: [weights.types[f"blk.0.{name}"]] for name in stacked}
+    rng = np.random.default_rng(seed)
+    changes = {
+        name: rng.uniform(-size, size, values.shape).astype(np.float32)
+        for name, values in block_scales.start(stacked, types).items()
+    }
+    write_weights(model, changes, path)
+    return path

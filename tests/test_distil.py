@@ -8,6 +8,7 @@ import itertools
 import time
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,19 @@ import jax
 
 from specgen.backend.base import Batch
 from specgen.backend.llama import LlamaBackend, LlamaModel
+from specgen.backend.llama.operators import dequantize, quantize
 from specgen.errors import MemoryLimitError, ModelFileError, OutputError, UsageError
 from specgen.options import ContextOptions
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
-from specgen.workshop.distil.distillation import N_COLUMNS, RANK, Distilled, distil
+from specgen.workshop.distil import block_scales
+from specgen.workshop.distil.distillation import N_COLUMNS, Distilled, distil
 from specgen.workshop.distil.gguf_weights import read_weights, write_weights
 from specgen.workshop.distil.training import N_ROWS, Trainer
 from specgen.workshop.distil.training_texts import TrainingText, pack, training_texts
 from specgen.workshop.distil.transformer import hidden_states, output_matrix, stack_layers
 from specgen.workshop.texts import TargetText
 from tests.helpers_heads import N_EMBD, opened, prompts, written
-from tests.helpers_tiny import write_respelled_model
+from tests.helpers_tiny import write_respelled_model, write_with_other_scales
 
 N_CONTEXT = 64
 NOW = datetime.datetime(2026, 1, 1)
@@ -95,36 +98,68 @@ def test_logits_are_those_of_llama_cpp(tmp_path: Path, config: TinyConfig) -> No
 # --- files ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tensor_type", ["f32", "f16", "q8_0"])
-def test_a_file_keeps_its_types_and_gets_other_numbers(tmp_path: Path, tensor_type: Any) -> None:
+#: Types with blocks of 32 weights; those with blocks of 256; and numbers without blocks.
+SMALL_BLOCKS = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl"]
+LARGE_BLOCKS = ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"]
+
+
+@pytest.mark.parametrize("type_name", [*SMALL_BLOCKS, *LARGE_BLOCKS, "f32", "f16", "bf16"])
+def test_blocks_are_multiplied_in_every_type(type_name: str) -> None:
+    """Each block by its own factor, as llama.cpp reads the bytes, and nothing else is another number."""
+    rng = np.random.default_rng(0)
+    stored = quantize(rng.normal(0.0, 0.1, (3, 512)).astype(np.float32), type_name)
+    size = block_scales.block_size([type_name], 512)
+    assert size == (256 if type_name in LARGE_BLOCKS else 32)
+    changes = rng.uniform(-0.3, 0.3, (3, 512 // size)).astype(np.float32)
+    changes[1] = 0.0
+    new = replace(stored, data=block_scales.written(stored, changes))
+    before = dequantize(stored)
+    wanted = np.asarray(block_scales.applied(before, changes))
+    # Scales, or numbers themselves, are rounded to as many bits as float16 or bfloat16 has.
+    rounding = 2.0**-8 if type_name == "bf16" else 2.0**-9
+    np.testing.assert_allclose(dequantize(new), wanted, rtol=rounding, atol=rounding * 0.2)
+    assert np.array_equal(dequantize(new)[1], before[1])
+
+
+def test_blocks_of_two_types_share_a_factor() -> None:
+    assert block_scales.block_size(["q4_0", "q4_k"], 512) == 256
+    assert block_scales.block_size(["f16", "q8_0"], 64) == 32
+    assert block_scales.block_size(["f32"], 40) == 40
+    assert block_scales.block_size(["q4_0", "mxfp4"], 64) is None
+    rng = np.random.default_rng(0)
+    stored = quantize(rng.normal(0.0, 0.1, (2, 512)).astype(np.float32), "q4_0")
+    new = block_scales.written(stored, np.array([[0.5, 0.0], [0.0, -0.5]], np.float32))
+    sizes = [
+        np.abs(dequantize(each)).reshape(2, 2, 256).mean(axis=-1)
+        for each in (stored, replace(stored, data=new))
+    ]
+    np.testing.assert_allclose(sizes[1] / sizes[0], [[1.5, 1.0], [1.0, 0.5]], rtol=1e-3)
+
+
+def test_a_scale_stays_a_number() -> None:
+    stored = quantize(np.full((1, 32), 5e5, np.float32), "q4_0")
+    new = block_scales.written(stored, np.array([[3.0]], np.float32))
+    assert np.isfinite(dequantize(replace(stored, data=new))).all()
+
+
+@pytest.mark.parametrize("tensor_type", ["f32", "f16", "q8_0", "q4_0", "q4_1"])
+def test_a_file_keeps_its_types_and_gets_other_scales(tmp_path: Path, tensor_type: Any) -> None:
     original = write_tiny_model(tmp_path / "a.gguf", TinyConfig(tensor_type=tensor_type))
     before = read_weights(original)
-    name = "blk.1.ffn_up.weight"
-    wanted = 2.0 * before.tensors[name]  # blocks scale: every type has these numbers
-    write_weights(original, {name: wanted}, tmp_path / "b.gguf")
+    start = Trainer(before).changes()
+    name = "ffn_up.factors"
+    rng = np.random.default_rng(0)
+    changes = {name: rng.uniform(-0.01, 0.01, start[name].shape).astype(np.float32)}
+    write_weights(original, changes, tmp_path / "b.gguf")
     after = read_weights(tmp_path / "b.gguf")
-    np.testing.assert_allclose(after.tensors[name], wanted, rtol=0.01, atol=0.01)
+    for layer, of_layer in enumerate(changes[name]):
+        matrix = f"blk.{layer}.ffn_up.weight"
+        wanted = np.asarray(block_scales.applied(before.tensors[matrix], of_layer))
+        np.testing.assert_allclose(after.tensors[matrix], wanted, rtol=2e-3, atol=5e-4)
     for other, values in before.tensors.items():
-        assert other == name or np.array_equal(values, after.tensors[other])
+        assert ".ffn_up." in other or np.array_equal(values, after.tensors[other])
+    assert after.types == before.types
     assert (tmp_path / "b.gguf").stat().st_size == original.stat().st_size
-
-
-@pytest.mark.parametrize("tensor_type", ["q4_0", "q4_1"])
-def test_small_changes_are_not_lost_in_coarse_types(tmp_path: Path, tensor_type: Any) -> None:
-    """They would be, within a step of the type: the file becomes one in Q8_0."""
-    original = write_tiny_model(tmp_path / "a.gguf", TinyConfig(tensor_type=tensor_type))
-    before = read_weights(original)
-    name = "blk.1.ffn_up.weight"
-    noise = np.random.default_rng(0).normal(0.0, 1.0, before.tensors[name].shape)
-    changes = (0.02 * before.tensors[name].std() * noise).astype(np.float32)
-    write_weights(original, {name: before.tensors[name] + changes}, tmp_path / "b.gguf")
-    after = read_weights(tmp_path / "b.gguf")
-    kept = after.tensors[name] - before.tensors[name]
-    assert np.corrcoef(kept.ravel(), changes.ravel())[0, 1] > 0.9
-    for other, values in before.tensors.items():
-        if other != name:
-            atol = 0.01 * float(np.abs(values).max())
-            np.testing.assert_allclose(after.tensors[other], values, atol=atol)
 
 
 def test_what_cannot_be_trained_is_one_error(tmp_path: Path) -> None:
@@ -251,8 +286,9 @@ class Clock:
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = TinyConfig(logit_scale=6, chat_template=CHATML_TEMPLATE, tensor_type="q8_0")
-    path = tmp_path_factory.mktemp("draft") / "d.gguf"
-    return write_tiny_model(path, config.draft(noise=0.1))
+    folder = tmp_path_factory.mktemp("draft")
+    right = write_tiny_model(folder / "right.gguf", config)
+    return write_with_other_scales(right, folder / "d.gguf", 0.5)
 
 
 def fitted(
@@ -344,20 +380,30 @@ def test_the_state_of_another_training_is_not_taken_up(
     assert fitted(draft, others, output, stop_after=1)[1][0][0] == 1
 
 
-def test_a_lora_says_merged_what_it_says_beside(
-    text: TargetText, target: Path, draft: Path
+@pytest.mark.parametrize("tensor_type", ["q4_0", "q4_1", "q8_0", "f16"])
+def test_a_file_says_what_training_has_found(
+    text: TargetText, target: Path, tmp_path: Path, tensor_type: Any
 ) -> None:
+    """What is learnt is written as it is, in types of few bits, too."""
+    config = TinyConfig(logit_scale=6, chat_template=CHATML_TEMPLATE, tensor_type=tensor_type)
+    draft = write_tiny_model(tmp_path / "d.gguf", config.draft(noise=0.1))
     rows = pack(texts_for(text, target, draft), N_COLUMNS)
-    weights = read_weights(draft)
-    trainer = Trainer(weights, RANK, seed=0)
+    trainer = Trainer(read_weights(draft))
     before = trainer.judge(rows)
-    trainer.step(rows.pick(np.arange(N_ROWS)), 0.01)
-    changed = trainer.merged(trainer.changes())
-    assert all(not np.array_equal(weights.tensors[name], changed[name]) for name in changed)
-    weights.tensors.update(changed)
-    beside, merged = trainer.judge(rows), Trainer(weights, RANK, seed=0).judge(rows)
-    assert merged.loss == pytest.approx(beside.loss, rel=1e-4)
-    assert beside.loss != pytest.approx(before.loss, rel=1e-2)
+    for _ in range(4):
+        trainer.step(rows.pick(np.arange(N_ROWS)), 0.01)
+    trained = trainer.judge(rows)
+    write_weights(draft, trainer.changes(), tmp_path / "new.gguf")
+    as_written = Trainer(read_weights(tmp_path / "new.gguf")).judge(rows)
+    assert abs(as_written.loss - trained.loss) < 0.02 * abs(before.loss - trained.loss)
+    assert before.loss - trained.loss > 0.01 * before.loss
+
+
+def test_a_draft_whose_types_have_no_scales_is_one_error(draft: Path) -> None:
+    weights = read_weights(draft)
+    types = dict.fromkeys(weights.types, "mxfp4")
+    with pytest.raises(ModelFileError, match="no matrix has scales .* mxfp4"):
+        Trainer(replace(weights, types=types))
 
 
 def test_soft_labels_teach_what_the_target_thought(
@@ -367,14 +413,14 @@ def test_soft_labels_teach_what_the_target_thought(
     texts = texts_for(text, target, draft)
     rows = pack(texts, N_COLUMNS)
     weights = read_weights(draft)
-    hard, soft = Trainer(weights, RANK, seed=0), Trainer(weights, RANK, seed=0, softness=1.0)
+    hard, soft = Trainer(weights), Trainer(weights, softness=1.0)
     one = rows.pick(np.arange(N_ROWS))
     for _ in range(60):
         hard.step(one, 0.01)
         soft.step(one, 0.01)
     # The loss that is judged is that of the chosen tokens: hard labels make them surer than they are.
     assert hard.judge(one).loss < soft.judge(one).loss
-    assert soft.judge(one).loss < Trainer(weights, RANK, seed=0).judge(one).loss
+    assert soft.judge(one).loss < Trainer(weights).judge(one).loss
 
 
 def test_errors_before_training(

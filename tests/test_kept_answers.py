@@ -180,7 +180,7 @@ def taught(folder: Path, draft: Path, weights: Path, **others: int) -> None:
     """Let a draft have learnt the weights in a file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "w.gguf").write_bytes(weights.read_bytes())
-    write_learnt(folder, draft, Learnt("w.gguf", "w.lora.gguf", n_answers=12, **others))
+    write_learnt(folder, draft, Learnt("w.gguf", n_answers=12, **others))
 
 
 def test_a_draft_drafts_from_what_it_learnt_and_the_text_stays(

@@ -115,7 +115,7 @@ def forget(
         path = find_target(target, quiet=quiet)
         folders, stores = [_folder(path)], [_store(path)]
     n_answers = sum(len(read_answers(folder)) for folder in folders)
-    n_learnt = sum(len(list(folder.glob("*.lora.gguf"))) for folder in folders)
+    n_learnt = sum(len(list(folder.glob("*.gguf"))) for folder in folders)
     n_texts = sum(len(list(store.glob("*.tokens"))) for store in stores)
     n_bytes = sum(map(_size, (*folders, *stores)))
     for folder in (*folders, *stores):

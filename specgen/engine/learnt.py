@@ -19,12 +19,11 @@ from specgen.atomic import replace_text
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What is known of a draft's learning. The names are of files in the folder; they are empty
+    """What is known of a draft's learning. The name is of a file in the folder; it is empty
     where the draft does better with the weights that it came with."""
 
-    #: The weights, as a model file, and the changes that they have, as a LoRA adapter.
+    #: The weights, as a model file.
     weights: str = ""
-    adapter: str = ""
     #: Number of the last answer that was there when it learnt, and how many it learnt from in all.
     last_number: int = 0
     n_answers: int = 0

@@ -1,9 +1,9 @@
 """Fits a draft model to a target's own text, and writes it as a GGUF file.
 
-A LoRA on the matrices of all layers is trained to predict the tokens that the target chose (hard
-labels) and, where the draft has its vocabulary, what else it found likely; it is then added to the
-matrices (distillation as in DistillSpec, Zhou et al., arXiv:2310.08461). The draft has to agree with the target only where the target goes, so some ten
-thousand tokens of its text suffice to gain.
+The scales of the blocks of its matrices are trained (`specgen.workshop.distil.block_scales`) to predict the
+tokens that the target chose (hard labels) and, where the draft has its vocabulary, what else it found likely
+(distillation as in DistillSpec, Zhou et al., arXiv:2310.08461). The draft has to agree with the target only where
+the target goes, so some ten thousand tokens of its text suffice to gain.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ from specgen.workshop.distil.training_texts import Rows, TrainingText, pack
 if TYPE_CHECKING:
     from specgen.workshop.distil.training import Trainer
 
-#: Inner size of the LoRA.
-RANK = 16
 #: The size of the largest step of Adam.
-RATE = 1e-3
+RATE = 6e-3
 #: The share of the loss that is what the target thought, of the rest what it said, where the draft has
 #: its vocabulary.
 SOFTNESS = 0.5
@@ -70,7 +68,6 @@ def distil(
     clock: Callable[[], float],
     progress: Callable[[int, int, float], None],
     interrupted: Callable[[], bool],
-    rank: int = RANK,
     rate: float = RATE,
     softness: float = SOFTNESS,
     seed: int = 0,
@@ -96,16 +93,16 @@ def distil(
     check_memory(draft, weights)
     from specgen.workshop.distil.training import Trainer
 
-    trainer = Trainer(weights, rank, seed, softness=softness)
-    key = _key(draft, learnt, judged, f"{rank} {rate} {softness} {seed}")
+    trainer = Trainer(weights, softness=softness)
+    key = _key(draft, learnt, judged, f"scales {rate} {softness} {seed}")
     with write_errors(output):
         output.parent.mkdir(parents=True, exist_ok=True)
     run = _Run(trainer, learnt, judged, output.with_name(f"{output.name}.training"), key)
     if not run.train(60.0 * minutes, rate, seed, clock, progress, interrupted):
         return None
     with write_errors(output), new_beside(output) as new:
-        write_weights(draft, trainer.merged(run.best), new)
-        after = Trainer(read_weights(new), rank, seed).judge(judged)
+        write_weights(draft, run.best, new)
+        after = Trainer(read_weights(new)).judge(judged)
         new.replace(output)
     run.forget()
     return Distilled(run.before, after.agreement, run.n_steps, run.seconds)
@@ -125,7 +122,7 @@ class _Run:
         self.before = 0.0
         self._best_agreement = 0.0
         self._n_worse = 0
-        #: The LoRA that agreed best.
+        #: The factors that agreed best.
         self.best: dict[str, Any] = {}
 
     def train(

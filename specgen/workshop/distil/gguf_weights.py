@@ -1,8 +1,7 @@
 """The weights of a GGUF file as numbers, and the same file with other numbers.
 
-A file is written by copying it and replacing the bytes of tensors: tokenizer and chat template stay
-what they were. What training changes in a matrix is smaller than the steps of a type of few bits: added
-to SmolLM2's Q4_1, 0.050 of agreement became 0.004, and 0.048 in Q8_0. So such a file becomes one in Q8_0.
+A file is written by copying it and replacing the scales of blocks of weights: tokenizer, chat template and types
+stay what they were.
 """
 
 from __future__ import annotations
@@ -15,21 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from specgen.backend.llama import default_threads, requantize
 from specgen.backend.llama.operators import (
     TYPE_NUMBERS,
     FloatArray,
     Weights,
     dequantize,
-    quantize,
 )
 from specgen.errors import ModelFileError
+from specgen.workshop.distil import block_scales
 
 #: Architectures that `specgen.workshop.distil.transformer` computes.
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 _NAMES = {number: name for name, number in TYPE_NUMBERS.items()}
-#: Types whose steps are small beside what training changes.
-_FINE_TYPES = frozenset(["f32", "f16", "bf16", "q8_0"])
 #: Every so many-th layer of gemma3 sees the whole text, unless its file says otherwise.
 _GEMMA3_PERIOD = 6
 _GEMMA3_LOCAL_BASE = 10_000.0
@@ -56,11 +52,13 @@ class Hyperparameters:
 
 @dataclass(frozen=True, slots=True)
 class GgufWeights:
-    """A transformer: its shape, and its tensors by their names in the file, float32 (rows, columns)
-    or (values,)."""
+    """A transformer: its shape, and its tensors by their names in the file, float32[rows, columns] or
+    float32[values]."""
 
     hyperparameters: Hyperparameters
     tensors: dict[str, FloatArray]
+    #: The types of the tensors in the file.
+    types: dict[str, str]
 
     @property
     def n_parameters(self) -> int:
@@ -75,39 +73,32 @@ def read_weights(path: Path) -> GgufWeights:
     """
     reader = _opened(path)
     hyperparameters = _hyperparameters(path, reader)
-    tensors = {}
+    tensors, types = {}, {}
     for tensor in reader.tensors:
-        tensors[tensor.name] = dequantize(_stored(path, tensor)).reshape(tensor.shape[::-1])
+        stored = _stored(path, tensor)
+        tensors[tensor.name] = dequantize(stored).reshape(tensor.shape[::-1])
+        types[tensor.name] = stored.type_name
     expected = ["token_embd.weight", "output_norm.weight"]
     expected += [f"blk.{layer}.attn_q.weight" for layer in range(hyperparameters.n_layer)]
     for name in expected:
         if name not in tensors:
             raise ModelFileError(f"{path}: there is no tensor {name}")
-    return GgufWeights(hyperparameters, tensors)
+    return GgufWeights(hyperparameters, tensors, types)
 
 
-def write_weights(original: Path, changed: Mapping[str, FloatArray], output: Path) -> None:
-    """Write a copy of a file with other numbers in the tensors that are named. Where one of them is of a
-    type too coarse for small changes, all matrices of the copy are in Q8_0; else each keeps its type.
-    Raises `OSError`, `BackendError`, and `ModelFileError` if the original cannot be read."""
-    types = {tensor.name: _NAMES[int(tensor.tensor_type)] for tensor in _opened(original).tensors}
-    if all(types[name] in _FINE_TYPES for name in changed):
-        shutil.copyfile(original, output)
-    else:
-        requantize(original, output, default_threads(), "q8_0")
-    tensors = {tensor.name: tensor for tensor in _opened(output).tensors}
+def write_weights(original: Path, changes: Mapping[str, FloatArray], output: Path) -> None:
+    """Write a copy of a file with the blocks of some matrices multiplied: `changes` are named and shaped as by
+    `specgen.workshop.distil.block_scales.start`. Raises `OSError`, and `ModelFileError` if the original
+    cannot be read."""
+    shutil.copyfile(original, output)
+    tensors = {tensor.name: tensor for tensor in _opened(original).tensors}
     with output.open("r+b") as file:
-        for name, values in changed.items():
-            tensor = tensors[name]
-            matrix = np.atleast_2d(np.asarray(values, np.float32))
-            file.seek(int(tensor.data_offset))
-            file.write(quantize(matrix, _NAMES[int(tensor.tensor_type)]).data.tobytes())
-
-
-def has_eight_bits(path: Path) -> bool:
-    """Whether all weights of a file have eight bits or more. Raises `ModelFileError`."""
-    types = {tensor.tensor_type.name for tensor in _opened(path).tensors}
-    return types <= {"F32", "F16", "BF16", "Q8_0"}
+        for name, of_layers in changes.items():
+            for layer, values in enumerate(of_layers):
+                tensor = tensors[f"blk.{layer}.{name.removesuffix('.factors')}.weight"]
+                stored = _stored(original, tensor)
+                file.seek(int(tensor.data_offset))
+                file.write(block_scales.written(stored, np.asarray(values)).tobytes())
 
 
 def _opened(path: Path) -> Any:

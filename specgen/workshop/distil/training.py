@@ -1,4 +1,4 @@
-"""Training a draft's LoRA on rows of text: one step, and how often the draft is right."""
+"""Training the scales of a draft's blocks on rows of text: one step, and how often the draft is right."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import numpy as np
 import optax
 
 from specgen.atomic import new_beside
-from specgen.workshop.distil import lora
+from specgen.errors import ModelFileError
+from specgen.workshop.distil import block_scales
 from specgen.workshop.distil.gguf_weights import GgufWeights, Hyperparameters
 from specgen.workshop.distil.training_texts import Rows
 from specgen.workshop.distil.transformer import (
+    LAYER_MATRICES,
     Parameters,
     Parted,
     hidden_states,
@@ -46,21 +48,27 @@ class Score:
 
 
 class Trainer:
-    """A draft's weights, which stay as they are, and the LoRA that is trained beside them.
+    """A draft's weights, which stay as they are, and the factors of their blocks, which are trained.
 
-    `softness` is the share of the loss that is the cross-entropy with the target's likeliest tokens
+    Raises `ModelFileError` if no matrix has scales. `softness` is the share of the loss that is the cross-entropy with the target's likeliest tokens
     (forward KL of DistillSpec, Zhou et al., arXiv:2310.08461, over these tokens alone), where rows have
     them; the rest is that with the token which the target chose.
     """
 
-    def __init__(
-        self, weights: GgufWeights, rank: int, seed: int, *, softness: float = 0.0
-    ) -> None:
+    def __init__(self, weights: GgufWeights, *, softness: float = 0.0) -> None:
         self._softness = softness
         self._shape = weights.hyperparameters
         self._weights: Parted = stack_layers(weights)
         self._frozen = jax.tree.map(jnp.asarray, (self._weights.layers, self._weights.others))
-        start = lora.start(self._weights.layers, rank, np.random.default_rng(seed))
+        names = [f"{name}.weight" for name in LAYER_MATRICES]
+        order = range(self._shape.n_layer)
+        start = block_scales.start(
+            {name: self._weights.layers[name] for name in names},
+            {name: [weights.types[f"blk.{i}.{name}"] for i in order] for name in names},
+        )
+        if not start:
+            types = ", ".join(sorted(set(weights.types.values())))
+            raise ModelFileError(f"no matrix has scales that can be trained (types: {types})")
         self._changes: Parameters = jax.tree.map(jnp.asarray, start)
         self._moments: Any = _OPTIMIZER.init(self._changes)
 
@@ -77,7 +85,7 @@ class Trainer:
         )
 
     def judge(self, rows: Rows) -> Score:
-        """How well the draft, with its LoRA, predicts the labels of rows."""
+        """How well the draft, with the factors as they are, predicts the labels of rows."""
         loss = n_right = 0.0
         for index in range(len(rows)):
             row = _arrays(rows.pick(np.array([index])))
@@ -85,25 +93,12 @@ class Trainer:
             loss, n_right = loss + float(sums[0]), n_right + float(sums[1])
         return Score(n_right / rows.n_labels, loss / rows.n_labels)
 
-    def adopt(self, changes: Parameters) -> None:
-        """Go on from another LoRA, of the same rank. Raises `ValueError` if it is of another model or
-        rank."""
-        shapes = {name: values.shape for name, values in self._changes.items()}
-        if shapes != {name: values.shape for name, values in changes.items()}:
-            raise ValueError("the LoRA is of other shapes")
-        self._changes = jax.tree.map(jnp.asarray, dict(changes))
-        self._moments = _OPTIMIZER.init(self._changes)
-
     def changes(self) -> Parameters:
-        """A copy of the LoRA as it is now."""
+        """A copy of what the factors differ from 1 by, named and shaped as by `block_scales.start`."""
         return {name: np.array(values) for name, values in self._changes.items()}
 
-    def merged(self, changes: Parameters) -> dict[str, Any]:
-        """The draft's matrices with a LoRA added, by their names in the GGUF file."""
-        return lora.merged(self._weights.layers, changes)
-
     def save(self, path: Path, **others: Any) -> None:
-        """Write the LoRA, the optimizer's state and other arrays to a file, whole. Raises `OSError`."""
+        """Write the factors, the optimizer's state and other arrays to a file, whole. Raises `OSError`."""
         leaves = jax.tree.leaves((self._changes, self._moments))
         arrays: dict[str, Any] = {f"state_{i}": np.asarray(leaf) for i, leaf in enumerate(leaves)}
         with new_beside(path) as new:
@@ -113,7 +108,7 @@ class Trainer:
 
     def restore(self, saved: Any) -> None:
         """Take up what `save` wrote, by its names. Raises `KeyError` or `ValueError` if it is of
-        another model or rank."""
+        another model."""
         leaves, structure = jax.tree.flatten((self._changes, self._moments))
         found = [saved[f"state_{index}"] for index in range(len(leaves))]
         if any(old.shape != new.shape for old, new in zip(leaves, found, strict=True)):
@@ -131,7 +126,7 @@ def _step(
     rate: float,
     softness: float,
 ) -> tuple[Parameters, Any]:
-    """The LoRA and Adam's moments after a step."""
+    """The factors and Adam's moments after a step."""
 
     def mean_loss(changes: Parameters) -> jax.Array:
         loss, _, n_labels = _sums(shape, changes, frozen, rows, softness)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specgen.workshop.distil import block_scales
 from specgen.workshop.distil.gguf_weights import GgufWeights, Hyperparameters
 
 #: Tensors by name. Those of layers are stacked, without their "blk.N.": the first axis is the layer.
@@ -151,10 +152,11 @@ def _normed(shape: Hyperparameters, values: jax.Array, weights: jax.Array) -> ja
 
 
 def _linear(layer: Parameters, name: str, inputs: jax.Array) -> jax.Array:
-    """Inputs times a matrix and what was learnt to add to it, plus the bias if there is one."""
-    found: jax.Array = inputs @ layer[f"{name}.weight"].T
-    if f"{name}.lora_a" in layer:
-        found = found + (inputs @ layer[f"{name}.lora_a"].T) @ layer[f"{name}.lora_b"].T
+    """Inputs times a matrix, with the factors of its blocks if there are some, plus the bias if there is one."""
+    matrix = layer[f"{name}.weight"]
+    if f"{name}.factors" in layer:
+        matrix = block_scales.applied(matrix, layer[f"{name}.factors"])
+    found: jax.Array = inputs @ matrix.T
     if f"{name}.bias" in layer:
         found = found + layer[f"{name}.bias"]
     return found

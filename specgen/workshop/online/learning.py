@@ -1,7 +1,7 @@
 """A draft learns from the answers that were kept (online speculative decoding, Liu et al.,
 arXiv:2310.07177).
 
-A LoRA goes on from the one in use, if there is one, over the kept answers but for the latest. These
+Training goes on from the weights in use, if there are some, over the kept answers but for the latest. These
 judge: the draft as it came, the draft in use, and the new one, each with the weights as they are
 written. The one that says most often what the target said is in use from then on.
 So what turns out to be worse on later answers goes by itself, and a paired comparison, token by
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -21,15 +21,14 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import numpy as np
 
 from specgen.atomic import NEW, new_beside
-from specgen.backend.llama import LlamaModel, default_threads, requantize
-from specgen.backend.llama.operators import FloatArray
+from specgen.backend.llama import LlamaModel
 from specgen.engine.kept_answers import ANSWERS, KeptAnswer, make_folder, read_answers
 from specgen.engine.kept_answers import last_number as last_number_of
 from specgen.engine.learnt import Learnt, learnt_weights, read_learnt, read_state, write_learnt
-from specgen.errors import BackendError, ModelFileError, OutputError, UsageError
+from specgen.errors import ModelFileError, UsageError
 from specgen.json_lines import locked, write_errors
 from specgen.workshop.distil.distillation import check_library, check_memory
-from specgen.workshop.distil.gguf_weights import has_eight_bits, read_weights, write_weights
+from specgen.workshop.distil.gguf_weights import read_weights, write_weights
 from specgen.workshop.distil.training_texts import Rows, pack
 from specgen.workshop.online.kept_texts import N_COLUMNS, KeptTexts
 
@@ -37,10 +36,9 @@ if TYPE_CHECKING:
     from specgen.workshop.distil.training import Score, Trainer
     from specgen.workshop.distil.transformer import Parameters
 
-#: Inner size of the LoRA, the size of the largest step of Adam, and passes over the texts at most: the
-#: next lesson goes over them again. A step learns from one row: there are few.
-RANK = 16
-RATE = 1e-3
+#: The size of the largest step of Adam, and passes over the texts at most: the next lesson goes over them
+#: again. A step learns from one row: there are few.
+RATE = 6e-3
 N_PASSES = 1
 #: The latest answers that are looked at; of these the share that judges, and the most.
 MOST_ANSWERS = 128
@@ -193,6 +191,8 @@ class _Run:
         self._as_it_came: Score | None = None
         self._in_use: Score | None = None
         self._n_steps = 0
+        #: The file that training began with.
+        self._origin = base
 
     @property
     def _seconds(self) -> float:
@@ -204,7 +204,7 @@ class _Run:
         progress: Callable[[int, int], None],
         interrupted: Callable[[], bool],
     ) -> Parameters | None:
-        """The LoRA that predicts the judging answers best; None if it was interrupted."""
+        """The factors with which the judging answers are predicted best; None if it was interrupted."""
         trainer, best_loss = self._start()
         steps_a_pass = len(self._rows)
         n_steps = N_PASSES * steps_a_pass
@@ -235,55 +235,41 @@ class _Run:
 
         weights = read_weights(self._base)
         check_memory(self._base, weights)
+        trainer = Trainer(weights)
+        score = self._as_it_came = trainer.judge(self._judged)
         in_use = learnt_weights(self._folder, self._draft)
         if in_use is not None:
             with contextlib.suppress(ModelFileError):  # damaged: nothing drafts with it
-                self._in_use = _score(in_use, self._judged, self._seed)
-        trainer = Trainer(weights, RANK, self._seed)
-        self._as_it_came = trainer.judge(self._judged)
-        if self._in_use is not None and self._in_use.agreement > self._as_it_came.agreement:
-            from specgen.workshop.online.adapter_files import read_adapter
-
-            changes = read_adapter(self._folder / self._state.adapter)
-            if changes is not None:
-                with contextlib.suppress(ValueError):
-                    trainer.adopt(changes)
-                    return trainer, self._in_use.loss  # but for the rounding of its weights
-        return trainer, self._as_it_came.loss
+                other = Trainer(read_weights(in_use))
+                self._in_use = other.judge(self._judged)
+                if self._in_use.agreement > score.agreement:
+                    trainer, score, self._origin = other, self._in_use, in_use
+        return trainer, score.loss
 
     def decide(
         self, changes: Parameters, last_number: int, n_answers: int, n_judging: int
     ) -> Lesson:
         """Write the new weights, judge them as they are written, and keep what does best."""
         from specgen.workshop.distil.training import Trainer
-        from specgen.workshop.online.adapter_files import write_adapter
 
-        weights = read_weights(self._base)
-        architecture = weights.hyperparameters.architecture
-        merged = Trainer(weights, RANK, self._seed).merged(changes)
-        del weights
         as_it_came, in_use = self._as_it_came, self._in_use
         assert as_it_came is not None
         if last_number > last_number_of(self._folder):
             raise UsageError("the answers were deleted while the draft learnt from them")
         with write_errors(self._folder), new_beside(self._folder / "weights.gguf") as written:
-            self._write(merged, written)
-            del merged
-            new = _score(written, self._judged, self._seed)
+            write_weights(self._origin, changes, written)
+            new = Trainer(read_weights(written)).judge(self._judged)
             before = max(as_it_came.agreement, in_use.agreement if in_use is not None else 0.0)
             outcome: Outcome = "kept"
             state = self._state
             if new.agreement > before:
                 outcome = "new"
-                name = f"{self._draft.stem}-{_digest(written)}"
                 state = Learnt(
-                    weights=f"{name}.gguf",
-                    adapter=f"{name}.lora.gguf",
+                    weights=f"{self._draft.stem}-{_digest(written)}.gguf",
                     n_answers=n_answers,
                     agreement_before=as_it_came.agreement,
                     agreement_after=new.agreement,
                 )
-                write_adapter(self._folder / state.adapter, changes, architecture)
                 written.replace(self._folder / state.weights)
             elif in_use is not None and in_use.agreement < as_it_came.agreement:
                 outcome, state = "none", Learnt()
@@ -305,32 +291,12 @@ class _Run:
             self._seconds,
         )
 
-    def _write(self, merged: Mapping[str, FloatArray], output: Path) -> None:
-        """Write the weights with what was learnt, in Q8_0 or their own types, if these have as many
-        bits: what is learnt is some thousandths of a weight, less than a step of four bits. (In Q4_1 what
-        was written had a cosine of 0.07 with what was learnt.)"""
-        if has_eight_bits(self._base):
-            write_weights(self._base, merged, output)
-            return
-        with new_beside(self._folder / "base.gguf") as base:
-            try:
-                requantize(self._base, base, default_threads(), "q8_0")
-            except BackendError as error:
-                raise OutputError(error.message, "make room on the disk") from error
-            write_weights(base, merged, output)
-
     def _delete_former(self) -> None:
-        """Delete the files that were in use before. Where one is in use still, it goes the next time."""
-        for name in (self._state.weights, self._state.adapter):
-            if name and Path(name).name == name:
-                with contextlib.suppress(OSError):
-                    (self._folder / name).unlink()
-
-
-def _score(path: Path, judged: Rows, seed: int) -> Score:
-    from specgen.workshop.distil.training import Trainer
-
-    return Trainer(read_weights(path), RANK, seed).judge(judged)
+        """Delete the weights that were in use before. Where they are in use still, they go the next time."""
+        name = self._state.weights
+        if name and Path(name).name == name:
+            with contextlib.suppress(OSError):
+                (self._folder / name).unlink()
 
 
 def _size(step: int, done: float, rate: float) -> float:
@@ -347,7 +313,7 @@ def _digest(path: Path) -> str:
 def _clear(folder: Path) -> None:
     """Delete what a process left that was killed while it wrote: files that nothing names."""
     states = [read_state(path) for path in folder.glob("*.json")]
-    named = {name for state in states for name in (state.weights, state.adapter)}
+    named = {state.weights for state in states}
     for path in (*folder.glob(f"*{NEW}"), *folder.glob("*.gguf")):
         # Answers are written at any time.
         if path.name not in named and not path.name.startswith(ANSWERS):
