@@ -192,7 +192,7 @@ def test_where_nothing_is_drafted_nothing_is_shown(verify: Verify) -> None:
     result = verify("--ngram-min", "40", "--ngram-max", "40", draft="ngram")
     assert result.code == 0
     assert "so there was nothing to sample" in result.out
-    assert result.out.splitlines()[-1].startswith("Nothing was drafted, so nothing was shown")
+    assert result.out.splitlines()[-1].startswith("Nothing was drafted, so nothing was checked")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")

@@ -285,7 +285,7 @@ class TestLoss:
             worker.process.send_signal(signal.SIGINT)
             code, _, err = finished(worker.process, 30.0)
         assert code == 0
-        assert err.splitlines()[-1].startswith("the worker ended")
+        assert err.splitlines()[-1].startswith("the worker has ended")
 
 
 @pytest.mark.parametrize(
@@ -469,7 +469,7 @@ class TestOptions:
 
         monkeypatch.setattr(rpc, "_ggml", lambda *_: lambda _name: None)
         monkeypatch.setattr(rpc, "library_path", lambda: None)
-        with pytest.raises(BackendError, match="without RPC") as error:
+        with pytest.raises(BackendError, match="no RPC backend") as error:
             rpc.load_rpc()
         assert error.value.hint is not None
         assert "make rpc" in error.value.hint
