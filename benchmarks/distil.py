@@ -22,8 +22,10 @@ from pathlib import Path
 from specgen.backend.llama import LlamaModel
 from specgen.bench.contenders import NOW
 from specgen.machine import look_at_machine
+from specgen.proof import read_prompts
 from specgen.workshop.distil.distillation import RATE, SOFTNESS, distil
 from specgen.workshop.distil.training_texts import TrainingText, training_texts
+from specgen.workshop.making import own_prompts
 from specgen.workshop.texts import TargetText
 
 
@@ -32,6 +34,9 @@ def main() -> None:
     parser.add_argument("-m", "--target", type=Path, required=True)
     parser.add_argument("-md", "--draft", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument(
+        "--prompts", type=Path, help="what the text answers; specgen's own prompts if not named"
+    )
     parser.add_argument("--tokens", type=int, default=sys.maxsize)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--rate", type=float, default=RATE)
@@ -40,7 +45,9 @@ def main() -> None:
     asked = parser.parse_args()
     target, draft = LlamaModel(asked.target), LlamaModel(asked.draft)
     with contextlib.closing(target), contextlib.closing(draft):
-        texts = training_texts(TargetText(asked.text, target.n_embd), target, draft, NOW)
+        prompts = own_prompts() if asked.prompts is None else read_prompts(asked.prompts)
+        text = TargetText(asked.text, target.n_embd, prompts)
+        texts = training_texts(text, target, draft, NOW)
     texts = _first(texts, asked.tokens)
     found = distil(
         asked.draft,
