@@ -26,7 +26,7 @@ from llama_cpp import Llama
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from specgen.adapters.llama_cpp import SpecgenDraft
-from specgen.backend.llama.opening import default_threads
+from specgen.backend.llama.context_opening import default_threads
 from specgen.bench.contenders import NOW
 from specgen.catalogue import cache_folder
 from specgen.engine.session import Session, SessionOptions

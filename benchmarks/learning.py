@@ -45,8 +45,8 @@ from specgen.machine import look_at_machine
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
 from specgen.selection.session_opening import find_target, open_memory
 from specgen.selection.trial import Baseline, Replay, TargetAnswer, answered_prompt, replay
+from specgen.workshop.made_files import learning_folder
 from specgen.workshop.online.learning import Lesson, learn
-from specgen.workshop.places import learning_folder
 
 N_PROMPTS, N_BLOCK = 40, 10
 REQUEST = (

@@ -37,7 +37,7 @@ from specgen.kernels import choose_kernels, wanted_in
 from specgen.machine import look_at_machine
 from specgen.options import ContextOptions
 from specgen.selection.outlook import WORTH, expected_speedup
-from specgen.workshop.places import pruned_file, text_folder
+from specgen.workshop.made_files import pruned_file, text_folder
 from specgen.workshop.pruned.evaluations import Blocks, Evaluations
 from specgen.workshop.pruned.files import check_prunable, write_pruned
 from specgen.workshop.pruned.judging import Judge, judged_texts

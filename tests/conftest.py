@@ -115,7 +115,7 @@ def _own_directories(_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) ->
     # Nor does it depend on how quick it is what is told of progress.
     monkeypatch.setattr("specgen.progress.INTERVAL_S", math.inf)
     # Several workers share the cores: more threads than one are asked for by name.
-    monkeypatch.setattr("specgen.backend.llama.opening.default_threads", lambda: 1)
+    monkeypatch.setattr("specgen.backend.llama.context_opening.default_threads", lambda: 1)
     # The kernels' self-test is made once: it takes a second.
     monkeypatch.setattr("specgen.kernels.choice.result_of", _remembered)
 

@@ -12,7 +12,7 @@ import pytest
 from specgen.backend.llama.decoder_heads import is_heads_file, read_heads
 from specgen.catalogue import identify, saved_draft
 from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.workshop.places import distilled_file, heads_file, pruned_file, text_folder
+from specgen.workshop.made_files import distilled_file, heads_file, pruned_file, text_folder
 from specgen.workshop.texts import TargetText
 from tests.helpers_cli import Specgen, in_process
 from tests.helpers_heads import N_EMBD, prompts

@@ -183,9 +183,9 @@ def test_a_link_stays_one(fim: Fim) -> None:
 def test_a_file_that_somebody_else_changed_is_left_alone(
     fim: Fim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specgen.cli import answering
+    from specgen.cli import one_answer
 
-    show = answering.show_answer
+    show = one_answer.show_answer
 
     def change(*arguments: object, **options: object) -> int:
         code = show(*arguments, **options)  # type: ignore[arg-type]

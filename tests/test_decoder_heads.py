@@ -20,7 +20,7 @@ from specgen.backend.llama.decoder_heads import (
     write_heads,
 )
 from specgen.backend.llama.operators import FloatArray, dequantize
-from specgen.core.hidden import LastHidden
+from specgen.core.last_hidden import LastHidden
 from specgen.engine.engine import Engine
 from specgen.engine.loop import Loop
 from specgen.engine.session import Session, SessionOptions

@@ -21,7 +21,13 @@ from specgen.engine.kept_answers import (
     last_number,
     read_answers,
 )
-from specgen.engine.learnt import Learnt, learnt_weights, read_learnt, state_file, write_learnt
+from specgen.engine.learnt_weights import (
+    Learnt,
+    learnt_weights,
+    read_learnt,
+    state_file,
+    write_learnt,
+)
 from specgen.engine.session import Session
 from specgen.errors import OutputError
 from specgen.events import FinishedEvent, NoticeEvent

@@ -22,18 +22,18 @@ from specgen.backend.llama import LlamaModel, requantize
 from specgen.catalogue import identify
 from specgen.engine.engine import Engine
 from specgen.engine.kept_answers import ANSWERS, KeptAnswer, KeptAnswers, read_answers
-from specgen.engine.learnt import Learnt, learnt_weights, read_learnt, write_learnt
+from specgen.engine.learnt_weights import Learnt, learnt_weights, read_learnt, write_learnt
 from specgen.engine.session import Session
 from specgen.errors import UsageError
 from specgen.events import FinishedEvent, NoticeEvent
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from specgen.workshop.made_files import learning_folder
 from specgen.workshop.online import learner as learner_module
 from specgen.workshop.online import training_process
 from specgen.workshop.online.kept_texts import N_COLUMNS, KeptTexts
 from specgen.workshop.online.learner import NEW_ANSWERS, Learner
 from specgen.workshop.online.learning import Lesson, learn, split
-from specgen.workshop.places import learning_folder
 from tests.helpers_cli import ROOT, Specgen, in_process
 from tests.helpers_heads import prompts
 from tests.helpers_tiny import write_respelled_model, write_with_other_scales
@@ -341,7 +341,7 @@ asked = json.loads(sys.stdin.buffer.readline())
 """
 _SAYS = """
 from pathlib import Path
-from specgen.engine.learnt import Learnt, write_learnt
+from specgen.engine.learnt_weights import Learnt, write_learnt
 folder, draft = Path(asked["folder"]), Path(asked["draft"])
 (folder / "w.gguf").write_bytes(Path(asked["target"]).read_bytes())
 write_learnt(folder, draft, Learnt("w.gguf", last_number=10, n_answers=9))

@@ -32,7 +32,7 @@ from pathlib import Path
 import pytest
 
 from specgen.engine.engine import Engine
-from specgen.engine.learnt import Learnt, write_learnt
+from specgen.engine.learnt_weights import Learnt, write_learnt
 from specgen.engine.session import DraftSource, Session, SessionOptions
 from specgen.events import FinishedEvent
 from specgen.options import (

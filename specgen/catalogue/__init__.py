@@ -7,7 +7,7 @@ it is needed.
 from specgen.catalogue.choices import SavedDraft, save_draft, saved_draft
 from specgen.catalogue.fetching import fetch, locate
 from specgen.catalogue.files import FileIdentity, identify, shard_number
-from specgen.catalogue.places import (
+from specgen.catalogue.folders import (
     cache_folder,
     config_folder,
     data_folder,

@@ -16,7 +16,7 @@ from typing import Any
 
 from specgen.atomic import replace_text
 from specgen.catalogue.files import FileIdentity
-from specgen.catalogue.places import saved_drafts_file
+from specgen.catalogue.folders import saved_drafts_file
 from specgen.errors import OutputError, UsageError
 from specgen.options import DraftSource
 

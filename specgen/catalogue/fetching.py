@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from specgen.catalogue.places import models_folder
-from specgen.catalogue.problems import disk_errors_named
+from specgen.catalogue.fetch_errors import disk_errors_named
+from specgen.catalogue.folders import models_folder
 from specgen.catalogue.progress import SilentProgress
 from specgen.catalogue.sizes import human_bytes
 from specgen.catalogue.store import ModelFolder, slot_of

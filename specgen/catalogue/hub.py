@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specgen.catalogue.problems import disk_errors_named, host_of, reason
+from specgen.catalogue.fetch_errors import disk_errors_named, host_of, reason
 from specgen.catalogue.progress import shown
 from specgen.catalogue.store import check_room, file_sha256, has_size
 from specgen.errors import FetchError

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
-from specgen.catalogue.problems import shown_url
+from specgen.catalogue.fetch_errors import shown_url
 from specgen.errors import FetchError
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import zlib
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+from specgen.catalogue.fetch_errors import disk_errors_named, first_line, shown_url
 from specgen.catalogue.index import ACCEPT, find_wheel, normalized, parse_page
-from specgen.catalogue.problems import disk_errors_named, first_line, shown_url
 from specgen.catalogue.progress import shown
 from specgen.catalogue.store import Assembly, OpenFile, check_room, open_file
 from specgen.catalogue.transfer import size_of

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from specgen.catalogue.files import FileIdentity
-from specgen.catalogue.places import user_registry_file
+from specgen.catalogue.folders import user_registry_file
 from specgen.errors import UnknownModelError, UsageError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
-from specgen.catalogue.problems import no_room
+from specgen.catalogue.fetch_errors import no_room
 from specgen.catalogue.sizes import human_bytes
 from specgen.errors import FetchError
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from specgen import __version__
-from specgen.catalogue.problems import first_line, host_of, reason, shown_url
+from specgen.catalogue.fetch_errors import first_line, host_of, reason, shown_url
 from specgen.catalogue.sizes import human_bytes
 from specgen.catalogue.store import OpenFile, file_sha256, open_file
 from specgen.errors import FetchError

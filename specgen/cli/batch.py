@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specgen.cli import flags
-from specgen.cli.answering import with_grammar
 from specgen.cli.batch_on_hosts import (
     answer_on_hosts,
     check_alone,
@@ -28,6 +27,7 @@ from specgen.cli.batch_on_ray import BatchWork, answer_on_ray, ray_options
 from specgen.cli.batch_restart import with_workers
 from specgen.cli.flags.part import without
 from specgen.cli.interrupt import Interrupt
+from specgen.cli.one_answer import with_grammar
 from specgen.cli.opening import log_shown, open_session, use_kernels
 from specgen.errors import BatchError, OutputError, PromptError, UsageError
 from specgen.json_values import as_json

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specgen.cli import flags
-from specgen.cli.answering import with_grammar
 from specgen.cli.interrupt import Interrupt
+from specgen.cli.one_answer import with_grammar
 from specgen.cli.opening import log_shown, open_session, use_kernels
 from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
 from specgen.options import Contexts, DraftOptions, GenerationOptions, Grammar, SamplerOptions, Show

@@ -23,7 +23,7 @@ from specgen.options import ContextOptions
 from specgen.render.progress_bar import progress_bar
 from specgen.selection.model_choice import ModelChoice
 from specgen.selection.session_opening import find_models, find_target, open_memory
-from specgen.workshop.places import learning_folder
+from specgen.workshop.made_files import learning_folder
 
 
 def learn(

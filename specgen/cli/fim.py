@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specgen.cli import flags
-from specgen.cli.answering import show_answer, with_grammar
 from specgen.cli.flags.part import without
+from specgen.cli.one_answer import show_answer, with_grammar
 from specgen.cli.opening import log_shown, open_session, use_kernels
 from specgen.errors import OutputError, PromptError, UsageError
 from specgen.options import Contexts, DraftOptions, GenerationOptions, Grammar, SamplerOptions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specgen.cli import flags
-from specgen.cli.answering import show_answer, with_grammar
+from specgen.cli.one_answer import show_answer, with_grammar
 from specgen.cli.opening import log_shown, open_session, use_kernels
 from specgen.cli.prompt import read_prompt
 from specgen.errors import UsageError

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from specgen.cli import flags
-from specgen.cli.answering import with_grammar
 from specgen.cli.flags.part import without
 from specgen.cli.interrupt import Interrupt
+from specgen.cli.one_answer import with_grammar
 from specgen.cli.opening import log_shown, open_session, use_kernels
 from specgen.errors import UsageError
 from specgen.options import Contexts, DraftOptions, GenerationOptions, Grammar, SamplerOptions

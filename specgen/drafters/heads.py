@@ -11,7 +11,7 @@ from specgen.backend.llama.decoder_heads import DecoderHeads
 from specgen.calibration.cost_table import CostTable, Price
 from specgen.core.draft import NO_DRAFT, ROOT, Draft
 from specgen.core.growing_tree import GrowingTree
-from specgen.core.hidden import LastHidden
+from specgen.core.last_hidden import LastHidden
 from specgen.drafters.growth import DraftShaper, IsEnd, Look, growth, look, n_guesses
 from specgen.options import TreeShape
 from specgen.policy import Policy, RoundReport, TreePolicy

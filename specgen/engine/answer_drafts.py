@@ -12,7 +12,7 @@ import numpy as np
 from specgen.backend.base import Backend
 from specgen.calibration.acceptance import Chances
 from specgen.calibration.memory import Memory
-from specgen.core.hidden import LastHidden
+from specgen.core.last_hidden import LastHidden
 from specgen.core.text_state import TextState
 from specgen.drafters import CombinedDrafter, ConstrainedDrafter, Drafter
 from specgen.engine.answer_settings import AnswerSettings

@@ -13,7 +13,7 @@ from specgen.calibration.weight_copies import Comparison, Copies
 from specgen.engine.agreement import TEXT
 from specgen.engine.draft_model import DraftModel
 from specgen.engine.heads_draft import HeadsDraft
-from specgen.engine.learnt import learnt_weights
+from specgen.engine.learnt_weights import learnt_weights
 from specgen.errors import ModelFileError, UsageError
 from specgen.options import ContextOptions, DraftOptions, DraftSource, TreeShape
 

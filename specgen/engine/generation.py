@@ -8,7 +8,7 @@ import numpy as np
 
 from specgen.backend.base import Vocabulary
 from specgen.backend.tree_batch import Slot
-from specgen.core.hidden import LastHidden
+from specgen.core.last_hidden import LastHidden
 from specgen.core.tally import Tally
 from specgen.core.text_state import Shaper, TextState
 from specgen.core.text_stream import TextStream

@@ -10,7 +10,7 @@ import numpy as np
 from specgen.backend.llama import LlamaModel, default_threads
 from specgen.backend.llama.decoder_heads import DecoderHeads
 from specgen.calibration.cost_table import CostTable
-from specgen.core.hidden import LastHidden
+from specgen.core.last_hidden import LastHidden
 from specgen.core.text_state import TextState
 from specgen.core.verifiers import make_verifier
 from specgen.drafters import HeadsDrafter

@@ -1,7 +1,7 @@
 """Answers that are kept on this disk for a draft to learn from (`--learn`).
 
 A folder for each target holds ``answers.jsonl``, an answer on each line, the latest last, beside what
-drafts learnt from them (`specgen.engine.learnt`). Texts are their user's alone: nobody else may read
+drafts learnt from them (`specgen.engine.learnt_weights`). Texts are their user's alone: nobody else may read
 the folder.
 """
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specgen.engine.learnt import Learnt, read_learnt
+from specgen.engine.learnt_weights import Learnt, read_learnt
 
 if TYPE_CHECKING:
     from specgen.engine.session import Session

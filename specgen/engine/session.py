@@ -17,7 +17,7 @@ from specgen.backend.tree_batch import Slot
 from specgen.calibration.acceptance import Chances
 from specgen.calibration.memory import Memory
 from specgen.calibration.weight_copies import Comparison, Copies
-from specgen.core.hidden import LastHidden
+from specgen.core.last_hidden import LastHidden
 from specgen.core.text_state import Shaper, TextState
 from specgen.core.verifiers import make_verifier
 from specgen.drafters import Drafter

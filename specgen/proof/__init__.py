@@ -5,6 +5,7 @@ both compare rows of logits (`rows`). `statistics` is the mathematics of it, and
 mistakes that the checks must find.
 """
 
+from specgen.proof.drafting_plans import DraftingPlan, WayName, ways_to_draft
 from specgen.proof.greedy import (
     Choice,
     Difference,
@@ -16,7 +17,6 @@ from specgen.proof.prompts import OWN_PROMPTS, evenly_chosen, read_prompts
 from specgen.proof.report import ProofCheck, ProofReport, UncheckedPrompt, to_json_object
 from specgen.proof.sampled import SampledPlan, SampledResult, check_sampled, room
 from specgen.proof.statistics import split_level
-from specgen.proof.ways import DraftingPlan, WayName, ways_to_draft
 from specgen.testing.bugs import BUGS, Bug
 
 __all__ = [

@@ -24,9 +24,9 @@ from specgen.engine.loop import Loop
 from specgen.engine.measurements import measure_if_costs_decide
 from specgen.engine.prompts import Prompt
 from specgen.engine.session import Session
+from specgen.proof.drafting_plans import DraftingPlan, WayName
 from specgen.proof.loop_events import check_drafting, drafted_by, tokens_told
 from specgen.proof.rows import batches_move, drafting_batch_sizes, is_moved, movement, plain_rows
-from specgen.proof.ways import DraftingPlan, WayName
 from specgen.sampling import Distribution, Sampler
 from specgen.testing.bugs import Bug
 

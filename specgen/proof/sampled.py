@@ -23,10 +23,11 @@ from specgen.engine.loop import Loop
 from specgen.engine.measurements import measure_if_costs_decide
 from specgen.engine.prompts import Prompt
 from specgen.engine.session import Session
+from specgen.proof.drafting_plans import DraftingPlan, WayName
 from specgen.proof.drawing import Drawer
 from specgen.proof.exact import Exact
 from specgen.proof.memo_backend import MemoBackend
-from specgen.proof.places import N_SEARCHED, find_place
+from specgen.proof.revealing_place import N_SEARCHED, find_place
 from specgen.proof.rows import batches_move, is_moved, movement, plain_rows
 from specgen.proof.statistics import (
     Cells,
@@ -38,7 +39,6 @@ from specgen.proof.statistics import (
     n_cells_tested,
     total_variation,
 )
-from specgen.proof.ways import DraftingPlan, WayName
 from specgen.testing.bugs import Bug
 
 #: Memory for the rows of each model.

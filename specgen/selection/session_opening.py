@@ -37,7 +37,7 @@ Loading = Callable[[str], AbstractContextManager[Callable[[str], None]]]
 def find_models(choice: ModelChoice, *, quiet: bool) -> Sources:
     """The files of the run, fetched if need be, with progress on standard error."""
     from specgen.catalogue import cache_folder, identify, load_registry, locate, saved_draft
-    from specgen.workshop.places import heads_file
+    from specgen.workshop.made_files import heads_file
 
     registry = load_registry()
     made_heads = partial(heads_file, cache_folder())
@@ -80,7 +80,7 @@ def session_options(
     """Everything that decides what the session does. With `learn`, answers are kept: drafts learn from
     them, and repetitions of them draft."""
     from specgen.catalogue import cache_folder, data_folder, identify
-    from specgen.workshop.places import learning_folder
+    from specgen.workshop.made_files import learning_folder
 
     learning = None
     if learn and (identity := identify(sources.target)) is not None:

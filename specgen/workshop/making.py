@@ -16,7 +16,7 @@ from specgen.catalogue import FileIdentity, human_bytes, identify
 from specgen.errors import ModelFileError
 from specgen.json_lines import write_errors
 from specgen.progress import Progress
-from specgen.workshop.places import distilled_file, heads_file, pruned_file, text_folder
+from specgen.workshop.made_files import distilled_file, heads_file, pruned_file, text_folder
 
 if TYPE_CHECKING:
     from specgen.engine.session import Session

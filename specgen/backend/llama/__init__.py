@@ -6,11 +6,11 @@ of a second), so it is imported when a model is needed and not before.
 """
 
 from specgen.backend.llama.context import LlamaBackend
+from specgen.backend.llama.context_opening import default_threads
 from specgen.backend.llama.devices import build
 from specgen.backend.llama.grammar import LlamaGrammar
 from specgen.backend.llama.library import LogSink, logging_to
 from specgen.backend.llama.model import LlamaModel
-from specgen.backend.llama.opening import default_threads
 from specgen.backend.llama.requantized import requantize
 from specgen.backend.llama.vocabulary import LlamaVocabulary
 

@@ -13,9 +13,9 @@ import numpy as np
 from specgen.arrays import Hidden, Logits
 from specgen.backend.base import Batch, Rollback
 from specgen.backend.llama.cache import Cache, SavedStates, SharedStates, StateCopies
+from specgen.backend.llama.context_opening import ContextSize, open_context
 from specgen.backend.llama.library import last_error, llama_cpp
 from specgen.backend.llama.model import LlamaModel
-from specgen.backend.llama.opening import ContextSize, open_context
 from specgen.backend.llama.rewind import Rewinder
 from specgen.backend.llama.vocabulary import LlamaVocabulary
 from specgen.errors import BackendError, ModelFileError, WorkerLostError

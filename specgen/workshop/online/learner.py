@@ -15,7 +15,7 @@ from typing import IO
 from specgen.backend.llama import default_threads
 from specgen.engine.engine import Engine
 from specgen.engine.kept_answers import last_number
-from specgen.engine.learnt import learnt_weights, read_learnt
+from specgen.engine.learnt_weights import learnt_weights, read_learnt
 from specgen.engine.session import Session
 from specgen.errors import OutputError, SpecgenError, UsageError
 from specgen.workshop.distil.distillation import check_library

@@ -24,7 +24,13 @@ from specgen.atomic import NEW, new_beside
 from specgen.backend.llama import LlamaModel
 from specgen.engine.kept_answers import ANSWERS, KeptAnswer, make_folder, read_answers
 from specgen.engine.kept_answers import last_number as last_number_of
-from specgen.engine.learnt import Learnt, learnt_weights, read_learnt, read_state, write_learnt
+from specgen.engine.learnt_weights import (
+    Learnt,
+    learnt_weights,
+    read_learnt,
+    read_state,
+    write_learnt,
+)
 from specgen.errors import ModelFileError, UsageError
 from specgen.json_lines import locked, write_errors
 from specgen.workshop.distil.distillation import check_library, check_memory

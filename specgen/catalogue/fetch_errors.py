@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from specgen.catalogue.places import CACHE_VARIABLE
+from specgen.catalogue.folders import CACHE_VARIABLE
 from specgen.errors import FetchError
 
 if TYPE_CHECKING:
