@@ -120,13 +120,13 @@ def serve(
         for notice in engine.take_notices():
             note(notice)
         learner = stack.enter_context(Learner(session, engine, note))
-        print(f"listening on {url_of(bound)}", flush=True)
         answer_requests(
             session,
             engine,
             server,
             bound,
             is_verbose=verbose,
+            ready=lambda: print(f"listening on {url_of(bound)}", flush=True),
             note=note,
             between_answers=lambda begins: learner.between_answers(begins=begins),
         )

@@ -30,13 +30,14 @@ def serve(
     bound: socket.socket,
     *,
     is_verbose: bool = False,
+    ready: Callable[[], None] = lambda: None,
     note: Callable[[str], None] = lambda _text: None,
     between_answers: Callable[[bool], None] = lambda _begins: None,
 ) -> None:
     """Answer requests that come to a socket until SIGTERM or Ctrl-C. Answers in the making then have
     `drain_s` seconds to end by themselves; a second signal ends them at once. Closes the engine.
-    `note` is told what happens then, and `between_answers` is called by the engine's thread while no
-    answer is in the making. Raises what ended the engine's thread, which is a bug."""
+    `ready` is called when requests are taken. `note` is told what happens at the end, and
+    `between_answers` is called by the engine's thread while no answer is in the making. Raises what ended the engine's thread, which is a bug."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("specgen.server").setLevel(logging.INFO)
     with http_server(
@@ -44,6 +45,7 @@ def serve(
         engine,
         options,
         is_verbose=is_verbose,
+        ready=ready,
         note=note,
         between_answers=between_answers,
     ) as server:
@@ -59,6 +61,7 @@ def http_server(
     options: ServerOptions,
     *,
     is_verbose: bool = False,
+    ready: Callable[[], None] = lambda: None,
     note: Callable[[str], None] = lambda _text: None,
     between_answers: Callable[[bool], None] = lambda _begins: None,
 ) -> Iterator[DrainingServer]:
@@ -80,7 +83,7 @@ def http_server(
             proxy_headers=False,
             timeout_graceful_shutdown=int(options.drain_s + _FLUSH_S),
         )
-        yield DrainingServer(config, thread, options.drain_s, note)
+        yield DrainingServer(config, thread, options.drain_s, ready, note)
 
 
 class DrainingServer(uvicorn.Server):
@@ -91,17 +94,24 @@ class DrainingServer(uvicorn.Server):
         config: uvicorn.Config,
         thread: EngineThread,
         drain_s: float,
+        ready: Callable[[], None],
         note: Callable[[str], None],
     ) -> None:
         super().__init__(config)
         self._thread = thread
         self._drain_s = drain_s
+        self._ready = ready
         self._note = note
 
     @property
     def failure(self) -> BaseException | None:
         """What ended the engine's thread before its time."""
         return self._thread.failure
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
 
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) or self.failure is not None
