@@ -71,3 +71,13 @@ class Translation:
         return DraftText(
             draft_prompt, n_prompt, self.target, self.draft, self._to_draft, self._draft_speller
         )
+
+    def first_token(self, token: int) -> int:
+        """The draft's token that the text of one of the target's tokens begins with, or its counterpart of
+        a control token; -1 if there is none."""
+        data = self.target.token_bytes(token)
+        if not data:
+            counterpart = self._to_draft.find(token)
+            return -1 if counterpart is None else counterpart
+        spelled = self._draft_speller.spell(data)
+        return spelled.tokens[0] if spelled.tokens else -1

@@ -14,6 +14,7 @@ from specgen.drafters.translation import Translation
 from specgen.engine.pairing import check_pair
 from specgen.engine.prompts import text_prompt
 from specgen.errors import PairError
+from specgen.workshop.distil.soft_labels import SoftLabels
 from specgen.workshop.texts import N_TOP, TargetText
 
 
@@ -25,8 +26,8 @@ class TrainingText:
     answer_tokens: tuple[int, ...]
     #: Whether it is for judging, not for learning.
     is_held_back: bool
-    #: The target's likeliest tokens for each place of the answer, and their probabilities, where the
-    #: draft has the target's vocabulary: int32[n_answer, N_TOP], float16[n_answer, N_TOP].
+    #: The tokens that the target found likeliest at each place of the answer, and their probabilities, if
+    #: they are known: int32[n_answer, N_TOP], float16[n_answer, N_TOP].
     top_tokens: NDArray[np.int32] | None = field(default=None, compare=False)
     top_probabilities: NDArray[np.float16] | None = field(default=None, compare=False)
 
@@ -35,16 +36,17 @@ def training_texts(
     text: TargetText, target: LlamaModel, draft: LlamaModel, now: datetime.datetime
 ) -> list[TrainingText]:
     """The target's answers as a draft model sees them while it drafts: prompts in its own chat
-    template and answers in its own tokens, if it has another vocabulary.
+    template, and answers and what the target found likely in its own tokens, if it has another vocabulary.
 
     `now` is the date that some templates write. Raises `PromptError` if the target's template does not
     take a prompt.
     """
     has_own_tokens = not _share_vocabulary(target, draft)
     translation = Translation(target.vocabulary, draft.vocabulary)
+    soft_labels = SoftLabels(translation)
     found = []
     for index, answer in enumerate(text.answers):
-        top: tuple[NDArray[np.int32] | None, NDArray[np.float16] | None] = None, None
+        top = text.top(index)
         own_draft = draft if has_own_tokens else None
         prompt = text_prompt(target, own_draft, answer.prompt, None, None, now)
         if has_own_tokens:
@@ -52,9 +54,9 @@ def training_texts(
             n_prompt = len(own.tokens)
             own.follow([*prompt.tokens, *answer.tokens])
             prompt_tokens, tokens = own.tokens[:n_prompt], own.tokens[n_prompt:]
+            top = soft_labels.translate(answer.tokens, *top, tokens)
         else:
             prompt_tokens, tokens = list(prompt.without_head().tokens), list(answer.tokens)
-            top = text.top(index)
         if prompt_tokens and tokens:
             found.append(
                 TrainingText(tuple(prompt_tokens), tuple(tokens), answer.is_held_back, *top)
