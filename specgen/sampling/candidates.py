@@ -121,7 +121,7 @@ def _candidates(scores: Scores, n: int) -> TokenArray:
 def argmax(logits: Logits) -> int:
     """The most likely token of a row, float32[n_vocab]; the lowest id among equals.
 
-    Raises `BackendError` if the largest logit is no number: NaN would win every comparison.
+    Raises `BackendError` if the largest logit is not finite: NaN would win every comparison.
     """
     token_id = int(logits.argmax())
     check_finite(float(logits[token_id]))
@@ -137,12 +137,12 @@ def top_probability(logits: Logits) -> float:
         return math.exp(top) / float(masses.sum())
     with np.errstate(over="ignore"):  # from one end of float32 to the other
         masses = logits - np.float32(top)
-    np.exp(masses, out=masses)  # in place: another row of a large vocabulary would not fit the cache
+    np.exp(masses, out=masses)  # in place: another row of a large vocabulary leaves the CPU's cache
     return 1.0 / float(masses.sum())
 
 
 def check_finite(logit: float) -> None:
-    """Raise `BackendError` if the largest logit of a row is no finite number."""
+    """Raise `BackendError` if the largest logit of a row is not finite."""
     if not math.isfinite(logit):
         raise BackendError(
             f"the model's largest logit is {logit}: the file is damaged, or this build of "

@@ -93,7 +93,7 @@ class Distribution:
         return float(np.maximum(self._excess(other, scale), 0.0).sum())
 
     def _excess(self, other: Distribution, scale: float) -> ProbArray:
-        """scale * self - other, on the support of self: float64[m]."""
+        """The difference scale * self - other, on the support of self: float64[m]."""
         difference = self.probs * scale
         position = other.token_ids.searchsorted(self.token_ids)
         position[position == len(other.token_ids)] = 0
