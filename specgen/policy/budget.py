@@ -9,7 +9,7 @@ _SHARE = 0.01
 _MAX_LOSS = 0.01
 _MAX_LOST_TOKENS = 4.0
 _N_ROUNDS_ASIDE = 16
-#: Savings and losses fade over this many rounds.
+#: The credit fades over about this many rounds.
 _MEMORY = 32.0
 #: The most that a drafter's unverified drafts can count as lost, in plain tokens' time: its next
 #: drafts may be better.
@@ -57,7 +57,7 @@ class Budget:
         return self._tried_s + cost_s <= _SHARE * self._elapsed_s
 
     def begin_round(self) -> None:
-        """Begin a round: old credit fades, and drafters that are put aside come nearer to their return."""
+        """Begin a round: old results of unverified drafts fade, and drafters wait one round less."""
         self._shown_s = {o: s * (1.0 - 1.0 / _MEMORY) for o, s in self._shown_s.items()}
         self._aside = {origin: n - 1 for origin, n in self._aside.items() if n > 1}
 

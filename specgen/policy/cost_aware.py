@@ -362,7 +362,7 @@ class CostAwarePolicy:
         long as little was saved in this answer.
 
         A cost is certain and a gain is not. So at first only drafts that are clearly worth it are
-        verified, and a short answer, or one that suits no draft, loses little.
+        made, and a short answer, or one that suits no draft, loses little.
         """
         worst, first, last = _NGRAM_MARGINS if origin in NGRAM_ORIGINS else _MODEL_MARGINS
         credit = self._budget.credit_of(origin) / self._costs.seconds(1)

@@ -111,7 +111,7 @@ class DraftOutcomes:
     def _judge_draws(self, report: RoundReport) -> None:
         """Count which of the judged tokens of a drawn chain were accepted.
 
-        They are counted by the model's confidence before the draw, which says what to expect of
+        They are counted by the model's confidence before the draw, which shows what to expect of
         them, and not by the probability of the drawn token."""
         draft, n_accepted = report.draft, len(report.path)
         for node in range(min(n_accepted + 1, len(draft))):

@@ -138,7 +138,7 @@ class SuffixArray:
         return cls(tokens, places, made_of)
 
     def _key(self, n_tokens: int) -> Callable[[int], bytes]:
-        """The key by which places are sorted, cut to so many tokens."""
+        """The key by which places are sorted, of the first `n_tokens` tokens."""
         data, n_bytes = self._backwards, 4 * n_tokens
         return lambda place: data[4 * place : 4 * place + n_bytes]
 
