@@ -1,7 +1,7 @@
 """The acceptance rate of a drafter's tokens, estimated from their draft probabilities.
 
-A draft model's probability and an n-gram's match say which tokens are likelier to be accepted,
-not how likely: that depends on the pair, on the samplers and on the text. It is counted here.
+A draft model's probability and an n-gram's match show which tokens are likelier to be accepted, but
+not how likely. That depends on the pair of models, the samplers and the text, and is counted here.
 """
 
 from __future__ import annotations
@@ -16,102 +16,101 @@ import numpy as np
 
 from specgen.arrays import ProbArray
 
-#: Upper ends of the bins of confidence, the last one excepted, which ends at 1: finer where
-#: most tokens are.
+#: Upper ends of the bins of confidence; the last bin ends at 1. Bins are finer where most tokens are.
 _EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
 N_BINS = len(_EDGES) + 1
 _MIDDLES = np.array(
     [(low + high) / 2 for low, high in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True)]
 )
-#: How often each bin is thought to have been seen before anything was: a small model of a good
-#: family is sure of most tokens, and of some not at all.
+#: The prior count of confidences in each bin: a small model of a good family is sure of most tokens,
+#: and not at all sure of some.
 _START_SEEN = np.array([0.1, 0.3, 0.5, 0.6, 0.7, 0.7, 0.7, 0.8, 1.2, 1.4, 1.6, 4.0])
-#: So many observations a bin's start is worth.
+#: The prior chance of a bin counts as this many observations.
 _N_START = 6.0
-#: Of so many observations the counts keep the memory; older ones fade.
+#: The counts remember about this many observations; older ones fade.
 _MEMORY = 1500.0
 _FADING = 1.0 - 1.0 / _MEMORY
-#: How fast the present text's deviation from the others' is learnt, in log-odds an observation,
-#: and how large it may become.
+#: How fast the present text's deviation from other texts is learnt, in log-odds an observation, and
+#: its largest size.
 _TEXT_RATE = 0.12
 _MAX_DEVIATION = 2.5
-#: What all texts say of how often each confidence comes counts as much as so many looks in the
-#: present one. (In replays of 75 answers, plain decoding's time over that with a draft model went
-#: from 1.08 to 1.12 with it, the model being asked in all of them.)
+#: The frequencies of confidences in all texts count as this many looks in the present text. (In replays
+#: of 75 answers, all with the draft model, this raised the speed from 1.08 to 1.12 times that of plain
+#: decoding.)
 _N_HERE = 20.0
-#: A text of so many looks counts half in what texts are worth, one of less than that not at all; and
-#: of so many texts the memory is kept.
+#: A text of `_N_HALF` looks counts half in the worth of texts, one of fewer than `_N_ENOUGH` not at
+#: all; about 33 texts are remembered.
 _N_HALF = 20.0
 _N_ENOUGH = 6
 _FADING_TEXTS = 1.0 - 1.0 / 33.0
-#: What is thought of texts before any counts as much as so many of them do for the mean, and for the
-#: variance; and how far apart they are thought to be: in proportion to the square root of what a
-#: round gains before any, but no farther than that.
+#: The prior worth of texts counts as this many texts for the mean, and as this many for the variance.
+#: Its standard deviation is in proportion to the square root of a round's gain before the cost of a
+#: look, within the two bounds.
 _N_START_MEAN = 2.0
 _N_START_VARIANCE = 4.0
 _START_DEVIATION = 1.2
 _LEAST_DEVIATION, _MOST_DEVIATION = 0.05, 0.5
-#: What may be lost on a drafter in all, in plain tokens' time: so much at first, a share of what is
-#: generated, and what it saved, up to a limit.
+#: The most that may be lost on a drafter in all, in plain tokens' time: this much at first, plus a share
+#: of the generated tokens, plus what the drafter saved, up to a limit.
 _FIRST_ALLOWANCE = 32.0
 _ALLOWED_SHARE = 0.02
 _MOST_ALLOWANCE = 64.0
-#: Origins whose tokens come without a model.
+#: Origins of tokens that need no model.
 NGRAM_ORIGINS = ("ngram", "lookup")
-#: No chance is held to be more extreme than this.
+#: Chances are kept at least this far from 0 and from 1.
 _LEAST = 0.002
 
 
 def model_start(confidence: float) -> float:
-    """The chance assumed of a draft model's token before anything was seen: models are less
-    often wrong when unsure, and more often when sure, than they say."""
+    """The prior chance of a draft model's token: models are right more often than they say when they
+    are unsure, and less often when they are sure."""
     return 0.15 + 0.78 * confidence
 
 
 def ngram_start(confidence: float) -> float:
-    """The same of an n-gram's token, whose confidence is fitted to texts already."""
+    """The prior chance of an n-gram's token, whose confidence is already fitted to texts."""
     return confidence
 
 
 def later_start(confidence: float) -> float:
-    """The same of a token that its drafter takes for less likely than a sibling."""
+    """The prior chance of a token that its drafter ranks behind a sibling."""
     return 0.8 * confidence
 
 
-#: Siblings behind this many others are counted together.
+#: Siblings that are ranked behind this many others, or more, are counted together.
 _N_RANKS = 3
 
 
 @functools.cache
 def origin_of_rank(origin: str, rank: int) -> str:
-    """The name under which a drafter's tokens are counted that come after `rank` siblings: what
-    its second guess is worth has little to do with what its first one is."""
+    """The name under which a drafter's tokens that are ranked behind `rank` siblings are counted: the
+    chance of its second guess has little to do with that of its first one."""
     return origin if rank == 0 else f"{origin}:{min(rank, _N_RANKS) + 1}"
 
 
 @dataclass(slots=True)
 class Worths:
-    """What a round with a drafter was worth in earlier texts, in plain tokens' time: some texts suit
-    it and others do not, and a few of one kind say little about the next one.
+    """The worth of a round with a drafter in earlier texts, in plain tokens' time. Some texts suit a
+    drafter and others do not, and a few texts of one kind say little about the next one.
 
-    The mean and the variance of what texts are worth are both unknown; `start` is what was thought
-    before any, by what the drafter's tokens were like in a sample.
+    Both the mean and the variance of the worth are unknown. `start` is the prior mean: the worth that
+    was expected in the first text, for example after a sample of the drafter's tokens.
     """
 
     start: float | None = None
-    #: How many texts were counted, weighted by how much was seen of each; the sum of their worths,
-    #: and of the squares.
+    #: The number of texts, weighted by how much was seen of each; the sum of their worths, and that
+    #: of the squares.
     n: float = 0.0
     total: float = 0.0
     squares: float = 0.0
-    #: What may be lost on the drafter from here on, before it saves anything: it is not begun with
-    #: where what it has to read first takes longer. So one that never pays costs next to nothing,
+    #: What may still be lost on the drafter before it saves anything. The drafter is not started if
+    #: reading the text takes longer than this. So a drafter that never pays costs next to nothing,
     #: whatever is expected of the next text.
     allowance: float = _FIRST_ALLOWANCE
 
     def account(self, saved: float, n_tokens: int) -> None:
-        """Enter a round that added so many tokens, and what the drafter saved or, if negative, lost
-        in it."""
+        """Enter a round that added `n_tokens` tokens, and what the drafter saved in it; negative if it
+        lost time."""
         allowance = self.allowance + saved + _ALLOWED_SHARE * n_tokens
         self.allowance = min(_MOST_ALLOWANCE, allowance)
 
@@ -122,8 +121,8 @@ class Worths:
         self.squares = self.squares * _FADING_TEXTS + weight * worth * worth
 
     def of_next(self, look: float) -> tuple[float, float]:
-        """What the next text may be worth: mean and standard deviation. A look at what the drafter
-        says costs so much."""
+        """The mean and the standard deviation of the next text's worth; `look` is the cost of one of
+        the drafter's looks, in plain tokens' time."""
         start = self.start or 0.0
         mean = (_N_START_MEAN * start + self.total) / (_N_START_MEAN + self.n)
         # A drafter that is never right gains nothing in any text.
@@ -136,32 +135,30 @@ class Worths:
 
 @dataclass(slots=True)
 class AcceptanceCounts:
-    """What was counted of a drafter: for each bin of confidence how many tokens were judged, how
-    many of these accepted, and how often there was such a confidence, float64[N_BINS] each; and
-    what texts were worth."""
+    """The counts of a drafter, float64[N_BINS] each, by bin of confidence: judged tokens, accepted
+    ones among these, and confidences that were seen. Also the worths of texts."""
 
     n_judged: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
     n_accepted: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
     n_seen: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
     worths: Worths = field(default_factory=Worths)
-    #: The same of texts that were written beside others, where a plain token is cheaper: by
-    #: how many there were, up to the next power of two.
+    #: The worths of texts that were generated beside others, where a plain token is cheaper: by the
+    #: number of texts at once, rounded up to a power of two.
     worths_beside: dict[int, Worths] = field(default_factory=dict)
 
     def worths_at(self, n_sequences: int) -> Worths:
-        """What texts were worth of which so many were written at once."""
+        """The worths of texts of which `n_sequences` were generated at once."""
         if n_sequences <= 1:
             return self.worths
         return self.worths_beside.setdefault(1 << (n_sequences - 1).bit_length(), Worths())
 
 
 class Chances:
-    """The chance that a drafted token is accepted in one text, those before it being accepted, by
-    the confidence in [0, 1] that its drafter has.
+    """The chances, in one text, that a drafted token is accepted if all before it were, by its
+    drafter's confidence in [0, 1].
 
-    `counts` are those of all texts; texts that are written at the same time count in the same
-    ones. On top of them a deviation of this text is learnt, one number: some texts suit a draft
-    better than others.
+    `counts` cover all texts; texts that are generated at the same time share them. In addition one
+    number is learnt, the deviation of this text: some texts suit a draft better than others.
     """
 
     def __init__(
@@ -171,37 +168,37 @@ class Chances:
         self._start_of = start
         self._start = [start(float(middle)) for middle in _MIDDLES]
         self._deviation = 0.0
-        #: How many confidences were counted in this text, and in which bins.
+        #: The number of confidences that were counted in this text, in all and by bin.
         self.n_looks = 0
         self._seen_here = np.zeros(N_BINS)
-        #: What a round is worth in this text, in plain tokens' time, if that is known; and what
-        #: other texts were worth in such company.
+        #: What a round is worth in this text, in plain tokens' time, if that is known; and the worths of
+        #: other texts, with as many texts at once.
         self._worth: float | None = None
         self.worths = self.counts.worths
-        #: Counts all that may have changed the chances, or how often each comes.
+        #: Counts the looks and judgements: each may change the chances, or how often each comes.
         self.version = 0
-        #: The chances that were asked for since then.
+        #: The chances that were computed since the last judgement, by bin.
         self._by_bin: dict[int, float] = {}
 
     def of_another_text(self) -> Chances:
-        """The chances in another text, which deviates in its own way; they share the counts."""
+        """The chances in another text, which has its own deviation and shares the counts."""
         return Chances(self.counts, self._start_of)
 
     def expect(self, worth: float, n_sequences: int = 1) -> None:
-        """Note what a round seems to be worth in this text, in plain tokens' time, where so many
-        are written at once."""
+        """Note what a round seems to be worth in this text, in plain tokens' time, with `n_sequences`
+        texts at once."""
         self._worth, self.worths = worth, self.counts.worths_at(n_sequences)
         if self.worths.start is None:
             self.worths.start = worth
 
     def end_text(self) -> None:
-        """Count what this text was worth, if enough was seen of it, and once."""
+        """Count this text's worth once, if enough was seen of the text."""
         if self._worth is not None and self.n_looks >= _N_ENOUGH:
             self.worths.add(self._worth, self.n_looks / (self.n_looks + _N_HALF))
         self._worth = None
 
     def chance(self, confidence: float) -> float:
-        """The chance for such a token."""
+        """The chance of a token with this confidence."""
         return self._of_bin(bisect.bisect_left(_EDGES, confidence))
 
     def curve(self) -> ProbArray:
@@ -209,20 +206,19 @@ class Chances:
         return np.array([self._of_bin(index) for index in range(N_BINS)])
 
     def frequencies(self) -> ProbArray:
-        """How often each bin's confidences come in this text, summing to 1:
-        float64[N_BINS]."""
+        """The frequency of each bin of confidence in this text, summing to 1: float64[N_BINS]."""
         seen = self.counts.n_seen + _START_SEEN
         seen = seen * (_N_HERE / seen.sum()) + self._seen_here
         frequencies: ProbArray = seen / seen.sum()
         return frequencies
 
     def mean(self) -> float:
-        """The chance of a token of which nothing is known yet."""
+        """The chance of a token whose confidence is not known yet."""
         return float(self.curve() @ self.frequencies())
 
     @property
     def n_judged(self) -> float:
-        """How many tokens the counts rest on."""
+        """The number of judged tokens that the counts rest on."""
         return float(self.counts.n_judged.sum())
 
     def see(self, confidence: float) -> None:
@@ -235,34 +231,34 @@ class Chances:
         self.version += 1
 
     def judge(self, confidence: float, *, accepted: bool) -> None:
-        """Learn what became of a token whose predecessors were accepted."""
+        """Learn whether a token was accepted; all tokens before it were."""
         index = _bin(confidence)
         n_judged, n_accepted = self.counts.n_judged, self.counts.n_accepted
         expected = self._of_bin(index)
         deviation = self._deviation + _TEXT_RATE * (accepted - expected)
         self._deviation = min(_MAX_DEVIATION, max(-_MAX_DEVIATION, deviation))
-        # Only the bin itself fades: what was not seen for long is not less known.
+        # Only this bin fades: a bin that was not seen for long is not less known.
         n_judged[index] = n_judged.item(index) * _FADING + 1.0
         n_accepted[index] = n_accepted.item(index) * _FADING + accepted
         self.version += 1
         self._by_bin.clear()
 
     def _of_bin(self, index: int) -> float:
-        """The chance in this text, of a bin."""
+        """The chance of a bin in this text."""
         chance = self._by_bin.get(index)
         if chance is None:
             chance = self._by_bin[index] = _shifted(self._kept(index), self._deviation)
         return chance
 
     def _kept(self, index: int) -> float:
-        """The chance in all texts, of a bin."""
+        """The chance of a bin in all texts."""
         counts = self.counts
         n_accepted = _N_START * self._start[index] + counts.n_accepted.item(index)
         return n_accepted / (_N_START + counts.n_judged.item(index))
 
 
 def new_chances(origin: str, counts: AcceptanceCounts | None = None) -> Chances:
-    """The chances of a drafter's tokens, with the start that suits it."""
+    """The chances of a drafter's tokens, with the prior that suits their origin."""
     if ":" in origin:
         return Chances(counts, later_start)
     return Chances(counts, ngram_start if origin in NGRAM_ORIGINS else model_start)
@@ -273,7 +269,7 @@ def _bin(confidence: float) -> int:
 
 
 def _shifted(chance: float, log_odds: float) -> float:
-    """A chance moved by so much log-odds."""
+    """A chance that is moved by `log_odds`."""
     chance = min(1.0 - _LEAST, max(_LEAST, chance))
     odds = chance / (1.0 - chance) * math.exp(log_odds)
     return odds / (1.0 + odds)

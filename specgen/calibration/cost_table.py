@@ -1,7 +1,7 @@
-"""What decoding costs: measured seconds by the number of rows, and what a draft is priced at.
+"""What decoding costs: measured seconds by the number of rows, and the prices of drafters.
 
-No formula: the curves are jagged (one more row may double the time, or cost nothing), and they
-differ between models, quantisations, builds and machines.
+There is no formula: the curves are jagged (one more row may double the time, or cost nothing), and
+they differ between models, quantisations, builds and machines.
 """
 
 from __future__ import annotations
@@ -10,35 +10,35 @@ import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-#: How much of a deviation from what was expected is put down to the size of the batch, and how
-#: much to the machine's present pace, which all sizes share.
+#: If a decode takes longer or shorter than expected, this share of the deviation is attributed to the
+#: size of its batch, and this share to the machine's present pace, which affects all sizes.
 _OWN_SHARE = 0.12
 _PACE_SHARE = 0.12
-#: A single decode changes the expectation as if it had been off by so much at most: a machine
-#: that is busy for a moment says nothing about the model.
+#: A single decode counts as slower or faster than expected by at most this factor: a machine that is
+#: busy for a moment says nothing about the model.
 _MAX_DEVIATION = 1.5
-#: Observations of a size after which it counts like the others; before, it moves faster.
+#: A size moves faster until it was observed this many times.
 _N_NEW = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What a drafter asks for, in seconds: for the first drafted token, for each further one,
-    and once for what it has not read of the text yet, beyond the tokens of the last round."""
+    """What drafting costs, in seconds: the first drafted token, each further one, and once the
+    reading of text that the drafter has not read yet, beyond the tokens of the last round."""
 
     first_s: float
     next_s: float
     backlog_s: float = 0.0
 
 
-#: What costs nothing worth counting.
+#: The price of drafts that cost nothing worth counting.
 FREE = Price(0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """The other sequences in a batch of the target: how many, and the rows that they bring, one
-    for each at least."""
+    """The other sequences in a batch of the target: their number, and the number of their rows, at
+    least one each."""
 
     n_sequences: int = 0
     n_rows: int = 0
@@ -49,10 +49,10 @@ ALONE = Others()
 
 
 class CostTable:
-    """Seconds in which a model decodes batches, by their rows; corrected by every decode.
+    """The seconds that a model's batches take, by their rows; every decode corrects them.
 
-    `seconds` are what is known so far. Sizes between two known ones are interpolated, beyond the
-    largest one they cost in proportion.
+    `seconds` are those known so far. Sizes between two known ones are interpolated; sizes beyond
+    the largest known one cost in proportion to their rows.
     """
 
     def __init__(self, seconds: Mapping[int, float] | None = None) -> None:
@@ -60,7 +60,7 @@ class CostTable:
         self._sizes = list(self._seconds)
         self._pace = 1.0
         self._n_observed: dict[int, int] = {}
-        #: How many sequences the last decodes served at once, each with rows of its own.
+        #: The number of sequences that the last decodes served at once, each with its own rows.
         self.n_sharing = 1
 
     def __bool__(self) -> bool:
@@ -73,16 +73,16 @@ class CostTable:
         return {size: seconds * self._pace for size, seconds in self._seconds.items()}
 
     def knows(self, n_rows: int) -> bool:
-        """Whether decodes of so many rows were measured or seen."""
+        """Whether decodes of `n_rows` rows were measured or seen."""
         return n_rows in self._seconds
 
     def n_seen(self, n_rows: int) -> int:
-        """How many decodes of so many rows were observed, apart from the table's beginning."""
+        """How many decodes of `n_rows` rows were observed, not counting the initial `seconds`."""
         return self._n_observed.get(n_rows, 0)
 
     def seconds(self, n_rows: int) -> float:
-        """Expected seconds of a batch of so many rows; 0 for none. Raises `LookupError` if
-        nothing is known at all."""
+        """Expected seconds of a batch of `n_rows` rows; 0 for none. Raises `LookupError` if no size
+        is known."""
         if n_rows <= 0:
             return 0.0
         if not self._sizes:
@@ -91,17 +91,17 @@ class CostTable:
         return self._pace * (self._between(n_rows) if known is None else known)
 
     def share_s(self, n_rows: int) -> float:
-        """Expected seconds of so many rows of one sequence, where as many sequences as in the last
-        decodes bring as many rows and each pays an equal part of the batch."""
+        """Expected seconds of `n_rows` rows of one sequence, if as many sequences as in the last
+        decodes bring as many rows each, and each pays an equal part of the batch."""
         return self.seconds(n_rows * self.n_sharing) / self.n_sharing
 
     def start(self, n_rows: int, seconds: float) -> None:
-        """Take what was measured for a size as it is."""
+        """Set the measured seconds of a size, whatever was known before."""
         if n_rows > 0 and seconds > 0.0:
             self._learn(n_rows, seconds / self._pace)
 
     def observe(self, n_rows: int, seconds: float) -> None:
-        """Learn from a decode of so many rows."""
+        """Learn from a decode of `n_rows` rows."""
         if n_rows <= 0 or not seconds > 0.0:
             return
         n_seen = self._n_observed.get(n_rows, 0)
@@ -125,7 +125,7 @@ class CostTable:
         self._seconds[n_rows] = seconds
 
     def _between(self, n_rows: int) -> float:
-        """For a size that is not known."""
+        """The seconds of a size that is not known, before the pace."""
         sizes = self._sizes
         index = bisect.bisect_left(sizes, n_rows)
         if index == len(sizes):
@@ -133,7 +133,7 @@ class CostTable:
             return self._seconds[largest] * n_rows / largest
         above = self._seconds[sizes[index]]
         if index == 0:
-            # Fewer rows than any that is known: not more than the smallest one that is.
+            # Fewer rows than any known size: not more seconds than the smallest one takes.
             return above
         below_size, above_size = sizes[index - 1], sizes[index]
         share = (n_rows - below_size) / (above_size - below_size)
@@ -164,8 +164,8 @@ class BatchShare:
         return self._table.n_seen(self.n_sequences)
 
     def seconds(self, n_rows: int) -> float:
-        """What so many rows of this sequence cost; 0 for none. Raises `LookupError` if nothing is
-        known at all."""
+        """The seconds that `n_rows` rows of this sequence cost; 0 for none. Raises `LookupError` if no
+        size is known."""
         if n_rows <= 0:
             return 0.0
         table, others = self._table, self._n_other_rows
@@ -175,8 +175,8 @@ class BatchShare:
         return plain_s + table.seconds(others + n_rows) - table.seconds(others + 1)
 
     def of_batch(self, n_rows: int, n_batch_rows: int) -> float:
-        """The share, in [0, 1], that a sequence with so many rows pays of a batch of so many: the
-        shares of all sequences sum to 1 at most."""
+        """The share, in [0, 1], that a sequence with `n_rows` rows pays of a batch of `n_batch_rows`.
+        The shares of all sequences sum to at most 1."""
         n, table = self.n_sequences, self._table
         if n == 1:
             return 1.0

@@ -1,8 +1,9 @@
 """What was learnt on this machine: what decodes cost, which drafts are accepted, and with how
-many threads and which type of weights a model is quickest.
+many threads and which type of weights a model is fastest.
 
-One JSON file. Each process reads it once, corrects what it used, and writes that back into what
-the file says by then; of two that correct the same at once, the later one stays.
+It is kept in one JSON file. Each process reads the file once, corrects the entries that it used, and
+writes these into the file as it is by then. If two processes correct the same entry, the later one
+wins.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ from specgen.options import ContextOptions, WeightType
 #: Tables by how full the context is, in tokens: below 512, 1024, 2048, ...
 _SHALLOW = 512
 _N_DEPTHS = 22
-#: Entries that are kept of each kind, the latest ones.
+#: The number of entries of each kind that are kept, the latest ones.
 _N_KEPT = 256
 
-#: How many texts at once the worths of drafters are kept apart by.
+#: The numbers of texts at once for which a drafter's worths are kept separately.
 _AT_ONCE = tuple(str(2**n) for n in range(1, 9))
-#: More threads than llama.cpp has room for were not measured.
+#: llama.cpp has no room for more threads, so larger numbers in the file make no sense.
 _MAX_THREADS = 512
 
 _COSTS, _CHANCES, _THREADS, _WEIGHTS = "costs", "chances", "threads", "weights"
-#: What may be known of a model's weights.
+#: The types of weights that may be stored for a model.
 _WEIGHT_TYPES = (*get_args(WeightType), "own")
 
 
 class Memory:
-    """What is known, from a file (None: from nothing, and nothing is kept).
+    """What was learnt, read from a file. Without a file nothing is known, and nothing is kept.
 
     `machine` is everything about the machine and the build of llama.cpp that decides what a
-    decode costs, as JSON can have it.
+    decode costs, as JSON values.
     """
 
     def __init__(self, file: Path | None = None, machine: Mapping[str, Any] | None = None) -> None:
@@ -55,15 +56,15 @@ class Memory:
         self._chances: dict[str, dict[str, Chances]] = {}
         self._threads: dict[str, Threads] = {}
         self._weights: dict[str, str | None] = {}
-        #: Keys of tables that are not to be kept any more.
+        #: Keys of tables that are to be removed from the file.
         self._forgotten: set[str] = set()
-        #: Keys of tables that are good for now and not worth keeping.
+        #: Keys of tables that are used now, but not kept.
         self._passing: set[str] = set()
 
     def costs(self, model: Path, context: ContextOptions, n_past: int, n_threads: int) -> CostTable:
-        """The table of a model's decodes in such contexts with some `n_past` tokens in them;
-        empty if nothing is known. It is kept with what it learns. `n_threads` is what is taken
-        where the options name no number."""
+        """The cost table of a model's decodes in contexts with these options and about `n_past` tokens;
+        empty if nothing is known. What the table learns is kept. `n_threads` is the number of threads
+        if the options name none."""
         depth = _depth(n_past)
         keys = self._cost_keys(model, context, n_threads)
         if keys[depth] not in self._tables:
@@ -74,8 +75,8 @@ class Memory:
         return table
 
     def forget_costs(self, model: Path, context: ContextOptions, n_threads: int) -> None:
-        """Let a model's decodes in such contexts be measured anew: what is known may be from a
-        time when the machine had other work to do. Nobody may hold a table of them."""
+        """Forget the costs of a model's decodes in such contexts, so that they are measured anew: the
+        machine may have had other work to do. No table of them may be in use."""
         for key in self._cost_keys(model, context, n_threads):
             self._tables.pop(key, None)
             self._known[_COSTS].pop(key, None)
@@ -83,33 +84,33 @@ class Memory:
             self._passing.discard(key)
 
     def keep_no_costs(self, model: Path, context: ContextOptions, n_threads: int) -> None:
-        """Keep nothing of what is known now of a model's decodes in such contexts, and let it be
-        measured anew the next time: the machine had other work to do."""
+        """Do not keep the present costs of a model's decodes in such contexts, so that the next process
+        measures them anew: the machine had other work to do."""
         self._passing.update(self._cost_keys(model, context, n_threads))
 
     def threads(self, model: Path, context: ContextOptions) -> Threads | None:
-        """With how many threads a model was found to be quickest; None if nobody measured it."""
+        """The numbers of threads with which a model is fastest; None if they were not measured."""
         key = self._model_key(model, context)
         return self._threads.get(key) or _kept_threads(self._known[_THREADS].get(key))
 
     def keep_threads(self, model: Path, context: ContextOptions, threads: Threads) -> None:
-        """Take so many threads for a model from now on."""
+        """Store the numbers of threads for a model."""
         self._threads[self._model_key(model, context)] = threads
 
     def weights(self, model: Path, context: ContextOptions) -> str | None:
-        """The type of weights with which a model was found to be quickest, "own" for those that it
-        has; None if nobody measured it."""
+        """The type of weights with which a model is fastest, "own" for those of its file; None if it
+        was not measured."""
         key = self._model_key(model, context)
         known = self._weights.get(key, self._known[_WEIGHTS].get(key))
         return known if known in _WEIGHT_TYPES else None
 
     def keep_weights(self, model: Path, context: ContextOptions, weights: str | None) -> None:
-        """Take weights of this type for a model from now on; None lets it be measured anew."""
+        """Store the type of weights for a model; with None it is measured anew."""
         self._weights[self._model_key(model, context)] = weights
 
     def chances(self, target: Path, draft: Path | str, mode: str) -> dict[str, Chances]:
-        """What was learnt about the drafts of `draft` for `target`, by origin; origins that are
-        added are kept. `mode` tells cases apart that have nothing to do with each other."""
+        """The acceptance chances of the drafts of `draft` for `target`, by origin; origins that are
+        added to the result are kept. `mode` separates cases that have nothing in common."""
         name = _identity(draft) if isinstance(draft, Path) else draft
         key = _key({"target": _identity(target), "draft": name, "mode": mode})
         if key not in self._chances:
@@ -120,8 +121,8 @@ class Memory:
         return self._chances[key]
 
     def save(self) -> None:
-        """Write what was learnt to the file. One that cannot be written is left as it is: what
-        it would have said is learnt again."""
+        """Write what was learnt to the file. A file that cannot be written stays as it is, and the rest
+        is learnt again."""
         with contextlib.suppress(OSError):
             self.write()
 
@@ -154,8 +155,7 @@ class Memory:
         replace_text(self._file, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
     def _kept_seconds(self, keys: Sequence[str], depth: int) -> dict[int, float]:
-        """What is kept under the key of a depth, or for the nearest one of which anything is
-        known."""
+        """The seconds that are kept for a depth, or for the nearest depth with a table."""
         for other in sorted(range(len(keys)), key=lambda other: abs(other - depth)):
             if keys[other] in self._tables and other != depth:
                 return self._tables[keys[other]].known
@@ -165,9 +165,9 @@ class Memory:
         return {}
 
     def _extend(self, table: CostTable, keys: Sequence[str], depth: int) -> None:
-        """Let a table that knows small batches only, since nothing drafted when it was made, have the
-        larger ones of the nearest depth that knows them, at its own pace. In proportion to its rows,
-        which is what a table expects of batches beyond those it knows, no draft would ever pay."""
+        """Copy the costs of larger batches from the nearest depth that knows them, at the pace of this
+        table. A table that was made without drafts knows small batches only. It expects larger ones to
+        cost in proportion to their rows, so that no draft would ever pay."""
         largest = max(table.known, default=0)
         for other in sorted(range(len(keys)), key=lambda other: abs(other - depth)):
             if other == depth:
@@ -192,8 +192,8 @@ class Memory:
         ]
 
     def _model_key(self, model: Path, context: ContextOptions) -> str:
-        """The key of what is known of a model by itself. Layers on a GPU need no threads, so how many
-        there are matters."""
+        """The key of a model's threads and weights. Layers on a GPU need no threads, so the number of
+        these layers is a part of the key."""
         about = {"model": _identity(model), "n_gpu_layers": context.n_gpu_layers}
         about |= _placement(context)
         return _key({**about, "machine": self._machine})
@@ -204,7 +204,7 @@ def _depth(n_past: int) -> int:
 
 
 def _identity(model: Path) -> str:
-    """A model file, wherever it lies: its name and size. One that is not there has no size."""
+    """The identity of a model file in any folder: its name and size; only the name if it is missing."""
     try:
         return f"{model.name}:{model.stat().st_size}"
     except OSError:
@@ -212,7 +212,7 @@ def _identity(model: Path) -> str:
 
 
 def _settings(context: ContextOptions, n_threads: int) -> dict[str, Any]:
-    """What of a context's options decides what a decode costs."""
+    """The options of a context that decide what a decode costs."""
     n_threads = context.n_threads or n_threads
     own = {} if context.weights is None else {"weights": context.weights}
     return (
@@ -230,7 +230,7 @@ def _settings(context: ContextOptions, n_threads: int) -> dict[str, Any]:
 
 
 def _placement(context: ContextOptions) -> dict[str, Any]:
-    """Which machines hold a model's layers, where it is not this one alone."""
+    """The workers and their parts of the model; empty if this machine alone holds all layers."""
     workers = context.workers
     if workers is None:
         return {}
@@ -249,7 +249,7 @@ def _key(about: Mapping[str, Any]) -> str:
 
 
 def _read(file: Path | None) -> dict[str, dict[str, Any]]:
-    """What the file says; nothing if it is not there, not readable, or makes no sense."""
+    """The contents of the file by kind; empty if it is missing, not readable, or makes no sense."""
     document: object = None
     if file is not None:
         with contextlib.suppress(OSError, ValueError, RecursionError):
@@ -260,7 +260,8 @@ def _read(file: Path | None) -> dict[str, dict[str, Any]]:
 
 
 def _whole(digits: str) -> int | float:
-    """A whole number; one too large to become a float later becomes one now, infinity maybe."""
+    """A whole number. One of many digits becomes a float, perhaps infinity, since it might be too
+    large to become one later."""
     return int(digits) if len(digits) < 16 else float(digits)
 
 
@@ -269,7 +270,7 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def _seconds(entry: object) -> dict[int, float]:
-    """A table's seconds by rows; nothing if there is anything in it that makes no sense."""
+    """A table's seconds by rows; empty if anything in it makes no sense."""
     if not isinstance(entry, dict):
         return {}
     found: dict[int, float] = {}
@@ -315,7 +316,7 @@ def _counts(value: object) -> AcceptanceCounts | None:
 
 
 def _worths(value: object) -> Worths:
-    """What texts were worth; nothing, where that was not kept."""
+    """The worths of texts; empty if they were not kept or make no sense."""
     if not isinstance(value, list) or len(value) != len(dataclasses.fields(Worths)):
         return Worths()
     if not all(_is_number(number) and math.isfinite(number) for number in value):

@@ -1,8 +1,8 @@
-"""How many threads a model decodes with: one row by itself, and batches, chosen by measurement.
+"""How many threads a model decodes with, for a single row and for batches, chosen by measurement.
 
-A token by itself waits for the memory, a batch computes: the two can be quickest with different
-numbers of threads, and neither need be the number of cores, on a machine whose cores differ or
-that has other work to do.
+A single row waits for the memory, a batch computes. So each may be fastest with its own number of
+threads. Neither has to be the number of cores, on a machine whose cores differ or that has other
+work to do.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from specgen.backend.base import Backend
 from specgen.calibration.timing import begin, time_batch
 from specgen.options import ContextOptions
 
-#: Rows of the batch that is timed, as many as a round's batch usually has.
+#: Rows of the batch that is timed: as many as the batch of a round usually has.
 BATCH_ROWS = 6
-#: Up to so many cores every number of threads is tried; beyond, these shares of them.
+#: With up to this many cores every number of threads is tried; with more, these shares of the cores.
 _FEW_CORES = 4
 _SHARES = (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
-#: What is quicker than the usual number by less than this share is taken for noise; it also has
-#: to be quicker in at least this share of the rounds.
+#: A number that is faster than the default by less than this share counts as noise; it also has to be
+#: faster in at least this share of the rounds.
 _MARGIN = 0.03
 _MAJORITY = 0.75
-#: Rounds in which each number is timed once; with fewer nothing is changed.
+#: Rounds in which each number is timed once; with fewer than `_N_LEAST` nothing is changed.
 _N_ROUNDS = 9
 _N_LEAST = 4
-#: With a model so slow that these few do not fit into the time, only the best numbers so far are
-#: timed in the later ones, for so many times the time at most.
+#: If a model is so slow that `_N_LEAST` rounds do not fit into the budget of time, later rounds time only
+#: the best numbers so far, for at most this many times the budget.
 _PATIENCE = 3.0
-#: A number that takes so many times as long as the usual one is not timed again.
+#: A number that takes this many times as long as the default is not timed again.
 _HOPELESS = 1.3
 
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """Threads for one row by itself, and for batches."""
+    """Threads for a single row, and for batches."""
 
     n_single: int
     n_batch: int
@@ -45,8 +45,8 @@ class Threads:
 
 @dataclass(frozen=True, slots=True)
 class ThreadTimes:
-    """What was `chosen` by measurement, and the median seconds of one row and of a batch of
-    `BATCH_ROWS`, by the number of threads; `default` is what is taken without a measurement."""
+    """The numbers of threads that were `chosen`, and the median seconds of a single row and of a batch
+    of `BATCH_ROWS`, by the number of threads. `default` is the number without a measurement."""
 
     chosen: Threads
     default: int
@@ -63,8 +63,8 @@ class ThreadedBackend(Backend, Protocol):
 
 
 def with_threads(context: ContextOptions, threads: Threads | None) -> ContextOptions:
-    """The options with what was chosen by measurement in place of what they leave open. Who
-    names a number of threads means it for batches too."""
+    """The options, with the measured numbers of threads where the options name none. A number that
+    the user names is meant for batches too."""
     if threads is None or context.n_threads is not None:
         return context
     n_batch = context.n_threads_batch or threads.n_batch
@@ -72,8 +72,8 @@ def with_threads(context: ContextOptions, threads: Threads | None) -> ContextOpt
 
 
 def thread_counts(n_cores: int, n_logical: int, n_usable: int) -> list[int]:
-    """The numbers of threads to try, ascending, on a machine with so many physical and logical
-    cores, of which this process may use `n_usable` logical ones."""
+    """The numbers of threads to try, ascending, on a machine with `n_cores` physical and `n_logical`
+    logical cores, of which this process may use `n_usable` logical ones."""
     if n_cores <= _FEW_CORES:
         counts = set(range(1, n_cores + 1))
     else:
@@ -88,12 +88,12 @@ def measure_threads(
     budget_s: float,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> ThreadTimes:
-    """The best of these numbers of threads, and of `default`, for a model whose context is
-    empty, and is empty again afterwards; it is left with what was chosen.
+    """The best of these numbers of threads and of `default`, which the backend then uses. Its context
+    is empty before and afterwards.
 
-    All are timed in turns, a row and a batch each, since a machine's pace changes. After about
-    `budget_s` seconds of decoding nothing is begun but what a choice needs, and if `interrupted` says so the usual
-    number is left. Raises `BackendError`.
+    All numbers are timed in turns, a row and a batch each, since a machine's pace changes. After
+    about `budget_s` seconds of decoding only the rounds that a choice needs are begun. If
+    `interrupted` is true, the default stays. Raises `BackendError`.
     """
     backend.set_threads(default, default)
     text = begin(backend)
@@ -123,8 +123,8 @@ def measure_threads(
 
 
 def choose_threads(rounds: Sequence[Mapping[int, float]], default: int) -> int:
-    """The number of threads that takes the least time, from the seconds of some rounds by number;
-    `default` unless another one is clearly quicker."""
+    """The number of threads that takes the least time, from the seconds by number of each round;
+    `default` unless another one is clearly faster."""
     best, least = default, 1.0 - _MARGIN
     for count in sorted({count for seconds in rounds for count in seconds} - {default}):
         ratios = [s[count] / s[default] for s in rounds if count in s and default in s]
@@ -159,7 +159,7 @@ def _round(
 
 
 def _is_hopeful(count: int, default: int, kinds: Sequence[Sequence[Mapping[int, float]]]) -> bool:
-    """Whether a number is worth another look, for rows or for batches."""
+    """Whether a number is worth timing again, for single rows or for batches."""
     if count == default:
         return True
     ratios = [
@@ -170,7 +170,7 @@ def _is_hopeful(count: int, default: int, kinds: Sequence[Sequence[Mapping[int, 
 
 
 def _quickest(kinds: Sequence[Sequence[Mapping[int, float]]], counts: Collection[int]) -> set[int]:
-    """Of the numbers, the ones that are quickest so far for rows and for batches."""
+    """The numbers that are fastest so far, for single rows and for batches."""
     found: set[int] = set()
     for rounds in kinds:
         medians = {n: s for n, s in _medians(rounds).items() if n in counts}

@@ -9,23 +9,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from specgen.backend.base import Backend, Batch
 from specgen.calibration.cost_table import CostTable
 
-#: What is decoded in advance, token by token: the context is not empty, and the first decodes,
-#: in which llama.cpp makes its plans, are not timed.
+#: Text of which the first tokens are decoded in advance, one by one. So the context is not empty, and
+#: the first decodes, in which llama.cpp makes its plans, are not timed.
 _FILLER = "The quick brown fox jumps over the lazy dog; 0123456789 (and so on)."
 _N_FILLER = 4
-#: All sizes up to this are of interest; of larger ones some, the others lie between them.
+#: All sizes up to this are timed; of larger ones only some, since the others are interpolated.
 _N_DENSE = 8
 #: How often each size is timed, if time allows.
 _N_REPEATS = 3
-#: A table of fewer sizes was not measured: it saw a few decodes.
+#: A table with fewer sizes was not measured: it has only seen a few decodes.
 MIN_SIZES = 3
-#: Seconds of a model's decodes in which its costs are measured, about.
+#: About how many seconds of decodes a measurement of a model's costs takes.
 _BUDGET_S = 2.0
 
 
 def timed_batch_sizes(n_max: int) -> list[int]:
-    """The numbers of rows to time, 1 and `n_max` among them, ascending: neighbours differ by one
-    first, and by a quarter later."""
+    """The numbers of rows to time, from 1 to `n_max`, ascending: in steps of one at first, and of a
+    quarter later."""
     sizes = list(range(1, min(n_max, _N_DENSE) + 1))
     while sizes[-1] < n_max:
         sizes.append(min(n_max, sizes[-1] + sizes[-1] // 4))
@@ -33,7 +33,7 @@ def timed_batch_sizes(n_max: int) -> list[int]:
 
 
 def is_measured(table: CostTable, n_rows: int = 1) -> bool:
-    """Whether a table was measured, up to so many rows."""
+    """Whether a table was measured, up to at least `n_rows` rows."""
     known = table.known
     return len(known) >= MIN_SIZES and max(known) >= n_rows
 
@@ -45,10 +45,10 @@ def complete(
     n_rows: int = 1,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Time those of the sizes that the backend's table does not know, in an empty context, unless
-    it was measured before, up to so many rows. For what there was no time for, what the others say
-    is taken. Raises `BackendError`, and `KeyboardInterrupt` if `interrupted` says so between decodes;
-    the table is then as it was."""
+    """Time the sizes that the backend's table lacks, in an empty context, unless the table was
+    measured before, up to `n_rows` rows. If the time did not suffice for `n_rows` rows, the estimate
+    from the other sizes is stored for them. Raises `BackendError`, and `KeyboardInterrupt` if
+    `interrupted` is true between decodes; the table is then unchanged."""
     if is_measured(table, n_rows):
         return
     is_new = not is_measured(table)
@@ -68,10 +68,10 @@ def measure_sizes(
     """Median seconds of decoding batches of these sizes, in an empty context, which is empty
     again afterwards.
 
-    What is coarse comes first, and after `budget_s` seconds of decoding nothing new is begun:
-    of a large model only some sizes are timed, of a small one all of them several times. A size
-    for which the context has no room is left out. Raises `BackendError`, and `KeyboardInterrupt` if
-    `interrupted` says so between decodes.
+    Coarse sizes come first, and after `budget_s` seconds of decoding no other batch than a single
+    row is begun. So only some sizes of a large model are timed, and all sizes of a small one several
+    times. A size for which the context has no room is left out. Raises `BackendError`, and
+    `KeyboardInterrupt` if `interrupted` is true between decodes.
     """
     text = begin(backend)
     samples: defaultdict[int, list[float]] = defaultdict(list)
@@ -86,12 +86,12 @@ def measure_sizes(
             if seconds is not None:
                 samples[size].append(seconds)
     backend.remove(0)
-    # What disturbs only adds: of an even number, the smaller of the two in the middle.
+    # Disturbances only add time: of an even number of samples, take the smaller of the middle two.
     return {size: statistics.median_low(times) for size, times in sorted(samples.items())}
 
 
 def begin(backend: Backend) -> list[int]:
-    """Decode the beginning of some text; returns it whole."""
+    """Decode the first tokens of a text; returns all of its tokens."""
     text = backend.vocabulary.tokenize(_FILLER, add_special=True, parse_special=False) or [0]
     for position, token in enumerate(text[: min(_N_FILLER, backend.n_ctx // 2)]):
         batch = Batch()
@@ -101,12 +101,12 @@ def begin(backend: Backend) -> list[int]:
 
 
 def time_batch(target: Backend, text: Sequence[int], n_rows: int) -> float | None:
-    """Seconds of a batch of so many rows behind the text, after which the cache is as before;
-    None if the context, or a batch, has no room for it.
+    """The seconds of a batch of `n_rows` rows behind the text; None if the context, or a batch, has no
+    room for it. The cache is the same afterwards.
 
-    The rows are tokens of the text, since a mixture of experts takes as long as its rows
-    differ. Where going back takes time, that of the batch before is included, as it is in
-    rounds whose drafts are not accepted whole. As many rows want logits as may.
+    The rows are tokens of the text, since the time of a mixture of experts depends on how much its
+    rows differ. If a rollback takes time, that of the batch before is included, as in rounds whose
+    drafts are not accepted whole. As many rows want logits as the backend allows.
     """
     length = target.length(0)
     if length + n_rows > target.n_ctx or n_rows > target.n_batch:

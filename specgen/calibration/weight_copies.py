@@ -1,15 +1,14 @@
 """Copies of draft models with weights in a type that is fast on this machine (Q4_0).
 
-What a draft says is checked by the target, so its weights may be any: what counts is how soon it
-says what it says. On a CPU most of that is decided by the type of its matrices. llama.cpp
-rearranges Q4_0 for the instructions at hand and decodes several rows of it in hardly more time
-than one, while other types, an output matrix in Q8_0 among them, are read anew for each row. (On a
-machine with AVX-512, Qwen2.5-Coder 0.5B takes 19 ms a token as Q4_K_M, 13 as Q4_0 with its output
-in Q8_0, 10 with all in Q4_0; four tokens 62, 33 and 17; it says what the 1.5B says at 0.852, 0.843
-and 0.840 of the places of 75 answers.)
+The target checks all drafts, so a draft model may have any weights: what counts is how fast it is. On
+a CPU this mostly depends on the type of its matrices. llama.cpp rearranges Q4_0 for the instructions at
+hand, and decodes several rows of it in hardly more time than one. Other types, an output matrix in Q8_0
+among them, are read anew for each row. (On a machine with AVX-512, Qwen2.5-Coder 0.5B takes 19 ms a
+token as Q4_K_M, 13 as Q4_0 with its output in Q8_0, 10 with all in Q4_0; four tokens take 62, 33 and
+17. It agrees with the 1.5B at 0.852, 0.843 and 0.840 of the places of 75 answers.)
 
-Whether a copy is quicker, and says nearly the same, is measured, once for each model on each
-machine; one that is not worth it is deleted. Copies are kept in a folder, the latest ones up to a limit.
+For each model and machine it is measured once whether a copy is faster and predicts nearly the same. A
+copy that is not worth it is deleted. Copies are kept in a folder, the latest ones up to a limit.
 """
 
 from __future__ import annotations
@@ -37,34 +36,34 @@ from specgen.options import ContextOptions, WeightType
 
 #: The type of a copy's matrices.
 COPY_TYPE: WeightType = "q4_0"
-#: Models of fewer bytes take so little time that it does not matter; for larger ones it is not for
-#: a program to write as much to a disk without being asked.
+#: Smaller models take so little time that it does not matter. For larger ones a program should not
+#: write so many bytes to a disk without being asked.
 _LEAST_BYTES = 32 * 2**20
 _MOST_BYTES = 2 * 2**30
-#: The bytes of all copies together, beyond which those go that were not used for longest.
+#: The most bytes of all copies together; beyond, the copies that were not used for longest are deleted.
 _MOST_KEPT = 4 * 2**30
-#: So many times its bytes have to be free on the disk before one is made.
+#: Before a copy is made, this many times the model's bytes have to be free on the disk.
 _FREE = 2
-#: A copy has to take less than this share of the model's own time, and to differ by no more than this
-#: from what the model says, as the mean total variation distance of what may come next: it is less
-#: often right. (For three copies of 0.5B models it was 0.04 to 0.09, and they said what the target says at
-#: 0.001 to 0.012 fewer places of 75 answers; for one of a 135M model 0.24, and 0.057 fewer.)
+#: A copy has to take less than this share of the model's own time. The mean total variation distance
+#: between the two next-token distributions may be no more than this, since a copy is less often right.
+#: (For three copies of 0.5B models it was 0.04 to 0.09, and they agreed with the target at 0.001 to 0.012
+#: fewer places of 75 answers; for one of a 135M model it was 0.24, and 0.057 fewer.)
 _WORTH_IT = 0.85
 _MOST_OTHER = 0.15
-#: Rows of the batches that are timed: what a draft model mostly decodes. And how often.
+#: Rows of the batches that are timed, which are those that a draft model mostly decodes; and how often.
 _SIZES = (1, 2, 4)
 _N_REPEATS = 5
-#: Cells of the contexts in which they are, and the most rows whose logits are looked at together.
+#: Cells of the contexts for the comparison, and the most rows whose logits are compared together.
 _N_CTX = 128
 _N_OUTPUTS = 16
-#: Seconds after which what was begun and left is deleted.
+#: Seconds after which an unfinished copy that was left is deleted.
 _STALE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A model, and a copy that was made or found of it: it takes `share` of the model's own time,
-    and what it says comes next differs by `distance`, in [0, 1], on average."""
+    """A comparison of a model with its copy: the copy takes `share` of the model's own time, and its
+    next-token distributions differ by `distance`, in [0, 1], on average."""
 
     model: str
     share: float
@@ -74,12 +73,12 @@ class Comparison:
 
     @property
     def is_taken(self) -> bool:
-        """Whether the model drafts from it."""
+        """Whether the model drafts from the copy."""
         return self.share < _WORTH_IT and self.distance <= _MOST_OTHER
 
     @property
     def note(self) -> str:
-        """What came of it, for the user."""
+        """The result as a message to the user."""
         return (
             f"{self.model} drafts from a copy in {COPY_TYPE.upper()}, which takes {self.share:.2f} of "
             f"its time (made and compared in {self.took_s:.0f} s, kept in the cache folder; "
@@ -88,8 +87,8 @@ class Comparison:
 
 
 class Copies:
-    """The copies in a folder (None: there are none, and none are made), and what the memory says
-    of them. `tell` is told what takes seconds."""
+    """The copies in a folder, and the results of their comparisons in `memory`. With None as the folder
+    there are no copies. `tell` gets a message before a step that takes seconds."""
 
     def __init__(
         self,
@@ -102,13 +101,13 @@ class Copies:
         self._memory = memory
         self._clock = clock
         self._tell = tell
-        #: What is known already, by the model's path: it is asked for with every table of costs.
+        #: The known copies by the model's path, since they are asked for with every cost table.
         self._found: dict[Path, Path | None] = {}
         #: Models whose comparison failed for a reason that may be gone the next time.
         self._postponed: set[Path] = set()
 
     def of(self, model: Path, context: ContextOptions) -> Path | None:
-        """The copy from which a model drafts; None where it drafts from its own weights."""
+        """The copy from which a model drafts; None if it drafts from its own weights."""
         if self._folder is None:
             return None
         if model not in self._found:
@@ -118,13 +117,13 @@ class Copies:
             if copy is not None and not copy.is_file():
                 copy = None
             if copy is not None:
-                with contextlib.suppress(OSError):  # it was used now
+                with contextlib.suppress(OSError):  # note that it is used now
                     os.utime(copy)
             self._found[model] = copy
         return self._found[model]
 
     def context_of(self, model: Path, context: ContextOptions) -> ContextOptions:
-        """The options of a model's contexts, which say if it drafts from its copy."""
+        """The options of a model's contexts, with the type of weights if it drafts from its copy."""
         copy = self.of(model, context)
         return context if copy is None else replace(context, weights=COPY_TYPE)
 
@@ -135,20 +134,19 @@ class Copies:
         self._postponed.discard(model)
 
     def discard(self, model: Path) -> None:
-        """Draft from the model's own weights from now on: its copy cannot be used."""
+        """Delete a model's copy, which cannot be used, and draft from its own weights from now on."""
         copy = self._found.get(model)
         if copy is not None:
             _delete(copy)
         self._found[model] = None
 
     def compare(self, model: LlamaModel, context: ContextOptions, text: str) -> Comparison | None:
-        """Find out whether a copy of a model is quicker and says much the same about a text, making
-        one if there is none, and remember that; None if it is known, or not to be tried, or no copy
-        can be made.
+        """Measure and remember whether a copy of a model is faster and predicts a text much the same.
+        The copy is made if there is none. None if the result is known, if the model is not to be
+        compared, or if no copy can be made.
 
-        That llama.cpp cannot make or load a copy is remembered as well. A failure for want of disk
-        space or memory, or in reading or writing, is not: the next session tries again, this one
-        does not."""
+        If llama.cpp cannot make or load a copy, that is remembered too. A lack of disk space or memory,
+        or a failure in reading or writing, is not: the next session tries again, this one does not."""
         folder = self._folder
         if folder is None or not self._is_new(model, context):
             return None
@@ -176,7 +174,7 @@ class Copies:
         return found
 
     def _is_new(self, model: LlamaModel, context: ContextOptions) -> bool:
-        """Whether a model is worth a comparison and there was none."""
+        """Whether a model is worth a comparison that was not made yet."""
         if model.path in self._postponed:
             return False
         known = self._memory.weights(model.path, context)
@@ -184,12 +182,12 @@ class Copies:
             return False
         if not _LEAST_BYTES <= model.size_bytes <= _MOST_BYTES:
             return False
-        return context.n_gpu_layers == 0 or not build().gpu_offload  # a GPU has its own favourites
+        return context.n_gpu_layers == 0 or not build().gpu_offload  # on a GPU other types are fast
 
     def _measure(
         self, model: LlamaModel, path: Path, context: ContextOptions, text: str
     ) -> tuple[float, float]:
-        """The share of a model's own time that its copy takes, and how much what it says differs."""
+        """The share of a model's own time that its copy takes, and the distance of its predictions."""
         copy = LlamaModel(model.path, weights=path, n_gpu_layers=context.n_gpu_layers)
         with contextlib.closing(copy), contextlib.ExitStack() as stack:
             backends = []
@@ -204,8 +202,8 @@ class Copies:
 
 
 def _copy_path(folder: Path, model: Path) -> Path | None:
-    """Where the copy of a model is, or would be: another file of the same name, or what is
-    written over it, is another model. None if the model is gone."""
+    """Where the copy of a model is, or would be; None if the model's file is gone. A file of the same
+    name with another size or time is another model."""
     try:
         about = model.stat()
     except OSError:
@@ -216,8 +214,9 @@ def _copy_path(folder: Path, model: Path) -> Path | None:
 
 
 def share_of_time(own: Backend, other: Backend, sizes: Sequence[int] = _SIZES) -> float:
-    """The time of another model's small batches over that of a model's own: the geometric mean of
-    some sizes, of the medians of several, by turns. Contexts are empty, and are so afterwards."""
+    """The time of another model's small batches, divided by that of a model's own: the geometric mean
+    over some sizes of the ratio of the median times. The two models take turns. Their contexts are
+    empty before and afterwards."""
     texts = [begin(backend) for backend in (own, other)]
     shares = []
     for size in sizes:
@@ -234,10 +233,10 @@ def share_of_time(own: Backend, other: Backend, sizes: Sequence[int] = _SIZES) -
 
 
 def distance_on(own: Backend, other: Backend, text: str) -> float:
-    """The mean total variation distance, in [0, 1], of what two models of one vocabulary say comes
-    next, over the places of a text. Contexts are empty.
+    """The mean total variation distance, in [0, 1], between the next-token distributions of two models
+    with one vocabulary, over the places of a text. Their contexts are empty before.
 
-    A draft drawn from the one is accepted less often than one from the other by that much at most.
+    The acceptance rates of drafts that are drawn from the two differ by at most this much.
     """
     tokens = own.vocabulary.tokenize(text, add_special=True, parse_special=False)[: own.n_ctx]
     distances: list[float] = []
@@ -259,7 +258,7 @@ def _softmax(logits: Logits) -> ProbArray:
 
 
 def _make(model: LlamaModel, path: Path, context: ContextOptions) -> None:
-    """Make the copy of a model. Raises `BackendError` if llama.cpp cannot make it, `OSError` if it
+    """Make the copy of a model. Raises `BackendError` if llama.cpp cannot make it, and `OSError` if it
     cannot be written or there is no room for it."""
     folder = path.parent
     folder.mkdir(parents=True, exist_ok=True)
@@ -269,7 +268,7 @@ def _make(model: LlamaModel, path: Path, context: ContextOptions) -> None:
         try:
             requantize(model.path, new, context.n_threads_batch or default_threads())
         except BackendError:
-            # llama.cpp does not say whether it could not write. There was room for two copies.
+            # llama.cpp does not report whether it failed to write. There was room for two copies.
             _check_room(folder, model.size_bytes)
             raise
         new.replace(path)
@@ -282,8 +281,8 @@ def _check_room(folder: Path, n_bytes: int) -> None:
 
 
 def _make_room(folder: Path, most_bytes: int, now_s: float) -> None:
-    """Delete what was begun and left long ago, and the copies that were not used for longest, down
-    to so many bytes. It is `now_s` by the folder's clock."""
+    """Delete unfinished copies that were left long ago, and the copies that were not used for longest,
+    down to `most_bytes`. `now_s` is the present time by the folder's clock."""
     kept = 0
     for copy, about in sorted(_files(folder), key=lambda file: -file[1].st_mtime):
         is_left = copy.suffix == NEW
@@ -293,7 +292,7 @@ def _make_room(folder: Path, most_bytes: int, now_s: float) -> None:
 
 
 def _delete(copy: Path) -> None:
-    """Delete a copy, if it is there. One that is in use stays, on some systems."""
+    """Delete a copy, if it exists. On some systems a copy that is in use stays."""
     with contextlib.suppress(OSError):
         copy.unlink()
 

@@ -21,21 +21,22 @@ class Draft:
     """n proposed tokens as a tree; parents come before their children.
 
     `tokens[i]` is node i's token id and `parents[i] < i` its parent (`ROOT` for children of
-    the last committed token). `origins[i]` names the drafter. `probabilities[i]` is what the
-    drafter thinks of the token, if it thinks anything: for display and statistics only.
+    the last committed token). `origins[i]` names the drafter. `probabilities[i]` is the drafter's
+    probability of the token, if it has one. Policies and the display use it, verifiers do not.
 
     `distributions[i]`, where present, is the distribution that the token was *drawn from at
     random*; among siblings, given the earlier ones. A token chosen without chance (an argmax,
     an n-gram match) has None. Verifiers rely on this distinction: testing a token against a
     distribution that it was not drawn from gives biased text.
 
-    `walks` are there if the draft is several chains that were drawn independently of each other,
-    in the order of the draws: the nodes of each, from a child of the root down. Walks that begin
-    alike share these nodes, so a token that was drawn twice is decoded once and judged twice.
-    Walks stay whole: a token that was drawn and is left out for what it says would bias the text.
+    `walks` is set if the draft consists of several chains that were drawn independently of each
+    other. It lists the nodes of each chain from a child of the root down, in the order of the
+    draws. Walks that begin alike share nodes, so a token that was drawn twice is decoded once and
+    judged twice. Walks stay whole: leaving out a drawn token because of what it is would bias the
+    text.
 
-    Raises `ValueError` if the lengths differ, a parent does not come before its child, or a walk
-    is none.
+    Raises `ValueError` if the lengths differ, if a parent does not come before its child, or if a
+    walk is not a path from the root down.
     """
 
     tokens: tuple[int, ...]
@@ -44,9 +45,9 @@ class Draft:
     probabilities: tuple[float | None, ...]
     distributions: tuple[Distribution | None, ...]
     walks: tuple[tuple[int, ...], ...] = ()
-    #: Whether it has one branch only. Most drafts do, and have simple answers to most questions.
+    #: Whether the draft has one branch only. Most drafts do, and most methods are simple for these.
     is_chain: bool = field(init=False, repr=False, compare=False)
-    #: The children of a tree's nodes, worked out when they are first asked for.
+    #: The children of a tree's nodes, computed when they are first needed.
     _below: dict[int, list[int]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -95,14 +96,14 @@ class Draft:
 
     @property
     def n_drawn(self) -> int:
-        """How many nodes there are up to the last one that was drawn at random; 0 without any."""
+        """The number of nodes up to the last one that was drawn at random; 0 if none was."""
         drawn = (n + 1 for n, source in enumerate(self.distributions) if source is not None)
         return max(drawn, default=0)
 
     @property
     def has_free_end(self) -> bool:
-        """Whether all that was drawn at random is a chain, and the other nodes stand in it or behind
-        its end: those behind it may be left out, as nothing was drawn that depends on them."""
+        """Whether the nodes up to the last drawn one are a chain, and all others are behind its end.
+        The others may then be left out, since no draw depends on them."""
         n_drawn = self.n_drawn
         return (
             not self.walks
@@ -111,7 +112,7 @@ class Draft:
         )
 
     def drawn_from(self, node: int) -> Distribution:
-        """What a node's token was drawn from; a token chosen without chance was certain."""
+        """The distribution that a node's token was drawn from; a certain one if it was not drawn."""
         return self.distributions[node] or Distribution.certain(self.tokens[node])
 
     def children(self, node: int) -> Sequence[int]:
@@ -134,9 +135,9 @@ class Draft:
         return nodes
 
     def tries(self, node: int, walks: Sequence[Sequence[int]], depth: int) -> Sequence[int]:
-        """The nodes below `node` (or `ROOT`) in the order in which they are to be judged: its
-        children or, of independent walks, those that `walks` go on to from there, `depth` being
-        theirs; the same one as often as it was drawn."""
+        """The nodes below `node` (or `ROOT`), at this depth, in the order in which they are judged:
+        its children or, in a draft of independent walks, the next nodes of `walks`. A node that was
+        drawn several times comes as often."""
         if not self.walks:
             return self.children(node)
         return [walk[depth] for walk in walks if len(walk) > depth]
@@ -146,8 +147,8 @@ class Draft:
         return [0] * len(self) if self.is_chain else _numbered(self.parents)
 
     def ranks(self) -> list[int]:
-        """Each node's place among those of its siblings that come from the same drafter, from 0
-        on: how many of its drafter's guesses were preferred to it."""
+        """Each node's place among its siblings from the same drafter, from 0 on: how many guesses its
+        drafter preferred to it."""
         if self.is_chain:
             return [0] * len(self)
         return _numbered(zip(self.parents, self.origins, strict=True))
@@ -186,8 +187,8 @@ class Draft:
         return [node for node in range(n) if node not in inner]
 
     def followed_by(self, other: Draft) -> Draft:
-        """This chain, and another draft behind its last node. Raises ValueError if one of them is
-        made of independent walks, which a longer draft could not tell apart."""
+        """This chain with another draft behind its last node. Raises ValueError if one of them consists
+        of independent walks, which cannot be a part of a longer draft."""
         if not len(other):
             return self
         if self.walks or other.walks:
@@ -202,9 +203,9 @@ class Draft:
         )
 
     def merged_with(self, other: Draft) -> Draft:
-        """A tree with the nodes of both, of those that say the same the one of this tree. Raises
-        ValueError if a token was drawn at random: a draw is no draw any more where another token
-        stands for it."""
+        """A tree with the nodes of both drafts; of two nodes for the same text, that of this draft.
+        Raises ValueError if a token was drawn at random: after a merge a node may stand for a token
+        that was drawn and for one that was not."""
         if self.is_drawn or other.is_drawn:
             raise ValueError("drafts that were drawn at random cannot be merged")
         tokens, parents = list(self.tokens), list(self.parents)
@@ -228,8 +229,8 @@ class Draft:
         )
 
     def first(self, n: int) -> Draft:
-        """The first n nodes; what remains is a tree, since parents come first. Raises ValueError
-        if nodes of independent walks would be left out."""
+        """The first n nodes, which are a tree too, since parents come first. Raises ValueError if
+        nodes of independent walks would be left out."""
         if n >= len(self.tokens):
             return self
         self._check_no_walks()
@@ -242,8 +243,8 @@ class Draft:
         )
 
     def only(self, nodes: Sequence[int]) -> Draft:
-        """These nodes, in this order; the parents of all must be among them, each before its
-        children. Raises ValueError if nodes of independent walks would be left out."""
+        """These nodes, in this order; their parents must be among them, before their children. Raises
+        ValueError if nodes of independent walks would be left out."""
         if list(nodes) == list(range(len(self))):
             return self
         if len(nodes) < len(self):
@@ -264,7 +265,7 @@ class Draft:
 
 
 def _numbered(groups: Iterable[Hashable]) -> list[int]:
-    """How many of the same group come before each item."""
+    """For each item, the number of items of the same group before it."""
     n_before: Counter[Hashable] = Counter()
     numbers = []
     for group in groups:

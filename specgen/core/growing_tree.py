@@ -9,20 +9,19 @@ from specgen.sampling import Distribution
 
 
 class GrowingTree:
-    """Nodes that a drafter proposes, in the order in which it found them; parents come first.
+    """The nodes that a drafter proposes, in the order in which it found them; parents come first.
 
-    To *look beyond* a node is to ask the drafter what follows it; the root was looked beyond when
-    the tree began. What is found there becomes the node's children, the likeliest or first drawn
-    one first.
+    To *look beyond* a node is to ask the drafter which tokens follow it. These become the node's
+    children, the likeliest or first drawn one first. The look beyond the root starts the tree.
     """
 
     def __init__(self, origin: str) -> None:
         self.origin = origin
-        #: So many tokens stand between the text and the root: a draft that this one goes on from.
+        #: The number of tokens between the text and the root: of a draft that this tree continues.
         self.n_before = 0
         self.tokens: list[int] = []
         self.parents: list[int] = []
-        #: What the drafter thinks of each token, and what it was drawn from.
+        #: The drafter's probability of each token, and the distribution that it was drawn from.
         self.probabilities: list[float] = []
         self.distributions: list[Distribution | None] = []
         #: Children of the root have depth 0.
@@ -31,10 +30,10 @@ class GrowingTree:
         self.ranks: list[int] = []
         #: Whether a node and all its ancestors are the first of their siblings.
         self.is_first_choice: list[bool] = []
-        #: Chances that the paths to the nodes are accepted, as far as a policy worked them out.
+        #: The chances that the paths to the nodes are accepted, for the nodes that a policy has judged.
         self.path_chances: list[float] = []
-        #: How many children a node, or `ROOT`, has; and the nodes that nothing was looked for
-        #: beyond, and beyond which something may be.
+        #: The number of children of a node, or of `ROOT`; and the nodes that were not looked beyond
+        #: and may have children.
         self._n_children: dict[int, int] = {}
         self._open: list[int] = []
 
@@ -50,8 +49,8 @@ class GrowingTree:
         source: Distribution | None = None,
         is_end: bool = False,
     ) -> int:
-        """Add a child of a node, or of `ROOT`, after the others; returns the new node. Beyond one
-        that ends the text nothing may follow."""
+        """Add a child of a node, or of `ROOT`, behind its other children; returns the new node. With
+        `is_end` its token ends the text, and the node gets no children."""
         node = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
@@ -68,11 +67,11 @@ class GrowingTree:
         return node
 
     def look_beyond(self, node: int) -> None:
-        """Note that a node is being looked beyond."""
+        """Note that the drafter looks beyond a node."""
         self._open.remove(node)
 
     def child(self, node: int, token: int) -> int | None:
-        """The child of a node, or of `ROOT`, that says this token; None if there is none."""
+        """The child of a node, or of `ROOT`, with this token; None if there is none."""
         for other in range(node + 1, len(self.tokens)):
             if self.parents[other] == node and self.tokens[other] == token:
                 return other
@@ -87,12 +86,11 @@ class GrowingTree:
         return tokens[::-1]
 
     def open_nodes(self, n_deepest: int) -> list[int]:
-        """The nodes of depths below `n_deepest` that nothing was looked for beyond, and beyond
-        which something may be."""
+        """The nodes of depths below `n_deepest` that were not looked beyond and may have children."""
         return [node for node in self._open if self.depths[node] < n_deepest]
 
     def draft(self, walks: Sequence[Sequence[int]] = ()) -> Draft:
-        """All of it; `walks` as `Draft` has them."""
+        """The whole tree as a draft; `walks` as in `Draft`."""
         n = len(self.tokens)
         return Draft(
             tuple(self.tokens),

@@ -21,24 +21,24 @@ class Tally:
     n_rounds: int = 0
     #: Tokens committed in these rounds.
     n_round_tokens: int = 0
-    #: Tokens that the grammar forced, the end of the text among them.
+    #: Tokens that the grammar forced, including the end of the text.
     n_forced: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
     drafted_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
-    #: The same by a node's place among its siblings; of chains only the first is counted.
+    #: The same by a node's place among its siblings; all nodes of a chain have place 0.
     drafted_by_rank: list[int] = field(default_factory=list)
     accepted_by_rank: list[int] = field(default_factory=list)
     prompt_s: float = 0.0
     draft_s: float = 0.0
     target_s: float = 0.0
-    #: Everything between the start of a round and its end.
+    #: All time between the start and the end of rounds.
     wall_s: float = 0.0
-    #: `wall_s` when the first token was there.
+    #: `wall_s` when the first token was committed.
     first_token_s: float | None = None
-    #: `wall_s` when the prompt was decoded and its token committed, and how many tokens there
-    #: were then: a grammar may have forced some before and after it.
+    #: `wall_s` when the prompt was decoded and its token committed, and the number of tokens then: a
+    #: grammar may have forced some before and after it.
     start_s: float = 0.0
     n_start_tokens: int = 0
     #: The target's decode times by the number of rows.
@@ -47,12 +47,12 @@ class Tally:
     )
 
     def add_decode(self, n_committed: int, n_rows: int, target_s: float) -> None:
-        """A decode of the target after the prompt's, which committed so many tokens."""
+        """Add a decode of the target after the prompt's, which committed `n_committed` tokens."""
         self.n_round_tokens += n_committed
         self.target_s_by_rows[n_rows].append(target_s)
 
     def add_draft(self, draft: Draft, accepted: Sequence[int]) -> None:
-        """A verified draft, of which these nodes became part of the text."""
+        """Add a verified draft and the nodes of it that became a part of the text."""
         self.n_drafted += len(draft)
         self.n_accepted += len(accepted)
         _count(self.drafted_by_depth, draft.depths())
@@ -75,7 +75,7 @@ class Tally:
         return self.n_round_tokens / self.n_rounds if self.n_rounds else None
 
     def tokens_per_s(self, n_tokens: int) -> float | None:
-        """Tokens per second after the prompt's decode and what came with it."""
+        """Tokens per second, not counting the prompt's decode and the tokens that came with it."""
         if n_tokens <= self.n_start_tokens or self.wall_s <= self.start_s:
             return None
         return (n_tokens - self.n_start_tokens) / (self.wall_s - self.start_s)

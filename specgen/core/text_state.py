@@ -1,9 +1,8 @@
 """The text so far, as samplers see it.
 
-Penalties and DRY look at the tokens before, a grammar at where the text stands in it. Inside
-a draft each node has a history of its own: the committed text and the path that leads to it.
-What holds for a path is asked here, by the verifier and by the drafter alike, so that the two
-mean the same and share the work.
+Penalties and DRY look at the tokens before, a grammar at the text's place in it. Inside a draft
+each node has its own history: the committed text and the path that leads to the node. The verifier
+and the drafter both ask here what holds after a path, so that they agree and share the work.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from specgen.constrain.grammar import GrammarState
 from specgen.core.draft import NO_DRAFT, ROOT, Draft
 from specgen.sampling import Distribution, Sampler, top_probability
 
-#: Tokens to make room for behind the text; more where a text outgrows it.
+#: Tokens to make room for behind the text; there is more if a text outgrows it.
 _ROOM = 512
 #: Distributions over more tokens than this are too large to remember thousands of them.
 _MAX_REMEMBERED = 2000
@@ -33,13 +32,13 @@ class TextMark:
 
 
 class TextState:
-    """The committed tokens of one text, and where its grammar stands.
+    """The committed tokens of one text, and its place in the grammar.
 
     `prompt` comes before the answer: penalties see it, the grammar does not.
     """
 
     def __init__(self, prompt: Sequence[int], grammar: GrammarState | None = None) -> None:
-        #: All committed tokens, prompt and answer. Read it; `commit` adds to it.
+        #: All committed tokens, prompt and answer. Read only; `commit` adds to it.
         self.tokens: list[int] = list(prompt)
         self._grammar = grammar
         self._history = np.zeros(len(prompt) + _ROOM, np.int64)
@@ -62,7 +61,7 @@ class TextState:
         return TextMark(len(self.tokens), self._grammar)
 
     def rewind(self, mark: TextMark) -> None:
-        """Take back what was committed since the mark."""
+        """Take back the tokens that were committed since the mark."""
         del self.tokens[mark.n_tokens :]
         self._grammar = mark.grammar
 
@@ -77,7 +76,7 @@ class TextState:
         return self._history[0 if n_last < 0 else max(0, end - n_last) : end]
 
     def grammar(self, path: Sequence[int] = ()) -> GrammarState | None:
-        """Where the grammar stands after the text and `path`; None without a grammar."""
+        """The grammar's state after the text and `path`; None without a grammar."""
         state = self._grammar
         if state is not None:
             for token in path:
@@ -85,14 +84,14 @@ class TextState:
         return state
 
     def forced(self, path: Sequence[int] = ()) -> int | None:
-        """The only token that the grammar lets follow the text and `path`, if there is just
-        one."""
+        """The only token that the grammar allows after the text and `path`; None if there are several,
+        or no grammar."""
         grammar = self.grammar(path)
         return grammar.forced() if grammar is not None else None
 
     def within_grammar(self, draft: Draft, before: Sequence[int] = ()) -> Draft:
-        """The nodes of a draft, behind the text and the tokens `before`, that the grammar allows;
-        all of them without a grammar, none where it refuses what stands before."""
+        """The nodes of a draft, behind the text and the tokens `before`, that the grammar allows. All
+        nodes without a grammar; none if it rejects `before`."""
         if self._grammar is None or not len(draft):
             return draft
         try:
@@ -113,7 +112,7 @@ class TextState:
 
 
 class Shaper:
-    """Makes a row of logits into the distribution of the token that comes next."""
+    """Turns a row of logits into the distribution of the next token, by the samplers and the grammar."""
 
     def __init__(self, sampler: Sampler, state: TextState) -> None:
         self._sampler = sampler
@@ -121,16 +120,16 @@ class Shaper:
         self._looks_back = sampler.n_history != 0 or state.has_grammar
 
     def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
-        """The distribution after the text and `path`, from the model's logits there,
-        float32[n_vocab]. Raises `BackendError` if the row is not made of numbers, or if the
-        grammar allows no token."""
+        """The distribution after the text and `path`, from the model's logits there, float32[n_vocab].
+        Raises `BackendError` if the row has values that are no numbers, or if the grammar allows no
+        token."""
         if not self._looks_back:
             return self._sampler.distribution(logits)
         grammar = self._state.grammar(path)
         forced = grammar.forced() if grammar is not None else None
         if forced is not None:
-            # Not always what the mask alone would give: where a text can only end, one of
-            # several end tokens is taken, and which one must not depend on who asks.
+            # The mask alone may allow more: where a text can only end, there may be several end
+            # tokens. One of these is taken, the same for the drafter and the verifier.
             return Distribution.certain(forced)
         return self._sampler.distribution(
             logits,
@@ -139,14 +138,14 @@ class Shaper:
         )
 
     def top_probability(self, logits: Logits, path: Sequence[int] = ()) -> float:
-        """How sure the model can be of the token after the text and `path`: entirely, if the
-        grammar leaves no other; else by its logits there, float32[n_vocab], at temperature 1."""
+        """The largest probability of a token after the text and `path`: 1 if the grammar forces the
+        token, else that of the logits there, float32[n_vocab], at temperature 1."""
         return 1.0 if self._state.forced(path) is not None else top_probability(logits)
 
 
 class RememberingShaper(Shaper):
-    """A shaper that makes each text's distribution once: for texts that come again and again,
-    with the same logits each time."""
+    """A shaper that computes the distribution after each text once: for texts that come again and
+    again, with the same logits each time."""
 
     def __init__(self, sampler: Sampler, state: TextState) -> None:
         super().__init__(sampler, state)

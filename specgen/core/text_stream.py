@@ -1,4 +1,4 @@
-"""From tokens to text as it arrives: whole characters only, stop strings exact."""
+"""From tokens to text as it arrives, in whole characters, and cut exactly at stop strings."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 
 class StopScanner:
-    """Finds stop strings in text that arrives in pieces, wherever the pieces' borders are.
+    """Finds stop strings in text that arrives in pieces, also across the borders of pieces.
 
-    Text that may be the beginning of a stop string is held back until that is decided.
+    Text that may be the beginning of a stop string is held back until more text decides it.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -21,8 +21,8 @@ class StopScanner:
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """Takes a piece; returns what may be shown now. Nothing is to be pushed after a stop
-        string was found: `found` names it then, and the text before it has been returned."""
+        """Take a piece; returns the text that may be shown now. If that completes a stop string,
+        `found` is set, the text before it is returned, and no more text may be pushed."""
         if not self._stops:
             return text
         text = self._held + text
@@ -36,13 +36,13 @@ class StopScanner:
         return text[: len(text) - n_held]
 
     def flush(self) -> str:
-        """What is still held back: the text has ended."""
+        """Return the text that is still held back, since the text has ended."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with, `stop` itself excluded."""
+    """The length of the longest ending of `text` that is a beginning of `stop`, but not all of it."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -50,10 +50,10 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class TextStream:
-    """Bytes of tokens in, text out.
+    """Turns the bytes of tokens into text.
 
-    A character whose bytes are not all there is held back and comes with the token that
-    completes it; bytes that are no UTF-8 come as U+FFFD.
+    An incomplete character is held back and comes with the token that completes it. Bytes that are
+    not UTF-8 become U+FFFD.
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
@@ -68,7 +68,7 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """All that was returned so far."""
+        """All text that was returned so far."""
         return "".join(self._text)
 
     def push(self, token_bytes: bytes) -> str:
@@ -76,7 +76,7 @@ class TextStream:
         return self._add(self._scanner.push(self._decoder.decode(token_bytes)))
 
     def flush(self) -> str:
-        """The rest, at the end of the text; incomplete characters come as U+FFFD."""
+        """The rest, at the end of the text; incomplete characters become U+FFFD."""
         rest = self._decoder.decode(b"", final=True)
         if self._scanner.found is not None:
             return ""
@@ -84,7 +84,7 @@ class TextStream:
         return self._add(text + self._scanner.flush())
 
     def preview(self, before: bytes, token_bytes: bytes) -> str:
-        """What `token_bytes` would show if `before` and they came next; nothing is kept."""
+        """The text of `token_bytes` if `before` and then these came next; the stream does not change."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         decoder.setstate(self._decoder.getstate())
         decoder.decode(before)

@@ -1,9 +1,8 @@
 """Verifiers: which drafted tokens are accepted, and which token follows them.
 
-Every verifier here is exact: what it keeps is distributed as the target alone would have
-written it. The legend for all of them: *target* is the distribution that the target's logits
-give after a node, samplers and grammar included; *draft* the one that a drafted token was
-drawn from.
+Every verifier here is exact: the text that it keeps has the distribution of text from the target
+alone. In all of them *target* is the distribution that the target's logits give after a node, with
+samplers and grammar, and *draft* is the distribution that a drafted token was drawn from.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from specgen.core.draft import ROOT, Draft
 from specgen.options import VerifierName
 from specgen.sampling import Distribution
 
-#: Steps in which SpecTr's rho is found: as many as a float has room for.
+#: Steps of the bisection for SpecTr's rho: as many as a float's precision allows.
 _N_HALVINGS = 50
 
-#: The target's distribution after a node of the draft, or after `ROOT`. Each call costs a run
-#: of the samplers: ask for what is needed, once.
+#: The target's distribution after a node of the draft, or after `ROOT`. Each call runs the samplers,
+#: so a verifier calls it once for each node that it needs.
 Target: TypeAlias = Callable[[int], Distribution]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`path`: the accepted nodes from the root down. `next_token`: the target's own token
-    after them, where it refused the draft or the draft ended."""
+    """The result of a verification. `path` are the accepted nodes from the root down; `next_token` is
+    the target's own token after them, where it rejected the draft or the draft ended."""
 
     path: tuple[int, ...]
     next_token: int
@@ -51,11 +50,11 @@ class Verifier(Protocol):
 class MatchVerifier:
     """Draw the target's token; go on while it is one of the drafted children.
 
-    This is plain decoding, told in advance: the target draws each token from its own
-    distribution with one random number a token, so the same seed gives the same text with and
-    without a draft. Any draft may be judged so, however its tokens came about. A drafted
-    child set is accepted with the sum of its target probabilities, which is the best there is
-    for a draft that was not drawn at random.
+    The target draws each token from its own distribution with one random number a token, as in
+    plain decoding. So the same seed gives the same text with and without a draft. Any draft may
+    be judged so, however its tokens were chosen. A set of drafted children is accepted with the
+    sum of its target probabilities, which is the best possible for a draft that was not drawn at
+    random.
     """
 
     wants_draws = False
@@ -75,16 +74,16 @@ class MatchVerifier:
 
 
 class ResidualVerifier:
-    """Accept a drawn token x with probability min(1, target(x) / draft(x)); after a refusal
+    """Accept a drawn token x with probability min(1, target(x) / draft(x)); after a rejection
     go on with the residual, normalize(max(0, target - draft)).
 
     Speculative sampling (Leviathan et al., arXiv:2211.17192, Algorithm 1; Chen et al.,
     arXiv:2302.01318, Algorithm 2), for trees by recursion over siblings (Miao et al.,
-    arXiv:2305.09781, Algorithm 2): each refused sibling replaces the target by the residual
-    that the next one is tested against. Siblings drawn without replacement are tested against
-    what each was drawn from, which is what the earlier ones left (Jeon et al., arXiv:2402.14160,
-    Algorithm 1); of independent walks a token is tested as often as it was drawn. A node without
-    a distribution was certain: its draft distribution has all its mass on the token.
+    arXiv:2305.09781, Algorithm 2): each rejected sibling replaces the target by the residual, and
+    the next sibling is tested against that. Siblings that were drawn without replacement are tested
+    with the distribution that each was drawn from, that is, without the earlier ones (Jeon et al.,
+    arXiv:2402.14160, Algorithm 1). In independent walks a token is tested as often as it was drawn.
+    A node without a distribution was certain: its draft distribution has all its mass on the token.
     """
 
     wants_draws = True
@@ -105,15 +104,15 @@ class ResidualVerifier:
 def _judged_siblings(
     draft: Draft, tries: Sequence[int], remaining: Distribution, rng: np.random.Generator
 ) -> tuple[int | None, Distribution]:
-    """The first node of `tries` that recursive rejection accepts, if any, and what those before
-    it leave of the target, given as `remaining`."""
+    """The first node of `tries` that recursive rejection accepts, if any; and the residual that the
+    rejected nodes before it leave of the target, which is given as `remaining`."""
     for child in tries:
         drawn_from = draft.drawn_from(child)
         token = draft.tokens[child]
         if rng.random() * drawn_from.probability(token) < remaining.probability(token):
             return child, remaining
-        # Nothing is left only if the two are equal up to rounding, where a refusal
-        # has no chance but for rounding: the target itself is then the right choice.
+        # The residual is empty only if the two are equal up to rounding. A rejection then has no
+        # chance but for rounding, and the target itself is the right choice.
         remaining = remaining.minus(drawn_from) or remaining
     return None, remaining
 
@@ -121,26 +120,26 @@ def _judged_siblings(
 def _still_on(
     walks: tuple[tuple[int, ...], ...], node: int, depth: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Those of the walks that have `node` at this depth."""
+    """The walks that have `node` at this depth."""
     return tuple(walk for walk in walks if walk[depth : depth + 1] == (node,))
 
 
 class SpecTrVerifier:
-    """Choose among the tokens that k independent drafts say next: k-sequential selection (Sun et
-    al., arXiv:2310.15141, Algorithm 2).
+    """Choose among the next tokens of k independent drafts: k-sequential selection (Sun et al.,
+    arXiv:2310.15141, Algorithm 2).
 
-    The drafts are asked one after the other; x is taken with probability
-    min(1, target(x) / (rho draft(x))), for a rho in [1, k] that is the same for all of them, and
-    after k refusals a token is drawn from what is missing, normalize(target - min(draft,
-    target / rho) (1 - (1 - beta)^k) / beta), where beta(rho) = sum of min(draft, target / rho) is
-    the chance that one of them is taken. rho is the least one for which nothing is taken too
-    often, 1 - (1 - beta)^k <= rho beta. Recursive rejection gives the first draft all it can and
-    leaves little to the others; this shares it out, and comes within a factor of 1 - 1/e of the
-    best selection that there is.
+    The drafts are tried one after the other. A token x is taken with probability
+    min(1, target(x) / (rho draft(x))), for a rho in [1, k] that is the same for all of them. After k
+    rejections a token is drawn from the missing rest, normalize(target - min(draft, target / rho)
+    (1 - (1 - beta)^k) / beta), where beta(rho) = sum of min(draft, target / rho) is the chance that
+    a single draft is taken. rho is the least one for which no token is taken too often,
+    1 - (1 - beta)^k <= rho beta. Recursive rejection gives the first draft all it can and leaves
+    little to the others. This selection shares it out, and comes within a factor of 1 - 1/e of the
+    best possible one.
 
-    Drafts that go on from the taken token stay in, so there are fewer at each step, and with one
-    it is residual sampling. Other drafts (chains, siblings drawn without replacement, certain
-    ones) are judged so too: by `ResidualVerifier`.
+    Drafts that go on from the taken token stay in, so there are fewer at each step; with only one
+    left this is residual sampling. Drafts without walks (chains, siblings drawn without
+    replacement, certain tokens) are judged by `ResidualVerifier`.
     """
 
     wants_draws = True
@@ -168,7 +167,7 @@ class SpecTrVerifier:
                     break
             else:
                 missing = _missing(after, drafted, rho, len(tries))
-                # None only where everything was taken, but for rounding.
+                # None only if everything was taken, up to rounding.
                 return Verdict(tuple(path), (missing or after).draw(rng))
             walks = _still_on(walks, child, len(path))
             node = child
@@ -181,7 +180,7 @@ def _least_rho(target: ProbArray, draft: ProbArray, k: int) -> float:
     if k == 1:
         return 1.0
     low, high = 1.0, float(k)
-    # 1 - (1 - beta)^k <= k beta for all beta, so k will always do; the difference has one sign
+    # 1 - (1 - beta)^k <= k beta for all beta, so k always suffices. The difference has one sign
     # change, since more is taken for a smaller rho.
     for _ in range(_N_HALVINGS):
         middle = 0.5 * (low + high)
@@ -194,8 +193,8 @@ def _least_rho(target: ProbArray, draft: ProbArray, k: int) -> float:
 
 
 def _missing(target: Distribution, draft: ProbArray, rho: float, k: int) -> Distribution | None:
-    """What k refused drafts leave of the target; `draft` is over the target's tokens. None if that
-    is nothing."""
+    """What k rejected drafts leave of the target; None if nothing is left. `draft` is over the target's
+    tokens, float64[m]."""
     taken = np.minimum(draft, target.probs / rho)
     beta = float(taken.sum())
     if beta <= 0.0:
@@ -209,11 +208,11 @@ def _missing(target: Distribution, draft: ProbArray, rho: float, k: int) -> Dist
 
 
 class BlockVerifier:
-    """Judge a drawn chain as a whole: never fewer accepted tokens than by judging them one by
-    one, in expectation (Sun et al., arXiv:2403.10444, Algorithm 2).
+    """Judge a drawn chain as a block. On average this never accepts fewer tokens than judging them one
+    by one (Sun et al., arXiv:2403.10444, Algorithm 2).
 
-    Token by token, a token less likely under the target than under the draft may end the
-    block although those after it would make up for it. Here the ratio of the probabilities
+    Judged one by one, a token that is less likely under the target than under the draft may end
+    the block, although the tokens after it would make up for it. Here the ratio of the probabilities
     of whole prefixes decides: with r(0) = 1 and r(i) = min(1, r(i-1) target(x_i) / draft(x_i)),
     the prefix of length i is accepted with probability h(i) = s(i) / (s(i) + 1 - r(i)), where
     s(i) = sum over x of max(0, r(i) target(x) - draft(x)) after that prefix; the whole chain
@@ -223,11 +222,11 @@ class BlockVerifier:
     It holds for chains whose length depends on the drafted tokens, as long as the decision to
     stop was made before the next draw.
 
-    In a tree, each run of only children is such a chain, from the text or from an accepted sibling
-    on: it is judged as a block, and where it is accepted whole, what comes behind it is judged
-    anew. Siblings are judged by recursive rejection. That is exact as long as how many siblings
-    there are at a place was settled before anything behind it was drawn: a sibling that is added
-    for what lies behind another would make two ways of judging that one depend on what was drawn.
+    In a tree, each run of only children, behind the text or behind an accepted sibling, is such a
+    chain. It is judged as a block; if it is accepted whole, the nodes behind it are judged anew.
+    Siblings are judged by recursive rejection. This is exact if the number of siblings at a place
+    was settled before any token behind it was drawn. If a sibling were added because of the tokens
+    behind another one, the way in which that one is judged would depend on what was drawn.
     """
 
     wants_draws = True
@@ -268,8 +267,8 @@ def _only_children(draft: Draft, node: int) -> list[int]:
 def _judged_run(
     draft: Draft, run: Sequence[int], target: Target, before: int, rng: np.random.Generator
 ) -> tuple[int, Distribution]:
-    """How many nodes of a run behind `before` a block verifier keeps, and what the token after
-    them is to be drawn from."""
+    """How many nodes of a run behind `before` a block verifier keeps, and the distribution of the
+    token after them."""
     after = kept_after = target(before)
     ratio = kept_ratio = 1.0
     n_kept = 0
@@ -284,8 +283,8 @@ def _judged_run(
             chance = ratio
         else:
             excess = after.excess(draft.drawn_from(run[n]), ratio)
-            # 0 / 0 where target and draft are equal and nothing was lost so far: the next
-            # prefix is then accepted with certainty, so it does not matter.
+            # 0 / 0 where target and draft are equal and the ratio is 1: the next prefix is then
+            # accepted with certainty, so the chance does not matter.
             chance = excess / (excess + 1.0 - ratio) if excess > 0.0 else 0.0
         if rng.random() < chance:
             n_kept, kept_ratio, kept_after = n, ratio, after
@@ -296,12 +295,10 @@ def _judged_run(
 
 
 class AutoVerifier:
-    """The verifier that accepts most of the draft at hand: drawn chains are judged as blocks,
-    drawn siblings by recursive rejection, independent drafts by k-sequential selection, and
-    any other by matching.
+    """Uses the verifier that accepts most of a draft: drawn chains are judged as blocks, drawn siblings
+    by recursive rejection, independent drafts by k-sequential selection, and all others by matching.
 
-    Which of the two judges a round depends on how the draft was made, never on its tokens,
-    so the choice biases nothing.
+    The choice depends on how the draft was made, never on its tokens, so it biases nothing.
     """
 
     wants_draws = True

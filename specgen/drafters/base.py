@@ -18,13 +18,13 @@ __all__ = ["Ask", "AskingDrafter", "Drafter", "Drafting", "Price", "draft_alone"
 class Drafter(Protocol):
     """Proposes drafts for one generation.
 
-    A drafter may fail: the loop then goes on without it. It never changes the text, only how
-    soon it comes. The context that it decodes in belongs to whoever made it.
+    A drafter may fail; the loop then goes on without it. A drafter never changes the text, only
+    how soon the text comes. The code that opened its context also closes it.
     """
 
     @property
     def name(self) -> str:
-        """What the display and the statistics call it: the `origin` of its tokens."""
+        """Its name in the display and the statistics: the `origin` of its tokens."""
         ...
 
     @property
@@ -33,7 +33,7 @@ class Drafter(Protocol):
         ...
 
     def price(self, n_context: int) -> Price:
-        """What it would take now to draft for a text of so many tokens."""
+        """What drafting would cost now, behind a text of `n_context` tokens."""
         ...
 
     def propose(
@@ -41,39 +41,39 @@ class Drafter(Protocol):
     ) -> Draft:
         """A draft of at most n_max >= 1 tokens to follow `context`; it may be empty.
 
-        `context` is all committed tokens, prompt and answer, and behind them `n_drafted` tokens
-        that another drafter proposed. It is the caller's list: read it, do not keep it. From call
-        to call it only grows, unless `rewind` comes between.
+        `context` holds all committed tokens, prompt and answer, followed by `n_drafted` tokens
+        that another drafter proposed. It is the caller's list: read it, do not keep it. It only
+        grows from call to call, unless `rewind` is called in between.
         """
         ...
 
     def observe(self, report: RoundReport) -> None:
-        """What became of the last proposal."""
+        """Learn from the result of the last proposal."""
         ...
 
     def rewind(self, n_tokens: int) -> None:
-        """Forget the text from its first `n_tokens` on: another one goes on from there."""
+        """Forget all of the text but its first `n_tokens`; another text follows these."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A batch that a drafter wants decoded before it goes on, and the table that learns what it
-    takes."""
+    """A batch that a drafter needs decoded before it goes on, and the cost table that learns from
+    the decode."""
 
     backend: Backend
     batch: Batch
     costs: CostTable
 
 
-#: A draft in the making: asks for decodes, is sent the logits of the rows that want them, and
-#: returns the draft. The logits are valid until it asks for the next decode.
+#: A draft in progress: a generator that asks for decodes, is sent the logits of the rows that want
+#: them, and returns the draft. The logits are valid until it asks for the next decode.
 Drafting: TypeAlias = Generator[Ask, Logits, Draft]
 
 
 class AskingDrafter(Drafter, Protocol):
-    """A drafter that needs a model's decodes. It asks for them, so that those of several sequences
-    can be one batch."""
+    """A drafter that needs a model's decodes. It asks for them, so that the decodes of several
+    sequences can become one batch."""
 
     def drafting(
         self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
@@ -86,7 +86,7 @@ def drafting_of(
     drafter: Drafter, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
 ) -> Drafting:
     """A draft of any drafter, step by step."""
-    # An `AskingDrafter`: to ask isinstance takes a hundred times as long.
+    # Whether it is an `AskingDrafter`: isinstance would take a hundred times as long.
     drafting: Callable[..., Drafting] | None = getattr(drafter, "drafting", None)
     if drafting is not None:
         return (yield from drafting(context, n_max, policy, n_drafted))
@@ -94,7 +94,7 @@ def drafting_of(
 
 
 def draft_alone(drafting: Drafting) -> Draft:
-    """Make a draft, decoding whatever it asks for by itself."""
+    """Make a draft, decoding each batch that it asks for on its own."""
     try:
         ask = next(drafting)
         while True:

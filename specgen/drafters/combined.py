@@ -11,26 +11,25 @@ from specgen.policy import Decided, Policy, RoundReport
 
 
 class CombinedDrafter:
-    """Lets the drafter begin that promises more this round, and the other one go on from there.
+    """In each round the drafter with the larger expected gain starts, and the other one may go on.
 
-    `free` drafts at no cost (n-grams): what it proposes is known before anything is decided.
-    `model` has to decode, so that only what it is expected to be worth is known. Whichever
-    begins, its draft may be extended by the other: n-grams look for the continuation of text
-    and draft together, and the model may read what the n-grams propose and draft on from there.
-    What a model has read of a draft that was accepted stays in its cache.
+    `free` drafts at no cost (n-grams), so its proposal is known before the choice. `model` has to
+    decode, so only its expected gain is known. Each may extend the other's draft: n-grams look
+    up a continuation of the text and the model's draft; the model may read the n-grams' proposal
+    and draft on from there. The accepted tokens of that proposal stay in the model's cache.
 
-    With `merges` what n-grams say becomes branches of the model's draft, where it says something
-    else; for drafts that are not drawn at random.
+    With `merges`, n-gram tokens that differ from the model's become branches of its draft. This
+    is only for drafts that are not drawn at random.
     """
 
     def __init__(self, free: Drafter, model: Drafter, *, merges: bool = False) -> None:
         self._merges = merges
         self._free = free
         self._model = model
-        #: What the model was shown behind the text, and how long the text was then.
+        #: The tokens behind the text that the model was shown, and the text's length then.
         self._shown: tuple[int, ...] = ()
         self._n_text = 0
-        #: The only one that has part in the last draft, if there is just one.
+        #: The drafter that made the last draft; None if both did.
         self._sole: Drafter | None = None
 
     @property
@@ -108,7 +107,7 @@ class CombinedDrafter:
         return draft.followed_by(more)
 
     def _take_back(self, context: Sequence[int]) -> None:
-        """Let the model forget what it was shown and the text does not say."""
+        """Let the model forget the tokens that it was shown and that did not become text."""
         if not self._shown:
             return
         n_same = 0

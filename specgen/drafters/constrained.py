@@ -11,10 +11,10 @@ from specgen.policy import Policy
 
 
 class ConstrainedDrafter(WrappedDrafter):
-    """Cuts what `inner` proposes where the grammar of `state` refuses it: it could not be accepted,
-    and a model that drafts on behind it would have no place in the grammar to go on from.
+    """Cuts the drafts of `inner` where the grammar of `state` rejects them.
 
-    `inner` draws nothing at random.
+    Such tokens could not be accepted, and a model that drafts on behind them would have no grammar
+    state. `inner` must not draw at random.
     """
 
     def __init__(self, inner: Drafter, state: TextState) -> None:

@@ -1,6 +1,7 @@
-"""How a tree of drafted tokens grows: beyond which nodes to look, and what to take of what is found.
+"""How a tree of drafted tokens grows: beyond which nodes to look, and which of the found tokens to add.
 
-The same for whatever looks: a draft model that decodes, or heads on the target's hidden states.
+A draft model looks by a decode, decoder heads look at the target's hidden states. Trees grow in the
+same way for both.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from specgen.options import TreeShape
 from specgen.policy import Policy, TreePolicy
 from specgen.sampling import Distribution, NoTokenAllowedError
 
-#: So many guesses for a place are looked at where no shape asks for more, and, where costs decide,
-#: none less likely than this.
+#: The guesses to consider for a place, if the shape does not ask for more; and, where costs decide, the
+#: least probability of guesses after the first.
 _N_GUESSES = 4
 _LEAST = 0.02
 
 
 class DraftShaper(Protocol):
-    """What makes rows of a draft's logits, float32[n_vocab], into distributions over its tokens;
-    `path` are the drafted tokens before. A `Shaper` is one."""
+    """Turns rows of a draft model's logits, float32[n_vocab], into distributions over its tokens;
+    `path` holds the drafted tokens before. `Shaper` is an implementation."""
 
     def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution: ...
 
@@ -35,35 +36,35 @@ class DraftShaper(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a model says comes next: the likeliest tokens with its probabilities at temperature 1,
-    best first, or the distribution that tokens are to be drawn from. Nothing if the grammar
-    leaves it no token."""
+    """A model's prediction for a place: the likeliest tokens with their probabilities at
+    temperature 1, best first, or the distribution to draw tokens from. It is empty if the grammar
+    allows no token."""
 
     guesses: tuple[tuple[int, float], ...] = ()
     source: Distribution | None = None
 
 
 class Growth(Protocol):
-    """How one tree grows, from the look beyond its root on."""
+    """How one tree grows, starting with the look beyond its root."""
 
     @property
     def walks(self) -> Sequence[Sequence[int]]:
-        """Independent chains, if the tree is made of such."""
+        """The independent chains, if the tree consists of such chains."""
         ...
 
     def take(self, tree: GrowingTree, node: int, look: Look) -> None:
-        """Add what a look beyond a node, or `ROOT`, found."""
+        """Add tokens that a look beyond a node, or `ROOT`, found."""
         ...
 
     def frontier(self, tree: GrowingTree, n_most: int) -> list[int]:
-        """The nodes to look beyond next, `n_most` at most; none where that is not worth it."""
+        """The nodes to look beyond next, at most `n_most`; none ends the tree."""
         ...
 
 
 def look(
     row: Logits, shaper: DraftShaper, path: Sequence[int], n_guesses: int, *, draws: bool
 ) -> Look:
-    """What logits, float32[n_vocab], say comes after the text and a path."""
+    """The prediction of logits, float32[n_vocab], for the token after the text and a path."""
     try:
         source = shaper.distribution(row, path)
     except NoTokenAllowedError:
@@ -72,7 +73,7 @@ def look(
         return Look(source=source)
     top = shaper.top_probability(row, path)
     likeliest = source.ranked(n_guesses)
-    # The shaper leaves some of the tokens, whose probabilities sum to 1.
+    # The shaper may drop tokens, and rescales the others to a sum of 1.
     scale = top / likeliest[0][1]
     return Look(tuple((token, probability * scale) for token, probability in likeliest))
 
@@ -84,7 +85,7 @@ class IsEnd(Protocol):
 
 
 def n_guesses(shape: TreeShape) -> int:
-    """How many guesses for a place a tree of this shape may need."""
+    """The number of guesses for a place that a tree of this shape may need."""
     return max(_N_GUESSES, *shape.numbers) if shape.is_fixed else _N_GUESSES
 
 
@@ -97,8 +98,8 @@ def growth(
     is_end: IsEnd,
     seconds: Callable[[int], float],
 ) -> Growth:
-    """How a tree of this shape grows to `n_max` nodes at most, none deeper than `n_deepest`;
-    `seconds` is what a look beyond so many nodes takes."""
+    """The growth of a tree of this shape, to at most `n_max` nodes on `n_deepest` levels;
+    `seconds(n)` is the time of a look beyond n nodes."""
     n_deepest = n_max if n_deepest is None else min(n_max, n_deepest)
     if shape.kind == "walks":
         return Walks(shape, n_max, n_deepest, rng, is_end)
@@ -110,8 +111,8 @@ def growth(
 
 @dataclass(slots=True)
 class Worthwhile:
-    """As long as a policy thinks it worth it: it sees all that was found, says beyond which nodes
-    to look next, and takes what it likes of the tree afterwards."""
+    """Growth for as long as a policy finds it worthwhile: the policy sees all likely tokens, chooses
+    the nodes to look beyond, and later picks the nodes to verify."""
 
     policy: TreePolicy
     seconds: Callable[[int], float]
@@ -130,7 +131,8 @@ class Worthwhile:
 
 @dataclass(slots=True)
 class Levels:
-    """So many children for each node of a depth, likeliest first, or drawn without replacement."""
+    """A fixed number of children for each node of a depth: the likeliest tokens, or tokens drawn
+    without replacement."""
 
     shape: TreeShape
     n_max: int
@@ -161,10 +163,11 @@ class Levels:
 
 
 class Walks:
-    """Independent chains, drawn or, where nothing is drawn, one chain of the likeliest tokens.
+    """Independent chains that are drawn at random, or one chain of the likeliest tokens if nothing is
+    drawn.
 
-    Where there is no room for all, there are fewer or shorter ones: that is decided before
-    anything is drawn.
+    If there is no room for all, there are fewer or shorter chains; this is decided before anything
+    is drawn.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A drafter that does not read what a prompt begins with."""
+"""A drafter that does not read the beginning of a prompt."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from specgen.policy import Policy
 
 
 class HeadlessDrafter(WrappedDrafter):
-    """Lets `inner` read a text without the tokens at the places `head`.
+    """Lets `inner` draft for a text without the tokens at the places `head`.
 
-    For what a chat template puts before every prompt by itself, which a draft model says nearly
-    the same without: it then reads so much less before it drafts. No text ends within `head`.
+    This is for the text that a chat template puts before every prompt. Without it a draft model
+    drafts nearly the same, and has less to read before it starts. No text ends within `head`.
     """
 
     def __init__(self, inner: Drafter, head: range) -> None:
         super().__init__(inner)
         self._head = head
-        #: The text without the head, as far as it is known.
+        #: The text so far, without the head.
         self._text: list[int] = []
 
     def price(self, n_context: int) -> Price:

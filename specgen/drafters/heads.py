@@ -17,24 +17,26 @@ from specgen.options import TreeShape
 from specgen.policy import Policy, RoundReport, TreePolicy
 from specgen.sampling import Distribution, NoTokenAllowedError
 
-#: Tokens behind what the target has read, at most: its own, and what a grammar or another drafter
-#: put behind it.
+#: The most tokens behind those that the target has read: its own next token, and tokens that a
+#: grammar or another drafter added.
 _MOST_UNREAD = 16
-#: The most nodes beyond which heads look at once.
+#: The most nodes that heads look beyond at once.
 _WIDEST = 8
 
 
 class HeadsDrafter:
-    """Drafts with decoder heads: a chain or, where it `branches`, a tree of a fixed shape or as long
-    as the policy thinks it worth it.
+    """Drafts with decoder heads: a chain or, with `branches`, a tree. The tree has a fixed shape, or
+    grows for as long as the policy finds it worthwhile.
 
-    Heads begin at the target's hidden state behind what it has read (`last`, which the loop keeps up
-    to date), and read the text behind it, usually the one token that the target chose. There is
-    no cache, and no decode of a model: a look beyond a node is two products with small matrices.
+    Heads start from the target's hidden state at the end of what it has read (`last`, which the
+    loop updates). They then read the tokens behind it, usually the one token that the target
+    chose. There is no cache and no decode of a model: a look beyond a node is two products with
+    small matrices.
 
-    As with a draft model, `draws` draws each token from what `shaper` makes of the heads' logits.
-    Tokens outside the frequent part of the vocabulary are never drafted: they have probability
-    0, which is a distribution like any other to a verifier. `costs` is the table of the heads' looks.
+    As with a draft model, with `draws` each token is drawn from the distribution that `shaper`
+    makes of the heads' logits. Tokens outside the frequent part of the vocabulary have probability
+    0 and are never drafted; for a verifier this is a distribution like any other. `costs` is the
+    cost table of the heads' looks.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class HeadsDrafter:
         self._costs = costs
         self._n_deepest = n_deepest
         self._n_guesses = n_guesses(shape)
-        #: A row of the target's logits, in which the tokens that are not frequent stay impossible.
+        #: A row of the target's logits, in which tokens that are not frequent stay at minus infinity.
         self._row = np.full(heads.weights.n_vocab, -np.inf, np.float32)
         self._model_s = 0.0
 

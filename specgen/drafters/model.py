@@ -16,36 +16,36 @@ from specgen.drafters.staged import Guesses
 from specgen.policy import Policy, RoundReport
 from specgen.sampling import Distribution, NoTokenAllowedError
 
-#: Tokens at the beginning of the text that a window keeps: attention rests on the first few,
-#: whatever they say (Xiao et al., arXiv:2309.17453).
+#: Tokens at the beginning of the text that a sliding window keeps: attention rests on the first
+#: few tokens, whatever they are (Xiao et al., arXiv:2309.17453).
 _N_SINK = 4
-#: Tokens that a drafter that is up to date has to decode first, at most: the target's own and,
-#: if all of the last draft was accepted, the last one of that.
+#: The most tokens that an up-to-date drafter has to decode first: the target's own token and, if
+#: the whole last draft was accepted, its last token.
 N_USUAL = 2
 
 
 class ModelDrafter:
     """Drafts a chain with a model.
 
-    With `draws`, each token is drawn from what `shaper` makes of the model's logits, and the
-    distribution goes on record, for verifiers that weigh it against the target's. Without, the
-    shaper is expected to be greedy, and the draft is the model's most likely text. The shaper
-    sees the target's own text and all that is drafted behind it: the grammar and the penalties
+    With `draws`, each token is drawn from the distribution that `shaper` makes of the model's
+    logits, and the draft records this distribution for verifiers that weigh it against the
+    target's. Without `draws`, the shaper is expected to be greedy, and the draft is the model's
+    most likely text. The shaper sees the committed text and the draft so far: grammar and penalties
     hold within the draft too, so that nothing is drafted that cannot be accepted.
 
-    The model's cache is cut back to what was kept and never to less, so no token is decoded
-    twice: the next proposal begins with one batch of what was committed since (usually the
-    target's own token; after a full acceptance also the last drafted token, which had no
-    reason to be decoded before; nothing, if the text went on as was drafted or guessed beyond
-    what was verified). The exception is a text that outgrows the model's context:
-    the cache is then filled anew with the text's first few tokens and its latest half, so that
-    drafting goes on at the price of about one more token of prompt for each drafted-for token.
+    The model's cache keeps all tokens that became text, so no token is decoded twice. The next
+    proposal begins with one batch of the tokens that were committed since. Usually this is the
+    target's own token. After a full acceptance it is also the last drafted token, which did not
+    have to be decoded before. It is nothing if the text went on as drafted or guessed beyond the
+    verified tokens. The exception is a text that outgrows the model's context: the cache is then
+    filled anew with the text's first few tokens and as many of its latest as fill half of the
+    context. Drafting so costs about one more token of prompt for each token of text.
 
-    `n_shared_tokens`: tokens from this id on exist in only one of the two vocabularies
-    (padding); they are never drafted. `costs` is the table of the model's decodes, which each
-    decode corrects. With `guesses`, the model is itself sped up by a cheaper drafter. Of the cache
-    the drafter has one `sequence`, which holds the beginning `held` of the text already, with room
-    for `n_ctx` tokens, by default as many as the cache has.
+    `n_shared_tokens`: tokens from this id on exist in only one of the two vocabularies (padding)
+    and are never drafted. `costs` is the table of the model's decodes, which each decode corrects.
+    With `guesses`, a cheaper drafter speeds up the model itself. The drafter owns one `sequence`
+    of the cache, with room for `n_ctx` tokens (by default the size of the cache). The sequence
+    already holds `held`, the beginning of the text.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class ModelDrafter:
         self._costs = costs if costs is not None else CostTable()
         self._guesses = guesses if backend.rollback == "cells" else None
         self._sequence = sequence
-        #: The cache agrees with the text on so many tokens; behind them it holds `_ahead`.
+        #: The number of tokens on which cache and text agree; behind these the cache holds `_ahead`.
         self._n_agreed = 0
         self._ahead = _Ahead(held)
         self._n_ctx = backend.n_ctx if n_ctx is None else n_ctx
-        #: So many tokens of the text, behind the first few, are left out of the cache.
+        #: The number of tokens, behind the text's first few, that are left out of the cache.
         self._n_skipped = 0
 
     @property
@@ -125,7 +125,7 @@ class ModelDrafter:
                 break
             try:
                 source = self._shaper.distribution(row, path)
-            except NoTokenAllowedError:  # none, or none of those that the models share
+            except NoTokenAllowedError:  # no token, or none that the models share
                 break
             token = source.draw(self._rng)
             probabilities.append(source.probability(token) if self._draws else top)
@@ -185,7 +185,7 @@ class ModelDrafter:
                 ahead.drop_until(n_same)
                 self._n_agreed = len(context)
                 return row
-        # The last token is always decoded here, since its logits are what a draft begins with.
+        # The last token is always decoded here, since a draft begins with its logits.
         n_kept = min(self._n_agreed + n_same, len(context) - 1)
         if n_kept < self._n_agreed + len(ahead):
             self._backend.remove(self._sequence, n_kept - self._n_skipped)
@@ -200,8 +200,8 @@ class ModelDrafter:
     def _row_after(
         self, tokens: Sequence[int], context: Sequence[int], n_max: int, n_drafted: int
     ) -> Generator[Ask, Logits, Logits]:
-        """The logits after the drafted tokens so far, float32[n_vocab]; all but the last of them
-        are decoded. With guesses the last one may be too, and some that come after it."""
+        """The logits after the drafted tokens so far, float32[n_vocab]. All of these but the last are
+        decoded already; with guesses the last may be too, and some tokens after it."""
         ahead, n_before = self._ahead, len(tokens) - 1
         if ahead.tokens[n_before : len(tokens)] == [tokens[-1]]:
             found = ahead.row_after(len(tokens), self._backend)
@@ -231,8 +231,8 @@ class ModelDrafter:
     def _decode_rows(
         self, tokens: Sequence[int], *, n_wanted: int
     ) -> Generator[Ask, Logits, Logits]:
-        """Decode tokens in batches; returns the logits after the last ones, of the last batch at
-        most: float32[n_wanted, n_vocab]."""
+        """Decode tokens in batches; returns the logits after the last `n_wanted` tokens,
+        float32[n_wanted, n_vocab], or fewer if the last batch has fewer."""
         position = self._backend.length(self._sequence)
         n_batch = self._backend.n_batch
         logits: Logits | None = None
@@ -253,22 +253,22 @@ class ModelDrafter:
 
 
 class _Ahead:
-    """What a cache holds behind the text, and the rows of logits of the last decode: these are
-    there until the backend decodes anything else."""
+    """The tokens that a cache holds behind the text, and the rows of logits of the last decode. The
+    rows are valid until the backend decodes anything else."""
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self.tokens = list(tokens)
         self._rows: Logits | None = None
-        #: Row i is that after the first `_n_first + i` of the tokens.
+        #: Row i has the logits after the first `_n_first + i` of the tokens.
         self._n_first = 0
-        #: Rows that the backend had decoded by then.
+        #: The backend's count of decoded rows after that decode.
         self._n_decoded = 0
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def n_same(self, text: Sequence[int]) -> int:
-        """How many tokens are the same as in a text, from the first on."""
+        """How many tokens, from the first on, are the same as those of a text."""
         n = 0
         for held, token in zip(self.tokens, text, strict=False):
             if held != token:
@@ -277,7 +277,7 @@ class _Ahead:
         return n
 
     def row_after(self, n: int, backend: Backend) -> Logits | None:
-        """The logits after the first n tokens, float32[n_vocab], if they are there."""
+        """The logits after the first n tokens, float32[n_vocab]; None if they are not there any more."""
         is_there = backend.n_decoded_rows == self._n_decoded
         if self._rows is None or not is_there or not self._n_first <= n <= len(self.tokens):
             return None
@@ -285,18 +285,18 @@ class _Ahead:
         return row
 
     def drop_from(self, n: int) -> int:
-        """Forget all tokens but the first n; returns how many these were."""
+        """Forget all tokens but the first n; returns how many were forgotten."""
         n_wrong = len(self.tokens) - n
         del self.tokens[n:]
         return n_wrong
 
     def drop_until(self, n: int) -> None:
-        """Forget the first n tokens: they are of the text now."""
+        """Forget the first n tokens: they belong to the text now."""
         del self.tokens[:n]
         self._n_first -= n
 
     def add(self, tokens: Sequence[int], rows: Logits, backend: Backend) -> Logits:
-        """Add what was decoded just now; returns the logits after the first of it."""
+        """Add the tokens of the last decode; returns the logits after the first of them."""
         self._n_first = len(self.tokens) + 1
         self.tokens.extend(tokens)
         self._rows, self._n_decoded = rows, backend.n_decoded_rows

@@ -1,5 +1,5 @@
-"""Prompt lookup: what followed where the text's ending stood before, in the text itself, in
-files or in earlier answers.
+"""Prompt lookup: draft what followed an earlier occurrence of the text's ending, in the text itself,
+in files or in earlier answers.
 
 (Saxena, "Prompt Lookup Decoding", 2023; LLMA, Yang et al., arXiv:2304.04487; by a suffix
 automaton: Hu et al., "SAM Decoding", arXiv:2411.10666.)
@@ -17,23 +17,24 @@ from specgen.drafters.lookup.array import MAX_MATCH, Match, SuffixArray
 from specgen.drafters.lookup.automaton import Cursor, SuffixAutomaton
 from specgen.policy import Policy, RoundReport
 
-#: What nodes drafted from the text itself, and from corpora, have as their origin.
+#: The origins of nodes that are drafted from the text itself, and from corpora.
 TEXT_ORIGIN: Final = "ngram"
 LOOKUP_ORIGIN: Final = "lookup"
-#: A corpus is followed where its match is longer than the text's own by so many tokens.
+#: A corpus is followed if its match is longer than the text's own by at least this many tokens.
 _CLEARLY_LONGER = 2
-#: The token that followed last is drafted, unless another one did so this many times as often:
-#: the best rule of those that were tried, if by little, in answers, prose and code.
+#: The token that followed last is drafted, unless another one followed this many times as often.
+#: This was the best of the rules that were tried in answers, prose and code, if by little.
 _CLEARLY_OFTENER = 3
-#: No more different followers are looked at: those that came first, frequent ones among them.
+#: The most different followers to look at: those that came first, frequent ones among them.
 _MAX_FOLLOWERS = 128
-#: The odds of a token for each token of the match and each occurrence that had it, and how much
-#: each other one takes from them; fitted to the same texts.
+#: A token's odds for each token of the match and each occurrence that it followed, and how much each
+#: other occurrence takes from them; fitted to the same texts.
 _ODDS_A_TOKEN = 0.35
 _DISSENT = 2.0
 
 
-#: Branches end where their paths are less likely than this, and none begins behind so many nodes.
+#: Branches end where their paths are less likely than this; and later nodes than this many get no
+#: children.
 _LEAST_CHANCE = 0.03
 _MAX_NODES = 64
 
@@ -44,25 +45,25 @@ class _Guess(NamedTuple):
 
 
 def confidence(length: int, n_agreeing: int, n_occurrences: int) -> float:
-    """About how likely a token is that `n_agreeing` of `n_occurrences` occurrences of the last
-    `length` tokens were followed by: in (0, 1), growing with the length and the agreement."""
+    """An estimate of a token's chance, in (0, 1), if it followed `n_agreeing` of the `n_occurrences`
+    occurrences of the last `length` tokens. It grows with the length and the agreement."""
     dissent = 1.0 + _DISSENT * (n_occurrences - n_agreeing)
     odds = _ODDS_A_TOKEN * length * n_agreeing / dissent
     return odds / (1.0 + odds)
 
 
 class SuffixDrafter:
-    """Drafts token by token the likeliest continuation of the longest earlier occurrence of the
-    text's ending, the draft so far included.
+    """Drafts, token by token, the likeliest continuation of the longest earlier occurrence of the
+    text's ending. The draft so far is a part of that ending.
 
-    Nothing is drafted where fewer than `min_match` tokens match; a match of more than
-    `max_match` counts as one of so many. `corpora` are followed where their match is clearly
-    longer than the text's own; of equally long ones the last. The policy is not asked: a draft
-    of any length costs microseconds, and its probabilities say where to cut it.
+    Nothing is drafted if fewer than `min_match` tokens match; a match of more than `max_match`
+    tokens counts as one of `max_match`. `corpora` are followed where their match is clearly longer
+    than the text's own; among equally long matches, the last corpus is followed. The policy is not
+    asked: a draft of any length costs microseconds, and its probabilities show where to cut it.
 
-    With `n_children` above 1 the draft is a tree: at the places where occurrences went on in
-    different ways, the likeliest few of these make branches of their own, each with what followed
-    it. Of all nodes those are taken whose paths are likeliest. `n_deepest` bounds its depth.
+    With `n_children` above 1 the draft is a tree: where occurrences went on in different ways, the
+    likeliest few of these become branches, each with what followed it. The nodes with the
+    likeliest paths are kept. `n_deepest` bounds the depth.
     """
 
     def __init__(
@@ -137,13 +138,13 @@ class SuffixDrafter:
         return Draft(tuple(tokens), parents, tuple(origins), tuple(confidences), (None,) * n)
 
     def _with_branches(self, chain: Draft, n_max: int) -> Draft:
-        """A chain, and what else followed in the text at its places: as many nodes as there may be,
-        those with the likeliest paths."""
+        """A chain with branches of other tokens that followed in the text: of all nodes the `n_max`
+        with the likeliest paths."""
         text, n_deepest = self._text, self._n_deepest or n_max
         tokens, parents = list(chain.tokens), list(chain.parents)
         confidences = [confidence or 0.0 for confidence in chain.probabilities]
         origins, chances = list(chain.origins), []
-        #: Places beside which there may be others: the node, or the root, and the cursor there.
+        #: Places that may get more children: node or root, cursor, depth, and chance of the path.
         places = [(ROOT, text.cursor(), 0, 1.0)]
         chance = 1.0
         for node, token in enumerate(chain.tokens):
@@ -151,7 +152,7 @@ class SuffixDrafter:
             chances.append(chance)
             cursor = text.advance(places[-1][1], token)
             places.append((node, cursor, node + 1, chance))
-        for node, cursor, depth, before in places:  # it grows
+        for node, cursor, depth, before in places:  # the list grows meanwhile
             if depth >= n_deepest or cursor.length < self._min_match:
                 continue
             known = {token for token, parent in zip(tokens, parents, strict=True) if parent == node}
@@ -175,7 +176,7 @@ class SuffixDrafter:
         return whole.only(order[:n_max])
 
     def _all_that_followed(self, cursor: Cursor) -> list[_Guess]:
-        """What the text went on with after a cursor's string, the likeliest first."""
+        """The tokens that followed a cursor's string in the text, likeliest first."""
         counted = [(count, place, token) for token, count, place in self._followers(cursor)]
         n_all = sum(count for count, _, _ in counted)
         length = min(cursor.length, self._max_match)
@@ -185,8 +186,8 @@ class SuffixDrafter:
         ]
 
     def _followers(self, cursor: Cursor) -> list[tuple[int, int, int]]:
-        """The tokens that followed a cursor's string in the text, how often each did and where
-        it did so last."""
+        """The tokens that followed a cursor's string in the text, each with its number of occurrences
+        and the place of the last one."""
         text = self._text
         followers = islice(text.followers(cursor).items(), _MAX_FOLLOWERS)
         return [(token, text.count(state), text.end(state)) for token, state in followers]
@@ -198,13 +199,14 @@ class SuffixDrafter:
         self._text.rewind(n_tokens)
 
     def _continue(self, cursor: Cursor) -> _Guess:
-        """What the text itself went on with."""
+        """The likeliest token after a cursor's string in the text itself."""
         return self._likeliest(self._followers(cursor), cursor.length)
 
     def _look_up(
         self, lookups: Sequence[_Lookup], ending: Sequence[int], n_matched: int
     ) -> _Guess | None:
-        """What a corpus goes on with, if its match is clearly longer than `n_matched`."""
+        """The likeliest token of the corpus with the longest match, if that is clearly longer than
+        `n_matched`."""
         corpus, match = None, None
         for lookup in lookups:
             longer = lookup.find(ending, n_matched + _CLEARLY_LONGER)
@@ -217,7 +219,7 @@ class SuffixDrafter:
         return self._likeliest(counted, match.length)
 
     def _likeliest(self, followers: Iterable[tuple[int, int, int]], length: int) -> _Guess:
-        """Choose among tokens with how often they followed and where they did so last."""
+        """Choose among tokens, each with its number of occurrences and the place of the last one."""
         n_all = n_latest = n_most = 0
         latest = most = -1
         last_place = most_place = -1
@@ -233,7 +235,7 @@ class SuffixDrafter:
 
 
 class _Lookup:
-    """A corpus, and its match of the text's ending while a draft grows."""
+    """A corpus, and its match of the text's ending, which is kept while a draft grows."""
 
     __slots__ = ("_match", "_max_match", "_min_match", "_n_most", "corpus")
 
@@ -246,21 +248,21 @@ class _Lookup:
         self._n_most = MAX_MATCH
 
     def find(self, ending: Sequence[int], n_least: int) -> Match | None:
-        """The longest match of the ending, if it has so many tokens."""
+        """The longest match of the ending, if it has at least `n_least` tokens."""
         n_least = max(n_least, self._min_match)
         if n_least > min(self._max_match, self._n_most):
             return None
         if self._match is None:
             self._match = self.corpus.longest(ending, shortest=n_least, longest=self._n_most)
-            # Unless one was found there is none of so many tokens: the text's own match grows as
-            # fast as this one can, and the search is not made again.
+            # If none was found, no match has `n_least` tokens. The text's own match grows as fast
+            # as this one can, so the search is not repeated.
             self._n_most = self._match.length if self._match is not None else n_least - 1
         if self._match is None or self._match.length < n_least:
             return None
         return self._match
 
     def advance(self, token: int) -> None:
-        """A token was added to the ending."""
+        """Add a token to the ending."""
         self._n_most += 1
         if self._match is not None:
             self._match = self.corpus.advance(self._match, token)

@@ -11,27 +11,28 @@ from specgen.policy import Policy, RoundReport
 
 
 class Guesses:
-    """What a cheaper drafter proposes to a draft model, and what comes of it.
+    """A cheaper drafter that guesses the tokens of a draft model, and the results of its guesses.
 
-    The draft model is to its own draft what the target is to it: it decodes the guessed tokens
-    in one batch, draws each of its tokens from what it says itself, and goes on in the same
-    batch while that is what was guessed (the rule of `MatchVerifier`). So what it drafts, and
-    the distributions that go on record, are those that it would have without guesses. How much
-    is guessed is for a policy of the same kind to say, by what the draft model's decodes cost.
-    (Spector & Re, arXiv:2308.04623, section 3.2.)
+    The draft model treats guesses as the target treats drafts. It decodes the guessed tokens in one
+    batch, draws each token from its own distribution, and goes on in the same batch while the drawn
+    token is the guessed one (the rule of `MatchVerifier`). So its tokens and the recorded
+    distributions are those that it would have without guesses. A policy of the same kind decides
+    how much to guess, by the costs of the draft model's decodes. (Spector & Re, arXiv:2308.04623,
+    section 3.2.)
     """
 
     def __init__(self, drafter: Drafter, policy: Policy) -> None:
         self._drafter = drafter
         self._policy = policy
-        #: What was guessed to follow the first `_n_before` drafted tokens, and is not settled.
+        #: The last guess, which follows the first `_n_before` drafted tokens; and whether its result
+        #: is still to be reported.
         self._guess = NO_DRAFT
         self._n_before = 0
         self._is_open = False
         self._draft_s = self._decode_s = 0.0
-        #: Seconds for a drafted token of late; None before the first.
+        #: Recent seconds for a drafted token; None before the first.
         self._token_s: float | None = None
-        #: What the drafter was shown behind the text, and how long that was.
+        #: The drafted tokens behind the text that the drafter was shown, and the text's length then.
         self._shown: tuple[int, ...] = ()
         self._n_text = 0
 
@@ -41,14 +42,14 @@ class Guesses:
         return self._drafter.model_s
 
     def token_s(self, plain_s: float) -> float:
-        """Seconds for a drafted token, without guesses in `plain_s`."""
+        """Seconds for a drafted token; `plain_s` are those without guesses."""
         return plain_s if self._token_s is None else min(plain_s, self._token_s)
 
     def after(
         self, context: Sequence[int], drafted: Sequence[int], n_room: int, n_before: int = 0
     ) -> Generator[Ask, Logits, Sequence[int]]:
-        """Guess how the draft goes on, by at most `n_room` tokens. Of the context the last
-        `n_before` tokens are drafted too, by another drafter."""
+        """Guess at most `n_room` tokens that follow the draft. The last `n_before` tokens of the
+        context are drafted too, by another drafter."""
         self._guess, self._n_before = NO_DRAFT, len(drafted)
         self._is_open = True
         self._draft_s = 0.0
@@ -66,11 +67,11 @@ class Guesses:
         return self._guess.tokens
 
     def decoded(self, seconds: float) -> None:
-        """The draft model decoded the last guess, and the token before it, in so many seconds."""
+        """Note how long the draft model took to decode the last guess and the token before it."""
         self._decode_s = seconds
 
     def settle(self, drafted: Sequence[int]) -> None:
-        """Tell what became of the last guess: the model has drafted these tokens by now."""
+        """Report the result of the last guess; `drafted` are the tokens that the model has drafted."""
         if not self._is_open:
             return
         self._is_open = False
@@ -86,7 +87,7 @@ class Guesses:
             tuple(range(n_right)),
             self._draft_s,
             self._decode_s,
-            0,  # the draft model itself tells its table what its decodes take
+            0,  # the draft model's decodes are in its cost table already
             told[: n_right + 1],
         )
         self._policy.observe(report)
@@ -96,13 +97,13 @@ class Guesses:
         self._token_s = token_s if before is None else before + 0.1 * (token_s - before)
 
     def rewind(self, n_tokens: int) -> None:
-        """Forget the text from its first `n_tokens` on."""
+        """Forget all of the text but its first `n_tokens`."""
         self._drafter.rewind(min(n_tokens, self._n_text) if self._shown else n_tokens)
         self._shown = ()
         self._is_open = False
 
     def _take_back(self, text: Sequence[int]) -> None:
-        """Let the drafter forget what it was shown and the text does not say."""
+        """Let the drafter forget the tokens that it was shown and that did not become text."""
         n_same = 0
         for shown, token in zip(self._shown, text[self._n_text :], strict=False):
             if shown != token:

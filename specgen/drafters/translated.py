@@ -20,16 +20,17 @@ _MAX_HELD_BACK = 4
 
 
 class TranslatedDrafter(WrappedDrafter):
-    """Stands between a drafter and the loop: tells the drafter the text in its own tokens, and
-    the loop the drafts in the target's.
+    """Translates between a drafter and the loop: the drafter sees the text in its own tokens, and the
+    loop gets the drafts in the target's tokens.
 
-    `shaper` is the one by which `inner` drafts. With a `BeginningShaper`, drafts are translated as
-    strings, and it is told what a draft must begin with, where the text ends in the middle of a
-    token. Else they are translated token by token, with the distributions that they were drawn
-    from; `inner` then does best to draft shared tokens only (`SharedShaper`).
+    `shaper` is the shaper of `inner`. With a `BeginningShaper`, drafts are translated as strings;
+    where the text ends in the middle of a token, the shaper is given the bytes that a draft must
+    begin with. Otherwise drafts are translated token by token, with the distributions that they
+    were drawn from; `inner` should then draft shared tokens only (`SharedShaper`).
 
-    It serves one text, whose tokens `text` follows. `holds_back` allows to take tokens at its end
-    back: not worth it for a model whose cache does not easily give up what it holds.
+    It serves one text, which `text` holds in the drafter's tokens. `holds_back` allows tokens at
+    the end of the text to be taken back, which is not worth it for a model whose cache cannot
+    easily drop cells.
     """
 
     def __init__(
@@ -47,8 +48,8 @@ class TranslatedDrafter(WrappedDrafter):
         self._beginning = shaper if isinstance(shaper, BeginningShaper) else None
         self._shared = shaper if isinstance(shaper, SharedShaper) else None
         self._holds_back = holds_back and self._beginning is not None
-        #: The last draft as the inner drafter made it, what it begins with, and how many
-        #: tokens of the text the inner drafter has seen.
+        #: The last draft as the inner drafter made it, the bytes of the text that it begins with, and
+        #: how many tokens of the text the inner drafter has seen.
         self._drafted = NO_DRAFT
         self._held_back = b""
         self._n_seen = 0
@@ -80,7 +81,7 @@ class TranslatedDrafter(WrappedDrafter):
             self._drafted = yield from super().drafting(text.tokens, n_max, Decided(policy))
             return self._translation.shared.translate(self._drafted)
         self._beginning.beginning = self._held_back
-        # What is held back is drafted again before anything else is.
+        # The tokens that are held back are drafted again first.
         behind = Decided(policy, n_own=n_held_back)
         self._drafted = yield from super().drafting(text.tokens, n_max + n_held_back, behind)
         return self._translation.strings.translate(
@@ -113,9 +114,9 @@ class TranslatedDrafter(WrappedDrafter):
         self._drafted = NO_DRAFT
 
     def _n_to_hold_back(self) -> int:
-        """How many of the draft's tokens at the end of the text to take back, since longer
-        ones may stand in their place: those of half a character, and a last one of white
-        space, where vocabularies differ most. (To ask about every last token gains nothing
+        """How many of the drafter's tokens at the end of the text to take back, because longer
+        tokens may take their place: the tokens of an incomplete character, or a last token of
+        white space, where vocabularies differ most. (Taking back every last token gains nothing
         more where the target's tokens are the longer ones, and costs a decode a round.)"""
         n_bytes = n_unfinished(self._text.last_bytes(_BEFORE))
         for n_tokens in range(1, _MAX_HELD_BACK + 1):

@@ -20,21 +20,22 @@ from specgen.policy import Policy, TreePolicy
 
 
 class TreeModelDrafter(ModelDrafter):
-    """Drafts a tree with a model: of a fixed shape, or as long as the policy thinks it worth it.
+    """Drafts a tree with a model: of a fixed shape, or for as long as the policy finds it worthwhile.
 
-    A node beyond which is to be looked is decoded, all nodes of a frontier in one batch, each on
-    a branch of its own of the model's cache: a sequence that shares the cells of its ancestors.
-    Leaves cost no decode: a look finds them all at once. After the round the branch that became
-    text stays, whole or in part, and the others go; what was found beyond its last node is
-    remembered, so that no token of the text is decoded twice. (But for one that was decoded and
-    not verified, and that the target said nevertheless, two tokens later: it went with its branch.)
+    To look beyond nodes, the model decodes them: all nodes of a frontier in one batch, each on its
+    own branch of the model's cache. A branch is a sequence that shares the cells of its ancestors.
+    Leaves cost no decode, since one look finds all children of a node. After the round the branch
+    that became text stays, whole or in part, and the others are removed. The look beyond its last
+    node is remembered, so that no token of the text is decoded twice. (One exception: a token that
+    was decoded but not verified, and that the target chose nevertheless, two tokens later; it was
+    removed with its branch.)
 
     Siblings are the model's likeliest tokens or, with `draws`, drawn one after the other without
     replacement; the walks of a shape like 4x5 are drawn independently. Dynamic trees of this kind
     are SpecInfer's (Miao et al., arXiv:2305.09781) and EAGLE-2's (Li et al., arXiv:2406.16858).
 
-    `shaper` is expected to leave several tokens where `draws` is not set, at temperature 1. `slot`
-    are the sequences of the model's cache that are this drafter's, by default all.
+    Without `draws`, `shaper` is expected to keep several tokens, at temperature 1. `slot` has the
+    sequences of the model's cache that belong to this drafter, by default all.
     """
 
     def __init__(
@@ -69,16 +70,16 @@ class TreeModelDrafter(ModelDrafter):
         self._n_guesses = n_guesses(shape)
         self._branches = _Branches(backend, slot)
         self._tree = GrowingTree(self.name)
-        #: What was found beyond the nodes of the tree, and how long the text was then.
+        #: The looks beyond nodes of the tree, and the text's length then.
         self._looks: dict[int, Look] = {}
         self._n_text = 0
-        #: What is known to come next, where the text ends on a node that was looked beyond.
+        #: The look beyond the text's last token, if that is a node that was looked beyond.
         self._known: Look | None = None
 
     def price(self, n_context: int) -> Price:
         if not self._looks:
             return super().price(n_context)
-        # Of what became text since the last tree, most is in the cache: by far the usual case.
+        # Most tokens that became text since the last tree are in the cache: by far the usual case.
         return super().price(max(self._n_agreed, min(n_context, self._n_agreed + N_USUAL)))
 
     def drafting(
@@ -124,7 +125,7 @@ class TreeModelDrafter(ModelDrafter):
         super().rewind(n_tokens)
 
     def _n_most(self) -> int:
-        """The most nodes of a frontier: each needs a branch, and a row of logits."""
+        """The most nodes of a frontier: each needs a branch and a row of logits."""
         return min(self._branches.n_free, self._backend.n_outputs)
 
     def _growth(self, policy: Policy, n_max: int) -> Growth:
@@ -143,8 +144,7 @@ class TreeModelDrafter(ModelDrafter):
     def _decode_nodes(
         self, tree: GrowingTree, nodes: Sequence[int]
     ) -> Generator[Ask, Logits, Logits]:
-        """Decode nodes, each on its branch; returns the logits beyond each of them,
-        float32[n, n_vocab]."""
+        """Decode nodes, each on its branch; returns the logits after each, float32[n, n_vocab]."""
         n_past = self._n_text - self._n_skipped
         batch = Batch()
         for node in nodes:
@@ -154,7 +154,7 @@ class TreeModelDrafter(ModelDrafter):
         return (yield Ask(self._backend, batch, self._costs))
 
     def _settle(self, context: Sequence[int]) -> None:
-        """Let the cache hold what became text of the last tree, and nothing else of it."""
+        """Keep the nodes of the last tree that became text in the cache, and remove the others."""
         if not self._looks:
             return
         tree, node, n_kept = self._tree, ROOT, 0
@@ -182,22 +182,23 @@ class TreeModelDrafter(ModelDrafter):
 
 
 class _Branches:
-    """Which sequence of the model's cache holds which branch of the tree.
+    """The branches of a tree, each in its own sequence of the model's cache.
 
-    Each ends on a node, its tip. A child of a tip goes on with its sequence; another child of the
-    same node, or of one further up, gets a sequence of its own that shares the cells up to there.
+    A sequence ends on a node, its tip. The first child of a tip continues the sequence; another
+    child, or a child of a node further up, gets a sequence of its own, which shares the cells up
+    to its parent.
     """
 
     def __init__(self, backend: Backend, slot: Slot) -> None:
         self._backend = backend
         self._trunk = slot.first
-        #: The sequences that branches may have; those beyond the slot are of other texts.
+        #: The sequences for branches; sequences outside the slot belong to other texts.
         self._others = range(slot.first + 1, slot.first + slot.n_branches)
         #: The sequence of each decoded node, and the node on which each sequence ends.
         self._sequences: dict[int, int] = {}
         self._tips: dict[int, int] = {}
         self._free: list[int] = []
-        for sequence in self._others:  # an answer before this one may have left some
+        for sequence in self._others:  # an earlier answer may have left cells
             if backend.length(sequence):
                 backend.remove(sequence)
 
@@ -207,7 +208,7 @@ class _Branches:
 
     @property
     def n_free(self) -> int:
-        """How many nodes there is room for, wherever in the tree they are."""
+        """How many more nodes can be decoded, wherever in the tree they are."""
         return len(self._free)
 
     def begin(self) -> None:
@@ -217,8 +218,8 @@ class _Branches:
         self._tips = {self._trunk: ROOT}
 
     def follow(self, node: int, parent: int, position: int) -> int:
-        """The sequence for a node that is about to be decoded at a position, `parent` being
-        decoded."""
+        """The sequence for a node that is about to be decoded at a position; its `parent` is decoded
+        already."""
         sequence = self._sequences[parent]
         if self._tips[sequence] != parent:
             branch = self._free.pop()
@@ -229,8 +230,8 @@ class _Branches:
         return sequence
 
     def keep(self, node: int, n_before: int, n_kept: int) -> None:
-        """Let the trunk hold the text, of `n_before` tokens, and the path of `n_kept` nodes down
-        to `node`; the rest goes."""
+        """Keep the text, of `n_before` tokens, and the path of `n_kept` nodes down to `node` in the
+        trunk; remove everything else."""
         backend, trunk = self._backend, self._trunk
         sequence = self._sequences.get(node, trunk)
         if sequence != trunk:

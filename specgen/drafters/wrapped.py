@@ -1,4 +1,4 @@
-"""Drafters around drafters."""
+"""A drafter that forwards to another one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specgen.policy import Policy, RoundReport
 
 
 class WrappedDrafter:
-    """Does as another drafter does, but for what a subclass changes."""
+    """Forwards every call to another drafter; subclasses override what differs."""
 
     def __init__(self, inner: Drafter) -> None:
         self._inner = inner

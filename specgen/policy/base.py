@@ -13,87 +13,87 @@ from specgen.core.growing_tree import GrowingTree
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """What became of a round: what a policy and a drafter can learn from."""
+    """The result of a round, from which policies and drafters learn."""
 
     draft: Draft
     #: The accepted nodes.
     path: tuple[int, ...]
-    #: Seconds of this sequence's drafting.
+    #: Seconds that this sequence's drafting took.
     draft_s: float
-    #: Seconds of the target's batch and its rows, those of the other sequences in it included.
+    #: Seconds and rows of the target's batch, those of other sequences included.
     target_s: float
     n_rows: int
-    #: What the round added to the text: accepted tokens, then the target's own.
+    #: The tokens that the round added to the text: the accepted ones, then the target's own.
     committed: tuple[int, ...] = ()
-    #: Sequences that had a part in the batch.
+    #: Sequences with rows in the batch.
     n_sequences: int = 1
 
 
 class Policy(Protocol):
-    """Decides, before and while a drafter drafts, how far it goes.
+    """Decides how much is drafted, before and during drafting.
 
-    A round: the loop asks for `room`; a drafter that needs a model asks what the `prospect` is
-    before its first decode, whether it `wants_more` for each token, and whether it `goes_on`
-    before each further decode. What comes out is shortened by `trim`, verified, and observed.
+    In a round the loop first calls `room`. A drafter that needs a model calls `prospect` before
+    its first decode, `wants_more` before each token, and `goes_on` before each further decode.
+    The finished draft is shortened by `trim` and verified, and the result goes to `observe`.
 
-    To keep drawn drafts unbiased, `wants_more` is asked *before* a token is drawn and sees only
-    how sure the drafter can be at best, not the token; and `trim` leaves all of a draft that was
-    drawn at random.
+    To keep drawn drafts unbiased, `wants_more` is called *before* a token is drawn. It sees only
+    the drafter's largest probability, not the token. For the same reason `trim` drops no token
+    that was drawn at random.
     """
 
     @property
     def needs_confidence(self) -> bool:
-        """Whether `wants_more` looks at the confidence: it costs a pass over the logits."""
+        """Whether `wants_more` uses the confidence, which costs a pass over the logits."""
         ...
 
     def room(self, n_left: int, others: Others = ALONE) -> int:
-        """The most tokens to draft in the round that begins; 0 decodes without a draft. So many
-        tokens are expected to be left of the answer; `others` share the target's batch."""
+        """The most tokens to draft in the round that begins; 0 decodes without a draft. About
+        `n_left` tokens of the answer are left; `others` share the target's batch."""
         ...
 
     def prospect(self, origin: str, price: Price, after: Draft = NO_DRAFT) -> float:
-        """What it promises to let a drafter begin at this price, `after` a chain that stands
-        already: above 0 it should. To be compared with `worth`."""
+        """The expected gain if a drafter starts at this price; above 0 it should start. `after`
+        is a chain that is drafted already. The gain can be compared with `worth`."""
         ...
 
     def worth(self, draft: Draft) -> float:
-        """What it promises to verify the draft, compared with none: above 0 it should be."""
+        """The expected gain of verifying the draft instead of none; above 0 it should be verified."""
         ...
 
     def wants_more(self, n_drafted: int, confidence: float, origin: str = "model") -> bool:
-        """Whether to draft a token of which the drafter can be so sure at best, after
-        `n_drafted` others."""
+        """Whether to draft one more token after `n_drafted` tokens. `confidence` is the largest
+        probability that the drafter gives to any token there."""
         ...
 
     def goes_on(self, n_drafted: int, origin: str = "model") -> bool:
-        """Whether it is worth a model's decode to look for another token after `n_drafted`."""
+        """Whether another token after `n_drafted` tokens is worth a decode of the model."""
         ...
 
     def trim(self, draft: Draft) -> Draft:
-        """The beginning of a finished draft that is worth verifying; of a tree the nodes, in
-        another order perhaps."""
+        """The part of a finished draft that is worth verifying: the first tokens of a chain, or
+        nodes of a tree, perhaps in another order."""
         ...
 
     def observe(self, report: RoundReport) -> None: ...
 
     def finish(self) -> None:
-        """The text is finished: what it says of other texts may be counted. May be said twice."""
+        """End the text, and count what it shows about other texts. May be called twice."""
         ...
 
 
 @runtime_checkable
 class TreePolicy(Policy, Protocol):
-    """A policy that can tell where a tree is worth growing."""
+    """A policy that also decides where a tree grows."""
 
     def frontier(
         self, tree: GrowingTree, n_deepest: int, n_most: int, seconds: Callable[[int], float]
     ) -> list[int]:
-        """The nodes of a tree that is not drawn at random beyond which a model is worth asking
-        next: `n_most` at most, none of a depth of `n_deepest` or more with what follows it; none
-        at all ends the tree. `seconds` are the model's for a batch of so many."""
+        """The nodes beyond which the model should look next, at most `n_most`; none ends the tree.
+        Their children have depths below `n_deepest`. The tree is not drawn at random.
+        `seconds(n)` is the model's time for a batch of n nodes."""
         ...
 
     def pick(self, tree: GrowingTree, draft: Draft) -> Draft:
-        """The nodes of a tree that has grown, as a draft, that are worth verifying, likeliest
-        first."""
+        """The nodes of a finished tree that are worth verifying, likeliest first; `draft` is the
+        whole tree."""
         ...

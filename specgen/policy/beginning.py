@@ -8,24 +8,24 @@ from collections.abc import Callable
 from specgen.calibration.acceptance import Worths
 from specgen.calibration.cost_table import Price
 
-#: The most that is read first, as a share of the time that the answer took so far: one that ends
-#: soon loses no more. (In replays of 75 answers 0.2, 0.3, 0.5 and 1 gained alike, within noise; with 1
-#: a summary of 54 tokens, whose prompt has 574, took 1.6 times as long as plain decoding.)
+#: Reading the text may take at most this share of the time that the answer took so far, so that an
+#: answer that ends soon loses no more. (In replays of 75 answers 0.2, 0.3, 0.5 and 1 gained alike, within
+#: noise; with 1 a summary of 54 tokens, whose prompt has 574, took 1.6 times as long as plain decoding.)
 _MOST_AHEAD = 0.35
-#: The same of a drafter that pays in nearly every text, by so many or more: what it promises is no
-#: guess. (In replays of 75 answers with four tables 2 was 1.022 and 1.02 times as fast as 1 with those
-#: of F16 targets, where drafts pay most, and the same with the others, whose drafts prove nothing.)
+#: The same share for a proven drafter: one that paid in nearly every text, in at least `_N_PROVEN`
+#: texts. (In replays of 75 answers with four cost tables, 2 was 1.022 and 1.02 times as fast as 1 with
+#: those of F16 targets, where drafts pay most, and as fast with the others, whose drafts are not proven.)
 _MOST_AHEAD_IF_PROVEN = 2.0
 _N_PROVEN = 2.0
-#: How far what a single look tells of a text's worth may be off, as a standard deviation in plain
-#: tokens' time; how many rounds it takes to find out; and how many have to make up for these.
+#: The standard deviation of a text's worth as estimated by a single look, in plain tokens' time;
+#: the rounds that a try takes; and the rounds that have to make up for a try.
 _NOISE = 1.0
 _N_TRIED = 4.0
 _N_NEAR = 6.0
-#: What is learnt of a text is of use for those after it: until so many were seen, half of what a
-#: draft model has to read is put down to that, where so many rounds are to come. (In replays of 75
-#: answers, the first five of which suit the model least, 1.07 times plain decoding with an account
-#: that took all tokens alike, and 1.13 with this one.)
+#: Later texts gain from what is learnt in this one, so a share of the reading time counts as learning:
+#: 0.9 in the first text, half after about `_N_LEARNING` texts, and less where fewer than `_N_LONG`
+#: rounds are left. (In replays of 75 answers, the first five of which suit the model least, this was
+#: 1.13 times as fast as plain decoding, and 1.07 times with an account that took all tokens alike.)
 _N_LEARNING = 4.0
 _N_LONG = 24.0
 
@@ -41,15 +41,16 @@ def worth_of_beginning(
     horizon: float,
     elapsed_s: float,
 ) -> float:
-    """What it promises a round, in seconds, to begin with a model: above 0 it should.
+    """The expected gain of starting a model in a text, in seconds a round; above 0 it should start.
 
-    A round with it seems to be worth `value_s`, after `n_looks` at what it says in this text. At
-    first little of it shows: then earlier texts tell what to expect, and how far this one may be
-    from that. It shows soon, so what it is worth to begin, and to leave off again if it does not
-    pay, is the mean of what is above zero.
+    After `n_looks` of the model in this text, a round with it seems to be worth `value_s`. A few
+    looks are an unsure estimate, so it is averaged with the worth of earlier texts, whose spread
+    shows how far this text may be from it. A model that does not pay shows this soon, and stops
+    again. So the gain of starting is the mean of the positive part of the worth.
 
-    `could_pay`: whether it would save time if it were always right. A plain decode takes `plain_s`;
-    `horizon` rounds are left, with caution; the answer took `elapsed_s` so far.
+    `could_pay` is whether the model would save time if it were always right. A plain decode takes
+    `plain_s`; about `horizon` rounds are left, cautiously estimated; the answer took `elapsed_s`
+    so far.
     """
     mean, deviation = worths.of_next(price.first_s / plain_s)
     unknown = 1.0 / (1.0 + n_looks * (deviation / _NOISE) ** 2)
@@ -68,8 +69,8 @@ def worth_of_beginning(
 
 
 def may_read(price: Price, worths: Worths, *, plain_s: float, elapsed_s: float) -> bool:
-    """Whether a model may read now what it has not read of the text: not where that takes longer
-    than may be lost on it, or a share of the answer's time."""
+    """Whether a model may read the unread part of the text now. It may not if that takes longer
+    than may be lost on the drafter, or than a share of the answer's time so far."""
     mean, deviation = worths.of_next(price.first_s / plain_s)
     is_proven = worths.n >= _N_PROVEN and mean > deviation
     most_ahead = _MOST_AHEAD_IF_PROVEN if is_proven else _MOST_AHEAD

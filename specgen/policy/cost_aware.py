@@ -25,53 +25,53 @@ from specgen.policy.pace import Pace
 from specgen.policy.plans import best_frontier, best_nodes
 from specgen.policy.stopping import KnownRule, StoppingRule, row_bucket
 
-#: Decodes of a single row to see before anything is drafted where nothing was measured.
+#: If no costs were measured, this many plain decodes are observed before anything is drafted.
 _N_FIRST = 2
-#: Without a single-row decode in so many rounds, one is made: what plain decoding costs is what
-#: everything is compared with.
+#: After this many rounds without a plain decode one is made: its cost is what everything is compared
+#: with.
 _MAX_STALE = 64
-#: The part of the prospective gain that what a drafter has to read first is weighed against: the
-#: answer may end sooner, or suit the draft less.
+#: The share of the remaining rounds over which the time to read the text is spread: the answer may
+#: end sooner, or suit the draft less.
 _CAUTION = 0.75
-#: How many times its cost a draft of n-grams has to be expected to gain: when a token's time or
-#: more was lost, at an answer's beginning, and when much was saved. (In replays of 31 answers, no
-#: margin gained as much on average, and lost three times as much on the worst answer.)
+#: The expected gain of an n-gram draft must be this many times its cost: if a token's time or more was
+#: lost, at the beginning of an answer, and if much was saved. (In replays of 31 answers, drafting
+#: without a margin gained as much on average, and lost three times as much on the worst answer.)
 _NGRAM_MARGINS = 2.4, 1.9, 1.1
-#: The same of a model's: it tells by itself how sure it is, and is better believed. (In the same
-#: replays these gained as much as none, and lost a third as much on the worst answer.)
+#: The same for a model's draft: a model says how sure it is, and can be trusted more. (In the same
+#: replays these gained as much as no margins, and lost a third as much on the worst answer.)
 _MODEL_MARGINS = 1.2, 1.1, 1.0
-#: What second guesses are taken for, as a share of the chance that they seem to have: a row is
-#: paid for surely, and of many small expected gains those are picked that are overestimated. (With
-#: 1, trees were 6 % slower than chains on a real pair whose rows cost 0.17 of a token.)
+#: Second guesses count with this share of their estimated chance: the cost of a row is certain, and
+#: choosing among many small expected gains favours the overestimated ones. (With 1, trees were 6 %
+#: slower than chains on a real pair whose rows cost 0.17 of a token.)
 _SECOND = 0.6
 
 
 class CostAwarePolicy:
-    """Drafts the tokens that are expected to save more time than they take.
+    """Drafts the tokens that are expected to save more time than they cost.
 
-    The time of an answer is what counts, so a token that a round adds is worth the time in which
-    it would otherwise come: a plain decode's, or less, if rounds lately were quicker. Against
-    that stand the draft's decodes and the dearer batch of the target, by tables of what was
-    measured (`CostTable`). How many tokens a draft of n adds is the sum of the chances that its
-    tokens are accepted, each with all before it; the chances are learnt (`Chances`). To draft
-    nothing is a legal answer.
+    The aim is to finish the answer soon. A token that a round adds is worth the time that it
+    would take otherwise: that of a plain decode, or less if recent rounds were faster. Its cost
+    is the drafter's decodes and the larger batch of the target, as measured (`CostTable`). The
+    number of tokens that a draft adds is the sum, over its tokens, of the chance that the token
+    and all before it are accepted; these chances are learnt (`Chances`). Drafting nothing is a
+    valid decision.
 
-    A draft that is known as a whole is cut where its value is highest. One that a model makes
-    token by token is an optimal stopping problem (`StoppingRule`), which also says what to
-    expect of the model before it is run. (The rule for a fixed length is Leviathan et al.'s,
+    A draft that is known as a whole is cut where its value is highest. A model's draft grows token
+    by token, which is an optimal stopping problem (`StoppingRule`). Its solution also predicts
+    what the model is worth before it runs. (The rule for a fixed length is Leviathan et al.'s,
     arXiv:2211.17192, section 3.4; for a tree's nodes, "decode the tree that maximises expected
     tokens per second", Sequoia's, arXiv:2402.12374.)
 
-    What is learnt costs nothing where it can: a proposed token that was not worth verifying is
-    compared with the text as it comes. Beyond that a model that does not promise anything is
-    tried as often as a small budget allows, and one that loses time against what it promised
-    is put aside for a while.
+    Most learning is free: tokens that were proposed but not worth verifying are compared with the
+    text that follows. In addition, a small budget of time pays for trials of a model that is not
+    expected to pay. A drafter that loses time in spite of its promise is put aside for a while.
 
-    Beside other sequences a token's plain decode is a part of a batch that all of them share, and
+    Beside other sequences, a token's plain decode is a part of a batch that all of them share, and
     a drafted row costs what it adds to that batch (`BatchShare`).
 
-    A policy decides for one text. `costs` is the target's table; what is observed goes into it.
-    `chances` are by origin; their counts are of all texts and may be shared with other policies.
+    A policy decides for one text. `costs` is the target's table, to which observed times are
+    added. `chances` are by origin; their counts cover all texts and may be shared with other
+    policies.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class CostAwarePolicy:
         self._n_max = options.n_max
         self._p_min = options.stops_below
         self._table = costs
-        #: What rows cost in the round's batch.
+        #: The costs of this sequence's rows in the round's batch.
         self._costs = BatchShare(costs)
-        #: What is known of all texts, and the chances in this one; by origin.
+        #: The chances from all texts, and those in this text; by origin.
         self._known = {} if chances is None else chances
         self._chances: dict[str, Chances] = {}
-        #: By drafter, and by what a row costs: that depends on who else is in the round's batch.
+        #: Rules by drafter and by the price of a row, which depends on the other sequences in the batch.
         self._rules: dict[tuple[str, int], KnownRule] = {}
-        #: Those that hold until anything changes.
+        #: The rules in use until the round ends or a price changes, by drafter.
         self._in_force: dict[str, StoppingRule] = {}
         self._price = FREE
         self._budget = Budget()
@@ -98,16 +98,16 @@ class CostAwarePolicy:
         self._n_left = 0
         self._pace = Pace()
         self._has_model_begun = False
-        #: What a batch with a draft of each length costs beyond a plain decode, in seconds.
+        #: The seconds that a draft of n tokens adds to a plain decode, for each n from 0.
         self._extra_s: list[float] = []
-        #: The chances that the draft in the making is accepted up to and with each token.
+        #: For each token of the draft in progress, the chance that it and all before it are accepted.
         self._path: list[float] = []
-        #: Whether this round tries a model that promises nothing, and which drafter began.
+        #: Whether this round tries a model that is not expected to pay, and which drafter started.
         self._is_trial = False
         self._began: str | None = None
         self._invested_s = 0.0
         self._outcomes = DraftOutcomes(self._of)
-        #: The accounts of the drafters that were asked about in this text.
+        #: The accounts of the drafters that were considered in this text, by origin.
         self._asked: dict[str, Worths] = {}
 
     # --- before and while drafting -----------------------------------------------------------
@@ -134,7 +134,7 @@ class CostAwarePolicy:
         return self._n_max
 
     def prospect(self, origin: str, price: Price, after: Draft = NO_DRAFT) -> float:
-        if price == FREE:  # what it finds is looked at when it is known
+        if price == FREE:  # its draft is judged once it is known
             return 1e-9
         if price != self._price:
             self._price = price
@@ -158,8 +158,8 @@ class CostAwarePolicy:
         return value
 
     def _begun(self, origin: str, price: Price, value: float) -> float:
-        """What it promises to begin with a model whose rounds are worth `value` in this text, as far
-        as that shows."""
+        """The expected gain of starting a model, in seconds a round. In this text its rounds have
+        seemed to be worth `value` so far."""
         plain_s, chances = self._costs.seconds(1), self._of(origin)
         chances.expect(value / plain_s, self._costs.n_sequences)
         worths = self._asked[origin] = chances.worths
@@ -170,15 +170,15 @@ class CostAwarePolicy:
             chances.n_looks,
             could_pay=lambda: self._ideal_s(price) > 0.0,
             plain_s=plain_s,
-            # Where n-grams draft, as they do in a text that copies, a model adds little.
+            # In rounds in which n-grams draft, as in a text that copies, a model adds little.
             horizon=self._horizon() * self._pace.left_by_ngrams,
             elapsed_s=self._budget.elapsed_s,
         )
         return min(worth, 0.0) if self._budget.is_put_aside(origin) else worth
 
     def _is_too_early(self, origin: str, price: Price) -> bool:
-        """Whether a model that has not looked at this text yet may not read it now, whatever it
-        promises: nothing else has to be worked out then."""
+        """Whether a model without a look at this text may not read it yet, whatever its expected
+        gain, so that the gain need not be computed."""
         chances = self._of(origin)
         worths = chances.counts.worths_at(self._costs.n_sequences)
         if chances.n_looks or worths.start is None:
@@ -188,7 +188,7 @@ class CostAwarePolicy:
         return not may_read(price, worths, plain_s=plain_s, elapsed_s=elapsed_s)
 
     def _horizon(self) -> float:
-        """The rounds that are left, with caution."""
+        """A cautious estimate of the rounds that are left."""
         return _CAUTION * max(1.0, self._n_left / max(1.0, self._pace.tokens_a_round))
 
     def worth(self, draft: Draft) -> float:
@@ -257,7 +257,7 @@ class CostAwarePolicy:
             return draft if draft.is_chain else draft.only(draft.first_children())
         if not draft.is_chain:
             return self._trim_tree(draft)
-        # What was drawn at random is not dropped for what it says.
+        # A token that was drawn at random is not dropped because of what it is.
         kept = draft.first(max(draft.n_drawn, self._best(draft)[0]))
         if not len(kept):
             self._leave(draft)
@@ -275,8 +275,8 @@ class CostAwarePolicy:
         return kept
 
     def _trim_behind_draws(self, draft: Draft) -> Draft:
-        """All that was drawn at random, and the nodes of the tree behind it that are worth verifying.
-        The draws decide which these are, and are verified in any case: that biases nothing."""
+        """All nodes that were drawn at random, and those nodes behind them that are worth verifying.
+        The choice depends on the draws; it biases nothing, since all draws are verified anyway."""
         n_drawn = draft.n_drawn
         origin = draft.origins[n_drawn]
         behind: list[int] = []
@@ -286,7 +286,7 @@ class CostAwarePolicy:
         return draft.only([*range(n_drawn), *(n_drawn + node for node in behind)])
 
     def _look_at(self, tree: GrowingTree) -> None:
-        """Work out the chances of the nodes that are new."""
+        """Compute the path chances of the tree's new nodes."""
         chances, origin = tree.path_chances, tree.origin
         for node in range(len(chances), len(tree)):
             rank, confidence = tree.ranks[node], tree.probabilities[node]
@@ -296,7 +296,7 @@ class CostAwarePolicy:
             chances.append(before * self._chance_of_guess(origin, rank, confidence))
 
     def _chance_before(self, tree: GrowingTree, node: int) -> float:
-        """The chance that a node, or `ROOT`, is accepted with all that stands before it."""
+        """The chance that a node, or `ROOT`, and all before it are accepted."""
         if node != ROOT:
             return tree.path_chances[node]
         return self._path[tree.n_before - 1] if tree.n_before else 1.0
@@ -306,7 +306,7 @@ class CostAwarePolicy:
     def observe(self, report: RoundReport) -> None:
         self._in_force.clear()
         self._table.observe(report.n_rows, report.target_s)
-        if not self._table:  # a clock that does not tell of the first decode
+        if not self._table:  # by the clock, the first decode took no time
             return
         if not len(report.draft):
             self._n_stale = 0
@@ -317,7 +317,7 @@ class CostAwarePolicy:
             return
         plain_s = self._costs.seconds(1)
         target_s = report.target_s * self._costs.of_batch(1 + len(report.draft), report.n_rows)
-        # What was read in advance serves the rounds to come.
+        # Reading the text is an investment in later rounds, and is not charged to this one.
         round_s = max(0.0, report.draft_s - self._invested_s) + target_s
         self._budget.spend(
             self._began,
@@ -340,8 +340,8 @@ class CostAwarePolicy:
             chances.end_text()
 
     def _leave(self, draft: Draft) -> None:
-        """Remember what a draft that nothing was read for would have been worth verifying: the
-        text will tell what that would have saved."""
+        """Follow the nodes of an unverified n-gram draft that were worth verifying without a margin:
+        the text will show what they would have saved."""
         origin = draft.origins[0]
         if origin not in NGRAM_ORIGINS or self._outcomes.is_following(origin):
             return
@@ -358,11 +358,11 @@ class CostAwarePolicy:
         return plain_s if self._pace.token_s is None else min(plain_s, self._pace.token_s)
 
     def _token_worth_s(self, origin: str) -> float:
-        """What an expected token of a drafter is taken for, in seconds: less than it is worth, as
+        """The seconds that an expected token of a drafter counts for: less than a token is worth, as
         long as little was saved in this answer.
 
-        A gain is a matter of chance and a cost is not: at first only what is clearly worth it is
-        drafted, so that a short answer, or one that suits no draft, loses little.
+        A cost is certain and a gain is not. So at first only drafts that are clearly worth it are
+        made, and a short answer, or one that suits no draft, loses little.
         """
         worst, first, last = _NGRAM_MARGINS if origin in NGRAM_ORIGINS else _MODEL_MARGINS
         credit = self._budget.credit_of(origin) / self._costs.seconds(1)
@@ -380,7 +380,7 @@ class CostAwarePolicy:
         return chances
 
     def _chance_of(self, draft: Draft) -> float:
-        """The chance that a chain is accepted whole; its tokens' chances become the path."""
+        """The chance that a chain is accepted whole; stores the chances of its tokens in `_path`."""
         chance = 1.0
         for node, (origin, confidence) in enumerate(
             zip(draft.origins, draft.probabilities, strict=True)
@@ -390,7 +390,7 @@ class CostAwarePolicy:
         return chance
 
     def _path_chances(self, draft: Draft) -> list[float]:
-        """The chances that the paths to a draft's nodes are accepted."""
+        """For each node of a draft, the chance that it and its ancestors are accepted."""
         chances: list[float] = []
         for parent, origin, rank, confidence in zip(
             draft.parents, draft.origins, draft.ranks(), draft.probabilities, strict=True
@@ -402,13 +402,13 @@ class CostAwarePolicy:
         return chances
 
     def _chance_of_guess(self, origin: str, rank: int, confidence: float) -> float:
-        """The chance of a token that its drafter proposed after `rank` others for its place."""
+        """The chance of a token that is its drafter's guess number `rank`, from 0, for a place."""
         chance = self._of(origin_of_rank(origin, rank)).chance(confidence)
         return chance if rank == 0 else _SECOND * chance
 
     def _best(self, draft: Draft) -> tuple[int, float]:
-        """The length at which a chain's beginning is worth most, and what it is worth; of a tree
-        how many of the nodes."""
+        """The length at which a chain is worth most, and that worth in seconds; for a tree, the number
+        of nodes and their worth."""
         if not len(draft) or self._budget.is_put_aside(draft.origins[0]):
             return 0, 0.0
         token_s = self._token_worth_s(draft.origins[0])
@@ -428,21 +428,21 @@ class CostAwarePolicy:
         return best_n, best_s
 
     def _best_of_tree(self, draft: Draft, token_s: float) -> tuple[list[int], float]:
-        """The nodes of a tree that are worth most together, the likeliest first, at so many
-        seconds for a token, and what they are worth."""
+        """The nodes of a tree that are worth most together, likeliest first, and their worth in
+        seconds; an expected token counts `token_s`."""
         if self._budget.is_put_aside(draft.origins[0]):
             return [], 0.0
         return best_nodes(self._path_chances(draft), token_s, self._extra())
 
     def _extra(self) -> list[float]:
-        """What a batch with a draft of each length costs beyond a plain decode, in seconds."""
+        """The seconds that a draft of n tokens adds to a plain decode, for each n from 0."""
         if not self._extra_s:
             self._extra_s = [self._extra_for(n) for n in range(self._n_max + 1)]
         return self._extra_s
 
     def _extra_behind(self, n_before: int) -> list[float]:
-        """What a batch costs, for each number of tokens behind a draft of `n_before`, beyond one
-        with that draft alone; in seconds."""
+        """The seconds that n tokens behind a draft of `n_before` tokens add to the batch, for each n
+        from 0."""
         extra_s = self._extra()
         if not n_before:
             return extra_s
@@ -459,7 +459,7 @@ class CostAwarePolicy:
         return rule
 
     def _rule_now(self, origin: str) -> StoppingRule:
-        """The stopping rule for a drafter at these prices, or a new one if much has changed."""
+        """The known stopping rule for a drafter and a row's price, or a new one if much has changed."""
         chances, token_s = self._of(origin), self._token_worth_s(origin)
         row_s = self._costs.seconds(2) - self._costs.seconds(1)
         prices = (self._price.next_s, token_s, row_s)
@@ -477,15 +477,15 @@ class CostAwarePolicy:
     # --- trials ------------------------------------------------------------------------------
 
     def _may_try(self, origin: str, price: Price) -> bool:
-        """Whether a drafter that promises nothing is tried all the same, to learn whether that
-        is still so: not if it could not pay even if it were always right."""
+        """Whether to try a drafter that is not expected to pay, to learn whether that is still so.
+        It is not tried if it could not pay even if it were always right."""
         n = min(self._budget.n_tokens, self._n_max)
         cost_s = price.first_s + price.backlog_s + (n - 1) * price.next_s
         cost_s += self._costs.seconds(n + 1) - self._costs.seconds(1)
         return self._budget.allows(cost_s) and self._ideal_s(price) > 0.0
 
     def _ideal_s(self, price: Price) -> float:
-        """Seconds that a round would save with a draft of the best length that is all right."""
+        """The seconds that a round would save with a draft of the best length, all of it accepted."""
         plain_s = self._costs.seconds(1)
         return max(
             k * plain_s

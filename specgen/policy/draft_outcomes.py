@@ -1,4 +1,4 @@
-"""Learn acceptance rates from the text, also of proposed tokens that were not verified."""
+"""Learn acceptance rates by comparing drafts with the text, including drafts that were not verified."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from specgen.policy.base import RoundReport
 
 @dataclass(slots=True)
 class _Waiting:
-    """A draft that waits for the text to tell about it, whether or not it was verified, and the
-    node of it where the text is."""
+    """A draft that is compared with the text as it grows, verified or not, and the node of it that
+    the text has reached."""
 
     draft: Draft
     ranks: list[int]
     node: int = ROOT
 
     def holds(self, other: Draft) -> bool:
-        """Whether another draft is a part of what is left of this one."""
+        """Whether another draft is a part of this one, from the reached node on."""
         found = {ROOT: self.node}
         for node, (parent, token) in enumerate(zip(other.parents, other.tokens, strict=True)):
             for child in self.draft.children(found[parent]):
@@ -32,8 +32,8 @@ class _Waiting:
         return True
 
     def step(self, token: int) -> bool:
-        """Go to the child that says the text's next token; False if there is none, or if nothing
-        is left behind it."""
+        """Go to the child with the text's next token; False if there is none, or if it has no
+        children."""
         for child in self.draft.children(self.node):
             if self.draft.tokens[child] == token:
                 self.node = child
@@ -43,8 +43,8 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Untaken:
-    """What would have been verified of a draft that was not, by what is expected of it, and what
-    that would have saved so far, in seconds."""
+    """The part of an unverified draft that was expected to pay, and the seconds that verifying it
+    would have saved so far."""
 
     waiting: _Waiting
     saved_s: float
@@ -52,43 +52,42 @@ class _Untaken:
 
 @dataclass(slots=True)
 class DraftOutcomes:
-    """Compares what drafters proposed with the text, and counts it in their `chances`, which are
-    given by origin.
+    """Compares drafts with the text, and counts the results in the drafters' `chances`, by origin.
 
-    A token that was not drawn at random need not be verified for that: whether the text goes on
-    with it shows anyhow. One that was drawn is judged where it was verified.
+    A token that was not drawn at random need not be verified for this: the text shows whether it
+    continues with the token. A drawn token is counted only where it was verified.
     """
 
     chances: Callable[[str], Chances]
-    #: How sure a model was, or could be at best, before each node of this round's draft was drawn.
+    #: The model's largest probability before each node of this round's draft, by node.
     confidences: dict[int, float] = field(default_factory=dict)
     _waiting: dict[str, _Waiting] = field(default_factory=dict)
     _untaken: dict[str, _Untaken] = field(default_factory=dict)
 
     def begin_round(self) -> None:
-        """A round begins."""
+        """Begin a round: forget the confidences of the last one."""
         self.confidences.clear()
 
     def wait_for(self, draft: Draft) -> None:
-        """Remember what a drafter proposed, whether or not it is verified."""
+        """Remember a draft without drawn tokens, whether or not it will be verified."""
         if not len(draft) or draft.is_drawn:
             return
         waiting = self._waiting.get(draft.origins[0])
         if waiting is not None and waiting.holds(draft):
-            return  # the same, cut off
+            return  # the same draft, shortened
         self._waiting[draft.origins[0]] = _Waiting(draft, draft.ranks())
 
     def is_following(self, origin: str) -> bool:
-        """Whether what a drafter proposed and nobody verified is still compared with the text."""
+        """Whether an unverified draft of this drafter is being followed."""
         return origin in self._untaken
 
     def follow(self, draft: Draft, cost_s: float) -> None:
-        """Find out what it would have saved to verify a draft, which would have cost so much."""
+        """Find out what an unverified draft would have saved; verifying it would have cost `cost_s`."""
         self._untaken[draft.origins[0]] = _Untaken(_Waiting(draft, []), -cost_s)
 
     def observe(self, report: RoundReport, token_s: float) -> Iterator[tuple[str, float]]:
-        """Count what a round told; a token is worth `token_s` seconds. Yields, of each draft that
-        was followed to its end, the origin and the seconds that it would have saved."""
+        """Count the results of a round; a token is worth `token_s` seconds. For each followed draft
+        that has come to its end, yields the origin and the seconds that it would have saved."""
         if report.draft.is_drawn and report.draft.is_chain:
             self._judge_draws(report)
         for key in list(self._waiting):
@@ -110,10 +109,10 @@ class DraftOutcomes:
                     break
 
     def _judge_draws(self, report: RoundReport) -> None:
-        """Count which tokens of a drawn chain were accepted, of those that were judged.
+        """Count which of the judged tokens of a drawn chain were accepted.
 
-        How sure the model was before the draws, not how likely a drawn token is, says what to
-        expect of them."""
+        They are counted by the model's confidence before the draw, which shows what to expect of
+        them, and not by the probability of the drawn token."""
         draft, n_accepted = report.draft, len(report.path)
         for node in range(min(n_accepted + 1, len(draft))):
             if draft.distributions[node] is not None and node in self.confidences:
@@ -121,7 +120,7 @@ class DraftOutcomes:
                 chances.judge(self.confidences[node], accepted=node < n_accepted)
 
     def _judge_children(self, waiting: _Waiting, token: int) -> None:
-        """Count which of the tokens that were proposed here was the text's."""
+        """Count, for each token that was proposed here, whether it is the text's token."""
         draft = waiting.draft
         for child in draft.children(waiting.node):
             confidence = draft.probabilities[child]

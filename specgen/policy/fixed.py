@@ -13,7 +13,7 @@ from specgen.policy.base import RoundReport
 class FixedPolicy:
     """A fixed draft length, with a stop where the draft becomes unsure (llama.cpp's rule).
 
-    Of several drafters the first one that has a draft drafts.
+    Among several drafters, the first one that has a draft is used.
     """
 
     def __init__(self, options: DraftOptions) -> None:

@@ -1,5 +1,5 @@
-"""Which tokens of a draft are worth a row of the target's batch, and beyond which to look on, by
-the chances that they count."""
+"""Which nodes of a draft are worth a row of the target's batch, and beyond which to look next, by
+their chances of acceptance."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from specgen.core.growing_tree import GrowingTree
 from specgen.policy.stopping import StoppingRule
 
-#: What a look beyond a second branch, in the same batch as the first, is taken to gain, as a
-#: share of what it would by itself. (In replays of 48 answers this was never slower than chains;
-#: with 1, where rows are dear, by a percent.)
+#: A look beyond a second branch, in the same batch as the first, counts with this share of the gain
+#: that it would have alone. (In replays of 48 answers this was never slower than chains; 1 was
+#: slower by a percent where rows are expensive.)
 _ASIDE = 0.5
 
 
@@ -20,9 +20,9 @@ def best_nodes(
 ) -> tuple[list[int], float]:
     """The nodes of a tree that are worth most together, and what they are worth in seconds.
 
-    The chance that a path is accepted does not grow along it, so the likeliest nodes of any
-    number are a tree, and the best tree of that size. `path_chances` have parents before their
-    children; `extra_s[n]` is what n nodes cost to verify. Nodes come likeliest first.
+    The chance that a path is accepted does not grow along it. So the n likeliest nodes always form
+    a tree, and it is the best tree of n nodes. `path_chances` lists parents before their children;
+    `extra_s[n]` are the seconds to verify n nodes. Nodes are returned likeliest first.
     """
     order = sorted(range(len(path_chances)), key=path_chances.__getitem__, reverse=True)
     best_n, best_s, gain_s = 0, 0.0, 0.0
@@ -43,15 +43,15 @@ def best_frontier(
     next_s: float,
     seconds: Callable[[int], float],
 ) -> list[int]:
-    """The first of `nodes`, likeliest first, beyond which it is worth looking in one batch.
+    """The first of `nodes`, which come likeliest first, that are worth looking beyond in one batch.
 
-    `rule` and `token_s` are for the tree's drafter, `extra_s[n]` is what n of the tree's nodes cost
-    to verify. A look at one token by itself takes `next_s`; one at n places in a batch,
+    `rule` and `token_s` are for the tree's drafter; `extra_s[n]` are the seconds to verify n of the
+    tree's nodes. A look beyond one node alone takes `next_s` seconds, a batch of n looks
     `seconds(n)`.
     """
     chances, n_room = tree.path_chances, len(extra_s) - 1
     taken, _ = best_nodes(chances, token_s, extra_s)
-    # What is found takes a row more, or the place of the least likely node that has one.
+    # A new node takes one more row, or the row of the least likely node that has one.
     n_taken, insert_s = len(taken), math.inf
     if n_taken < n_room:
         insert_s = extra_s[n_taken + 1] - extra_s[n_taken]
@@ -60,18 +60,18 @@ def best_frontier(
     best, best_s, gain_s = 0, 0.0, 0.0
     for n, node in enumerate(nodes):
         n_rows = n_taken
-        if n_rows >= n_room:  # it is full, but for those that are likelier
+        if n_rows >= n_room:  # no row is free: only likelier nodes keep theirs
             n_rows = sum(chances[other] >= chances[node] for other in taken)
         n_rows = max(n_rows, tree.depths[node] + 1)
         if n_rows >= n_room:
             break
-        # The first may be followed far. What the others could be followed by would compete for
-        # the same rows, and they are often wrong together.
+        # The first node may be followed far. Tokens behind the others would compete for the same
+        # rows, and the nodes are often wrong together.
         if n == 0:
             gain_s += max(0.0, rule.value(tree.n_before + n_rows, chances[node]) + next_s)
         else:
             gain_s += _ASIDE * rule.single(chances[node], insert_s)
-        if node not in taken:  # what it would take to have it in the draft
+        if node not in taken:  # the node itself would need a row too
             gain_s += min(0.0, chances[node] * token_s - insert_s)
         value_s = gain_s - seconds(n + 1)
         if value_s > best_s:

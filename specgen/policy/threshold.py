@@ -9,10 +9,10 @@ from specgen.core.draft import NO_DRAFT, Draft
 from specgen.options import DraftOptions
 from specgen.policy.base import RoundReport
 
-#: The share of drafted tokens that may be refused: the bound falls while less is, and rises when
-#: more is.
+#: The share of drafted tokens that may be rejected: the bound falls while fewer are, and rises while
+#: more are.
 _REFUSED = 0.25
-#: How fast, in log-probability for a draft that is refused whole.
+#: How far the bound moves in a round, in log-probability for each unit of difference to that share.
 _RATE = 0.4
 _START, _LEAST, _MOST = 0.3, 0.01, 0.9
 
@@ -20,13 +20,13 @@ _START, _LEAST, _MOST = 0.3, 0.01, 0.9
 class ThresholdPolicy:
     """Drafts while the product of the tokens' probabilities stays above a bound, which adapts.
 
-    The product is how likely the draft is to be accepted whole, as far as its model knows. A
-    bound on it lets a sure draft grow long and stops an unsure one early, where a bound on each
-    token's own probability would let many fairly sure ones follow each other. After each round
-    the bound moves so that a fixed share of the drafted tokens is refused in the long run: as
-    much is drafted as pays where decoding a row more costs little. (The idea of a confidence
-    bound that follows what was accepted: Mamou et al., arXiv:2405.04304, and the dynamic
-    thresholds of Hugging Face's assisted generation.) It knows nothing of costs.
+    The product is the chance that the whole draft is accepted, in its model's opinion. A bound on
+    the product lets a sure draft grow long and stops an unsure one early; a bound on each token's
+    own probability would let many fairly sure tokens follow each other. After each round the bound
+    moves so that, in the long run, a fixed share of the drafted tokens is rejected. This drafts
+    as much as pays where one more row costs little. (A confidence bound that follows the accepted
+    share: Mamou et al., arXiv:2405.04304, and the dynamic thresholds of Hugging Face's assisted
+    generation.) The policy does not know any costs.
     """
 
     def __init__(self, options: DraftOptions) -> None:
@@ -34,7 +34,7 @@ class ThresholdPolicy:
         self._n_min = options.min_tokens
         self._p_min = options.stops_below
         self._log_bound = math.log(_START)
-        #: The log-probability of the draft in the making, up to and with each token.
+        #: The log-probability of the draft in progress, up to and including each token.
         self._log_chances: list[float] = []
 
     @property
@@ -68,7 +68,7 @@ class ThresholdPolicy:
         return n_drafted < self._n_max
 
     def trim(self, draft: Draft) -> Draft:
-        if draft.is_drawn:  # what was drawn is not dropped for what it says
+        if draft.is_drawn:  # a drawn token is not dropped because of what it is
             return draft
         log_chance, n_kept = 0.0, 0
         for confidence in draft.probabilities:
@@ -81,7 +81,7 @@ class ThresholdPolicy:
 
     def observe(self, report: RoundReport) -> None:
         if not len(report.draft):
-            # Nothing was sure enough: without a draft now and then, nothing would be learnt.
+            # Nothing was sure enough. The bound falls slowly, since nothing is learnt without drafts.
             self._move(-0.1 * _REFUSED)
             return
         refused = 1.0 - len(report.path) / len(report.draft)

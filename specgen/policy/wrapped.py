@@ -12,7 +12,7 @@ from specgen.policy.base import Policy, RoundReport, TreePolicy
 
 
 class WrappedPolicy:
-    """Does as another policy does, but for what a subclass changes."""
+    """Forwards every call to another policy; subclasses override what differs."""
 
     def __init__(self, inner: Policy) -> None:
         self._inner = inner
@@ -59,10 +59,10 @@ class WrappedPolicy:
 
 
 class Decided(WrappedPolicy):
-    """A policy for a drafter that is asked by another one: whether it begins is decided already.
+    """The policy that a drafter gives to another drafter: whether that one starts is already decided.
 
-    The first `n_own` tokens of what it is about to draft are no choice, and none of the draft's;
-    `n_after` tokens stand in the draft before its first one.
+    The first `n_own` tokens that the other drafter proposes are no choice, and do not count as a
+    part of the draft. `n_after` tokens stand in the draft before its first token.
     """
 
     def __init__(self, inner: Policy, *, n_own: int = 0, n_after: int = 0) -> None:

@@ -1,9 +1,9 @@
 """From logits to a distribution over tokens: llama.cpp's samplers, in its order and with its
 meaning, as pure functions of NumPy arrays.
 
-`Sampler` is the whole chain; `candidates` finds the best of many, `truncation`, `temperatures`,
-`penalties` and `dry` are the samplers, `masking` is a grammar's part, and `distribution` what
-comes out.
+`Sampler` is the whole chain. `candidates` finds the best of many tokens; `truncation`,
+`temperatures`, `penalties` and `dry` hold the samplers; `masking` applies a grammar; `distribution`
+is the result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def distribution(logits: Logits, options: SamplerOptions) -> Distribution:
-    """What `Sampler(options)` makes of a row of logits, float32[n_vocab], without a history."""
+    """The distribution of `Sampler(options)` for a row of logits, float32[n_vocab], without a history."""
     return _sampler(options).distribution(logits)
 
 

@@ -1,8 +1,8 @@
-"""The tokens that a chain of samplers still considers, and finding the best of many.
+"""The tokens that a chain of samplers still considers, and the search for the best of many.
 
-A vocabulary has 150 thousand tokens and a chain like the default keeps forty. So a chain
-begins with the row of logits itself, without a copy, and the first sampler that cuts picks
-its few out of it without sorting the rest.
+A vocabulary has 150 thousand tokens, and a chain like the default keeps forty. So a chain begins
+with the row of logits itself, without a copy. The first sampler that drops tokens picks the few
+that it keeps, without sorting the others.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ Scores: TypeAlias = npt.NDArray[np.floating[Any]]
 
 #: Size of the groups whose maxima bound the n-th largest score from below.
 _GROUP = 64
-#: If a row's largest logit is this near to 0, the sum of all e^logit is an ordinary float32, and
-#: what becomes 0 in it is no part of the sum.
+#: If a row's largest logit is this near to 0, the sum of all e^logit is an ordinary float32, and terms
+#: that underflow to 0 do not matter.
 _EXP_RANGE = 60.0
-#: A vocabulary so small is partitioned at once.
+#: A smaller vocabulary is partitioned at once, without groups.
 _SMALL = 2048
 
 
 class Candidates(NamedTuple):
     """Tokens and their scores.
 
-    Either ranked, by descending score and among equals by ascending id, or else by ascending
-    id. Minus infinity is a score like any other: of a token that cannot be drawn.
+    They are either ranked, by descending score and among equals by ascending id, or sorted by
+    ascending id. A score may be minus infinity: such a token cannot be drawn.
     """
 
-    #: float[m]. Of the whole vocabulary it is the row of logits as long as no sampler has
-    #: changed it: never written to.
+    #: float[m]. For the whole vocabulary this is the row of logits itself, as long as no sampler has
+    #: changed it, so it is never written to.
     scores: Scores
     #: int64[m]; None is the whole vocabulary: the ids are 0 to m - 1.
     token_ids: TokenArray | None
-    #: How many candidates llama.cpp would count here: it keeps tokens in its list whose score
-    #: is minus infinity, and dynamic temperature depends on the number.
+    #: The number of candidates that llama.cpp would count here. It keeps tokens with a score of minus
+    #: infinity in its list, and dynamic temperature depends on the number.
     size: int
     is_ranked: bool
 
@@ -51,7 +51,7 @@ class Candidates(NamedTuple):
         return cls(scores, None, len(scores), False)
 
     def take(self, positions: TokenArray, size: int, is_ranked: bool) -> Candidates:
-        """Those at int64[n] positions, which must come in the order that `is_ranked` says."""
+        """The candidates at int64[n] positions, which must be in the order that `is_ranked` states."""
         scores = self.scores[positions].astype(np.float64)
         token_ids = positions if self.token_ids is None else self.token_ids[positions]
         return Candidates(scores, token_ids, size, is_ranked)
@@ -63,7 +63,7 @@ class Candidates(NamedTuple):
         return Candidates(self.scores[:n], self.token_ids[:n], n, True)
 
     def ids(self) -> TokenArray:
-        """int64[m]."""
+        """The token ids, int64[m]."""
         return np.arange(len(self.scores)) if self.token_ids is None else self.token_ids
 
     def top(self) -> float:
@@ -71,7 +71,7 @@ class Candidates(NamedTuple):
         return float(self.scores[0] if self.is_ranked else self.scores.max())
 
     def by_id(self) -> Candidates:
-        """The same, by ascending id."""
+        """The same candidates, by ascending id."""
         if not self.is_ranked:
             return self
         assert self.token_ids is not None
@@ -84,9 +84,9 @@ class Candidates(NamedTuple):
 def best(scores: Scores, n: int) -> TokenArray:
     """Positions of the n largest of float[m], largest first, the lowest first among equals.
 
-    Minus infinity is never among them, so there may be fewer than n. Scores must not be NaN.
-    The maxima of small groups are found in one pass; the n-th largest of these bounds the
-    n-th largest score from below, so that only a few scores are ever sorted.
+    Scores of minus infinity are left out, so there may be fewer than n. Scores must not be NaN.
+    One pass finds the maxima of small groups. The n-th largest maximum bounds the n-th largest
+    score from below, so that only a few scores are ever sorted.
     """
     positions = _candidates(scores, n) if 0 < n < len(scores) else None
     values = scores if positions is None else scores[positions]
@@ -98,12 +98,12 @@ def best(scores: Scores, n: int) -> TokenArray:
 
 
 def _candidates(scores: Scores, n: int) -> TokenArray:
-    """Ascending positions of some scores, the n largest (0 < n < m) among them."""
+    """Ascending positions of some scores, which include the n largest (0 < n < m)."""
     group = min(_GROUP, len(scores) // (2 * n))
     if group < 4 or len(scores) < _SMALL:
         bound = np.partition(scores, len(scores) - n)[len(scores) - n]
         return np.flatnonzero(scores >= bound)
-    # A group is a column, not a stretch of the row: the maxima are then taken by whole SIMD
+    # A group is a column of a table, not a stretch of the row, so that maxima are taken by whole SIMD
     # registers (17 microseconds instead of 140 for 152 thousand logits).
     n_groups = len(scores) // group
     n_grouped = n_groups * group
@@ -121,7 +121,7 @@ def _candidates(scores: Scores, n: int) -> TokenArray:
 def argmax(logits: Logits) -> int:
     """The most likely token of a row, float32[n_vocab]; the lowest id among equals.
 
-    Raises `BackendError` if the row is not made of numbers: NaN would win every comparison.
+    Raises `BackendError` if the largest logit is not finite: NaN would win every comparison.
     """
     token_id = int(logits.argmax())
     check_finite(float(logits[token_id]))
@@ -137,12 +137,12 @@ def top_probability(logits: Logits) -> float:
         return math.exp(top) / float(masses.sum())
     with np.errstate(over="ignore"):  # from one end of float32 to the other
         masses = logits - np.float32(top)
-    np.exp(masses, out=masses)  # in place: another row of a large vocabulary leaves the cache
+    np.exp(masses, out=masses)  # in place: another row of a large vocabulary leaves the CPU's cache
     return 1.0 / float(masses.sum())
 
 
 def check_finite(logit: float) -> None:
-    """Raises `BackendError` if the largest logit of a row is no number."""
+    """Raise `BackendError` if the largest logit of a row is not finite."""
     if not math.isfinite(logit):
         raise BackendError(
             f"the model's largest logit is {logit}: the file is damaged, or this build of "

@@ -22,7 +22,7 @@ from specgen.sampling.steps import Cut, Edit, Fork, Scale, n_history, steps_for
 from specgen.sampling.temperatures import softmax, temperature
 from specgen.sampling.truncation import xtc
 
-#: A text of which nothing is known, or needed.
+#: The history for samplers that look at no text.
 NO_HISTORY: TokenArray = np.zeros(0, np.int64)
 NO_HISTORY.flags.writeable = False
 
@@ -30,14 +30,14 @@ NO_HISTORY.flags.writeable = False
 class Sampler:
     """A chain of samplers, made once for its options.
 
-    It has no state: the same arguments give the same distribution. What has been said before
-    is an argument, so a tree of drafts is judged by one sampler, with one history a node.
+    It has no state: the same arguments give the same distribution. The text so far is an argument,
+    so one sampler judges a tree of drafts, with one history a node.
     """
 
     def __init__(self, options: SamplerOptions, breakers: DryBreakers | None = None) -> None:
-        """`breakers` are those of DRY, which without them has none."""
+        """`breakers` are the sequence breakers of DRY; None means that there are none."""
         steps = steps_for(options, breakers or DryBreakers())
-        #: Those that come first change the row itself, for as long as they are needed.
+        #: Edits at the beginning of the chain change the row itself, and are undone afterwards.
         self._edits: list[Edit] = []
         for step in steps:
             if not isinstance(step, Edit):
@@ -59,13 +59,13 @@ class Sampler:
 
     @property
     def greedy(self) -> bool:
-        """Whether the chain ends on its most likely token: the temperature is 0 or less."""
+        """Whether the chain keeps only its most likely token: the temperature is 0 or less."""
         return self._greedy
 
     @property
     def is_random(self) -> bool:
-        """Whether a distribution may have more than one token: where the chain is not greedy,
-        or XTC forks it."""
+        """Whether a distribution may have more than one token: if the chain is not greedy, or if XTC
+        forks it."""
         return not self._greedy or any(isinstance(step, Fork) for step in self._steps)
 
     @property
@@ -76,21 +76,21 @@ class Sampler:
     def distribution(
         self, logits: Logits, history: TokenArray = NO_HISTORY, allows: Allows | None = None
     ) -> Distribution:
-        """What the chain makes of a row of logits, float32[n_vocab].
+        """The chain's distribution for a row of logits, float32[n_vocab].
 
-        `history` are the last tokens of the text, the prompt included, oldest first:
-        int64[n], where n is at least `n_history` if the text is as long. `logits` is written
-        to and restored. `allows` is a grammar that masks the logits before the chain; it is
-        asked about as few tokens as the chain permits (see `specgen.sampling.masking`).
+        `history` holds the last tokens of the text, including the prompt, oldest first: int64[n],
+        where n is at least `n_history` if the text is that long. `logits` is written to and
+        restored. `allows` is a grammar that masks the logits before the chain; it is asked about
+        as few tokens as the chain permits (see `specgen.sampling.masking`).
 
         Raises `BackendError` if the row has no finite maximum, and `NoTokenAllowedError` if
         the grammar leaves nothing.
 
-        XTC removes tokens at random, with a given chance. A token that is drawn after it is
-        therefore drawn from a mixture: chance times what the rest of the chain makes of the
-        candidates without these tokens, plus (1 - chance) times what it makes of them all.
-        That mixture is the result, so it is exact for speculative sampling, and no random
-        number is spent here. (At temperature 0 it is a mixture of two certain tokens.)
+        XTC removes tokens at random, with a given chance. A token after it is therefore drawn from a
+        mixture: with that chance from the rest of the chain without these tokens, and otherwise
+        from the rest of the chain with all candidates. The mixture is returned, so it is exact for
+        speculative sampling, and no random number is used here. (At temperature 0 it is a mixture
+        of two certain tokens.)
         """
         if not self._edits:
             return self._of_row(logits, history, allows)
@@ -141,18 +141,18 @@ class Sampler:
     def _masked(
         self, candidates: Candidates, history: TokenArray, allows: Allows
     ) -> tuple[Candidates, int]:
-        """Candidates after the mask and the first steps, and the number of these."""
+        """The candidates after the mask and the first steps, and the number of these steps."""
         for n_done, step in enumerate(self._steps):
             if isinstance(step, Cut) and step.apply_masked is not None:
                 return step.apply_masked(candidates.scores, allows), n_done + 1
             if not isinstance(step, (Edit, Scale)):
                 return allowed(candidates.scores, allows), n_done
-            # These treat each token by itself, so the mask may as well come after them.
+            # Edits and scales treat each token by itself, so the mask may come after them.
             candidates = _applied(step, candidates, history)
         return allowed(candidates.scores, allows), len(self._steps)
 
     def _run(self, candidates: Candidates, n_done: int, history: TokenArray) -> Distribution:
-        """What the steps after the first `n_done` make of the candidates."""
+        """The distribution after all steps but the first `n_done`."""
         for n, step in enumerate(self._steps[n_done:], n_done + 1):
             if not isinstance(step, Fork):
                 candidates = _applied(step, candidates, history)
@@ -176,7 +176,7 @@ def _applied(step: Edit | Scale | Cut, candidates: Candidates, history: TokenArr
 
 
 def _edited(candidates: Candidates, edit: Edit, history: TokenArray) -> Candidates:
-    """Candidates by id, those that `edit` affects with new scores."""
+    """Candidates by id, with new scores for the tokens that `edit` affects."""
     candidates = candidates.by_id()
     token_ids, amounts = edit.affected(history)
     scores = candidates.scores.astype(np.float64)
@@ -194,8 +194,8 @@ def _edited(candidates: Candidates, edit: Edit, history: TokenArray) -> Candidat
 def _within(
     token_ids: TokenArray, amounts: ProbArray, n_vocab: int
 ) -> tuple[TokenArray, ProbArray]:
-    """Without tokens that are none of this row's: two models may share only a part of their
-    vocabularies."""
+    """Ids and amounts without the ids that the row does not have: two models may share only a part
+    of their vocabularies."""
     if not len(token_ids) or 0 <= token_ids[0] <= token_ids[-1] < n_vocab:
         return token_ids, amounts
     start, end = token_ids.searchsorted((0, n_vocab))

@@ -1,4 +1,4 @@
-"""A distribution over tokens, held sparsely: the tokens that can be drawn, and how likely."""
+"""A sparse distribution over tokens: the tokens that can be drawn, and their probabilities."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 from specgen.arrays import ProbArray, TokenArray
 from specgen.sampling.candidates import best
 
-#: The probabilities of a certain token: greedy decoding makes one a token.
+#: The probabilities of a certain token, shared: greedy decoding makes such a distribution for each token.
 _ALL: ProbArray = np.ones(1)
 _ALL.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A probability distribution over token ids, by its support.
+    """A probability distribution over token ids, stored by its support.
 
     `token_ids` is int64[m], strictly increasing; `probs` is float64[m], positive, and sums
     to 1 up to rounding.
@@ -40,8 +40,8 @@ class Distribution:
         return np.where(self.token_ids[position] == token_ids, self.probs[position], 0.0)
 
     def without(self, token_id: int) -> Distribution | None:
-        """What is left without a token, in proportion: what the next one is drawn from where none
-        is drawn twice. None if that is nothing."""
+        """The distribution without a token, renormalised: the next sibling is drawn from it if tokens
+        are drawn without replacement. None if nothing is left."""
         kept = self.token_ids != token_id
         if kept.all():
             return self
@@ -62,13 +62,12 @@ class Distribution:
         return int(self.token_ids[self.probs.argmax()])
 
     def draw(self, rng: np.random.Generator) -> int:
-        """One token, by inverting the cumulative distribution: one uniform number a token,
-        and none where there is only one token to draw.
+        """Draw a token by inverting the cumulative distribution. This takes one uniform number, or none
+        if there is only one token to draw.
 
-        The uniform is all the randomness there is, so plain and speculative decoding that
-        draw from equal distributions with generators in equal states draw equal tokens. A
-        certain token (greedy, or the only one that a grammar allows) leaves the generator
-        where it was.
+        No other randomness is used. So plain and speculative decoding draw equal tokens from equal
+        distributions if their generators are in equal states. A certain token (greedy, or the only
+        one that a grammar allows) does not change the generator's state.
         """
         if len(self.token_ids) == 1:
             return int(self.token_ids[0])
@@ -77,9 +76,9 @@ class Distribution:
         return int(self.token_ids[min(index, len(self.token_ids) - 1)])
 
     def minus(self, other: Distribution, scale: float = 1.0) -> Distribution | None:
-        """normalize(max(0, scale * self - other)): the residual of a refused draft.
+        """normalize(max(0, scale * self - other)): the residual of a rejected draft.
 
-        None if nothing is left; with a scale of 1, that is, if the two are equal. (Leviathan
+        None if nothing is left; with a scale of 1 this means that the two are equal. (Leviathan
         et al., arXiv:2211.17192, Algorithm 1; Chen et al., arXiv:2302.01318, Algorithm 2.)
         """
         remaining = self._excess(other, scale)
@@ -94,7 +93,7 @@ class Distribution:
         return float(np.maximum(self._excess(other, scale), 0.0).sum())
 
     def _excess(self, other: Distribution, scale: float) -> ProbArray:
-        """What is left of scale * self without other, on the support of self: float64[m]."""
+        """The difference scale * self - other, on the support of self: float64[m]."""
         difference = self.probs * scale
         position = other.token_ids.searchsorted(self.token_ids)
         position[position == len(other.token_ids)] = 0
@@ -104,12 +103,12 @@ class Distribution:
 
     @staticmethod
     def certain(token_id: int) -> Distribution:
-        """All the mass on one token."""
+        """The distribution with all its mass on one token."""
         return _certain(token_id)
 
     @staticmethod
     def mixture(weight: float, first: Distribution, second: Distribution) -> Distribution:
-        """A draw from `first` with probability `weight`, from `second` otherwise."""
+        """The distribution of a draw from `first` with probability `weight`, from `second` otherwise."""
         if weight <= 0.0:
             return second
         if weight >= 1.0:

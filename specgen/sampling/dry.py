@@ -1,9 +1,9 @@
-"""DRY, "don't repeat yourself": a penalty on the token that would go on with a repetition.
+"""DRY, "don't repeat yourself": a penalty on the token that would continue a repetition.
 
 By p-e-w (github.com/oobabooga/text-generation-webui/pull/5677), with the sequence breakers of
-KoboldCpp and llama.cpp. If the last n tokens of the text stand somewhere earlier in it, the
-token that followed there loses multiplier * base ** (n - allowed_length), for the longest such
-n. A repetition does not reach back over a breaker.
+KoboldCpp and llama.cpp. If the last n tokens of the text also occur earlier in it, the score of the
+token that followed there is reduced by multiplier * base ** (n - allowed_length), for the longest
+such n. A repetition does not reach back over a breaker.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import numpy as np
 from specgen.arrays import ProbArray, TokenArray
 from specgen.sampling.penalties import last
 
-#: As in llama.cpp: the longest breaker in bytes, and the most tokens after its first.
+#: The limits of llama.cpp: the longest breaker in bytes, and the most tokens after its first.
 _MAX_BREAKER_BYTES = 40
 _MAX_TAIL = 20
 #: The logarithm of the largest float32: base ** exponent must stay below.
 _LOG_MAX = 88.7228391
-#: So many places are quickly compared one by one.
+#: Up to this many places are quickly compared one by one.
 _FEW = 16
 
 
 class BreakerVocabulary(Protocol):
-    """What `DryBreakers` has to know about tokens: see `specgen.backend.base.Vocabulary`."""
+    """The part of `specgen.backend.base.Vocabulary` that `DryBreakers` needs."""
 
     @property
     def n_tokens(self) -> int: ...
@@ -39,25 +39,25 @@ class BreakerVocabulary(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DryBreakers:
-    """Sequence breakers in terms of tokens: what to make of a vocabulary once.
+    """Sequence breakers as tokens, computed once for a vocabulary.
 
-    `tails[token]` are the token sequences each of which, after `token`, completes a breaker;
-    an empty one says that the token contains a whole breaker.
+    `tails[token]` are the token sequences that complete a breaker after `token`; an empty sequence
+    means that the token contains a whole breaker.
     """
 
     tails: Mapping[int, frozenset[tuple[int, ...]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, vocabulary: BreakerVocabulary, breakers: Sequence[str]) -> DryBreakers:
-        """The tokens that contain a breaker, and those whose end is the beginning of one,
-        followed by the rest of it as the tokenizer writes it. Empty breakers are skipped.
+        """The breakers of a vocabulary: tokens that contain a breaker; and tokens that end with the
+        beginning of one, with the tokens of the rest of it. Empty breakers are skipped.
 
-        Passes once over the vocabulary (half a second for 152 thousand tokens).
+        This passes once over the vocabulary (half a second for 152 thousand tokens).
 
-        llama.cpp reads a token as its own decoder would write it as a text of one token. Of
-        that, the space that some tokenizers put before a text is taken off here too; not so
-        the clean-up of spaces before punctuation that some vocabularies ask for, which could
-        matter only to a breaker that has such a space in it.
+        llama.cpp reads a token as the text that its decoder writes for this one token. As there,
+        the space that some tokenizers put before a text is removed. The clean-up of spaces before
+        punctuation, which some vocabularies ask for, is not done here; it could matter only to a
+        breaker with such a space in it.
         """
         cut = [text.encode()[:_MAX_BREAKER_BYTES] for text in breakers if text]
         tails: dict[int, set[tuple[int, ...]]] = {}
@@ -85,7 +85,7 @@ class DryBreakers:
         return () in self.tails.get(token_id, ())
 
     def distance(self, text: Sequence[int]) -> int | None:
-        """How many tokens after the last breaker `text` ends; None if there is none in it."""
+        """The number of tokens of `text` after its last breaker; None if it has no breaker."""
         n = len(text)
         for start in range(n - 1, -1, -1):
             lengths = [
@@ -107,10 +107,10 @@ def dry_penalties(
     allowed_length: int,
     last_n: int,
 ) -> tuple[TokenArray, ProbArray]:
-    """What to subtract from which tokens' scores after int64[n_history] tokens of text.
+    """The penalties to subtract from tokens' scores after a text of int64[n_history] tokens.
 
-    Returns increasing ids int64[m] and penalties float64[m]. Of the history the last `last_n`
-    tokens count (negative: all; 0: DRY is off). Nothing is penalised if `multiplier` is 0 or
+    Returns increasing ids int64[m] and penalties float64[m]. Only the last `last_n` tokens of the
+    history count (negative: all; 0: DRY is off). Nothing is penalised if `multiplier` is 0 or
     `base` is below 1.
     """
     nothing = np.zeros(0, np.int64), np.zeros(0)
@@ -135,7 +135,7 @@ def dry_penalties(
             return nothing
         lengths = np.minimum(lengths, limit)
     order = lengths[places].argsort(kind="stable")
-    # The longest repetition comes last, and so is the one that a token keeps.
+    # The longest repetition of a token comes last, so the dictionary keeps that one.
     repeated = dict(
         zip(
             backwards[places[order]].tolist(),
@@ -154,13 +154,13 @@ def dry_penalties(
 
 
 def _repetitions(backwards: TokenArray, enough: int) -> TokenArray:
-    """How long the repetition is that each token of a text would go on with: int64[n - 1] for
-    int64[n] tokens, last one first.
+    """The length of the repetition that each token of a text would continue: int64[n - 1] for int64[n]
+    tokens, the last one first.
 
     Entry i counts how many tokens before `backwards[i]` are also the last ones of the text.
     Counts of `enough` and more need not be exact. All places where the last token occurs are
-    compared with the end of the text at once, one token after the other, and are left as they
-    differ.
+    compared with the end of the text together, one token at a time; a place is dropped once it
+    differs.
     """
     lengths = np.zeros(len(backwards) - 1, np.int64)
     places = np.flatnonzero(backwards[1:] == backwards[0])
@@ -170,7 +170,7 @@ def _repetitions(backwards: TokenArray, enough: int) -> TokenArray:
         lengths[places] = length
         if length >= enough:
             break
-        if length % 8 == 0:  # so far alike: likely to stay so for long
+        if length % 8 == 0:  # the places are equal so far, and probably stay so for long
             places = _measured(backwards, places, lengths, enough)
         places = places[places + 1 + length < len(backwards)]
         places = places[backwards[places + 1 + length] == backwards[length]]
@@ -180,11 +180,11 @@ def _repetitions(backwards: TokenArray, enough: int) -> TokenArray:
 def _measured(
     backwards: TokenArray, places: TokenArray, lengths: TokenArray, enough: int
 ) -> TokenArray:
-    """Finishes the lengths of some places, each by itself; returns those still to be compared.
+    """Finish the lengths of some places, one by one; returns the places still to be compared.
 
-    All of them where there are few. Of many only the first: text with a period keeps very many
-    places alike, all with the same token after them, and once one of them has as long a
-    repetition as matters, the others add nothing.
+    If there are few, all are finished. If there are many, only the first is: a periodic text has very
+    many equal places with the same token after them. Once one of these has a repetition of `enough`
+    tokens, the others add nothing.
     """
     n_measured = len(places) if len(places) <= _FEW else 1
     for place in places[:n_measured].tolist():
@@ -198,7 +198,7 @@ def _measured(
 
 
 def _words(vocabulary: BreakerVocabulary, *, strip: bool) -> Iterator[bytes]:
-    """Every token's text, that of control tokens too; `strip` takes a leading space off."""
+    """Every token's text, also that of control tokens; `strip` removes a leading space."""
     for token_id in range(vocabulary.n_tokens):
         word = vocabulary.token_bytes(token_id) or _control_text(vocabulary, token_id)
         yield word[1:] if strip and word.startswith(b" ") else word

@@ -1,5 +1,5 @@
 """Log-probabilities of tokens, as the model gives them: at temperature 1, before samplers and
-grammar, like llama.cpp's server and OpenAI's interface report them."""
+grammar, as llama.cpp's server and OpenAI's interface report them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specgen.sampling import top_k
 
 def log_probabilities(logits: Logits, token_ids: Sequence[int]) -> list[float]:
     """The natural logarithms of these tokens' probabilities, from a row of logits,
-    float32[n_vocab]; -inf for a token that cannot be."""
+    float32[n_vocab]; -inf for an impossible token."""
     top = float(logits.max())
     normalizer = top + float(np.log(np.exp(logits - np.float32(top)).sum(dtype=np.float64)))
     return [float(logits[token_id]) - normalizer for token_id in token_ids]

@@ -1,9 +1,9 @@
-"""A grammar as a mask on the whole vocabulary, asked about as few tokens as possible.
+"""A grammar as a mask on the whole vocabulary, which is computed for as few tokens as possible.
 
-What a chain makes of masked logits rarely depends on all of the mask: greedy needs the best
-token that is allowed, top-k the k best. Asking costs 0.1 to 1 microsecond a token, which for
-a whole vocabulary is longer than many a decode; so the best tokens are asked about first, in
-growing groups. The result is that of masking everything first, exactly.
+A chain rarely needs the whole mask: greedy needs the best token that is allowed, top-k the k best.
+Asking the grammar costs 0.1 to 1 microsecond a token, which for a whole vocabulary is longer than
+many a decode. So it is asked about the best tokens first, in growing groups. The result is exactly
+that of masking everything first.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from specgen.sampling.truncation import least_for_min_p
 #: For int64[n] token ids, whether each may come next: bool[n].
 Allows: TypeAlias = Callable[[TokenArray], BoolArray]
 
-#: Each group of tokens asked about makes the number asked so far this many times as large.
+#: Each group multiplies the number of tokens that the grammar was asked about by this.
 _GROWTH = 4
-#: At least so many are asked about at first: finding them costs more than asking.
+#: The least tokens in the first group: finding them costs more than asking about them.
 _FIRST = 16
-#: More than this many are not ranked before they are asked about: a whole vocabulary takes
-#: 6 ms to rank, and, where a grammar allows little, half a millisecond to ask about.
+#: At most this many tokens are ranked before the grammar is asked. Ranking a whole vocabulary takes
+#: 6 ms; asking about it takes half a millisecond where the grammar allows little.
 _MOST_RANKED = 4096
 
 
@@ -62,7 +62,7 @@ def allowed_min_p(scores: Scores, allows: Allows, p: float) -> Candidates:
 
 
 def allowed(scores: Scores, allows: Allows) -> Candidates:
-    """All of float[n_vocab] scores that `allows` leaves, and that are more than minus infinity.
+    """All tokens that `allows` permits and whose scores, float[n_vocab], are above minus infinity.
 
     Raises `NoTokenAllowedError` if nothing is allowed.
     """
@@ -80,7 +80,7 @@ def _allowed_best(scores: Scores, n: int, allows: Allows) -> TokenArray:
     n_known = max(n, _FIRST)
     while n_found < n and n_asked < len(scores):
         if n_known > max(n, _MOST_RANKED):
-            # Few are allowed: asking about all of them is cheaper than ranking them first.
+            # Few tokens are allowed: asking about all is cheaper than ranking them first.
             kept = np.flatnonzero(scores > -np.inf)
             kept = kept[allows(kept)]
             found = [kept[best(scores[kept], n)]] if len(kept) else []

@@ -1,8 +1,8 @@
-"""The samplers that change the scores of a few tokens: biases, and penalties for what the
-text has said before. For DRY see `specgen.sampling.dry`.
+"""The samplers that change the scores of a few tokens: biases, and penalties for tokens that the
+text has already. For DRY see `specgen.sampling.dry`.
 
-Scores come and go as float[n], those of the affected tokens only; the arithmetic is done in
-their own precision, which for logits is llama.cpp's.
+They take and return float[n], the scores of the affected tokens only. The arithmetic is done in the
+precision of the scores, which for logits is llama.cpp's.
 """
 
 from __future__ import annotations

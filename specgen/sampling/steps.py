@@ -1,4 +1,4 @@
-"""What the options switch on, in their order: the steps of a chain."""
+"""The steps of a chain: the samplers that the options switch on, in the order of the options."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from specgen.sampling.truncation import min_p, top_k, top_n_sigma, top_p, typica
 class Edit:
     """Changes the scores of a few tokens: logit bias, penalties, DRY."""
 
-    #: From the text so far, int64[n_history], to the tokens it affects and how much: increasing
-    #: ids int64[m], float64[m].
+    #: From the text so far, int64[n_history], to the affected tokens and the amounts: increasing ids
+    #: int64[m], float64[m].
     affected: Callable[[TokenArray], tuple[TokenArray, ProbArray]]
-    #: From the scores of these tokens and those amounts to their new scores.
+    #: From the scores of these tokens and the amounts to the new scores.
     change: Callable[[Scores, ProbArray], Scores]
 
 
@@ -39,19 +39,19 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A sampler that looks at the candidates alone: all others but XTC."""
+    """A sampler that looks only at the candidates: all other samplers except XTC."""
 
     apply: Callable[[Candidates], Candidates]
     #: Whether the most likely candidate always stays, and stays the most likely one.
     keeps_best: bool = False
-    #: The same on a whole vocabulary that a grammar masks, for those that need not ask about
-    #: all of it.
+    #: The same on a whole vocabulary that a grammar masks, for samplers that do not need the whole
+    #: mask.
     apply_masked: Callable[[Scores, Allows], Candidates] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """XTC: with this probability the most likely tokens are removed."""
+    """XTC: removes the most likely tokens with this probability."""
 
     probability: float
     threshold: float
@@ -61,7 +61,7 @@ Step: TypeAlias = Edit | Scale | Cut | Fork
 
 
 def steps_for(options: SamplerOptions, breakers: DryBreakers) -> list[Step]:
-    """The steps that change anything, in order, up to one that leaves a single token."""
+    """The steps that have an effect, in order, up to a temperature that leaves a single token."""
     steps: list[Step] = []
     if options.logit_bias:
         steps.append(_bias(options.logit_bias))

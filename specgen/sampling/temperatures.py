@@ -12,10 +12,10 @@ from specgen.sampling.distribution import Distribution
 
 
 def temperature(candidates: Candidates, t: float) -> Candidates:
-    """Scores divided by t; t <= 0 keeps only the most likely token, the lowest id of equals.
+    """Scores divided by t; t <= 0 keeps only the most likely token, the lowest id among equals.
 
-    Of a whole vocabulary the result is a new float64[n_vocab], exact enough that what was
-    different stays so: it does not matter whether top-k comes before or after.
+    For a whole vocabulary the result is a new float64[n_vocab], which is exact enough that different
+    scores stay different. So it does not matter whether top-k comes before or after.
     """
     if t <= 0.0:
         position = 0 if candidates.is_ranked else int(candidates.scores.argmax())
@@ -28,9 +28,9 @@ def temperature(candidates: Candidates, t: float) -> Candidates:
 def dynamic_temperature(
     candidates: Candidates, t: float, spread: float, exponent: float
 ) -> Candidates:
-    """A temperature between t - spread (at least 0) and t + spread: high where the model does
-    not know, low where it does. It goes with the entropy, divided by the largest that so many
-    candidates can have, to the power `exponent`. A spread of 0 or less is the fixed temperature.
+    """A temperature between t - spread (at least 0) and t + spread: high where the model is unsure,
+    low where it is sure. It follows the entropy, divided by the largest entropy of this number of
+    candidates, to the power `exponent`. A spread of 0 or less gives the fixed temperature t.
 
     (llama.cpp's temp_ext, "entropy" dynamic temperature by kalomaze; Zhu et al.,
     arXiv:2309.02772, for the idea.)
@@ -51,7 +51,7 @@ def dynamic_temperature(
 def softmax(candidates: Candidates, t: float) -> Distribution:
     """The distribution over the candidates at temperature t > 0.
 
-    Tokens whose probability is too small for a float64 are not part of it.
+    Tokens whose probability is too small for a float64 are left out.
     """
     # In place: for a whole vocabulary new arrays cost as much as the arithmetic.
     probs: ProbArray = candidates.scores.astype(np.float64)

@@ -1,8 +1,8 @@
 """The samplers that drop candidates: top-k, top-p, min-p, typical, top-n-sigma, XTC.
 
-Pure functions from `Candidates` to `Candidates`, each what the llama.cpp sampler of that name
-does. They see the scores that the samplers before left, as logits: probabilities are those at
-temperature 1 unless the temperature came first, renormalised over what is left.
+Pure functions from `Candidates` to `Candidates`; each does the same as the llama.cpp sampler of its
+name. They treat the scores of the samplers before as logits. So probabilities are those at temperature
+1, unless the temperature came first, renormalised over the candidates that are left.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from specgen.arrays import TokenArray
 from specgen.sampling.candidates import Candidates, Scores, best
 
-#: How many of a whole vocabulary to sort at first where a sampler wants a share of its mass.
+#: The number of tokens of a whole vocabulary to sort at first, if a sampler needs a share of its mass.
 _NUCLEUS_START = 512
 
 
@@ -33,7 +33,7 @@ def top_p(candidates: Candidates, p: float) -> Candidates:
     """The shortest run of most likely tokens whose mass reaches p: nucleus sampling
     (Holtzman et al., arXiv:1904.09751). p >= 1 keeps all.
 
-    llama.cpp adds in float32, so a token at the very edge may fall on its other side there.
+    llama.cpp adds in float32, so a token at the very edge may be on the other side there.
     """
     if p >= 1.0:
         return candidates
@@ -54,17 +54,17 @@ def min_p(candidates: Candidates, p: float) -> Candidates:
 
 
 def least_for_min_p(top: float, p: float) -> float:
-    """The smallest score that min-p keeps beside a largest one of `top`."""
+    """The smallest score that min-p keeps if the largest one is `top`."""
     return min(top + math.log(p), top)
 
 
 def typical(candidates: Candidates, p: float) -> Candidates:
-    """The shortest run of most typical tokens whose mass exceeds p: those whose surprise,
-    -log probability, is nearest to its mean, the entropy (Meister et al., arXiv:2202.00666).
-    p >= 1 keeps all.
+    """The shortest run of most typical tokens whose mass exceeds p. The most typical tokens are those
+    whose surprise, -log probability, is nearest to its mean, the entropy (Meister et al.,
+    arXiv:2202.00666). p >= 1 keeps all.
 
-    Tokens without probability take no part. In llama.cpp one of them makes the entropy NaN,
-    and what is kept is then chance.
+    Tokens with probability 0 are left out. In llama.cpp one such token makes the entropy NaN, and
+    the kept tokens are then arbitrary.
     """
     if p >= 1.0:
         return candidates
@@ -94,21 +94,21 @@ def top_n_sigma(candidates: Candidates, n: float) -> Candidates:
 
 
 def xtc(candidates: Candidates, threshold: float) -> Candidates:
-    """Without the most likely tokens: of those with a probability of at least `threshold`
+    """The candidates without the most likely ones: of those with a probability of at least `threshold`
     only the least likely one is kept ("exclude top choices", by p-e-w,
     github.com/oobabooga/text-generation-webui/pull/6335). A threshold above 1/2 keeps all.
 
-    This is what XTC does when its die says so; how often it does is the chain's business.
-    Returns `candidates` itself where there is nothing to remove.
+    XTC removes tokens only with a given probability, which the chain takes into account. Returns
+    `candidates` itself if there is nothing to remove.
     """
     if threshold > 0.5:
         return candidates
     masses, total = _masses(candidates.scores)
-    # A token that cannot be drawn is never the one that is kept, not even at threshold 0.
+    # The token that is kept is never one that cannot be drawn, not even at threshold 0.
     above = np.flatnonzero(masses >= max(threshold * total, float(np.finfo(masses.dtype).tiny)))
     if len(above) < 2:
         return candidates
-    # The last one in rank, in either order of candidates: the last of the lowest.
+    # The last of the least likely tokens ranks last, in either order of the candidates.
     lowest = above[len(above) - 1 - int(candidates.scores[above][::-1].argmin())]
     kept = np.ones(len(masses), np.bool_)
     kept[above] = False
@@ -118,7 +118,7 @@ def xtc(candidates: Candidates, threshold: float) -> Candidates:
 
 
 def _at_least(candidates: Candidates, least: float) -> Candidates:
-    """The candidates whose score reaches `least`, minus infinity aside."""
+    """The candidates whose score is at least `least`, without those of minus infinity."""
     scores = candidates.scores
     if candidates.is_ranked:
         return candidates.first(len(scores) - int(scores[::-1].searchsorted(least)))
@@ -127,7 +127,7 @@ def _at_least(candidates: Candidates, least: float) -> Candidates:
 
 
 def _masses(scores: Scores) -> tuple[Scores, float]:
-    """exp(scores - largest), which are probabilities but for their sum, and the sum."""
+    """exp(scores - largest), which are probabilities that are not normalised, and their sum."""
     with np.errstate(over="ignore"):  # from one end of float32 to the other
         masses = np.exp(scores - scores.max())
     return masses, float(masses.sum(dtype=np.float64))
@@ -137,7 +137,7 @@ def _shortest(
     order_by: Scores, masses: Scores, enough: float, side: Literal["left", "right"]
 ) -> TokenArray:
     """Positions of the shortest run, by descending `order_by`, whose mass reaches `enough`
-    (side "left") or exceeds it ("right"); all if it never does. Sorts no more than it must.
+    (side "left") or exceeds it ("right"); all if it never does. Sorts as few as possible.
     """
     n = _NUCLEUS_START
     while True:

@@ -1,4 +1,4 @@
-"""Texts that do not change: where in them does the ending of another text stand?"""
+"""A suffix array: finds the ending of a text in other texts, which do not change."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ IntArray: TypeAlias = npt.NDArray[np.int32]
 
 #: The longest match that is looked for, in tokens; a power of two.
 MAX_MATCH: Final = 64
-#: Of a match's occurrences no more are looked at: evenly spread ones.
+#: The most occurrences of a match that are looked at, evenly spread.
 MAX_PLACES: Final = 100
-#: What reading a damaged archive of arrays raises.
+#: The errors that reading a damaged archive of arrays raises.
 _DAMAGE: Final = (
     *(OSError, ValueError, KeyError, EOFError, TypeError, RuntimeError),
     *(zipfile.BadZipFile, zlib.error),
@@ -34,25 +34,25 @@ _SEPARATOR: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """An ending of `length` tokens that stands in the texts. `places` are the indices of the
-    tokens that follow it, one an occurrence, in no particular order; at least one."""
+    """An ending of `length` tokens that occurs in the texts. `places` are the indices of the tokens
+    that follow it, one for each occurrence, in no particular order; there is at least one."""
 
     length: int
     places: tuple[int, ...]
 
 
 class SuffixArray:
-    """Texts with all their beginnings sorted as read backwards, so that the longest match of an
-    ending is found by binary search: next to where the ending itself would be sorted in.
+    """Texts with all their prefixes, sorted as read backwards. Binary search finds the longest match
+    of an ending: it is next to the place where the ending itself would be sorted in.
 
     (Manber and Myers, "Suffix arrays", 1990.) Matches do not run from one text into the next.
-    `made_of` says what the texts were, for who saves and loads the array.
+    `made_of` identifies the texts, for code that saves and loads the array.
     """
 
     def __init__(self, tokens: IntArray, places: IntArray, made_of: str = "") -> None:
-        """Of parts that another array had; otherwise use `build`. Both are int32[n]: the texts'
-        tokens, a separator behind each text, and their indices, counted from the end, in the
-        order of what is read backwards from there."""
+        """Make an array of the parts of another one; otherwise use `build`. Both are int32[n]: the
+        texts' tokens, with a separator behind each text; and their indices, counted from the end,
+        sorted by the tokens that are read backwards from there."""
         self.made_of = made_of
         self._tokens = tokens
         self._places = places
@@ -64,8 +64,8 @@ class SuffixArray:
 
     @classmethod
     def build(cls, texts: Sequence[Sequence[int] | IntArray], made_of: str = "") -> SuffixArray:
-        """The array of these texts, token ids each; empty ones are left out. Of two places
-        after which the same token is as frequent the later counts: put the best text last."""
+        """The array of these texts of token ids; empty texts are left out. Among equally frequent
+        followers the one with the later place wins, so put the best text last."""
         separator = np.array([_SEPARATOR], np.int32)
         parts = [part for text in texts if len(text) for part in (text, separator)]
         joined = [np.asarray(part, np.int32) for part in parts]
@@ -95,7 +95,8 @@ class SuffixArray:
         return None
 
     def advance(self, match: Match, token: int) -> Match | None:
-        """The match that is longer by `token`: the longest one of the longer ending."""
+        """The match that is longer by `token`, which is the longest match of the longer ending; None
+        if there is none."""
         tokens = self._token_at
         places = tuple(
             place + 1
@@ -105,8 +106,7 @@ class SuffixArray:
         return Match(match.length + 1, places) if places else None
 
     def followers(self, match: Match) -> dict[int, tuple[int, int]]:
-        """The tokens that follow a match, each with how often it does and where it does so
-        last."""
+        """The tokens that follow a match, each with its number of occurrences and the last place."""
         followers: dict[int, tuple[int, int]] = {}
         for place in match.places:
             token = self._token_at[place]
@@ -138,7 +138,7 @@ class SuffixArray:
         return cls(tokens, places, made_of)
 
     def _key(self, n_tokens: int) -> Callable[[int], bytes]:
-        """What places are sorted by."""
+        """The key by which places are sorted, of the first `n_tokens` tokens."""
         data, n_bytes = self._backwards, 4 * n_tokens
         return lambda place: data[4 * place : 4 * place + n_bytes]
 
@@ -164,8 +164,8 @@ def _n_common(first: bytes, second: bytes) -> int:
 def _sorted_suffixes(tokens: IntArray) -> npt.NDArray[np.int64]:
     """The indices of a text's suffixes in the order of their first `MAX_MATCH` tokens: int64[n].
 
-    Suffixes that are sorted by their first h tokens are sorted by twice as many with what is
-    known of those h further on; only those that are not told apart yet are looked at again
+    Suffixes that are sorted by their first h tokens can be sorted by 2h, with the ranks of the
+    suffixes h tokens further on. Only suffixes that still have equal ranks are looked at again
     (Larsson and Sadakane, "Faster suffix sorting", 1999).
     """
     n = len(tokens)
@@ -173,7 +173,7 @@ def _sorted_suffixes(tokens: IntArray) -> npt.NDArray[np.int64]:
     keys = tokens.astype(np.uint32).astype(np.int64)
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
-    #: Of each suffix: the first place of those that are not told apart from it.
+    #: The rank of each suffix: the first place of those that are equal to it so far.
     ranks = np.empty(n + 1, np.int64)
     ranks[n] = -1
     places = np.arange(n)
@@ -182,7 +182,7 @@ def _sorted_suffixes(tokens: IntArray) -> npt.NDArray[np.int64]:
         is_first = np.ones(len(keys), np.bool_)
         is_first[1:] = keys[1:] != keys[:-1]
         ranks[order[places]] = places[is_first][np.cumsum(is_first) - 1]
-        # A suffix stands alone if another begins with it and with the next.
+        # A suffix stands alone if a group begins with it, and another one with the next suffix.
         is_alone = is_first & np.append(is_first[1:], True)
         places = places[~is_alone]
         if n_known >= MAX_MATCH:

@@ -1,4 +1,4 @@
-"""What the text says again: a suffix automaton of its tokens.
+"""Repetitions in a text: a suffix automaton of its tokens.
 
 (Blumer et al., "The smallest automaton recognizing the subwords of a text", 1985; for drafts:
 Hu et al., "SAM Decoding", arXiv:2411.10666.)
@@ -12,15 +12,15 @@ from typing import NamedTuple
 #: The state of the empty string.
 _START = 0
 _NONE = -1
-#: The states, from the longest on, whose counts a new token updates. More there are only where
-#: a text repeats itself so often in a row; of the shorter strings some occurrences are then
-#: not counted.
+#: The most states, from the longest string on, whose counts a new token updates. There are more only
+#: where a text repeats itself this often in a row; some occurrences of the shorter strings are then not
+#: counted.
 N_COUNTED = 64
 
 
 class Cursor(NamedTuple):
-    """A place in the automaton: a string of `length` tokens that stands in the text, as one of
-    those of `state`. The strings of a state end at the same places of the text."""
+    """A place in the automaton: a string of `length` tokens that occurs in the text, and its state.
+    All strings of a state end at the same places of the text."""
 
     state: int
     length: int
@@ -32,29 +32,29 @@ NOWHERE = Cursor(_START, 0)
 class SuffixAutomaton:
     """All strings of a growing text, each with the tokens that followed it and how often.
 
-    A token more takes constant time (amortised), as does a step of a cursor, however long the
-    text is; the automaton has at most two states and three transitions a token. Taking tokens
+    Adding a token takes constant time (amortised), and so does a step of a cursor, however long
+    the text is. The automaton has at most two states and three transitions a token. Taking tokens
     back undoes exactly what adding them did, and costs as much.
     """
 
     def __init__(self, tokens: Iterable[int] = (), *, n_counted: int = N_COUNTED) -> None:
         self._n_counted = n_counted
-        # Of each state: what follows it, the state of the longest suffix that ends at other
-        # places too, the length of its longest string, how often it occurs, and the index of
-        # the last token of its latest occurrence.
+        # For each state: the state behind each following token, the state of the longest suffix that
+        # ends at other places too, the length of its longest string, its number of occurrences, and
+        # the index of the last token of its latest occurrence.
         self._followers: list[dict[int, int]] = [{}]
         self._links = [_NONE]
         self._lengths = [0]
         self._counts = [0]
         self._ends = [_NONE]
-        # Of each token, for going back: itself, the state of the whole text up to it, the state
-        # that it split into two, if any (its shorter part is the one after the text's state),
-        # and how long `_replaced_ends` was before it.
+        # For each token, to take it back: the token, the state of the whole text up to it, the state
+        # that it split into two, if any (the shorter part is the state after the text's), and the
+        # length of `_replaced_ends` before it.
         self._tokens: list[int] = []
         self._states: list[int] = []
         self._split_states: list[int] = []
         self._n_replaced: list[int] = []
-        #: What new ends of states took the place of.
+        #: The ends of states that were replaced by new ends.
         self._replaced_ends: list[int] = []
         for token in tokens:
             self.extend(token)
@@ -85,7 +85,7 @@ class SuffixAutomaton:
             link = all_followers[state][token]
             length = lengths[state] + 1
             if lengths[link] != length:
-                # Of that state's strings only those up to this length end here too.
+                # Only the strings of that state up to this length end here too.
                 split, link = link, new + 1
                 all_followers.append(all_followers[split].copy())
                 lengths.append(length)
@@ -112,20 +112,20 @@ class SuffixAutomaton:
             link = links[link]
 
     def rewind(self, n_tokens: int) -> None:
-        """Take back the text's tokens from its first `n_tokens` on."""
+        """Take back all of the text's tokens but the first `n_tokens`."""
         while len(self._tokens) > max(0, n_tokens):
             self._take_back()
 
     def cursor(self) -> Cursor:
-        """The longest ending of the text that stands earlier in it too, followed by something."""
+        """The longest ending of the text that also occurs earlier in it, followed by a token."""
         if not self._states:
             return NOWHERE
         state = self._links[self._states[-1]]
         return Cursor(state, self._lengths[state])
 
     def advance(self, cursor: Cursor, token: int) -> Cursor:
-        """The longest ending of the cursor's string and `token` that stands in the text, followed
-        by something."""
+        """The longest ending of the cursor's string and `token` that occurs in the text, followed by a
+        token."""
         state, length = cursor
         links, lengths = self._links, self._lengths
         while (next_state := self._followers[state].get(token)) is None:
@@ -133,23 +133,23 @@ class SuffixAutomaton:
             if state < 0:
                 return NOWHERE
             length = lengths[state]
-        if next_state == self._states[-1]:  # only the text's end, which nothing follows
+        if next_state == self._states[-1]:  # occurs only at the text's end, where nothing follows
             next_state = links[next_state]
             return Cursor(next_state, min(length + 1, lengths[next_state]))
         return Cursor(next_state, length + 1)
 
     def shorter(self, cursor: Cursor) -> Cursor:
-        """The longest ending of the cursor's string that stands at more places than it."""
+        """The longest ending of the cursor's string that occurs at more places."""
         state = self._links[cursor.state]
         return Cursor(state, self._lengths[state]) if state >= 0 else NOWHERE
 
     def followers(self, cursor: Cursor) -> Mapping[int, int]:
-        """The tokens that follow the cursor's string in the text, each with the state of the
-        two, for `count` and `end`. It is the automaton's own: read it."""
+        """The tokens that follow the cursor's string in the text, each with the state of the string and
+        the token, for `count` and `end`. It belongs to the automaton: read only."""
         return self._followers[cursor.state]
 
     def count(self, state: int) -> int:
-        """How often a state's strings stand in the text."""
+        """How often a state's strings occur in the text."""
         return self._counts[state]
 
     def end(self, state: int) -> int:

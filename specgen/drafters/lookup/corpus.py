@@ -1,4 +1,4 @@
-"""Files to draft from: texts, folders of them, records of earlier answers."""
+"""Files to draft from: texts, folders of texts, records of earlier answers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from specgen.backend.base import Vocabulary
 from specgen.drafters.lookup.array import SuffixArray
 from specgen.errors import UsageError
 
-#: Larger files in folders are left out: they are hardly written by people.
+#: Larger files in folders are left out: people hardly write such files.
 MAX_FILE_BYTES = 4 << 20
-#: More than this altogether is refused: it would take long to tokenize, and a hundred bytes of
-#: memory a token while it is sorted.
+#: More bytes than this in all are refused: tokenizing them would take long, and sorting takes a
+#: hundred bytes of memory a token.
 MAX_BYTES = 16 << 20
-#: What a record may have of text, in the order in which it is taken.
+#: The fields of a record that may hold text, in the order in which they are taken.
 FIELDS = ("prompt", "turns", "content", "text", "answer")
 _RECORD_ENDINGS = (".jsonl", ".ndjson")
-#: Changes with what is made of the same files.
+#: The version of the arrays in the cache: to be raised if the same files give another array.
 _VERSION = 1
 
 
@@ -31,7 +31,7 @@ class _File:
     path: Path
     n_bytes: int
     mtime_ns: int
-    #: Whether the user named it, rather than a folder that it is in: it has to be text then.
+    #: Whether the user named the file itself, and not its folder: it has to be text then.
     is_named: bool
 
 
@@ -40,14 +40,14 @@ def load_corpus(
 ) -> SuffixArray:
     """The texts of files and folders as the tokens of `vocabulary`.
 
-    A folder stands for all UTF-8 text files in it of at most `MAX_FILE_BYTES`, those excepted
-    that are hidden, links, or in hidden folders. A file whose name ends in .jsonl or .ndjson has
-    records, one JSON object a line, with texts in any of the `FIELDS` (`turns`: a list of texts,
-    or of objects that have such fields).
+    A folder stands for all UTF-8 text files in it of at most `MAX_FILE_BYTES`, except hidden files,
+    links, and files in hidden folders. A file whose name ends in .jsonl or .ndjson has records, one
+    JSON object a line, with texts in any of the `FIELDS` (`turns`: a list of texts, or of objects
+    with such fields).
 
     The array is kept in the folder `cache`, if given, until the files change; `fingerprint`
-    tells vocabularies apart. Raises `UsageError` if a path does not exist or cannot be read, a
-    named file is not text, or there is no text at all or more than `MAX_BYTES`.
+    identifies the vocabulary. Raises `UsageError` if a path does not exist or cannot be read, if a
+    named file is not text, or if there is no text or more than `MAX_BYTES`.
     """
     files = [file for path in paths for file in _files(path)]
     n_bytes = sum(file.n_bytes for file in files)
@@ -59,7 +59,7 @@ def load_corpus(
         )
     names = [str(file.path) for file in files]
     stats = [(file.n_bytes, file.mtime_ns) for file in files]
-    # The same files have the same place in the cache, so that a change leaves no waste there.
+    # The same paths have the same place in the cache, so that changed files leave no waste there.
     place = cache / f"{_digest(fingerprint, [*map(str, paths)])}.npz" if cache else None
     made_of = _digest(str(_VERSION), fingerprint, names, stats)
     if place is not None:
@@ -138,7 +138,7 @@ def _texts(file: _File) -> list[str]:
 
 
 def _text(data: bytes) -> str | None:
-    """The text of a file; None if it is none."""
+    """The text of a file; None if it is not text."""
     if b"\0" in data:
         return None
     try:
@@ -162,7 +162,7 @@ def _recorded(path: Path, text: str) -> list[str]:
         texts += _texts_of(record)
     if not texts:
         raise UsageError(f"{path}: no record has text in {', '.join(FIELDS)}")
-    # JSON may escape halves of characters, which no tokenizer takes.
+    # JSON may escape halves of characters (lone surrogates), which no tokenizer takes.
     return [text.encode(errors="replace").decode() for text in texts]
 
 

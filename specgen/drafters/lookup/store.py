@@ -14,14 +14,14 @@ import numpy as np
 from specgen.atomic import replace_bytes
 from specgen.drafters.lookup.array import IntArray, SuffixArray
 
-#: What a store holds at most, in bytes and in texts.
+#: The most bytes and texts that a store holds.
 MAX_BYTES = 8 << 20
 MAX_TEXTS = 4096
-#: Ends the names of texts; before it comes the digest of what is in them.
+#: The ending of a text's file name, behind the digest of its contents.
 _ENDING = ".tokens"
 _ARRAY = "texts.npz"
-#: Texts that are not in the saved array get one of their own, until they have more tokens than
-#: this, and than this part of the saved ones.
+#: Texts that are not in the saved array get an array of their own, until they have more tokens than
+#: this, and more than this share of the saved tokens.
 _MAX_NEW = 16384
 _NEW_PART = 0.25
 _BYTES_A_TOKEN = 4
@@ -29,7 +29,7 @@ _BYTES_A_TOKEN = 4
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Entry:
-    """A file of the store; older ones are smaller."""
+    """A file of the store; older files sort first."""
 
     mtime_ns: int
     name: str
@@ -39,10 +39,10 @@ class _Entry:
 class EarlierTexts:
     """The token ids of earlier texts, in a folder of their own for each vocabulary.
 
-    Every text is a file, written whole and named by its digest: several processes may add at
-    once, the same text takes room once, and a damaged file is noticed and left out. Where there is
-    too much the oldest texts go. Nothing here raises `OSError`: a store that cannot be read is
-    empty, and one that cannot be written stays as it is.
+    Every text is a file, written whole and named by its digest. So several processes may add at
+    once, the same text takes room once, and a damaged file is noticed and left out. If there is too
+    much, the oldest texts are removed. Nothing here raises `OSError`: a store that cannot be read
+    is empty, and one that cannot be written stays as it is.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class EarlierTexts:
         max_bytes: int = MAX_BYTES,
         max_texts: int = MAX_TEXTS,
     ) -> None:
-        # A digest, since a fingerprint may be no name for a folder.
+        # A digest, since a fingerprint may not be a valid name of a folder.
         digest = hashlib.blake2b(fingerprint.encode(), digest_size=16).hexdigest()
-        #: Where they are.
+        #: The folder of the texts.
         self.folder = folder / digest
         self._max_bytes = max_bytes
         self._max_texts = max_texts
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Keep a text as the newest one; of one that is larger than the store only the end."""
+        """Keep a text as the newest one; if it is larger than the store, only its end."""
         n_most = self._max_bytes // _BYTES_A_TOKEN
         kept = tokens[max(0, len(tokens) - n_most) :]
         if not len(kept):
@@ -72,7 +72,7 @@ class EarlierTexts:
             self.folder.mkdir(parents=True, exist_ok=True)
             replace_bytes(path, data)
             entries = self._entries()
-            # Clocks of files are coarse.
+            # File times are coarse: make the new text the newest.
             newest = max((e.mtime_ns for e in entries if e.name != path.name), default=0)
             mtime_ns = path.stat().st_mtime_ns
             if mtime_ns <= newest:
@@ -85,8 +85,8 @@ class EarlierTexts:
         return self._read([entry for entry in self._entries() if entry.name.endswith(_ENDING)])
 
     def arrays(self) -> tuple[SuffixArray, ...]:
-        """All texts, to be searched, the newest in the last array. Most are in an array that
-        the folder keeps; it is made again only when many are not."""
+        """All texts in arrays that can be searched, the newest texts in the last one. Most texts are in
+        a saved array, which is made again only when many texts are not in it."""
         entries = [entry for entry in self._entries() if entry.name.endswith(_ENDING)]
         saved = SuffixArray.load(self.folder / _ARRAY)
         n_saved = len(saved) if saved is not None else 0
@@ -104,8 +104,8 @@ class EarlierTexts:
         return tuple(array for array in arrays if len(array))
 
     def _entries(self) -> list[_Entry]:
-        """The files, but for the saved array, the newest last. Those that a process left when
-        it was killed are among them: they grow old and go."""
+        """All files but the saved array, the newest last. Files that a killed process left are among
+        them: they grow old and are removed."""
         entries: list[_Entry] = []
         with contextlib.suppress(OSError), os.scandir(self.folder) as files:
             for file in files:
@@ -117,7 +117,7 @@ class EarlierTexts:
         return sorted(entries)
 
     def _bound(self, entries: list[_Entry]) -> None:
-        """Remove the oldest files, as far as there is too much."""
+        """Remove the oldest files until the store is within its limits."""
         n_bytes, n_texts = sum(entry.n_bytes for entry in entries), len(entries)
         for entry in entries:
             if n_bytes <= self._max_bytes and n_texts <= self._max_texts:

@@ -1,8 +1,8 @@
 """Drafts in another vocabulary than the target's (Timor et al., arXiv:2502.05202).
 
-`DraftText` tells the draft what was said, in its own tokens; `StringTranslation` and
-`SharedTokens` tell the target what the draft says: as text, or token by token. `Translation`
-has what both need of a pair of vocabularies.
+`DraftText` gives the draft the text in the draft's own tokens. `StringTranslation` and `SharedTokens`
+give the target the drafts in the target's tokens, as strings or token by token. `Translation` holds
+what both directions need of a pair of vocabularies.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ __all__ = [
 
 
 class Translation:
-    """Between the vocabularies of a target and a draft. Made once for a pair; what it needs to
-    know of whole vocabularies it reads when that is first used."""
+    """The translation between the vocabularies of a target and a draft, made once for a pair. It
+    reads whole vocabularies only when they are first needed."""
 
     def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
         self.target = target
@@ -51,7 +51,7 @@ class Translation:
 
     @cached_property
     def strings(self) -> StringTranslation:
-        """From the draft's text to the target's tokens."""
+        """The translation of the draft's text into the target's tokens."""
         speller = Speller(self.target, self._target_lexicon)
         return StringTranslation(self.target, self.draft, self._to_target, speller)
 
@@ -60,11 +60,11 @@ class Translation:
         return Speller(self.draft, self.draft_lexicon)
 
     def text(self, prompt: Sequence[int], draft_prompt: Sequence[int] | None) -> DraftText:
-        """A text for the draft to follow. `draft_prompt` is what it sees in place of the
-        target's `prompt`, in its own tokens; None translates the prompt."""
+        """A text for the draft to follow. `draft_prompt` takes the place of the target's `prompt`, in
+        the draft's tokens; None translates the prompt."""
         n_prompt = len(prompt)
         if draft_prompt is None:
-            # What a text begins with is for each tokenizer to decide.
+            # Each tokenizer decides how a text begins.
             own, theirs = self.target.special_tokens()["bos"], self.draft.special_tokens()["bos"]
             n_prompt = int(prompt[0] == own)
             draft_prompt = [theirs] if self.draft.add_bos and theirs >= 0 else []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from specgen.backend.base import Vocabulary
 
-#: Text to put before a text, where a tokenizer begins every text with a space of its own; no
-#: tokenizer merges it with a letter or a space.
+#: A prefix for texts, if the tokenizer puts a space before every text. No tokenizer merges it with
+#: a letter or a space.
 _ANCHOR = "\n"
 
 
@@ -17,14 +17,14 @@ class ExactTokenizer:
         self._anchor = "" if self._bytes(self._tokenize("a")) == b"a" else _ANCHOR
 
     def tokenize(self, text: str) -> list[int] | None:
-        """The tokenizer's tokens, if they are just this text."""
+        """The tokenizer's tokens; None if their bytes are not those of the text."""
         tokens = self._tokenize(self._anchor + text)
         data, found = text.encode(), self._bytes(tokens)
         if not found.endswith(data):
             return None
         n_added = len(found) - len(data)  # by the anchor, and by the tokenizer before it
         first = 0
-        # A token of no bytes stands for something unknown: an anchor that has no token.
+        # A token without bytes stands for something unknown: an anchor that has no token.
         while first < len(tokens) and (n_added > 0 or not self._bytes(tokens[first : first + 1])):
             n_added -= len(self._bytes(tokens[first : first + 1]))
             first += 1

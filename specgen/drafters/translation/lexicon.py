@@ -1,4 +1,4 @@
-"""A vocabulary turned around: from bytes to the tokens that stand for them."""
+"""An inverted vocabulary: from bytes to the tokens that stand for them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Lexicon:
         _ = self._sorted
 
     def find(self, data: bytes) -> int | None:
-        """The token that stands for just these bytes; of several, the tokenizer's choice."""
+        """The token that stands for exactly these bytes; if there are several, the one that the
+        tokenizer uses."""
         return self.tokens.get(data)
 
     def beginning_with(self, prefix: bytes) -> TokenArray:
@@ -60,8 +61,9 @@ class Lexicon:
         return keys, np.array([self.tokens[key] for key in keys], np.int64)
 
     def _chosen(self, data: bytes) -> int | None:
-        """The one token as which these bytes are tokenized: that of a byte and that of the
-        character with this byte, for example, stand for the same."""
+        """The single token as which these bytes are tokenized; None if there is none. Several tokens
+        may stand for the same bytes: that of a byte and that of the character with this byte, for
+        example."""
         try:
             text = data.decode()
         except UnicodeDecodeError:

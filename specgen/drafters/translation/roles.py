@@ -1,4 +1,4 @@
-"""Control tokens of two vocabularies: which of one means what which of the other means."""
+"""Control tokens of two vocabularies, and which of them mean the same."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from specgen.backend.base import Vocabulary
 
 
 class ControlTokens:
-    """Maps control tokens from one vocabulary to another: by name where the other has one of
-    the same name, else by role. What has no counterpart is left out; it never becomes text.
+    """Maps control tokens from one vocabulary to another: by name if the other has a token of the
+    same name, else by role. Tokens without a counterpart are left out; they never become text.
 
-    The only roles that tokens in the middle of a text have are those of its ends. (What a text
-    begins with is for each tokenizer to decide.)
+    In the middle of a text the only roles are those of ends: of a turn, or of a text. (Each tokenizer
+    decides how a text begins.)
     """
 
     def __init__(self, source: Vocabulary, destination: Vocabulary) -> None:
@@ -19,7 +19,7 @@ class ControlTokens:
         self._known: dict[int, int | None] = {}
 
     def find(self, token: int) -> int | None:
-        """The other vocabulary's token for a control token of the first."""
+        """The other vocabulary's token for a control token of the first; None if there is none."""
         if token not in self._known:
             named = self._by_name(token)
             self._known[token] = self._by_role(token) if named is None else named
@@ -37,7 +37,7 @@ class ControlTokens:
         if not self._source.is_end(token):
             return None
         own, theirs = self._source.special_tokens(), self._destination.special_tokens()
-        # An end of turn and an end of text stand in for each other where there is only one.
+        # An end of turn and an end of text replace each other where a vocabulary has only one.
         roles = ("eos", "eot") if token == own["eos"] != own["eot"] else ("eot", "eos")
         candidates = [theirs[role] for role in roles if theirs[role] >= 0]
         return next(iter((*candidates, *self._destination.end_tokens())), None)

@@ -54,20 +54,19 @@ class SharedTokens:
         return len(self.target_ids)
 
     def target_tokens(self, tokens: Sequence[int]) -> list[int]:
-        """The target's ids of tokens of the draft that are shared."""
+        """The target's ids of the draft's tokens, all of which are shared."""
         return [int(self._of_draft[token]) for token in tokens]
 
     def to_draft(self, distribution: Distribution) -> Distribution | None:
-        """A distribution over the target's tokens, restricted to those that are shared, as one
-        over the draft's; None if it has none of them."""
+        """A distribution over the target's tokens, restricted to the shared ones, as a distribution
+        over the draft's tokens; None if it has no shared token."""
         return _renamed(self._of_target, distribution)
 
     def translate(self, draft: Draft) -> Draft:
-        """A draft of the draft's tokens as one of the target's, up to tokens that are not
-        shared.
+        """A draft in the target's tokens. Branches end before tokens that are not shared.
 
-        A drafter that drew from its whole vocabulary drew a shared token by the distribution
-        that is restricted to these; whether it drew one at all says nothing of which.
+        A shared token that was drawn from the whole vocabulary has the distribution that is
+        restricted to the shared tokens: that a shared token was drawn says nothing of which one.
         """
         kept: list[int] = []
         for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
@@ -81,10 +80,10 @@ class SharedTokens:
 
 
 class SharedShaper:
-    """What the target's samplers make of the draft's logits, among the tokens that both have.
+    """Applies the target's samplers to the draft's logits of the shared tokens.
 
-    The samplers see a row of the target's length, the target's text and its tokens, so that
-    penalties, biases and grammars mean in the draft what they mean for the target.
+    The samplers see a row of the target's length, and the text in the target's tokens. So penalties,
+    biases and grammars mean the same in the draft as for the target.
     """
 
     def __init__(self, shared: SharedTokens, shaper: Shaper) -> None:
@@ -95,8 +94,8 @@ class SharedShaper:
         self.before: Sequence[int] = ()
 
     def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
-        """The distribution over tokens of the draft after `path`, which is of shared ones, from
-        its logits, float32[n_draft_vocab]. Raises `NoTokenAllowedError` if none is left."""
+        """The distribution over the draft's tokens after `path`, whose tokens are shared, from the
+        draft's logits, float32[n_draft_vocab]. Raises `NoTokenAllowedError` if no token is left."""
         shared = self._shared
         # The samplers leave the row as they find it, so the other tokens stay impossible.
         self._row[shared.target_ids] = logits[shared.draft_ids]
@@ -110,13 +109,13 @@ class SharedShaper:
         return self._shaper.top_probability(logits, self._path(path))
 
     def _path(self, path: Sequence[int]) -> list[int]:
-        """What stands behind the text, in the target's tokens; `path` is in the draft's."""
+        """All tokens behind the text, in the target's tokens; `path` is in the draft's."""
         return [*self.before, *self._shared.target_tokens(path)]
 
 
 def _ends(target: Vocabulary, draft: Vocabulary, to_target: ControlTokens) -> list[tuple[int, int]]:
-    """The draft's end tokens and their counterparts, those first that mean the same most
-    surely: that have one name, then one role."""
+    """The draft's end tokens and their counterparts, the surest pairs first: those with the same
+    name, then those with the same role."""
     own, theirs = draft.special_tokens(), target.special_tokens()
 
     def doubt(pair: tuple[int, int]) -> int:
@@ -131,8 +130,8 @@ def _ends(target: Vocabulary, draft: Vocabulary, to_target: ControlTokens) -> li
 
 
 def _renamed(counterparts: TokenArray, source: Distribution) -> Distribution | None:
-    """The distribution of tokens' counterparts (by token, int64[n_vocab]; -1: none), given that
-    there is one; None if no token has any."""
+    """The distribution of the counterparts of `source`'s tokens, given that there is one; None if no
+    token has one. `counterparts` is int64[n_vocab], by token; -1 is none."""
     token_ids, probs = counterparts[source.token_ids], source.probs
     kept = np.flatnonzero((token_ids >= 0) & (probs > 0.0))
     if not len(kept):

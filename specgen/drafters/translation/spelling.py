@@ -1,4 +1,4 @@
-"""Bytes as tokens: what a vocabulary's own tokenizer makes of any run of bytes."""
+"""Bytes as tokens: any bytes in the tokens that a vocabulary's own tokenizer would use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STRAY = re.compile("([\udc80-\udcff]+)")
 
 @dataclass(slots=True)
 class Spelling:
-    """Tokens, and where each ends, in bytes from the beginning of the text.
+    """Tokens, and the end of each in bytes from the beginning of the text.
 
     Bytes that the vocabulary cannot represent belong to no token.
     """
@@ -37,9 +37,9 @@ class Spelling:
 class Speller:
     """Spells bytes with the tokens of a vocabulary, byte for byte.
 
-    Characters go through the vocabulary's own tokenizer. Bytes that make none (half a
-    character at the end of what is known so far, or bytes that are not UTF-8 at all) are
-    spelled with the longest tokens that there are for them.
+    Characters go through the vocabulary's own tokenizer. Bytes that are no character (a part of a
+    character at the end of the text so far, or bytes that are not UTF-8) are spelled with the
+    longest tokens that there are for them.
     """
 
     def __init__(self, vocabulary: Vocabulary, lexicon: Lexicon) -> None:
@@ -63,9 +63,9 @@ class Speller:
         """The spelling of `data` where `before` precedes it; the ends count from the beginning
         of `data`.
 
-        Tokenizers look at what stands before, so both are spelled together. Where a token
-        would reach over the border (the text before ends where its tokenizer would not have
-        ended a token), what it has behind the border is spelled by itself.
+        Tokenizers look at the text before, so both are spelled together. A token may reach over
+        the border, if `before` ends where the tokenizer would not end a token. The bytes of that
+        token behind the border are then spelled by themselves.
         """
         border = len(before)
         joint = self.spell(before + data)
@@ -85,7 +85,7 @@ class Speller:
                 spelling.add(token, offset)
         elif len(text) == 1:
             self._add_bytes(spelling, text.encode(), offset)
-        else:  # something in it has no token: keep that from the rest
+        else:  # a part of the text has no token: separate it from the rest
             half = len(text) // 2
             self._add_text(spelling, text[:half], offset)
             self._add_text(spelling, text[half:], offset + len(text[:half].encode()))
@@ -104,8 +104,8 @@ class Speller:
 
 
 def _runs(data: bytes) -> Iterator[tuple[str, bool]]:
-    """A text in pieces of whole characters and, told apart, of bytes that make none, as
-    surrogates."""
+    """A text in runs of whole characters and runs of bytes that are no character, the latter as
+    surrogates; with each, whether it is such bytes."""
     text = data.decode("utf-8", "surrogateescape")
     for number, run in enumerate(_STRAY.split(text)):
         if run:

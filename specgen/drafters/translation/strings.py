@@ -1,4 +1,4 @@
-"""What the draft says, as text, in the target's tokens."""
+"""The draft's text in the target's tokens."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from specgen.drafters.translation.spelling import Speller
 from specgen.drafters.translation.unicode import n_unfinished
 from specgen.sampling import Distribution, Sampler, top_probability
 
-#: A token, and how likely the draft thinks it, if it thinks anything.
+#: A token, and the draft's probability for it, if there is one.
 _Spelled = tuple[int, float | None]
 
 
 class StringTranslation:
-    """String-level translation (Timor et al., arXiv:2502.05202, Algorithm 2): the bytes that
-    the draft proposes, spelled with the target's vocabulary as its own tokenizer would after
-    the text so far.
+    """String-level translation (Timor et al., arXiv:2502.05202, Algorithm 2): spells the bytes that
+    the draft proposes in the target's tokens, as the target's tokenizer would after the text so
+    far.
 
-    What comes out was chosen without chance as far as a verifier can tell, so it carries no
-    distributions and is judged by matching.
+    The result has no distributions: a verifier has to treat its tokens as chosen without chance,
+    and judges them by matching.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class StringTranslation:
         self._speller = speller
 
     def translate(self, draft: Draft, before: bytes, held_back: bytes) -> Draft:
-        """`draft` in the target's tokens. `before` is the end of the text so far; `held_back`
-        is the end of that, which the draft's tokens begin with."""
+        """`draft` in the target's tokens. `before` is the end of the text so far; `held_back` is the
+        end of `before`, and the draft's tokens begin with it."""
         tokens: list[int] = []
         parents: list[int] = []
         origins: list[str] = []
@@ -78,8 +78,8 @@ class StringTranslation:
         if not data.startswith(held_back):
             return
         data = data[len(held_back) :]
-        # Half a character would be spelled otherwise if the rest of it were known; unless the
-        # text itself has broken off in the middle of it.
+        # A part of a character is left out, since the whole character may be spelled differently;
+        # unless the text itself has broken off in the middle of it.
         n_open = n_unfinished(before + data)
         if n_open <= len(data):
             data = data[: len(data) - n_open]
@@ -87,7 +87,7 @@ class StringTranslation:
         spelling = self._speller.spell_after(before, data)
         for token, token_end in zip(spelling.tokens, spelling.ends, strict=True):
             if token_end - n_spelled != len(self._target.token_bytes(token)):
-                return  # something between has no token
+                return  # bytes in between have no token
             yield token, _product(starts, n_spelled, token_end)
             n_spelled = token_end
         if end is not None and n_spelled == len(data) and not n_open:
@@ -95,8 +95,9 @@ class StringTranslation:
 
 
 def _product(starts: Sequence[tuple[int, float | None]], start: int, end: int) -> float | None:
-    """The probability of the draft's tokens that begin between two places; 1 if none does. What
-    begins before the first place counts as beginning there."""
+    """The product of the probabilities of the draft's tokens that begin between two places; 1 if
+    none does, None if one of the probabilities is unknown. Tokens that begin before the text's end,
+    at negative places, count as beginning at 0."""
     found = [
         probability
         for offset, probability in starts
@@ -109,16 +110,16 @@ def _product(starts: Sequence[tuple[int, float | None]], start: int, end: int) -
 class BeginningShaper(Shaper):
     """The draft's most likely text that begins with given bytes.
 
-    Where the target's text ends in the middle of one of the draft's tokens, the draft would
-    otherwise take the text's end for the token's end: after a line break that is a token by
-    itself, for example, a model that spells a line break and what indents the next line as
-    one token does not expect an indented line.
+    The target's text may end in the middle of one of the draft's tokens. Without this shaper the
+    draft would take the end of the text for the end of the token. For example, a model may spell
+    a line break and the indentation of the next line as one token; after a line break that is a
+    token by itself, it does not expect an indented line.
     """
 
     def __init__(self, sampler: Sampler, lexicon: Lexicon) -> None:
         super().__init__(sampler, TextState(()))
         self._lexicon = lexicon
-        #: What the text begins with.
+        #: The bytes that the draft must begin with.
         self.beginning = b""
 
     def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:

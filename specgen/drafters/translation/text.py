@@ -13,17 +13,17 @@ from specgen.drafters.translation.spelling import Speller
 
 #: Bytes of the text that are spelled again with what follows them: tokenizers look back.
 _BEFORE = 48
-#: Tokens that a new spelling may replace. Where the spellings differ further back than this,
-#: that is because the text was cut in the middle of something, and the old one stays.
+#: The most tokens that a new spelling may replace. If the spellings differ further back, the text was
+#: cut in the middle of something, and the old spelling stays.
 _MAX_REPLACED = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Border:
-    """A control token of the target's: no token of the draft's reaches over it.
+    """A control token of the target. No token of the draft reaches over it.
 
-    It is the last of `n_target` tokens and stands after `n_bytes`; before it the text had
-    `n_before` of the draft's tokens, with its counterpart it has `n_after`.
+    It is the last of `n_target` tokens and stands after `n_bytes` bytes. Before it the text had
+    `n_before` of the draft's tokens; with its counterpart, if it has one, it has `n_after`.
     """
 
     n_target: int
@@ -35,13 +35,13 @@ class _Border:
 class DraftText:
     """The target's text, spelled with the draft's vocabulary.
 
-    `follow` adds what the target has committed; the cost depends on that, not on how long the
-    text is already. Where the text went the way of the draft, the tokens that the draft
-    proposed itself stay: its cache holds them. The rest is spelled as its own tokenizer would,
-    together with the last few tokens before, which may change by it.
+    `follow` adds the tokens that were committed; its cost depends on their number, not on the
+    length of the text. Where the text went on as drafted, the tokens that the draft proposed stay,
+    since the draft's cache holds them. The rest is spelled as the draft's tokenizer would spell
+    it, together with the last few tokens before, which may change.
 
-    `prompt` is the draft's own view of the target's first `n_prompt` tokens, in its own chat
-    template for example. `controls` maps the target's control tokens to the draft's.
+    `prompt` is the draft's version of the target's first `n_prompt` tokens, for example in its own
+    chat template. `controls` maps the target's control tokens to the draft's.
     """
 
     def __init__(
@@ -58,21 +58,21 @@ class DraftText:
         self._draft = draft
         self._controls = controls
         self._speller = speller
-        #: The text in the draft's tokens, but for what is held back. Read it.
+        #: The text in the draft's tokens, without the bytes that are held back. Read only.
         self.tokens: list[int] = list(prompt)
-        #: How many of `tokens` have stayed as they were since `follow` was last called.
+        #: How many of `tokens`, from the first on, have not changed since the last call of `follow`.
         self.n_unchanged = len(prompt)
         self._bytes = bytearray()
-        #: Where each of `tokens` ends in the bytes, and each of the target's behind the prompt.
+        #: The end in the bytes of each of `tokens`, and of each of the target's tokens behind the prompt.
         self._ends = [0] * len(prompt)
         self._target_ends: list[int] = []
-        #: So many bytes are in tokens, or cannot be.
+        #: The number of bytes that are in tokens, or have none.
         self._n_told = 0
         self._borders = [_Border(0, 0, 0, len(prompt))]
 
     @property
     def n_followed(self) -> int:
-        """How many of the target's tokens were followed."""
+        """The number of the target's tokens that the text has followed."""
         return self._n_prompt + len(self._target_ends)
 
     @property
@@ -81,8 +81,8 @@ class DraftText:
         return bytes(self._bytes[self._n_told :])
 
     def last_bytes(self, n: int) -> bytes:
-        """The last n bytes of the text at most, as far back as a control token. They begin with
-        a whole character, where the text is made of such."""
+        """At most the last n bytes of the text, back to the last control token. They begin with a
+        whole character if the text consists of characters."""
         start = max(self._borders[-1].n_bytes, len(self._bytes) - n)
         for _ in range(3):  # a character has no more bytes behind its first
             if start < len(self._bytes) and self._bytes[start] & 0xC0 == 0x80:
@@ -90,8 +90,8 @@ class DraftText:
         return bytes(self._bytes[start:])
 
     def follow(self, context: Sequence[int], drafted: Draft = NO_DRAFT) -> None:
-        """Add the target's tokens that are new in `context`, all of its tokens. `drafted` is
-        what the draft proposed to follow `tokens`, in its own tokens."""
+        """Add the new tokens of `context`, which holds all of the target's tokens. `drafted` is the
+        last draft, behind `tokens`, in the draft's own tokens."""
         self.n_unchanged = len(self.tokens)
         for token in context[self._n_prompt + len(self._target_ends) :]:
             data = self._target.token_bytes(token)
@@ -120,7 +120,7 @@ class DraftText:
         self._cut(n_left)
 
     def rewind(self, n_tokens: int) -> None:
-        """Forget the target's tokens from its first `n_tokens` on."""
+        """Forget all of the target's tokens but the first `n_tokens`."""
         n_kept = max(0, n_tokens - self._n_prompt)
         if n_kept >= len(self._target_ends):
             return
@@ -140,7 +140,7 @@ class DraftText:
         return self._ends[index - 1] if index > border.n_after else border.n_bytes
 
     def _begin(self, index: int) -> int:
-        """Where token `index` begins: behind what has no token, if there is such before it."""
+        """Where token `index` begins: behind the bytes before it that have no token, if there are any."""
         return self._ends[index] - len(self._draft.token_bytes(self.tokens[index]))
 
     def _add(self, token: int, end: int) -> None:
@@ -168,7 +168,7 @@ class DraftText:
             self._n_told = len(self._bytes)
 
     def _take_drafted(self, drafted: Draft) -> None:
-        """Take the draft's own tokens, as far as the text says what they say."""
+        """Take over the draft's own tokens for as long as their bytes are those of the text."""
         node = ROOT
         while True:
             for child in drafted.children(node):
@@ -182,13 +182,13 @@ class DraftText:
             node = child
 
     def _spell(self) -> None:
-        """Spell what is not told, with what is before it."""
+        """Spell the bytes that are in no token, together with the text before them."""
         border = self._borders[-1]
         n_tokens = len(self.tokens)
         first = bisect_right(self._ends, self._n_told - _BEFORE, lo=border.n_after)
         if first < n_tokens:
             start = self._begin(first)
-        else:  # what has no token may be long
+        else:  # there may be many bytes that have no token
             start = max(self._start(first), self._n_told - _BEFORE)
         joint = self._speller.spell(bytes(self._bytes[start:]))
         common = {0, *joint.ends}
