@@ -1,7 +1,7 @@
 """Models from the Hugging Face hub, through huggingface_hub and its cache.
 
-Its own variables (HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN, ...) therefore hold here,
-and a model that another program has downloaded is found.
+Its own variables (HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN, ...) are therefore respected, and a model
+that another program has downloaded is found.
 """
 
 from __future__ import annotations
