@@ -44,7 +44,7 @@ class Outcome:
     target_s: float | None = None
     draft_s: float | None = None
     own_s: float | None = None
-    #: What the user should know, such as that drafting failed.
+    #: Notices for the user, for example that drafting failed.
     notices: tuple[str, ...] = ()
 
     @property

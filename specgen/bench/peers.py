@@ -261,7 +261,7 @@ def sampler_flags(options: SamplerOptions) -> Iterator[str]:
 def parse_output(
     stdout: str, stderr: str, program: str, prompt: PeerPrompt, command: tuple[str, ...]
 ) -> PeerResult:
-    """What a program tells of its run. Raises `PeerError` if its figures are not there."""
+    """Read the figures in a program's output. Raises `PeerError` if its figures are not there."""
     encoded, decoded = (_SPEED.format(what) for what in ("encoded", "decoded"))
     try:
         n_prompt_tokens, prompt_s, _ = _last(encoded, stderr)

@@ -140,7 +140,7 @@ def _download(source: HubSource, host: str, progress: DownloadProgress) -> Path:
     from huggingface_hub import hf_hub_download
 
     class Bar(_Bar):
-        """What huggingface_hub makes its bar from; it takes a class, so this carries `progress`."""
+        """The class of huggingface_hub's bar; only a class can be passed, so this one holds `progress`."""
 
         watcher = progress
 
