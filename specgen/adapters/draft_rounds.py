@@ -1,5 +1,4 @@
-"""Drafts for texts that another program generates: it decodes the target, and tells nothing but the
-text so far."""
+"""Drafts for texts that another program generates. It decodes the target, and passes only the text so far."""
 
 from __future__ import annotations
 
@@ -20,23 +19,21 @@ from specgen.errors import BackendError, SpecgenError, UsageError
 from specgen.options import SessionOptions
 from specgen.policy import RoundReport
 
-#: Tokens of the contexts in which models are timed.
+#: The size in tokens of the contexts in which models are timed.
 _N_CTX_TIMED = 512
-#: The other program cuts off what its own context has no room for.
+#: The context size for `Generation`: the other program cuts off what does not fit its own context.
 _UNLIMITED = 2**31
 
 
 class DraftRounds:
     """Drafts chains for texts whose target another program decodes. Use it as a context manager.
 
-    Of the target only the vocabulary is loaded. Contexts of what drafts, of `n_ctx` tokens each, stay
-    open: of a text that begins like the one before, a draft model decodes only the rest. Where costs
-    decide how much is drafted and nobody has timed these models on this machine, the target is loaded
-    once to time it, and closed again. Later the policy learns from the time that passes between two
-    calls of `next`, which is `memory`'s to use and not saved.
-
-    `note` is told if drafting fails; the text then goes on without. Raises `UsageError` if the target
-    has a recurrent state, `ModelFileError`, `PairError` or `MemoryLimitError`.
+    Only the target's vocabulary is loaded. The drafters' contexts, of `n_ctx` tokens each, stay open: if a
+    text begins like the one before, a draft model decodes only the rest. If costs decide how much is drafted
+    and these models have never been timed on this machine, the target is loaded once to time it, and closed
+    again. Later the policy learns from the time between two calls of `next`; this goes to `memory` and is not
+    saved. `note` gets a sentence if drafting fails; the text then continues without drafts. Raises
+    `UsageError` if the target has a recurrent state, `ModelFileError`, `PairError` or `MemoryLimitError`.
     """
 
     def __init__(
@@ -50,13 +47,13 @@ class DraftRounds:
     ) -> None:
         self._clock = clock
         self._note = note
-        #: What became of all drafts so far.
+        #: The counts of all drafts so far.
         self.tally = Tally()
-        #: The present text, the last draft for it, and what that took.
+        #: The present text, the last draft for it, and its costs.
         self._generation: Generation | None = None
         self._draft = NO_DRAFT
         self._draft_s = 0.0
-        #: When the last draft was handed over.
+        #: The time at which the last draft was returned.
         self._handed_s = 0.0
         self._is_closed = False
         self._resources = contextlib.ExitStack()
@@ -84,20 +81,20 @@ class DraftRounds:
 
     @property
     def n_vocab(self) -> int:
-        """The target's tokens."""
+        """The number of tokens in the target's vocabulary."""
         return self._session.target_model.vocabulary.n_tokens
 
     @property
     def draft_name(self) -> str:
-        """What drafts: a model's file name, ``ngram`` or ``none``."""
+        """The drafter: a model's file name, ``ngram`` or ``none``."""
         return self._session.draft_name
 
     def next(self, text: Sequence[int]) -> list[int]:
-        """A draft, which may be empty, to follow a text of at least one token.
+        """Return a draft, which may be empty, to follow a text of at least one token.
 
-        A text that goes on from the one before as a round makes it (with a beginning of the last draft,
-        then one token of the target's own) tells what was accepted. Any other is a new text. Raises
-        `BackendError` after `close`.
+        If the text extends the one before as a round does (a beginning of the last draft, then one token of
+        the target's own), the accepted tokens are counted and learnt from. Any other text is a new one.
+        Raises `BackendError` after `close`.
         """
         if self._is_closed:
             raise BackendError("the draft is closed")
@@ -109,7 +106,7 @@ class DraftRounds:
         started = self._clock()
         try:
             self._draft = self._propose(generation)
-        except BaseException:  # Ctrl-C: how far the drafter got is not known
+        except BaseException:  # Ctrl-C: the drafter's state is unknown
             self._end_text()
             raise
         self._handed_s = self._clock()
@@ -117,7 +114,7 @@ class DraftRounds:
         return list(self._draft.tokens)
 
     def _committed(self, text: Sequence[int]) -> list[int]:
-        """What a round has added to the present text; empty if `text` is another one."""
+        """Return the tokens that a round has added to the present text; empty if `text` is another one."""
         known = [] if self._generation is None else self._generation.tokens
         if list(text[: len(known)]) != known:
             return []
@@ -126,7 +123,7 @@ class DraftRounds:
         return committed if is_round else []
 
     def _begin_text(self, text: Sequence[int]) -> Generation:
-        """What is in the caches of the beginning of `text` stays there."""
+        """Begin a new text. The caches keep the beginning that they share with it."""
         self._end_text()
         draft = self._contexts[0] if self._contexts else None
         self._generation = generation = self._session.generation(
@@ -141,7 +138,7 @@ class DraftRounds:
         self._generation, self._draft = None, NO_DRAFT
 
     def _observe(self, generation: Generation, committed: Sequence[int]) -> None:
-        """Tell policy and drafter what became of the last draft."""
+        """Report the result of the last draft to policy and drafter."""
         for token in committed:
             generation.state.commit(token)
         draft, target_s = self._draft, self._clock() - self._handed_s
@@ -184,7 +181,7 @@ def _refuse_recurrent(session: Session) -> None:
 
 
 def _measure(options: SessionOptions, memory: Memory, clock: Callable[[], float]) -> None:
-    """Time the models as every engine does when it opens, and keep what came of it."""
+    """Time the models as every engine does when it opens, and keep the result in `memory`."""
     with Session(options, clock, memory) as session, Engine(session, n_ctx=_N_CTX_TIMED):
         memory.save()
 

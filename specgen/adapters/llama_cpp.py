@@ -42,16 +42,15 @@ def _warn(text: str) -> None:
 class SpecgenDraft(LlamaDraftModel):
     """Drafts for one `Llama`. Open it before the `Llama`, and close it, or use it as a context manager.
 
-    `target` is the model of the `Llama`, of which the vocabulary is loaded, and `draft` what drafts
-    for it: a file or a name from `specgen models list`, of the same vocabulary or of another one, or
-    ``ngram``; of several, each drafts for the one before it. Beside a model n-grams draft too, unless
-    `drafting` says otherwise. Drafts are chains, and the most likely tokens; `Llama` accepts a token
-    where it chooses the same one itself.
+    `target` is the model of the `Llama`; only its vocabulary is loaded. `draft` is a file or a name from
+    `specgen models list`, with the same vocabulary or another one, or ``ngram``; if there are several, each
+    drafts for the one before it. Beside a model n-grams draft too, unless `drafting` says otherwise. Drafts
+    are chains of the most likely tokens; `Llama` accepts a token if it chooses the same one itself.
 
-    `n_ctx` is the room of a draft model's context in tokens: of a longer text it sees the end.
-    `context` says how the `Llama` has the target (threads, layers on the GPU) when it is timed, and
-    `draft_context` how the draft models are loaded. `kernels` computes models that are loaded from
-    now on, the `Llama`'s too. `note` is told if drafting fails; by default that is a `RuntimeWarning`.
+    `n_ctx` is the size of a draft model's context in tokens: of a longer text it sees the end. `context` says
+    how the `Llama` has loaded the target (threads, layers on the GPU), for timing it, and `draft_context` how
+    the draft models are loaded. `kernels` compute all models that are loaded from now on, the `Llama`'s too.
+    `note` gets a sentence if drafting fails; by default that is a `RuntimeWarning`.
 
     Raises `UsageError`, also for a target with a recurrent state, `ModelFileError`, `PairError`,
     `UnknownModelError`, `FetchError` or `MemoryLimitError`.
@@ -99,7 +98,7 @@ class SpecgenDraft(LlamaDraftModel):
         self.close()
 
     def close(self) -> None:
-        """Free what drafts. May be called twice; a `Llama` that still has it cannot generate."""
+        """Free the drafter. May be called twice; a `Llama` that still uses it cannot generate."""
         self._rounds.close()
 
     def __call__(self, input_ids: npt.NDArray[np.intc], /, **_kwargs: Any) -> npt.NDArray[np.intc]:
@@ -108,13 +107,13 @@ class SpecgenDraft(LlamaDraftModel):
 
     @property
     def name(self) -> str:
-        """What drafts: a model's file name, ``ngram`` or ``none``."""
+        """The drafter: a model's file name, ``ngram`` or ``none``."""
         return self._rounds.draft_name
 
     @property
     def tally(self) -> Tally:
-        """How much was drafted and accepted so far, but for the last round of each text, whose end
-        `Llama` does not tell."""
+        """The counts of drafted and accepted tokens so far, without the last round of each text: `Llama` does
+        not report the end of a text."""
         return self._rounds.tally
 
     def check(self, llama: Llama) -> None:

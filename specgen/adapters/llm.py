@@ -24,13 +24,13 @@ from specgen.catalogue import fetch, load_registry, locate, stderr_progress
 if TYPE_CHECKING:
     from specgen.engine.chat_template import Role
 
-#: Logits are float32: what comes near its largest number (3e38) makes infinities of them.
+#: Logits are float32: factors near its largest number (3e38) would make infinities.
 _LARGEST = 1e30
 _LARGEST_INT = 2**31 - 1
 
 
 class AnswerOptions(llm.Options):
-    """The options of every model; those that are left out are as `specgen run` has them."""
+    """The options of every model; the defaults are those of `specgen run`."""
 
     temperature: float | None = Field(
         None, ge=0, le=_LARGEST, description="0, the default, takes the most likely token each time"
@@ -78,7 +78,7 @@ class AnswerOptions(llm.Options):
 
 
 class TargetOptions(AnswerOptions):
-    """The options of the model whose file is one of them."""
+    """The options of the model that takes its file as an option."""
 
     target: str | None = Field(
         None,
@@ -95,13 +95,13 @@ _SAMPLING = {
 
 
 class AnswerError(llm.ModelError, click.ClickException):
-    """No answer can be made; the message says why. `llm chat` lets a `ModelError` end in a traceback:
-    as an exception of click's it is one line there too."""
+    """An answer is not possible; the message says why. `llm chat` ends in a traceback after a `ModelError`,
+    but prints an exception of click's in one line; so this is both."""
 
 
 class Specgen(llm.Model):
-    """A target that has a name, and its draft unless the options name another; without any it is
-    chosen as `specgen run` does."""
+    """A target with a name, and its draft unless the options name another one; without any, the draft is
+    chosen as in `specgen run`."""
 
     can_stream = True
     supports_schema = True
@@ -119,7 +119,7 @@ class Specgen(llm.Model):
         response: llm.Response,
         conversation: llm.Conversation | None,
     ) -> Iterator[str]:
-        """The text of the answer, in pieces as it comes. The model is loaded if it is not. Raises
+        """Yield the text of the answer as it is generated, and load the model if need be. Raises
         `AnswerError`."""
         options: Any = prompt.options
         try:
@@ -131,7 +131,7 @@ class Specgen(llm.Model):
             raise AnswerError(f"{error.message}{hint}") from error
 
     def _pair(self, options: Any) -> tuple[str, str | None]:
-        """The target and its draft, as `specgen.load` takes them."""
+        """Return the target and its draft in the form for `specgen.load`."""
         target, draft = self._target or options.target, self._draft
         if target is None:
             registry = load_registry()
@@ -141,7 +141,7 @@ class Specgen(llm.Model):
 
 
 class SpecgenFile(Specgen):
-    """Any target, by an option; without it the default pair."""
+    """Any target, given by an option; without it the default pair."""
 
     Options = TargetOptions  # type: ignore[assignment]
 
@@ -151,12 +151,12 @@ class SpecgenFile(Specgen):
 
 @llm.hookimpl
 def register_models(register: Callable[[llm.Model], None]) -> None:
-    """A model for any file, one for each pair (fetched when it is first asked), and one for each model
-    that has a name and is on this disk."""
+    """Register a model for any file, one for each pair (fetched at its first use), and one for each named
+    model on this disk."""
     register(SpecgenFile("specgen"))
     try:
         registry = load_registry()
-    except specgen.SpecgenError as error:  # other plugins have models that can be asked
+    except specgen.SpecgenError as error:  # the models of other plugins must stay usable
         _tell_once(f"specgen: {error.message}")
         return
     for pair in registry.pairs.values():
@@ -168,7 +168,7 @@ def register_models(register: Callable[[llm.Model], None]) -> None:
 
 @functools.cache
 def _tell_once(text: str) -> None:
-    """Write a line to standard error: `llm` asks for the models several times."""
+    """Write a line to standard error once, though `llm` asks for the models several times."""
     sys.stderr.write(f"{text}\n")
 
 
@@ -176,15 +176,14 @@ def _tell_once(text: str) -> None:
 
 
 class _LoadedModels:
-    """Models that were asked. They stay loaded until the process ends; what was learnt of them is kept
-    then."""
+    """The models that were used. They stay loaded until the process ends; what they learnt is saved then."""
 
     def __init__(self) -> None:
         self._models: dict[tuple[str, str | None, int | None], specgen.Model] = {}
         self._lock = threading.Lock()
 
     def get(self, target: str, draft: str | None, n_ctx: int | None) -> specgen.Model:
-        """The model, loaded if it is not. Raises what `specgen.load` raises."""
+        """Return a model, and load it if need be. Raises what `specgen.load` raises."""
         key = (target, draft, n_ctx)
         with self._lock:
             if not self._models:
@@ -195,7 +194,7 @@ class _LoadedModels:
             return self._models[key]
 
     def close(self) -> None:
-        """Free all of them. They are loaded anew if they are asked again."""
+        """Free all models. They are loaded again if they are used again."""
         with self._lock:
             models = list(self._models.values())
             self._models.clear()
@@ -208,7 +207,7 @@ _loaded = _LoadedModels()
 
 
 def _fetch(*names: str | None) -> None:
-    """Fetch models that have a name and are not on this disk, with progress on standard error."""
+    """Fetch named models that are not on this disk, with progress on standard error."""
     models = load_registry().models
     for name in names:
         if name is not None and name in models:
@@ -219,7 +218,7 @@ def _fetch(*names: str | None) -> None:
 
 
 def _answer(model: specgen.Model, prompt: llm.Prompt, response: llm.Response) -> Iterator[str]:
-    """The text of an answer. What else is known of it goes to the response."""
+    """Yield the text of an answer. Its other figures go to the response."""
     answer = model.submit(_asked(prompt), **_answer_options(prompt))
     notices = []
     with contextlib.closing(model.engine.stream(answer)) as events:
@@ -270,8 +269,8 @@ def _answer_options(prompt: llm.Prompt) -> specgen.AnswerOptions:
 
 
 def _asked(prompt: llm.Prompt) -> str | list[specgen.Message]:
-    """What the answer begins after. A question alone is a text, which a model without a chat template
-    continues."""
+    """Return the prompt: messages, or a text if there is only a question, so that a model without a chat
+    template can continue it."""
     messages = [_message(message) for message in prompt.messages]
     if not messages:
         raise specgen.PromptError("the prompt is empty", hint="give some text to continue")

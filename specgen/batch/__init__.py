@@ -1,1 +1,1 @@
-"""Answer the lines of a file, many at once, so that nothing that is finished can be lost."""
+"""Answers the lines of a file, many at once; no finished result can be lost."""

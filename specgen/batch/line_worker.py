@@ -1,4 +1,4 @@
-"""Answer lines of a batch from any number of threads, with one engine that stays loaded."""
+"""Answers lines of a batch for any number of threads, with one engine that stays loaded."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from specgen.engine.parallel import fastest_parallel, largest_engine
 from specgen.engine.session import Session
 from specgen.errors import BackendError
 
-#: Where nobody says how many answers are made at once, no more lines than these are taken at once.
+#: The number of lines that are taken at once if `parallel` is not given.
 N_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerJob:
-    """What a worker needs to know besides the lines. It can be pickled if `open_session` can.
+    """The settings of a worker. It can be pickled if `open_session` can.
 
-    `parallel` is how many answers are made at once; None is what is measured to be fastest. `largest` are
-    the lines that are thought to need most room: the caches are made for them.
+    `parallel` is the number of answers made at once; None takes the fastest number by measurement. `largest`
+    has the lines that probably need most room: the caches are made large enough for them.
     """
 
     open_session: Callable[[], Session]
@@ -40,7 +40,7 @@ class WorkerJob:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A result as it is written, and what its drafts and the prefix cache were worth."""
+    """A result as it is written, and the counts of its drafts and of the prefix cache."""
 
     record: Mapping[str, Any]
     n_drafted: int = 0
@@ -49,10 +49,10 @@ class Answered:
 
 
 class LineWorker:
-    """Makes the answers of lines in a thread of its own. Use it as a context manager.
+    """Answers lines in a separate thread. Use it as a context manager.
 
-    The answers are those of `Batch`, with the same results. A line that needs more room than the caches
-    have waits until they are free, and can be made anew. Raises what opening the session raises.
+    The results are those of `Batch`. A line that needs larger caches waits until no answer is in the caches,
+    and they are made anew. Raises what opening the session raises.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class LineWorker:
         on_failure: Callable[[str], None],
         on_start: Callable[[Sequence[Line]], None] = lambda _lines: None,
     ) -> None:
-        """In the thread, `on_start` is told of lines before they are begun, and `on_failure` what ended it;
-        nobody is answered after that."""
+        """In the thread, `on_start` gets lines before they begin, and `on_failure` the error
+        that ended the thread; no line is answered after that."""
         self._on_failure, self._on_start = on_failure, on_start
         self._parallel = job.parallel
         self._changed = threading.Condition()
@@ -78,7 +78,7 @@ class LineWorker:
         self._told = Tally()
         tasks = [self._batch.task(line) for line in job.largest]
         largest = [task.n_ctx for task in tasks if isinstance(task, Task)]
-        if largest:  # what does not fit the memory is to be known at once
+        if largest:  # so that too little memory shows at once
             try:
                 self._engine_for(max(largest))
             except BaseException:
@@ -106,9 +106,9 @@ class LineWorker:
                 self._engine.close()
 
     def ask(self, line: Line, *, alone: bool = False) -> Future[Answered]:
-        """Have a line answered, beside others or `alone`. Who asks for a line that is in the making
-        gets the same answer. The future has a `BackendError` if the worker fails; raises that if it
-        has failed."""
+        """Submit a line, to be answered beside others or `alone`. A line that is already being answered gives
+        the same answer. The future gets a `BackendError` if the worker fails; this method raises it if the
+        worker has failed before."""
         with self._changed:
             if self._is_over:
                 raise BackendError("the worker has ended")
@@ -121,13 +121,13 @@ class LineWorker:
 
     @property
     def n_open(self) -> int:
-        """How many lines are not answered."""
+        """The number of lines without an answer."""
         return len(self._replies)
 
     # --- in the thread --------------------------------------------------------------------------
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Take a result of the batch: it goes to whoever asked for it."""
+        """Pass a result of the batch to the futures that wait for it."""
         told, tally = self._told, self._batch.tally
         answered = Answered(
             record,
@@ -157,20 +157,20 @@ class LineWorker:
             reply.set_exception(BackendError(message))
 
     def _wait(self) -> bool:
-        """Wait for lines; False at the end."""
+        """Wait for lines; return False at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or self._alone or self._incoming)
             return not self._is_over
 
     def _answer_some(self) -> bool:
-        """Answer what can be answered with one set of caches; False if nothing waits."""
+        """Answer the lines that fit one set of caches; return False if no line waits."""
         tasks, is_alone = self._next()
         if not tasks:
             return bool(self._alone or self._incoming)
         engine = self._engine_for(max(task.n_ctx for task in tasks))
 
         def add(_tally: Tally) -> None:
-            """Between rounds: take what came meanwhile, unless something waits for free caches."""
+            """Between rounds, take new lines, unless a line waits for larger caches or to be alone."""
             if is_alone or self._alone or self._too_large:
                 return
             for task in self._batch.prepare(self._take()):
@@ -181,7 +181,7 @@ class LineWorker:
         return not self._is_over
 
     def _next(self) -> tuple[deque[Task], bool]:
-        """The tasks that come next, and whether they are to be alone."""
+        """Return the next tasks, and whether they are to be answered alone."""
         if self._too_large:
             tasks, self._too_large = self._too_large, deque()
             return tasks, False
@@ -203,7 +203,7 @@ class LineWorker:
         return lines
 
     def _engine_for(self, n_ctx: int) -> Engine:
-        """The engine, made anew if its caches are too small. Nothing is in the making."""
+        """Return the engine, made anew if its caches are too small. No answer is being generated."""
         if self._engine is not None and n_ctx <= self._n_ctx:
             return self._engine
         if self._engine is not None:

@@ -13,13 +13,13 @@ from specgen.openai_format.request import BodyError, Kind, Request, read_request
 from specgen.options import GenerationOptions, SamplerOptions
 
 _URLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
-#: Fields of a line in OpenAI's form; only such lines have a `body`.
+#: The fields of a line in OpenAI's form; only such lines have a `body`.
 _ENVELOPE = frozenset(["custom_id", "method", "url", "body"])
 
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """Why a line has no answer: a word for programs, and a sentence."""
+    """The reason why a line has no answer: a word for programs, and a sentence."""
 
     code: str
     message: str
@@ -27,9 +27,9 @@ class LineError:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the input, counted from 1, and what it asks for; or what is wrong with it.
+    """A line of the input, counted from 1, with its request or its error.
 
-    `digest` stands for all that the line says: two lines with the same one ask for the same answer.
+    `digest` identifies the content: two lines with the same digest ask for the same answer.
     """
 
     number: int
@@ -43,11 +43,11 @@ class Line:
 def read_lines(
     data: bytes, name: str, sampling: SamplerOptions, generation: GenerationOptions
 ) -> list[Line]:
-    """The lines of a file that are not empty, with `sampling` and `generation` for what a line leaves
-    out. A line that cannot be read is there with what is wrong with it.
+    """Return the lines of a file that are not empty; `sampling` and `generation` give the defaults. A line
+    that cannot be read has an error in place of its request.
 
-    Raises `PromptError` if there is no line, or if two have the same custom_id, so that their answers
-    could not be told apart.
+    Raises `PromptError` if there is no line, or if two have the same custom_id, so that their answers could
+    not be told apart.
     """
     lines: list[Line] = []
     numbers: dict[str, int] = {}
@@ -106,13 +106,13 @@ def _custom_id(body: Mapping[str, Any], default: str) -> str:
 
 
 def _digest(body: Mapping[str, Any]) -> str:
-    """The same for lines that differ in the order of their fields and in white space only."""
+    """Return a digest that ignores the order of fields, and white space between them."""
     asked = {name: value for name, value in body.items() if name != "custom_id"}
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _asked(body: Mapping[str, Any]) -> tuple[Kind, dict[str, Any]]:
-    """What a line asks for, and the fields of the request."""
+    """Return the kind of a line's request, and the request's fields."""
     if not {"body", "url", "method"} & body.keys():
         fields = {name: value for name, value in body.items() if name != "custom_id"}
         return ("chat" if "messages" in fields else "prompt"), fields

@@ -1,7 +1,7 @@
 """`specgen batch --on`: servers answer the lines; each gets a line when it has a free slot.
 
-A line belongs to one server at a time. A server that dies, hangs or is busy gives it back, and is asked
-again later; a result is written once. Any server with OpenAI's API will do.
+A line belongs to one server at a time. If a server dies, hangs or is busy, its line goes back to the others,
+and the server is tried again later. Each result is written once. Any server with OpenAI's API will do.
 """
 
 from __future__ import annotations
@@ -24,31 +24,30 @@ from specgen.batch.runner import Tally
 from specgen.errors import BackendError, UsageError
 from specgen.openai_format.request import field_name
 
-#: Requests at once where a server does not say how many slots it has.
+#: Requests at once to a server that does not report its slots.
 _N_SLOTS = 4
-#: Seconds: to connect; between looks whether a server lives; of silence there after which it counts as dead.
+#: Seconds: to connect; between health checks; of silence after which a server counts as dead.
 _CONNECT_S = 10.0
 _WATCH_S = 5.0
 _DEAD_S = 30.0
-#: Seconds before a server is asked again, after the first failure and at most.
+#: Seconds before a server is tried again: after the first failure, and at most.
 _FIRST_WAIT_S, _MOST_WAIT_S = 0.5, 30.0
-#: So often a line may be begun and not come back before it is an error: it may be what ends the servers.
+#: The number of failed attempts after which a line is an error: the line may be what ends the servers.
 _MOST_ATTEMPTS = 5
-#: Answers that another try may change.
+#: Statuses after which another try may succeed.
 _BUSY = frozenset([408, 425, 429, 500, 502, 503, 504])
-#: Answers that say that no request will do.
+#: Statuses that refuse every request.
 _NO_ACCESS = frozenset([401, 403])
-#: Fields that say which form an answer has.
+#: Fields that constrain the form of an answer.
 _FORMS = frozenset(["grammar", "json_schema", "response_format"])
-#: Seconds between looks at Ctrl-C.
+#: Seconds between checks for Ctrl-C.
 _LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What requests say where lines say nothing: `fields` of the body, as the command line has them, and
-    how a line that is a prompt becomes a request. `chat` is whether as a user's turn; None: if the
-    server's model has a template."""
+    """Defaults for requests: `fields` of the body, from the command line, and how a plain prompt becomes a
+    request. `chat` says whether it is a user's turn; None means: if the server's model has a template."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     chat: bool | None = None
@@ -64,9 +63,9 @@ class Host:
     n_slots: int = _N_SLOTS
     model: str = ""
     has_template: bool = True
-    #: Failures since the last answer of any kind.
+    #: Failures since the last response of any kind.
     n_failures: int = 0
-    #: Why it is not asked any more.
+    #: The reason why it is not used any more.
     refused: str | None = None
     _open: set[http.client.HTTPConnection] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -74,8 +73,8 @@ class Host:
     def request(
         self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
-        """One request in a connection of its own; status, headers and body. Without a timeout it
-        waits for as long as the server lives. Raises `OSError` or `HTTPException`."""
+        """Send one request in its own connection; return status, headers and body. Without a timeout it waits
+        while the server lives. Raises `OSError` or `HTTPException`."""
         parts = urlsplit(self.url)
         kind = (
             http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -99,7 +98,7 @@ class Host:
             connection.close()
 
     def cut_off(self) -> None:
-        """End the requests that are under way: each raises an error."""
+        """Abort the running requests: each raises an error."""
         with self._lock:
             for connection in self._open:
                 if connection.sock is not None:
@@ -109,8 +108,8 @@ class Host:
                         continue
 
     def look(self) -> None:
-        """Ask the server what it has. Raises `OSError` or `HTTPException` if it does not answer, and
-        `UsageError` if it lets nobody in without a key."""
+        """Ask the server for its properties. Raises `OSError` or `HTTPException` if it does not respond, and
+        `UsageError` if it needs a key."""
         status, _, data = self.request("GET", "/v1/models", timeout_s=_CONNECT_S)
         if status in _NO_ACCESS:
             raise UsageError(
@@ -129,7 +128,7 @@ class Host:
 
 
 def read_urls(text: str) -> list[str]:
-    """The URLs of a list with commas. Raises `UsageError`."""
+    """Read a list of URLs with commas. Raises `UsageError`."""
     urls = [url.strip().rstrip("/").removesuffix("/v1") for url in text.split(",") if url.strip()]
     for url in urls:
         try:
@@ -149,9 +148,8 @@ def read_urls(text: str) -> list[str]:
 
 
 def find_hosts(urls: Sequence[str], key: str | None, n_slots: int | None) -> list[Host]:
-    """The servers at these URLs, with what they say of themselves; those that do not answer now may do
-    so later. Raises `BackendError` if none answers, `UsageError` if one needs a key, or if they have
-    different models."""
+    """Return the servers at these URLs with their properties; those that do not respond now may do so later.
+    Raises `BackendError` if none responds, `UsageError` if one needs a key, or if their models differ."""
     hosts = [Host(url, key) for url in urls]
     problems: list[str] = []
     for host in hosts:
@@ -174,7 +172,7 @@ def find_hosts(urls: Sequence[str], key: str | None, n_slots: int | None) -> lis
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What came of a line."""
+    """The result of a line's request."""
 
     line: Line
     response: dict[str, Any] | None
@@ -182,10 +180,10 @@ class _Outcome:
 
 
 class HostsBatch:
-    """Has the lines of a batch answered, and writes the results as they come.
+    """Sends the lines of a batch to servers, and writes the results as they come.
 
-    `settings` is written with each result, and `note` is told of servers that come and go. Servers that are
-    all silent for `patience_s` seconds end it; `clock` gives seconds.
+    `settings` is written with each result, and `note` gets a sentence when a server comes or goes. The batch
+    ends if all servers are silent for `patience_s` seconds; `clock` gives seconds.
     """
 
     def __init__(
@@ -220,8 +218,8 @@ class HostsBatch:
         interrupted: Callable[[], bool] = lambda: False,
         report: Callable[[Tally], None] = lambda _tally: None,
     ) -> None:
-        """Have the lines answered. After an interruption, what is under way is dropped, and can be asked for
-        again. Raises `BackendError` if all servers are silent for too long, `OutputError`."""
+        """Get the lines answered. After an interruption, unfinished answers are dropped; a later run asks for
+        them again. Raises `BackendError` if all servers are silent for too long, `OutputError`."""
         self.tally.n_lines = len(lines)
         for line in lines:
             if isinstance(line.request, LineError):
@@ -253,7 +251,7 @@ class HostsBatch:
                 host.cut_off()
 
     def _take_outcomes(self) -> int:
-        """Write what has come, waiting a moment for it; how many lines it is."""
+        """Write the results that have come, after a short wait; return how many lines they are."""
         n_written, wait_s = 0, _LOOK_S
         while True:
             try:
@@ -296,7 +294,7 @@ class HostsBatch:
     # --- in threads -----------------------------------------------------------------------------
 
     def _work(self, host: Host) -> None:
-        """Answer one line after the other by a server, until all is over."""
+        """Send lines to a server, one after the other, until the batch is over."""
         while host.refused is None:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._is_over)
@@ -309,7 +307,7 @@ class HostsBatch:
                     self._changed.wait_for(lambda: self._is_over, timeout=pause_s)
 
     def _ask(self, host: Host, line: Line) -> float:
-        """Have a line answered; seconds to wait before the next one."""
+        """Send a line to a server; return the seconds to wait before the next one."""
         path, body = request_of(line, self._defaults, host)
         try:
             status, headers, data = host.request("POST", path, body)
@@ -370,7 +368,7 @@ class HostsBatch:
             self._changed.notify()
 
     def _watch(self, host: Host) -> None:
-        """Cut off the requests of a server that is silent: one that lost its power says nothing at all."""
+        """Abort the requests of a silent server: after a power failure it does not even close connections."""
         heard_s = self._clock()
         while True:
             with self._changed:
@@ -385,7 +383,7 @@ class HostsBatch:
 
 
 def request_of(line: Line, defaults: Defaults, host: Host) -> tuple[str, dict[str, Any]]:
-    """The path and the body of a line's request."""
+    """Return the path and the body of a line's request."""
     request = line.request
     assert not isinstance(request, LineError), "such a line is not asked"
     own = {name: value for name, value in line.fields.items() if value is not None}
@@ -408,12 +406,12 @@ def request_of(line: Line, defaults: Defaults, host: Host) -> tuple[str, dict[st
 
 
 def _last_text(request: Any) -> str:
-    """The user's text of a line that has a system message of its own."""
+    """Return the user's text of a line that has its own system message."""
     return str(request.messages[-1].content)
 
 
 def _object(data: bytes) -> dict[str, Any]:
-    """A JSON object; an empty one for whatever is none."""
+    """Return a JSON object; an empty one if the data is none."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):
@@ -422,7 +420,7 @@ def _object(data: bytes) -> dict[str, Any]:
 
 
 def _message(data: bytes) -> str:
-    """What a server says is wrong, in a line."""
+    """Return a server's error message, in a line."""
     error = _object(data).get("error")
     text = error.get("message") if isinstance(error, dict) else error
     if not isinstance(text, str):

@@ -1,4 +1,4 @@
-"""The lines of a batch answered by a Ray cluster: passes over what is missing, each in a child process."""
+"""The lines of a batch answered by a Ray cluster: passes over the missing lines, each in a child process."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from specgen.errors import BackendError, SpecgenError
 if TYPE_CHECKING:
     from specgen.batch.ray_job import RayJob
 
-#: What runs a pass. (Not `-m`: what is pickled there has to have a module's name.)
+#: The command of a pass. (Not `-m`: then pickled classes would belong to a module named __main__.)
 COMMAND = (sys.executable, "-c", "from specgen.batch.ray_job import main; main()")
-#: Seconds: for Ray to say which nodes there are; between looks at Ctrl-C; for a child to end by itself.
+#: Seconds: for Ray to list its nodes; between checks for Ctrl-C; for a child to end by itself.
 _CONNECT_S, _LOOK_S, _END_S = 60.0, 0.2, 5.0
-#: What Ray's logs begin their lines with, and how much of such a line is shown, in characters.
+#: The beginning of a line in Ray's logs, and how much of such a line is shown, in characters.
 _LOG_PREFIX, _N_WORDS = re.compile(r"^\[[^]]*\] \S+: "), 200
-#: Ray says nothing to anybody outside, and draws nothing.
+#: Ray reports nothing to others, and shows no progress bars.
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
@@ -40,10 +40,10 @@ _ENVIRONMENT = {
 
 
 class RayBatch:
-    """Has the lines of a batch answered, and writes the results as they come: nobody else does.
+    """Gets the lines of a batch answered, and is the only one that writes the results, as they come.
 
-    `job` is what a pass is to do; its lines are those that are missing. `note` is told of nodes and actors
-    that come and go. With `verbose`, what Ray prints goes to standard error.
+    `job` describes a pass; its lines are the missing ones. `note` gets a sentence when a node or an actor
+    comes or goes. With `verbose`, Ray's output goes to standard error.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class RayBatch:
         self._verbose = verbose
         self._command = command
         self.tally = Tally()
-        #: How many actors there are; 0 before that is known.
+        #: The number of actors; 0 while it is unknown.
         self.n_actors = 0
         self._open: dict[str, Line] = {}
         self._n_attempts: dict[str, int] = {}
@@ -72,8 +72,8 @@ class RayBatch:
         interrupted: Callable[[], bool] = lambda: False,
         report: Callable[[Tally], None] = lambda _tally: None,
     ) -> None:
-        """Have the lines answered. After an interruption, what is under way is dropped, and can be asked for
-        again. Raises what a pass raises, and `OutputError`."""
+        """Get the lines answered. After an interruption, unfinished answers are dropped; a later run asks for
+        them again. Raises what a pass raises, and `OutputError`."""
         self.tally.n_lines = len(lines)
         for line in lines:
             if isinstance(line.request, LineError):
@@ -102,7 +102,7 @@ class RayBatch:
                 report(self.tally)
 
     def _take(self, message: Mapping[str, Any]) -> bool:
-        """What a message says; whether it is the last one."""
+        """Handle a message; return whether it is the last one."""
         kind = message["kind"]
         if kind == "result":
             self._take_result(message)
@@ -121,7 +121,7 @@ class RayBatch:
     def _take_result(self, message: Mapping[str, Any]) -> None:
         record = message["record"]
         if self._open.pop(record["custom_id"], None) is None:
-            return  # made twice, by an actor that was given up: the first one stands
+            return  # also made by an actor that was given up: the first result stands
         self.tally.n_drafted += message["n_drafted"]
         self.tally.n_accepted += message["n_accepted"]
         self.tally.n_cached_tokens += message["n_cached_tokens"]
@@ -145,7 +145,7 @@ class RayBatch:
 
 
 class _Child:
-    """A process that runs a pass; it is gone at the end of the `with` block, and Ray's actors with it."""
+    """A process that runs a pass. At the end of the `with` block the process and Ray's actors are gone."""
 
     def __init__(self, command: Sequence[str], data: bytes, *, verbose: bool) -> None:
         self._words: IO[bytes] | None = None if verbose else tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
@@ -155,7 +155,7 @@ class _Child:
             stdout=subprocess.PIPE,
             stderr=self._words,
             env={**os.environ, **_ENVIRONMENT},
-            # Ctrl-C at a terminal is ours alone: results that are on their way are still written.
+            # Ctrl-C at a terminal reaches the command only: results that are on their way are still written.
             start_new_session=True,
         )
         self._messages: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
@@ -172,10 +172,10 @@ class _Child:
     def __exit__(self, *_: object) -> None:
         process = self._process
         self._writer.join(_LOOK_S)
-        if self._writer.is_alive():  # nobody reads
+        if self._writer.is_alive():  # the child does not read the job
             process.kill()
             self._writer.join()
-        with contextlib.suppress(OSError):  # for the child, the end of this pipe is its own
+        with contextlib.suppress(OSError):  # closing this pipe ends the child
             process.stdin.close()  # type: ignore[union-attr]
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_END_S)
@@ -187,8 +187,8 @@ class _Child:
                 stream.close()
 
     def message(self, timeout_s: float) -> dict[str, Any] | None:
-        """The next message; None if there is none within `timeout_s` seconds. Raises `BackendError` if
-        the process has ended before it said so."""
+        """Return the next message; None if there is none within `timeout_s` seconds. Raises `BackendError` if
+        the process has ended without its last message."""
         try:
             message = self._messages.get(timeout=timeout_s)
         except Empty:
@@ -217,7 +217,7 @@ class _Child:
         self._messages.put(None)
 
     def _send(self, data: bytes) -> None:
-        """The job. The pipe stays open: its end is the child's end."""
+        """Send the job. The pipe stays open, since the child ends when it closes."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(data)

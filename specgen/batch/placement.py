@@ -10,7 +10,7 @@ from specgen.errors import BackendError
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of a cluster: its id, its address, and what it has in all."""
+    """A node of a cluster: its id, its address, and its resources in all."""
 
     identity: str
     name: str
@@ -20,7 +20,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`n_actors` actors on these nodes, of so many CPUs and GPUs each."""
+    """`n_actors` actors on these nodes, each with these numbers of CPUs and GPUs."""
 
     n_actors: int
     nodes: tuple[Node, ...]
@@ -30,10 +30,10 @@ class Placement:
 
 
 def place(nodes: Sequence[Node], n_lines: int, cpus: float | None, gpus: float | None) -> Placement:
-    """As many actors of `cpus` CPUs and `gpus` GPUs as the nodes have room for, and no more than lines.
+    """Place as many actors with `cpus` CPUs and `gpus` GPUs as the nodes have room for, at most one a line.
 
-    None takes what the largest node has, so that each node like it has one actor; beside a number of GPUs,
-    the CPUs are divided among that node's actors. Raises `BackendError` if no node has so much.
+    None takes all that the largest node has, so that each node of its size has one actor; if `gpus` is given,
+    None divides the CPUs among that node's actors. Raises `BackendError` if no node has enough.
     """
     if not nodes:
         raise BackendError("the Ray cluster has no node")

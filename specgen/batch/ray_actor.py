@@ -21,18 +21,19 @@ from specgen.batch.lines import Line, LineError
 from specgen.batch.results import result_of
 from specgen.errors import SpecgenError
 
-#: So often a line may be begun and not come back before it is an error: it may be what ends the actors.
+#: The number of attempts without a result after which a line is an error: the line may be what ends the
+#: actors.
 MOST_ATTEMPTS = 5
-#: A line that was begun so often before is answered alone: nobody else's line is lost with it.
+#: A line with this many earlier attempts is answered alone, so that no other line is lost with it.
 _N_TOGETHER = 2
-#: Seconds to reach somebody, and between beats of an actor.
+#: Seconds to reach another actor, and between heartbeats of an actor.
 REACH_S, _BEAT_S = 10.0, 2.0
 #: Exit code of an actor whose engine has failed; Ray starts another one.
 _FAILED = 70
 
 
 class Desk:
-    """An actor beside the driver: knows which actors live, what they have begun, and why one ended."""
+    """An actor beside the driver. It records which actors live, what they have begun, and why one ended."""
 
     def __init__(self, n_attempts: Mapping[str, int]) -> None:
         self._n_attempts = dict(n_attempts)
@@ -42,7 +43,7 @@ class Desk:
         self._failures: list[tuple[str, str, str, str | None]] = []
 
     def n_attempts(self, custom_ids: Sequence[str]) -> list[int]:
-        """How often these lines were begun."""
+        """Return how often each of these lines was begun."""
         return [self._n_attempts.get(custom_id, 0) for custom_id in custom_ids]
 
     def begin(self, custom_ids: Sequence[str]) -> None:
@@ -51,7 +52,7 @@ class Desk:
             self._n_attempts[custom_id] = self._n_attempts.get(custom_id, 0) + 1
 
     def beat(self, actor: str, node: str, is_ready: bool, n_lines: int) -> None:
-        """An actor lives, and is loading, or has so many lines in its hands."""
+        """Record a heartbeat: the actor is loading, or has `n_lines` unfinished lines."""
         before = self._seen.get(actor)
         if before is None:
             self._starts.append(node)
@@ -60,12 +61,12 @@ class Desk:
         self._seen[actor] = (time.monotonic(), is_ready, n_lines)
 
     def fail(self, node: str, kind: str, message: str, hint: str | None) -> None:
-        """An actor cannot start, or has ended, with an error of this class."""
+        """Record that an actor cannot start or has ended, with an error of the class `kind`."""
         self._failures.append((node, kind, message, hint))
 
     def state(self) -> dict[str, Any]:
-        """What there is to know: how long ago an actor was heard that had something to do (seconds;
-        None: never), how many have ever been ready, on which nodes they started, and what has failed."""
+        """Return the state: the seconds since the last heartbeat of an actor with something to do (None:
+        never), how many actors have ever been ready, the nodes on which they started, and the failures."""
         now = time.monotonic()
         busy = [now - at for at, is_ready, n in self._seen.values() if n or not is_ready]
         return {
@@ -78,7 +79,7 @@ class Desk:
 
 
 class Actor:
-    """What Ray Data runs: one on a node, or several; loads the models once."""
+    """The actor that Ray Data runs, one or several on a node; it loads the models once."""
 
     def __init__(self, job: WorkerJob, desk: Any) -> None:
         import ray
@@ -87,7 +88,7 @@ class Actor:
         self._name = uuid.uuid4().hex
         self._node = _name_of(ray.get_runtime_context().get_node_id())
         self._worker: LineWorker | None = None
-        self._beat()  # before anything else that the desk hears
+        self._beat()  # before any other call to the desk
         threading.Thread(target=self._go_on_beating, daemon=True).start()
         try:
             start = partial(self._ask_desk, "begin")
@@ -98,7 +99,7 @@ class Actor:
             raise
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[bytes]]:
-        """Answer the lines of a block, pickled ones, beside those of other blocks: results as JSON."""
+        """Answer the pickled lines of a block, beside those of other blocks; return the results as JSON."""
         assert self._worker is not None
         lines: list[Line] = [pickle.loads(raw) for raw in batch["line"]]  # noqa: S301 - our own
         replies: list[Any] = []
@@ -112,7 +113,7 @@ class Actor:
         return {"result": [json.dumps(asdict(answer)).encode() for answer in answers]}
 
     def _ask_desk(self, question: str, lines: Sequence[Line]) -> Any:
-        """What the desk says to a question about lines; None while it is being started again."""
+        """Return the desk's reply to a question about lines; None while the desk is restarted."""
         import ray
 
         custom_ids = [line.custom_id for line in lines]
@@ -137,7 +138,7 @@ class Actor:
             self._desk.beat.remote(self._name, self._node, worker is not None, n_open)
 
     def _end(self, message: str) -> None:
-        """The engine has failed: another process may do better, and Ray starts one."""
+        """End this process, since its engine has failed: Ray starts another one, which may do better."""
         import ray
 
         with contextlib.suppress(Exception):
@@ -147,12 +148,12 @@ class Actor:
 
 
 def look(paths: Sequence[str]) -> dict[str, Any]:
-    """What a node has: the version of specgen, and the sizes of files in bytes (None: no such file)."""
+    """Return the version of specgen on a node, and the sizes of files in bytes (None: no such file)."""
     return {"version": __version__, "sizes": {path: n_bytes_of(Path(path)) for path in paths}}
 
 
 def n_bytes_of(path: Path) -> int | None:
-    """The size of a file, 0 for a folder, and None for what is not there."""
+    """Return the size of a file, 0 for a folder, and None if the path does not exist."""
     try:
         return 0 if path.is_dir() else path.stat().st_size
     except OSError:
@@ -160,7 +161,7 @@ def n_bytes_of(path: Path) -> int | None:
 
 
 def _name_of(identity: str) -> str:
-    """A node as people know it: its address, and the beginning of its id."""
+    """Return a node's name for people: its address, and the beginning of its id."""
     import ray
 
     address = ray.util.get_node_ip_address()

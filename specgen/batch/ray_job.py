@@ -1,9 +1,8 @@
-"""One pass of a batch over a Ray cluster, in a process of its own. Nobody but this and `ray_actor` imports Ray.
+"""One pass of a batch over a Ray cluster, in a separate process. Only this module and `ray_actor` import Ray.
 
-`specgen batch --ray` starts it as a child, so that Ray's logs reach nobody's streams, and so that
-whatever happens to Ray, what was written stays and the command ends. It reads a pickled `RayJob` from its
-standard input, writes messages to its standard output, a line of JSON each, and ends when its standard
-input does.
+`specgen batch --ray` starts it as a child process. So Ray's logs stay out of the command's streams, and
+whatever happens to Ray, written results stay and the command ends. It reads a pickled `RayJob` from standard
+input, writes messages to standard output, a line of JSON each, and ends when its standard input closes.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from specgen.batch.placement import Node, Placement, place
 from specgen.batch.ray_actor import REACH_S, Actor, Desk, look
 from specgen.errors import BackendError, ModelFileError, SpecgenError, UsageError
 
-#: Lines are handed out one by one, as long as there are no more than these: each is a block of Ray Data.
+#: Each line is a block of Ray Data, up to this number of blocks; of more lines, a block has several.
 _MOST_BLOCKS = 10_000
-#: Seconds for the nodes to say what they have, and between looks at the actors.
+#: Seconds for the nodes to report what they have, and between checks of the actors.
 _PROBE_S, _LOOK_S = 60.0, 1.0
-#: Seconds without a word of an actor that loads or has lines, after which a pass ends: the next one asks others.
+#: Seconds of silence, while actors load or have lines, after which a pass ends: the next pass uses others.
 _SILENT_S = 30.0
 #: Seconds for Ray to end.
 _END_S = 4.0
-#: So often as many actors as there are may fail without an answer in between.
+#: The failures without an answer in between that are allowed, as a multiple of the number of actors.
 _MOST_FAILURES = 3
-#: Bytes for objects where Ray is started here: lines and results are small.
+#: The size of the object store if Ray is started here: lines and results are small.
 _STORE_BYTES = 200_000_000
 
 Emit = Callable[[Mapping[str, Any]], None]
@@ -47,11 +46,11 @@ Emit = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class RayJob:
-    """What a pass is to do.
+    """The description of a pass.
 
-    `address` is ``local``, ``auto`` or the address of a cluster. `n_attempts` is how often lines were
-    begun in passes before, by custom_id. `files` are paths that each node must have, with their sizes in
-    bytes. A pass ends after `patience_s` seconds if no actor has started.
+    `address` is ``local``, ``auto`` or the address of a cluster. `n_attempts` counts, by custom_id, how often
+    earlier passes began a line. `files` are paths that each node must have, with their sizes in bytes. A pass
+    ends after `patience_s` seconds if no actor has started.
     """
 
     address: str
@@ -65,14 +64,14 @@ class RayJob:
 
 
 class Pass:
-    """Has the lines of a job answered; `emit` is told what happens."""
+    """Gets the lines of a job answered; `emit` gets a message for each event."""
 
     def __init__(self, job: RayJob, emit: Emit) -> None:
         self._job = job
         self._emit = emit
         self._n_actors = 0
         self._n_starts_told = self._n_failures_told = 0
-        #: Failures of actors before the last answer.
+        #: Failures of actors up to the last answer.
         self._n_failures_before = 0
         self._nodes: dict[str, str] = {}
 
@@ -100,7 +99,7 @@ class Pass:
         self._emit({"kind": "end", "n_attempts": state["n_attempts"] if state else {}})
 
     def _probe(self, ray: Any, placement: Placement) -> None:
-        """See that the nodes have what an actor needs."""
+        """Check that the nodes have what an actor needs."""
         job = self._job
         asked = ray.remote(look)
         refs = {
@@ -117,7 +116,7 @@ class Pass:
             _check_node(refs[ref].name, _found(ray, ref, refs[ref].name), job.files)
 
     def _follow(self, ray: Any, desk: Any, results: SimpleQueue[Any]) -> None:
-        """Pass results on until all are there, or no actor says anything any more."""
+        """Pass results on until all are there, or all actors are silent."""
         heard = looked = time.monotonic()
         while True:
             try:
@@ -161,8 +160,8 @@ class Pass:
         return True
 
     def _tell(self, ray: Any, state: Mapping[str, Any] | None, *, is_end: bool = False) -> None:
-        """Notes of actors and nodes that come and go. Raises the error of the last actor that failed, if
-        none does anything but fail."""
+        """Report actors and nodes that come and go. Raises the last actor's error if actors do nothing but
+        fail."""
         alive = {node.identity: node.name for node in _nodes(ray)}
         for identity in self._nodes.keys() - alive.keys():
             self._note(f"the Ray node {self._nodes.pop(identity)} is gone; others get its lines")
@@ -184,15 +183,15 @@ class Pass:
 
 
 def _collect(job: RayJob, placement: Placement, desk: Any, results: SimpleQueue[Any]) -> None:
-    """Put the results of Ray Data into the queue, a block at a time; None at the end, and an exception
-    if there is one."""
+    """Put the results of Ray Data into the queue, a block at a time; None at the end, and an exception if
+    there is one."""
     try:
         from ray import data
 
         context = data.DataContext.get_current()
         context.enable_progress_bars = False
         context.print_on_execution_start = False
-        # An actor that fails is another one's lines; lines that do not come back are asked again.
+        # Another actor gets the lines of one that fails; lines without a result are asked again.
         context.max_errored_blocks = -1
         context.max_consecutive_actor_init_deaths = placement.n_actors
         n_blocks = min(len(job.lines), _MOST_BLOCKS)
@@ -221,7 +220,7 @@ def _collect(job: RayJob, placement: Placement, desk: Any, results: SimpleQueue[
 
 
 def _connect(address: str) -> Any:
-    """Ray, connected. Raises `UsageError` where it is not installed, `BackendError` where nothing answers."""
+    """Connect to Ray. Raises `UsageError` if it is not installed, `BackendError` if nothing responds."""
     try:
         import ray
         import ray.data
@@ -356,7 +355,7 @@ _ending = threading.Lock()
 
 
 def _end() -> NoReturn:
-    """End this process, what Ray started for it, and its actors; within a bounded time."""
+    """End this process, the processes of Ray that it started, and its actors, within a bounded time."""
     with _ending:
         threading.Timer(_END_S, os._exit, (0,)).start()
         with contextlib.suppress(Exception):
@@ -367,7 +366,7 @@ def _end() -> NoReturn:
 
 
 def _end_with_parent() -> None:
-    """End when the parent has gone, or has closed the pipe, whatever Ray is doing."""
+    """End when the parent has gone or closed the pipe, whatever Ray is doing."""
     while sys.stdin.buffer.read(4096):
         pass
     _end()
@@ -376,7 +375,7 @@ def _end_with_parent() -> None:
 def main() -> None:
     """Run a pass."""
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what Ray prints is no message
+    os.dup2(2, 1)  # so that Ray's output does not mix with messages
     lock = threading.Lock()
 
     def emit(message: Mapping[str, Any]) -> None:
@@ -397,7 +396,7 @@ def main() -> None:
                 "hint": error.hint,
             }
         )
-    except Exception as error:  # noqa: BLE001 - of Ray: its traceback is for --verbose
+    except Exception as error:  # noqa: BLE001 - Ray's: --verbose shows its traceback
         traceback.print_exc()
         emit(
             {

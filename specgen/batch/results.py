@@ -14,14 +14,14 @@ from specgen.batch.lines import Line, LineError
 from specgen.errors import OutputError, UsageError
 from specgen.json_lines import AppendedFile, DamagedLineError, take_lines, to_line, write_errors
 
-#: Under this name a result has what specgen needs to go on: what was asked, and with what settings.
+#: The field of a result with specgen's own data for a restart: what was asked, and with what settings.
 OWN = "specgen"
 
 
 def result_of(
     line: Line, settings: Mapping[str, Any], response: Any, error: LineError | None
 ) -> dict[str, Any]:
-    """The result of a line, which has a response or an error."""
+    """Return the result of a line, with a response or an error."""
     return {
         "id": f"batch_req_{line.digest}",
         "custom_id": line.custom_id,
@@ -32,7 +32,7 @@ def result_of(
 
 
 class Results(Protocol):
-    """Takes results as they come."""
+    """Accepts results as they come."""
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write a result whole. Raises `OutputError`; what was written before is kept."""
@@ -40,28 +40,28 @@ class Results(Protocol):
 
 @dataclass(slots=True)
 class Earlier:
-    """The results that a file has already."""
+    """The results that a file already has."""
 
     #: custom_id to the digest of what was asked.
     digests: dict[str, str] = field(default_factory=dict)
     #: custom_ids whose result is an error.
     errors: set[str] = field(default_factory=set)
-    #: The settings of the first result; None of no result.
+    #: The settings of the first result; None if there is none.
     settings: dict[str, Any] | None = None
     #: custom_id of a result with other settings than the first one.
     mixed: str | None = None
     #: The bytes of the file that are results, and whether the last of them ends a line.
     n_bytes: int = 0
     ends_line: bool = True
-    #: Whether there is half a result behind them.
+    #: Whether a torn result follows them.
     is_torn: bool = False
 
 
 def read_results(path: Path) -> Earlier:
-    """The results in a file. A last line that was torn when a process was killed is not among them,
-    and a file that does not exist has none.
+    """Read the results in a file. A last line that was torn when a process was killed is left out; a file
+    that does not exist has none.
 
-    Raises `OutputError` if it cannot be read, or has a line that is no result.
+    Raises `OutputError` if the file cannot be read, or has a line that is no result.
     """
     found = Earlier()
     try:
@@ -106,8 +106,8 @@ def missing(
     *,
     allow_mixed: bool,
 ) -> list[Line]:
-    """The lines without a result. Raises `UsageError` if the results are of other settings, or of
-    other lines, unless that is allowed: they are then kept as they are."""
+    """Return the lines without a result. Raises `UsageError` if the results have other settings or belong to
+    other lines, unless that is allowed; such results are kept unchanged."""
     if not allow_mixed:
         _check_same(lines, earlier, settings, name)
     return [line for line in lines if line.custom_id not in earlier.digests]
@@ -156,8 +156,7 @@ class ResultsFile:
     @staticmethod
     @contextlib.contextmanager
     def opened(path: Path, earlier: Earlier) -> Iterator[ResultsFile]:
-        """Open the file to append to the results that it has; what is behind them is cut off. Raises
-        `OutputError`."""
+        """Open the file to append to its results; anything after them is cut off. Raises `OutputError`."""
         with AppendedFile.opened(path) as file:
             file.cut(earlier.n_bytes)
             if not earlier.ends_line:
@@ -165,14 +164,14 @@ class ResultsFile:
             yield ResultsFile(file)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a result, and have it on the disk when this returns. One that does not fit is taken
-        off again. Raises `OutputError`."""
+        """Append a result; it is on the disk when this returns. A result that does not fit is removed again.
+        Raises `OutputError`."""
         self._file.append(to_line(record))
 
 
 def without_errors(path: Path, earlier: Earlier) -> Earlier:
-    """Drop the results that are errors from a file, which is replaced whole; returns what it then has.
-    Raises `OutputError`."""
+    """Drop the results that are errors from a file, which is replaced whole; return its results then. Raises
+    `OutputError`."""
     with write_errors(path):
         lines = path.read_bytes()[: earlier.n_bytes].split(b"\n")
         kept = [raw for raw in lines if raw.strip() and json.loads(raw)["error"] is None]
@@ -181,7 +180,7 @@ def without_errors(path: Path, earlier: Earlier) -> Earlier:
 
 
 class ResultsStream:
-    """Writes results to a stream, which cannot be taken up again."""
+    """Writes results to a stream, which a restart cannot continue."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream

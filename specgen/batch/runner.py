@@ -1,4 +1,4 @@
-"""Answer the lines of a batch, as many at once as the engine has room for."""
+"""Answers the lines of a batch, as many at once as the engine has room for."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from specgen.options import GenerationOptions
 
 @dataclass(frozen=True, slots=True)
 class Prompting:
-    """How the texts of a batch become prompts: `chat` and `system` as in `Session.prompt`, for lines
-    that are a prompt; `now` is the date that templates write."""
+    """How texts of a batch become prompts: `chat` and `system` as in `Session.prompt`, for lines that are a
+    prompt; `now` is the date that templates write."""
 
     chat: bool | None
     system: str | None
     now: datetime.datetime
 
     def prompt(self, session: Session, request: Request) -> Prompt:
-        """What the answer to a request begins after. Raises `UsageError`, `PromptError`."""
+        """Return the prompt of a request. Raises `UsageError`, `PromptError`."""
         if request.kind == "chat":
             return session.conversation(
                 request.messages, now=self.now, tools=request.tool_definitions
@@ -50,9 +50,8 @@ class Prompting:
 class Task:
     """A line that can be answered, and the room that it takes.
 
-    `tokens` is int32[n_tokens], the prompt's; `n_ctx` has room for prompt and answer. The prompt is
-    made once more when its turn comes: as Python's own numbers, those of all lines would take ten times
-    the memory.
+    `tokens` is the prompt, int32[n_tokens]; `n_ctx` has room for prompt and answer. The prompt is built again
+    when its turn comes: kept as Python integers, the tokens of all lines would take ten times the memory.
     """
 
     line: Line
@@ -63,14 +62,14 @@ class Task:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of a batch so far."""
+    """The counts of a batch so far."""
 
     n_lines: int = 0
     n_answers: int = 0
     n_errors: int = 0
-    #: Tokens of answers, those in the making included.
+    #: Tokens of answers, unfinished ones included.
     n_tokens: int = 0
-    #: Of prompts: their tokens, and those that were in the cache already.
+    #: Tokens of prompts, and those of them that were in the cache already.
     n_prompt_tokens: int = 0
     n_cached_tokens: int = 0
     n_drafted: int = 0
@@ -82,10 +81,10 @@ class Tally:
 
 
 class Batch:
-    """Makes the answers of a batch and writes them, each when it is finished.
+    """Makes the answers of a batch and writes each when it is finished.
 
-    `settings` is written with each result, `wall_clock` gives seconds since 1970, and `note` is told
-    what the user should know.
+    `settings` is written with each result, `wall_clock` gives seconds since 1970, and `note` gets sentences
+    for the user.
     """
 
     def __init__(
@@ -110,8 +109,8 @@ class Batch:
     def prepare(
         self, lines: Sequence[Line], interrupted: Callable[[], bool] = lambda: False
     ) -> list[Task]:
-        """The lines that can be answered, in the order to answer them in; what is wrong with the others
-        is written. Raises `OutputError`."""
+        """Return the lines that can be answered, in the order to answer them in; write the errors of the
+        others. Raises `OutputError`."""
         self.tally.n_lines = len(lines)
         tasks: list[Task] = []
         for line in lines:
@@ -125,7 +124,7 @@ class Batch:
         return [tasks[number] for number in order_by_prefix([task.tokens for task in tasks])]
 
     def task(self, line: Line) -> Task | LineError:
-        """A line and the room that its answer takes, or why it cannot be answered."""
+        """Return a line with the room that its answer takes, or the reason why it cannot be answered."""
         request = line.request
         if isinstance(request, LineError):
             return request
@@ -146,10 +145,11 @@ class Batch:
         interrupted: Callable[[], bool] = lambda: False,
         report: Callable[[Tally], None] = lambda _tally: None,
     ) -> None:
-        """Make the answers; `report` is told how far the work is, and may append to `tasks` if that is a
-        deque, which is emptied. After an interruption, and after an
-        error of the target, an answer that is not finished is not written, and can be asked for again.
-        Raises `BackendError`, `OutputError`."""
+        """Make the answers. `report` gets the counts so far, and may append to `tasks` if that is a deque,
+        which is emptied.
+
+        After an interruption, or an error of the target, unfinished answers are not written; a later run asks
+        for them again. Raises `BackendError`, `OutputError`."""
         waiting = tasks if isinstance(tasks, deque) else deque(tasks)
         while (waiting or self._in_making) and not interrupted():
             while waiting and len(self._in_making) < engine.n_parallel:
@@ -216,8 +216,8 @@ class Batch:
 
 
 def _ending_within(generation: GenerationOptions, n_ctx: int, n_prompt: int) -> GenerationOptions:
-    """The same, ending where the context of `specgen run` would be full: the batch's is as large as
-    its largest answer needs."""
+    """Return the same options, ending where the context of `specgen run` would be full. The batch's context
+    may be larger, since it fits the largest answer."""
     n_most = n_ctx + 1 - n_prompt
     if 0 <= generation.max_tokens <= n_most:
         return generation

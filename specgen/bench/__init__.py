@@ -1,6 +1,6 @@
-"""Measuring: what `specgen bench` does.
+"""The measurements of `specgen bench`.
 
-`contenders` answer prompts, `runs` lets them do so in turn, `figures` sums up what came of it,
-and `foresight` is what nobody could be better than. `report` holds all of it, `html` is the
-page that shows it.
+Contenders (`contenders`) answer prompts in turns (`runs`). `figures` sums up the results, and `foresight`
+computes the best speed that is possible with the same drafts. `report` holds all of it, and `html` makes a
+page of it.
 """

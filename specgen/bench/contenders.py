@@ -1,4 +1,4 @@
-"""The contenders of a benchmark: plain decoding, a way to draft, another program."""
+"""The contenders of a benchmark: plain decoding, drafting in some way, another program."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from specgen.events import CommittedEvent, FinishedEvent, NoticeEvent
 if TYPE_CHECKING:
     from specgen.engine.session import Session
 
-#: A template may tell the date, which must not change between runs.
+#: The date for chat templates that write one, fixed so that prompts do not change between runs.
 NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
-#: Tokens of an answer that is only to warm up.
+#: Tokens of an answer that only warms up.
 _N_WARM_UP = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one answer; None is what a contender does not tell. Times are seconds.
+    """The measurements of one answer; None means that a contender does not report it. Times are seconds.
 
-    `tokens_per_s` counts the tokens after the first one. `token_ids` are without the token that
-    ended the answer. Counts by depth begin with the first drafted token. `target_s`, `draft_s`
-    and `own_s` are the time after the prompt: in the target, in what drafts, and in the program
-    itself.
+    `tokens_per_s` counts the tokens after the first one. `token_ids` exclude the token that ended the answer.
+    Counts by depth begin with the first drafted token. `target_s`, `draft_s` and `own_s` divide the time
+    after the prompt: in the target, in the drafter, and in the program itself.
     """
 
     text: str
@@ -45,7 +44,7 @@ class Outcome:
     target_s: float | None = None
     draft_s: float | None = None
     own_s: float | None = None
-    #: What the user should know, such as that drafting failed.
+    #: Notices for the user, for example that drafting failed.
     notices: tuple[str, ...] = ()
 
     @property
@@ -53,16 +52,16 @@ class Outcome:
         return self.finish_reason == "interrupted"
 
     def says_the_same(self, other: Outcome) -> bool:
-        """Whether the two texts are equal, token by token where both tell their tokens.
+        """Return whether two texts are equal, token by token if both report their tokens.
 
-        A program that does not tell them may go on for some tokens after the limit. Where the
-        other one's answer ended there, its text is what both have to say.
+        A program that does not report them may write some tokens more than the limit. If the other answer
+        ended at the limit, only its text has to agree.
         """
         if self.token_ids is not None and other.token_ids is not None:
             return self.token_ids == other.token_ids
         limited, longer = (self, other) if self.finish_reason == "length" else (other, self)
         if limited.finish_reason == "length":
-            # The limit may have cut a character in two, of which the longer text has both halves.
+            # The limit may have cut a character in two; the longer text has all of it.
             return longer.text.startswith(limited.text.rstrip("\N{REPLACEMENT CHARACTER}"))
         return self.text == other.text
 
@@ -70,13 +69,13 @@ class Outcome:
 class Contender(Protocol):
     """Answers prompts, always in the same way.
 
-    Both methods may raise a `SpecgenError`: `PromptError` if there is no room for the prompt,
-    any other if the contender cannot go on.
+    Both methods may raise a `SpecgenError`: `PromptError` if the prompt does not fit, any other if the
+    contender cannot go on.
     """
 
     @property
     def name(self) -> str:
-        """What tables call it; no two contenders of a lineup have the same."""
+        """The name in tables; it is unique in a lineup."""
         ...
 
     def answer(self, prompt: str) -> Outcome:
@@ -84,12 +83,12 @@ class Contender(Protocol):
         ...
 
     def warm_up(self, prompt: str) -> None:
-        """Do what makes the first answer slower than others, for example a short answer."""
+        """Do whatever makes the first answer slower than others, for example a short answer."""
         ...
 
 
 class SessionContender:
-    """A session with its models and options. It does not close the session."""
+    """A session with its models and options as a contender. It does not close the session."""
 
     def __init__(
         self,
@@ -125,7 +124,7 @@ class SessionContender:
         session = self._session
         begun = session.prompt(prompt, chat=self._chat, now=NOW)
         events = session.generate(begun, interrupted=self._interrupted, estimate_gain=False)
-        # Closing what generates frees the contexts.
+        # Closing the generator frees the contexts.
         with contextlib.closing(events):  # type: ignore[type-var]
             for event in events:
                 if isinstance(event, CommittedEvent) and event.n_tokens >= _N_WARM_UP:
@@ -133,7 +132,7 @@ class SessionContender:
 
 
 def outcome_of(finished: FinishedEvent, notices: tuple[str, ...] = ()) -> Outcome:
-    """The outcome of a generation that ended with this event."""
+    """Return the outcome of a generation that ended with this event."""
     return Outcome(
         text=finished.text,
         n_tokens=finished.n_tokens,

@@ -14,8 +14,8 @@ from specgen.json_values import as_json
 
 
 def about(plan: Plan, fields: Sequence[Field], command: str) -> dict[str, Any]:
-    """The machine, the versions, the files and all settings, as JSON can have them; `command` is the
-    command line that asked for it."""
+    """Return the machine, the versions, the files and all settings as JSON values; `command` is the command
+    line of the benchmark."""
     from specgen.backend.llama import build
     from specgen.backend.llama.kernels import computing
     from specgen.machine import look_at_machine

@@ -11,16 +11,16 @@ from typing import TypeAlias
 
 from specgen.bench.runs import Result
 
-#: Of a position in a draft at which fewer tokens were drafted, the share means nothing.
+#: At a draft position with fewer drafted tokens than this, an acceptance rate means nothing.
 _MIN_DRAFTED = 5
 
-#: Prompt and round: what the answers of a lineup to one prompt have in common.
+#: Prompt and round: the key that a lineup's answers to one prompt share.
 _Key: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The least, the quartiles, and the largest of some values."""
+    """The minimum, the quartiles and the maximum of some values."""
 
     low: float
     quartile: float
@@ -31,8 +31,8 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class CategoryFigures:
-    """Answers to the prompts of one category. `speedup` is over plain decoding, as the geometric
-    mean over the answers; None if plain decoding tells no speed."""
+    """The answers to prompts of one category. `speedup` over plain decoding is the geometric mean over the
+    answers; None if plain decoding reports no speed."""
 
     category: str
     n_answers: int
@@ -43,7 +43,7 @@ class CategoryFigures:
 
 @dataclass(frozen=True, slots=True)
 class Worst:
-    """The prompt for which a contender gains least, by the geometric mean over its rounds."""
+    """The prompt with the smallest speed-up of a contender, by the geometric mean over its rounds."""
 
     prompt: int
     speedup: float
@@ -51,8 +51,8 @@ class Worst:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Where the time after the prompt goes: shares of it, that add up to 1, and `token_s`,
-    seconds a token."""
+    """The time after the prompt: the shares of its parts, which add up to 1, and `token_s`, seconds a
+    token."""
 
     target: float
     draft: float
@@ -62,15 +62,14 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class ContenderFigures:
-    """A contender's answers; None is what cannot be told.
+    """The figures of a contender's answers; None means unknown.
 
-    `speedup` is the geometric mean over the categories, `speedups` the spread over all answers.
-    `whole` is the same of whole answers, prompts included: how much sooner they are there. (What
-    a program lets its draft read before the first token shows only there.)
-    `acceptance_by_position` begins with the first drafted token: the share that was accepted of
-    all that were drafted there. `first_token` is the time to the first token relative to plain
-    decoding's, the median over all answers. `n_different` counts the answers whose text is not
-    that of plain decoding (at temperature 0: rounding in batches may turn a near-tie).
+    `speedup` is the geometric mean over the categories, `speedups` the spread over all answers. `whole` is
+    the speed-up of whole answers, prompts included. (If a program lets its draft model read the prompt before
+    the first token, that time shows only there.) `acceptance_by_position` begins with the first drafted
+    token: the accepted share of all tokens drafted at that position. `first_token` is the median, over all
+    answers, of the time to the first token relative to plain decoding's. `n_different` counts answers whose
+    text differs from plain decoding's (at temperature 0, where rounding in batches may turn a near-tie).
     """
 
     target: str
@@ -96,7 +95,7 @@ class ContenderFigures:
 
 
 def figures_of(results: Iterable[Result]) -> tuple[ContenderFigures, ...]:
-    """The figures of each contender that has an answer, plain decoding first in each lineup."""
+    """Return the figures of each contender that has an answer, plain decoding first in each lineup."""
     plain: dict[tuple[str, float], dict[_Key, Result]] = defaultdict(dict)
     told: dict[tuple[str, float, str], dict[_Key, Result]] = defaultdict(dict)
     for result in results:
@@ -110,14 +109,14 @@ def figures_of(results: Iterable[Result]) -> tuple[ContenderFigures, ...]:
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:
-    """None of no values."""
+    """Return the geometric mean; None if there are no values."""
     if not values:
         return None
     return math.exp(statistics.fmean(math.log(value) for value in values))
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """None of no values."""
+    """Return the spread; None if there are no values."""
     if not values:
         return None
     if len(values) == 1:
@@ -128,7 +127,7 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def speedup_of(result: Result, plain: Result | None) -> float | None:
-    """Tokens a second, over those of plain decoding for the same prompt in the same round."""
+    """Return tokens a second over those of plain decoding for the same prompt in the same round."""
     if plain is None:
         return None
     fast, slow = result.outcome.tokens_per_s, plain.outcome.tokens_per_s
@@ -136,7 +135,7 @@ def speedup_of(result: Result, plain: Result | None) -> float | None:
 
 
 def whole_speedup_of(result: Result, plain: Result | None) -> float | None:
-    """How much sooner an answer of as many tokens as plain decoding's is there, prompt included."""
+    """Return the speed-up of an answer with as many tokens as plain decoding's, prompt included."""
     if plain is None:
         return None
     slow_s, fast_s = (_whole_s(each, plain.outcome.n_tokens) for each in (plain, result))
@@ -144,7 +143,7 @@ def whole_speedup_of(result: Result, plain: Result | None) -> float | None:
 
 
 def _whole_s(result: Result, n_tokens: int) -> float | None:
-    """Seconds for the prompt and so many tokens, at a contender's speed."""
+    """Return the seconds for the prompt and `n_tokens` tokens, at a contender's speed."""
     outcome = result.outcome
     if outcome.prompt_s is None or not outcome.tokens_per_s:
         return None
@@ -155,7 +154,7 @@ def _whole_s(result: Result, n_tokens: int) -> float | None:
 
 
 def _figures(results: Mapping[_Key, Result], plain: Mapping[_Key, Result]) -> ContenderFigures:
-    """`plain` are the answers of plain decoding in the same lineup."""
+    """Return a contender's figures; `plain` has plain decoding's answers in the same lineup."""
     first = next(iter(results.values()))
     outcomes = [result.outcome for result in results.values()]
     speedups = _speedups(results, plain)
@@ -192,7 +191,7 @@ def _speedups(
     plain: Mapping[_Key, Result],
     of: Callable[[Result, Result | None], float | None] = speedup_of,
 ) -> dict[_Key, float]:
-    """Of the answers for which there is one."""
+    """Return the speed-ups of the answers that have one."""
     found = {key: of(result, plain.get(key)) for key, result in results.items()}
     return {key: speedup for key, speedup in found.items() if speedup is not None}
 
@@ -200,7 +199,7 @@ def _speedups(
 def _over_categories(
     results: Mapping[_Key, Result], speedups: Mapping[_Key, float]
 ) -> float | None:
-    """The geometric mean over the categories, of the geometric means over their answers."""
+    """Return the geometric mean over the categories of the geometric means over their answers."""
     by_category: dict[str, list[float]] = defaultdict(list)
     for key, speedup in speedups.items():
         by_category[results[key].category].append(speedup)
@@ -250,7 +249,7 @@ def _by_position(results: Sequence[Result]) -> tuple[float, ...]:
 
 
 def _mean_length(results: Sequence[Result]) -> float | None:
-    """Tokens a round, over the rounds of all answers."""
+    """Return the tokens a round, over the rounds of all answers."""
     pairs = [(result.outcome.mean_accepted_length, result.outcome.n_rounds) for result in results]
     told = [(mean * n, n) for mean, n in pairs if mean is not None and n]
     n_rounds = sum(n for _, n in told)
@@ -283,7 +282,7 @@ def _first_token(results: Mapping[_Key, Result], plain: Mapping[_Key, Result]) -
 
 
 def _n_different(results: Mapping[_Key, Result], plain: Mapping[_Key, Result]) -> int | None:
-    """None above temperature 0, where texts may differ."""
+    """Return the number of different texts; None above temperature 0, where texts may differ."""
     if any(result.temperature > 0.0 for result in results.values()):
         return None
     return sum(

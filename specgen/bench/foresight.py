@@ -1,11 +1,9 @@
-"""The speed that the same drafts could reach if it were known what will be accepted.
+"""The speed that the same drafts could reach if acceptance were known in advance.
 
-Who knew the answer in advance would ask, at each place, the drafter that pays most there for
-just as many tokens as will be accepted, or for none. The quickest way through the answer is a
-shortest path, which `best_schedule` finds. What a real policy reaches is to be compared with that: the
-rest is what it loses by not knowing.
-
-It is for answers at temperature 0, where what is accepted does not depend on chance.
+With this knowledge, each round would use the drafter that pays most there, and draft exactly the tokens that
+will be accepted, or none. The fastest way through an answer is a shortest path, which `best_schedule` finds.
+A real policy is compared with it: the difference is what the policy loses by not knowing. This is for answers
+at temperature 0, where acceptance does not depend on chance.
 """
 
 from __future__ import annotations
@@ -17,10 +15,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DrafterForesight:
-    """What a drafter could do for an answer of n tokens.
+    """The possible drafts of one drafter for an answer of n tokens.
 
-    `accepted[i]` is how many tokens that it drafts behind the first i would be accepted. Seconds
-    for the first token of a draft, and for each further one.
+    `accepted[i]` is the number of tokens that would be accepted of a draft after the first i tokens. The
+    seconds are for the first token of a draft, and for each further one.
     """
 
     accepted: tuple[int, ...]
@@ -33,8 +31,8 @@ class DrafterForesight:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRound:
-    """A round: which drafter (None: none), and how many tokens it drafts, all of them accepted;
-    the target adds one."""
+    """A round: the number of its drafter (None: none), and its number of drafted tokens, all of them
+    accepted; the target adds one more."""
 
     drafter: int | None
     n_drafted: int
@@ -42,7 +40,7 @@ class ScheduledRound:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A way through an answer, round by round, and the seconds that it takes."""
+    """The rounds that make an answer, and the seconds that they take."""
 
     seconds: float
     steps: tuple[ScheduledRound, ...]
@@ -51,15 +49,14 @@ class Schedule:
 def best_schedule(
     n_tokens: int, batch_s: Callable[[int], float], drafters: Sequence[DrafterForesight]
 ) -> Schedule:
-    """The quickest way to make `n_tokens` tokens, given what each drafter could do.
+    """Return the fastest way to make `n_tokens` tokens with these drafters.
 
-    `batch_s` gives the target's seconds for a batch of so many rows. A round in which k tokens
-    are drafted has k + 1 rows and makes k + 1 tokens. Of equally quick ways it is the one with
-    the shortest drafts.
+    `batch_s` gives the target's seconds for a batch with a number of rows. A round with k drafted tokens has
+    k + 1 rows and makes k + 1 tokens. Among equally fast ways it is the one with the shortest drafts.
     """
     longest = max((max(drafter.accepted, default=0) for drafter in drafters), default=0)
     rows_s = [batch_s(k + 1) for k in range(min(longest, max(0, n_tokens - 1)) + 1)]
-    # Seconds from each place to the end, from the end on.
+    # Seconds from each place to the end, computed backwards.
     rest_s = [math.inf] * n_tokens + [0.0]
     steps = [ScheduledRound(None, 0)] * n_tokens
     for place in reversed(range(n_tokens)):
@@ -80,18 +77,18 @@ def best_schedule(
 def run_lengths(
     n_tokens: int, n_max: int, look: Callable[[int], tuple[int, int]]
 ) -> tuple[int, ...]:
-    """How many tokens a draft model would get right behind each place, `n_max` at most.
+    """Return how many tokens a draft model would predict correctly after each place, at most `n_max`.
 
-    `look(place)` lets it draft behind the first `place` tokens; it tells how many tokens it
-    drafted and how many of these are right. Where it errs does not depend on where a draft
-    began, so that only the places behind an error, or the end of a draft, are looked at.
+    `look(place)` drafts after the first `place` tokens and returns the number of drafted tokens and of
+    correct ones. Whether a token is predicted does not depend on where its draft began, so `look` is called
+    only after an error or the end of a draft.
     """
     is_right = [False] * n_tokens
     place = 0
     while place < n_tokens:
         n_drafted, n_right = look(place)
         is_right[place : place + n_right] = [True] * n_right
-        # What follows on the right ones is wrong, if there was one more.
+        # A wrong token after the correct ones shows that this place is wrong: it is skipped.
         place += n_right + 1 if n_right < n_drafted or not n_right else n_right
     lengths = [0] * (n_tokens + 1)
     for place in reversed(range(n_tokens)):

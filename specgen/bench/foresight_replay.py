@@ -1,4 +1,4 @@
-"""`--foresight` for real drafters: replay a target's answers with known costs."""
+"""`--foresight` for real drafters: replays a target's answers with measured costs."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ if TYPE_CHECKING:
     from specgen.options import DraftSource
     from specgen.progress import Progress
 
-#: Every so many looks, a draft of a single token is timed too.
+#: Every fourth look also times a draft of a single token.
 _EVERY = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Foreseen:
-    """The best for one prompt with the drafts of `drafters`, by name. `plain_s` and `best_s` are
-    the seconds after the first token, by the measured costs: of plain decoding, and at best.
-    """
+    """The best way for one prompt with the drafts of `drafters`, by name.
+
+    `plain_s` and `best_s` are seconds after the first token, by the measured costs: of plain decoding, and of
+    the best way."""
 
     prompt: int
     drafters: tuple[str, ...]
@@ -38,31 +39,31 @@ class Foreseen:
 
     @property
     def speedup(self) -> float:
-        """Over plain decoding: what nobody can exceed who has these drafts and costs."""
+        """The speed-up over plain decoding: the limit for these drafts and costs."""
         return self.plain_s / self.best_s
 
 
 @dataclass(frozen=True, slots=True)
 class Foresight:
-    """What could be reached for a target at temperature 0, and the costs that it was found
-    with: `batch_s`, seconds of a batch by its rows."""
+    """The best ways for a target at temperature 0, and the costs behind them: `batch_s` has the seconds of a
+    batch by its rows."""
 
     target: str
     batch_s: Mapping[int, float]
-    #: Seconds for the first token of a draft and for each further one, by the drafter's name;
-    #: medians over the answers.
+    #: Seconds for the first token of a draft and for each further one, by the drafter's name; medians over
+    #: the answers.
     draft_s: Mapping[str, tuple[float, float]]
     foreseen: tuple[Foreseen, ...]
 
     def speedups(self, drafters: Sequence[str]) -> dict[int, float]:
-        """The best with exactly these drafters, by the prompt's number."""
+        """Return the best speed-up with exactly these drafters, by the prompt's number."""
         names = set(drafters)
         return {one.prompt: one.speedup for one in self.foreseen if set(one.drafters) == names}
 
 
 def foresight_options(options: SessionOptions, n_max: int) -> SessionOptions:
-    """A session's options with which its drafters can be asked for what they could do: up to
-    `n_max` tokens, whether they are sure or not, at temperature 0."""
+    """Return session options in which drafters always draft up to `n_max` tokens, however unsure they are, at
+    temperature 0."""
     drafting = replace(
         options.drafting, policy="fixed", max_tokens=n_max, min_tokens=0, p_min=0.0, ngrams=False
     )
@@ -81,12 +82,11 @@ def foresee(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Progress = lambda _what, _done, _total: None,
 ) -> Foresight | None:
-    """What could be reached for these prompts with each group of the drafts, which are given by
-    name.
+    """Find the best way for these prompts with each group of drafts; groups name the drafts.
 
-    The session has `foresight_options`; its draft is changed. Prompts for which the context has
-    no room are left out. None if interrupted. Raises `PromptError` if there is room for none;
-    `ModelFileError`, `PairError`, `MemoryLimitError`, `BackendError`.
+    The session has `foresight_options`; its draft is changed. Prompts that do not fit the context are left
+    out. None if interrupted. Raises `PromptError` if no prompt fits; `ModelFileError`, `PairError`,
+    `MemoryLimitError`, `BackendError`.
     """
     baseline = measure_target(
         session,
@@ -140,7 +140,7 @@ def _foresight(
         if n_tokens < 1:
             continue
         for names in groups:
-            # One answer's times are few: the prices are those of all answers.
+            # One answer gives few times, so the costs are those over all answers.
             drafters = [DrafterForesight(by_draft[n][index].accepted, *costs[n]) for n in names]
             way = best_schedule(n_tokens, baseline.rows_s, drafters)
             foreseen.append(_foreseen(number, names, n_tokens, baseline, way))
@@ -157,24 +157,23 @@ def _foreseen(
 def foresee_drafter(
     generation: Generation, answer: TargetAnswer, n_max: int, clock: Callable[[], float]
 ) -> DrafterForesight:
-    """What the generation's drafter could do with up to `n_max` tokens a round for an answer that
-    is known, at the places after its first token.
+    """Return the possible drafts of the generation's drafter for a known answer, with up to `n_max` tokens a
+    round, at the places after its first token.
 
-    `generation` stands at the end of the prompt; `clock` gives seconds and is read around each
-    proposal.
+    `generation` is at the end of the prompt; `clock` gives seconds and is read around each proposal.
     """
     drafts = _Drafts(generation, answer.tokens, n_max, clock)
     n_tokens = len(answer.tokens) - 1
     if drafts.begin():
         accepted = run_lengths(n_tokens, n_max, drafts.look)
     else:
-        # Without a model a look costs nothing, and where it goes wrong depends on the place.
+        # Without a model a draft costs nothing, and its errors depend on where it began.
         accepted = tuple(drafts.look(place)[1] for place in range(n_tokens))
     return DrafterForesight(accepted, *drafts.prices())
 
 
 class _Drafts:
-    """A drafter's proposals at the places of an answer, from the first to the last."""
+    """A drafter's drafts at the places of an answer, asked for in order."""
 
     def __init__(
         self,
@@ -188,13 +187,12 @@ class _Drafts:
         self._n_max = n_max
         self._clock = clock
         self._n_looks = 0
-        #: Seconds of drafts of a single token, and how many were drafted in what time.
+        #: The seconds of drafts of a single token; the lengths and seconds of longer drafts.
         self._single_s: list[float] = []
         self._longer_s: list[tuple[int, float]] = []
 
     def begin(self) -> bool:
-        """Let the drafter read the prompt, which is in no price; returns whether it has a
-        model."""
+        """Let the drafter read the prompt, which is not in the costs; return whether it has a model."""
         drafter = self._generation.drafter
         if drafter is None:
             return False
@@ -203,8 +201,8 @@ class _Drafts:
         return drafter.model_s > 0.0
 
     def look(self, place: int) -> tuple[int, int]:
-        """How many tokens are drafted behind the first one and `place` others, one more than
-        the right ones at most, and how many are right."""
+        """Draft after the first token and `place` others. Return the number of correct tokens plus one if a
+        wrong one follows, and the number of correct tokens."""
         generation = self._generation
         n_done = len(generation.tokens) - generation.n_prompt
         for token in self._tokens[n_done : 1 + place]:
@@ -225,7 +223,7 @@ class _Drafts:
         return len(path) + is_wrong, len(path)
 
     def prices(self) -> tuple[float, float]:
-        """Seconds for the first token of a draft, and for each further one; medians."""
+        """Return the median seconds for the first token of a draft, and for each further one."""
         first_s = statistics.median(self._single_s) if self._single_s else 0.0
         further = [(seconds - first_s) / (n - 1) for n, seconds in self._longer_s]
         return first_s, max(0.0, statistics.median(further)) if further else 0.0

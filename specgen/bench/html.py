@@ -1,5 +1,6 @@
-"""A benchmark as a page: one file without anything from elsewhere, light or dark as its reader
-likes it. The page is `page.html.jinja`, which escapes whatever is a name or a text."""
+"""A benchmark as an HTML page: one file that loads nothing, in the reader's light or dark scheme.
+
+The page is `page.html.jinja`, which escapes all names and texts."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ from specgen.bench.foresight_replay import Foresight
 from specgen.bench.report import BenchReport
 from specgen.bench.svg import Bar, ChartLine, Stack, bars, line_chart, stacks
 
-#: Colours by which contenders are told apart, before they come again.
+#: The number of colours for contenders; then they repeat.
 N_COLOURS = 8
 
-#: What the page shows of a part of the report, by the names that it has in the template.
+#: A part of the report, by the names in the template.
 _Part = Mapping[str, Any]
 
 
 def to_html(report: BenchReport) -> str:
-    """The page."""
+    """Return the page."""
     environment = Environment(
         loader=PackageLoader("specgen.bench", "."),
         autoescape=True,
@@ -61,7 +62,7 @@ def _lineup(report: BenchReport, lineup: tuple[str, float]) -> _Part:
 
 
 def colours_of(every: Sequence[ContenderFigures]) -> dict[str, str]:
-    """A class for each contender of a lineup: plain decoding is grey."""
+    """Return a class for each contender of a lineup: plain decoding is grey."""
     others = [each.contender for each in every if not each.is_plain]
     colours = {name: f"c{number % N_COLOURS}" for number, name in enumerate(others)}
     return colours | {each.contender: "plain" for each in every if each.is_plain}
@@ -120,7 +121,7 @@ def _costs(foresight: Foresight) -> _Part:
 
 
 def _left_out(report: BenchReport) -> list[tuple[str, str, str]]:
-    """What was, where, and why."""
+    """Return what was left out, where, and why."""
     failures = [
         (failure.contender, f"{failure.target} ({failure.temperature:g})", failure.message)
         for failure in report.runs.failures
@@ -155,7 +156,7 @@ def _number(value: float | None) -> str:
 
 
 def _flat(values: Any, before: str = "") -> Iterator[tuple[str, str]]:
-    """Names and values of what is nested, line by line."""
+    """Yield the names and values of nested values, line by line."""
     for name, value in values.items():
         whole = f"{before}{name}".replace("_", " ")
         if isinstance(value, dict):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Job:
-    """The measurements of one command. An interruption leaves what there is."""
+    """The measurements of one command. An interruption keeps the results so far."""
 
     def __init__(
         self,
@@ -44,11 +44,11 @@ class Job:
         self._foresights: list[Foresight] = []
         #: The names of other programs.
         self._others: list[str] = []
-        #: What ended the measurements, when there were results already.
+        #: The error that ended the measurements after some results.
         self.error: SpecgenError | None = None
 
     def measure(self, field: Field) -> None:
-        """Let everything answer that drafts for a target; its models are closed afterwards."""
+        """Measure all contenders for a target; close its models afterwards."""
         from specgen.bench.lineups import lineups
         from specgen.bench.runs import run_lineups
 
@@ -74,7 +74,7 @@ class Job:
             )
 
     def foresee(self, field: Field) -> None:
-        """What could be reached, where there is a draft and a temperature of 0."""
+        """Compute the best speeds, if there is a draft and a temperature of 0."""
         from specgen.bench.foresight_replay import foresee, foresight_options
         from specgen.engine.session import Session
 
@@ -109,7 +109,7 @@ class Job:
 
     @contextlib.contextmanager
     def _keeping_what_there_is(self) -> Iterator[None]:
-        """An error after an hour must not cost the hour."""
+        """Keep the results so far if an error comes after, for example, an hour."""
         try:
             yield
         except SpecgenError as error:

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 def lineups(
     field: Field, plan: Plan, interrupted: Callable[[], bool], progress: Progress
 ) -> Iterator[list[Lineup]]:
-    """A lineup for each temperature, with its models loaded until the end.
+    """Yield a lineup for each temperature, with its models loaded until the end.
 
-    Each contender has a session, with weights of its own: where llama.cpp repacks weights for
-    the CPU, or keeps them on a GPU, each takes memory. Raises `ModelFileError`, `PairError`.
+    Each contender has a session with its own weights: if llama.cpp repacks weights for the CPU, or keeps them
+    on a GPU, each takes memory. Raises `ModelFileError`, `PairError`.
     """
     n_contenders = len(plan.temperatures) * (1 + len(field.drafts) * len(plan.ways))
     opened: list[Session] = []
@@ -44,8 +44,8 @@ def lineups(
                 drafting=drafting,
                 sampler=replace(options.sampler, temperature=temperature),
             )
-            # Each learns for itself what decoding costs and which drafts are accepted, and keeps
-            # it for all prompts: none gains or loses by who else takes part.
+            # Each session learns its own costs and acceptance rates and keeps them for all prompts: no
+            # contender gains or loses by the others.
             session = stack.enter_context(Session(options, time.perf_counter))
             opened.append(session)
             return SessionContender(name, session, chat=plan.chat, interrupted=interrupted)
@@ -74,7 +74,7 @@ def lineups(
 
 
 def _same_vocabulary(field: Field, sessions: Sequence[Session]) -> dict[str, Path]:
-    """The draft models that have the target's vocabulary, by name: llama.cpp refuses others."""
+    """Return the draft models with the target's vocabulary, by name: llama.cpp refuses others."""
     own = {session.options.draft for session in sessions if not session.is_translated}
     firsts = {stages[0]: name for name, stages in field.drafts.items() if len(stages) == 1}
     return {

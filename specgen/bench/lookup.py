@@ -1,11 +1,10 @@
 """llama-cpp-python's prompt lookup (`LlamaPromptLookupDecoding`) as a contender.
 
-It runs in a process of its own, `python -m specgen.bench.lookup`: a job as JSON on stdin, one
-line of JSON on stdout. `Llama` keeps the logits of every position where something drafts, a
-context times a vocabulary of floats, and its crashes are not to be ours.
-
-Its figure is made as specgen's: the tokens after the first one by the time after it. Measured is
-`Llama.generate`, the loop under its completions, which spares it the making of text.
+It runs in a separate process, `python -m specgen.bench.lookup`: a job as JSON on stdin, one line of JSON on
+stdout. With a drafter, `Llama` keeps the logits of every position, a context times a vocabulary of floats;
+and a crash of it must not end specgen. Its figure is computed as specgen's: the tokens after the first one
+over the time after it. `Llama.generate` is measured, the loop below its completions, which spares it making
+text.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ _CONTEXT_STEP = 256
 
 @dataclass(frozen=True, slots=True)
 class LookupJob:
-    """What it is to do, greedily. `n_drafted_max` tokens a draft: 10 is its default, 2 what its
-    documentation advises on a CPU. `prompt` are the tokens that specgen would begin with. llama.cpp
-    turns flash attention on where it can; `Llama` leaves it off unless told."""
+    """The job, which is decoded greedily. `n_drafted_max` is the length of a draft: 10 is the default, and 2
+    what its documentation advises on a CPU. `prompt` has the tokens that specgen would begin with. llama.cpp
+    uses flash attention if it can; `Llama` leaves it off unless told."""
 
     target: str
     prompt: tuple[int, ...]
@@ -44,8 +43,8 @@ def run_lookup(
     limit_s: float = 900.0,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> PeerResult | None:
-    """Let llama-cpp-python answer; None if `interrupted` said yes, and it was killed. Raises
-    `PeerError` if it fails or takes longer than `limit_s` seconds."""
+    """Let llama-cpp-python answer; None if `interrupted` returned True and it was killed. Raises `PeerError`
+    if it fails or takes longer than `limit_s` seconds."""
     command = (sys.executable, "-m", "specgen.bench.lookup")
     data = json.dumps(asdict(job))
     output = run_program(command, limit_s=limit_s, interrupted=interrupted, stdin=data)
@@ -60,7 +59,7 @@ def run_lookup(
 
 
 class CountingDrafter:
-    """Counts what a drafter of llama-cpp-python drafts, and what of it becomes text."""
+    """Counts the tokens that a drafter of llama-cpp-python drafts, and those that are accepted."""
 
     def __init__(self, drafter: Callable[[Any], Any]) -> None:
         self._drafter = drafter
@@ -75,8 +74,8 @@ class CountingDrafter:
         return draft
 
     def settle(self, n_text: int) -> None:
-        """The text has so many tokens now: those since the last draft are accepted ones and one
-        of the target's own."""
+        """Count accepted tokens: the text now has `n_text` tokens, and all since the last draft but one, the
+        target's own, are accepted ones."""
         if self._n_draft:
             self.n_drafted += self._n_draft
             self.n_accepted += min(self._n_draft, max(0, n_text - self._n_text - 1))
@@ -84,7 +83,7 @@ class CountingDrafter:
 
 
 def answer(job: LookupJob, clock: Callable[[], float]) -> dict[str, Any]:
-    """Load the model and generate; the fields of a `PeerResult` that come of it."""
+    """Load the model and generate; return the fields of a `PeerResult` that this gives."""
     from specgen.backend.llama.vocabulary import LlamaVocabulary
 
     drafter, model = _open(job)
@@ -113,7 +112,7 @@ def answer(job: LookupJob, clock: Callable[[], float]) -> dict[str, Any]:
 
 
 def _open(job: LookupJob) -> tuple[CountingDrafter, Any]:
-    """What drafts and a `Llama`, warmed up and empty."""
+    """Return the drafter and a `Llama`, warmed up and empty."""
     from specgen.backend.llama.library import llama_cpp
 
     drafter = CountingDrafter(
@@ -122,7 +121,7 @@ def _open(job: LookupJob) -> tuple[CountingDrafter, Any]:
         )
     )
     n_ctx = len(job.prompt) + job.n_tokens + job.n_drafted_max
-    make_llama: Any = llama_cpp.Llama  # which wants a subclass of its own drafter
+    make_llama: Any = llama_cpp.Llama  # typed for subclasses of its own drafter
     model = make_llama(
         model_path=job.target,
         n_ctx=-(-n_ctx // _CONTEXT_STEP) * _CONTEXT_STEP,
@@ -130,7 +129,7 @@ def _open(job: LookupJob) -> tuple[CountingDrafter, Any]:
         n_threads_batch=job.n_threads,
         n_gpu_layers=job.n_gpu_layers,
         flash_attn=job.flash_attention,
-        # Without, it has room for the logits of one batch only, and fails further on.
+        # Otherwise it has room for the logits of one batch only, and fails later.
         logits_all=True,
         verbose=False,
         draft_model=drafter,

@@ -1,8 +1,7 @@
 """specgen's own prompts, used if the user gives none.
 
-Of kinds between which drafts differ most: new code, where a small model is often right; editing,
-where most of the answer stands in the prompt; prose, where little can be foreseen; and questions
-as people ask them.
+Drafts differ most between their categories: new code, where a small model is often right; editing, where the
+prompt contains most of the answer; prose, which is hard to predict; and questions as people ask them.
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ from specgen.bench.peers import (
 if TYPE_CHECKING:
     from specgen.engine.session import Prompt, Session
 
-#: llama.cpp in its usual settings, in all that are known here, or llama-cpp-python's own lookup.
+#: llama.cpp in its usual settings, in all settings known here, or llama-cpp-python's prompt lookup.
 Against: TypeAlias = Literal["llama.cpp", "llama.cpp-all", "llama-cpp-python"]
 AGAINST: tuple[Against, ...] = ("llama.cpp", "llama.cpp-all", "llama-cpp-python")
-#: The settings that people use most, and that were best in some category of text.
+#: The settings that people use most, and those that were best in some category of text.
 _USUAL = (
     "draft 3",
     "draft 8, p-min 0.75",
@@ -33,12 +33,12 @@ _USUAL = (
     "ngram-simple 4/8",
     "lookup 8",
 )
-#: llama-cpp-python's documentation has one length for CPUs and one for GPUs.
+#: The lengths that llama-cpp-python's documentation advises for CPUs and for GPUs.
 _LOOKUP_LENGTHS = (2, 10)
 
 
 class _OtherProgram:
-    """What answers without specgen. The session gives prompts and options; it is not closed, and
+    """A contender that answers without specgen. The session gives prompts and options; it is not closed, and
     its models are not used."""
 
     def __init__(
@@ -55,7 +55,7 @@ class _OtherProgram:
         self._interrupted = interrupted
 
     def warm_up(self, prompt: str) -> None:
-        """Nothing: every run loads the models and warms them up before its clock starts."""
+        """Do nothing: every run loads the models and warms them up before its clock starts."""
 
     def _begun(self, prompt: str) -> Prompt:
         return self._session.prompt(prompt, chat=self._chat, now=NOW)
@@ -136,10 +136,10 @@ def peers_of(
     chat: bool | None,
     interrupted: Callable[[], bool],
 ) -> list[PeerContender | LookupContender]:
-    """The contenders of a name, with each of these draft models where a setting needs one.
+    """Return the contenders of a name, one for each draft model if a setting needs one.
 
-    llama-cpp-python's lookup is greedy only: there is none at a temperature. Raises `PeerError`
-    if a program is not there.
+    llama-cpp-python's lookup is greedy only: at other temperatures there is none. Raises `PeerError` if a
+    program is missing.
     """
     if against == "llama-cpp-python":
         if not session.options.sampler.greedy:

@@ -1,18 +1,18 @@
 """Run llama.cpp's own speculative programs as contenders; `make peers` builds them.
 
-What their figure is, read from examples/speculative-simple and examples/lookup as they are in
+The meaning of their figures, read from examples/speculative-simple and examples/lookup in
 llama-cpp-python 0.3.36:
 
-- `llama-speculative-simple` starts its clock when target and draft model have decoded the
-  prompt but for the last token, and counts all tokens from then on, the first one too. Within
-  the time are the decode of that last token (with the first draft), drafting, the draft model's
-  second decode of each verified batch, sampling and text; loading and warming up are not. It
-  is the tokens of all rounds by their time, as specgen's figure is, and is taken as printed.
-- `llama-lookup` decodes the whole prompt before, so that the first token costs no decode: the
-  n - 1 others by the time are taken.
-- Both count the token that ends the text, as specgen does, and also what was accepted of a
-  draft after it: some tokens too many, at most a draft, where an answer ends by itself.
-- On a GPU they may start the clock while the prompt's decode still goes on.
+- `llama-speculative-simple` starts its clock when target and draft model have decoded the prompt except its
+  last token, and counts all later tokens, the first one too. The time includes the decode of that last token
+  (with the first draft), drafting, the draft model's second decode of each verified batch, sampling and text;
+  it excludes loading and warming up. The printed figure is the tokens of all rounds over their time, like
+  specgen's, and is used as printed.
+- `llama-lookup` decodes the whole prompt before its clock starts, so the first token costs no decode: the
+  figure here is the n - 1 other tokens over the time.
+- Both count the token that ends the text, as specgen does. They also count accepted drafted tokens after it:
+  at most a draft too many, if an answer ends by itself.
+- On a GPU they may start the clock before the prompt's decode has ended.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from specgen.options import ContextOptions, SamplerOptions
 if TYPE_CHECKING:
     from specgen.engine.session import Prompt, Session
 
-#: Set, the programs are looked for in this folder only.
+#: If it is set, programs are searched in this folder only.
 PEERS_VARIABLE = "SPECGEN_PEERS"
 SIMPLE = "llama-speculative-simple"
 LOOKUP = "llama-lookup"
@@ -51,21 +51,21 @@ _SAMPLER_FLAGS = {"top_k": "--top-k", "top_p": "--top-p", "min_p": "--min-p"}
 _NUMBER = r"(-?\d[\d.]*|-?inf|-?nan)"
 _SPEED = rf"{{}}\s+{_NUMBER} tokens in\s+{_NUMBER} seconds, speed:\s+{_NUMBER} t/s"
 _COUNT = rf"\bn_{{}}\s*=\s*{_NUMBER}"
-#: The last of the figures. What is said last is lost at times, as the programs do not wait for
-#: what writes their log: very small models lose it often.
+#: The last of the figures. The last output is sometimes lost, since the programs do not wait for the thread
+#: that writes their log: very small models lose it often.
 _ENDED = re.compile(_COUNT.format("accept"))
 _N_TRIES = 3
-#: Time and level stand before what is logged.
+#: A logged error, after time and level.
 _ERROR_LINE = re.compile(r"[\d.]+ E (.*)")
 
 
 class PeerError(SpecgenError):
-    """Another program is not there, failed, took too long, or refuses the pair of models."""
+    """Another program is missing, failed, took too long, or refuses the pair of models."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerSetting:
-    """A program and how it drafts, in its own spelling."""
+    """A program and its way to draft, in its own options."""
 
     name: str
     arguments: tuple[str, ...]
@@ -84,15 +84,15 @@ def _ngram(kind: str, sizes: tuple[int, int] | None = None) -> tuple[str, ...]:
     return ("--spec-type", kind, *size_flags)
 
 
-#: The same loop without drafts: the program refuses to run without a way to draft, and drafts
-#: of 1 token are dropped for being shorter than the 1024 tokens that are looked for.
+#: The same loop without drafts. The program refuses to run without a way to draft; here drafts of 1 token are
+#: dropped, since they are shorter than the n-grams of 1024 tokens that it looks for.
 PLAIN = PeerSetting("plain", _ngram("ngram-simple", (1024, 1)))
 _BOTH = (
     *("--spec-type", "ngram-simple,draft-simple", "--spec-draft-n-max", "3"),
     *_ngram("ngram-simple", (4, 8))[2:],
 )
-#: llama.cpp's defaults (a draft of 3 tokens, ngram-simple 12/48, the other kinds as they are),
-#: and what people set who look for more. No setting was found to be best twice running.
+#: llama.cpp's defaults (a draft of 3 tokens, ngram-simple 12/48, the other kinds unchanged), and what people
+#: set to draft more. No setting was the best twice in a row.
 SETTINGS = (
     _draft("draft 3", "--spec-draft-n-max", "3"),
     _draft("draft 8, p-min 0.75", "--spec-draft-n-max", "8", "--spec-draft-p-min", "0.75"),
@@ -110,11 +110,11 @@ SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class PeerPrompt:
-    """A prompt as text, a chat template applied; names of control tokens are read as these.
+    """A prompt as text, with its chat template applied; names of control tokens are read as these tokens.
 
-    `n_tokens` is how many tokens specgen reads it as. `bos` is the text of the token that
-    llama.cpp puts before every prompt of this model, if there is one; it may or may not stand
-    in `text`. At the first of `ends`, the texts of the tokens that end an answer, one is cut.
+    `n_tokens` is the number of tokens that specgen reads. `bos` is the text of the token that llama.cpp puts
+    before every prompt of this model, if there is one; `text` may begin with it or not. `ends` has the texts
+    of the tokens that end an answer; an answer is cut at the first of them.
     """
 
     text: str
@@ -124,7 +124,7 @@ class PeerPrompt:
 
 
 def peer_prompt(session: Session, prompt: Prompt) -> PeerPrompt:
-    """A session's prompt for another program."""
+    """Return a session's prompt for another program."""
     vocabulary = session.target_model.vocabulary
     bos = vocabulary.control_text(vocabulary.special_tokens()["bos"])
     ends = tuple(filter(None, map(vocabulary.control_text, vocabulary.end_tokens())))
@@ -133,7 +133,7 @@ def peer_prompt(session: Session, prompt: Prompt) -> PeerPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PeerJob:
-    """What a peer is to do: at least `n_tokens` tokens, 2 or more, if the text does not end."""
+    """The job of a peer: at least `n_tokens` tokens, 2 or more, unless the text ends before."""
 
     target: Path
     prompt: PeerPrompt
@@ -148,9 +148,9 @@ class PeerJob:
 
 @dataclass(frozen=True, slots=True)
 class PeerResult:
-    """What a peer did. `tokens_per_s` compares with specgen's (see the module) and is None if
-    there is no second token; `seconds` is the time in it. `text` is None if the answer could not be told from the prompt before it; it may
-    go on for some tokens after the number asked for. Counts are tokens."""
+    """The result of a peer. `tokens_per_s` compares with specgen's (see the module); it is None if there is
+    no second token. `seconds` is the time in it. `text` is None if the answer could not be separated from the
+    prompt before it; it may have some tokens more than were asked for. Counts are tokens."""
 
     text: str | None
     n_tokens: int
@@ -165,8 +165,8 @@ class PeerResult:
 
 
 def find_program(name: str, folder: Path | None = None) -> Path:
-    """A peer's path: in `folder`, else in $SPECGEN_PEERS, else beside this Python's own files,
-    where `make peers` puts it. Raises `PeerError`."""
+    """Return a peer's path: in `folder`, else in $SPECGEN_PEERS, else beside this Python's own files, where
+    `make peers` puts it. Raises `PeerError`."""
     chosen = folder or (Path(value) if (value := os.environ.get(PEERS_VARIABLE)) else None)
     place = (chosen or Path(sys.prefix) / "peers").expanduser()
     file = f"{name}.exe" if os.name == "nt" else name
@@ -184,14 +184,14 @@ def run_peer(
     limit_s: float = 900.0,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> PeerResult | None:
-    """Let a program answer; None if `interrupted` said yes, and the program was killed.
+    """Let a program answer; None if `interrupted` returned True and the program was killed.
 
-    Raises `PeerError` with the program's own words if it fails, if it takes longer than
-    `limit_s` seconds, or if it reads the prompt as another number of tokens than specgen.
+    Raises `PeerError` with the program's own words if it fails, and if it takes longer than `limit_s` seconds
+    or reads the prompt as another number of tokens than specgen.
     """
     with tempfile.TemporaryDirectory(prefix="specgen-") as folder:
         file = Path(folder) / "prompt"
-        # llama.cpp puts the token before the prompt, even if it is there already.
+        # llama.cpp puts this token before the prompt, even if the prompt begins with it.
         file.write_bytes(job.prompt.text.removeprefix(job.prompt.bos).encode())
         command = (str(program), *arguments_of(setting, job, file))
         stdout = stderr = ""
@@ -212,17 +212,17 @@ def run_peer(
 
 
 def arguments_of(setting: PeerSetting, job: PeerJob, prompt: Path) -> Iterator[str]:
-    """What follows the program's name. Raises `PeerError` for what cannot be passed on."""
+    """Yield the program's arguments. Raises `PeerError` for options that cannot be passed on."""
     yield from ("-m", str(job.target), *setting.arguments)
     if setting.needs_draft:
         if job.draft is None:
             raise PeerError(f"{setting.name}: there is no draft model")
         yield from ("-md", str(job.draft), *_context_flags(job.draft_context, "d"))
-    # -f would take the last newline away, and escapes in the prompt are read by default.
+    # -f would remove the last newline; escapes in a prompt are read unless --no-escape is given.
     yield from ("-bf", str(prompt), "--no-escape")
     if job.n_tokens < 2:
         raise PeerError(f"{job.n_tokens} tokens are too few to measure")
-    # They stop when there are more tokens than that.
+    # They stop when there are more tokens than this.
     yield from ("-n", str(job.n_tokens - 1))
     n_ctx = job.target_context.n_ctx or job.prompt.n_tokens + job.n_tokens + _DRAFT_ROOM
     n_ctx = -(-n_ctx // _CONTEXT_STEP) * _CONTEXT_STEP
@@ -243,7 +243,7 @@ def _context_flags(options: ContextOptions, suffix: str = "") -> Iterator[str]:
 
 
 def sampler_flags(options: SamplerOptions) -> Iterator[str]:
-    """The samplers in llama.cpp's spelling. Raises `PeerError` for what cannot be passed on."""
+    """Yield the samplers as llama.cpp's options. Raises `PeerError` for those that cannot be passed on."""
     passed = {"temperature", "seed", *_SAMPLER_FLAGS}
     for name in (field.name for field in fields(SamplerOptions)):
         if name not in passed and getattr(options, name) != getattr(SamplerOptions(), name):
@@ -261,7 +261,7 @@ def sampler_flags(options: SamplerOptions) -> Iterator[str]:
 def parse_output(
     stdout: str, stderr: str, program: str, prompt: PeerPrompt, command: tuple[str, ...]
 ) -> PeerResult:
-    """What a program tells of its run. Raises `PeerError` if its figures are not there."""
+    """Read the figures in a program's output. Raises `PeerError` if its figures are not there."""
     encoded, decoded = (_SPEED.format(what) for what in ("encoded", "decoded"))
     try:
         n_prompt_tokens, prompt_s, _ = _last(encoded, stderr)
@@ -284,7 +284,7 @@ def parse_output(
 
 
 def _last(pattern: str, text: str) -> list[float]:
-    """The numbers in the last match. Raises `ValueError` if there is none."""
+    """Return the numbers in the last match. Raises `ValueError` if there is none."""
     matches = list(re.finditer(pattern, text))
     if not matches:
         raise ValueError(pattern)
@@ -292,8 +292,8 @@ def _last(pattern: str, text: str) -> list[float]:
 
 
 def _answer(stdout: str, prompt: PeerPrompt) -> str | None:
-    """What follows the prompt, which is written before the answer, token by token: there may be
-    other spaces in it than in the text."""
+    """Return the text after the prompt. The program writes the prompt first, token by token, so its spaces
+    may differ from those of the text."""
     body = stdout.replace("\r\n", "\n").removeprefix("\n\n")
     body = body.removesuffix("\n\n").removesuffix("\n\n")
     echo = prompt.bos + prompt.text.removeprefix(prompt.bos)
@@ -316,10 +316,10 @@ def run_program(
     interrupted: Callable[[], bool] = lambda: False,
     stdin: str = "",
 ) -> tuple[str, str] | None:
-    """Run a program; its stdout and stderr, or None if `interrupted` said yes. Raises
-    `PeerError`. However this ends, the program does not go on."""
+    """Run a program and return its stdout and stderr; None if `interrupted` returned True. Raises
+    `PeerError`. The program never outlives this call."""
     name, pipe = Path(command[0]).name, subprocess.PIPE
-    # LLAMA_ARG_... are options, which would hold without being seen.
+    # LLAMA_ARG_... variables are options too, and would have a hidden effect.
     env = {key: value for key, value in os.environ.items() if not key.startswith("LLAMA_ARG_")}
     try:
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=env)
@@ -366,8 +366,8 @@ def _end(code: int) -> str:
 
 
 def _last_words(stderr: str) -> str:
-    """The line that tells what went wrong: a C++ exception, the last line that is logged as an
-    error, the first one that says so itself, or just the last one."""
+    """Return the line with the cause: a C++ exception, else the last line logged as an error, else the first
+    one that mentions an error, else the last one."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith("warning:")]
     thrown = [line.removeprefix("what():").strip() for line in lines if line.startswith("what():")]

@@ -1,4 +1,4 @@
-"""What `specgen bench` compares: targets, drafts and settings, from the names of the command line."""
+"""What `specgen bench` compares: the targets, drafts and settings named on the command line."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from specgen.calibration.memory import Memory
     from specgen.engine.session import SessionOptions
 
-#: What plain decoding is called.
+#: The name of plain decoding.
 PLAIN = "plain"
 NGRAM: Literal["ngram"] = "ngram"
 
-#: What drafts for the target, what drafts for that, and so on.
+#: The target's draft, the draft's own draft, and so on.
 Stages: TypeAlias = tuple[DraftSource, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A target, and what drafts for it, each by the name that tables call it by."""
+    """A target and its drafts, each by its name in tables."""
 
     name: str
     target: Path
@@ -44,7 +44,7 @@ class Field:
 
 
 class DraftingSettings(NamedTuple):
-    """How much is drafted, and in which shape."""
+    """The policy and the shape of drafts."""
 
     policy: PolicyName
     tree: TreeShape
@@ -52,7 +52,7 @@ class DraftingSettings(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The settings that are gone through, and those that are the same for all."""
+    """The settings to compare, and those that are the same for all contenders."""
 
     policies: tuple[PolicyName, ...]
     trees: tuple[TreeShape, ...]
@@ -62,14 +62,14 @@ class Plan:
     answer: GenerationOptions
     machine: Contexts
     chat: bool | None
-    #: Other programs to compare with, and where llama.cpp's are.
+    #: Other programs to compare with, and the folder of llama.cpp's.
     against: tuple[Against, ...] = ()
     peers: Path | None = None
-    #: With how many threads models were found to be quickest.
+    #: Memory of earlier measurements: the number of threads at which a model was fastest.
     known: Memory | None = None
 
     def options(self, field: Field, draft: Stages = ("none",)) -> SessionOptions:
-        """Those of the first policy and temperature."""
+        """Return the session options with the first policy and temperature."""
         from specgen.catalogue import cache_folder
         from specgen.engine.session import SessionOptions
 
@@ -86,7 +86,7 @@ class Plan:
         )
 
     def _context(self, model: DraftSource, context: ContextOptions) -> ContextOptions:
-        """A model's context, as `specgen run` has it."""
+        """Return a model's context options, with the threads that `specgen run` would use."""
         from specgen.calibration.threads import with_threads
 
         if self.known is None or not isinstance(model, Path):
@@ -104,17 +104,17 @@ class Plan:
 
     @property
     def n_max(self) -> int:
-        """The longest draft of any way."""
+        """The length of the longest draft of any way."""
         return max(self.drafting_of(way).n_max for way in self.ways)
 
     def drafters(self, draft: str, way: DraftingSettings) -> list[str]:
-        """What drafts where a draft is named: n-grams may do so beside a model."""
+        """Return the names of the drafters for a named draft: n-grams may draft beside a model."""
         adds_ngrams = self.drafting_of(way).adds_ngrams
         return [draft, NGRAM] if adds_ngrams and draft != NGRAM else [draft]
 
     def groups(self, field: Field) -> list[tuple[str, ...]]:
-        """Which draft together, and all of them; drafts that have a draft of their own are not
-        among them."""
+        """Return the groups of drafts that draft together, and the group of all of them. Drafts with a draft
+        of their own are left out."""
         together = [
             tuple(self.drafters(draft, way))
             for draft, stages in field.drafts.items()
@@ -125,7 +125,7 @@ class Plan:
         return list(dict.fromkeys((*together, named))) if named else []
 
     def name(self, draft: str, way: DraftingSettings) -> str:
-        """What a contender is called."""
+        """Return the name of a contender."""
         parts = [draft]
         if len(self.policies) > 1 and not way.tree.is_fixed:
             parts.append(way.policy)
@@ -137,11 +137,11 @@ class Plan:
 def find_fields(
     targets: Sequence[str], pairs: Sequence[str], drafts: Sequence[str], *, quiet: bool
 ) -> list[Field]:
-    """Targets and pairs with their drafts, fetched if need be.
+    """Find targets and pairs with their drafts; fetch them if need be.
 
-    The drafts, each with what drafts for it behind a plus sign, are for every target; without any, a pair has its own, and a target what
-    `specgen run` would take for it, and n-grams. Without a target or a pair it is the default
-    pair. Raises `UsageError`, `UnknownModelError`, `FetchError`.
+    `drafts` are for every target; a plus sign in one separates a draft from its own draft. Without `drafts` a
+    pair has its own, and a target has the one that `specgen run` would pick, and n-grams. Without a target or
+    a pair, the default pair is used. Raises `UsageError`, `UnknownModelError`, `FetchError`.
     """
     found: dict[Path, list[Stages]] = {}
     named: list[tuple[str | None, str | None]] = [(target, None) for target in targets]
@@ -159,8 +159,7 @@ def find_fields(
 
 
 def _stages(draft: str) -> tuple[str, ...]:
-    """What was named with plus signs between, unless that is the name of one file. Raises
-    `UsageError`."""
+    """Split a draft's name at plus signs, unless it is the name of a file. Raises `UsageError`."""
     if Path(draft).expanduser().exists():
         return (draft,)
     stages = tuple(draft.split("+"))
@@ -170,7 +169,7 @@ def _stages(draft: str) -> tuple[str, ...]:
 
 
 def _drafts(found: Sequence[Stages]) -> dict[str, Stages]:
-    """By name, once each. None is what plain decoding has anyway."""
+    """Return drafts by name, each once, without "none", which plain decoding covers."""
     kept = [stages for stages in dict.fromkeys(found) if stages != ("none",)]
     files = dict.fromkeys(each for stages in kept for each in stages if isinstance(each, Path))
     names: dict[DraftSource, str] = {path: name for name, path in named_apart(list(files)).items()}
@@ -178,13 +177,13 @@ def _drafts(found: Sequence[Stages]) -> dict[str, Stages]:
 
 
 def named_apart(paths: Sequence[Path]) -> dict[str, Path]:
-    """Paths by their file names, or by the whole path where two files have the same name."""
+    """Return paths by their file names, or by the whole path if two files have the same name."""
     names = [path.name for path in paths]
     return {path.name if names.count(path.name) == 1 else str(path): path for path in paths}
 
 
 def contender_entries(field: Field, plan: Plan, others: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """What the contenders are, as JSON has it; `others` are other programs."""
+    """Describe the contenders as JSON values; `others` are other programs."""
     found: list[dict[str, Any]] = []
     for temperature in plan.temperatures:
         where = {"target": field.name, "temperature": temperature}

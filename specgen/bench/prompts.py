@@ -14,7 +14,7 @@ from specgen.errors import PromptError
 
 __all__ = ["ALL", "BenchPrompt", "first_of_each", "own_prompts", "read_bench_prompts"]
 
-#: The category of a prompt that has none.
+#: The category of a prompt without one.
 ALL = "all"
 _HINT = 'a line is like {"prompt": "...", "category": "..."} or {"turns": ["..."]}'
 _JSON_LINES = (".jsonl", ".json", ".ndjson")
@@ -22,7 +22,7 @@ _JSON_LINES = (".jsonl", ".json", ".ndjson")
 
 @dataclass(frozen=True, slots=True)
 class BenchPrompt:
-    """A prompt, its number from 1 in the file, and what kind of prompt it is."""
+    """A prompt, its number in the file, from 1, and its category."""
 
     number: int
     category: str
@@ -30,7 +30,7 @@ class BenchPrompt:
 
 
 def own_prompts() -> list[BenchPrompt]:
-    """Ours, of the categories code, edit, prose and chat by turns, as many of each."""
+    """Return specgen's prompts; the categories code, edit, prose and chat alternate."""
     prompts: list[BenchPrompt] = []
     for texts in zip(*OWN_PROMPTS.values(), strict=True):
         for category, text in zip(OWN_PROMPTS, texts, strict=True):
@@ -39,14 +39,14 @@ def own_prompts() -> list[BenchPrompt]:
 
 
 def read_bench_prompts(path: Path) -> list[BenchPrompt]:
-    """The prompts of a file.
+    """Read the prompts of a file.
 
-    In JSON Lines, each line has a `prompt`, or `turns`, of which the first is the prompt, and
-    may have a `category`. In any other file, each line is a prompt. Empty lines do not count.
-    Raises `PromptError` that names the line.
+    In JSON Lines, each line has a `prompt`, or `turns`, the first of which is the prompt, and may have a
+    `category`. In any other file, each line is a prompt. Empty lines are skipped. Raises a `PromptError` that
+    names the line.
     """
     try:
-        # Not `splitlines`: JSON may have other separators than newlines within a string.
+        # Not `splitlines`, which also splits at characters that JSON allows within a string.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
@@ -63,7 +63,7 @@ def read_bench_prompts(path: Path) -> list[BenchPrompt]:
 
 
 def first_of_each(prompts: Iterable[BenchPrompt], n: int) -> list[BenchPrompt]:
-    """The first n prompts of each category, in their order."""
+    """Return the first n prompts of each category, in their order."""
     seen: Counter[str] = Counter()
     chosen: list[BenchPrompt] = []
     for prompt in prompts:
@@ -92,5 +92,5 @@ def _record(line: str, number: int, where: str) -> BenchPrompt:
     category = record.get("category", ALL)
     if not isinstance(category, str):
         raise PromptError(f"{where}: the category is no text: {category!r}", _HINT)
-    # It is a name in tables whose columns are separated by tabs.
+    # A category is a name in tables whose columns are separated by tabs.
     return BenchPrompt(number, " ".join(category.split()) or ALL, text)

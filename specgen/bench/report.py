@@ -15,9 +15,10 @@ from specgen.bench.runs import Result, Runs
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """A benchmark. `about` is where and how it was made (machine, versions, command line,
-    settings), `contenders` what each one is: its `target`, `temperature` and `name` and, if
-    foresight is to be compared with it, its `drafters`. Both are as JSON can have them."""
+    """The results of a benchmark. `about` has the machine, versions, command line and settings.
+
+    `contenders` describes each contender: its `target`, `temperature` and `name`, and its `drafters` if it is
+    compared with foresight. Both are JSON values."""
 
     about: Mapping[str, Any]
     contenders: Sequence[Mapping[str, Any]]
@@ -30,12 +31,12 @@ class BenchReport:
 
     @property
     def lineups(self) -> list[tuple[str, float]]:
-        """Targets and temperatures, of which there are figures."""
+        """The targets and temperatures that have figures."""
         return list(dict.fromkeys((each.target, each.temperature) for each in self.figures))
 
     @property
     def categories(self) -> list[str]:
-        """Of the prompts that were answered."""
+        """The categories of the prompts that were answered."""
         return list(
             dict.fromkeys(
                 category.category for each in self.figures for category in each.categories
@@ -43,11 +44,11 @@ class BenchReport:
         )
 
     def of(self, lineup: tuple[str, float]) -> list[ContenderFigures]:
-        """The figures of a lineup, plain decoding first."""
+        """Return the figures of a lineup, plain decoding first."""
         return [each for each in self.figures if (each.target, each.temperature) == lineup]
 
     def drafters(self, figures: ContenderFigures) -> Sequence[str]:
-        """The names of what drafts, if it is told."""
+        """Return the names of a contender's drafters, if they are known."""
         for contender in self.contenders:
             names = (contender["target"], contender["temperature"], contender["name"])
             if names == (figures.target, figures.temperature, figures.contender):
@@ -55,11 +56,11 @@ class BenchReport:
         return ()
 
     def share_reached(self, figures: ContenderFigures) -> float | None:
-        """The share of the speed that perfect foresight could have with the same drafts: the
-        geometric mean over the answers. None where that is not known.
+        """Return the share that is reached of perfect foresight's speed with the same drafts.
 
-        It is the seconds of foresight over the contender's own, both in units of plain
-        decoding's in the same minutes: a machine's pace changes.
+        It is the geometric mean over the answers; None if it is not known. A share is the seconds of
+        foresight over the contender's own, both relative to plain decoding measured at about the same time,
+        since a machine's speed changes.
         """
         drafters = self.drafters(figures)
         if figures.temperature > 0.0 or not drafters:
@@ -91,7 +92,7 @@ class BenchReport:
 
 
 def to_json_object(report: BenchReport) -> dict[str, Any]:
-    """Everything, with times in seconds."""
+    """Return everything as JSON values, with times in seconds."""
     return {
         **report.about,
         "n_rounds": report.n_rounds,

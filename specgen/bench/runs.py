@@ -9,16 +9,16 @@ from specgen.bench.contenders import Contender, Outcome
 from specgen.bench.prompts import BenchPrompt
 from specgen.errors import PromptError, SpecgenError
 
-#: Fits every context.
+#: A prompt that fits every context.
 _WARM_UP = "Count from one to twenty."
 
-#: Told how many answers are done, of how many.
+#: Called with the number of answers that are done and of all answers.
 PromptsDone = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Lineup:
-    """Plain decoding and those that are compared with it: one target, at one temperature."""
+    """Plain decoding and the contenders that are compared with it, for a target at a temperature."""
 
     target: str
     temperature: float
@@ -26,15 +26,15 @@ class Lineup:
     others: tuple[Contender, ...]
 
     def turn(self, number: int) -> tuple[Contender, ...]:
-        """The order for one prompt: plain decoding first, the others by turns, so that none is
-        always the one that comes after another."""
+        """Return the order for one prompt: plain decoding first, the others rotated, so that none always
+        follows the same one."""
         start = number % len(self.others) if self.others else 0
         return (self.plain, *self.others[start:], *self.others[:start])
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """An answer. `prompt` is its number in the file; rounds through all prompts count from 1."""
+    """An answer. `prompt` is its number in the file; `round` counts passes through all prompts, from 1."""
 
     target: str
     temperature: float
@@ -48,7 +48,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A contender that could not go on, and the prompt at which that was; None: none yet."""
+    """A contender that could not go on, and the prompt at which it failed; None means in the warm-up."""
 
     target: str
     temperature: float
@@ -59,7 +59,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class SkippedPrompt:
-    """A prompt that plain decoding could not answer, for what reason."""
+    """A prompt that plain decoding could not answer, and the reason."""
 
     target: str
     prompt: int
@@ -68,7 +68,7 @@ class SkippedPrompt:
 
 @dataclass(slots=True)
 class Runs:
-    """What came of it so far. Who failed has no further results."""
+    """The results so far. A contender that failed has no further results."""
 
     results: list[Result] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
@@ -84,12 +84,11 @@ def run_lineups(
     interrupted: Callable[[], bool] = lambda: False,
     progress: PromptsDone = lambda _done, _total: None,
 ) -> None:
-    """Let all contenders answer all prompts, `n_rounds` times; each warms up before. What comes of
-    it is added to `runs`.
+    """Let all contenders answer all prompts, `n_rounds` times, after a warm-up; add the results to `runs`.
 
-    For each prompt they follow one another, so that a machine that slows down for a while slows
-    all of them. What an interruption cuts short is not among the results. Raises the
-    `SpecgenError` of a plain contender, and `PromptError` if no prompt could be answered.
+    For each prompt the contenders answer one after the other, so that a machine that is slow for a while
+    slows all of them. An interrupted answer is not a result. Raises the `SpecgenError` of a plain contender,
+    and `PromptError` if no prompt could be answered.
     """
     _Job(lineups, prompts, runs, n_rounds, interrupted, progress).run()
 
@@ -110,7 +109,7 @@ class _Job:
         self._interrupted = interrupted
         self._progress = progress
         self._runs = runs
-        #: Lineup and name of who failed, target and number of prompts that cannot be answered.
+        #: Lineup and name of contenders that failed; target and number of prompts that cannot be answered.
         self._out: set[tuple[int, str]] = set()
         self._unfit: set[tuple[str, int]] = set()
         self._n_contenders = sum(1 + len(lineup.others) for lineup in lineups)
@@ -149,7 +148,7 @@ class _Job:
     def _answers(
         self, index: int, turn: Sequence[Contender], prompt: BenchPrompt, round_number: int
     ) -> bool:
-        """Let a lineup answer a prompt; returns whether there was no interruption."""
+        """Let a lineup answer a prompt; return False if interrupted."""
         lineup = self._lineups[index]
         n_before = sum(1 + len(earlier.others) for earlier in self._lineups[:index])
         for place, contender in enumerate(turn):

@@ -1,7 +1,7 @@
-"""Small pictures for a page: bars, lines and shares as SVG.
+"""Small SVG pictures for a page: bars, lines and shares.
 
-Text and marks have classes, and colours are the page's (`html`), so that they fit a light and a
-dark screen. Every mark says its value in a `title`. All text is escaped here.
+Text and marks have classes. The page (`html`) defines the colours, so that they suit light and dark screens.
+Every mark has its value in a `title`. All text is escaped here.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-#: Of the page that the pictures are made for, in its units.
+#: The width of the pictures, in the page's units.
 WIDTH = 760
 _ROW = 20
 _BAR = 12
 _LABELS = 230
 _VALUES = 60
-#: Characters that have room beside a bar.
+#: The longest label beside a bar, in characters.
 _N_LABEL = 30
-#: Values on the axis below that have room, so that all of them are told.
+#: The most values on a horizontal axis for which all are labelled.
 _N_TOLD = 24
-#: Values that differ by less are one value.
+#: Values that differ by less count as equal.
 _TINY = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A value, and what lies between its whiskers; `colour` is a class of the page."""
+    """A value with whiskers; `colour` is a class of the page."""
 
     label: str
     colour: str
@@ -38,7 +38,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A bar of parts: name, class and value of each, in a common unit."""
+    """A bar of parts: the name, class and value of each, in a common unit."""
 
     label: str
     parts: tuple[tuple[str, str, float], ...]
@@ -46,7 +46,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class ChartLine:
-    """Points in a colour, from left to right."""
+    """Points in one colour, from left to right."""
 
     label: str
     colour: str
@@ -54,7 +54,7 @@ class ChartLine:
 
 
 def bars(groups: Sequence[tuple[str, Sequence[Bar]]], reference: float, unit: str) -> str:
-    """Horizontal bars from 0, in groups that have a heading, with a line at `reference`."""
+    """Draw horizontal bars from 0, in groups with headings, with a line at `reference`."""
     every = [bar for _, group in groups for bar in group]
     scale = _Scale(0.0, max([reference, *(max(bar.value, bar.high) for bar in every)]))
     parts: list[str] = []
@@ -94,7 +94,7 @@ def _bar(bar: Bar, y: float, scale: _Scale, unit: str) -> list[str]:
 
 
 def stacks(rows: Sequence[Stack], unit: str) -> str:
-    """Horizontal bars of several parts; all bars have the same scale."""
+    """Draw horizontal bars of several parts, all at the same scale."""
     scale = _Scale(0.0, max((sum(part[2] for part in row.parts) for row in rows), default=1.0))
     parts: list[str] = []
     y = 0.0
@@ -117,7 +117,7 @@ def stacks(rows: Sequence[Stack], unit: str) -> str:
 def line_chart(
     every: Sequence[ChartLine], x_name: str, y_name: str, y_max: float | None = None
 ) -> str:
-    """Lines over a common scale that begins at 0 above; `y_max` None takes the largest value."""
+    """Draw lines over a common scale that begins at 0; without `y_max` the largest value is its end."""
     height = 220.0
     xs = [x for line in every for x, _ in line.points]
     across = _Scale(min(xs), max(xs), 40.0, WIDTH - 12.0)
@@ -149,7 +149,7 @@ def _line(line: ChartLine, across: _Scale, up: _Scale) -> Iterable[str]:
 
 
 class _Scale:
-    """From values to places."""
+    """Maps values to positions."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class _Scale:
         return self._start + share * (self._end - self._start)
 
     def ticks(self) -> list[float]:
-        """Round values, about five."""
+        """Return about five round values."""
         rough = (self._high - self._low) / 5
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(power * n for n in (1, 2, 5, 10) if power * n >= rough * 0.999)

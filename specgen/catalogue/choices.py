@@ -1,7 +1,7 @@
 """The draft that was saved for a target by `specgen draft find --save` or `specgen draft make`.
 
-The file, drafts.json in the configuration folder, is for specgen to write and for people to
-read and mend. A target goes by the name and the size of its file, so that it may be moved.
+The file drafts.json in the configuration folder is written by specgen; people may read and repair it. A
+target is identified by the name and the size of its file, so that it may be moved.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _FIGURES = ("speedup", "worst_speedup", "tokens_per_s", "acceptance_rate", "draf
 
 @dataclass(frozen=True, slots=True)
 class SavedDraft:
-    """A draft that was chosen by measuring, and what was measured; None where nothing was.
+    """A draft that was chosen by measuring, with the measurements; None if there are none.
 
-    `speedup` is over plain decoding, `worst_speedup` that of the worst prompt; `draft_token_s`
-    are the seconds that drafting a token takes.
+    `speedup` is over plain decoding, `worst_speedup` is that of the worst prompt, and `draft_token_s` the
+    seconds that drafting a token takes.
     """
 
     draft: DraftSource
@@ -42,11 +42,10 @@ class SavedDraft:
 
 
 def saved_draft(target: FileIdentity, file: Path | None = None) -> SavedDraft | None:
-    """The draft that was saved for a target; None if none was.
+    """Return the draft that was saved for a target; None if there is none.
 
-    `file` defaults to drafts.json in the configuration folder and need not exist. What it says
-    beyond what is known here is passed over, and figures that are missing are None. Raises
-    `UsageError` if it cannot be read or does not say which draft it is.
+    `file` defaults to drafts.json in the configuration folder and need not exist. Unknown fields are ignored,
+    and missing figures are None. Raises `UsageError` if the file cannot be read or does not name the draft.
     """
     path = file or saved_drafts_file()
     entry = _entries(_read(path), path).get(_key(target))
@@ -60,7 +59,7 @@ def saved_draft(target: FileIdentity, file: Path | None = None) -> SavedDraft | 
 
 
 def save_draft(target: FileIdentity, saved: SavedDraft, file: Path | None = None) -> Path:
-    """Keep a draft for a target, in place of what was kept for it; returns the file.
+    """Save a draft for a target, in place of an earlier one; return the file.
 
     The file is replaced whole, so that no reader ever sees half of it. Raises `UsageError` if
     what is there already is damaged, `OutputError` if it cannot be written.

@@ -95,7 +95,7 @@ def _fetch_from_hub(model: CatalogueModel, slot: ModelFolder, progress: Download
 
     assert model.hub is not None
     path = fetch_from_hub(model.hub, model, progress)
-    # What an earlier download from the mirror left is of no use any more.
+    # What is left of an earlier download from the mirror is of no use any more.
     with suppress(OSError):
         slot.remove_leftovers()
     return path

@@ -15,7 +15,7 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """What a model file is known by, wherever it lies: its name and its size in bytes.
+    """The identity of a model file, wherever it lies: its name and its size in bytes.
 
     Reading gigabytes for a digest would take longer than the answer, and two files that agree
     in both are one model in practice. The size is that of all shards together.
@@ -26,7 +26,7 @@ class FileIdentity:
 
 
 def identify(path: Path) -> FileIdentity | None:
-    """What a file is known by; None if there is no such file, or it cannot be looked at."""
+    """Return a file's identity; None if there is no such file, or it cannot be accessed."""
     try:
         sizes = [part.stat().st_size for part in model_parts(path) if part.is_file()]
     except OSError:
@@ -35,13 +35,13 @@ def identify(path: Path) -> FileIdentity | None:
 
 
 def shard_number(path: Path) -> int | None:
-    """Which shard of a model a file is, counted from 1; None for a model in one file."""
+    """Return a file's number among the shards of a model, from 1; None for a model in one file."""
     shard = _SHARD.fullmatch(path.name)
     return int(shard["number"]) if shard else None
 
 
 def model_parts(path: Path) -> list[Path]:
-    """The files of a model: its shards, in their order, or the one file."""
+    """Return the files of a model: its shards, in their order, or the one file."""
     shard = _SHARD.fullmatch(path.name)
     if shard is None:
         return [path]
@@ -49,5 +49,5 @@ def model_parts(path: Path) -> list[Path]:
 
 
 def _literal(text: str) -> str:
-    """`text` as a glob pattern that matches nothing else."""
+    """Return a glob pattern that matches `text` only."""
     return re.sub(r"([*?[])", r"[\1]", text)

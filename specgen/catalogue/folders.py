@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-#: Set, this folder takes the place of the user's cache folder.
+#: If it is set, this folder replaces the user's cache folder.
 CACHE_VARIABLE = "SPECGEN_CACHE"
-#: Set, this folder takes the place of the user's configuration folder.
+#: If it is set, this folder replaces the user's configuration folder.
 CONFIG_VARIABLE = "SPECGEN_CONFIG"
-#: Set, this folder takes the place of the user's data folder.
+#: If it is set, this folder replaces the user's data folder.
 DATA_VARIABLE = "SPECGEN_DATA"
 
 
 def cache_folder() -> Path:
-    """Return the folder of what can be made or fetched again; it need not exist."""
+    """Return the folder of files that can be made or fetched again; it need not exist."""
     if override := os.environ.get(CACHE_VARIABLE):
         return Path(override).expanduser()
     import platformdirs
@@ -23,7 +23,7 @@ def cache_folder() -> Path:
 
 
 def config_folder() -> Path:
-    """Return the folder of what the user writes; it need not exist."""
+    """Return the folder of files that the user writes; it need not exist."""
     if override := os.environ.get(CONFIG_VARIABLE):
         return Path(override).expanduser()
     import platformdirs
@@ -32,7 +32,7 @@ def config_folder() -> Path:
 
 
 def data_folder() -> Path:
-    """Return the folder of what the user made and wants kept, conversations; it need not exist."""
+    """Return the folder of files that the user wants to keep, such as conversations; it need not exist."""
     if override := os.environ.get(DATA_VARIABLE):
         return Path(override).expanduser()
     import platformdirs

@@ -1,7 +1,7 @@
 """Models from the Hugging Face hub, through huggingface_hub and its cache.
 
-Its own variables (HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN, ...) therefore hold here,
-and a model that another program has downloaded is found.
+Its own variables (HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN, ...) are therefore respected, and a model
+that another program has downloaded is found.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _download(source: HubSource, host: str, progress: DownloadProgress) -> Path:
     from huggingface_hub import hf_hub_download
 
     class Bar(_Bar):
-        """What huggingface_hub makes its bar from; it takes a class, so this carries `progress`."""
+        """The class of huggingface_hub's bar; only a class can be passed, so this one holds `progress`."""
 
         watcher = progress
 

@@ -1,4 +1,4 @@
-"""How a download reports what it does, and three ways of showing it.
+"""The interface by which downloads report their progress, and three ways of showing it.
 
 Nothing here is imported by the code that downloads, apart from the Protocol: that code
 calls the methods of whatever it was given, and prints nothing.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class DownloadProgress(Protocol):
-    """What a download tells whoever watches it.
+    """Receives the progress of downloads.
 
     `update` takes the absolute position, which may move back where bytes have to be fetched
     again. `start` and `finish` come in turns; `note` may come at any time. `update` may come

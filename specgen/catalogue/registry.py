@@ -176,7 +176,7 @@ def load_registry(user_file: Path | None = None) -> Registry:
 
 @dataclass(frozen=True, slots=True)
 class RegistryFile:
-    """What one models.toml says, before it is joined with others."""
+    """The content of one models.toml, before it is merged with others."""
 
     file: str
     models: tuple[CatalogueModel, ...]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _CONNECT_TIMEOUT_S = 10.0
 _READ_TIMEOUT_S = 30.0
 _CHUNK_BYTES = 1 << 16
-#: So many failures in a row, with nothing arriving between them, are the end.
+#: The number of failures in a row, without a byte arriving between them, that ends a download.
 _N_ATTEMPTS = 4
 _LONGEST_WAIT_S = 60.0
 

@@ -1,4 +1,4 @@
-"""A conversation with a model: questions, answers, and what is kept of them."""
+"""A conversation with a model: questions, answers, and the log of them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from specgen.engine.session import Session
 from specgen.errors import PromptError, UsageError
 from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent, PromptEvent
 
-#: The part of the context that is kept free for an answer, if that may be so long.
+#: A quarter of the context is kept free for an answer, unless answers are limited to less.
 _ANSWER_SHARE = 4
-#: Where turns have to be left out, the others take no more than this part of the context.
+#: If turns have to be left out, the others take at most half of the context.
 _KEPT_SHARE = 2
 
 
@@ -42,11 +42,11 @@ class Totals:
 
 
 class Chat:
-    """Asks an engine for the turns of a conversation, and keeps them in a log, if there is one.
+    """Asks an engine for the answers of a conversation, and keeps the turns in a log, if there is one.
 
-    An answer that is broken off is kept as far as it came; if nothing came, its question is without
-    an answer, which `regenerate` gives it and another question takes the place of. `now` is the time
-    that templates may write; it stays, so that the caches hold what was decoded.
+    An interrupted answer is kept as it is. If nothing came, its question has no answer: `regenerate` gives it
+    one, or another question replaces it. `now` is the time that templates may write; it stays the same, so
+    that the caches stay valid.
     """
 
     def __init__(
@@ -60,19 +60,19 @@ class Chat:
     ) -> None:
         self._session, self._engine, self._log, self._now = session, engine, log, now
         self.conversation = conversation
-        #: Whether anything drafts for the next answers.
+        #: Whether the next answers use drafts.
         self.drafts = True
         self.totals = Totals()
-        #: The beginning and the end of the last answer of this run.
+        #: The first and the last event of the last answer in this run.
         self.prompt: PromptEvent | None = None
         self.finished: FinishedEvent | None = None
         self._n_again = 0
 
     def ask(self, question: str) -> Generator[Event, None, None]:
-        """Answer a question, as events. What the context has no room for is left out from the front;
-        a notice says so. Raises `PromptError` if the question alone has no room, and what ends an
-        answer before its time. The question is then not part of the conversation, unless its
-        answer was begun."""
+        """Answer a question, and yield the events. If the context is too small, turns are left out from the
+        front; a notice says so. Raises `PromptError` if the question alone does not fit, and any error that
+        ends an answer early. The question is then not part of the conversation, unless its answer had
+        begun."""
         before = self.conversation.copy()
         change = Change("question", question)
         self.conversation.apply(change)
@@ -86,8 +86,8 @@ class Chat:
         yield from self._answer(prompt, n_gone)
 
     def regenerate(self) -> Generator[Event, None, None]:
-        """Answer the last question again, in place of its answer. A seed that was asked for is
-        counted on. Raises `UsageError` if there is none, and as `ask`."""
+        """Answer the last question again, in place of its answer. A given seed is increased each time. Raises
+        `UsageError` if there is no question, and what `ask` raises."""
         if not self.conversation.turns:
             raise UsageError("there is no question to answer again")
         prompt, n_gone = self._make_prompt()
@@ -96,25 +96,25 @@ class Chat:
         yield from self._answer(prompt, n_gone)
 
     def change(self, change: Change) -> None:
-        """Let a change happen, and keep it. Raises `ValueError` if it does not fit, and `OutputError`
-        if it cannot be kept; it has happened then."""
+        """Apply a change and log it. Raises `ValueError` if it does not fit, and `OutputError` if it cannot
+        be logged; it is applied then."""
         self.conversation.apply(change)
         self._keep(change)
 
     @property
     def draft_name(self) -> str:
-        """What drafts for the next answers: a model's file, ``ngram`` or ``none``."""
+        """The drafter of the next answers: a model's file, ``ngram`` or ``none``."""
         return self._session.draft_name if self.drafts else "none"
 
     @property
     def says_the_same_again(self) -> bool:
-        """Whether to regenerate an answer gives that answer."""
+        """Whether regenerating an answer gives the same answer."""
         is_whole = self.finished is not None and self.finished.finish_reason != "interrupted"
         return self._session.options.sampler.greedy and is_whole and not self.conversation.is_open
 
     @property
     def n_ctx(self) -> int:
-        """The tokens that the context has room for."""
+        """The size of the context in tokens."""
         return self._engine.n_ctx
 
     def _keep(self, change: Change) -> None:
@@ -122,7 +122,7 @@ class Chat:
             self._log.append(change)
 
     def _make_prompt(self) -> tuple[Prompt, int]:
-        """What the answer begins after, and how many turns had to be left out for it."""
+        """Return the prompt of the answer, and how many turns were left out to fit it."""
         conversation, n_ctx = self.conversation, self._engine.n_ctx
         n_alone = self._n_tokens_without(len(conversation.turns) - 1)
         if n_alone > n_ctx:
@@ -167,12 +167,12 @@ class Chat:
                 if isinstance(event, PromptEvent) and n_gone:
                     yield NoticeEvent(event.sequence, event.time_s, self._gone(n_gone))
         finally:
-            events.close()  # an answer that nobody waits for is cancelled
+            events.close()  # cancels an answer that nobody waits for
             if text or (finished is not None and finished.finish_reason != "interrupted"):
                 self.change(Change("answer", text))
 
     def _gone(self, n_gone: int) -> str:
-        """What is to be said of turns that are left out."""
+        """Return a sentence about the turns that are left out."""
         turns = "the oldest turn is" if n_gone == 1 else f"the {n_gone} oldest turns are"
         message = f"the context of {self.n_ctx} tokens is full: {turns} left out from here on"
         kept = ["the system message"] if self.conversation.system is not None else []
@@ -181,7 +181,7 @@ class Chat:
 
 
 def check_template(session: Session) -> None:
-    """Raises `UsageError` if the target has no chat template."""
+    """Raise `UsageError` if the target has no chat template."""
     if session.target_model.chat_template() is None:
         raise UsageError(
             f"a conversation needs a chat template, and {session.target_model.name} has none",

@@ -1,4 +1,4 @@
-"""The commands that can be given among the messages of a conversation."""
+"""The commands that a user can give among the messages of a conversation."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Literal
 
 from specgen.errors import UsageError
 
-#: A word behind a slash, alone or before a space: a path or a comment of C is none.
+#: A word after a slash, alone or before a space; so paths and comments of C are no commands.
 _COMMAND = re.compile(r"/([A-Za-z?]+)(?:\s+(.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What was asked for."""
+    """A command of the user."""
 
     name: str
-    #: What stands behind the name; may be empty.
+    #: The text after the name; may be empty.
     argument: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class CommandHelp:
-    """What a command takes and does."""
+    """The arguments and the effect of a command."""
 
     usage: str
     does: str
@@ -53,8 +53,8 @@ _BY_NAME = {command.name: command for command in COMMANDS}
 
 
 def parse(line: str) -> Command | None:
-    """The command in a line; None if it is a message. Raises `UsageError` if there is no such command,
-    or it takes something else."""
+    """Return the command in a line; None if the line is a message. Raises `UsageError` if there is no such
+    command, or its argument is wrong."""
     found = _COMMAND.fullmatch(line.rstrip())
     if found is None:
         return None

@@ -9,21 +9,21 @@ from typing import Literal, TypeAlias
 
 from specgen.engine.chat_template import Message
 
-#: What can happen to a conversation.
+#: The kinds of changes of a conversation.
 #:
-#: - ``system``: its system message is `text` from now on; None is no system message;
-#: - ``files``: what stands before the user's first turn is `text`;
-#: - ``question``: the user said `text`. It takes the place of a question without an answer;
-#: - ``answer``: the last question's answer is `text`, also if it had another one;
-#: - ``undo``: the last turn is taken back;
-#: - ``reset``: all turns are taken back;
-#: - ``load``: nothing is as it was, and `changes` happen.
+#: - ``system``: the system message becomes `text`; None removes it;
+#: - ``files``: the text before the user's first turn becomes `text`;
+#: - ``question``: the user said `text`; it replaces a question without an answer;
+#: - ``answer``: the last question's answer becomes `text`, also if it had another one;
+#: - ``undo``: the last turn is removed;
+#: - ``reset``: all turns are removed;
+#: - ``load``: the conversation is replaced by the result of `changes`.
 ChangeKind: TypeAlias = Literal["system", "files", "question", "answer", "undo", "reset", "load"]
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A step of a conversation; a conversation is the sum of its changes."""
+    """A step of a conversation; its changes, in order, make the whole conversation."""
 
     kind: ChangeKind
     text: str | None = None
@@ -32,7 +32,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the user said, and the answer; None where there is none (yet)."""
+    """What the user said, and the answer; the answer is None if there is none (yet)."""
 
     question: str
     answer: str | None = None
@@ -42,11 +42,11 @@ class Turn:
 class Conversation:
     """Turns, with a system message and the text of files before them.
 
-    The context may have no room for all turns: the first `n_left_out` are then not in `messages`.
+    If the context is too small for all turns, the first `n_left_out` are not in `messages`.
     """
 
     system: str | None = None
-    #: Stands before the user's first turn that is in the context; may be empty.
+    #: The text before the user's first turn in the context; may be empty.
     files: str = ""
     #: All but the last one have an answer.
     turns: tuple[Turn, ...] = ()
@@ -58,12 +58,12 @@ class Conversation:
         return bool(self.turns) and self.turns[-1].answer is None
 
     def copy(self) -> Conversation:
-        """The conversation as it is now."""
+        """Return a copy of the conversation."""
         return replace(self)
 
     def apply(self, change: Change) -> None:
-        """Let a change happen. Raises `ValueError` if it does not fit: it takes back, or answers,
-        what is not there."""
+        """Apply a change. Raises `ValueError` if it does not fit, since it removes or answers a turn that
+        does not exist."""
         text = change.text
         if change.kind == "load":
             loaded = Conversation()
@@ -93,7 +93,7 @@ class Conversation:
             self.n_left_out = 0
 
     def changes(self) -> tuple[Change, ...]:
-        """The fewest changes that make a conversation that says the same."""
+        """Return the fewest changes that make an equal conversation."""
         found = [Change("system", self.system)] if self.system is not None else []
         found += [Change("files", self.files)] if self.files else []
         for turn in self.turns:
@@ -103,8 +103,8 @@ class Conversation:
         return tuple(found)
 
     def messages(self, n_left_out: int | None = None) -> list[Message]:
-        """The messages to which the last question's answer is the next one, without the first
-        `n_left_out` turns (None: as many as are left out now)."""
+        """Return the messages before the last question's answer, without the first `n_left_out` turns (None:
+        as many as are left out now)."""
         turns = self.turns[self.n_left_out if n_left_out is None else n_left_out :]
         found = [] if self.system is None else [Message("system", self.system)]
         before = self.files
@@ -117,10 +117,11 @@ class Conversation:
         return found[:-1]
 
     def make_room(self, n_tokens: Callable[[int], int], n_most: int, n_goal: int) -> int:
-        """Leave turns out from the front if the messages take more than `n_most` tokens: as few as
-        let them take no more than `n_goal`, or all but the last. (As llama.cpp does, more go than
-        have to: each time that some go, the rest is decoded anew.) `n_tokens` counts the tokens of
-        the messages without so many turns. Returns how many turns went."""
+        """Leave out turns from the front if the messages take more than `n_most` tokens; return how many.
+
+        As few as possible go until the messages take at most `n_goal` tokens, or only the last turn is left.
+        (More go than necessary, as in llama.cpp, since the rest is decoded anew each time that some go.)
+        `n_tokens` counts the tokens of the messages without a number of turns."""
         before, last = self.n_left_out, len(self.turns) - 1
         if before >= last or n_tokens(before) <= n_most:
             return 0

@@ -1,4 +1,4 @@
-"""The file of a conversation: a line of JSON for each change, written as it happens."""
+"""The file of a conversation: a line of JSON for each change, written at once."""
 
 from __future__ import annotations
 
@@ -20,27 +20,26 @@ from specgen.json_lines import (
 )
 
 _KINDS: tuple[str, ...] = get_args(ChangeKind)
-#: Conversations are nobody else's business.
+#: Conversations are private: only the user may read the file.
 _MODE = 0o600
 
 
 class ChatLog:
-    """Appends the changes of a conversation to its file; it is open for as long as this is."""
+    """Appends the changes of a conversation to its file, which stays open."""
 
     def __init__(self, file: AppendedFile) -> None:
         self._file = file
-        #: What could not be written: it goes before what comes next.
+        #: Bytes that could not be written; the next write begins with them.
         self._unwritten = b""
 
     @staticmethod
     @contextlib.contextmanager
     def opened(path: Path) -> Iterator[tuple[ChatLog, Conversation, bool]]:
-        """Open a file, which is made if it does not exist: what appends to it, the conversation that
-        it has, and whether half a line at its end, as a killed process leaves it, was dropped.
+        """Open a file, and make it if it does not exist. Yield the log that appends to it, its conversation,
+        and whether a torn line at its end, which a killed process leaves, was dropped.
 
-        Nobody else can open it meanwhile. Raises `UsageError` if somebody else has it open,
-        `PromptError` if a line is damaged, and `OutputError` if it cannot be written, also at the
-        end.
+        No other process can open it meanwhile. Raises `UsageError` if another one has it open, `PromptError`
+        if a line is damaged, and `OutputError` if it cannot be written, also at the end.
         """
         held = UsageError(
             f"{path}: another specgen chat has it open",
@@ -62,8 +61,8 @@ class ChatLog:
                 log._write()
 
     def append(self, change: Change) -> None:
-        """Write a change, and have it on the disk when this returns. Raises `OutputError` if that
-        cannot be done; it is then written with the next one, or at the end."""
+        """Write a change; it is on the disk when this returns. Raises `OutputError` if that fails; the change
+        is then written with the next one, or at the end."""
         self._unwritten += change_line(change)
         self._write()
 
@@ -73,8 +72,8 @@ class ChatLog:
 
 
 def read(path: Path) -> tuple[Conversation, bool]:
-    """The conversation in a file, and whether half a line at its end was left out. Raises
-    `PromptError` if it cannot be read, or a line is damaged."""
+    """Return the conversation in a file, and whether a torn line at its end was left out. Raises
+    `PromptError` if the file cannot be read, or a line is damaged."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -90,12 +89,12 @@ def save(path: Path, conversation: Conversation) -> None:
 
 
 def change_line(change: Change) -> bytes:
-    """A change as a line of the file."""
+    """Return a change as a line of the file."""
     return to_line(_to_json(change))
 
 
 def _read(path: Path, data: bytes) -> tuple[Conversation, int]:
-    """The conversation in a file's bytes, and how many of them are whole lines."""
+    """Return the conversation in a file's bytes, and the size of its whole lines in bytes."""
     conversation = Conversation()
     try:
         n_bytes = take_lines(data, lambda line: conversation.apply(_from_json(line)))
@@ -116,7 +115,8 @@ def _to_json(change: Change) -> dict[str, Any]:
 
 
 def _from_json(line: Mapping[str, Any]) -> Change:
-    """Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` if it is no change."""
+    """Return the change in a line. Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` if it is
+    none."""
     kind, text = line["change"], line.get("text")
     if kind not in _KINDS or not isinstance(text, str | None):
         raise ValueError(kind)

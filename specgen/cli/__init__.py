@@ -28,7 +28,7 @@ from specgen.errors import EXIT_INTERRUPTED, MemoryLimitError, OutputError, Spec
 
 
 class _Group(typer.core.TyperGroup):
-    """Takes care of what goes wrong with standard output, in every command."""
+    """The group of commands. It handles errors of standard output for every command."""
 
     def make_context(self, *arguments: Any, **settings: Any) -> Any:
         with output_errors():  # --version and --help write here
@@ -73,7 +73,7 @@ _CommandLineError: type[Exception] = next(
     kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
 )
 
-#: What the system's loader says where there is no memory for a library.
+#: What the dynamic loader says if there is no memory for a library.
 _NO_ROOM = "failed to map segment"
 
 
@@ -96,7 +96,7 @@ def _specgen(
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: the one place where errors become exit codes."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Names of files need not be UTF-8. They are shown with escapes, as on standard error.
+        # File names need not be UTF-8. They are shown with escapes, as on standard error.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = app(arguments, prog_name="specgen", standalone_mode=False)

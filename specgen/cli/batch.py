@@ -267,7 +267,7 @@ def _answer_here(
     verbose: bool,
     note: Callable[[str], None],
 ) -> tuple[int, int]:
-    """Have the lines answered on this machine; returns the exit code, and how many results are errors."""
+    """Get the lines answered on this machine; return the exit code, and the number of errors in results."""
     from specgen.batch.runner import Batch, Prompting
 
     use_kernels(work.kernels, quiet=quiet)
@@ -290,7 +290,7 @@ def _answer(
     quiet: bool,
     note: Callable[[str], None],
 ) -> int:
-    """Make the answers; returns the exit code."""
+    """Make the answers; return the exit code."""
     from specgen.engine.parallel import fastest_parallel, largest_engine
     from specgen.render.batch_progress import batch_progress, batch_summary
 
@@ -326,7 +326,7 @@ def _name(path: Path, standard: str) -> str:
 
 
 def _check_folder(destination: Path) -> None:
-    """What cannot be written is to be known before models are loaded."""
+    """Check that results can be written, before models are loaded."""
     if destination == _STDIO:
         return
     if destination.is_dir():
@@ -337,7 +337,7 @@ def _check_folder(destination: Path) -> None:
 
 @contextlib.contextmanager
 def _alone(destination: Path) -> Iterator[None]:
-    """Let no other process write to a file of results."""
+    """Keep other processes from writing to a file of results."""
     from specgen.catalogue import cache_folder
     from specgen.json_lines import locked
 
@@ -351,7 +351,7 @@ def _alone(destination: Path) -> Iterator[None]:
 
 
 def _take_up(destination: Path, *, retry_errors: bool, note: Callable[[str], None]) -> Earlier:
-    """The results that a file has already."""
+    """Return the results that a file already has."""
     from specgen.batch.results import read_results, without_errors
 
     earlier = read_results(destination)
@@ -365,8 +365,8 @@ def _take_up(destination: Path, *, retry_errors: bool, note: Callable[[str], Non
 
 
 def _settings(options: SessionOptions, chat: bool | None, system: str | None) -> Mapping[str, Any]:
-    """What decides what answers say, besides the lines: the target, and the options that are not at
-    their defaults. (Drafts change nothing.)"""
+    """Return the settings that decide the answers, besides the lines: the target, and the options that are
+    not at their defaults. (Drafts change nothing.)"""
     found: dict[str, Any] = {"target": options.target.name}
     with contextlib.suppress(OSError):
         found["target_bytes"] = options.target.stat().st_size

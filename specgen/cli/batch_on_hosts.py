@@ -1,4 +1,4 @@
-"""``specgen batch --on``: the lines of a batch answered by servers."""
+"""``specgen batch --on``: servers answer the lines of a batch."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from specgen.batch.on_hosts import Defaults, Host
     from specgen.batch.results import Results
 
-#: The variable with the key that servers are sent.
+#: The variable with the key that is sent to servers.
 KEY_VARIABLE = "SPECGEN_API_KEY"
 
 
 def check_alone(models: ModelChoice, drafting: DraftOptions, machine: Contexts) -> None:
-    """Raise `UsageError` for what a server has decided already."""
+    """Raise `UsageError` for options that only a server's own command line can set."""
     named = [models.target, models.draft, models.pair, *models.helpers]
     if any(name is not None for name in named):
         raise UsageError("with --on the servers have the models: leave out -m, -md and --pair")
     own = DraftOptions()
-    # What a variable of the environment says is for other commands.
+    # Settings from environment variables are for other commands.
     if replace(drafting, policy=own.policy, weights=own.weights) != own:
         raise UsageError(
             "with --on the servers decide how to draft: leave out the options of drafting"
@@ -50,8 +50,8 @@ def check_alone(models: ModelChoice, drafting: DraftOptions, machine: Contexts) 
 def defaults_of(
     sampling: SamplerOptions, generation: GenerationOptions, chat: bool | None, system: str | None
 ) -> Defaults:
-    """What requests say where lines say nothing: what was asked for on the command line. The rest is as
-    the servers have it."""
+    """Return the defaults of requests: the options that were given on the command line. The servers decide
+    the rest."""
     from specgen.batch.on_hosts import Defaults
 
     fields: dict[str, Any] = {}
@@ -68,14 +68,14 @@ def defaults_of(
 
 
 def settings_of(hosts: Sequence[Host], defaults: Defaults) -> Mapping[str, Any]:
-    """What decides what answers say, besides the lines."""
+    """Return the settings that decide the answers, besides the lines."""
     found: dict[str, Any] = {"target": hosts[0].model, **defaults.fields}
     asked = {"chat": defaults.chat, "system": defaults.system}
     return found | {name: value for name, value in asked.items() if value is not None}
 
 
 def open_hosts(urls: str, n_slots: int | None) -> list[Host]:
-    """The servers of a list of URLs. Raises `UsageError`, `BackendError`."""
+    """Return the servers of a list of URLs. Raises `UsageError`, `BackendError`."""
     from specgen.batch.on_hosts import find_hosts, read_urls
 
     return find_hosts(read_urls(urls), os.environ.get(KEY_VARIABLE), n_slots)
@@ -92,7 +92,7 @@ def answer_on_hosts(
     quiet: bool,
     note: Callable[[str], None],
 ) -> tuple[int, int]:
-    """Have the lines answered; returns the exit code, and how many results are errors."""
+    """Get the lines answered; return the exit code, and the number of errors in results."""
     from specgen.batch.on_hosts import HostsBatch
     from specgen.render.batch_progress import batch_progress, batch_summary
     from specgen.render.text import counted

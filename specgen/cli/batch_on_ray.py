@@ -1,4 +1,4 @@
-"""``specgen batch --ray``: the lines of a batch answered by a Ray cluster."""
+"""``specgen batch --ray``: a Ray cluster answers the lines of a batch."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from specgen.batch.results import Results
     from specgen.engine.session import Session
 
-#: At most so many lines are looked at to find out how large the caches have to be.
+#: The number of longest lines that are tokenized to find out how large the caches have to be.
 _N_LARGEST = 8
-#: Bytes of a prompt's text in a token, about.
+#: Bytes of a prompt's text for a token, approximately.
 _BYTES_IN_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
 class RayOptions:
-    """What was asked for about the cluster."""
+    """The options of the cluster."""
 
     address: str
     cpus_per_worker: float | None
@@ -41,8 +41,8 @@ class RayOptions:
 
 @dataclass(frozen=True, slots=True)
 class BatchWork:
-    """What decides how lines are answered, wherever that is: what `session_options` and the command line
-    say. `parallel` is how many at once; None: as many as is fastest."""
+    """The settings that decide how lines are answered, on any node: those of `session_options` and of the
+    command line. `parallel` is the number of answers made at once; None takes the fastest number."""
 
     options: SessionOptions
     drafts: Sequence[DraftChoice]
@@ -60,8 +60,8 @@ def ray_options(
     *,
     patience_s: float,
 ) -> RayOptions | None:
-    """The options of the cluster, with the CPUs and the GPUs of an actor; None without one. Raises
-    `UsageError` if Ray is not installed, if the address can be none, or if others exclude it."""
+    """Return the options of the cluster, with the CPUs and GPUs of an actor; None without a cluster. Raises
+    `UsageError` if Ray is not installed, the address is invalid, or other options exclude it."""
     if address is None:
         if per_worker != (None, None):
             raise UsageError("--cpus-per-worker and --gpus-per-worker go with --ray")
@@ -85,7 +85,7 @@ def ray_options(
 def open_on_node(
     options: SessionOptions, drafts: Sequence[DraftChoice], kernels: KernelChoice
 ) -> Session:
-    """Load the models in an actor. What is made and learnt is kept on the node."""
+    """Load the models in an actor. Files that are made, and what is learnt, stay on the node."""
     from specgen.catalogue import cache_folder
     from specgen.cli.opening import open_session, use_kernels
 
@@ -104,7 +104,7 @@ def answer_on_ray(
     verbose: bool,
     note: Callable[[str], None],
 ) -> tuple[int, int]:
-    """Have the lines answered; returns the exit code, and how many results are errors."""
+    """Get the lines answered; return the exit code, and the number of errors in results."""
     from specgen.batch.line_worker import WorkerJob
     from specgen.batch.on_ray import RayBatch
     from specgen.batch.ray_job import RayJob
@@ -144,7 +144,7 @@ def answer_on_ray(
 
 
 def _absolute(options: SessionOptions) -> SessionOptions:
-    """The same files, wherever an actor runs."""
+    """Return the same options with absolute paths, since an actor has another working folder."""
     drafting = options.drafting
     lookup_files = tuple(path.absolute() for path in drafting.lookup_files)
     return replace(
@@ -161,7 +161,7 @@ def _absolute_path(source: DraftSource) -> DraftSource:
 
 
 def _with_threads(options: SessionOptions, cluster: RayOptions) -> SessionOptions:
-    """As many threads as an actor has CPUs, where it does not have its node's."""
+    """Return the same options with as many threads as an actor has CPUs, unless it has all of its node's."""
     if cluster.cpus_per_worker is None:
         return options
     n_threads = max(1, int(cluster.cpus_per_worker))
@@ -174,8 +174,8 @@ def _with_threads(options: SessionOptions, cluster: RayOptions) -> SessionOption
 
 
 def _files(options: SessionOptions, drafts: Sequence[DraftChoice]) -> dict[str, int]:
-    """What each node must have, with the sizes here. A draft that nobody named may be missing: then
-    another one drafts."""
+    """Return the files that each node must have, with their sizes here. A draft that nobody named may be
+    missing: then another one drafts."""
     from specgen.batch.ray_actor import n_bytes_of
 
     chosen = {draft.draft for draft in drafts if draft.why}

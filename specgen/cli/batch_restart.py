@@ -1,8 +1,8 @@
-"""``specgen batch --rpc`` when a worker is lost: the command starts itself again and waits for it.
+"""``specgen batch --rpc`` when a worker is lost: the command restarts itself and waits for the worker.
 
-llama.cpp's RPC client cannot connect again in a process that lost a worker, and keeps its connections to the
-others, which serve one program at a time. So the process is replaced by a new one (`exec`), which goes on
-where the file of results ends.
+In a process that lost a worker, llama.cpp's RPC client cannot connect again. It also keeps its connections to
+the other workers, which serve one program at a time. So a new process replaces this one (`exec`) and
+continues at the end of the file of results.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from specgen.cli.interrupt import Interrupt
 from specgen.errors import WorkerLostError
 from specgen.options import Workers
 
-#: Tells the new process how many lines were missing, and how often it was started since.
+#: Gives the new process the number of missing lines, and how often it was restarted since that number
+#: changed.
 _VARIABLE = "SPECGEN_BATCH_RESTARTS"
-#: How often to start again for the same missing lines: they may be what ends the workers.
+#: The most restarts for the same number of missing lines: the lines may be what ends the workers.
 _MOST = 5
-#: Seconds between two looks at the workers, and the longest that one may take for an answer.
+#: Seconds between two checks of the workers, and the most that a check waits for an answer.
 _PAUSE_S = 1.0
 _PROBE_S = 5.0
 
@@ -35,10 +36,11 @@ def with_workers(
     patience_s: float,
     note: Callable[[str], None],
 ) -> tuple[int, int]:
-    """The exit code and the number of errors that `answer` returns. Where it loses a worker and
-    `can_restart`, the process is replaced by one that waits for all workers, `patience_s` seconds at most,
-    and makes the `n_missing` answers that are missing now, or fewer. Raises `WorkerLostError`: at once
-    where the first process finds one missing, whose name may be mistyped."""
+    """Return what `answer` returns: the exit code and the number of errors.
+
+    If it loses a worker and `can_restart` is set, a new process replaces this one. The new one waits for all
+    workers, at most `patience_s` seconds, and makes the missing answers, now at most `n_missing`. Raises
+    `WorkerLostError`: at once if the first process cannot find a worker, whose name may be mistyped."""
     if workers is None:
         return answer()
     if code := _wait(workers, patience_s if _VARIABLE in os.environ else 0.0, note):
@@ -52,8 +54,8 @@ def with_workers(
 
 
 def _restart(n_missing: int, error: WorkerLostError, note: Callable[[str], None]) -> NoReturn:
-    """Replace the process by one that waits for the workers (`_wait`) and makes the answers that
-    are missing. Raises `error` where that was done too often without a new result, or cannot be."""
+    """Replace the process by one that waits for the workers (`_wait`) and makes the missing answers. Raises
+    `error` if that was done too often without a new result, or is not possible."""
     before, times = _told()
     times = 1 if n_missing != before else times + 1
     if times > _MOST or not hasattr(os, "fork"):  # Windows does not replace processes
@@ -68,7 +70,7 @@ def _restart(n_missing: int, error: WorkerLostError, note: Callable[[str], None]
 
 
 def _wait(workers: Workers, patience_s: float, note: Callable[[str], None]) -> int:
-    """Wait until all workers answer; returns 0, or the exit code of a signal that came meanwhile. Raises
+    """Wait until all workers respond; return 0, or the exit code of a signal that came meanwhile. Raises
     `WorkerLostError` if they do not within `patience_s` seconds."""
     until = time.monotonic() + patience_s
     is_told = False
@@ -87,7 +89,7 @@ def _wait(workers: Workers, patience_s: float, note: Callable[[str], None]) -> i
 
 
 def _missing(workers: Workers) -> WorkerLostError | None:
-    """What is wrong with the first worker that does not answer."""
+    """Return the error of the first worker that does not respond."""
     from specgen.backend.worker_probe import probe
 
     try:
@@ -99,7 +101,7 @@ def _missing(workers: Workers) -> WorkerLostError | None:
 
 
 def _told() -> tuple[int, int]:
-    """What the process before said; nothing is (-1, 0)."""
+    """Return what the process before passed on; (-1, 0) without one."""
     n_missing, _, times = os.environ.get(_VARIABLE, "").partition(" ")
     return (int(n_missing), int(times)) if n_missing.isdigit() and times.isdigit() else (-1, 0)
 

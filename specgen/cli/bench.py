@@ -1,4 +1,4 @@
-"""``specgen bench``: ways to draft against plain decoding, over many prompts."""
+"""``specgen bench``: compares ways to draft with plain decoding, over many prompts."""
 
 from __future__ import annotations
 
@@ -268,8 +268,8 @@ def bench(
 
 
 def parse_policies(given: Sequence[str] | None) -> tuple[PolicyName, ...]:
-    """The policies of these names, each of which may be several with commas between; the default
-    one of None. Raises `UsageError`."""
+    """Return the policies of these names, each of which may be several with commas between; without names,
+    the default one. Raises `UsageError`."""
     names = [name.strip() for names in given or () for name in names.split(",")]
     found: list[PolicyName] = []
     for name in filter(None, names):
@@ -293,14 +293,14 @@ def _parse_against(given: Sequence[str] | None) -> tuple[Against, ...]:
 
 
 def _check_folder(path: Path | None, option: str) -> None:
-    """What cannot be written is to be known now, not after an hour."""
+    """Check that a file can be written, before hours of measuring."""
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         what = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise UsageError(f"{option} {path}: {what}", hint="give the path of a file")
 
 
 def _write(report: BenchReport, json_file: Path | None, html_file: Path | None) -> None:
-    """Show the report, and write it where it is wanted. Raises `OutputError`."""
+    """Show the report, and write the files that were asked for. Raises `OutputError`."""
     from specgen.bench.html import to_html
     from specgen.bench.report import to_json_object
 
@@ -330,7 +330,7 @@ def _write_file(path: Path, text: str) -> None:
 
 
 def _tell(report: BenchReport) -> None:
-    """What is to be said besides the figures, on standard error."""
+    """Print remarks about the figures on standard error."""
     runs = report.runs
     notes = [
         f"{failure.contender} (temperature {failure.temperature:g}) was left out"

@@ -144,11 +144,11 @@ class _View:
         self._stop: Interrupt | None = None
 
     def interrupted(self) -> bool:
-        """Whether the answer that is made is to end."""
+        """Return whether the present answer is to end."""
         return self._stop is not None and self._stop()
 
     def answer(self, events: Generator[Event, None, None]) -> int:
-        """Show an answer; returns the exit code of the signal that ended it, or 0."""
+        """Show an answer; return the exit code of the signal that ended it, or 0."""
         from specgen.cli.chat_input import without_echo
         from specgen.events import CommittedEvent
         from specgen.render import make_renderer
@@ -186,12 +186,12 @@ class _View:
         return code
 
     def say(self, text: str) -> None:
-        """Tell the user something that is no answer."""
+        """Print something that is no answer."""
         print(text, file=sys.stderr, flush=True)
 
 
 def _begin(talk: Chat, system: str | None, files: str) -> None:
-    """Give a conversation the system message and the files that were asked for, if it has others."""
+    """Set the system message and the files of a conversation if it has others."""
     from specgen.chat.conversation import Change
 
     if system is not None and system != talk.conversation.system:
@@ -201,7 +201,7 @@ def _begin(talk: Chat, system: str | None, files: str) -> None:
 
 
 def _talk(talk: Chat, view: _View, learner: Learner) -> int:
-    """Answer messages until there are no more; returns the exit code."""
+    """Answer messages until there are no more; return the exit code."""
     from specgen.chat.commands import parse
     from specgen.cli.chat_input import PipedMessages, is_person
 
@@ -220,11 +220,11 @@ def _talk(talk: Chat, view: _View, learner: Learner) -> int:
                 isinstance(error, OutputError) and not is_typed
             ):
                 raise
-            # The conversation goes on without it; a pipe's exit code tells of it.
+            # The conversation goes on without this answer; a pipe's exit code shows the error.
             view.say(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""))
             failed = error.exit_code
             continue
-        except KeyboardInterrupt:  # a second Ctrl-C: what there is of the answer is kept
+        except KeyboardInterrupt:  # a second Ctrl-C: the unfinished answer is kept
             if not is_typed:
                 raise
             continue
@@ -245,8 +245,8 @@ def _typed() -> Iterable[str]:
 
 
 def _do(command: Command, talk: Chat, view: _View) -> int:
-    """Do what a command says; returns the exit code of a signal, or 0. Raises `UsageError` if it cannot
-    be done, `PromptError`, and `OutputError` if it cannot be kept."""
+    """Carry out a command; return the exit code of a signal, or 0. Raises `UsageError` if it is not possible,
+    `PromptError`, and `OutputError` if the conversation cannot be saved."""
     from specgen.chat import log
     from specgen.chat.conversation import Change
     from specgen.render.text import counted
@@ -270,7 +270,7 @@ def _do(command: Command, talk: Chat, view: _View) -> int:
     elif name == "save":
         try:
             log.save(Path(argument).expanduser(), talk.conversation)
-        except OutputError as error:  # a name that was mistyped ends no conversation
+        except OutputError as error:  # a mistyped name does not end the conversation
             raise UsageError(error.message, error.hint) from None
         view.say(f"saved to {argument}")
     elif name == "load":
@@ -300,8 +300,8 @@ def _help() -> str:
 
 
 def _show_thought(talk: Chat) -> None:
-    """Print what the model thought before its last answer, dim on a terminal. Raises `UsageError` if
-    it did not."""
+    """Print the thinking block of the last answer, dim on a terminal. Raises `UsageError` if there is
+    none."""
     from specgen.render import make_console
     from specgen.render.text import clean
     from specgen.render.thoughts import thought_of
@@ -342,7 +342,7 @@ def _show_figures(talk: Chat) -> None:
 
 
 def _session_file(name: str) -> Path:
-    """The file of a conversation that is kept. Raises `UsageError` for a name that is none."""
+    """Return the file of a kept conversation. Raises `UsageError` for an invalid name."""
     from specgen.catalogue import data_folder
 
     if not name.strip() or name.startswith(".") or Path(name).name != name or "\\" in name:
@@ -354,7 +354,7 @@ def _session_file(name: str) -> Path:
 
 @contextlib.contextmanager
 def _opened(path: Path | None, *, quiet: bool) -> Iterator[tuple[Conversation, ChatLog | None]]:
-    """A conversation and its log; a new one without a log if there is no file."""
+    """Open a conversation and its log; without a file, a new conversation without a log."""
     from specgen.chat.conversation import Conversation
     from specgen.chat.log import ChatLog
 
@@ -378,7 +378,7 @@ def _greeting(conversation: Conversation) -> str:
 
 
 def _file_text(path: Path) -> str:
-    """A file's text as it stands before the first message. Raises `PromptError`."""
+    """Return a file's text in the form in which the first message includes it. Raises `PromptError`."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:

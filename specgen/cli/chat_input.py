@@ -1,4 +1,4 @@
-"""Where the messages of a conversation come from: a person at a terminal, or a pipe."""
+"""The messages of a conversation: from a person at a terminal, or from a pipe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyBindings
 
-#: What stands before a person's messages.
+#: The sign in front of a person's messages.
 _PROMPT = "> "
 
 
@@ -29,8 +29,8 @@ class Messages(Protocol):
 
 
 class PipedMessages:
-    """Each line of a stream is a message; a backslash at its end goes on with the next line. Empty lines
-    are none. Raises `PromptError` for a line that is not UTF-8."""
+    """The lines of a stream as messages. A backslash at the end of a line continues the message on the next
+    one; empty lines are skipped. Raises `PromptError` for a line that is not UTF-8."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -58,9 +58,9 @@ class PipedMessages:
 
 
 class TypedMessages:
-    """What a person types, with the keys of an editor and the history that is kept in `history`.
+    """Messages that a person types, with an editor's keys and a history in the file `history`.
 
-    A backslash at the end goes on with another line, and so does Alt-Enter; a paste stays one message.
+    A backslash at the end of a line starts another line, and so does Alt-Enter; a paste stays one message.
     Ctrl-C clears the line, Ctrl-D in an empty one ends. `commands` are completed.
     """
 
@@ -69,7 +69,7 @@ class TypedMessages:
         from prompt_toolkit.completion import WordCompleter
         from prompt_toolkit.output import create_output
 
-        # Answers may go into a pipe: what is typed is seen all the same.
+        # Answers may go into a pipe; the typed text must be visible all the same.
         output = create_output(stdout=sys.stdout if sys.stdout.isatty() else sys.stderr)
         self._session: PromptSession[str] = PromptSession(
             _PROMPT,
@@ -96,12 +96,12 @@ class TypedMessages:
 
 
 def _history(path: Path) -> History:
-    """What was typed before, and a file that keeps what is typed, as far as it can be written."""
+    """Return the history of earlier messages. New messages are appended to its file, if it can be written."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     class Kept(FileHistory):
         def store_string(self, string: str) -> None:
-            # A full disk, or bytes that are not UTF-8: the message is sent all the same.
+            # A full disk, or bytes that are not UTF-8, must not keep the message from being sent.
             with contextlib.suppress(OSError, UnicodeError):
                 super().store_string(string)
 
@@ -120,8 +120,8 @@ class _EndedError(Exception):
 
 @contextlib.contextmanager
 def _ending_by_signals(editor: PromptSession[str]) -> Iterator[None]:
-    """Let what `kill` sends, or a terminal that is closed, end the program in order: the editor leaves
-    the terminal as it was. Raises `SystemExit` with the exit code of the signal."""
+    """Let a signal of `kill`, or of a closed terminal, end the program in order: the editor restores the
+    terminal. Raises `SystemExit` with the exit code of the signal."""
     received = 0
 
     def end(number: int, _frame: FrameType | None) -> None:
@@ -145,7 +145,7 @@ def _ending_by_signals(editor: PromptSession[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_echo() -> Iterator[None]:
-    """Let a terminal not show what is typed while an answer stands there; it is read afterwards."""
+    """Hide what is typed at a terminal while an answer is shown; it is read afterwards."""
     if os.name == "nt" or sys.stdin is None or not sys.stdin.isatty():
         yield
         return
@@ -162,7 +162,7 @@ def without_echo() -> Iterator[None]:
 
 
 def _keys() -> KeyBindings:
-    """Enter sends, unless a backslash stands before it."""
+    """Return the keys: Enter sends, unless a backslash is before it."""
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
     keys = KeyBindings()
@@ -184,7 +184,7 @@ def _keys() -> KeyBindings:
 
 
 def is_person() -> bool:
-    """Whether somebody types the messages at a terminal that can be written to anywhere."""
+    """Return whether a person types the messages at a terminal, and one of the streams can show them."""
     return (
         sys.stdin is not None
         and sys.stdin.isatty()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from specgen.doctor import DoctorReport
     from specgen.kernels import KernelStatus
 
-#: A heading and what stands below it: (label, text).
+#: A heading and its items: (label, text).
 DoctorSection: TypeAlias = tuple[str, list[tuple[str, str]]]
 
 
@@ -68,7 +68,7 @@ def doctor(
 
 
 def _model_file(name: str) -> Path:
-    """The file of a model; raises `SpecgenError` for names that are not known or not here."""
+    """Return a model's file; raise `SpecgenError` for names that are unknown or whose file is not here."""
     from specgen.catalogue import load_registry, locate
     from specgen.selection import resolve
 
@@ -87,7 +87,7 @@ def _model_file(name: str) -> Path:
 
 @contextmanager
 def _status(console: Console) -> Iterator[Callable[[str], None]]:
-    """On a terminal, a line that tells what is being tried and goes away."""
+    """On a terminal, show a line about the present check, which disappears at the end."""
     if not console.is_terminal or console.is_dumb_terminal:
         yield lambda _name: None
         return
@@ -96,7 +96,7 @@ def _status(console: Console) -> Iterator[Callable[[str], None]]:
 
 
 def _show(report: DoctorReport, console: Console) -> None:
-    """Print a report; lines are wrapped on a terminal only, so that a pipe can be searched."""
+    """Print a report; lines are wrapped on a terminal only, so that the output of a pipe can be searched."""
     from rich.text import Text
 
     width = console.width if console.is_terminal else 0
@@ -125,7 +125,7 @@ def _lines(label: str, text: str, width: int) -> list[str]:
 
 
 def _kernels(status: KernelStatus) -> str:
-    """Who computes on the CPU and, where it is llama.cpp, why and what to do about it."""
+    """Return what computes on the CPU; if that is llama.cpp, with the reason and what to do about it."""
     if status.reason is None:
         return status.label
     advice = f"; {status.hint}" if status.hint else ""

@@ -1,4 +1,4 @@
-"""``specgen draft``: find what drafts best for a target, or make it."""
+"""``specgen draft``: finds the best draft for a target, or makes one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``specgen draft find``: which draft is best for a target, found by measuring."""
+"""``specgen draft find``: finds the best draft for a target by measuring."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def find(
     answer = GenerationOptions(max_tokens=max_tokens)
     path = find_target(target, quiet=quiet)
     if save and (identity := identify(path)) is not None:
-        saved_draft(identity)  # a damaged file is to be known now, not after minutes
+        saved_draft(identity)  # a damaged file is reported now, not after minutes
     options = trial_options(path, drafting, answer, machine)
     use_kernels(machine.kernels, quiet=quiet)
     with (
@@ -109,7 +109,7 @@ def find(
         try:
             if save and not search.is_interrupted:
                 search = save_best(search)
-        finally:  # what was measured is shown even if it cannot be kept
+        finally:  # show the measurements even if they cannot be saved
             show_search(search, as_json=as_json)
     if not quiet:
         tell_search(search, save=save)
@@ -119,7 +119,7 @@ def find(
 def trial_options(
     target: Path, drafting: DraftOptions, answer: GenerationOptions, machine: Contexts
 ) -> SessionOptions:
-    """The options of a session in which drafts are tried."""
+    """Return the options of a session in which drafts are tried."""
     from specgen.catalogue import cache_folder
     from specgen.engine.session import SessionOptions
 
@@ -142,7 +142,7 @@ def search_drafts(
     progress: Progress,
     stop: Interrupt,
 ) -> Search | None:
-    """Try everything; None if interrupted before there was anything to tell."""
+    """Try all drafts; None if interrupted before there was a result."""
     from specgen.backend.llama.decoder_heads import is_heads_file
     from specgen.catalogue import load_registry, locate
     from specgen.selection.candidates import Refused, find_candidates
@@ -183,12 +183,12 @@ def search_drafts(
 
 
 def _reason(error: SpecgenError, draft: DraftSource) -> str:
-    """What an error says, without the name of the file that it is about."""
+    """Return an error's message without the name of its file."""
     return error.message.removeprefix(f"{draft}: ")
 
 
 def save_best(search: Search) -> Search:
-    """Keep the best draft for the target."""
+    """Save the best draft for the target."""
     import datetime
     from dataclasses import replace
 
@@ -227,7 +227,7 @@ def show_search(search: Search, *, as_json: bool) -> None:
 
 
 def tell_search(search: Search | None, *, save: bool) -> None:
-    """What is to be said besides the ranking, on standard error."""
+    """Print remarks about the ranking on standard error."""
     notes = []
     if search is not None:
         notes += [f"{refused.file}: {refused.reason}" for refused in search.refused]

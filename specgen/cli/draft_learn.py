@@ -1,4 +1,4 @@
-"""``specgen draft learn`` and ``specgen draft forget``: what a draft learns from a user's own answers."""
+"""``specgen draft learn`` and ``specgen draft forget``: drafts that learn from the user's own answers."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def forget(
 
 
 def _draft_model(target: str, draft: str | None, *, quiet: bool) -> Path:
-    """The model that learns. Raises `UsageError` if none is known."""
+    """Return the model that learns. Raises `UsageError` if none is known."""
     from specgen.backend.llama.decoder_heads import is_heads_file
 
     sources = find_models(ModelChoice(target, draft, None), quiet=quiet)
@@ -146,7 +146,7 @@ def _folder(target: Path) -> Path:
 
 
 def _store(target: Path) -> Path:
-    """The texts to look up that were kept in a target's tokens."""
+    """Return the folder of lookup texts that were kept in a target's tokens."""
     from specgen.backend.llama import LlamaModel
     from specgen.drafters.lookup.store import EarlierTexts
 

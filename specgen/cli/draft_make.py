@@ -1,4 +1,4 @@
-"""``specgen draft make`` and ``specgen draft data``: drafts made for a target, from its own text."""
+"""``specgen draft make`` and ``specgen draft data``: make drafts for a target from its own text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from specgen.progress import Progress
     from specgen.selection.draft_search import Search
 
-#: Prompts, and tokens of their answers, that drafts are compared by.
+#: The number of prompts that compare drafts, and of tokens of their answers.
 _N_JUDGED = 8
 _JUDGED_TOKENS = 96
 
@@ -201,7 +201,7 @@ def make(
             if save and not search.is_interrupted:
                 search = save_best(search)
                 _delete_others(made, search, kind, quiet=quiet)
-        finally:  # what was measured is shown even if it cannot be kept
+        finally:  # show the measurements even if they cannot be saved
             show_search(search, as_json=as_json)
     if not quiet:
         tell_search(search, save=save)
@@ -209,8 +209,8 @@ def make(
 
 
 def _small_model(draft: str | None, kind: Kind | None, target: Path, *, quiet: bool) -> Path | None:
-    """The model that is fitted; None if none is. Raises `UsageError` if one was asked for, and cannot
-    be."""
+    """Return the model to fit; None without one. Raises `UsageError` if a fitted draft was asked for but is
+    not possible."""
     from specgen.catalogue import load_registry, locate
     from specgen.workshop.distil.distillation import check_library
 
@@ -242,7 +242,7 @@ def _small_model(draft: str | None, kind: Kind | None, target: Path, *, quiet: b
 def _delete_others(
     made: Sequence[Path], search: Search, named: Kind | None, *, quiet: bool
 ) -> None:
-    """Delete what was made and is not the best, unless it was asked for by its kind."""
+    """Delete the drafts that are not the best, unless their kind was asked for."""
     for path in made:
         if path != search.saved and named is None:
             path.unlink(missing_ok=True)
@@ -274,6 +274,6 @@ def _workshop(
 
 
 def note(text: str, *, quiet: bool) -> None:
-    """Say something on standard error."""
+    """Print a note on standard error."""
     if not quiet:
         print(f"note: {text}", file=sys.stderr)

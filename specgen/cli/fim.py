@@ -151,24 +151,24 @@ def fim(
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A gap between two texts, in the file `path`, if it is one file."""
+    """A gap between two texts; in the file `path`, if it is in one file."""
 
     prefix: str
     suffix: str
     path: Path | None = None
-    #: The text as it was read, and what stands before `prefix` in the file.
+    #: The text as it was read, and the part of the file before `prefix`.
     text: str = ""
     begins: str = ""
 
     def write(self, middle: str) -> None:
-        """Write the file with the middle in it, with line ends as the file has them. Raises
-        `OutputError`, also if somebody else changed the file meanwhile."""
+        """Write the file with the middle in it, with the file's own line ends. Raises `OutputError`, also if
+        the file changed meanwhile."""
         from specgen.atomic import new_beside
 
         assert self.path is not None
         if "\r\n" in self.text:
             middle = re.sub("\r?\n", "\r\n", middle)
-        path = self.path.resolve()  # a link stays one
+        path = self.path.resolve()  # a link stays a link
         try:
             if path.read_bytes() != self.text.encode():
                 raise OutputError(
@@ -186,7 +186,7 @@ class _Place:
 def _find_place(
     place: str | None, prefix_file: Path | None, suffix_file: Path | None, *, in_place: bool
 ) -> _Place:
-    """The gap that was asked for. Raises `UsageError`, `PromptError`."""
+    """Return the gap that was asked for. Raises `UsageError`, `PromptError`."""
     if place is not None and (prefix_file or suffix_file):
         raise UsageError("FILE:LINE and --prefix-file or --suffix-file exclude each other")
     if place is not None:
@@ -209,8 +209,8 @@ def _find_place(
 
 
 def _in_file(place: str) -> _Place:
-    """The gap at FILE:LINE[:COLUMN]. Raises `UsageError` if it is no place, `PromptError` if the file
-    has none like it."""
+    """Return the gap at FILE:LINE[:COLUMN]. Raises `UsageError` if the text has another form, `PromptError`
+    if the file has no such place."""
     found = _PLACE.fullmatch(place)
     if found is None:
         raise UsageError(
@@ -234,7 +234,7 @@ def _in_file(place: str) -> _Place:
 
 
 def _gap(place: _Place, context: list[tuple[str, str]]) -> Gap:
-    """The gap as a model sees it: with line ends of one kind."""
+    """Return the gap for the model: with line ends of one kind."""
     from specgen.engine.infill import ContextFile, Gap
 
     files: list[ContextFile] = [
@@ -250,8 +250,8 @@ def _gap(place: _Place, context: list[tuple[str, str]]) -> Gap:
 
 
 def _room(session: Session) -> int:
-    """The most tokens of the prompt: the far ends of a long file matter little, and take long to read.
-    Raises `UsageError` if the middle needs them all."""
+    """Return the most tokens of the prompt. The far ends of a long file matter little, and take long to read.
+    Raises `UsageError` if the middle needs the whole context."""
     from specgen.engine.contexts import usual_n_ctx
 
     n_ctx = usual_n_ctx(session.options, session.target_model)

@@ -1,4 +1,4 @@
-"""Signals that end an answer: the first ends it properly, a second one at once."""
+"""Signals that end an answer: the first ends it in order, a second one at once."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ _SIGNALS = tuple(
 class Interrupt:
     """A context manager in which the first signal only sets a flag.
 
-    llama.cpp's decode cannot be stopped in the middle, so the answer ends with the round that
-    is going on. A second signal raises KeyboardInterrupt. That, or one that is raised since the flag is
-    set, ends the process with the signal's exit code where nobody catches it, unless `ends_process` is
-    False.
+    llama.cpp's decode cannot be stopped in the middle, so the answer ends with the present round. A second
+    signal raises KeyboardInterrupt. If the flag is set and nobody catches a KeyboardInterrupt, this one or
+    another, the process ends with the signal's exit code, unless `ends_process` is False.
     """
 
     def __init__(self, *, ends_process: bool = True) -> None:
@@ -26,12 +25,12 @@ class Interrupt:
         self._previous: dict[int, object] = {}
 
     def __call__(self) -> bool:
-        """Whether the answer is to end."""
+        """Return whether the answer is to end."""
         return self._received is not None
 
     @property
     def exit_code(self) -> int:
-        """As a shell reports the signal: 128 and its number; 0 if there was none."""
+        """The exit code by which a shell reports the signal: 128 plus its number; 0 without a signal."""
         return 0 if self._received is None else 128 + self._received
 
     def __enter__(self) -> Interrupt:

@@ -1,4 +1,4 @@
-"""Generate one answer and show it; shared by the commands that do so."""
+"""Generates one answer and shows it; shared by the commands that do so."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def with_grammar(
     answer: GenerationOptions, grammar: Grammar | None, *, json: bool
 ) -> GenerationOptions:
-    """The options of an answer that follows a grammar, if there is one. Raises `UsageError` if they
-    exclude each other."""
+    """Return an answer's options with a grammar, if there is one. Raises `UsageError` if they exclude each
+    other."""
     if answer.logprobs is not None and not json:
         raise UsageError("--logprobs needs --json: only events have log-probabilities")
     if grammar is not None and answer.ignore_eos:
@@ -42,7 +42,7 @@ def show_answer(
     verbose: bool,
     on_finished: Callable[[FinishedEvent], None] = lambda _finished: None,
 ) -> int:
-    """Generate an answer and show it; returns the exit code. `on_finished` gets its summary."""
+    """Generate an answer and show it; return the exit code. `on_finished` gets its last event."""
     from specgen.events import FinishedEvent
     from specgen.render import make_renderer
 

@@ -1,4 +1,4 @@
-"""Opens sessions and says so: shared by the commands that load models."""
+"""Opens sessions and shows it: shared by the commands that load models."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def use_kernels(wanted: KernelChoice, *, quiet: bool) -> None:
-    """Choose who computes on the CPU, before the first model is loaded; says on standard error if
-    kernels that are there cannot be used. From then on what ends the process in native code is told in
-    a line. Raises `UsageError` if the kernels were asked for."""
+    """Choose what computes on the CPU, before the first model is loaded; print a note if the kernels are
+    there but cannot be used. From then on, a crash in native code is reported in a line. Raises `UsageError`
+    if kernels that were asked for cannot be used."""
     from specgen.backend.llama.file_check import remember_checks
     from specgen.backend.llama.native_end import end_with_a_line
     from specgen.catalogue import cache_folder
@@ -61,7 +61,8 @@ def open_session(
 def make_opener(
     drafts: Sequence[DraftChoice] = (), *, quiet: bool, verbose: bool = False
 ) -> SessionOpener:
-    """What loads models; on a terminal, it says so while it lasts. Notes go to standard error."""
+    """Return a `SessionOpener`; on a terminal, it shows that models are loading. Notes go to standard
+    error."""
 
     def note(text: str) -> None:
         if not quiet:
@@ -78,7 +79,7 @@ def make_opener(
 
 @contextlib.contextmanager
 def _loading(name: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Says on a terminal what is going on while it lasts: that, and what it is told."""
+    """Show on a terminal what is being loaded, and the texts that the yielded function gets."""
     if quiet or not sys.stderr.isatty():
         yield lambda _what: None
         return

@@ -1,4 +1,4 @@
-"""Where the prompt comes from: an argument, an option, a file, or standard input."""
+"""The prompt: from an argument, an option, a file, or standard input."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ def read_prompt(
     file: Path | None,
     stdin: BinaryIO | None = None,
 ) -> str:
-    """The prompt, from whichever of the sources was given; from standard input if none was
-    and something is piped into it.
+    """Return the prompt from the source that was given; without one, from standard input if it is piped.
 
-    Raises `UsageError` if there is none or more than one, `PromptError` if it cannot be read,
-    is not UTF-8, or is empty.
+    Raises `UsageError` if there is none or more than one, `PromptError` if it cannot be read, is not UTF-8,
+    or is empty.
     """
     given = [name for name, value in _named(argument, option, file) if value is not None]
     if len(given) > 1:
@@ -47,7 +46,7 @@ def _named(
 
 
 def _is_terminal(stdin: BinaryIO | None) -> bool:
-    """Whether nothing is piped in; a closed standard input has nothing either."""
+    """Return whether standard input is a terminal; a closed one counts, since nothing is piped in."""
     if stdin is not None:
         return stdin.isatty()
     return sys.stdin is None or sys.stdin.closed or sys.stdin.isatty()
@@ -65,7 +64,8 @@ def _read_file(path: Path) -> bytes:
 
 
 def _decode(data: bytes, name: str) -> str:
-    """UTF-8 text, without the byte order mark and one newline at the end that tools add."""
+    """Return UTF-8 text without the byte order mark, and without the one newline at the end that tools
+    add."""
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -83,7 +83,7 @@ def _newline(text: str) -> str:
 
 
 def _check_argument(text: str) -> str:
-    """Bytes of an argument that are not UTF-8 arrive as lone surrogates."""
+    """Refuse an argument that is not UTF-8: such bytes arrive as lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -20,7 +20,7 @@ from specgen.selection.session_opening import find_models, session_options
 from specgen.server.options import ServerOptions
 
 _SERVER = "Server"
-#: Answers at once where nobody says how many, if the memory has room for as many.
+#: The default number of answers at once, if the memory has room for as many.
 _N_PARALLEL = 4
 
 

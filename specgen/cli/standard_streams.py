@@ -1,4 +1,4 @@
-"""Standard streams where the parent process closed some of them, as daemons and cron do."""
+"""Standard streams that the parent process closed, as daemons and cron do."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ import typer
 from specgen.errors import EXIT_BROKEN_PIPE, OutputError
 from specgen.process_end import has_left_running
 
-#: Standard output cannot take what is written to it.
+#: Error numbers that mean that standard output cannot be written.
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def open_missing_streams() -> None:
-    """Open the null device in the place of each standard stream that is closed.
+    """Open the null device in place of each closed standard stream.
 
-    Standard input is then empty, and standard error is thrown away. Standard output is opened for
-    reading: what is written to it fails with EBADF, and nobody takes an answer for written that is not.
-    Without this, the next file that is opened would have the number of the closed stream, and what
-    libraries print would end up in it.
+    Standard input is then empty, and standard error is discarded. Standard output is opened for reading:
+    writing to it fails with EBADF, so that no lost answer counts as written. Without this, the next file that
+    is opened would get the number of the closed stream, and the output of libraries would end up in it.
     """
     for name, flags, mode in (
         ("stdin", os.O_RDONLY, "r"),
@@ -42,7 +41,7 @@ def open_missing_streams() -> None:
 
 @contextlib.contextmanager
 def output_errors() -> Iterator[None]:
-    """Translate what goes wrong while a command writes to standard output.
+    """Translate errors of writing to standard output.
 
     Raises `OutputError`, and `typer.Exit` if the reader of a pipe went away.
     """
@@ -62,7 +61,7 @@ def output_errors() -> Iterator[None]:
 
 
 def flush_or_abandon_stdout() -> None:
-    """Write what is left for stdout, or throw it away where that fails."""
+    """Write the rest of stdout's buffer, or discard it if that fails."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -70,12 +69,12 @@ def flush_or_abandon_stdout() -> None:
 
 
 def _abandon_stdout() -> None:
-    """Write what is left for stdout to the null device: the interpreter flushes it at its end."""
+    """Discard the rest of stdout's buffer: the interpreter flushes it at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit with this code: as usual, or at once where native code was left running."""
+    """Exit with this code: in the usual way, or at once if native code was left running."""
     if not has_left_running():
         sys.exit(code)
     for stream in (sys.stdout, sys.stderr):

@@ -1,4 +1,4 @@
-"""``specgen tune``: what drafting is worth here, and why, measured and kept."""
+"""``specgen tune``: measures and keeps what drafting gains here, and explains it."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def tune(
 
 
 def _draft(session: Session, sources: Sources) -> tuple[Path | None, list[str]]:
-    """The draft model to tune, if there is one, and what is to be said of others. One that the
-    user named is it, whatever is wrong with it."""
+    """Return the draft model to tune, if there is one, and remarks about others. A draft that the user named
+    is always taken."""
     notes: list[str] = []
     for choice in sources.drafts:
         if not isinstance(choice.draft, Path):
@@ -115,7 +115,7 @@ def _draft(session: Session, sources: Sources) -> tuple[Path | None, list[str]]:
 
 
 def _others(draft: Path | None, target: Path) -> list[Path]:
-    """Models on this disk, other than this draft, that may draft for a target."""
+    """Return models on this disk, other than this draft, that may draft for a target."""
     from specgen.catalogue import load_registry, locate
     from specgen.selection.candidates import find_candidates
 
@@ -125,7 +125,7 @@ def _others(draft: Path | None, target: Path) -> list[Path]:
 
 
 def _keep(session: Session, tuning: Tuning | None) -> str:
-    """Keep what was learnt, if the tuning is whole; says whether it was, and what for."""
+    """Save what was learnt if the tuning is complete; return a sentence that says so."""
     from specgen.catalogue import memory_file
 
     if tuning is None or tuning.is_interrupted:
@@ -153,7 +153,7 @@ def _show(tuning: Tuning, *, as_json: bool) -> None:
 
 
 def _notes(tuning: Tuning | None) -> list[str]:
-    """What is to be said besides, on standard error."""
+    """Return remarks for standard error."""
     if tuning is None:
         return []
     return [

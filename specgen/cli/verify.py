@@ -1,4 +1,4 @@
-"""``specgen verify``: losslessness, shown on the user's own pair."""
+"""``specgen verify``: checks losslessness on the user's own pair."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     )
 
 _CHECKS = "Checks"
-#: Where no temperature is given, sampled text is checked at llama.cpp's own default.
+#: The temperature of sampled checks if none is given: llama.cpp's default.
 _TEMPERATURE = 0.8
 
 
@@ -230,7 +230,7 @@ class _Job:
         sampler = options.sampler
         if sampler.temperature <= 0.0:
             sampler = replace(sampler, temperature=_TEMPERATURE)
-        # A seed that was not asked for stays so: it decides how drafts are judged.
+        # Without a given seed the sampler keeps none: that decides how drafts are judged.
         self._sampler = sampler
         self._seed = max(0, sampler.seed)
         #: By number.
@@ -273,7 +273,7 @@ class _Job:
     def _sampled(
         self, session: Session, way: DraftingPlan, plan: SampledPlan, n_places: int, n_before: int
     ) -> list[SampledResult]:
-        """Draw at so many places, drafting by a way; so many places came before."""
+        """Sample at `n_places` places with one way to draft; `n_before` places came before."""
         from specgen.proof import check_sampled, room
 
         session.change_drafting(way.drafting)
@@ -307,7 +307,7 @@ class _Job:
         greedy: tuple[GreedyResult, ...],
         sampled: tuple[SampledResult, ...],
     ) -> ProofReport:
-        """What was found. Raises `PromptError` if no prompt could be checked with."""
+        """Return the results. Raises `PromptError` if no prompt could be checked."""
         from specgen.proof import ProofReport
 
         skipped = tuple(self._skipped[number] for number in sorted(self._skipped))
@@ -337,8 +337,8 @@ class _Job:
         return session
 
     def _prompt(self, session: Session, number: int, text: str, n_more: int) -> Prompt | None:
-        """A prompt as the model is to see it; None, and a note, if the context has no room for
-        it and `n_more` tokens. (The date in a template must not matter.)"""
+        """Return a prompt for the model; None, with a note, if it does not fit the context with `n_more`
+        tokens. (A fixed date is used, so that one in a template does not matter.)"""
         from specgen.proof import UncheckedPrompt
 
         now = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)

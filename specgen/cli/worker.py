@@ -1,4 +1,4 @@
-"""``specgen worker``: this machine's devices, for other machines' targets."""
+"""``specgen worker``: offers this machine's devices to targets on other machines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specgen.server.addresses import is_loopback
 
 _PORT = 50052
 _EVERYWHERE = "0.0.0.0"  # noqa: S104 - with --insecure-network only
-#: The longest that the worker may take to answer itself, and between two looks at signals, in seconds.
+#: Seconds: the longest wait for the worker's first response, and between two checks for signals.
 _START_S = 10.0
 _POLL_S = 0.1
 
@@ -131,7 +131,7 @@ def worker(
 
 
 def _check_address(host: str, *, insecure: bool) -> None:
-    """Raise `UsageError` for an address that other machines reach, unless it is wanted."""
+    """Raise `UsageError` for an address that other machines can reach, unless that is allowed."""
     if ":" in host:
         raise UsageError(f"--host {host}: not a host name or an IPv4 address")
     if not insecure and not is_loopback(host):
@@ -157,7 +157,7 @@ def _check_free(host: str, port: int) -> None:
 
 
 def _answers(host: str, port: int) -> bool:
-    """Whether the worker answers already."""
+    """Return whether the worker responds already."""
     from specgen.backend.worker_probe import probe
 
     own = host if host != _EVERYWHERE else "127.0.0.1"
@@ -169,8 +169,8 @@ def _answers(host: str, port: int) -> bool:
 
 
 def _native_stdout(*, shows: bool) -> int:
-    """Let what llama.cpp prints go to standard error, or nowhere; returns a descriptor of the
-    standard output that was."""
+    """Redirect llama.cpp's output to standard error, or discard it; return a descriptor of the former
+    standard output."""
     sys.stdout.flush()
     out = os.dup(1)
     if shows:

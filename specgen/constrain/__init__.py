@@ -1,1 +1,1 @@
-"""Grammars that a text has to follow: what the loop asks of one, and reading GBNF."""
+"""Grammars that a text has to follow: the interface for the loop, and readers of GBNF and JSON schemas."""

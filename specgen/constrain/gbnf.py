@@ -1,10 +1,9 @@
-"""Reads a GBNF grammar, to say what is wrong with it before llama.cpp sees it.
+"""Reads a GBNF grammar to find its errors before llama.cpp sees it.
 
-llama.cpp parses grammars itself, but it tells its reasons to stderr only, and some grammars
-that it takes hang or kill the process: ``x{5,3}``, left recursion through a rule that is empty
-by way of another, rules that derive nothing, a deep nest of groups. This reader expands rules
-as llama.cpp does and refuses those. What it leaves of a grammar is enough to know which
-characters the grammar can tell apart.
+llama.cpp parses grammars itself, but it prints its reasons to stderr only, and some grammars that it accepts
+hang or kill the process: ``x{5,3}``, left recursion through a rule that can be empty by way of another rule,
+rules that derive nothing, deeply nested groups. This reader expands rules as llama.cpp does and refuses
+those. Its result shows which characters the grammar can tell apart.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from specgen.errors import UsageError
 
 #: llama.cpp's own limit on repetitions; a larger maximum means "any number" to it.
 _MAX_REPETITIONS = 2000
-#: Of all rules, repetitions written out. llama.cpp copies all of them for each state.
+#: The most elements of all rules, with repetitions written out: llama.cpp copies them all for each state.
 _MAX_ELEMENTS = 50_000
 #: llama.cpp's parser calls itself this deep.
 _MAX_DEPTH = 1000
@@ -39,7 +38,7 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 def read_gbnf(text: str, root: str = "root") -> Gbnf:
-    """Raises `UsageError` for a grammar that llama.cpp would refuse, or would not survive."""
+    """Read a grammar. Raises `UsageError` for one that llama.cpp would refuse, or that would break it."""
     reader = _Reader(text)
     reader.read()
     _check_defined(reader, root)
@@ -54,7 +53,7 @@ class _Open:
     rule: int
     alternatives: Rule
     n_rules_before: int = 0
-    #: Where in the last alternative the item begins that a repetition would repeat.
+    #: Where in the last alternative the item begins that a repetition sign would repeat.
     item_start: int = 0
     n_item_rules: int = 1
 

@@ -1,4 +1,4 @@
-"""Which rules of a grammar llama.cpp would expand without end, or in too many ways."""
+"""Finds rules of a grammar that llama.cpp would expand without end, or in too many ways."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _possibly_empty(rules: list[Rule]) -> list[bool]:
 
 
 def _begins(sequence: Sequence, empty: list[bool], begins: list[bool]) -> bool:
-    """Whether a text of the sequence can begin with a character or token."""
+    """Return whether a text of the sequence can begin with a character or token."""
     for element in sequence:
         if not isinstance(element, Reference) or begins[element.rule]:
             return True
@@ -92,7 +92,7 @@ def _begins(sequence: Sequence, empty: list[bool], begins: list[bool]) -> bool:
 
 
 def _spread(rules: list[Rule], known: list[bool], holds: Callable[[Sequence], bool]) -> None:
-    """Set `known` for rules with an alternative for which `holds`, until nothing changes."""
+    """Set `known` for rules that have an alternative for which `holds` is true, until nothing changes."""
     users: list[set[int]] = [set() for _ in rules]
     for number, rule in enumerate(rules):
         for sequence in rule:

@@ -1,4 +1,4 @@
-"""The rules of a grammar, as GBNF has them."""
+"""The rules of a grammar in GBNF's structure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Characters:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What another rule derives."""
+    """A text that another rule derives."""
 
     rule: int
 

@@ -1,14 +1,13 @@
-"""Where a grammar stands: what constrained decoding needs to know, whoever implements it.
+"""The states of a grammar: the interface that constrained decoding needs, for every implementation.
 
-In a draft tree the grammar stands elsewhere at each node, so a state is a value: `after` makes
-the next one and leaves this one as it was. The drafter and the verifier that ask for the same
-path get the same objects, and the work is done once.
+In a draft tree each node has its own state of the grammar, so a state is a value: `after` returns the next
+one and leaves this one unchanged. A drafter and a verifier that ask for the same path get the same objects,
+so that the work is done once.
 
-A state keeps its children, a child knows nothing of its parent: the loop holds the state at the
-end of the text and nothing older, and as it moves on, the states of the past and the branches
-that were refused go, while those of the accepted branch stay. (Weak references to children
-would lose what the drafter found out before the verifier asks.) Whoever holds on to an old state
-holds on to every state reached from it.
+A state keeps its children, and a child does not know its parent. The loop holds only the state at the end of
+the text. When it moves on, states of the past and of rejected branches are freed, and those of the accepted
+branch stay. (Weak references to children would lose the drafter's results before the verifier asks.) Whoever
+holds an old state holds every state reached from it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from specgen.arrays import BoolArray, TokenArray
 
 
 class GrammarState(Protocol):
-    """Where a grammar stands after a text. Immutable."""
+    """The state of a grammar after a text. Immutable."""
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
         """bool[m]: which of these tokens may come next; end-of-text tokens exactly where the

@@ -16,7 +16,7 @@ from specgen.constrain.llguidance_grammar import problem_of
 from specgen.errors import UsageError
 from specgen.options import Grammar
 
-#: What says nothing about the text, beside which a reference or an alternative is all there is.
+#: Keywords that do not constrain the text; a reference or an alternative beside them is all of a schema.
 _SILENT = frozenset(
     [
         "$schema",
@@ -33,7 +33,7 @@ _SILENT = frozenset(
         "writeOnly",
     ]
 )
-#: Keywords that say which properties there may be beside those that are named, or how many.
+#: Keywords about properties beside the named ones, or about their number.
 _OPENING = frozenset(
     ["additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties"]
 )
@@ -44,9 +44,9 @@ _N_SHOWN = 300
 
 
 def schema_grammar(schema: str) -> Grammar:
-    """The grammar of the JSON texts that conform to a schema; ``{}`` is any object. References are
-    resolved within the schema, and never fetched. Raises `UsageError` if the text is no schema, or one
-    that nothing conforms to or that cannot be honoured."""
+    """Return the grammar of the JSON texts that conform to a schema; ``{}`` means any object. References are
+    resolved within the schema, and never fetched. Raises `UsageError` if the text is no schema, nothing
+    conforms to it, or it cannot be enforced."""
     parsed = _parse(schema) or {"type": "object"}
     grammar = Grammar("json_schema", json.dumps(_closed(parsed)))
     problem = problem_of(grammar)
@@ -72,7 +72,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _plain(problem: str) -> str:
-    """What llguidance says, in one line."""
+    """Return llguidance's message in one line."""
     keywords, reference = _UNKNOWN_KEYWORDS.search(problem), _OUTER_REFERENCE.search(problem)
     if keywords is not None:
         return f"no grammar can enforce {keywords[1]}"
@@ -83,9 +83,9 @@ def _plain(problem: str) -> str:
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same schema, with ``additionalProperties: false`` in objects that say nothing of others than
-    the properties that they name. Objects that hold together with others, by ``allOf`` for example,
-    stay as they are: what one of them names is another one's additional property."""
+    """Return the schema with ``additionalProperties: false`` in objects that name properties and do not
+    mention others. Objects that are combined with others, for example by ``allOf``, stay unchanged: a
+    property that one of them names is additional for another."""
     closed: dict[str, Any] = json.loads(json.dumps(schema))
     parts = list(_parts(closed))
     if any(
@@ -108,7 +108,7 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _names_all(part: dict[str, Any]) -> bool:
-    """Whether a schema names the properties of an object, and says nothing of others."""
+    """Return whether a schema names all properties of an object, and does not mention others."""
     named, required = part.get("properties"), part.get("required", [])
     if not isinstance(named, dict) or part.keys() & _OPENING:
         return False
@@ -116,7 +116,7 @@ def _names_all(part: dict[str, Any]) -> bool:
 
 
 def _parts(schema: Any) -> Iterator[dict[str, Any]]:
-    """A schema and those within it."""
+    """Yield a schema and those within it."""
     todo = [schema]
     while todo:
         part = todo.pop()
@@ -128,7 +128,7 @@ def _parts(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _children(part: dict[str, Any]) -> list[Any]:
-    """The schemas within a schema that are about other values than itself, or only referred to."""
+    """Return the schemas within a schema that describe other values than it does, or are only referred to."""
     found = [part.get(name) for name in ("items", "additionalProperties")]
     found += _list(part.get("prefixItems"))
     for name in ("properties", "patternProperties", "$defs", "definitions"):

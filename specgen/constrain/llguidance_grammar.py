@@ -1,8 +1,8 @@
-"""Grammars that llguidance follows (JSON schemas, and its own form of Lark), as states that are values.
+"""Grammars that llguidance follows (JSON schemas, and its own form of Lark), with states that are values.
 
-llguidance (https://github.com/guidance-ai/llguidance) tells which tokens of the whole vocabulary may come
-next in some tens of microseconds, and copies a state in a few. Where the grammar demands a text, it allows
-the tokens alone in which the model's own tokenizer writes that text.
+llguidance (https://github.com/guidance-ai/llguidance) finds the allowed tokens of the whole vocabulary in
+some tens of microseconds, and copies a state in a few. If the grammar forces a text, it allows only the
+tokens in which the model's own tokenizer writes that text.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from specgen.options import Grammar
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-#: How JSON is written: a space behind commas and colons, and no other white space, of which a model
-#: could write any amount.
+#: The form of JSON: a space after commas and colons, and no other white space, since a model could write any
+#: amount of it.
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _BITS_OF_A_WORD = 32
-#: Stands before the name of a token that is no text.
+#: The prefix of the names of tokens that are no text.
 _SPECIAL = b"\xff"
 
 
 class Vocabulary(Protocol):
-    """What is asked of tokens."""
+    """The methods that a vocabulary needs here."""
 
     @property
     def n_tokens(self) -> int: ...
@@ -45,9 +45,9 @@ class Vocabulary(Protocol):
 
 
 class LlguidanceGrammar:
-    """A grammar over the tokens of a vocabulary. `start` is where every text begins.
+    """A grammar over the tokens of a vocabulary; every text begins at `start`.
 
-    Raises `UsageError` if llguidance does not take the grammar.
+    Raises `UsageError` if llguidance does not accept the grammar.
     """
 
     def __init__(self, vocabulary: Vocabulary, grammar: Grammar) -> None:
@@ -71,12 +71,13 @@ class LlguidanceGrammar:
 
     @property
     def start(self) -> GrammarState:
-        """Where a text begins. A new state each time: who keeps it keeps what follows."""
+        """The state at the beginning of a text. It is new each time, since a state keeps all that follow
+        it."""
         return _State(self, self._matcher.deep_copy())
 
 
 class _State:
-    """A grammar after a text. Its matcher is never moved on: children have copies."""
+    """The state of a grammar after a text. Its matcher never advances: children have copies."""
 
     __slots__ = ("_allowed", "_children", "_forced", "_grammar", "_matcher")
 
@@ -133,11 +134,11 @@ class _State:
             raise ValueError(f"there is no token {wrong}: the vocabulary has {n_tokens}")
 
     def _mask(self) -> BoolArray:
-        """bool[n_tokens]: what may come next."""
+        """Return the allowed tokens: bool[n_tokens]."""
         if self._allowed is None:
             n_tokens = self._grammar.n_tokens
             words = np.zeros(-(-n_tokens // _BITS_OF_A_WORD), np.uint32)
-            # Not to be asked at the same time by two threads: a copy may be.
+            # Two threads must not ask one matcher at the same time, but each may ask a copy.
             matcher = self._matcher.deep_copy()
             with _failures():
                 matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
@@ -149,7 +150,7 @@ class _State:
 
 
 def problem_of(grammar: Grammar) -> str | None:
-    """What llguidance says against a grammar; None if it takes it."""
+    """Return llguidance's objection to a grammar; None if there is none."""
     from llguidance import LLMatcher
 
     try:
@@ -169,7 +170,7 @@ def _compiled(grammar: Grammar) -> str:
 
 
 class _PanicError(Exception):
-    """llguidance ran into a mistake of its own, which it reports by no exception that has a name."""
+    """A bug in llguidance, which it reports by an exception without a name of its own."""
 
 
 @contextlib.contextmanager
@@ -184,7 +185,7 @@ def _panics() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _failures() -> Iterator[None]:
-    """While a text is written: raises `BackendError`."""
+    """Translate errors while a text is generated. Raises `BackendError`."""
     try:
         with _panics():
             yield
@@ -208,7 +209,7 @@ _making = threading.Lock()
 
 
 def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
-    """Llguidance's view of a vocabulary, made once."""
+    """Return llguidance's form of a vocabulary, made once."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     with _making:
@@ -222,7 +223,7 @@ def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
 
 
 class _Tokens:
-    """A vocabulary as llguidance wants it."""
+    """A vocabulary in llguidance's interface."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = weakref.ref(vocabulary)
@@ -232,14 +233,14 @@ class _Tokens:
         pieces = [vocabulary.token_bytes(token_id) for token_id in range(vocabulary.n_tokens)]
         for token_id in ends:
             pieces[token_id] = b""
-        #: Tokens that add nothing to the text have names that no text has.
+        #: The names of tokens; tokens that add nothing to the text get names that no text has.
         self.tokens = [
             piece or _SPECIAL + f"[{number}]".encode() for number, piece in enumerate(pieces)
         ]
         self.special_token_ids = [number for number, piece in enumerate(pieces) if not piece]
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of a text that a grammar demands, as the model is used to them."""
+        """Return the tokens in which the model's tokenizer writes a text that a grammar forces."""
         vocabulary = self._vocabulary()
         if vocabulary is None or not isinstance(text, str):
             raise TypeError("a text of an open vocabulary is wanted")

@@ -17,7 +17,8 @@ class BodyError(UsageError):
 
 
 def utf8(name: str, text: str) -> str:
-    """JSON's escapes can make half a surrogate pair, which is no text: raises `BodyError`."""
+    """Return a text. Raise `BodyError` for half a surrogate pair, which is no text: JSON's escapes can make
+    one."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -26,7 +27,7 @@ def utf8(name: str, text: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as JSON has it, cut to fit a line."""
+    """Return a value as JSON, cut to fit a line."""
     text = json.dumps(value, ensure_ascii=True)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -12,8 +12,10 @@ from specgen.openai_format.response import chat_logprobs, text_logprobs
 
 
 class ChunkWriter:
-    """Makes the chunks of one response, whose answers are numbered from 0 on. `identity` makes its id,
-    `created` are seconds since 1970; with `has_pieces`, each chunk tells where its tokens come from.
+    """Makes the chunks of one response, whose answers are numbered from 0.
+
+    `identity` makes its id; `created` is in seconds since 1970. With `has_pieces`, each chunk says where its
+    tokens come from.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class ChunkWriter:
         self._n_told: defaultdict[int, int] = defaultdict(int)
 
     def first(self, number: int) -> dict[str, Any] | None:
-        """What comes before the text of an answer: whose turn it is, in a chat."""
+        """Return the first chunk of an answer, with the role, in a chat; None in a completion."""
         if self._is_text:
             return None
         return self._chunk(number, {"role": "assistant", "content": ""})
@@ -47,8 +49,8 @@ class ChunkWriter:
     def text(
         self, number: int, event: CommittedEvent, deltas: list[dict[str, Any]] | None = None
     ) -> list[dict[str, Any]]:
-        """The chunks for tokens of an answer; none for tokens of which nothing can be shown yet.
-        `deltas` are what a chat says in the place of the text, where that is more than text."""
+        """Return the chunks for tokens of an answer; none while none of their text can be shown. A chat's
+        `deltas` replace the text if there is more than text."""
         logprobs = None
         if self._has_logprobs:
             start = self._n_told[number]
@@ -74,15 +76,15 @@ class ChunkWriter:
     def last(
         self, number: int, finish_reason: str, more: Mapping[str, Any], delta: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The end of an answer: what is left to say, why it ended, and `more` beside the choice."""
+        """Return the last chunk of an answer: the rest, the finish reason, and `more` beside the choice."""
         return {**self._chunk(number, delta, finish_reason), **more}
 
     def without_choice(self, more: Mapping[str, Any]) -> dict[str, Any]:
-        """A chunk about all answers."""
+        """Return a chunk about all answers."""
         return {**self._head, "choices": [], **more}
 
     def delta(self, number: int, delta: Mapping[str, Any]) -> dict[str, Any]:
-        """A chunk that adds to an answer of a chat what this says."""
+        """Return a chunk that adds `delta` to an answer of a chat."""
         return self._chunk(number, delta)
 
     def _chunk(

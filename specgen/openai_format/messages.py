@@ -1,4 +1,4 @@
-"""Read the messages of a chat: texts, calls of tools, and what the tools answered."""
+"""Reads the messages of a chat: texts, tool calls, and results of tools."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ROLES: dict[str, Role] = {
     "tool": "tool",
     "user": "user",
 }
-#: What a message of each role may have besides. A user's name is not told to the model.
+#: Fields that messages of every role may have. A user's name is not passed to the model.
 _FIELDS = frozenset(["role", "content", "name"])
 _MORE_FIELDS: dict[Role, frozenset[str]] = {
     "assistant": frozenset(["tool_calls"]),
@@ -51,7 +51,7 @@ def _message(where: str, value: Any, called: Mapping[str, str]) -> Message:
             raise BodyError(f"{where}.{name}", "it is not supported")
     calls = _calls(f"{where}.tool_calls", value.get("tool_calls"))
     content = value.get("content")
-    # A turn of calls alone has no text. Templates take the empty one for none.
+    # A turn with calls only has no text. Templates read an empty text as none.
     text = "" if content is None and calls else _content(f"{where}.content", content)
     if role != "tool":
         return Message(role, text, calls)
@@ -63,7 +63,7 @@ def _message(where: str, value: Any, called: Mapping[str, str]) -> Message:
 
 
 def _content(where: str, value: Any) -> str:
-    """A text, or the texts of a list of parts one behind the other."""
+    """Return a text, or the texts of a list of parts, joined."""
     if isinstance(value, str):
         return utf8(where, value)
     if not isinstance(value, list):
@@ -104,8 +104,8 @@ def _word(where: str, value: Any) -> str:
 
 
 def _arguments(text: str) -> Mapping[str, Any] | str:
-    """The object that templates write; the text itself if a model wrote none, so that it sees what it
-    did."""
+    """Return the arguments as an object for templates; if a model wrote no object, return its text, so that
+    it sees what it did."""
     try:
         value = json.loads(text or "{}")
         json.dumps(value, ensure_ascii=False).encode()

@@ -1,9 +1,8 @@
-"""Read the body of a request for a chat completion or a text completion.
+"""Reads the body of a request for a chat completion or a text completion.
 
-The fields and their meaning are those of OpenAI's API; samplers that it lacks have llama.cpp's
-names. Whatever a body leaves out is as the command line has it. A field that specgen does not know,
-or a value that it cannot honour, is refused: an answer to another question than the one that was
-asked is worse than none.
+The fields and their meaning are OpenAI's; samplers that its API lacks have llama.cpp's names. The command
+line gives the defaults. A field that specgen does not know, or a value that it cannot honour, is refused: an
+answer to another question than the one that was asked is worse than none.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from specgen.openai_format.tool_grammar import calls_grammar
 from specgen.openai_format.tools import Tools, read_tools
 from specgen.options import GenerationOptions, Grammar, SamplerOptions
 
-#: What a request asks for: ``chat`` continues a conversation, ``completion`` a text as it is, and
-#: ``prompt`` answers a text as `specgen run` does.
+#: The kinds of requests: ``chat`` continues a conversation, ``completion`` continues a text, and ``prompt``
+#: answers a text as `specgen run` does.
 Kind: TypeAlias = Literal["chat", "completion", "prompt"]
 
-#: Fields that say nothing about the text of the answer.
+#: Fields that do not affect the text of the answer.
 _SILENT = frozenset(
     [
         "metadata",
@@ -42,7 +41,7 @@ _SILENT = frozenset(
         "user",
     ]
 )
-#: Fields that are honoured as long as they ask for nothing.
+#: Fields of which only these values are accepted, since they ask for nothing.
 _ONLY_NOTHING: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
@@ -61,7 +60,7 @@ _ONLY_NOTHING: dict[str, tuple[Any, ...]] = {
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
-#: Fields that a chat may ask more with.
+#: Fields that only a chat may have.
 _OF_CHATS = frozenset(["parallel_tool_calls", "tool_choice", "tools"])
 #: Other names of fields: OpenAI's newer one, and those of llama.cpp's server.
 _ALIASES = {
@@ -71,13 +70,13 @@ _ALIASES = {
     "n_predict": "max_tokens",
 }
 _MOST_LOGPROBS = 100
-#: Numbers are 64 bits or less further down.
+#: The largest integer: later layers have 64 bits or fewer.
 _LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What one answer begins after, how its tokens are chosen, and when it ends.
+    """A request: the prompt of an answer, how its tokens are sampled, and when it ends.
 
     A ``chat`` has `messages`; the others have a `text`, or the `tokens` of one.
     """
@@ -94,11 +93,11 @@ class Request:
 
     @property
     def tool_definitions(self) -> tuple[dict[str, Any], ...]:
-        """What the template is told of tools."""
+        """The definitions of tools for the template."""
         return self.tools.definitions if self.tools is not None else ()
 
     def parser(self) -> ToolCallParser | None:
-        """A parser for one answer; None if it is text in any case."""
+        """Return a parser for one answer; None if the answer can have no calls."""
         if self.tools is None or self.call_form is None:
             return None
         names = [function.name for function in self.tools.callable]
@@ -111,8 +110,7 @@ def read_request(
     sampling: SamplerOptions,
     generation: GenerationOptions,
 ) -> Request:
-    """The request of a body, with `sampling` and `generation` for what it leaves out. Raises
-    `BodyError`."""
+    """Read a body; `sampling` and `generation` give the defaults of its fields. Raises `BodyError`."""
     fields = _with_one_name_each(body)
     asked = _what(kind, fields)
     for name, value in fields.items():
@@ -130,9 +128,9 @@ def read_request(
 
 
 def with_call_form(request: Request, template: str | None) -> Request:
-    """The same request for a model with this chat template: with what reads calls, and a grammar if
-    there has to be one. Raises `BodyError` if it has to do with tools, and the template writes no
-    calls that can be read."""
+    """Return the request for a model with this chat template: with the form of its calls, and a grammar if
+    one is needed. Raises `BodyError` if the request has tools, but the template writes no calls that specgen
+    can read."""
     form = form_of(template or "")
     has_calls = any(message.role == "tool" or message.tool_calls for message in request.messages)
     if form is None and (request.tools is not None or has_calls):
@@ -155,7 +153,7 @@ def with_call_form(request: Request, template: str | None) -> Request:
 
 
 def field_name(given: str) -> str:
-    """The one name of a field that has several."""
+    """Return the canonical name of a field that has several."""
     return _ALIASES.get(given, given)
 
 
@@ -171,7 +169,7 @@ def _with_one_name_each(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _what(kind: Kind, fields: Mapping[str, Any]) -> Request:
-    """The request without its options."""
+    """Return the request without its options."""
     empty = Request(kind, SamplerOptions(), GenerationOptions())
     if kind == "chat":
         return replace(
@@ -213,8 +211,8 @@ def _generation(
 
 
 def _logprobs(kind: Kind, fields: Mapping[str, Any], default: int | None) -> int | None:
-    """How many of the most likely tokens are wanted beside each token; None for no logprobs. A chat
-    asks with a boolean and a number, a completion with the number alone."""
+    """Return the number of likely tokens to report for each token; None for no logprobs. A chat asks with a
+    boolean and a number, a completion with the number alone."""
     wanted, n_top = fields.get("logprobs"), fields.get("top_logprobs")
     if wanted is None and n_top is None:
         return default
@@ -238,7 +236,7 @@ def _stop(value: Any) -> tuple[str, ...]:
 
 
 def _grammar(fields: Mapping[str, Any]) -> Grammar | None:
-    """The grammar of an answer: as GBNF, as a JSON schema, or as a response format."""
+    """Return the grammar of an answer, given as GBNF, as a JSON schema, or as a response format."""
     given = [
         name
         for name in ("grammar", "json_schema", "response_format")
@@ -313,7 +311,7 @@ def _boolean(name: str, value: Any) -> bool:
 
 
 def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
-    """Token ids and what is added to their logits: an object as OpenAI has it."""
+    """Return token ids and the biases of their logits, from an object in OpenAI's form."""
     if not isinstance(value, dict) or not all(token.isdecimal() for token in value):
         raise BodyError(name, f"{shown(value)} does not map token ids to numbers")
     read = _number()
@@ -332,7 +330,7 @@ def _range_text(least: float, most: float) -> str:
     return f" of {least:g} or more" if math.isinf(most) else f" from {least:g} to {most:g}"
 
 
-#: How the fields of samplers are read, by the names of `SamplerOptions`.
+#: The readers of sampler fields, by the names of `SamplerOptions`.
 _SAMPLING: Mapping[str, _Read] = {
     "temperature": _number(0.0),
     "top_k": _integer(),

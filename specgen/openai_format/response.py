@@ -1,4 +1,4 @@
-"""The body of an answer, as OpenAI's API has it, with specgen's own figures beside."""
+"""The body of an answer in the form of OpenAI's API, with specgen's own figures."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def completion_body(
     has_logprobs: bool,
     parser: ToolCallParser | None = None,
 ) -> dict[str, Any]:
-    """The body for a finished answer: a chat completion, or the text completion of a text that was
-    continued. `identity` makes its id, `created` are seconds since 1970, `pieces` the answer's tokens,
-    which are only looked at for their log-probabilities. A new `parser` finds calls of tools."""
+    """Return the body for a finished answer: a chat completion, or a text completion.
+
+    `identity` makes its id, and `created` is in seconds since 1970. `pieces` are the answer's tokens, used
+    only for their log-probabilities. A new `parser` finds tool calls."""
     is_text = kind == "completion"
     choice: dict[str, Any] = {"index": 0}
     if is_text:
@@ -50,7 +51,7 @@ def completion_body(
 
 
 def usage(n_prompt: int, n_answer: int, n_cached: int) -> dict[str, Any]:
-    """How many tokens were read, those among them that were in the cache already, and written."""
+    """Return the numbers of tokens that were read, of those that were in the cache, and of those written."""
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_answer,
@@ -60,14 +61,14 @@ def usage(n_prompt: int, n_answer: int, n_cached: int) -> dict[str, Any]:
 
 
 def finish_reason(finished: FinishedEvent, parser: ToolCallParser | None = None) -> str:
-    """Why an answer ended, in OpenAI's words. `parser` has read it."""
+    """Return the reason why an answer ended, in OpenAI's words. `parser` has read the whole answer."""
     if finished.finish_reason != "stop":
         return "length"
     return "tool_calls" if parser is not None and parser.n_calls else "stop"
 
 
 def speculative_figures(finished: FinishedEvent) -> dict[str, Any]:
-    """What drafting did for an answer."""
+    """Return the counts of drafted and accepted tokens of an answer."""
     return {
         "n_rounds": finished.n_rounds,
         "n_drafted": finished.n_drafted,
@@ -80,8 +81,8 @@ def speculative_figures(finished: FinishedEvent) -> dict[str, Any]:
 
 
 def timings(finished: FinishedEvent) -> dict[str, Any]:
-    """The times of an answer by llama.cpp's names; `_ms` are milliseconds. Of a round that several answers
-    share, each has an equal part."""
+    """Return the times of an answer under llama.cpp's names; `_ms` are milliseconds. Answers that share a
+    round have equal parts of its time."""
     n_read = finished.n_prompt_tokens - finished.n_cached_tokens
     predicted_s = max(0.0, finished.wall_s - finished.prompt_s)
     return {
@@ -98,7 +99,7 @@ def timings(finished: FinishedEvent) -> dict[str, Any]:
 
 
 def chat_logprobs(pieces: Sequence[Piece]) -> dict[str, Any]:
-    """The log-probabilities of a chat: an entry for each token that the target chose; forced tokens
+    """Return the log-probabilities of a chat: an entry for each token that the target chose; forced tokens
     have none."""
     return {
         "content": [
@@ -117,8 +118,8 @@ def _entry(text: str, logprob: float) -> dict[str, Any]:
 
 
 def text_logprobs(pieces: Sequence[Piece], start: int = 0) -> dict[str, Any]:
-    """The same of a continued text: lists, and where each token begins in the text, of which `start`
-    characters stand before these tokens."""
+    """Return the log-probabilities of a completion: lists, with the offset of each token in the text. `start`
+    characters come before these tokens."""
     known = [piece for piece in pieces if piece.logprob is not None]
     offsets, place = [], start
     for piece in pieces:

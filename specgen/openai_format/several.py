@@ -1,4 +1,4 @@
-"""One body for several answers of a request."""
+"""Merges several answers of a request into one body."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 
 def merged_bodies(bodies: Sequence[dict[str, Any]], n_for_each_prompt: int) -> dict[str, Any]:
-    """The body of a response with the answers of all these, which follow each other by prompts. A
-    prompt's tokens count once; times and counts of drafts are sums."""
+    """Return the body of a response with the answers of all bodies, which are ordered by prompt. The tokens
+    of a prompt count once; times and counts of drafts are sums."""
     first = bodies[0]
     if len(bodies) == 1:
         return first
@@ -17,7 +17,7 @@ def merged_bodies(bodies: Sequence[dict[str, Any]], n_for_each_prompt: int) -> d
 
 
 def merged_figures(bodies: Sequence[dict[str, Any]], n_for_each_prompt: int) -> dict[str, Any]:
-    """`usage`, `speculative` and `timings` of all these bodies together."""
+    """Return the common `usage`, `speculative` and `timings` of all bodies."""
     own_prompts = bodies[::n_for_each_prompt]
     usage = {
         "prompt_tokens": sum(body["usage"]["prompt_tokens"] for body in own_prompts),
@@ -45,7 +45,8 @@ def merged_figures(bodies: Sequence[dict[str, Any]], n_for_each_prompt: int) -> 
 
 
 def _sums(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Numbers and lists of numbers summed, place by place; what is none is as in the first part."""
+    """Return sums of numbers, and of lists of numbers item by item; other values are those of the first
+    part."""
     summed = dict(parts[0])
     for name, value in parts[0].items():
         values = [part[name] for part in parts]

@@ -1,4 +1,4 @@
-"""Find tool calls in a model's text while it is generated."""
+"""Finds tool calls in a model's text while it is generated."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, NoReturn, TypeAlias
 
 from specgen.openai_format.tool_forms import CallForm
 
-#: What a message says more, as OpenAI's API streams it: `content`, or `tool_calls`.
+#: An addition to a message, as OpenAI's API streams it: `content`, or `tool_calls`.
 Delta: TypeAlias = dict[str, Any]
 
-#: What may stand before an answer that begins with a call, and the beginnings of that.
+#: The text that may come before a bare call, and the beginnings of that text.
 _BARE = re.compile(r"\s*(?:```(?:json)?\s*)?(?=\{)")
 _BARE_BEGUN = re.compile(r"\s*(?:`{0,2}|```(?:j|js|jso|(?:json)?\s*))")
 _FENCE = "```"
@@ -22,36 +22,36 @@ _FENCE = "```"
 class ToolCallParser:
     """Splits an answer into content and calls. `names` are the functions that may be called.
 
-    A call is told when its object is complete; until then its text is held back. An answer may also
-    begin with a bare object, perhaps in a code fence: small models write calls so whatever their
-    template says. A broken call, or one of an unknown function, is content, but it may be held back
-    until the end of the answer. How the text is cut does not change what is found; white space
-    around calls is left out. With `one_only` all that follows the first call is left out too.
+    A call is reported when its object is complete; until then its text is held back. An answer may also begin
+    with a bare object, perhaps in a code fence: small models write calls so, whatever their template says. A
+    broken call, or a call of an unknown function, is content, but may be held back until the end of the
+    answer. The result does not depend on how the text is cut into pieces. White space around calls is left
+    out. With `one_only`, everything after the first call is left out too.
     """
 
     def __init__(self, form: CallForm, names: Collection[str], *, one_only: bool = False) -> None:
         self._form = form
         self._names = frozenset(names)
         self._one_only = one_only
-        #: Calls that were told.
+        #: The number of reported calls.
         self.n_calls = 0
-        #: What is not decided yet.
+        #: Text that is neither content nor a call yet.
         self._rest = ""
         self._is_beginning = True
-        #: What may end the call that was told last.
+        #: The text that may end the last reported call.
         self._closing = ""
-        #: Whether the rest is an object that was incomplete when it was last read.
+        #: Whether the rest begins with an object that was incomplete at the last attempt.
         self._is_incomplete = False
 
     def feed(self, text: str) -> list[Delta]:
-        """What is certain after this piece of the answer."""
+        """Add a piece of the answer; return what is certain now."""
         self._rest += text
         if self._is_incomplete and "}" not in text and "]" not in text:
             return []
         return self._read(is_last=False)
 
     def finish(self) -> list[Delta]:
-        """The rest, at the end of the answer."""
+        """Return the rest, at the end of the answer."""
         return self._read(is_last=True)
 
     def _read(self, *, is_last: bool) -> list[Delta]:
@@ -93,7 +93,7 @@ class ToolCallParser:
         return deltas + _content(content)
 
     def _skip_closing(self, is_last: bool) -> bool:
-        """Leave out what ends a call; False if more text has to show whether that is there."""
+        """Skip the closing text of a call; return False if only more text can show whether it is there."""
         if not self._closing:
             return True
         text = self._rest.lstrip()
@@ -105,8 +105,8 @@ class ToolCallParser:
         return True
 
     def _call_begins(self) -> tuple[int, int]:
-        """Where the text of the next call begins in the rest, with the white space before it, and
-        where its JSON does; -1, -1 if there is none."""
+        """Return where the next call begins in the rest, white space before it included, and where its JSON
+        begins; -1, -1 if there is no call."""
         bare = _BARE.match(self._rest) if self._is_beginning else None
         if bare is not None:
             return 0, bare.end()
@@ -117,8 +117,8 @@ class ToolCallParser:
         return len(self._rest[:place].rstrip()), place + len(opening)
 
     def _calls(self, begin: int) -> tuple[int, list[tuple[str, str]]]:
-        """The end of the JSON that begins here, and its calls: names and arguments. The end is -1 if
-        more text may complete it."""
+        """Return the end of the JSON that begins here, and its calls as names and arguments. The end is -1 if
+        the JSON is incomplete."""
         text = self._rest
         begin += len(text[begin:]) - len(text[begin:].lstrip())
         if begin == len(text):
@@ -133,7 +133,7 @@ class ToolCallParser:
         return end, [call for call in calls if call is not None] if None not in calls else []
 
     def _call(self, value: Any) -> tuple[str, str] | None:
-        """The name and the arguments of a call."""
+        """Return the name and the arguments of a call; None if the value is no call."""
         if not isinstance(value, dict):
             return None
         name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
@@ -147,7 +147,7 @@ class ToolCallParser:
         return name, text
 
     def _n_certain(self) -> int:
-        """How many characters of the rest are content, whatever follows."""
+        """Return how many characters of the rest are content, whatever follows."""
         if self._is_beginning and _BARE_BEGUN.fullmatch(self._rest):
             return 0
         text, opening = self._rest, self._form.opening
@@ -172,7 +172,7 @@ class ToolCallParser:
 
 
 def message_of(parser: ToolCallParser, text: str) -> dict[str, Any]:
-    """The message of a whole answer. A new `parser` reads it."""
+    """Return the message of a whole answer, read by a new `parser`."""
     deltas = parser.feed(text) + parser.finish()
     content = "".join(delta.get("content", "") for delta in deltas)
     calls = [
@@ -191,7 +191,7 @@ def _content(text: str) -> list[Delta]:
 
 
 def _refuse(constant: str) -> NoReturn:
-    """Python reads NaN and Infinity, which are no JSON."""
+    """Refuse NaN and Infinity, which Python reads but JSON lacks."""
     raise ValueError(constant)
 
 

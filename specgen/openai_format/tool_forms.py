@@ -1,7 +1,7 @@
-"""How a model writes tool calls, recognised by its chat template.
+"""The forms of tool calls, recognised by a model's chat template.
 
-A model is trained on the calls that its template writes. The families here write JSON objects with a
-name and arguments; they differ in what stands around them, and in whether they are in a list.
+A model is trained on the calls that its template writes. The families here write JSON objects with a name and
+arguments; they differ in the text around them, and in whether they write a list of objects.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """The calls of a family of models: `opening`, an object or a list of them, `closing`."""
+    """The form of a family's calls: `opening`, an object or a list of objects, `closing`."""
 
     opening: str
     closing: str = ""
     #: The object's key for the arguments.
     arguments: str = "arguments"
     is_list: bool = False
-    #: Whether the model writes a call without `opening`.
+    #: Whether the model may write a call without `opening`.
     is_bare: bool = False
 
     @property
     def controls(self) -> tuple[str, ...]:
-        """What may be control tokens, which are found only if the text shows them."""
+        """Texts that may be control tokens; they are found only if the text shows control tokens."""
         return tuple(text for text in (self.opening, self.closing) if text)
 
 
@@ -35,8 +35,8 @@ GRANITE = CallForm("<|tool_call|>", is_list=True)
 
 
 def form_of(template: str) -> CallForm | None:
-    """The form of a template's calls; None if the template takes no tools, or writes calls in a form
-    that specgen does not read."""
+    """Return the form of a template's calls; None if the template takes no tools, or writes calls in a form
+    that specgen cannot read."""
     if not re.search(r"\btools\b", template):
         return None
     if "[TOOL_CALLS]" in template:

@@ -1,4 +1,4 @@
-"""Grammars of calls, for answers that have to be calls, or may be: in Lark's form, with JSON schemas."""
+"""Grammars for answers that must or may be calls: in Lark's form, with JSON schemas."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def calls_grammar(
     is_parallel: bool,
     other: Grammar | None = None,
 ) -> Grammar:
-    """A grammar for a call of one of `functions` as the model writes it, or for several if
-    `is_parallel`, or for what conforms to an `other` grammar, a JSON schema. Raises `BodyError` if the
-    parameters of a function cannot be honoured."""
+    """Return a grammar for a call of one of `functions` in the model's form, for several if `is_parallel`, or
+    else for text that conforms to the JSON schema `other`. Raises `BodyError` if the parameters of a function
+    cannot be honoured."""
     rules = [f"start: calls{' | other' if other is not None else ''}"]
     rules.append(f"calls: {_whole(form, is_parallel)}")
     rules.append("call: " + " | ".join(f"call_{n}" for n in range(len(functions))))
@@ -37,23 +37,23 @@ def calls_grammar(
 
 
 def _whole(form: CallForm, is_parallel: bool) -> str:
-    """All calls of an answer, with what stands around them."""
+    """Return the rule for all calls of an answer, with the text around them."""
     if form.is_list:
         more = ' (", " call)*' if is_parallel else ""
         return f'{_literal(form.opening)} " "? "[" call{more} "]"'
-    if form.is_bare:  # such models write one call in an answer
+    if form.is_bare:  # these models write one call in an answer
         return "call"
     one = f'{_literal(form.opening)} "\\n" call "\\n" {_literal(form.closing)}'
     return f'{one} ("\\n" {one})*' if is_parallel else one
 
 
 def _literal(text: str) -> str:
-    """A text as Lark has it, which is as JSON has it."""
+    """Return a text as a Lark literal, which has JSON's form."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _json(schema: Grammar) -> str:
-    """A JSON schema within Lark."""
+    """Return a JSON schema in Lark's form."""
     return f"%json {json.dumps({**json.loads(schema.text), 'x-guidance': JSON_FORM})}"
 
 

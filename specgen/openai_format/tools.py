@@ -13,7 +13,7 @@ from specgen.openai_format.body import BodyError, shown, utf8
 #: OpenAI's rule for names of functions.
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _CHOICES = ("none", "auto", "required")
-#: What a function without parameters takes.
+#: The schema of a function without parameters.
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -24,12 +24,12 @@ class Function:
     name: str
     description: str
     parameters: Mapping[str, Any]
-    #: The field of the request that describes it, for messages.
+    #: The field of the request that describes it, for error messages.
     field: str = ""
 
     @property
     def definition(self) -> dict[str, Any]:
-        """It as chat templates expect it, with all that they may read of it."""
+        """The definition in the form that chat templates expect, with all fields that they may read."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -40,10 +40,10 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The functions that the model is told of, and how it may call them."""
+    """The functions that the model knows, and how it may call them."""
 
     functions: tuple[Function, ...]
-    #: Those that it may call: one alone if the request names it.
+    #: Those that it may call; only one if the request names it.
     callable: tuple[Function, ...]
     #: Whether the answer has to be a call.
     must_call: bool = False
@@ -56,7 +56,7 @@ class Tools:
 
 
 def read_tools(fields: Mapping[str, Any]) -> Tools | None:
-    """The tools of a chat's body; None if it may call none. Raises `BodyError`."""
+    """Return the tools of a chat's body; None if the model may call none. Raises `BodyError`."""
     functions = _functions(fields.get("tools"))
     is_parallel = fields.get("parallel_tool_calls")
     if is_parallel is not None and not isinstance(is_parallel, bool):
@@ -76,7 +76,7 @@ def read_tools(fields: Mapping[str, Any]) -> Tools | None:
 
 
 def _named(choice: Any) -> str | None:
-    """The function that a choice names; None for the other choices."""
+    """Return the function that a choice names; None for the other choices."""
     if choice is None or (isinstance(choice, str) and choice in _CHOICES):
         return None
     function = choice.get("function") if isinstance(choice, dict) else None
@@ -122,7 +122,7 @@ def _function(where: str, value: Any) -> Function:
     return Function(
         name,
         utf8(f"{where}.description", description or ""),
-        # Templates read the properties, also of functions that have none.
+        # Templates read the properties even of functions without any.
         {**_NO_PARAMETERS, **(parameters or {})},
         where,
     )

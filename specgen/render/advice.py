@@ -1,4 +1,4 @@
-"""Print what `specgen tune` found."""
+"""Prints the results of `specgen tune`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from specgen.selection.tuning import Tuning
 
-#: Wide enough to read where output goes to a file; what is found stands below its heading.
+#: The width of output to a file, wide enough to read; items are below their heading.
 _WIDTH = 100
 _INDENT = "  "
 

@@ -1,4 +1,4 @@
-"""What a renderer is, and what all renderers share."""
+"""The interface of renderers, and what all of them share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Renderer(Protocol):
     """Shows the events of one generation. Used as a context manager."""
 
     def handle(self, event: Event) -> None:
-        """Show one event. Whatever is to be seen of it is written when this returns.
+        """Show one event. Everything visible of it is written when this returns.
 
         Raises:
             BrokenPipeError: the reader of the output went away.
@@ -42,7 +42,7 @@ class Renderer(Protocol):
 
 
 class BaseRenderer(ABC):
-    """A renderer that closes once, however it is left."""
+    """A renderer that closes only once, however its `with` block ends."""
 
     _closed = False
 
@@ -57,7 +57,7 @@ class BaseRenderer(ABC):
 
     @abstractmethod
     def _finish(self) -> None:
-        """What `close` does the first time."""
+        """Close the renderer: `close` calls this the first time."""
 
     def __enter__(self) -> Self:
         return self
@@ -68,8 +68,7 @@ class BaseRenderer(ABC):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # While another exception is on its way, a second one from a broken output would
-        # only hide it.
+        # If another exception is being raised, a second one from a broken output would only hide it.
         hidden = () if kind is None else (OSError, OutputError)
         with contextlib.suppress(*hidden):
             self.close()
@@ -93,10 +92,10 @@ class Tee(BaseRenderer):
 
 @contextlib.contextmanager
 def output_errors() -> Iterator[None]:
-    """Translate what goes wrong while writing the answer.
+    """Translate errors of writing the answer.
 
     Raises:
-        BrokenPipeError: as it is; also for what Windows reports instead (EINVAL).
+        BrokenPipeError: unchanged; also for the error that Windows reports instead (EINVAL).
         OutputError: for every other `OSError`.
     """
     try:

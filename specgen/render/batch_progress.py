@@ -1,4 +1,5 @@
-"""The progress of a batch: a bar on a terminal, else a line now and then; and a sentence of what it was like."""
+"""The progress of a batch: a bar on a terminal, else a line now and then; and a sentence about the
+results."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from specgen.batch.runner import Tally
 from specgen.progress import ProgressLines
 from specgen.render.text import counted
 
-#: Before so many seconds a pace says nothing.
+#: Seconds before which a speed means nothing.
 _LEAST_S = 1.0
 
 Report = Callable[[Tally], None]
@@ -22,8 +23,8 @@ Report = Callable[[Tally], None]
 def batch_progress(
     stream: TextIO, *, quiet: bool, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Report]:
-    """What is to be told of a batch as it goes. The bar is gone at the end; with `quiet` nothing is
-    shown."""
+    """Yield a function that shows the progress of a batch. The bar disappears at the end; with `quiet`
+    nothing is shown."""
     if quiet:
         yield lambda _tally: None
         return
@@ -81,7 +82,8 @@ class _Pace:
 
 
 def batch_summary(tally: Tally, seconds: float, where: str) -> str:
-    """What a batch was like, in a line. `where` says how many answers were made at once, or by whom."""
+    """Return a sentence about a finished batch. `where` says how many answers were made at once, or by
+    whom."""
     parts = [
         f"{counted(tally.n_answers, 'answer')} of {counted(tally.n_tokens, 'token')} in all",
         f"{_duration(seconds)}: {tally.n_tokens / seconds:.1f} tokens/s",
@@ -96,7 +98,7 @@ def batch_summary(tally: Tally, seconds: float, where: str) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Seconds in the unit that suits them."""
+    """Return seconds in a suitable unit."""
     if seconds < 90.0:
         return f"{seconds:.0f} s"
     if seconds < 5400.0:

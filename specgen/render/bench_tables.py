@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from specgen.bench.figures import CategoryFigures, ContenderFigures
     from specgen.bench.report import BenchReport
 
-#: In place of a category: the figures of all of them.
+#: The category of figures over all categories.
 OVERALL = "overall"
 _HEADINGS = (
     "speed-up",
@@ -28,8 +28,8 @@ _HEADINGS = (
 
 
 def bench_lines(report: BenchReport) -> Iterator[str]:
-    """A line for each contender and, if there are several categories, for each of them behind
-    it; columns are separated by tabs, and empty where there is no figure."""
+    """Yield a line for each contender, followed by one for each of its categories if there are several. Tabs
+    separate the columns, which are empty where there is no figure."""
     for each in report.figures:
         own = [f"{each.temperature:g}", each.contender]
         yield "\t".join([each.target, *own, OVERALL, *_overall(report, each)])
@@ -71,7 +71,7 @@ def _of_category(each: CategoryFigures) -> list[str]:
 
 
 def print_bench_tables(report: BenchReport, console: Console) -> None:
-    """Print the figures of each lineup, and those by category, and what they mean."""
+    """Print the figures of each lineup, those by category, and an explanation."""
     from rich.text import Text
 
     has_foresight = False

@@ -24,7 +24,7 @@ def draft_lines(tried: Sequence[Tried]) -> list[str]:
 
 
 def print_draft_table(search: Search, console: Console) -> None:
-    """Print the drafts as a table, and what the figures mean."""
+    """Print the drafts as a table, and an explanation of the figures."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("draft", overflow="fold")
     for heading in ("speed-up", "worst", "tokens/s", "accepted", "length", "ms", "start"):

@@ -10,10 +10,10 @@ from specgen.render.text import TAB_COLUMNS, Cell, Cleaner, append_cells, clean_
 
 
 class Flow:
-    """Takes runs of text and keeps the rows that may still change.
+    """Lays text out in rows and keeps the rows that may still change.
 
-    Whatever the text's length, only the rows of its last line are held, and of those only
-    what `take_settled` left.
+    Whatever the text's length, it holds only the rows of the last line that `take_settled` has not handed
+    out.
     """
 
     def __init__(self, columns: int, encoding: str = "utf-8") -> None:
@@ -23,7 +23,7 @@ class Flow:
         self._settled: list[Row] = []
         #: The last line's rows; the last of them is the one that grows.
         self._rows: list[Row] = [EMPTY_ROW]
-        #: Columns of the last line before its last row, for tab stops.
+        #: Columns of the last line before its last row; tab stops depend on it.
         self._columns_before = 0
 
     @property
@@ -32,7 +32,7 @@ class Flow:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The rows that were not taken yet: at least one, which may be empty."""
+        """The rows that were not handed out yet: at least one, which may be empty."""
         return tuple(self._rows)
 
     def feed(self, runs: Iterable[Run]) -> None:
@@ -51,7 +51,7 @@ class Flow:
         self._lay_out(cells)
 
     def resize(self, columns: int) -> None:
-        """Lay the rows that were not taken out anew."""
+        """Lay out the rows that were not handed out for another width."""
         self._columns = columns
         cells = [cell for row in self._rows for cell in row.cells]
         self._columns_before -= _columns_of(cells) - _columns_of(self._rows[-1].cells)
@@ -59,9 +59,9 @@ class Flow:
         self._lay_out(cells)
 
     def take_settled(self, n_kept: int, n_most: int) -> list[Row]:
-        """Hand out the finished lines' rows, and those of the last line but `n_kept`.
+        """Hand out the rows of finished lines, and those of the last line except `n_kept`.
 
-        Joined rows are handed out together, but no more than `n_most` rows are ever kept.
+        Joined rows are handed out together, but at most `n_most` rows are kept.
         """
         n_rows = len(self._rows)
         n_taken = max(0, n_rows - n_kept)
@@ -75,7 +75,7 @@ class Flow:
         return settled
 
     def finish(self) -> list[Row]:
-        """The text has ended: hand out everything that is left."""
+        """End the text and hand out the remaining rows."""
         self.feed([Run(self._cleaner.finish(), "plain")])
         if self._rows == [EMPTY_ROW] and self._columns_before == 0:
             self._rows = []

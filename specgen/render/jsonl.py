@@ -1,4 +1,4 @@
-"""The events themselves, one JSON object a line."""
+"""Writes the events as JSON, one object a line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 from specgen.events import DraftedEvent, Event, VerifiedEvent, to_json_object
 from specgen.render.base import BaseRenderer, output_errors
 
-#: Valid in JSON, but a terminal may obey them, and readers may take them for line breaks.
+#: Valid in JSON, but a terminal may obey these characters, and readers may take them for line breaks.
 _ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029]")
 
 
@@ -23,7 +23,7 @@ class JsonlRenderer(BaseRenderer):
     def handle(self, event: Event) -> None:
         with output_errors():
             self._stream.write(json_line(to_json_object(event)))
-            # The other two events of a round come right after these.
+            # These two events of a round are followed at once by its last one.
             if not isinstance(event, (DraftedEvent, VerifiedEvent)):
                 self._stream.flush()
 
@@ -33,8 +33,8 @@ class JsonlRenderer(BaseRenderer):
 
 
 def json_line(value: dict[str, Any]) -> bytes:
-    """One line of JSON in UTF-8. Numbers that JSON lacks (NaN, infinity) become null; half a
-    surrogate pair, which UTF-8 lacks, is written as an escape."""
+    """Return one line of JSON in UTF-8. Numbers that JSON lacks (NaN, infinity) become null; half a surrogate
+    pair, which UTF-8 lacks, is written as an escape."""
     try:
         line = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:

@@ -1,8 +1,7 @@
-"""Rows of a terminal: where lines break.
+"""Breaks lines into rows of a terminal.
 
-Lines break at spaces and beside ideographs; a word longer than a row is cut. A row never
-depends on what comes after its successor's first cell, so all rows but the last of a
-growing text are settled.
+Lines break at spaces and beside ideographs; a word longer than a row is cut. A row never depends on anything
+after the first cell of the next row, so all rows of a growing text except the last are settled.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 
 from specgen.render.text import Cell
 
-#: Not at the start of a row, and not at the end of one.
+#: Characters that must not begin a row, and characters that must not end one.
 _CLOSING = frozenset(
     "、。，．：；？！）］｝」』】〉》〕ゝゞーァィゥェォッャュョぁぃぅぇぉっゃゅょ々"
 )
@@ -23,7 +22,7 @@ _OPENING = frozenset("（［｛「『【〈《〔")
 class Row:
     """One row of the screen."""
 
-    #: Everything in the row, the spaces that hang over its end included.
+    #: All cells of the row, including the spaces that hang over its end.
     cells: tuple[Cell, ...]
     #: How many of the cells are painted.
     n_painted: int
@@ -38,10 +37,10 @@ class Row:
         return "".join(cell.text for cell in self.cells[: self.n_painted])
 
     def runs(self) -> Iterator[tuple[str, str]]:
-        """(text, mark) of neighbouring cells that look the same.
+        """Yield (text, mark) for neighbouring cells that look the same.
 
-        Spaces have no mark, so that underlining does not run from word to word; only a
-        rejected space keeps its own, else the stroke through it would be lost.
+        Spaces have no mark, so that underlining does not run from word to word. Only a rejected space keeps
+        its mark, so that it is struck through.
         """
         text, mark = "", ""
         for cell in self.cells[: self.n_painted]:

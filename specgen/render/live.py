@@ -27,9 +27,9 @@ from specgen.render.text import Cell, append_cells, can_encode, clean_line
 from specgen.render.theme import coded, pens, row_codes
 from specgen.render.thoughts import FoldedThought, is_thinking
 
-#: Rows of the unfinished line that are painted anew with each round, and that are laid out
-#: anew when the window changes; what is further up is the terminal's. Up to so many more if
-#: the line is broken inside words, so that it can be copied in one piece.
+#: The rows of the unfinished line that are repainted in each round, and laid out anew when the window
+#: changes; earlier rows belong to the terminal. There may be this many more if the line is broken inside
+#: words, so that it can be copied in one piece.
 _MOVING_ROWS = 3
 _MOST_MOVING_ROWS = 12
 
@@ -37,13 +37,11 @@ _MOST_MOVING_ROWS = 12
 class LiveRenderer(BaseRenderer):
     """Shows one generation on a terminal that understands escape codes.
 
-    Text that can no longer change is printed and scrolls away. Below it, the end of the
-    text is painted anew with each round; after it, struck through, stands what this round
-    refused (`show` is ``accepted``); at the bottom a line with the legend and the speed.
-    The cost of a round does not depend on the length of the answer.
-
-    With `folds`, a thinking block at the beginning is seen, dim, while it comes; a line then stands
-    in its place.
+    Text that can no longer change is printed and scrolls away. Below it, the end of the text is repainted in
+    each round, followed by the tokens that this round rejected, struck through (if `show` is ``accepted``).
+    The bottom line has the legend and the speed. The cost of a round does not depend on the length of the
+    answer. With `folds`, a thinking block at the beginning is shown dim while it is generated; then a line
+    replaces it.
     """
 
     def __init__(
@@ -105,8 +103,8 @@ class LiveRenderer(BaseRenderer):
         self._region.close(self._lines(self._flow.finish()))
 
     def _fit(self) -> None:
-        """Lay the text out anew if the window is not as wide as it was. To be called before
-        text is added: what becomes settled must have been laid out for this width."""
+        """Lay the text out anew if the window's width has changed. Call this before text is added: rows that
+        become settled must have been laid out for the present width."""
         columns = max(2, self._console.width)
         if columns != self._flow.columns:
             self._flow.resize(columns)
@@ -116,8 +114,8 @@ class LiveRenderer(BaseRenderer):
     def _paint(self) -> None:
         self._fit()
         height = self._console.height
-        # A row between the text and the status line keeps the latter in its place when
-        # rejected text needs a second row.
+        # A spare row between text and status line keeps the latter in place if rejected text needs a second
+        # row.
         n_spare, n_status = (0, 0) if self._show == "none" else (height >= 6, height >= 4)
         room = max(1, height - n_spare - n_status - 1)
         if self._thought is not None and self._thought.is_open:
@@ -142,8 +140,8 @@ class LiveRenderer(BaseRenderer):
         return [Line(row_codes(row, self._pens), row.width >= columns, row.joined) for row in rows]
 
     def _rejected_codes(self, columns: int, last: Row) -> tuple[str, str]:
-        """What this round refused: behind the text's last row, and in the one below it; of
-        so many columns both."""
+        """Return the rejected text of this round within `columns` columns: the part after the text's last
+        row, and the part in the row below."""
         cells: list[Cell] = []
         for text in self._rejected:
             if cells:
@@ -192,7 +190,7 @@ class _Choice(NamedTuple):
 
 
 class _Status:
-    """What the status line says."""
+    """The content of the status line."""
 
     def __init__(self) -> None:
         self._n_prompt_tokens = 0
@@ -215,7 +213,7 @@ class _Status:
             self._last = event
 
     def choices(self) -> list[_Choice]:
-        """Ways to say it, from the fullest to the shortest."""
+        """Return the possible status lines, from the fullest to the shortest."""
         if self._first is None or self._last is None:
             n = self._n_prompt_tokens
             return [

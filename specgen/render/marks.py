@@ -1,7 +1,7 @@
 """The mark of each piece of text: accepted, rejected, corrected, and so on.
 
-The three events of a round are brought together here, so that the views need not know how
-a draft's tree relates to the text.
+This module combines the three events of a round, so that views need not know how a draft's tree relates to
+the text.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from specgen.events import (
     VerifiedEvent,
 )
 
-#: How a stretch of text came about; ``faint`` is what is not the answer.
+#: The origin of a piece of text; ``faint`` marks text that is not the answer.
 Mark: TypeAlias = TokenKind | Literal["rejected", "aside", "faint"]
 
 #: In the order of a legend.
 MARKS: tuple[Mark, ...] = ("accepted", "corrected", "bonus", "plain", "forced", "rejected", "aside")
-#: What a legend explains: all but what only a grammar brings about.
+#: The marks of a legend: all except those that only grammars cause.
 LEGEND: tuple[Mark, ...] = ("accepted", "corrected", "bonus", "plain", "rejected")
 
 
@@ -38,16 +38,16 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one round added to the answer, and what it lost."""
+    """The text that one round added to the answer, and the branches that it rejected."""
 
     pieces: tuple[Piece, ...]
-    #: (index of the piece that took its place, text) for each lost branch of the draft.
+    #: (index of the piece that took its place, text) for each rejected branch of the draft.
     rejected: tuple[tuple[int, str], ...]
 
     def runs(self, *, with_rejected: bool) -> Iterator[Run]:
-        """The text in order; with the lost branches each where it was refused, if asked: struck
-        out where it was the only one and nothing drafted took its place, else in brackets, for
-        the text to stay legible."""
+        """Yield the text in order, and with `with_rejected` each rejected branch at its place. A branch is
+        struck out if it was the only one and no drafted token took its place; otherwise it is in brackets, so
+        that the text stays legible."""
         for index, piece in enumerate(self.pieces):
             lost = [text for place, text in self.rejected if place == index and text]
             if with_rejected and lost:
@@ -61,14 +61,14 @@ class Round:
 
 
 class RoundReader:
-    """Puts the events of a round together."""
+    """Combines the events of a round."""
 
     def __init__(self) -> None:
         self._drafted: DraftedEvent | None = None
         self._verified: VerifiedEvent | None = None
 
     def read(self, event: Event) -> Round | None:
-        """The round, with the event that completes it."""
+        """Return the round at its last event; None at the others."""
         if isinstance(event, DraftedEvent):
             self._drafted = event
         elif isinstance(event, VerifiedEvent):
@@ -87,7 +87,7 @@ class RoundReader:
 
 
 def _position(branch: RejectedBranch, verified: VerifiedEvent, drafted: DraftedEvent | None) -> int:
-    """Index of the committed piece at the place where a branch left the accepted path."""
+    """Return the index of the committed piece at the place where a branch left the accepted path."""
     n_accepted = len(verified.accepted)
     if drafted is None or not branch.nodes:
         return n_accepted

@@ -30,8 +30,7 @@ class Notes:
 def say(console: Console, what: RenderableType) -> None:
     """Print something that is not the answer.
 
-    It is folded only for a terminal. An answer is not given up because nobody can be told
-    about it: what goes wrong here is ignored.
+    It is wrapped only on a terminal. Errors of printing are ignored, so that they do not end an answer.
     """
     with contextlib.suppress(OSError):
         console.print(what, soft_wrap=not console.is_terminal, highlight=False)

@@ -1,4 +1,4 @@
-"""The answer as plain text, written as it comes."""
+"""The answer as plain text, written as it is generated."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _StreamRenderer(BaseRenderer):
         raise NotImplementedError
 
     def _make_room(self) -> None:
-        """Called before something else is printed on the same terminal."""
+        """Make room for other output; called before something else is printed on the same terminal."""
 
     def _put(self, text: str) -> None:
         if text:

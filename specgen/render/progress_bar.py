@@ -13,8 +13,8 @@ from specgen.progress import Progress
 
 @contextlib.contextmanager
 def progress_bar(*, quiet: bool, clock: Callable[[], float] = time.monotonic) -> Iterator[Progress]:
-    """Tells on standard error how far the work is: on a terminal with a bar that is gone when the
-    work is done, elsewhere with a line now and then (`ProgressLines`); with `quiet` not at all."""
+    """Show the progress on standard error: on a terminal with a bar that disappears at the end, elsewhere
+    with a line now and then (`ProgressLines`); with `quiet` nothing is shown."""
     if quiet:
         yield _nothing
         return
@@ -64,7 +64,7 @@ def _lines(clock: Callable[[], float]) -> Iterator[Progress]:
     encoding = sys.stderr.encoding
 
     def show(what: str, done: int, total: int) -> None:
-        # There are names of files in it.
+        # File names may be part of it.
         lines.update(clean_line(f"{what}: {done} of {total}", encoding))
 
     try:

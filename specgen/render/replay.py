@@ -10,21 +10,20 @@ from typing import Any
 from specgen.events import EVENT_TYPES, DraftNode, Event, Piece, RejectedBranch
 
 _TYPES = {kind.event: kind for kind in EVENT_TYPES}
-#: Fields that are lists of values of their own.
+#: Fields that are lists of nested values.
 _PARTS: dict[str, type[Any]] = {"nodes": DraftNode, "pieces": Piece, "rejected": RejectedBranch}
 
 
 def from_json_object(value: object) -> Event:
-    """The event that `to_json_object` made this of.
+    """Return the event of an object that `to_json_object` made.
 
-    Fields that this version does not know are ignored. Raises `ValueError` if it is no
-    event, or lacks a field.
+    Unknown fields are ignored. Raises `ValueError` if the value is no event, or lacks a field.
     """
     kind = _TYPES.get(str(value.get("event"))) if isinstance(value, dict) else None
     if kind is None or not isinstance(value, dict):
         raise ValueError(f"not an event: {str(value)[:80]}")
     try:
-        # `nodes` is a list of values in an event, and a list of numbers in such a value.
+        # `nodes` is a list of values in an event, but a list of numbers in such a value.
         parts = {
             name: tuple(_build(_PARTS[name], part) for part in value[name])
             for name in _names(kind)
@@ -37,8 +36,8 @@ def from_json_object(value: object) -> Event:
 
 
 def read_events(lines: Iterable[str]) -> Iterator[Event]:
-    """The events of JSON Lines; empty lines are skipped. Raises `ValueError` with the number
-    of a line that holds none."""
+    """Yield the events in JSON Lines; empty lines are skipped. Raises a `ValueError` with the line's number
+    if a line is no event."""
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:

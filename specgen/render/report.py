@@ -18,7 +18,7 @@ _WIDTH = 100
 _HEADING = "bold"
 _DEFECT = "bold red"
 _EXPLANATION = "dim"
-#: What decides how much is drafted, in a line.
+#: The ways to decide how much is drafted, in a line each.
 _WAYS: Mapping[WayName, str] = {
     "cost": "As `specgen run` drafts: costs decide (--policy cost)",
     "threshold": "As `specgen run` drafts: the draft's probability decides (--policy threshold)",
@@ -28,7 +28,7 @@ _WAYS: Mapping[WayName, str] = {
 
 
 def print_report(report: ProofReport, console: Console) -> None:
-    """Print what was checked, what was found, and what it comes to."""
+    """Print the checks, their results, and the verdict."""
     if not console.is_terminal:
         console.width = _WIDTH
     _print(
@@ -55,7 +55,7 @@ def print_report(report: ProofReport, console: Console) -> None:
 
 
 def _print(console: Console, text: str | Text, *, indent: int = 0, style: str = "") -> None:
-    """Print a paragraph whose lines are all indented."""
+    """Print a paragraph with all lines indented."""
     paragraph = Text(text, style) if isinstance(text, str) else text
     console.print(Padding(paragraph, (0, 0, 0, indent), expand=False))
 
@@ -73,7 +73,7 @@ def _print_greedy(report: ProofReport, console: Console) -> None:
 
 
 def _print_greedy_results(results: Sequence[GreedyResult], console: Console) -> None:
-    """Print what was found with one way to draft."""
+    """Print the results of one way to draft."""
     differing = [result for result in results if result.difference is not None]
     n_near_ties = sum(not result.is_defect for result in differing)
     n_defects = sum(result.is_defect for result in results)

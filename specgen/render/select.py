@@ -1,4 +1,4 @@
-"""Choose the renderer by the options and by where the output goes."""
+"""Chooses the renderer by the options and by the kind of output."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class TerminalConsole(Console):
 
 
 def make_console(stream: TextIO, environ: Mapping[str, str]) -> Console:
-    """A console for one of the standard streams. It prints text as it is: no markup, no
-    emoji codes, nothing highlighted."""
+    """Return a console for a standard stream. It prints text unchanged: no markup, no emoji codes, no
+    highlighting."""
     ignored = set() if environ.get("FORCE_COLOR") else {"FORCE_COLOR"}
-    if stream.isatty():  # the terminal knows its size better, also when that changes
+    if stream.isatty():  # the terminal itself knows its size, also after a change
         ignored |= {"COLUMNS", "LINES"}
     return TerminalConsole(
         file=stream,
@@ -92,7 +92,7 @@ def _answer_renderer(
     *,
     folds: bool,
 ) -> tuple[Renderer, bool]:
-    """What shows the answer, and whether it marks tokens."""
+    """Return the renderer of the answer, and whether it marks tokens."""
     marked = show != "none"
     terminal = stdout.isatty()
     dumb = environ.get("TERM", "").lower() in ("dumb", "unknown") or console.legacy_windows
@@ -106,7 +106,7 @@ def _answer_renderer(
 
 
 def _binary(stream: TextIO) -> BinaryIO:
-    stream.flush()  # what was printed before comes first
+    stream.flush()  # so that earlier output comes first
     return stream.buffer
 
 

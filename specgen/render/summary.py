@@ -15,16 +15,16 @@ from specgen.render.text import can_encode, clean_line, counted
 from specgen.render.theme import FAINT, legend
 
 _BARS = "▁▂▃▄▅▆▇█"
-#: Below this width the labels stand above what they are about.
+#: Below this width labels are above their texts.
 _NARROW_COLUMNS = 40
-#: Speeds that differ by no more than this share are called the same.
+#: Speeds that differ by at most this share count as equal.
 _NOISE = 0.03
 
 
 class SummaryRenderer(BaseRenderer):
     """Prints the summary of a finished generation, on stderr.
 
-    `show_legend` explains the colours once more; for when some were shown.
+    `show_legend` explains the colours again, if colours were shown.
     """
 
     def __init__(self, console: Console, *, show_legend: bool = False) -> None:
@@ -58,8 +58,8 @@ def print_summary(
 ) -> None:
     """Print the summary.
 
-    On a terminal in two columns; elsewhere a line for each item, so that it can be searched.
-    `draft` is what drafted and `kernels` who computed, as the prompt's event names them.
+    On a terminal it has two columns; elsewhere a line for each item, so that it can be searched. `draft` is
+    the name of the drafter, `kernels` of what computed, both from the prompt's event.
     """
     items = list(summary_items(finished, draft=draft, kernels=kernels, encoding=console.encoding))
     if show_legend and finished.n_drafted:
@@ -88,7 +88,7 @@ def summary_items(
     kernels: str | None = None,
     encoding: str = "utf-8",
 ) -> Iterator[tuple[str, Text]]:
-    """(label, text) for everything that is known."""
+    """Return (label, text) for all known figures."""
     yield "answer", Text(", ".join(_answer(finished)))
     if finished.tokens_per_s is not None or finished.time_to_first_token_s is not None:
         yield "speed", Text(", ".join(_speed(finished)))
@@ -132,17 +132,17 @@ def _drafts(finished: FinishedEvent) -> Iterator[str]:
 
 
 def by_depth(finished: FinishedEvent, encoding: str = "utf-8") -> str:
-    """Share of the tokens drafted at each depth that was accepted, as bars and numbers."""
+    """Return the acceptance rate at each depth of the drafts, as bars and numbers."""
     return _shares(finished.accepted_by_depth, finished.drafted_by_depth, encoding)
 
 
 def by_rank(finished: FinishedEvent, encoding: str = "utf-8") -> str:
-    """The same of first guesses for a place, of second ones beside these, and so on."""
+    """Return the acceptance rates of first guesses for a place, of second guesses beside them, and so on."""
     return _shares(finished.accepted_by_rank, finished.drafted_by_rank, encoding)
 
 
 def _shares(n_accepted: Sequence[int], n_drafted: Sequence[int], encoding: str) -> str:
-    # Where nothing was ever accepted, numbers may be missing at the end.
+    # Depths at which nothing was ever accepted may be missing at the end.
     counts = zip_longest(n_accepted, n_drafted, fillvalue=0)
     shares = [accepted / drafted if drafted else 0.0 for accepted, drafted in counts]
     numbers = " ".join(f"{share:.0%}" for share in shares)
@@ -163,7 +163,7 @@ def _time(finished: FinishedEvent) -> Iterator[str]:
 
 
 def _gain(finished: FinishedEvent, draft: str | None) -> Text:
-    """How drafting compares with plain decoding, and what to try if it is slower."""
+    """Return how drafting compares with plain decoding, and advice if it is slower."""
     speedup = round(finished.estimated_speedup or 0.0, 2)
     details = []
     if finished.plain_tokens_per_s is not None:
@@ -199,7 +199,7 @@ def _either(choices: Sequence[str]) -> str:
 
 
 def _figure(value: float) -> str:
-    """Three digits, or all before the point."""
+    """Return three digits, or all digits before the point if they are more."""
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -26,18 +26,18 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _ZERO_WIDTH_JOINER = 0x200D
 _EMOJI_PRESENTATION = "\N{VARIATION SELECTOR-16}"
 
-#: A cell of more code points or columns is cut: what follows is a mark too many, not writing,
-#: and would not fit into a narrow window.
+#: The most code points and columns of a cell. A longer one is cut: its rest is excessive marks, not writing,
+#: and would not fit a narrow window.
 _MAX_CELL_LENGTH = 24
 _MAX_CELL_WIDTH = 8
 
 
 def _signs() -> dict[int, str]:
-    """What stands for a character that must not reach a terminal."""
+    """Return the sign for each character that must not reach a terminal."""
     signs = {code: chr(0x2400 + code) for code in range(0x20)}  # U+2400 is the sign of NUL
     signs[0x7F] = "\N{SYMBOL FOR DELETE}"
     signs |= dict.fromkeys(range(0x80, 0xA0), _REPLACEMENT)  # C1, CSI among them
-    # Overrides of the writing direction would reorder what stands on the screen.
+    # Overrides of the writing direction would reorder the text on the screen.
     signs |= dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), _REPLACEMENT)
     signs |= dict.fromkeys(range(0xD800, 0xE000), _REPLACEMENT)
     signs |= {0x2028: "\n", 0x2029: "\n"}
@@ -49,11 +49,11 @@ _SIGNS = _signs()
 
 
 class Cleaner:
-    """Replaces what a terminal would obey, or cannot show, in a stream of text.
+    """Replaces characters that a terminal would obey, or cannot show, in a stream of text.
 
-    Line feeds and tabs pass, CR LF becomes a line feed, and so do the Unicode line and
-    paragraph separators. Control characters become their signs (U+2400 and up) or U+FFFD;
-    what `encoding` lacks becomes a question mark.
+    Line feeds and tabs pass; CR LF and the Unicode line and paragraph separators become line feeds. Control
+    characters become their signs (U+2400 and up) or U+FFFD; characters that `encoding` lacks become question
+    marks.
     """
 
     def __init__(self, encoding: str = "utf-8") -> None:
@@ -62,7 +62,7 @@ class Cleaner:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """The clean text; a carriage return at the end waits for what follows it."""
+        """Return the clean text; a carriage return at the end waits for the next piece."""
         text = self._held + text
         self._held = "\r" if text.endswith("\r") else ""
         if self._held:
@@ -70,7 +70,7 @@ class Cleaner:
         return self._clean(text.replace("\r\n", "\n"))
 
     def finish(self) -> str:
-        """What was still held back."""
+        """Return the text that was held back."""
         held, self._held = self._held, ""
         return self._clean(held)
 
@@ -83,13 +83,13 @@ class Cleaner:
 
 
 def clean(text: str, encoding: str = "utf-8") -> str:
-    """A whole text, cleaned."""
+    """Return a whole text, cleaned."""
     cleaner = Cleaner(encoding)
     return cleaner.feed(text) + cleaner.finish()
 
 
 def clean_line(text: str, encoding: str = "utf-8") -> str:
-    """A text cleaned for a place where it must not break the line."""
+    """Return a text cleaned for a place where it must not break the line."""
     newline = "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"
     if not can_encode(newline, encoding):
         newline = "\\n"
@@ -97,7 +97,7 @@ def clean_line(text: str, encoding: str = "utf-8") -> str:
 
 
 def can_encode(text: str, encoding: str) -> bool:
-    """Whether an encoding has all of these characters."""
+    """Return whether an encoding has all of these characters."""
     try:
         text.encode(encoding)
     except UnicodeEncodeError:
@@ -106,14 +106,14 @@ def can_encode(text: str, encoding: str) -> bool:
 
 
 class Cell(NamedTuple):
-    """What a reader takes for one character."""
+    """A user-perceived character."""
 
     text: str
-    #: Columns that it takes at most.
+    #: The most columns that it may take.
     width: int
-    #: Whether every terminal agrees about the width.
+    #: Whether every terminal agrees on the width.
     exact: bool
-    #: A name for how it looks; cells of different marks may still form one word.
+    #: The name of its style; cells with different marks may still form one word.
     mark: str
 
     @property
@@ -122,7 +122,7 @@ class Cell(NamedTuple):
 
     @property
     def is_ideograph(self) -> bool:
-        """Wide enough that a row may end before or after it without a space."""
+        """Whether it is so wide that a row may end before or after it without a space."""
         return self.width > 1
 
 
@@ -145,7 +145,7 @@ def append_cells(cells: list[Cell], text: str, mark: str, *, join: bool = True) 
 
 
 def text_width(text: str) -> int:
-    """Columns that clean text takes at most."""
+    """Return the most columns that clean text may take."""
     if text.isascii():
         return len(text)
     cells: list[Cell] = []

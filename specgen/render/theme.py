@@ -1,8 +1,8 @@
 """The colours and styles of the marks.
 
-The colours are the terminal's own sixteen, so that they fit a dark and a light background
-alike. The attributes say the same without colours: underlined is what the draft got right,
-bold is what the target chose itself, and a bonus token is both.
+The colours are the terminal's own sixteen, so that they suit dark and light backgrounds. The attributes mean
+the same without colours: accepted tokens are underlined, tokens that the target chose itself are bold, and a
+bonus token is both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STYLES: Mapping[str, Style] = MappingProxyType(
     }
 )
 
-#: What is not the answer: the status line, labels of the summary.
+#: The style of text that is not the answer: the status line, labels of the summary.
 FAINT = Style(dim=True)
 
 #: Escape codes before and after a stretch of text.
@@ -42,10 +42,10 @@ Pens: TypeAlias = Mapping[str, Pen]
 
 
 def pens(console: Console, *, forced: bool = False) -> Pens:
-    """The escape codes for each mark on this console; none where it has none, unless `forced`.
+    """Return the escape codes for each mark on this console; none if it has none, unless `forced`.
 
-    Without colours (NO_COLOR) the attributes stay, and rejected text is also dimmed: not
-    every terminal strikes text through.
+    Without colours (NO_COLOR) the attributes stay, and rejected text is also dimmed: not every terminal
+    strikes text through.
     """
     styles: dict[str, Style] = {**STYLES, "faint": FAINT}
     if console.no_color:
@@ -61,18 +61,18 @@ def pens(console: Console, *, forced: bool = False) -> Pens:
 
 
 def coded(text: str, pen: Pen) -> str:
-    """Text with its codes; nothing for no text."""
+    """Return text with its codes; nothing for an empty text."""
     before, after = pen
     return f"{before}{text}{after}" if text else ""
 
 
 def row_codes(row: Row, codes: Pens) -> str:
-    """A row as it is written to a terminal."""
+    """Return a row with its codes, for a terminal."""
     return "".join([coded(text, codes[mark]) for text, mark in row.runs()])
 
 
 def row_text(row: Row) -> Text:
-    """A row for Rich to print."""
+    """Return a row for Rich to print."""
     text = Text(no_wrap=True, end="")
     for part, mark in row.runs():
         text.append(part, STYLES.get(mark))
@@ -80,7 +80,7 @@ def row_text(row: Row) -> Text:
 
 
 def legend() -> Text:
-    """The names of the marks, each as it looks."""
+    """Return the names of the marks, each in its own style."""
     return Text("  ").join(Text(mark, STYLES[mark]) for mark in LEGEND)
 
 

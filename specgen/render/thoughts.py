@@ -1,4 +1,4 @@
-"""Thinking blocks: what some models write between tags before their answer."""
+"""Thinking blocks, which some models write between tags before their answer."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from specgen.render.marks import Run
 from specgen.render.text import counted
 
 _BEGIN, _END = "<think>", "</think>"
-#: Rows of a thought that are seen while it comes.
+#: Rows of a thinking block that are shown while it is generated.
 _N_ROWS = 5
 
 
 class ThoughtReader:
-    """Tells the thought at the beginning of an answer from the rest, in text that comes in pieces.
+    """Separates the thinking block at the beginning of an answer from the rest, in text that comes in pieces.
 
-    Models begin with it or not at all; a tag further back is what the text is about. Some templates
-    write the first tag themselves: `is_begun`.
+    A model begins with it or has none; a tag further back is part of the answer. Some templates write the
+    first tag themselves: `is_begun`.
     """
 
     def __init__(self, *, is_begun: bool = False) -> None:
         self._held = ""
-        #: Whether a thought is going on.
+        #: Whether the thinking block is open.
         self.is_open = is_begun
-        #: Whether what comes is the answer.
+        #: Whether the text from here on is the answer.
         self.is_past = False
         self._is_space = True
 
     def feed(self, text: str) -> tuple[str, str]:
-        """What of the text is thought, and what is the answer; the lines between the two belong to
+        """Return the new parts of the thinking block and of the answer; empty lines between the two belong to
         neither. The beginning of a tag is held back."""
         if self.is_past:
             return "", self._answer(text)
@@ -53,7 +53,7 @@ class ThoughtReader:
         return text[: len(text) - n_held], ""
 
     def finish(self) -> tuple[str, str]:
-        """What was held back, as `feed` tells it."""
+        """Return the text that was held back, in the form of `feed`."""
         held, self._held = self._held, ""
         return (held, "") if self.is_open else ("", held)
 
@@ -65,19 +65,19 @@ class ThoughtReader:
 
 
 def is_thinking(prompt: str) -> bool:
-    """Whether a template has begun a thought at the end of a prompt."""
+    """Return whether a template has opened a thinking block at the end of a prompt."""
     return prompt.rstrip().endswith(_BEGIN)
 
 
 def thought_of(prompt: str, text: str) -> str:
-    """The thought at the beginning of an answer to a prompt; empty if there is none."""
+    """Return the thinking block at the beginning of an answer to a prompt; empty if there is none."""
     reader = ThoughtReader(is_begun=is_thinking(prompt))
     return (reader.feed(text)[0] + reader.finish()[0]).strip()
 
 
 class FoldedThought:
-    """The thought of one answer on a terminal: its last rows while it comes, and a line in its place
-    after that."""
+    """The thinking block of one answer on a terminal: its last rows while it is generated, then one line in
+    its place."""
 
     def __init__(self, columns: int, encoding: str, *, is_begun: bool) -> None:
         self._reader = ThoughtReader(is_begun=is_begun)
@@ -93,8 +93,8 @@ class FoldedThought:
         return self._reader.is_open
 
     def take(self, runs: Iterable[Run], time_s: float, n_tokens: int) -> Iterator[Run]:
-        """Keep the thought of the text that a round added, at `time_s` with so many tokens in all, and
-        pass the rest on, behind a line that stands for the thought."""
+        """Keep the thinking part of the text that a round added, at `time_s` with `n_tokens` tokens in all;
+        yield the rest, after a line that stands for the block."""
         was_open = self._reader.is_open
         thoughts, answer = "", []
         for text, mark in runs:
@@ -117,8 +117,8 @@ class FoldedThought:
         yield from answer
 
     def fold(self) -> Iterator[Run]:
-        """The line that stands for the thought, once, if there was one; and what was held back in
-        doubt of an answer."""
+        """Yield the line for the thinking block once, if there was one, and then text that was held back as a
+        possible tag."""
         if self._first_s is not None:
             seconds = self._last_s - self._first_s
             tokens = counted(self._n_tokens, "token")
@@ -129,11 +129,11 @@ class FoldedThought:
             yield Run(answer, "plain")
 
     def resize(self, columns: int) -> None:
-        """Lay out for a window of another width what may still change."""
+        """Lay out the rows that may still change for another width."""
         self._flow.resize(columns)
 
     def rows(self, n_most: int) -> list[Row]:
-        """The last rows of the thought."""
+        """Return the last rows of the thinking block."""
         self._rows = (self._rows + self._flow.take_settled(1, 1))[-_N_ROWS:]
         return (self._rows + list(self._flow.rows))[-min(n_most, _N_ROWS) :]
 

@@ -1,4 +1,4 @@
-"""Who may use the server: keys, and web pages of other origins."""
+"""Access control: API keys, and web pages of other origins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from specgen.server.addresses import is_loopback
 from specgen.server.errors import RequestError
 
-#: What needs no key: whether the server lives, and the page, which asks for the key.
+#: Paths that need no key: the health check, and the page, which asks for the key.
 _OPEN = ("/health", "/")
 _OPEN_FOLDERS = ("/page/",)
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -21,9 +21,9 @@ _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 class AccessCheck:
     """Refuses requests without one of the keys, if there are keys: 401.
 
-    A browser sends requests for any page that is open in it. Those of a page from elsewhere are
-    refused unless its origin is allowed: 403. Without keys, so are requests for another name than
-    the loopback's: a page can let its own name point to this machine (DNS rebinding).
+    A browser sends requests for any page that is open in it. Requests from pages of other origins are refused
+    unless the origin is allowed: 403. Without keys, requests for a host name other than the loopback's are
+    refused as well, since a page can let its own name point to this machine (DNS rebinding).
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class AccessCheck:
         return None
 
     def _knows(self, authorization: str) -> bool:
-        """Whether a header has one of the keys. All of them are compared, in constant time each, so
-        that the time says nothing about them."""
+        """Return whether a header has one of the keys. Every key is compared, in constant time, so that the
+        time reveals nothing about them."""
         scheme, _, given = authorization.partition(" ")
         data = given.strip().encode("utf-8", "surrogateescape")
         found = [hmac.compare_digest(data, key) for key in self._keys]

@@ -9,7 +9,7 @@ from specgen.errors import UsageError
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address can be reached from this machine alone."""
+    """Return whether only this machine can reach an address."""
     if host == "localhost":
         return True
     try:
@@ -19,9 +19,10 @@ def is_loopback(host: str) -> bool:
 
 
 def bound_socket(host: str, port: int, client_s: float = 0.0) -> socket.socket:
-    """A socket that has this address, and does not listen yet. Where the system can, connections to it
-    are dropped if the other side takes nothing for `client_s` seconds (0: never). Raises `UsageError`
-    if there is no such address, or it is taken."""
+    """Return a socket bound to an address, which does not listen yet.
+
+    If the system can, it drops a connection whose client accepts no data for `client_s` seconds (0: never).
+    Raises `UsageError` if there is no such address, or it is taken."""
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(address[0], address[1])

@@ -1,4 +1,4 @@
-"""The server's paths, and what each answers."""
+"""The server's paths and their handlers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from specgen.server.options import ServerOptions
 
 _T = TypeVar("_T")
 _PAGE = Path(__file__).parent / "page"
-#: Not as the machine has them: some call a script a text, which browsers then do not run.
+#: Set here, since some machines map .js to plain text, and browsers do not run such a script.
 _PAGE_TYPES = {
     ".css": "text/css",
     ".html": "text/html",
@@ -67,7 +67,7 @@ class Server:
         self._limits = options.limits
         self._model = options.alias or session.target_model.name.removesuffix(".gguf")
         self._started = int(time.time())
-        #: Prompts are written and tokenized there, one after the other, while the loop goes on.
+        #: The thread that builds and tokenizes prompts, one after the other, while the event loop goes on.
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="specgen-prompts")
 
     def __enter__(self) -> Server:
@@ -163,7 +163,7 @@ class Server:
     def _submit(
         self, endpoint: Endpoint, body: Mapping[str, Any], loop: asyncio.AbstractEventLoop
     ) -> tuple[Asked, Job]:
-        """Read a body and submit what it asks for. Raises `RequestError`, `SpecgenError`."""
+        """Read a body and submit its answers to the engine. Raises `RequestError`, `SpecgenError`."""
         options = self._session.options
         asked = read_asked(endpoint, body, options.sampler, options.generation, self._limits)
         asked = for_model(asked, self._session)
@@ -315,13 +315,13 @@ class _Counted:
 
 
 async def _no_such_path(_request: Request, error: Exception) -> Response:
-    """Starlette's own refusals: a path that there is not, a method that a path does not know."""
+    """Respond to Starlette's own refusals: an unknown path, or a method that a path does not support."""
     assert isinstance(error, HTTPException)
     return RequestError(error.status_code, error.detail, headers=error.headers).response()
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """A bug; its traceback goes to the log of the server."""
+    """Respond to a bug; its traceback goes to the server's log."""
     _log.error("%s failed", request.url.path, exc_info=error)
     return RequestError(500, "the server failed; its log says how", code="bug").response()
 
@@ -345,7 +345,7 @@ def _utf8(text: str) -> str:
 
 
 def _piece(data: bytes) -> str | list[int]:
-    """A token's text, or its bytes where they are no text of their own."""
+    """Return a token's text, or its bytes if they alone are no text."""
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -22,8 +22,9 @@ _TYPES = {
 
 
 class RequestError(Exception):
-    """A request that is not answered: the `status` of the response, and what its body says. `param`
-    is the field that is wrong, if it is one; `code` names the kind of error for programs."""
+    """A refused or failed request: the `status` of the response, and the content of its body.
+
+    `param` is the wrong field, if there is one; `code` names the kind of error for programs."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class RequestError(Exception):
 
     @staticmethod
     def of(error: SpecgenError) -> RequestError:
-        """What a client is told of an error: what it asked for is wrong, or the model failed."""
+        """Return the error for a client: 400 if the request is wrong, 500 if the model failed."""
         message = error.message if error.hint is None else f"{error.message}; {error.hint}"
         if isinstance(error, BodyError):
             return RequestError(400, message, code="invalid_value", param=error.field)
@@ -54,7 +55,7 @@ class RequestError(Exception):
         return RequestError(500, message)
 
     def body(self) -> dict[str, Any]:
-        """The body of the response."""
+        """Return the body of the response."""
         return {
             "error": {
                 "message": self.message,
@@ -65,7 +66,7 @@ class RequestError(Exception):
         }
 
     def response(self) -> JSONResponse:
-        """The response."""
+        """Return the response."""
         return JSONResponse(self.body(), self.status, headers=self.headers)
 
 

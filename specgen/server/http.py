@@ -16,13 +16,13 @@ from specgen.server.errors import RequestError
 from specgen.server.options import Limits
 
 _T = TypeVar("_T")
-#: A comment that keeps a stream open where nothing else is sent, in proxies too: how often, in seconds.
+#: Seconds without data after which a comment is sent, to keep a stream open, in proxies too.
 _KEEP_ALIVE_S = 15.0
 _COMMENT = b": waiting\n\n"
 
 
 async def read_json(request: Request, limits: Limits) -> Mapping[str, Any]:
-    """The object that a request's body is. Raises `RequestError`."""
+    """Return the JSON object in a request's body. Raises `RequestError`."""
     try:
         data = await asyncio.wait_for(_read(request, limits.body_bytes), limits.client_s or None)
     except asyncio.TimeoutError:
@@ -61,8 +61,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 async def while_connected(request: Request, work: Awaitable[_T]) -> _T:
-    """The result of `work`, which is cancelled if the client goes away before it is there. Raises
-    `ClientDisconnect` then."""
+    """Return the result of `work`; if the client disconnects first, cancel it, raise `ClientDisconnect`."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_until_gone(request.receive))
     try:
@@ -78,16 +77,16 @@ async def while_connected(request: Request, work: Awaitable[_T]) -> _T:
 
 
 async def _until_gone(receive: Receive) -> None:
-    """Returns when the client has closed the connection."""
+    """Return when the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class EventStream(Response):
-    """A stream of server-sent events, of JSON values and of `data: [DONE]` behind the last one.
+    """A stream of server-sent events: JSON values, and `data: [DONE]` after the last one.
 
-    `on_end` is called once, however the stream ends: all is sent, the client has gone, or does not take
-    what it is sent within `client_s` seconds.
+    `on_end` is called once, whatever ends the stream: everything is sent, the client disconnects, or it
+    accepts no data for `client_s` seconds.
     """
 
     media_type = "text/event-stream"
@@ -111,7 +110,7 @@ class EventStream(Response):
         try:
             await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
-                with contextlib.suppress(asyncio.TimeoutError):  # it does not read: let it go
+                with contextlib.suppress(asyncio.TimeoutError):  # the client does not read: give up
                     await sending
         finally:
             self._on_end()
@@ -130,7 +129,7 @@ class EventStream(Response):
         nothing = object()
         while True:
             value: Any = nothing
-            # A step that takes longer goes on: only the wait for it is cut.
+            # The timeout ends only the wait; a slow step goes on.
             following = asyncio.ensure_future(anext(self._values, nothing))
             try:
                 while not (await asyncio.wait((following,), timeout=_KEEP_ALIVE_S))[0]:

@@ -16,26 +16,26 @@ from specgen.server.errors import RequestError
 from specgen.server.jobs import Ask
 from specgen.server.options import Limits
 
-#: ``chat`` and ``completion`` are OpenAI's, ``infill`` is llama.cpp's for a text with a gap.
+#: ``chat`` and ``completion`` are OpenAI's; ``infill`` is llama.cpp's, for a text with a gap.
 Endpoint: TypeAlias = Literal["chat", "completion", "infill"]
-#: Fields of llama.cpp's server that ask for what is done anyway.
+#: Fields of llama.cpp's server whose accepted values change nothing, since specgen always acts so.
 _DONE_ANYWAY: dict[str, tuple[Any, ...]] = {"cache_prompt": (True,), "id_slot": (-1,)}
 
 
 @dataclass(frozen=True, slots=True)
 class DraftWish:
-    """What a request says of drafts, in its field `speculative`."""
+    """A request's wishes about drafts, from its field `speculative`."""
 
     draft: bool = True
-    #: The most tokens drafted in a round, and how drafts are judged; None is as the server has it.
+    #: The most tokens drafted in a round, and the verifier; None keeps the server's setting.
     max: int | None = None
     verifier: VerifierName | None = None
-    #: Whether a stream tells of each token where it comes from.
+    #: Whether a stream says of each token where it comes from.
     pieces: bool = False
 
     @staticmethod
     def of(value: Any) -> DraftWish:
-        """What the field says. Raises `BodyError`."""
+        """Return the wishes in a field's value. Raises `BodyError`."""
         name = "speculative"
         if value is None:
             return DraftWish()
@@ -60,21 +60,22 @@ class DraftWish:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a body asks for: `n` answers to each of its `requests`, which differ in their prompts
-    alone. A `gap` is filled with what the request says."""
+    """The content of a body: `n` answers to each of its `requests`, which differ only in their prompts.
+
+    If there is a `gap`, the answer fills it."""
 
     endpoint: Endpoint
     requests: tuple[Request, ...]
     n: int = 1
     gap: Gap | None = None
-    #: Whether the answer comes in pieces; and whether the last one has the usage alone.
+    #: Whether the answer is streamed, and whether a separate last chunk has the usage.
     streams: bool = False
     has_usage_alone: bool = False
     wish: DraftWish = DraftWish()
 
     @property
     def n_answers(self) -> int:
-        """How many answers are asked for."""
+        """The number of answers in all."""
         return self.n * len(self.requests)
 
 
@@ -85,8 +86,7 @@ def read_asked(
     generation: GenerationOptions,
     limits: Limits,
 ) -> Asked:
-    """What a body asks for, with `sampling` and `generation` for what it leaves out. Raises
-    `BodyError`."""
+    """Read a body; `sampling` and `generation` give the defaults of its fields. Raises `BodyError`."""
     fields = dict(body)
     for name, allowed in _DONE_ANYWAY.items():
         value = fields.pop(name, None)
@@ -118,7 +118,7 @@ def read_asked(
     for prompt in prompts:
         own = fields
         if gap is not None:
-            own = {**fields, "prompt": "-"}  # what stands around the gap is read already
+            own = {**fields, "prompt": "-"}  # a placeholder: the gap has the text
         elif prompt is not None:
             own = {**fields, "prompt": prompt}
         requests.append(read_request(kind, own, sampling, generation))
@@ -126,7 +126,7 @@ def read_asked(
 
 
 def for_model(asked: Asked, session: Session) -> Asked:
-    """The same for the model of a session, whose chat template says how it calls tools. Raises
+    """Return the same with the form of tool calls of a session's model, from its chat template. Raises
     `BodyError`."""
     template = template_of(session.target_model, has_tools=True)
     requests = tuple(with_call_form(request, template) for request in asked.requests)
@@ -134,13 +134,13 @@ def for_model(asked: Asked, session: Session) -> Asked:
 
 
 def _is_several(prompt: Any) -> bool:
-    """Whether a prompt is a list of prompts: texts, or lists of tokens."""
+    """Return whether a prompt is a list of prompts: texts, or lists of tokens."""
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
 
 
 def _gap(fields: dict[str, Any]) -> Gap:
-    """The gap of llama.cpp's fields, which are taken out. `prompt` is what stands in the gap
-    already."""
+    """Take llama.cpp's fields out of a body and return their gap. `prompt` is text that the gap already
+    begins with."""
     prefix = _text("input_prefix", fields.pop("input_prefix", None) or "")
     begun = _text("prompt", fields.pop("prompt", None) or "")
     suffix = _text("input_suffix", fields.pop("input_suffix", None) or "")
@@ -160,9 +160,9 @@ def _gap(fields: dict[str, Any]) -> Gap:
 
 
 def asks_of(asked: Asked, session: Session, n_ctx: int, limits: Limits) -> list[Ask]:
-    """What an engine with room for `n_ctx` tokens is asked for: the answers to the first prompt, then
-    those to the next one. Raises `UsageError`, `PromptError`, and `RequestError` for a prompt that
-    has no room."""
+    """Return what to submit to an engine with contexts of `n_ctx` tokens: all answers to the first prompt,
+    then those to the next. Raises `UsageError`, `PromptError`, and `RequestError` for a prompt that does not
+    fit."""
     asks: list[Ask] = []
     wish = asked.wish
     for request in asked.requests:
@@ -181,7 +181,7 @@ def _prompt(
     asked: Asked, request: Request, session: Session, n_ctx: int, generation: GenerationOptions
 ) -> Prompt:
     if asked.gap is not None:
-        # The far ends of a long text matter little: it is cut so that an answer has room.
+        # The far ends of a long text matter little: the text is cut to leave room for an answer.
         n_answer = generation.max_tokens if generation.max_tokens >= 0 else n_ctx // 4
         n_room = max(n_ctx // 4, n_ctx - n_answer)
         return session.infill(asked.gap, n_room).prompt
@@ -208,7 +208,7 @@ def _check_length(n_tokens: int, n_ctx: int, n_most: int) -> None:
 
 
 def _within(generation: GenerationOptions, n_most: int) -> GenerationOptions:
-    """The same, with no more tokens than are allowed."""
+    """Return the same with at most `n_most` tokens (0: no limit)."""
     if n_most <= 0 or 0 <= generation.max_tokens <= n_most:
         return generation
     return replace(generation, max_tokens=n_most)

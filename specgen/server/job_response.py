@@ -21,15 +21,16 @@ from specgen.server.jobs import EngineThread, Job
 
 @dataclass(slots=True)
 class _Told:
-    """What was told of one answer."""
+    """The events of one answer that the response needs."""
 
     pieces: list[Piece] = field(default_factory=list)
     finished: FinishedEvent | None = None
 
 
 class Answering:
-    """Makes the response to what was asked for, of the events of its `job`. `created` are seconds
-    since 1970; after `limit_s` seconds (0: never) the answers end with what there is of them."""
+    """Makes the response to a request from the events of its `job`.
+
+    `created` is in seconds since 1970. After `limit_s` seconds (0: never) the answers end as they are."""
 
     def __init__(
         self,
@@ -53,11 +54,11 @@ class Answering:
         self._told = [_Told() for _ in job.answers]
 
     def end(self) -> None:
-        """Nobody wants more of the answers: end those that are in the making."""
+        """End the unfinished answers, since nobody waits for them."""
         self._thread.cancel(self._job)
 
     async def body(self) -> dict[str, Any]:
-        """The whole response. Raises `RequestError` if an answer failed."""
+        """Return the whole response. Raises `RequestError` if an answer failed."""
         try:
             async for _ in self._events():
                 pass
@@ -66,7 +67,7 @@ class Answering:
         return self._with_echo(merged_bodies(self._bodies(), self._asked.n))
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """The response in pieces. An answer that fails ends it with an error as the last one."""
+        """Yield the response in chunks. If an answer fails, the last chunk is an error."""
         writer = ChunkWriter(
             self._kind,
             identity=self._identity,
@@ -103,7 +104,7 @@ class Answering:
             yield writer.without_choice(self._figures())
 
     async def _events(self) -> AsyncIterator[tuple[int, Event]]:
-        """The events of all answers, noted. Raises `RequestError` if one failed."""
+        """Yield the events of all answers; keep those for the body. Raises `RequestError` if one failed."""
         limit = None
         if self._limit_s > 0:
             limit = asyncio.get_running_loop().call_later(self._limit_s, self.end)
@@ -122,11 +123,11 @@ class Answering:
                 limit.cancel()
 
     def _parser(self, number: int) -> ToolCallParser | None:
-        """A new parser for the calls of an answer."""
+        """Return a new parser for the tool calls of an answer."""
         return self._asked.requests[number // self._asked.n].parser()
 
     def _bodies(self) -> list[dict[str, Any]]:
-        """The bodies of the answers, each as if it were the only one."""
+        """Return a body for each answer, as if it were the only one."""
         return [
             completion_body(
                 self._kind,
@@ -143,26 +144,26 @@ class Answering:
         ]
 
     def _figures(self) -> dict[str, Any]:
-        """`usage`, `speculative` and `timings` of the response."""
+        """Return `usage`, `speculative` and `timings` of the response."""
         return self._with_echo(merged_figures(self._bodies(), self._asked.n))
 
     def _with_echo(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The body with what was asked for of drafts."""
+        """Return the body with the request's wishes about drafts in `speculative`."""
         wish = self._asked.wish
         echo = {"draft": wish.draft, "max": wish.max, "verifier": wish.verifier}
         return {**body, "speculative": {**echo, **body["speculative"]}}
 
 
 class InfillAnswering(Answering):
-    """The same in the form of llama.cpp's server, for a text with a gap."""
+    """Makes the response in the form of llama.cpp's server, for a text with a gap."""
 
     async def body(self) -> dict[str, Any]:
-        """The whole response. Raises `RequestError` if an answer failed."""
+        """Return the whole response. Raises `RequestError` if an answer failed."""
         body = await super().body()
         return _as_llama_cpp(body, body["choices"][0]["text"], is_end=True)
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """The response in pieces."""
+        """Yield the response in chunks."""
         async for chunk in super().chunks():
             if "error" in chunk:
                 yield chunk
@@ -173,7 +174,7 @@ class InfillAnswering(Answering):
 
 
 def _as_llama_cpp(body: dict[str, Any], content: str, *, is_end: bool) -> dict[str, Any]:
-    """A body with the names of llama.cpp's server for the text of an answer."""
+    """Return a body with the fields of llama.cpp's server."""
     found: dict[str, Any] = {"index": 0, "content": content, "stop": is_end, "model": body["model"]}
     if is_end:
         usage = body["usage"]

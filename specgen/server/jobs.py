@@ -1,4 +1,4 @@
-"""One thread steps the engine; requests hand it what they ask for, and get events from it."""
+"""A thread that steps the engine. Requests submit jobs to it and receive their events."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from specgen.events import Event, PromptEvent
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.server.metrics import Metrics
 
-#: What is told of a job: the number of one of its answers, and an event of that or what ended it.
+#: The number of an answer in its job, and an event of that answer or the error that ended it.
 Told: TypeAlias = tuple[int, Event | SpecgenError]
-#: The last answers whose times say how long a request that is refused had better wait.
+#: The number of latest answers whose times give the `Retry-After` of a refused request.
 _N_REMEMBERED = 16
 _LONGEST_RETRY_S = 120
 _BROKEN = "the engine has failed, and the server ends"
@@ -38,7 +38,7 @@ class QueueFullError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What an engine is asked for: the arguments of `Engine.submit`."""
+    """One answer to generate: the arguments of `Engine.submit`."""
 
     prompt: Prompt
     sampling: SamplerOptions
@@ -58,25 +58,25 @@ class Job:
         self.submitted_s = submitted_s
         self._open = dict(enumerate(answers))
         self._loop = loop
-        #: What the request has not taken yet: no more than all events of its answers.
+        #: The events that the request has not consumed yet; at most all events of its answers.
         self._told: asyncio.Queue[Told | None] = asyncio.Queue()
 
     async def events(self) -> AsyncIterator[Told]:
-        """What happens, until all answers are done. To be consumed in the job's event loop."""
+        """Yield the events until all answers are done. To be consumed in the job's event loop."""
         while (told := await self._told.get()) is not None:
             yield told
 
     @property
     def n_open(self) -> int:
-        """How many answers are not done."""
+        """The number of answers that are not done."""
         return len(self._open)
 
     def pass_on(self) -> list[Told]:
-        """Tell the request what happened since the last time, and return it. For the thread that
-        steps the engine; the request may be slow, or gone."""
+        """Send the request the new events of its answers, and return them. Called by the thread that steps
+        the engine, which does not wait for the request: it may be slow, or gone."""
         news: list[Told] = []
         for number, answer in list(self._open.items()):
-            is_done = answer.is_done  # before its events are looked at
+            is_done = answer.is_done  # read before the events, so that none is missed
             while answer.events:
                 news.append((number, answer.events.popleft()))
             if answer.failure is not None:
@@ -89,7 +89,7 @@ class Job:
         return news
 
     def fail(self, error: SpecgenError) -> None:
-        """Tell the request that its answers come to nothing."""
+        """Tell the request that its answers failed."""
         told: list[Told] = [(0, error)]
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._tell, told, True)
@@ -102,12 +102,12 @@ class Job:
 
 
 class EngineThread:
-    """Steps an engine in a thread of its own, as long as there is something to do. Use it as a
-    context manager; at the end it closes the engine. `n_waiting` answers may wait for a free slot.
-    `between_answers` is called in that thread while no answer is in the making: with True when one
-    begins now.
+    """Steps an engine in a separate thread while there are jobs. Use it as a context manager; its exit closes
+    the engine.
 
-    `failure` is a bug, or a lost worker, that ended the thread; all answers have failed then.
+    `n_waiting` answers may wait for a free slot. That thread calls `between_answers` while no answer is
+    generated: with True before one begins, with False after the last one. `failure` is the exception that
+    ended the thread, a bug or a lost worker; all answers have failed then.
     """
 
     def __init__(
@@ -142,23 +142,23 @@ class EngineThread:
 
     @property
     def n_open(self) -> int:
-        """How many answers are in the making or waiting."""
+        """The number of answers that are generated or waiting."""
         return self._n_open
 
     def check_room(self, n_answers: int) -> None:
-        """Raises `QueueFullError` if there is no room for so many answers more."""
+        """Raise `QueueFullError` if there is no room for `n_answers` more answers."""
         if self._n_open + n_answers > self.engine.n_parallel + self._n_waiting:
             raise QueueFullError(self._retry_s(n_answers))
 
     def submit(self, asks: Sequence[Ask], loop: asyncio.AbstractEventLoop) -> Job:
-        """Ask for answers, whose events go to this event loop. May be called from any thread. Raises
-        `QueueFullError`, and what `Engine.submit` raises; nothing is asked for then."""
+        """Submit answers, whose events go to this event loop. May be called from any thread. Raises
+        `QueueFullError`, and what `Engine.submit` raises; nothing is submitted then."""
         now = time.monotonic()
         with self._changed:
             self.check_room(len(asks))
             self._n_open += len(asks)
         answers: list[Answer] = []
-        try:  # to read a grammar may take long: the thread goes on meanwhile
+        try:  # without the lock: reading a grammar may take long, and the thread goes on meanwhile
             answers.extend(map(self._submit, asks))
         except BaseException:
             for answer in answers:
@@ -186,7 +186,7 @@ class EngineThread:
         )
 
     def cancel(self, job: Job) -> None:
-        """End the answers of a job with what there is of them, within a round."""
+        """End the answers of a job as they are, within a round."""
         for answer in job.answers:
             if not answer.is_done:
                 self.engine.cancel(answer)
@@ -199,7 +199,7 @@ class EngineThread:
             self.cancel(job)
 
     def _retry_s(self, n_more: int) -> int:
-        """When there may be room for so many answers more, in seconds."""
+        """Estimate the seconds until there is room for `n_more` more answers."""
         known = list(self._answer_s)
         mean_s = sum(known) / len(known) if known else 1.0
         return max(1, min(_LONGEST_RETRY_S, round(mean_s * n_more / self.engine.n_parallel)))
@@ -228,7 +228,7 @@ class EngineThread:
                 job.fail(BackendError(_BROKEN))
 
     def _step(self) -> None:
-        """One step. What goes wrong in it ends the answers of its round, and not the server."""
+        """Step the engine once. An error ends the answers of the round, not the server."""
         engine = self.engine
         n_begun, plain_s = engine.n_begun, engine.plain_round_s()
         is_reading = engine.is_reading

@@ -1,7 +1,7 @@
-"""Figures of a server in the form of Prometheus.
+"""Figures of a server in Prometheus's format.
 
-Names are those that llama.cpp's server and vLLM share, with our prefix; what they do not have is
-named alike.
+Names are those that llama.cpp's server and vLLM share, with our prefix. Figures that they lack have names in
+the same style.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 
 
 class Metrics:
-    """Counts what a server does. May be used from several threads."""
+    """Counts the server's work. May be used from several threads."""
 
     def __init__(self, n_slots: int) -> None:
         self._registry = CollectorRegistry()
@@ -73,7 +73,7 @@ class Metrics:
         return Histogram(f"specgen:{name}", text, buckets=_SECONDS, registry=self._registry)
 
     def count_events(self, events: Sequence[Event]) -> None:
-        """Count what happened in a step of the engine."""
+        """Count the events of a step of the engine."""
         n_nodes: dict[int, int] = {}
         for event in events:
             if isinstance(event, DraftedEvent):
@@ -103,15 +103,15 @@ class Metrics:
     def count_round(
         self, events: Sequence[Event], n_answers: int, seconds: float, plain_s: float
     ) -> None:
-        """Count a round of so many answers without a prompt that was read beside; one without drafts
-        would have taken `plain_s`, for a token of each."""
+        """Count a round of `n_answers` answers in which no prompt was read. A plain round, with one token for
+        each answer, would have taken `plain_s`."""
         n_tokens = sum(len(event.pieces) for event in events if isinstance(event, CommittedEvent))
         self._round_s += seconds
         self._plain_s += plain_s * n_tokens / n_answers
         self._gain.set(self._plain_s / self._round_s)
 
     def count_times(self, told: Sequence[tuple[int, Event | SpecgenError]], seconds: float) -> None:
-        """Count the times of answers whose request came so many seconds ago."""
+        """Count the times of answers whose request came `seconds` ago."""
         for _, event in told:
             if isinstance(event, CommittedEvent) and event.n_tokens == len(event.pieces):
                 self._first_s.observe(seconds)
@@ -125,12 +125,12 @@ class Metrics:
         self._responses.labels(status).inc()
 
     def show_load(self, n_processing: int, n_waiting: int) -> None:
-        """Show how many answers are in the making, and how many wait."""
+        """Show how many answers are being generated, and how many wait."""
         self._processing.set(n_processing)
         self._deferred.set(n_waiting)
 
     def text(self) -> bytes:
-        """All figures in Prometheus's text format."""
+        """Return all figures in Prometheus's text format."""
         return generate_latest(self._registry)
 
 

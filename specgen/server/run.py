@@ -19,7 +19,7 @@ from specgen.server.jobs import EngineThread
 from specgen.server.metrics import Metrics
 from specgen.server.options import ServerOptions
 
-#: What is left for sending the ends of answers that were cut short, in seconds.
+#: Seconds for sending the ends of answers that were cut short.
 _FLUSH_S = 5.0
 
 
@@ -34,10 +34,12 @@ def serve(
     note: Callable[[str], None] = lambda _text: None,
     between_answers: Callable[[bool], None] = lambda _begins: None,
 ) -> None:
-    """Answer requests that come to a socket until SIGTERM or Ctrl-C. Answers in the making then have
-    `drain_s` seconds to end by themselves; a second signal ends them at once. Closes the engine.
-    `ready` is called when requests are taken. `note` is told what happens at the end, and
-    `between_answers` is called by the engine's thread while no answer is in the making. Raises what ended the engine's thread, which is a bug."""
+    """Answer requests on a socket until SIGTERM or Ctrl-C. Unfinished answers then have `drain_s` seconds to
+    end; a second signal ends them at once. Closes the engine.
+
+    `ready` is called when requests are accepted. `note` gets a sentence when the server starts to end. The
+    engine's thread calls `between_answers` while no answer is generated. Raises the exception that ended that
+    thread, if one did: a bug or a lost worker."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("specgen.server").setLevel(logging.INFO)
     with http_server(
@@ -65,7 +67,7 @@ def http_server(
     note: Callable[[str], None] = lambda _text: None,
     between_answers: Callable[[bool], None] = lambda _begins: None,
 ) -> Iterator[DrainingServer]:
-    """A server that is to be `run`, with a thread that steps the engine, which it closes at the end."""
+    """Open a server to `run`, with a thread that steps the engine; the exit closes the engine."""
     metrics = Metrics(engine.n_parallel)
     with (
         EngineThread(engine, metrics, options.limits.n_waiting, between_answers) as thread,
@@ -74,8 +76,7 @@ def http_server(
         config = uvicorn.Config(
             server.app(),
             log_config=None,
-            # What goes wrong is in specgen's own log; clients that do not take their answers are no
-            # errors.
+            # specgen's own log has the errors; a client that does not read its answer is none.
             log_level="info" if is_verbose else "critical",
             access_log=is_verbose,
             lifespan="off",
@@ -87,7 +88,7 @@ def http_server(
 
 
 class DrainingServer(uvicorn.Server):
-    """A server that ends when its answers have ended, or some time after it was told to."""
+    """A server that, when told to end, waits for its answers, but not longer than `drain_s` seconds."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class DrainingServer(uvicorn.Server):
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the engine's thread before its time."""
+        """The exception that ended the engine's thread, if one did."""
         return self._thread.failure
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -117,8 +118,8 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter) or self.failure is not None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # Unlike uvicorn's own, it does not raise the signal again at the end: to be told to end is
-        # no failure.
+        # Unlike uvicorn's own method, this does not raise the signal again at the end: being told to
+        # end is no failure.
         if self.should_exit:
             self._thread.cancel_all()
             return

@@ -1,1 +1,1 @@
-"""Drafts that are made for a target, out of the target's own text."""
+"""Drafts made for one target, from text that the target wrote itself."""

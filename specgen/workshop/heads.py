@@ -1,11 +1,10 @@
 """Decoder heads trained on a target's own text, with NumPy.
 
-What they compute is in `specgen.backend.llama.decoder_heads`. They are trained to say what the target
-says: first its next hidden state, by a linear map that is found at once (ridge regression: each
-place teaches as many numbers as a hidden state has, so that little text goes far), then its next tokens,
-by gradient descent on the cross-entropy with the target's own distribution, several tokens
-ahead. (Distillation as in DistillSpec, Zhou et al., arXiv:2310.08461; unrolled as in
-training a recurrent drafter, Cheng et al., arXiv:2403.09919.)
+`specgen.backend.llama.decoder_heads` describes what heads compute. Training has two steps. Ridge
+regression finds a linear map to the target's next hidden state; each place gives as many numbers to learn
+from as a hidden state has, so little text suffices. Then gradient descent minimises the cross-entropy with
+the target's own distribution, several tokens ahead. (Distillation as in DistillSpec, Zhou et al.,
+arXiv:2310.08461; unrolled as in training a recurrent drafter, Cheng et al., arXiv:2403.09919.)
 """
 
 from __future__ import annotations
@@ -29,23 +28,24 @@ from specgen.workshop.texts import N_TOP, TargetText
 _ONE = np.float32(1.0)
 Parameters: TypeAlias = dict[str, NDArray[Any]]
 
-#: Tokens that are guessed: the text's own, then those of the lowest ids, which tokenizers give to
-#: what is frequent. (Of the 1.5B's held-back answers 8,192 of them are 0.86, 32,768 are 0.96.)
+#: The number of tokens that heads can guess: first those of the text, then those with the lowest ids, since
+#: tokenizers give low ids to frequent tokens. (In the 1.5B's held-back answers 8,192 tokens cover 0.86 of the
+#: places, 32,768 cover 0.96.)
 N_FREQUENT = 32_768
-#: The size of what is within silu, and how many tokens ahead the heads are trained to look.
+#: The size of the inner layer (inside silu), and the number of tokens ahead that the heads are trained for.
 N_INNER = 1024
 N_AHEAD = 3
-#: What a token further ahead counts, of the one before it.
+#: The weight of a token's loss, relative to the token before it.
 _FADING = 0.8
-#: Places of a step, passes over the text at most, and the step's size.
+#: Places in a step, the most passes over the text, and the learning rate.
 _N_BATCH = 256
 _N_PASSES = 3
 _RATE = 2e-4
 _N_WARM = 30
-#: Of the tokens that the text does not have, so many stand for all of them in a step.
+#: Tokens that the text lacks are sampled: this many stand for all of them in a step.
 _N_OTHERS = 2048
 _RIDGE = 300.0
-#: The least places to learn from, and to judge by.
+#: The fewest places to learn from, and to judge by.
 _LEAST_PLACES = 8 * _N_BATCH
 _LEAST_JUDGED = 100
 #: Steps between judgements.
@@ -56,8 +56,10 @@ _PATIENCE = 6
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How often heads say what the target says, on held-back answers: by how many tokens ahead, given
-    that those before are right, their likeliest token, and one of their four likeliest."""
+    """How often heads predict the target's token on held-back answers.
+
+    Item k is for the token k + 1 places ahead, given the right tokens before it: `top_1` counts the likeliest
+    token, `top_4` the four likeliest."""
 
     top_1: tuple[float, ...]
     top_4: tuple[float, ...]
@@ -65,10 +67,10 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class TrainedHeads:
-    """Heads, what they reach, and what was learnt from."""
+    """Heads, their agreement with the target, and the amount of training."""
 
     weights: HeadWeights
-    #: Of the linear map, and at the end.
+    #: The agreement of the linear map alone, and after training.
     before: Agreement
     after: Agreement
     n_places: int
@@ -77,15 +79,15 @@ class TrainedHeads:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Places of texts. Row i: the hidden state that the target chose token i by, that token with those
-    behind it, and what the target thought of each of these."""
+    """Places of texts. Row i has the hidden state from which the target chose a token, this token with the
+    next ones, and the target's distribution for each of the next ones."""
 
     #: float32[n, n_embd], int32[n, 1 + N_AHEAD].
     hidden: FloatArray
     tokens: NDArray[np.int32]
-    #: The hidden state behind: float32[n, n_embd].
+    #: The next hidden state: float32[n, n_embd].
     next_hidden: FloatArray
-    #: Of the tokens behind the first: int32[n, N_AHEAD, N_TOP], float32[n, N_AHEAD, N_TOP].
+    #: The likeliest tokens at later places: int32[n, N_AHEAD, N_TOP], float32[n, N_AHEAD, N_TOP].
     top_tokens: NDArray[np.int32]
     top_probabilities: FloatArray
 
@@ -106,10 +108,11 @@ def train_heads(
     progress: Callable[[int, int], None],
     seed: int = 0,
 ) -> TrainedHeads | None:
-    """Train heads for a `target`, by the text that it wrote. None if `interrupted` says so.
+    """Train heads for `target` on the text that it wrote; None if `interrupted` returns True.
 
-    `until_s` ends the training, by `clock`. `progress` is told of steps. The best heads by the held-back answers are
-    kept. Raises `UsageError` if the text is too short, `ModelFileError` if the target's file is damaged.
+    Training ends when `clock` reaches `until_s` at the latest. `progress` gets the steps done and the steps
+    in all. The result has the weights that agreed best on the held-back answers. Raises `UsageError` if the
+    text is too short or `n_embd` is no multiple of 32, `ModelFileError` if the target's file is damaged.
     """
     learnt, judged = _places(text, held_back=False), _places(text, held_back=True)
     if len(learnt) < _LEAST_PLACES or len(judged) < _LEAST_JUDGED:
@@ -159,13 +162,13 @@ def train_heads(
 
 
 def _rate(step: int, done: float) -> float:
-    """The size of a step: warmed up, then along half a cosine."""
+    """The learning rate of a step: a warm-up, then half a cosine."""
     along = 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
     return _RATE * min(1.0, (step + 1) / _N_WARM) * (0.02 + 0.98 * along)
 
 
 def _places(text: TargetText, *, held_back: bool) -> _Places:
-    """The places of the answers that are held back, or of the others, with enough behind them."""
+    """The places with N_AHEAD tokens behind them, in the answers that are held back or in the others."""
     hidden, behind, tokens, top_tokens, top_probabilities = [], [], [], [], []
     for index, answer in enumerate(text.answers):
         n = len(answer.tokens) - N_AHEAD
@@ -194,7 +197,7 @@ def _places(text: TargetText, *, held_back: bool) -> _Places:
 
 
 def _frequent(text: TargetText, n_vocab: int) -> NDArray[np.int32]:
-    """The tokens to guess, increasing."""
+    """The ids of the tokens to guess, increasing."""
     counts = Counter(
         token for answer in text.answers if not answer.is_held_back for token in answer.tokens
     )
@@ -207,7 +210,7 @@ def _frequent(text: TargetText, n_vocab: int) -> NDArray[np.int32]:
 
 
 class _Task:
-    """What is to be learnt, and how well it was."""
+    """The training data, gradients on it, and the agreement on held-back places."""
 
     def __init__(
         self,
@@ -226,7 +229,7 @@ class _Task:
         self._index = np.full(n_vocab, -1, np.int64)
         self._index[tokens] = np.arange(len(tokens))
         self.embeddings = _with_others(rows.embeddings(tokens))
-        #: V of scaled states.
+        #: The output matrix for scaled states (V in `decoder_heads`).
         self.output = rows.output(tokens) / np.float32(scale)
         seen = self._index[np.unique(learnt.tokens)]
         #: The frequent tokens of the text, and those that are not in it.
@@ -251,7 +254,7 @@ class _Task:
         return np.linalg.solve(gram, products).astype(np.float32)
 
     def gradients(self, network: _Network, batch: NDArray[np.int64]) -> Parameters:
-        """The gradients of the cross-entropy with what the target thought, at the places `batch`."""
+        """The gradients of the cross-entropy with the target's distribution at the places `batch`."""
         learnt = self._learnt
         n = len(batch)
         n_others = min(_N_OTHERS, len(self._others))
@@ -260,7 +263,7 @@ class _Task:
         place = np.full(len(self.tokens), -1, np.int64)
         place[candidates] = np.arange(len(candidates))
         output = self.output[candidates]
-        # Those that were chosen at random stand for all that were not.
+        # The sampled tokens stand for all tokens that the text lacks.
         bias = np.zeros(len(candidates), np.float32)
         if n_others:
             bias[len(self._own) :] = np.log(len(self._others) / n_others)
@@ -284,7 +287,7 @@ class _Task:
         return network.backward(passes, losses)
 
     def judge(self, network: _Network) -> Agreement:
-        """How often the network is right on the held-back places, each time told the tokens before."""
+        """How often the network predicts the target's token on held-back places, given the tokens before."""
         judged = self._judged
         right = np.zeros(N_AHEAD)
         among = np.zeros(N_AHEAD)
@@ -307,7 +310,7 @@ class _Task:
 
 
 def _with_others(embeddings: FloatArray) -> FloatArray:
-    """Embeddings of frequent tokens at one scale, and behind them one for all other tokens."""
+    """Embeddings of the frequent tokens at one scale, and a last row, their mean, for all others."""
     embeddings = embeddings / np.sqrt(np.square(embeddings).mean())
     return np.concatenate([embeddings, embeddings.mean(axis=0, keepdims=True)]).astype(np.float32)
 
@@ -328,7 +331,7 @@ def _softmax(logits: FloatArray) -> FloatArray:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """What a forward pass computed, for the way back."""
+    """The values of a forward pass that the backward pass needs."""
 
     state: FloatArray
     embedded: FloatArray
@@ -374,8 +377,7 @@ class _Network:
         return _Pass(state, embedded, inner, sigmoid, result)
 
     def backward(self, passes: list[_Pass], losses: list[NDArray[Any]]) -> Parameters:
-        """The gradients of losses whose gradients by the results of the passes, one after the other,
-        are given."""
+        """The gradients by the parameters; `losses[k]` is the gradient by the result of `passes[k]`."""
         p = self.parameters
         gradients = {name: np.zeros_like(values) for name, values in p.items()}
         behind: NDArray[Any] = np.zeros_like(losses[-1])
@@ -421,7 +423,7 @@ class _Adam:
 def _weights(
     parameters: Parameters, task: _Task, name: str, n_vocab: int, vocabulary: str
 ) -> HeadWeights:
-    """The weights as a file has them: a matrix has a row for each result."""
+    """The weights in a file's layout: a matrix has a row for each output."""
     p = parameters
     return HeadWeights(
         target=name,

@@ -1,4 +1,4 @@
-"""Makes drafts for a target in the time there is: first the target's own text, then a draft of each kind."""
+"""Makes drafts for a target in a given time: first the target's own text, then a draft of each kind."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 Kind: TypeAlias = Literal["heads", "distilled", "pruned"]
 
-#: Tokens of the target's own text that drafts are made from; heads agree a little more with twice as many.
+#: Tokens of the target's own text for making drafts; with twice as many, heads agree only a little more.
 N_TOKENS = 40_000
-#: The most tokens of an answer, and answers that are made at once.
+#: The most tokens of an answer, and the number of answers that are generated at once.
 N_ANSWER_TOKENS = 256
 N_PARALLEL = 16
-#: The share of the time that may go into the text.
+#: The largest share of the time that is spent on the text.
 _SHARE_OF_TEXT = 0.6
 
 
 @dataclass(frozen=True, slots=True)
 class TextWanted:
-    """The text that drafts are made from: answers to `prompts`, `n_tokens` tokens in all, `n_parallel` at
-    once, of `max_tokens` tokens each at most."""
+    """The text to make drafts from: answers to `prompts`, `n_tokens` tokens in all, `n_parallel` answers at
+    once, each with at most `max_tokens` tokens."""
 
     prompts: Sequence[str]
     n_tokens: int = N_TOKENS
@@ -54,8 +54,8 @@ def own_prompts() -> list[str]:
 class Workshop:
     """Makes drafts for the target of a session, in a cache folder.
 
-    `clock` gives seconds. `tell` is told in a sentence what was made, and `interrupted` says whether to
-    stop. `expected` is what `make_pruned` asks how fast a draft would be.
+    `clock` gives seconds. `tell` gets a sentence about each result; `interrupted` returns whether to stop.
+    `expected` gives `make_pruned` the expected speed-up of a draft.
     """
 
     def __init__(
@@ -84,16 +84,16 @@ class Workshop:
         self.folder = text_folder(cache, self._identity)
 
     def make(self, kinds: Sequence[Kind], small: Path | None, minutes: float) -> list[Path] | None:
-        """The files of drafts of these kinds, made in about so many minutes; None if interrupted, with
-        the text kept. `small` is the model that a distilled draft is made from.
+        """Make drafts of these kinds in about `minutes` and return their files; None if interrupted.
 
-        Raises what the kinds raise: `UsageError`, `PairError`, `ModelFileError`, `MemoryLimitError`,
-        `OutputError`.
+        After an interruption the text is kept. `small` is the model that a distilled draft is made from.
+        Raises what making each kind raises: `UsageError`, `PairError`, `ModelFileError`,
+        `MemoryLimitError`, `OutputError`.
         """
         if "pruned" in kinds:
             from specgen.workshop.pruned.files import check_prunable
 
-            check_prunable(self._session.target_model)  # before it writes for minutes
+            check_prunable(self._session.target_model)  # before minutes are spent on the text
         started_s = self._clock()
         until_s = started_s + 60.0 * minutes
         self.write_text(until_s=started_s + _SHARE_OF_TEXT * 60.0 * minutes)
@@ -115,7 +115,8 @@ class Workshop:
         return made
 
     def write_text(self, until_s: float = float("inf")) -> int:
-        """Let the target write text until the clock says `until_s`; returns how many tokens there are.
+        """Let the target write text until the clock reaches `until_s`; return the number of tokens there are.
+
         Raises what `specgen.workshop.texts.write_text` raises."""
         from specgen.workshop.texts import bytes_of, write_text
 

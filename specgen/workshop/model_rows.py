@@ -1,4 +1,4 @@
-"""Rows of a GGUF model's matrices, as numbers."""
+"""Dequantised rows of a GGUF model's matrices."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from specgen.catalogue.files import model_parts
 from specgen.errors import ModelFileError
 
 _NAMES = {number: name for name, number in TYPE_NUMBERS.items()}
-#: Rows that are dequantised at once.
+#: The number of rows that are dequantised at once.
 _N_ROWS = 4096
 
 
 class ModelRows:
-    """The token embeddings of a model, and its output matrix, which may be the same. Raises
-    `ModelFileError` if the file, or its parts, have none, or one of a type that is not known."""
+    """The token embeddings and the output matrix of a model; the two may be the same tensor.
+
+    Raises `ModelFileError` if there are no embeddings, or if a tensor's type is unknown."""
 
     def __init__(self, path: Path) -> None:
         from gguf import GGUFReader
@@ -44,7 +45,7 @@ class ModelRows:
         return _rows(self._embeddings, np.asarray(tokens))
 
     def output(self, tokens: Sequence[int] | NDArray[Any]) -> FloatArray:
-        """The rows of the output matrix that are for tokens: float32[n, n_embd]."""
+        """The rows of the output matrix for tokens: float32[n, n_embd]."""
         return _rows(self._output, np.asarray(tokens))
 
 

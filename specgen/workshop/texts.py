@@ -1,9 +1,9 @@
-"""A target's own answers, with what it thought at each place: what drafts for it are made from.
+"""A target's own answers with its hidden states and likeliest tokens: the text that drafts are made from.
 
-A folder holds ``answers.jsonl``, one answer a line, and beside it two arrays with a row for each
-token of the answers: ``hidden.f16``, the target's final hidden state before the token, and
-``top.bin``, the likeliest tokens there. All are appended to; whatever ends the process, the next one goes on
-behind the last answer that is whole in all three.
+A folder holds ``answers.jsonl``, one answer a line, and two arrays with a row for each token of the answers:
+``hidden.f16``, the target's final hidden state before the token, and ``top.bin``, the likeliest tokens there.
+All three are only appended to. If a process is killed, the next one continues after the last answer that is
+complete in all three.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from specgen.json_lines import (
     write_errors,
 )
 
-#: Of the likeliest tokens so many are kept for each place.
+#: The number of likeliest tokens that are kept for each place.
 N_TOP = 16
-#: Every so many-th prompt is for judging, not for learning.
+#: Every tenth prompt is for judging, not for learning.
 HELD_BACK_EVERY = 10
-#: Rows of which llama.cpp computes hidden states and logits at once.
+#: The number of rows for which llama.cpp computes hidden states and logits at once.
 _N_ROWS = 64
 _HIDDEN, _TOP, _ANSWERS = "hidden.f16", "top.bin", "answers.jsonl"
 _TOP_ROW = np.dtype([("tokens", "<i4", N_TOP), ("probabilities", "<f2", N_TOP)])
@@ -46,18 +46,19 @@ _TOP_ROW = np.dtype([("tokens", "<i4", N_TOP), ("probabilities", "<f2", N_TOP)])
 
 @dataclass(frozen=True, slots=True)
 class TargetAnswer:
-    """An answer of the target: its tokens, the one that ended it among them."""
+    """An answer of the target: its tokens, including the one that ended it."""
 
     prompt: str
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
-    #: Whether it is for judging what was learnt from the others.
+    #: Whether the answer is for judging, not for learning.
     is_held_back: bool
 
 
 class TargetText:
-    """The answers in a folder, to be read: all, or those to some `prompts`. Raises `ModelFileError`
-    if what is there is damaged."""
+    """The answers in a folder, for reading: all of them, or those to some `prompts`.
+
+    Raises `ModelFileError` if the files are damaged."""
 
     def __init__(self, folder: Path, n_embd: int, prompts: Collection[str] | None = None) -> None:
         self._folder = folder
@@ -88,24 +89,24 @@ class TargetText:
         return np.memmap(self._folder / _TOP, _TOP_ROW, "r", shape=(self._n_rows,))
 
     def hidden(self, index: int) -> NDArray[np.float16]:
-        """The target's final hidden states (behind the last norm) before each token of an answer:
-        float16[n_tokens, n_embd]. Row 0 is that of the prompt's last token."""
+        """The target's final hidden states (after the last norm) before each token of an answer:
+        float16[n_tokens, n_embd]. Row 0 belongs to the prompt's last token."""
         return self._hidden[self._rows[index]]
 
     def top(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
-        """The likeliest tokens for each place of an answer, best first, and their probabilities at
+        """The likeliest tokens at each place of an answer, best first, and their probabilities at
         temperature 1: int32[n_tokens, N_TOP] and float16[n_tokens, N_TOP]."""
         rows = self._top[self._rows[index]]
         return rows["tokens"], rows["probabilities"]
 
 
 def is_held_back(index: int) -> bool:
-    """Whether a prompt, counted from 0, is for judging."""
+    """Whether the prompt with this number, from 0, is for judging."""
     return index % HELD_BACK_EVERY == HELD_BACK_EVERY - 1
 
 
 def bytes_of(n_tokens: int, n_embd: int) -> int:
-    """About the bytes on the disk that so many tokens take."""
+    """The approximate size on the disk of `n_tokens` tokens of text."""
     return n_tokens * (2 * n_embd + _TOP_ROW.itemsize + 8)
 
 
@@ -120,14 +121,14 @@ def write_text(
     interrupted: Callable[[], bool],
     progress: Callable[[int, int], None],
 ) -> int:
-    """Let the target answer prompts until the folder holds `n_tokens` tokens of answers to them, or
-    there are no more prompts; those that it holds an answer to are not asked again. Up to `n_parallel` are
-    answered at once, each with `max_tokens` tokens at most. Returns how many tokens of answers to
-    these prompts it holds.
+    """Let the target answer prompts until the folder holds `n_tokens` tokens of answers to them, or no
+    prompts are left. Return the number of tokens of answers to these prompts in the folder.
 
-    `progress` is told how many tokens there are, and how many there are to be. An interrupted call
-    keeps the answers that are done. Raises `OutputError`, `MemoryLimitError`, `PairError` if the target
-    has a recurrent state, and `ModelFileError` if what is in the folder is damaged.
+    Prompts that have an answer in the folder are skipped. Up to `n_parallel` prompts are answered at once,
+    each with at most `max_tokens` tokens. `progress` gets the tokens so far and `n_tokens`. An interrupted
+    call keeps the finished answers. Raises `OutputError`, `MemoryLimitError`, `UsageError` if `max_tokens` do
+    not fit the target's context, `PairError` if the target has a recurrent state, and `ModelFileError` if the
+    folder's files are damaged.
     """
     if session.target_model.has_recurrent_state:
         raise PairError(
@@ -170,7 +171,7 @@ def write_text(
 
 
 class TextReader:
-    """Reads texts with the target, for what it thinks at their places. Use it as a context manager."""
+    """Reads texts with the target to get its logits and hidden states. Use it as a context manager."""
 
     def __init__(self, session: Session, n_ctx: int) -> None:
         self._backend = LlamaBackend(
@@ -190,7 +191,7 @@ class TextReader:
     def read(
         self, prompt: Sequence[int], answer: Sequence[int]
     ) -> Iterator[tuple[Logits, NDArray[np.float32]]]:
-        """The logits and the final hidden states before each token of an answer, in pieces:
+        """Yield the logits and the final hidden states before each token of an answer, in pieces:
         float32[n, n_vocab] and float32[n, n_embd], valid until the next piece."""
         backend = self._backend
         if backend.length(0):
@@ -211,7 +212,7 @@ def _rows(tokens: Sequence[int], position: int, *, wanted: bool) -> Batch:
 
 
 class _Writer:
-    """Appends answers to a folder, and what the target thought at their places."""
+    """Appends answers to a folder, with the target's hidden states and likeliest tokens at their places."""
 
     def __init__(self, folder: Path, session: Session) -> None:
         self._session = session
@@ -243,7 +244,7 @@ class _Writer:
             yield writer
 
     def add(self, answer: TargetAnswer) -> None:
-        """Have the target read an answer, and append it: the line comes last."""
+        """Let the target read an answer, and append it; its line in ``answers.jsonl`` is written last."""
         hidden, top = [], []
         reader = self._reader_for(len(answer.prompt_tokens) + len(answer.tokens))
         for logits, states in reader.read(answer.prompt_tokens, answer.tokens):
@@ -272,7 +273,7 @@ class _Writer:
 
 
 def _likeliest(logits: Logits) -> NDArray[Any]:
-    """The likeliest tokens of rows of logits, float32[n, n_vocab], and their probabilities."""
+    """The likeliest tokens and their probabilities for each row of logits, float32[n, n_vocab]."""
     n_top = min(N_TOP, logits.shape[1])
     rows = np.zeros(len(logits), _TOP_ROW)
     for row, out in zip(logits, rows, strict=True):
@@ -285,7 +286,7 @@ def _likeliest(logits: Logits) -> NDArray[Any]:
 
 
 def _whole_answers(folder: Path, n_embd: int) -> tuple[list[TargetAnswer], int]:
-    """The answers of which the arrays have all rows, and the bytes of their lines."""
+    """The answers that have all their rows in both arrays, and the size of their lines in bytes."""
     path = folder / _ANSWERS
     try:
         data = path.read_bytes()
@@ -336,7 +337,7 @@ def _size(path: Path) -> int:
 
 
 def _room(session: Session, texts: Sequence[str], max_tokens: int) -> int:
-    """The context, in tokens, that nine of ten prompts have room in with their answers."""
+    """A context size, in tokens, in which nine of ten prompts fit with their answers."""
     lengths = sorted(len(session.prompt(text).tokens) for text in texts)
     n_prompt = lengths[int(0.9 * (len(lengths) - 1))]
     n_ctx = -(-(n_prompt + max_tokens) // 256) * 256

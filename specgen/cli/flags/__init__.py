@@ -1,7 +1,7 @@
-"""The options that commands take, each with its spellings and its help.
+"""The options of commands, each with its spellings and its help.
 
-The readable form comes first, llama.cpp's spelling beside it. Defaults are not here: they
-stand in `specgen.options`. What several commands take comes in groups (`groups.takes_options`).
+The readable spelling comes first, llama.cpp's second. Defaults are not here, but in `specgen.options`.
+Options that several commands share come in groups (`groups.takes_options`).
 """
 
 from __future__ import annotations
@@ -196,6 +196,6 @@ __all__ = [
 
 
 def check_loudness(*, quiet: bool, verbose: bool) -> None:
-    """Raises `UsageError` if both were given."""
+    """Raise `UsageError` if both were given."""
     if quiet and verbose:
         raise UsageError("--quiet and --verbose exclude each other", hint="use one of them")

@@ -49,7 +49,7 @@ def constraint(
         ),
     ] = None,
 ) -> Grammar | None:
-    """The grammar of the answer, if there is one. Raises `UsageError`."""
+    """Return the grammar of the answer, if there is one. Raises `UsageError`."""
     given = {
         "--grammar": grammar,
         "--grammar-file": grammar_file,
@@ -114,7 +114,7 @@ def answer(
         ),
     ] = _DEFAULT.logprobs,
 ) -> GenerationOptions:
-    """The options of an answer without a grammar. Raises `UsageError`."""
+    """Return the options of an answer without a grammar. Raises `UsageError`."""
     if stop is not None and "" in stop:
         raise UsageError("--stop '' is empty: every answer would end before it began")
     return GenerationOptions(

@@ -32,7 +32,7 @@ _LOOKUPS = "Other texts"
 
 
 def tree_shape(text: str) -> TreeShape:
-    """A shape as --tree has it. Raises `UsageError`."""
+    """Parse a shape in the form of --tree. Raises `UsageError`."""
     try:
         return parse_tree(text)
     except ValueError as error:
@@ -212,7 +212,7 @@ def drafting(
         ),
     ] = _DEFAULT.lookup_store,
 ) -> DraftOptions:
-    """The options of drafting. Raises `UsageError`."""
+    """Return the options of drafting. Raises `UsageError`."""
     if ngram_min is not None and ngram_max is not None and ngram_min > ngram_max:
         raise UsageError(
             f"--ngram-min {ngram_min} is larger than --ngram-max {ngram_max}",

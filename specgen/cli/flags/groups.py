@@ -1,12 +1,12 @@
 """Groups of options that several commands take, each defined once.
 
-A group is a function whose parameters are options, annotated as typer wants them, and which
-makes one value of them. A command names the groups that it takes::
+A group is a function whose parameters are options, annotated for typer; it returns one value made of them. A
+command names the groups that it takes::
 
-    @takes(sampler=sampling)
+    @takes_options(sampler=sampling)
     def run(prompt: flags.Prompt, sampler: SamplerOptions) -> int: ...
 
-and typer sees a function with the group's options in place of `sampler`.
+typer then sees a function with the group's options in place of `sampler`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ Command: TypeAlias = Callable[..., int]
 
 
 def takes_options(**groups: Group) -> Callable[[Command], Command]:
-    """Let the parameters of these names be made from the options of these groups.
+    """Make the named parameters from the options of these groups.
 
-    An option of the command's own that has the name of a group's option is passed to neither
-    twice: names must differ, which is checked when the command is defined.
+    Option names must be unique: this is checked when the command is defined.
     """
 
     def decorate(command: Command) -> Command:
@@ -49,14 +48,14 @@ def takes_options(**groups: Group) -> Callable[[Command], Command]:
         whole.__annotations__ = {
             parameter.name: parameter.annotation for parameter in parameters
         } | {"return": int}
-        del whole.__wrapped__  # typer would look through it
+        del whole.__wrapped__  # typer would inspect the wrapped function instead
         return whole
 
     return decorate
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters with their annotations as values, keyword-only."""
+    """Return the parameters, keyword-only, with their annotations as values."""
     hints = typing.get_type_hints(function, include_extras=True)
     return [
         parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)

@@ -115,7 +115,7 @@ def machine(
     output_here: remote.OutputHere = False,
     rpc_timeout: remote.RpcTimeout = remote.TIMEOUT_S,
 ) -> Contexts:
-    """The options of both contexts, and the kernels. The draft is on this machine in any case."""
+    """Return the options of both contexts, and the kernels. The draft is always on this machine."""
     workers = remote.workers(rpc, tensor_split, output_here=output_here, timeout_s=rpc_timeout)
 
     def context(n_gpu_layers: int) -> ContextOptions:

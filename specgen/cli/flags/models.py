@@ -50,5 +50,5 @@ def models(
         ),
     ] = None,
 ) -> ModelChoice:
-    """The models as the user named them."""
+    """Return the models as the user named them."""
     return staged(target, draft or [], pair)

@@ -1,4 +1,4 @@
-"""A group of options without some of its options, which a command defines in another way."""
+"""Groups of options without those that a command defines in another way."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from specgen.cli.flags.groups import Group
 
 
 def without(group: Group, *names: str) -> Group:
-    """The group without the parameters of these names, which keep their defaults. Names that the
-    group does not have do not matter."""
+    """Return the group without the parameters of these names, which keep their defaults. Names that the group
+    does not have are ignored."""
     hints = typing.get_type_hints(group, include_extras=True)
     parameters = inspect.signature(group).parameters
 

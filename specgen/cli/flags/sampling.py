@@ -23,7 +23,7 @@ _DEFAULT = SamplerOptions()
 _SAMPLING = "Sampling"
 _REPETITION = "Sampling: against repetition"
 _MORE = "Sampling: more of llama.cpp's samplers"
-#: Logits are float32: what comes near its largest number (3e38) makes infinities of them.
+#: Logits are float32: factors near its largest number (3e38) would make infinities.
 _LARGEST = 1e30
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\"}
 
@@ -251,7 +251,7 @@ def sampling(
         ),
     ] = _DEFAULT.dynatemp_exponent,
 ) -> SamplerOptions:
-    """The options of the samplers. Raises `UsageError`."""
+    """Return the options of the samplers. Raises `UsageError`."""
     options = SamplerOptions(
         temperature=temperature,
         top_k=top_k,
@@ -321,13 +321,13 @@ def _breakers(given: list[str] | None) -> tuple[str, ...]:
 
 
 def unescaped(text: str) -> str:
-    """The text with its escapes (backslash and n, r, t, a quote or another backslash) read as
-    llama.cpp reads them."""
+    """Return the text with its escapes (backslash and n, r, t, a quote or another backslash) replaced as
+    llama.cpp replaces them."""
     return re.sub(r"\\([nrt\"'\\])", lambda match: _ESCAPES[match[1]], text)
 
 
 def _bias(text: str) -> tuple[int, float]:
-    """TOKEN_ID(+|-)BIAS, as llama.cpp has it."""
+    """Parse TOKEN_ID(+|-)BIAS, llama.cpp's form."""
     sign = next((index for index, letter in enumerate(text) if letter in "+-"), 0)
     try:
         token_id, bias = int(text[:sign]), float(text[sign:])

@@ -162,7 +162,7 @@ def server(
         ),
     ] = _LIMITS.client_s,
 ) -> ServerOptions:
-    """The options of the server. Raises `UsageError`."""
+    """Return the options of the server. Raises `UsageError`."""
     from specgen.server.addresses import is_loopback
 
     keys = () if api_key_file is None else _keys(api_key_file)
@@ -191,7 +191,7 @@ def server(
 
 
 def _keys(path: Path) -> tuple[str, ...]:
-    """The keys of a file. A header can carry printable ASCII only."""
+    """Read the keys in a file. A header can only have printable ASCII."""
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -6,8 +6,8 @@ import typer
 
 
 def utf8(value: str) -> str:
-    """The value, for an option's `parser`. Raises `typer.BadParameter` if it is not UTF-8: such
-    bytes arrive as lone surrogates, which nothing that is made of the text can hold."""
+    """Return the value, as an option's `parser`. Raises `typer.BadParameter` if it is not UTF-8: such bytes
+    arrive as lone surrogates, which cannot be encoded later."""
     try:
         value.encode()
     except UnicodeEncodeError as error:

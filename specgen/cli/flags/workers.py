@@ -62,7 +62,7 @@ RpcTimeout = Annotated[
 def workers(
     rpc: str | None, tensor_split: str | None, *, output_here: bool, timeout_s: float
 ) -> Workers | None:
-    """The machines that were named; None if none were. Raises `UsageError`."""
+    """Return the workers that were named; None if there are none. Raises `UsageError`."""
     if rpc is None:
         if tensor_split is not None:
             raise UsageError("--tensor-split needs --rpc: it splits the target over workers")
@@ -73,7 +73,7 @@ def workers(
 
 
 def endpoints_of(rpc: str) -> tuple[str, ...]:
-    """The workers of --rpc. Raises `UsageError`."""
+    """Return the addresses in --rpc. Raises `UsageError`."""
     from specgen.backend.worker_probe import parse_endpoint
 
     endpoints = tuple(endpoint.strip() for endpoint in rpc.split(","))
@@ -87,7 +87,7 @@ def endpoints_of(rpc: str) -> tuple[str, ...]:
 
 
 def _shares(text: str | None) -> tuple[float, ...]:
-    """Shares between commas. Raises `UsageError`."""
+    """Parse shares with commas between. Raises `UsageError`."""
     if text is None:
         return ()
     try:

@@ -1,1 +1,1 @@
-"""Draft models fitted to a target: a GGUF file is trained, with JAX, on the target's own text."""
+"""Draft models fitted to a target: JAX trains a GGUF file on the target's own text."""

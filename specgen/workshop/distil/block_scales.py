@@ -1,10 +1,10 @@
-"""What training changes in a quantised draft: the scales of its blocks of weights.
+"""The trainable part of a quantised draft: the scales of its blocks of weights.
 
-A matrix of a GGUF file is stored in blocks, and each block has a scale in float16 that all of its numbers are
-multiplied with. Training finds a factor for every scale (parameter-efficient and quantisation-aware adaptation,
-PEQA, Kim et al., arXiv:2305.14152). So what was learnt is written as it is: the numbers within a block keep their
-few bits, and the file its size and its speed. (Low-rank changes to the matrices, LoRA, are smaller than the
-steps of a type of four bits, which rounds them away.)
+A GGUF file stores a matrix in blocks. Each block has a float16 scale, which multiplies all numbers of the
+block. Training finds a factor for every scale (parameter-efficient and quantisation-aware adaptation, PEQA,
+Kim et al., arXiv:2305.14152). The numbers within a block keep their few bits, so the file keeps its size and
+speed, and nothing learnt is lost by quantising again. (Low-rank changes to the matrices, LoRA, are smaller
+than the steps of a four-bit type, which rounds them away.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from specgen.backend.llama.operators import FloatArray, Weights, dequantize, quantize
 
-#: Weights that share a factor in types without blocks.
+#: The number of weights that share a factor in types without blocks.
 _FLOAT_BLOCK = 32
 _FLOAT_TYPES = frozenset(["f32", "f16", "bf16"])
 _MOST_FLOAT16 = float(np.finfo(np.float16).max)
@@ -27,8 +27,8 @@ _MOST_FLOAT16 = float(np.finfo(np.float16).max)
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The blocks of a type: their weights, their bytes, and where in a block the float16 numbers are
-    that its weights are proportional to."""
+    """The blocks of a type: the number of weights and of bytes in a block, and the byte offsets of the
+    float16 numbers that its weights are proportional to."""
 
     n_weights: int
     n_bytes: int
@@ -52,8 +52,8 @@ _LAYOUTS = {
 
 
 def block_size(types: Sequence[str], n_columns: int) -> int | None:
-    """How many weights in a row share a factor, in matrices of these types with rows of `n_columns`; None
-    where a type has no such scales."""
+    """The number of weights in a row that share a factor, for matrices of these types with rows of
+    `n_columns`; None if one of the types has no such scales."""
     sizes = [1]
     for name in types:
         if name in _FLOAT_TYPES:
@@ -68,10 +68,10 @@ def block_size(types: Sequence[str], n_columns: int) -> int | None:
 def start(
     matrices: Mapping[str, FloatArray], types: Mapping[str, Sequence[str]]
 ) -> dict[str, FloatArray]:
-    """What is added to the factors 1 before training, which is nothing.
+    """Return the initial changes of the factors: zeros, since a factor is 1 plus its change.
 
-    `matrices` are those of all layers, float32[n_layer, n_outputs, n_inputs], and `types` the types of
-    each layer's. For each name "NAME.weight" whose types have scales there is "NAME.factors",
+    `matrices` has the matrices of all layers, float32[n_layer, n_outputs, n_inputs], and `types` the type of
+    each layer's matrix. Each name "NAME.weight" whose types have scales gives "NAME.factors",
     float32[n_layer, n_outputs, n_inputs / block_size].
     """
     found = {}
@@ -84,14 +84,14 @@ def start(
 
 
 def applied(matrix: Any, changes: Any) -> Any:
-    """A matrix with its blocks multiplied, of NumPy or JAX: [n_outputs, n_inputs], and what the factors
-    differ from 1 by, [n_outputs, n_blocks]."""
+    """Return a matrix, NumPy's or JAX's, with its blocks multiplied by 1 + `changes`. The matrix is
+    [n_outputs, n_inputs], `changes` are [n_outputs, n_blocks]."""
     blocks = matrix.reshape(*changes.shape, -1)
     return (blocks * (1.0 + changes)[..., None]).reshape(matrix.shape)
 
 
 def written(weights: Weights, changes: FloatArray) -> NDArray[np.uint8]:
-    """The bytes of a matrix whose blocks are multiplied, in its type."""
+    """Return the bytes of a matrix, in its own type, with its blocks multiplied by 1 + `changes`."""
     if weights.type_name in _FLOAT_TYPES:
         return quantize(applied(dequantize(weights), changes), weights.type_name).data
     layout = _LAYOUTS[weights.type_name]

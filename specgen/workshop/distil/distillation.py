@@ -1,9 +1,9 @@
 """Fits a draft model to a target's own text, and writes it as a GGUF file.
 
-The scales of the blocks of its matrices are trained (`specgen.workshop.distil.block_scales`) to predict the
-tokens that the target chose (hard labels) and, where the draft has its vocabulary, what else it found likely
-(distillation as in DistillSpec, Zhou et al., arXiv:2310.08461). The draft has to agree with the target only where
-the target goes, so some ten thousand tokens of its text suffice to gain.
+Training changes the scales of the blocks of its matrices (`specgen.workshop.distil.block_scales`). It fits
+the tokens that the target chose (hard labels) and, where they are known, the tokens that it found
+likeliest (distillation as in DistillSpec, Zhou et al., arXiv:2310.08461). The draft has to agree with
+the target only on the target's own text, so some ten thousand tokens of it suffice for a gain.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from specgen.workshop.distil.training_texts import Rows, TrainingText, pack
 if TYPE_CHECKING:
     from specgen.workshop.distil.training import Trainer
 
-#: The size of the largest step of Adam.
+#: The learning rate of Adam at its peak.
 RATE = 6e-3
-#: The share of the loss that is what the target thought, of the rest what it said, where the draft has
-#: its vocabulary.
+#: The weight of the target's distribution in the loss, where it is known; the rest is
+#: on the token that the target chose.
 SOFTNESS = 0.5
 #: Passes over the text at most.
 N_PASSES = 4
-#: Tokens of a row: most answers with their prompt fit.
+#: The number of tokens in a row: most answers fit with their prompt.
 N_COLUMNS = 384
-#: Judgements in a pass over the text, and how many without a better one end the training.
+#: Judgements in a pass over the text, and the number without an improvement after which training ends.
 _JUDGED_A_PASS = 3
 _PATIENCE = 4
 _N_WARM = 20
 #: Seconds from one saved state to the next.
 _SAVED_EVERY_S = 60.0
-#: The least tokens of answers to learn from, and to judge by.
+#: The fewest tokens of answers to learn from, and to judge by.
 _LEAST_LEARNT = 1000
 _LEAST_JUDGED = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Distilled:
-    """What came of the training: shares of the held-back answers' tokens that the draft takes for
-    the likeliest, before, and after as the file has it."""
+    """The result of a training. An agreement is the share of the held-back answers' tokens that the draft
+    finds likeliest: before, and after, the latter of the weights as written to the file."""
 
     agreement_before: float
     agreement_after: float
@@ -72,14 +72,12 @@ def distil(
     softness: float = SOFTNESS,
     seed: int = 0,
 ) -> Distilled | None:
-    """Train a draft on texts and write it to `output`; None if `interrupted` says so.
+    """Train a draft on texts and write it to `output`; None if `interrupted` returns True.
 
-    Training takes `minutes` at most, by `clock`. `progress` is told the steps done, the steps in
-    all and the seconds left. The state is kept beside `output` while training goes on: the same call
-    continues a training that was interrupted or killed.
-
-    Raises `UsageError` if JAX is not installed or there is too little text, `ModelFileError` if
-    the draft cannot be trained, `MemoryLimitError` and `OutputError`.
+    Training takes at most `minutes`, by `clock`. `progress` gets the steps done, the steps in all and the
+    seconds left. The state is kept beside `output` during the training, so the same call continues a training
+    that was interrupted or killed. Raises `UsageError` if JAX is not installed or there is too little text,
+    `ModelFileError` if the draft cannot be trained, `MemoryLimitError` and `OutputError`.
     """
     check_library()
     learnt = pack([text for text in texts if not text.is_held_back], N_COLUMNS)
@@ -109,7 +107,7 @@ def distil(
 
 
 class _Run:
-    """A training, which is taken up where its file says that it was left."""
+    """A training. It continues from the state in its file, if there is one."""
 
     def __init__(self, trainer: Trainer, learnt: Rows, judged: Rows, file: Path, key: str) -> None:
         self._trainer = trainer
@@ -122,7 +120,7 @@ class _Run:
         self.before = 0.0
         self._best_agreement = 0.0
         self._n_worse = 0
-        #: The factors that agreed best.
+        #: The changes of the factors that agreed best.
         self.best: dict[str, Any] = {}
 
     def train(
@@ -171,7 +169,7 @@ class _Run:
         return True
 
     def forget(self) -> None:
-        """Delete the state that was kept."""
+        """Delete the saved state."""
         self._file.unlink(missing_ok=True)
 
     def _judge(self) -> None:
@@ -190,7 +188,7 @@ class _Run:
             self._trainer.save(self._file, key=self._key, numbers=numbers, **best)
 
     def _resume(self) -> bool:
-        """Take up the state of a training that began in the same way, if there is one."""
+        """Restore the saved state of a training with the same key; False if there is none."""
         try:
             with self._file.open("rb") as file, np.load(file) as saved:
                 if str(saved["key"]) != self._key:
@@ -210,13 +208,13 @@ class _Run:
 
 
 def _size(step: int, done: float, rate: float) -> float:
-    """The size of a step: warmed up, then along half a cosine to a twentieth."""
+    """The learning rate of a step: a warm-up, then half a cosine down to a twentieth."""
     along = 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
     return rate * min(1.0, (step + 1) / _N_WARM) * (0.05 + 0.95 * along)
 
 
 def _key(draft: Path, learnt: Rows, judged: Rows, settings: str) -> str:
-    """Tells trainings apart."""
+    """A digest of the draft, the data and the settings: trainings with another key are not continued."""
     found = hashlib.sha256(f"{draft.name} {draft.stat().st_size} {settings}".encode())
     for rows in (learnt, judged):
         found.update(rows.tokens.tobytes() + rows.labels.tobytes())
@@ -224,7 +222,7 @@ def _key(draft: Path, learnt: Rows, judged: Rows, settings: str) -> str:
 
 
 def check_library() -> None:
-    """Raise `UsageError` if what trains is not installed."""
+    """Raise `UsageError` if JAX or optax is not installed."""
     for name in ("jax", "optax"):
         if importlib.util.find_spec(name) is None:
             raise UsageError(
@@ -234,13 +232,13 @@ def check_library() -> None:
 
 
 def check_memory(draft: Path, weights: GgufWeights) -> None:
-    """Raise `MemoryLimitError` if the weights, and what a step computes, do not fit."""
+    """Raise `MemoryLimitError` if the weights and the values of a step do not fit the free memory."""
     import psutil
 
     shape = weights.hyperparameters
     n_vocab = len(weights.tensors["token_embd.weight"])
     n_ff = max(len(weights.tensors[f"blk.{i}.ffn_up.weight"]) for i in range(shape.n_layer))
-    # What the matrices of a layer give, for each token; and some copies of a row's logits.
+    # The outputs of a layer's matrices for each token, and some copies of a row's logits.
     states = shape.n_layer * (8 * shape.n_embd + 4 * n_ff) * 3 * N_COLUMNS
     needed = 4 * (weights.n_parameters + states + 4 * N_COLUMNS * n_vocab)
     available = psutil.virtual_memory().available

@@ -1,7 +1,6 @@
-"""The weights of a GGUF file as numbers, and the same file with other numbers.
+"""The weights of a GGUF file as numbers, and copies of the file with changed weights.
 
-A file is written by copying it and replacing the scales of blocks of weights: tokenizer, chat template and types
-stay what they were.
+A changed file is a copy whose block scales are overwritten: tokenizer, chat template and types stay the same.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from specgen.backend.llama.operators import (
 from specgen.errors import ModelFileError
 from specgen.workshop.distil import block_scales
 
-#: Architectures that `specgen.workshop.distil.transformer` computes.
+#: The architectures that `specgen.workshop.distil.transformer` implements.
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 _NAMES = {number: name for name, number in TYPE_NUMBERS.items()}
-#: Every so many-th layer of gemma3 sees the whole text, unless its file says otherwise.
+#: In gemma3 every sixth layer sees the whole text, unless the file gives another period.
 _GEMMA3_PERIOD = 6
 _GEMMA3_LOCAL_BASE = 10_000.0
 
@@ -41,10 +40,10 @@ class Hyperparameters:
     n_head: int
     n_head_kv: int
     head_size: int
-    #: Added to mean squares before their root is divided by.
+    #: Added to the mean square under the root by which a norm divides.
     norm_epsilon: float
-    #: For each layer: the base of the angles that queries and keys are rotated by, what positions
-    #: are divided by for it, and the tokens that it sees (0: all).
+    #: For each layer: the base of the rotation angles of queries and keys, the divisor of positions, and the
+    #: number of tokens that the layer sees (0: all).
     rope_bases: tuple[float, ...]
     rope_factors: tuple[float, ...]
     windows: tuple[int, ...]
@@ -52,8 +51,8 @@ class Hyperparameters:
 
 @dataclass(frozen=True, slots=True)
 class GgufWeights:
-    """A transformer: its shape, and its tensors by their names in the file, float32[rows, columns] or
-    float32[values]."""
+    """A transformer: its hyperparameters, and its tensors by their names in the file, float32[rows, columns]
+    or float32[values]."""
 
     hyperparameters: Hyperparameters
     tensors: dict[str, FloatArray]
@@ -68,8 +67,8 @@ class GgufWeights:
 def read_weights(path: Path) -> GgufWeights:
     """Read and dequantise a model in one file.
 
-    Raises `ModelFileError` if the file cannot be read, or is of an architecture, or has tensors
-    of a type, that cannot be trained.
+    Raises `ModelFileError` if the file cannot be read, or if it cannot be trained because of its
+    architecture or the type of a tensor.
     """
     reader = _opened(path)
     hyperparameters = _hyperparameters(path, reader)
@@ -87,8 +86,8 @@ def read_weights(path: Path) -> GgufWeights:
 
 
 def write_weights(original: Path, changes: Mapping[str, FloatArray], output: Path) -> None:
-    """Write a copy of a file with the blocks of some matrices multiplied: `changes` are named and shaped as by
-    `specgen.workshop.distil.block_scales.start`. Raises `OSError`, and `ModelFileError` if the original
+    """Write a copy of a file with the blocks of some matrices multiplied. `changes` has the names and shapes
+    of `specgen.workshop.distil.block_scales.start`. Raises `OSError`, and `ModelFileError` if the original
     cannot be read."""
     shutil.copyfile(original, output)
     tensors = {tensor.name: tensor for tensor in _opened(original).tensors}

@@ -1,4 +1,4 @@
-"""Training the scales of a draft's blocks on rows of text: one step, and how often the draft is right."""
+"""Trains the scales of a draft's blocks on rows of text: training steps and judgements."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from specgen.workshop.distil.transformer import (
     stack_layers,
 )
 
-#: Rows that one step learns from.
+#: The number of rows in a step.
 N_ROWS = 3
-#: Longer gradients are scaled to this length, so that one odd batch does not undo the others.
+#: The longest gradient: longer ones are scaled down, so that one odd batch does not undo the others.
 _MOST_GRADIENT = 1.0
-#: How fast Adam forgets: quicker than usual, since there are some hundred steps only.
+#: The decay of Adam's second moment, faster than usual: there are only some hundred steps.
 _SECOND_MOMENT = 0.99
 _OPTIMIZER = optax.chain(
     optax.clip_by_global_norm(_MOST_GRADIENT), optax.scale_by_adam(b2=_SECOND_MOMENT)
@@ -41,18 +41,19 @@ _OPTIMIZER = optax.chain(
 class Score:
     """How well a draft predicts the tokens of answers."""
 
-    #: The share of tokens that the draft takes for the likeliest.
+    #: The share of tokens that the draft finds likeliest.
     agreement: float
-    #: The mean of their negative log-probabilities.
+    #: The mean negative log-probability of the tokens.
     loss: float
 
 
 class Trainer:
-    """A draft's weights, which stay as they are, and the factors of their blocks, which are trained.
+    """Trains factors for the blocks of a draft's weights; the weights themselves do not change.
 
-    Raises `ModelFileError` if no matrix has scales. `softness` is the share of the loss that is the cross-entropy with the target's likeliest tokens
-    (forward KL of DistillSpec, Zhou et al., arXiv:2310.08461, over these tokens alone), where rows have
-    them; the rest is that with the token which the target chose.
+    Raises `ModelFileError` if no matrix has scales. `softness` is the share of the loss that is the
+    cross-entropy with the target's likeliest tokens (forward KL of DistillSpec, Zhou et al.,
+    arXiv:2310.08461, over these tokens alone), in rows that have them; the rest
+    is the cross-entropy with the target's choice.
     """
 
     def __init__(self, weights: GgufWeights, *, softness: float = 0.0) -> None:
@@ -73,7 +74,7 @@ class Trainer:
         self._moments: Any = _OPTIMIZER.init(self._changes)
 
     def step(self, rows: Rows, rate: float) -> None:
-        """Go one step of Adam, of the size `rate`, down the mean loss of some rows."""
+        """Take a step of Adam with the learning rate `rate` on the mean loss of some rows."""
         self._changes, self._moments = _step(
             self._shape,
             self._changes,
@@ -85,7 +86,7 @@ class Trainer:
         )
 
     def judge(self, rows: Rows) -> Score:
-        """How well the draft, with the factors as they are, predicts the labels of rows."""
+        """Return how well the draft with its present factors predicts the labels of rows."""
         loss = n_right = 0.0
         for index in range(len(rows)):
             row = _arrays(rows.pick(np.array([index])))
@@ -94,11 +95,11 @@ class Trainer:
         return Score(n_right / rows.n_labels, loss / rows.n_labels)
 
     def changes(self) -> Parameters:
-        """A copy of what the factors differ from 1 by, named and shaped as by `block_scales.start`."""
+        """Return a copy of the changes of the factors, with the names and shapes of `block_scales.start`."""
         return {name: np.array(values) for name, values in self._changes.items()}
 
     def save(self, path: Path, **others: Any) -> None:
-        """Write the factors, the optimizer's state and other arrays to a file, whole. Raises `OSError`."""
+        """Write the changes, the optimizer's state and other arrays to a file, whole. Raises `OSError`."""
         leaves = jax.tree.leaves((self._changes, self._moments))
         arrays: dict[str, Any] = {f"state_{i}": np.asarray(leaf) for i, leaf in enumerate(leaves)}
         with new_beside(path) as new:
@@ -107,8 +108,8 @@ class Trainer:
             new.replace(path)
 
     def restore(self, saved: Any) -> None:
-        """Take up what `save` wrote, by its names. Raises `KeyError` or `ValueError` if it is of
-        another model."""
+        """Restore the state from the arrays that `save` wrote. Raises `KeyError` or `ValueError` if they
+        belong to another model."""
         leaves, structure = jax.tree.flatten((self._changes, self._moments))
         found = [saved[f"state_{index}"] for index in range(len(leaves))]
         if any(old.shape != new.shape for old, new in zip(leaves, found, strict=True)):
@@ -126,7 +127,7 @@ def _step(
     rate: float,
     softness: float,
 ) -> tuple[Parameters, Any]:
-    """The factors and Adam's moments after a step."""
+    """The changes of the factors and Adam's moments after a step."""
 
     def mean_loss(changes: Parameters) -> jax.Array:
         loss, _, n_labels = _sums(shape, changes, frozen, rows, softness)
@@ -142,8 +143,8 @@ def _step(
 def _sums(
     shape: Hyperparameters, changes: Parameters, frozen: Any, rows: Any, softness: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The losses of the rows' labels (without softness: their negative log-probabilities), how many of
-    them are the likeliest token, and how many there are, each summed up."""
+    """Three sums over the rows' labels: their losses (without softness, negative log-probabilities), how many
+    are the likeliest token, and how many there are."""
     layers, others = frozen
     tokens, texts, positions, labels, top_tokens, top_probabilities = rows
     states = hidden_states(shape, {**layers, **changes}, others, tokens, texts, positions)
@@ -163,7 +164,7 @@ def _sums(
         is_right = is_label & (logits.argmax(axis=-1) == labels)
         return jnp.sum(jnp.where(is_label, losses, 0.0)), jnp.sum(is_right)
 
-    # Row by row, and computed again for the gradient: logits take a megabyte for a few tokens.
+    # One row at a time, and recomputed for the gradient: the logits of a few tokens take a megabyte.
     losses, n_right = jax.lax.map(
         jax.checkpoint(of_row), (states, labels, top_tokens, top_probabilities)
     )

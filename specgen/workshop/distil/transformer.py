@@ -2,8 +2,8 @@
 
 The architectures differ in little: Qwen2 adds biases to queries, keys and values; Qwen3 and
 Gemma 3 normalise each head's queries and keys; Gemma 3 also scales its embeddings, normalises
-what a layer adds, gates with GELU, and lets most layers see a window only. All but the last two are
-told by the tensors that there are.
+what a layer adds, gates with GELU, and limits most layers to a window. The tensors in the file show the
+biases and norms of queries and keys; the rest depends on the architecture.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import numpy as np
 from specgen.workshop.distil import block_scales
 from specgen.workshop.distil.gguf_weights import GgufWeights, Hyperparameters
 
-#: Tensors by name. Those of layers are stacked, without their "blk.N.": the first axis is the layer.
+#: Tensors by name. The tensors of layers are stacked and named without "blk.N.": the first axis is the layer.
 Parameters: TypeAlias = dict[str, Any]
-#: The names of a layer's matrices, which `_linear` multiplies with.
+#: The names of a layer's matrices, which `_linear` multiplies by.
 LAYER_MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 _NO_WINDOW = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, slots=True)
 class Parted:
-    """The parameters of a transformer: those of its layers, stacked, and the others."""
+    """The parameters of a transformer: those of its layers, stacked, and all others."""
 
     layers: Parameters
     others: Parameters
 
 
 def stack_layers(weights: GgufWeights) -> Parted:
-    """The tensors of a file as `hidden_states` takes them. A layer's names are without "blk.N."."""
+    """Return a file's tensors in the form that `hidden_states` takes; layers' names are without "blk.N."."""
     names = [name.removeprefix("blk.0.") for name in weights.tensors if name.startswith("blk.0.")]
     order = range(weights.hyperparameters.n_layer)  # a file may have them in another one
     layers = {name: np.stack([weights.tensors[f"blk.{i}.{name}"] for i in order]) for name in names}
@@ -44,7 +44,7 @@ def stack_layers(weights: GgufWeights) -> Parted:
 
 
 def output_matrix(others: Parameters) -> jax.Array:
-    """What `hidden_states` are multiplied with to give logits: float32[n_vocab, n_embd]."""
+    """The matrix that turns `hidden_states` into logits: float32[n_vocab, n_embd]."""
     name = "output.weight" if "output.weight" in others else "token_embd.weight"
     return jnp.asarray(others[name])
 
@@ -57,12 +57,11 @@ def hidden_states(
     texts: jax.Array,
     positions: jax.Array,
 ) -> jax.Array:
-    """The state behind each token that the output matrix is multiplied with:
-    float32[n_rows, n_columns, n_embd].
+    """Return the hidden state of each token for the output matrix: float32[n_rows, n_columns, n_embd].
 
-    `tokens`, `texts` and `positions` are int32[n_rows, n_columns]. A row holds texts one after the
-    other: a token sees those before it that have the same number in `texts`. `positions` count
-    from 0 in each text.
+    `tokens`, `texts` and `positions` are int32[n_rows, n_columns]. A row holds several texts one after the
+    other; a token sees only itself and the tokens before it with the same number in `texts`. `positions`
+    count from 0 in each text.
     """
     shape = hyperparameters
     states = others["token_embd.weight"][tokens]
@@ -79,7 +78,7 @@ def hidden_states(
         mask = is_seen & (distances < window)
         return _layer(shape, layer, states, mask, angles), None
 
-    # The backward pass keeps what matrices give, and computes the rest again: the scores of attention
+    # The backward pass keeps the outputs of matrices and recomputes the rest, since attention scores
     # would take the most memory.
     step = jax.checkpoint(step, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
     states, _ = jax.lax.scan(step, states, (layers, windows, frequencies))
@@ -87,7 +86,7 @@ def hidden_states(
 
 
 def _frequencies(shape: Hyperparameters, divisors: Any) -> Any:
-    """The angle from one position to the next, for each layer and pair: float32[n_layer, head_size / 2]."""
+    """The angle between neighbouring positions, for each layer and pair: float32[n_layer, head_size / 2]."""
     exponents = -np.arange(0, shape.head_size, 2, dtype=np.float32) / shape.head_size
     bases = np.array(shape.rope_bases, np.float32)[:, None]
     found = bases**exponents / np.array(shape.rope_factors, np.float32)[:, None]
@@ -127,7 +126,7 @@ def _attention(
         queries = _normed(shape, queries, layer["attn_q_norm.weight"])
         keys = _normed(shape, keys, layer["attn_k_norm.weight"])
     queries, keys = _rotated(shape, queries, angles), _rotated(shape, keys, angles)
-    # Each head of keys serves a group of heads of queries.
+    # A head of keys serves a group of query heads.
     queries = queries.reshape(n_rows, n_columns, n_kv, shape.n_head // n_kv, size)
     scores = jnp.einsum("bqkgs,btks->bkgqt", queries, keys) / math.sqrt(size)
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
@@ -136,8 +135,8 @@ def _attention(
 
 
 def _rotated(shape: Hyperparameters, values: jax.Array, angles: jax.Array) -> jax.Array:
-    """Queries or keys, rotated by their positions. GGUF files of Llama have the two values of a pair
-    side by side, the others half a head apart."""
+    """Return queries or keys rotated by their positions. In GGUF files of Llama the two values of a pair
+    are neighbours; in the others they are half a head apart."""
     axis = -1 if shape.architecture == "llama" else -2
     pairs = (2, -1) if axis == -2 else (-1, 2)
     first, second = jnp.moveaxis(values.reshape(*values.shape[:-1], *pairs), axis, 0)
@@ -152,7 +151,7 @@ def _normed(shape: Hyperparameters, values: jax.Array, weights: jax.Array) -> ja
 
 
 def _linear(layer: Parameters, name: str, inputs: jax.Array) -> jax.Array:
-    """Inputs times a matrix, with the factors of its blocks if there are some, plus the bias if there is one."""
+    """Inputs times a matrix, with the factors of its blocks if it has some, plus the bias if there is one."""
     matrix = layer[f"{name}.weight"]
     if f"{name}.factors" in layer:
         matrix = block_scales.applied(matrix, layer[f"{name}.factors"])

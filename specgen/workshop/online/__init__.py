@@ -1,1 +1,1 @@
-"""Drafts that go on learning from the answers that a user really gets."""
+"""Drafts that learn from the answers that the user gets."""

@@ -1,4 +1,4 @@
-"""Kept answers as texts to train a draft with."""
+"""Kept answers as texts for training a draft."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from specgen.engine.pairing import check_pair
 from specgen.errors import PairError
 from specgen.workshop.distil.training_texts import TrainingText
 
-#: A row holds the end of the prompt, or of the answer so far, and the part of the answer behind it.
+#: A row holds the end of the text so far (prompt and answer), and the next part of the answer.
 N_COLUMNS = 384
 _N_BEFORE = 192
 
 
 class KeptTexts:
-    """Turns kept answers into what a draft reads while it drafts. Raises `ModelFileError`."""
+    """Turns kept answers into texts as a draft reads them while it drafts. Raises `ModelFileError`."""
 
     def __init__(self, target: LlamaModel, draft: LlamaModel) -> None:
         self._draft: Vocabulary = draft.vocabulary
@@ -31,11 +31,11 @@ class KeptTexts:
             self._translation = Translation(target.vocabulary, draft.vocabulary)
 
     def texts(self, answers: Sequence[KeptAnswer], *, is_held_back: bool) -> list[TrainingText]:
-        """The texts of some answers; of an answer that is longer than a row there are several."""
+        """Return the texts of some answers; an answer that is longer than a row gives several."""
         found: list[TrainingText] = []
         for answer in answers:
             if max((*answer.prompt_tokens, *answer.tokens), default=0) >= self._n_tokens:
-                continue  # of another model of the same name and size
+                continue  # the answer of another model with the same name and size
             prompt, tokens = self._own(answer)
             if prompt and tokens:
                 found += (
@@ -58,7 +58,7 @@ class KeptTexts:
 def _parts(
     prompt: tuple[int, ...], answer: tuple[int, ...]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Parts of an answer that fill rows, each behind the end of what stands before it."""
+    """Yield each part of an answer that fills a row, with the end of the text before it."""
     text, start = (*prompt, *answer), len(prompt)
     while start < len(text):
         n_before = min(start, _N_BEFORE)

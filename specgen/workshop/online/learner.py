@@ -1,4 +1,4 @@
-"""Lets the draft of a chat or a server learn between answers, in a process of its own."""
+"""Lets the draft of a chat or a server learn between answers, in a separate process."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ from specgen.workshop.distil.distillation import check_library
 from specgen.workshop.online.learning import Lesson
 from specgen.workshop.online.training_process import GO, PAUSE
 
-#: So many answers that the draft has not learnt from make it learn.
+#: The number of new answers that starts a lesson.
 NEW_ANSWERS = 10
 #: How long a lesson may take.
 _MINUTES = 10.0
-#: The share of the processor's cores that it may use.
+#: The process may use the processor's cores, divided by this.
 _CORES_SHARE = 4
-#: How long a process may take to end that was told to, in seconds.
+#: Seconds that the process has to end after it was told to.
 _END_S = 5.0
 _COMMAND = (sys.executable, "-m", "specgen.workshop.online.training_process")
 
 
 class Learner:
-    """Starts a lesson when there are enough new answers, and lets the engine's draft use what came of
-    it. The lesson waits while an answer is in the making, but for the step that it is at. Use it as a
-    context manager; at its end the process that learns ends.
+    """Starts a lesson when there are enough new answers, and gives its result to the engine's draft.
 
-    It does nothing where the session keeps no answers, or no model drafts. `tell` is told what changes.
+    The lesson pauses after its present step while an answer is generated. Use the learner as a context
+    manager; its exit ends the learning process. A session that keeps no answers or has no draft model makes
+    this class do nothing. `tell` gets a sentence for each change.
     """
 
     def __init__(self, session: Session, engine: Engine, tell: Callable[[str], None]) -> None:
         self._session, self._engine, self._tell = session, engine, tell
         self._child: subprocess.Popen[bytes] | None = None
-        #: The pipes of the process, and what it says on standard error.
+        #: The pipes of the process, and the file of its standard error.
         self._files = contextlib.ExitStack()
         self._errors: IO[bytes] | None = None
         self._goes_on = True
-        #: Number of the answer from which on a lesson may begin.
+        #: The number of the kept answer from which on the next lesson may begin.
         self._not_before = 0
-        #: What came of a lesson, until the draft is loaded again.
+        #: The sentence about a lesson's result, until the draft is reloaded.
         self._news: str | None = None
         self._is_on = session.options.learning is not None and session.draft_weights is not None
         if self._is_on:
-            #: The weights that the draft learnt, as they were when it was loaded.
+            #: The learnt weights that the draft was loaded with.
             self._in_use = learnt_weights(self._folder, self._draft)
             try:
                 check_library()
@@ -69,8 +69,8 @@ class Learner:
         self.close()
 
     def between_answers(self, *, begins: bool = False) -> None:
-        """To be called by the thread that steps the engine while no answer is in the making: when one
-        is done, and when one `begins`, for which the lesson pauses."""
+        """Start, pause, continue or finish a lesson. The thread that steps the engine calls this while no
+        answer is being generated: after an answer, and before one with `begins`, which pauses the lesson."""
         if not self._is_on:
             return
         try:
@@ -88,8 +88,8 @@ class Learner:
             self._tell(f"learning has ended: {error}")
 
     def _use_what_is_learnt(self) -> None:
-        """Load the draft again if it learnt something, here or in another process, or if that was
-        forgotten."""
+        """Reload the draft if it learnt something, here or in another process, or if what it learnt was
+        deleted."""
         learnt = learnt_weights(self._folder, self._draft)
         if learnt != self._in_use and self._engine.reload_draft():
             self._in_use = learnt
@@ -104,12 +104,12 @@ class Learner:
         assert self._child is not None
         assert self._child.stdin is not None
         self._goes_on = goes_on
-        with contextlib.suppress(BrokenPipeError):  # it has ended: that is seen the next time
+        with contextlib.suppress(BrokenPipeError):  # the process has ended: the next call notices
             self._child.stdin.write(GO if goes_on else PAUSE)
             self._child.stdin.flush()
 
     def close(self) -> None:
-        """End the process that learns, if there is one. May be called twice."""
+        """End the learning process, if there is one. May be called twice."""
         child, self._child = self._child, None
         if child is None:
             return
@@ -134,10 +134,10 @@ class Learner:
 
     @property
     def _n_new(self) -> int:
-        """How many answers are kept that no lesson has seen."""
+        """The number of kept answers that no lesson has seen."""
         last = last_number(self._folder)
         seen = read_learnt(self._folder, self._draft).last_number
-        return last - seen if last >= seen else last  # fewer: the file was deleted
+        return last - seen if last >= seen else last  # smaller if the file was deleted
 
     def _start_lesson(self) -> None:
         base = self._session.draft_weights
@@ -159,7 +159,7 @@ class Learner:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            start_new_session=True,  # Ctrl-C ends an answer, not the lesson
+            start_new_session=True,  # Ctrl-C ends the answer, not the lesson
             env=os.environ | {"NPROC": str(n_threads), "OMP_NUM_THREADS": str(n_threads)},
         )
         assert self._child.stdin is not None
@@ -171,13 +171,13 @@ class Learner:
         self._goes_on = True
 
     def _end_lesson(self, child: subprocess.Popen[bytes]) -> None:
-        """Read what came of a lesson that has ended."""
+        """Read the result of a lesson whose process has ended."""
         self._child = None
         assert child.stdout is not None
         said = child.stdout.read()
         words = self._last_words()
         self._files.close()
-        if child.returncode == UsageError.exit_code:  # another process learns, for one
+        if child.returncode == UsageError.exit_code:  # for example, another process learns
             self._not_before = last_number(self._folder) + NEW_ANSWERS
             self._tell(f"{self._draft.name} has not learnt: {words}")
             return

@@ -1,11 +1,10 @@
-"""A draft learns from the answers that were kept (online speculative decoding, Liu et al.,
-arXiv:2310.07177).
+"""Lets a draft learn from kept answers (online speculative decoding, Liu et al., arXiv:2310.07177).
 
-Training goes on from the weights in use, if there are some, over the kept answers but for the latest. These
-judge: the draft as it came, the draft in use, and the new one, each with the weights as they are
-written. The one that says most often what the target said is in use from then on.
-So what turns out to be worse on later answers goes by itself, and a paired comparison, token by
-token, decides.
+Training continues from the better of two sets of weights: the draft's own and those it learnt before. It uses
+the kept answers except the latest ones. The latest ones judge three drafts, each with its weights as written
+to a file: the draft as it came, the one in use, and the new one. The draft that agrees most often with the
+target is used from then on. The comparison is paired, token by token. Learnt weights that do worse than the
+draft as it came on later answers are dropped by the next lesson.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ if TYPE_CHECKING:
     from specgen.workshop.distil.training import Score, Trainer
     from specgen.workshop.distil.transformer import Parameters
 
-#: The size of the largest step of Adam, and passes over the texts at most: the next lesson goes over them
-#: again. A step learns from one row: there are few.
+#: The learning rate of Adam at its peak, and the most passes over the texts: the next lesson uses them again.
+#: A step learns from one row, since there are few rows.
 RATE = 6e-3
 N_PASSES = 1
-#: The latest answers that are looked at; of these the share that judges, and the most.
+#: The number of latest answers that are used; the share of them that judges, and the most that judge.
 MOST_ANSWERS = 128
 _JUDGING_SHARE = 0.25
 _MOST_JUDGING = 12
-#: The least answers to learn from and to judge by.
+#: The fewest answers for a lesson, those that judge included.
 LEAST_ANSWERS = 8
-#: Judgements in a pass, and how many without a better one end the training.
+#: Judgements in a pass, and the number without an improvement after which training ends.
 _JUDGED_A_PASS = 2
 _PATIENCE = 3
 _N_WARM = 5
@@ -62,8 +61,8 @@ Outcome: TypeAlias = Literal["new", "kept", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """What came of learning: the shares of the judging answers' tokens that the draft takes for the
-    likeliest, as it came, with what was in use before (None: there was nothing), and with what is new."""
+    """The result of learning. An agreement is the share of the judging answers' tokens that the draft finds
+    likeliest: as it came, with the weights in use before (None if there were none), and with the new ones."""
 
     n_answers: int
     n_judging: int
@@ -71,14 +70,14 @@ class Lesson:
     agreement_as_it_came: float
     agreement_in_use: float | None
     agreement_new: float
-    #: What is in use from now on: the new weights, those from before, or those that it came with.
+    #: What is used from now on: the new weights, those from before, or those that the draft came with.
     outcome: Outcome
     n_steps: int
     seconds: float
 
     @property
     def text(self) -> str:
-        """A sentence of it, for the user."""
+        """A sentence about the lesson, for the user."""
         before = "" if self.agreement_in_use is None else f", in use {self.agreement_in_use:.3f}"
         shares = (
             f"on the {self.n_judging} latest answers it says what the target says at "
@@ -95,7 +94,7 @@ class Lesson:
 
 
 def split(answers: Sequence[KeptAnswer]) -> tuple[list[KeptAnswer], list[KeptAnswer]]:
-    """The answers to learn from, and the latest, which judge."""
+    """Return the answers to learn from, and the latest ones, which judge."""
     latest = list(answers[-MOST_ANSWERS:])
     n_judging = min(_MOST_JUDGING, math.ceil(_JUDGING_SHARE * len(latest)))
     return latest[: len(latest) - n_judging], latest[len(latest) - n_judging :]
@@ -114,12 +113,12 @@ def learn(
     rate: float = RATE,
     seed: int = 0,
 ) -> Lesson | None:
-    """Let a draft learn from the answers in a folder; None if it was interrupted, with everything as
-    it was. `base` is the file that it drafts from without what it learnt: its own or a copy of it.
+    """Let a draft learn from the answers in a folder; None if interrupted, with nothing changed.
 
-    Training takes `minutes` at most, by `clock`. Raises `UsageError` if JAX is not installed, there are
-    too few answers, or another process learns there; `ModelFileError` if the draft cannot be trained,
-    `MemoryLimitError` and `OutputError`.
+    `base` is the file of the draft without what it learnt: its own file or a copy. Training takes at most
+    `minutes`, by `clock`. Raises `UsageError` if JAX is not installed, there are too few answers, or another
+    process learns there; `ModelFileError` if the draft cannot be trained, `MemoryLimitError` and
+    `OutputError`.
     """
     check_library()
     answers = read_answers(folder)
@@ -156,8 +155,8 @@ def learn_from_files(
     progress: Callable[[int, int], None] = lambda _done, _total: None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Lesson | None:
-    """As `learn`, of models that are not loaded: only their vocabularies are read."""
-    check_library()  # loading takes a second
+    """Do the same as `learn` for models that are not loaded: only their vocabularies are read."""
+    check_library()  # before loading, which takes a second
     with (
         contextlib.closing(LlamaModel(target, vocabulary_only=True)) as model,
         contextlib.closing(LlamaModel(draft, vocabulary_only=True)) as small,
@@ -197,7 +196,7 @@ class _Run:
         self._as_it_came: Score | None = None
         self._in_use: Score | None = None
         self._n_steps = 0
-        #: The file that training began with.
+        #: The file that training started from.
         self._origin = base
 
     @property
@@ -210,7 +209,7 @@ class _Run:
         progress: Callable[[int, int], None],
         interrupted: Callable[[], bool],
     ) -> Parameters | None:
-        """The factors with which the judging answers are predicted best; None if it was interrupted."""
+        """Return the changes with the lowest loss on the judging answers; None if interrupted."""
         trainer, best_loss = self._start()
         steps_a_pass = len(self._rows)
         n_steps = N_PASSES * steps_a_pass
@@ -235,8 +234,8 @@ class _Run:
         return best
 
     def _start(self) -> tuple[Trainer, float]:
-        """A trainer that begins with the better one of the draft as it came and as it is in use, and
-        how well that does: its loss."""
+        """Return a trainer that starts from the better of two drafts, as it came and in use, and its loss on
+        the judging answers."""
         from specgen.workshop.distil.training import Trainer
 
         weights = read_weights(self._base)
@@ -245,7 +244,7 @@ class _Run:
         score = self._as_it_came = trainer.judge(self._judged)
         in_use = learnt_weights(self._folder, self._draft)
         if in_use is not None:
-            with contextlib.suppress(ModelFileError):  # damaged: nothing drafts with it
+            with contextlib.suppress(ModelFileError):  # damaged: no draft uses it
                 other = Trainer(read_weights(in_use))
                 self._in_use = other.judge(self._judged)
                 if self._in_use.agreement > score.agreement:
@@ -255,7 +254,7 @@ class _Run:
     def decide(
         self, changes: Parameters, last_number: int, n_answers: int, n_judging: int
     ) -> Lesson:
-        """Write the new weights, judge them as they are written, and keep what does best."""
+        """Write the new weights, judge them as written, and keep the best of the three."""
         from specgen.workshop.distil.training import Trainer
 
         as_it_came, in_use = self._as_it_came, self._in_use
@@ -298,7 +297,7 @@ class _Run:
         )
 
     def _delete_former(self) -> None:
-        """Delete the weights that were in use before. Where they are in use still, they go the next time."""
+        """Delete the weights that were used before. If deleting fails, a later lesson deletes them."""
         name = self._state.weights
         if name and Path(name).name == name:
             with contextlib.suppress(OSError):
@@ -306,8 +305,8 @@ class _Run:
 
 
 def _size(step: int, done: float, rate: float) -> float:
-    """The size of a step: warmed up, then along half a cosine to a half. (To a twentieth, a lesson of
-    fifteen steps learnt nearly nothing.)"""
+    """The learning rate of a step: a warm-up, then half a cosine down to a half. (Down to a twentieth, a
+    lesson of fifteen steps learnt nearly nothing.)"""
     along = 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
     return rate * min(1.0, (step + 1) / _N_WARM) * (0.5 + 0.5 * along)
 
@@ -317,11 +316,11 @@ def _digest(path: Path) -> str:
 
 
 def _clear(folder: Path) -> None:
-    """Delete what a process left that was killed while it wrote: files that nothing names."""
+    """Delete weights and unfinished files that no state names: a killed process leaves them."""
     states = [read_state(path) for path in folder.glob("*.json")]
     named = {state.weights for state in states}
     for path in (*folder.glob(f"*{NEW}"), *folder.glob("*.gguf")):
-        # Answers are written at any time.
+        # Files of answers are left alone: they may be written at any time.
         if path.name not in named and not path.name.startswith(ANSWERS):
             with contextlib.suppress(OSError):
                 path.unlink()

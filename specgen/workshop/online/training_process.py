@@ -1,9 +1,8 @@
-"""The process in which a draft learns beside a command that goes on answering.
+"""The process in which a draft learns while a command goes on answering.
 
-It reads what to do as a line of JSON from standard input and prints what came of it. Behind that line
-`PAUSE` lets it wait before its next step, while an answer is in the making, and `GO` go on. It has the
-lowest priority, and ends as soon as its standard input does: whatever ends the command, nothing learns
-on.
+It reads its task as a line of JSON from standard input and prints the result. After that line, `PAUSE` makes
+it wait before its next step, while an answer is generated, and `GO` lets it continue. It has the lowest
+priority. It ends as soon as its standard input closes, so that no lesson outlives the command.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _LOWEST_PRIORITY = 19
 
 
 class Pauses:
-    """Whether to wait, as standard input says, and a clock that stands still meanwhile."""
+    """Pauses the training as standard input says, with a clock that stands still during pauses."""
 
     def __init__(self) -> None:
         self._goes_on = threading.Event()
@@ -33,18 +32,18 @@ class Pauses:
         self._paused_s = 0.0
 
     def listen(self) -> None:
-        """Start to do as standard input says."""
+        """Start the thread that reads standard input."""
         threading.Thread(target=self._read, daemon=True).start()
 
     def wait(self) -> bool:
-        """Return False when there is no pause any more."""
+        """Wait until there is no pause, then return False (training takes True as an interruption)."""
         started = time.monotonic()
         self._goes_on.wait()
         self._paused_s += time.monotonic() - started
         return False
 
     def clock(self) -> float:
-        """Seconds, without the pauses."""
+        """Return seconds, without the pauses."""
         return time.monotonic() - self._paused_s
 
     def _read(self) -> None:
@@ -57,7 +56,7 @@ class Pauses:
 
 
 def main() -> int:
-    """Learn; returns the exit code."""
+    """Learn, and return the exit code."""
     asked = json.loads(sys.stdin.buffer.readline())
     pauses = Pauses()
     pauses.listen()
@@ -81,13 +80,13 @@ def main() -> int:
 
 
 def _end() -> NoReturn:
-    """Run, and end at once: at its usual end the interpreter aborts where a thread waits for standard
-    input, which would be taken for a failed lesson."""
+    """Run `main`, then end the process at once. In a normal exit the interpreter aborts if a thread waits for
+    standard input, and that would look like a failed lesson."""
     code = 1
     try:
         code = main()
         sys.stdout.flush()
-    except BaseException:  # noqa: BLE001 - its last line is what the parent tells
+    except BaseException:  # noqa: BLE001 - the parent shows the last line
         traceback.print_exc()
     sys.stderr.flush()
     os._exit(code)

@@ -1,1 +1,1 @@
-"""Drafts that are their target without some of its blocks."""
+"""Drafts that are their target without some of its blocks (layers)."""

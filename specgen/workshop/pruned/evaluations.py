@@ -1,4 +1,4 @@
-"""Sets of blocks that were judged, kept on the disk: a search that was interrupted goes on."""
+"""Agreements of sets of left-out blocks, kept on the disk so that an interrupted search can continue."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from specgen.json_lines import (
 
 #: Blocks of a model, by their numbers.
 Blocks: TypeAlias = frozenset[int]
-#: The share of places at which a model without some blocks says what the whole one says.
+#: The share of places at which the model without some blocks has the whole model's likeliest token.
 Agreement: TypeAlias = Callable[[Blocks], float]
 
 
 class Evaluations:
-    """An `Agreement` that asks for each set of blocks once, and remembers what it was told in a file.
+    """An `Agreement` that judges each set of blocks once and keeps the results in a file.
 
-    `key` tells what was judged by what: lines with another one do not count.
+    `key` identifies the model and texts of the judgements; lines with another key are ignored.
     """
 
     def __init__(
@@ -35,13 +35,14 @@ class Evaluations:
         self._agreement = agreement
         self._file = file
         self._key = key
-        #: What was found so far.
+        #: The results so far.
         self.known = known
 
     @staticmethod
     @contextlib.contextmanager
     def opened(path: Path, key: str, agreement: Agreement) -> Iterator[Evaluations]:
-        """Those in a file, which one process at a time uses. Raises `OutputError`, `ModelFileError`."""
+        """Open the results in a file, which one process at a time may use. Raises `OutputError`,
+        `ModelFileError`."""
         busy = OutputError(f"{path}: another process is at it", "wait until it is done")
         with locked(path.with_name(f"{path.name}.lock"), busy):
             known, n_bytes = _read(path, key)

@@ -1,4 +1,4 @@
-"""Which targets bear it that blocks are left out, and files without them."""
+"""Checks whether blocks can be left out of a target, and writes files without them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from specgen.catalogue.files import model_parts
 from specgen.errors import MemoryLimitError, ModelFileError, OutputError
 from specgen.json_lines import write_errors
 
-#: Architectures all of whose blocks are alike. In others it depends on a block's number what it
-#: computes (which tokens it sees, how positions are rotated, whether it has experts), and those
-#: behind one that is left out would become other blocks.
+#: Architectures whose blocks are all alike. In others a block's number decides what it computes (which
+#: tokens it sees, how positions are rotated, whether it has experts), so that the blocks after one that is
+#: left out would change.
 ARCHITECTURES = ("llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "starcoder2")
-#: Metadata by which blocks differ in these, too.
+#: Metadata that makes blocks differ in these architectures, too.
 _DIFFERENCES = ("leading_dense_block_count", "nextn_predict_layers", "interleave_moe_layer_step")
-#: Metadata that is one number where all blocks have the same, and a list otherwise.
+#: Metadata that is one number if all blocks have the same value, and a list otherwise.
 _MAYBE_LISTS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
-#: Of fewer blocks none is spared.
+#: A model with fewer blocks is not pruned.
 _LEAST_BLOCKS = 4
-#: Bytes of a number in Q4_0, and of one in a vector.
+#: Bytes of a number in a Q4_0 matrix, and in a vector.
 _MATRIX_BYTES, _VECTOR_BYTES = 18 / 32, 4
-#: Memory that decoding takes beside the weights, and the room on the disk beside the file.
+#: Memory that decoding takes in addition to the weights; the same is kept free on the disk.
 _CONTEXT_BYTES = 200 * 2**20
 
 
@@ -56,13 +56,13 @@ def check_prunable(model: LlamaModel) -> None:
 
 
 def pruned_bytes(target: Path, left_out: Collection[int] = ()) -> int:
-    """About the bytes of a file in Q4_0 without some blocks."""
+    """The approximate size of a Q4_0 file without some blocks."""
     return sum(_bytes_in_q4_0(target, left_out).values())
 
 
 def bytes_a_token(target: Path, left_out: Collection[int] = ()) -> int:
-    """About the bytes of it that a token reads: all but the embeddings of other tokens, where the
-    output matrix is another one."""
+    """The approximate bytes of that file that decoding a token reads: all, except the embeddings if the
+    output matrix is a separate tensor."""
     found = _bytes_in_q4_0(target, left_out)
     if "output.weight" in found:
         found.pop("token_embd.weight", None)
@@ -85,8 +85,8 @@ def _bytes_in_q4_0(target: Path, left_out: Collection[int]) -> dict[str, int]:
 
 
 def check_room(target: Path, folder: Path) -> None:
-    """Raise `OutputError` if a folder has no room for a copy of the target in Q4_0, or
-    `MemoryLimitError` if the memory has none beside what is loaded."""
+    """Raise `OutputError` if the disk has no room for a Q4_0 copy of the target, and `MemoryLimitError` if
+    the memory has none in addition to what is loaded."""
     import psutil
 
     needed = pruned_bytes(target) + _CONTEXT_BYTES

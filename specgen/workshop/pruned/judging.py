@@ -1,8 +1,8 @@
-"""How often a target without some of its blocks still says what the whole one says.
+"""Measures how often a target without some of its blocks predicts the whole target's token.
 
-One pass over some hundred tokens of the target's own answers judges a set of blocks: the share of
-the places at which the likeliest token is the one that the target chose. (SWIFT's objective, Xia
-et al., arXiv:2410.06916, section 4.2.)
+One pass over some hundred tokens of the target's own answers judges a set of blocks. Its agreement is the
+share of places at which the likeliest token is the one that the target chose. (The objective of SWIFT, Xia et
+al., arXiv:2410.06916, section 4.2.)
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from specgen.errors import UsageError
 from specgen.options import ContextOptions
 from specgen.workshop.texts import TargetAnswer
 
-#: Tokens of an answer that are judged, and of a prompt at most: prompts take time and judge nothing.
+#: The most judged tokens of an answer, and the longest prompt: prompts take time and judge nothing.
 _N_ANSWER = 96
 _MOST_PROMPT = 96
-#: Rows that are decoded at once.
+#: The number of rows that are decoded at once.
 _N_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class JudgedText:
-    """A prompt, and the tokens behind it that are looked at."""
+    """A prompt, and the tokens of the answer that are judged."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -39,8 +39,8 @@ class JudgedText:
 def judged_texts(
     answers: Iterable[TargetAnswer], n_places: int, *, held_back: bool
 ) -> list[JudgedText]:
-    """The beginnings of answers, with about `n_places` tokens together. Raises `UsageError` if
-    there are none."""
+    """Return the beginnings of answers, with about `n_places` tokens together. Raises `UsageError` if there
+    are none."""
     found: list[JudgedText] = []
     n_left = n_places
     for answer in answers:
@@ -59,8 +59,7 @@ def judged_texts(
 
 
 class Judge:
-    """Judges sets of blocks of a model by texts. Use it as a context manager. Raises
-    `MemoryLimitError`."""
+    """Judges sets of left-out blocks by texts. Use it as a context manager. Raises `MemoryLimitError`."""
 
     def __init__(
         self,
@@ -90,7 +89,7 @@ class Judge:
         return sum(len(said) for _, said in self._batches)
 
     def agreement(self, left_out: frozenset[int]) -> float:
-        """The share of places at which the model without these blocks says what the text does."""
+        """Return the share of places at which the model without these blocks predicts the text's token."""
         n_agreed = 0
         for batch, said in self._batches:
             likeliest = self._backend.decode_without(batch, left_out).argmax(axis=1)
@@ -101,7 +100,7 @@ class Judge:
 
 
 def _batches(texts: Sequence[JudgedText]) -> Iterable[tuple[Batch, list[int]]]:
-    """Batches of whole texts, each a sequence, and the tokens that belong to the rows that want
+    """Yield batches of whole texts, each text a sequence, with the expected token of each row that wants
     logits."""
     batch, said, n_sequences = Batch(), list[int](), 0
     for text in texts:

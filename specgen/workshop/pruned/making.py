@@ -1,7 +1,7 @@
-"""Makes a draft out of a target: the blocks to leave out are searched for, and the rest is written.
+"""Makes a draft out of a target: searches for the blocks to leave out, and writes the rest to a file.
 
-A draft that drafts with the target's own layers (Zhang et al., arXiv:2309.08168), as a file of its
-own: llama.cpp cannot leave blocks out while it runs, so it takes memory beside the target's.
+Such a draft uses the target's own layers (Zhang et al., arXiv:2309.08168). It is a separate file, because
+llama.cpp cannot leave blocks out while it runs; so it takes memory in addition to the target's.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ from specgen.workshop.pruned.judging import Judge, JudgedText, judged_texts
 from specgen.workshop.pruned.search import N_FIRST, search
 from specgen.workshop.texts import TargetText
 
-#: Places of the target's text that a set of blocks is judged by, and those that the result is.
+#: Places of the target's text that judge a set of blocks, and places that judge the result.
 N_PLACES = 512
 _N_HELD_BACK = 1024
-#: Cells of the contexts in which decodes are timed.
+#: The size, in cells, of the contexts in which decodes are timed.
 _N_CTX = 256
 
 
-#: What a draft is expected to gain, by the seconds of the target's batches and of a drafted token, and by
-#: the share of drafted tokens that is accepted (`specgen.selection.outlook.expected_speedup`).
+#: The expected speed-up of a draft, from the seconds of the target's batches by their size, the seconds of a
+#: drafted token, and its acceptance rate (`specgen.selection.outlook.expected_speedup`).
 ExpectedSpeedup: TypeAlias = Callable[[dict[int, float], float, float], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """A draft that was cut from a target of `n_layer` blocks, without those in `left_out`.
+    """A draft cut from a target of `n_layer` blocks, without those in `left_out`.
 
-    Its likeliest token is the target's at the share `agreement` of the places of held-back
-    answers; a token takes the share `cost` of the target's. `speedup` is expected over plain decoding.
+    `agreement` is the share of places of held-back answers at which its likeliest token is the target's.
+    `cost` is the time of a token, as a share of the target's. `speedup` is expected over plain decoding.
+    `n_judged` sets of blocks were judged.
     """
 
     left_out: tuple[int, ...]
@@ -59,10 +60,10 @@ class Pruned:
 
 
 class PrunedCosts:
-    """What the target's batches take, and what a token of it without some blocks in Q4_0.
+    """The costs of the target's batches, and of a token of the target in Q4_0 without some blocks.
 
-    A small file without most blocks is timed beside the target. A token of another one takes longer by
-    its bytes: a token reads all weights once.
+    A small file, which keeps every fourth block, is timed beside the target. The time of other files is
+    estimated in proportion to their bytes, since a token reads all weights once.
     """
 
     def __init__(self, session: Session, folder: Path, expected: ExpectedSpeedup) -> None:
@@ -83,7 +84,7 @@ class PrunedCosts:
         self._n_layer = n_layer
         self._share = share
         self._n_kept = len(kept)
-        #: Bytes of a block, and of what is not in blocks.
+        #: The bytes of a block, and of all tensors outside blocks.
         self._block_bytes = bytes_a_token(target) - bytes_a_token(target, (n_layer - 1,))
         self._other_bytes = bytes_a_token(target, range(n_layer))
         known = session.costs.table().known
@@ -92,7 +93,7 @@ class PrunedCosts:
             raise UsageError("a round has no room for a draft", hint="take a larger --draft-max")
 
     def cost(self, n_left_out: int) -> float:
-        """A token's time without so many blocks, as a share of the target's own."""
+        """Return a token's time without `n_left_out` blocks, as a share of the target's."""
         kept, timed = (
             self._other_bytes + n * self._block_bytes
             for n in (self._n_layer - n_left_out, self._n_kept)
@@ -100,16 +101,16 @@ class PrunedCosts:
         return self._share * kept / timed
 
     def speedup(self, n_left_out: int, agreement: float) -> float:
-        """What a draft without so many blocks is expected to gain over plain decoding."""
+        """Return the expected speed-up over plain decoding of a draft without `n_left_out` blocks."""
         return self.speedup_at(self.cost(n_left_out), agreement)
 
     def speedup_at(self, cost: float, agreement: float) -> float:
-        """The same, where a token takes the share `cost` of the target's."""
+        """Return the same if a token takes the share `cost` of the target's time."""
         return self._expected(self.batch_s, cost * self.batch_s[1], agreement)
 
 
 def timed_share(session: Session, own: LlamaBackend, file: Path) -> float:
-    """The time of a token of the model in a file over that of the target, by turns."""
+    """Return a token's time in the model of a file over that in the target; the two are timed in turns."""
     context = session.options.draft_context
     with contextlib.closing(LlamaModel(file, n_gpu_layers=context.n_gpu_layers)) as model:
         backend = LlamaBackend(model, context, n_ctx=own.n_ctx, clock=session.clock, n_outputs=1)
@@ -128,11 +129,11 @@ def make_pruned(
     interrupted: Callable[[], bool],
     progress: Callable[[str, int, int], None],
 ) -> Pruned | None:
-    """Search for the blocks to leave out until `until_s` by `clock`, and write the draft to `output`;
-    None if `interrupted` says so, and then what was found stays, and the same call goes on.
+    """Search for the blocks to leave out until `clock` reaches `until_s`, and write the draft to `output`.
 
-    Raises `ModelFileError` if blocks of the target cannot be left out, `UsageError` if there is no text
-    to judge by, `MemoryLimitError`, `OutputError` and `BackendError`.
+    Return None if `interrupted` returns True; the judgements are kept, and the same call continues. Raises
+    `ModelFileError` if blocks of the target cannot be left out, `UsageError` if there is no text to judge by
+    or too little time, `MemoryLimitError`, `OutputError` and `BackendError`.
     """
     model, target = session.target_model, session.options.target
     check_prunable(model)
@@ -174,7 +175,7 @@ def make_pruned(
 def _check_time(
     judged: Evaluations, n_layer: int, until_s: float, clock: Callable[[], float]
 ) -> None:
-    """Judge a set, unless that was done; raise `UsageError` if there is no time for as many as are needed."""
+    """Judge one set to time it; raise `UsageError` if there is no time for as many as the search needs."""
     started_s = clock()
     judged(frozenset({1}))
     took_s = clock() - started_s
@@ -188,7 +189,7 @@ def _check_time(
 
 
 def agreement_of(file: Path, session: Session, texts: Sequence[JudgedText]) -> float:
-    """The share of places at which the model in a file says what the texts do."""
+    """Return the share of places at which the model in a file predicts the texts' token."""
     context = session.options.draft_context
     with (
         contextlib.closing(LlamaModel(file, n_gpu_layers=context.n_gpu_layers)) as model,
@@ -198,7 +199,7 @@ def agreement_of(file: Path, session: Session, texts: Sequence[JudgedText]) -> f
 
 
 def _key(texts: Sequence[JudgedText]) -> str:
-    """Tells what sets were judged by."""
+    """A digest of the texts that judge the sets."""
     return hashlib.sha256(
         repr([(text.prompt, text.tokens) for text in texts]).encode()
     ).hexdigest()[:16]

@@ -1,10 +1,10 @@
-"""Which blocks to leave out of a target, found by Bayesian optimisation.
+"""Search for the blocks to leave out of a target, by Bayesian optimisation.
 
-As in Draft & Verify (Zhang et al., arXiv:2309.08168, section 3.3) what is maximised is the expected speed,
-and a Gaussian process says which set is worth looking at next. Two things are other than there. Each block
-is first left out by itself: if blocks did harm independently, agreements would multiply, and the
-process learns only how sets differ from that. And sets are alike as far as they leave out the same
-blocks. (docs/lab-notes.md compares this with greedy and with random search.)
+As in Draft & Verify (Zhang et al., arXiv:2309.08168, section 3.3), the search maximises the expected speed,
+and a Gaussian process chooses the next set to judge. Two things differ from the paper. Each block is first
+left out alone: if blocks did harm independently, agreements would multiply, so the process learns only how sets
+differ from that product. And the covariance of two sets depends on the number of blocks in which they differ.
+(docs/lab-notes.md compares this with greedy and with random search.)
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from numpy.typing import NDArray
 
 from specgen.workshop.pruned.evaluations import Blocks, Evaluations
 
-#: The expected speed-up without so many blocks, at an agreement.
+#: The expected speed-up, by the number of left-out blocks and the agreement.
 Speedup: TypeAlias = Callable[[int, float], float]
 _Floats: TypeAlias = NDArray[np.float64]
 
-#: Blocks in which two sets differ by which they tell e times less of each other, and the noise, as a
-#: variance, of what is learnt: some hundred places are judged.
+#: The length scale of the process, in blocks by which two sets differ, and its noise as a variance: an
+#: agreement is measured on some hundred places only.
 _LENGTH = 4.0
 _NOISE = 0.02
-#: Sets near the best ones that are thought about: of so many best, so many each; and others.
+#: Candidates of a step: the number of best sets, of random neighbours of each, and of other random sets.
 _N_BEST, _N_NEAR, _N_FAR = 8, 60, 100
-#: Sets that are looked at before the process is asked, and after which without a better one the search
-#: ends.
+#: Random sets that are judged before the process chooses, and the number of judgements without an improvement
+#: after which the search ends.
 N_FIRST = 8
 _PATIENCE = 60
-#: Agreements are at least this, so that they have logarithms.
+#: The lowest agreement that is used, so that its logarithm is finite.
 _LEAST = 0.01
-#: Where expectations over a normal distribution are taken, and their weights.
+#: The points at which expectations over a normal distribution are taken, and their weights.
 _PLACES = np.linspace(-2.0, 2.0, 9)
 _WEIGHTS = np.exp(-0.5 * _PLACES**2) / np.exp(-0.5 * _PLACES**2).sum()
 _GRID = np.linspace(0.0, 1.0, 101)
@@ -50,9 +50,11 @@ def search(
     sizes: Sequence[int] | None = None,
     seed: int = 0,
 ) -> Blocks | None:
-    """The set of blocks that is expected to be fastest to draft without, of those that were looked at until
-    `is_over`, or until nothing better is found. None if none was. The first block stays: a model
-    says nothing without it. At most half of the blocks are left out, or as many as `sizes` say.
+    """Return the judged set of blocks with the highest expected speed-up; None if none was judged.
+
+    The search ends when `is_over` returns True, or when nothing better is found. The first block always
+    stays: a model without it predicts nothing of use. At most half of the blocks are left out, unless
+    `sizes` gives the allowed numbers.
     """
     rng = np.random.default_rng(seed)
     sizes = range(1, n_layer // 2 + 1) if sizes is None else sizes
@@ -95,7 +97,7 @@ def search(
 def _expected_gains(
     known: dict[Blocks, float], new: Sequence[Blocks], alone: _Floats, values: _Floats, best: float
 ) -> _Floats:
-    """By how much each of the new sets is expected to be better than the best (or else 0)."""
+    """Return how much better than the best each new set is expected to be; being worse counts as 0."""
     seen, asked = _matrix(known, len(alone)), _matrix(new, len(alone))
     logs = np.log(np.maximum(_LEAST, list(known.values())))
     beyond = logs - seen @ alone
@@ -120,7 +122,7 @@ def _matrix(sets: Collection[Blocks], n_layer: int) -> _Floats:
 
 
 def _likeness(ones: _Floats, others: _Floats) -> _Floats:
-    """The process's covariance: by how many blocks differ."""
+    """The covariance of the process, by the number of blocks that differ."""
     differing = ones @ (1.0 - others.T) + (1.0 - ones) @ others.T
     return np.asarray(np.exp(-differing / _LENGTH))
 
@@ -132,18 +134,18 @@ class _Moves:
         self._blocks = np.arange(1, len(alone))
         self._sizes = sizes
         self._rng = rng
-        # What does little harm by itself is likelier to be left out with others.
+        # Blocks that do little harm alone are left out more often.
         shares = np.exp(4.0 * alone[1:])
         self._shares = shares / shares.sum()
 
     def far(self) -> Blocks:
-        """Any set."""
+        """Draw any set."""
         size = self._rng.choice(self._sizes)
         chosen = self._rng.choice(self._blocks, size, replace=False, p=self._shares)
         return frozenset(chosen.tolist())
 
     def near(self, left_out: Blocks) -> Blocks:
-        """A set that is one change away or two: a block more, one less, another one."""
+        """Draw a set that is one or two changes away: a block more, a block less, or a block swapped."""
         found = set(left_out)
         for _ in range(self._rng.integers(1, 3)):
             kept = [block for block in self._blocks.tolist() if block not in found]
