@@ -1,2 +1,2 @@
-"""From files and options to a stream of events: models that go together, prompts, and the loop of
-propose, decode, verify and commit."""
+"""Sessions and engines: they load the models, build the prompts and run the loop of propose, decode,
+verify and commit, which produces a stream of events."""

@@ -1,9 +1,9 @@
 """Measure how often a draft model agrees with a target, before it drafts.
 
-Without a look, a draft that never says what its target says is found out in the course of the
-first answer, which it makes slower. So the two walk through a short text that we wrote: at each
-place the target's most likely token is compared with the draft's. Agreement about the most
-likely token is what acceptance at temperature 0 is, and close to it above (docs/lab-notes.md).
+Without this measurement, a draft that never agrees with its target would be discovered only during
+the first answer, which it would slow down. So both models read a short text that we wrote. At each
+place the target's most likely token is compared with the draft's. The rate of agreement is the
+acceptance rate at temperature 0, and close to it at higher temperatures (docs/lab-notes.md).
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from specgen.drafters import Drafter
 from specgen.options import DraftOptions
 from specgen.policy import Decided, FixedPolicy
 
-#: Prose and code, as a model may write them when asked: what is easy to foresee and what is not
-#: in about the proportions of an answer.
+#: Prose and code as a model may write them. Tokens that are easy and hard to predict have about the
+#: proportions that they have in an answer.
 TEXT = (
     "To add up the numbers in a list, go through the list and add each number to a total:\n\n"
     "```python\ndef add_up(numbers):\n    total = 0\n    for number in numbers:\n"
     "        total += number\n    return total\n```\n\n"
     "This function takes a list of numbers and returns the sum of the numbers in the list."
 )
-#: So many of its tokens are walked through, behind the first few, which only begin the text.
+#: The number of tokens of the text that are read, and how many of them are read before the first
+#: comparison.
 N_TOKENS = 48
 N_BEFORE = 12
-#: A model with this many judged tokens is known.
+#: A draft model whose statistics hold this many judged tokens is not measured again.
 N_KNOWN = 20
-#: Seconds of decoding after which no more is looked at, if there is enough.
+#: The measurement ends after this many seconds of decoding if it has compared enough places.
 _BUDGET_S = 1.5
 _N_ENOUGH = 24
-#: A draft with another vocabulary says so many of its tokens, since one may be the beginning
-#: only of a token of the target's.
+#: Tokens that a draft with another vocabulary proposes at a place: a single one may be only the
+#: beginning of a token of the target.
 _N_TRANSLATED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """At how many places a drafter proposed something, and at how many of these what the target
-    says."""
+    """The number of places where a drafter proposed a token, and where that was the target's token."""
 
     n_places: int
     n_agreed: int
@@ -55,11 +55,11 @@ class Agreement:
 
 
 class Walk:
-    """Walks a drafter through a text, place by place, and counts in `chances`, by origin, how
-    often it says what the target does there.
+    """Lets a drafter propose a token at each place of a text, and counts in `chances`, by origin, how
+    often it is the target's token.
 
-    `state` stands at the text's beginning, and is what the drafter drafts by. With
-    `is_translated` its vocabulary is another.
+    `state` is the text that the drafter reads; it starts empty. `is_translated` says that the
+    drafter's vocabulary is not the target's.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class Walk:
 
     @property
     def found(self) -> Agreement:
-        """What was found so far."""
+        """The counts so far."""
         return Agreement(self._n_places, self._n_agreed)
 
     def look(self, tokens: Sequence[int], place: int, said: int) -> None:
-        """Compare what the drafter proposes after the first `place` of the tokens with what the
-        target says there. Places ascend. Raises what the drafter raises."""
+        """Compare what the drafter proposes after the first `place` tokens with `said`, the target's
+        token there. Places must ascend. Raises what the drafter raises."""
         for token in tokens[len(self._state.tokens) : place]:
             self._state.commit(token)
         draft, sure = self._policy.ask(self._drafter, self._state.tokens)
@@ -97,7 +97,7 @@ class Walk:
         agrees = draft.tokens[0] == said
         confidence = draft.probabilities[0]
         if confidence is None or draft.distributions[0] is not None:
-            # Of a drawn token it is how likely that one was to be drawn.
+            # The probability of a drawn token says how likely that token was to be drawn.
             confidence = sure
         chances.judge(confidence, accepted=agrees)
         self._n_places += 1
@@ -110,9 +110,9 @@ def sample_agreement(
     tokens: Sequence[int],
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Agreement:
-    """Walk through a text with a target whose context is empty, and is empty again afterwards;
-    the draft's is left as it is. Raises `BackendError`, and `KeyboardInterrupt` if `interrupted` says
-    so between decodes."""
+    """Measure the agreement over a text. The target's context must be empty, and is empty again
+    afterwards; the draft's context is not cleared. Raises `BackendError`, and `KeyboardInterrupt` if
+    `interrupted` returns True between decodes."""
     before_s = target.decode_s
     tokens = tokens[: target.n_ctx]
     try:
@@ -120,7 +120,7 @@ def sample_agreement(
             walk.look(tokens, place, said)
             if interrupted():
                 raise KeyboardInterrupt
-            # What the target takes is most of it; the draft is smaller.
+            # Only the target's time counts: the draft is smaller.
             if walk.found.n_places >= _N_ENOUGH and target.decode_s - before_s > _BUDGET_S:
                 break
     finally:
@@ -129,8 +129,8 @@ def sample_agreement(
 
 
 def greedy_tokens(target: Backend, tokens: Sequence[int], start: int) -> Iterator[tuple[int, int]]:
-    """The target's most likely token after the first n of the tokens, for each n >= start, with
-    n before it. They are decoded as far as they are asked for, behind nothing."""
+    """Yield (n, the target's most likely token after the first n tokens) for each n >= start. The
+    tokens are decoded into an empty context, batch by batch, as the iterator advances."""
     done = 0
     while done < len(tokens):
         is_before = done < start - 1
@@ -145,8 +145,8 @@ def greedy_tokens(target: Backend, tokens: Sequence[int], start: int) -> Iterato
 
 
 def can_pay(target: CostTable, draft: CostTable, n_max: int) -> bool:
-    """Whether a draft model that is always right would save time, by what decodes cost; False
-    if that is not known."""
+    """Whether a draft model that is always right would save time by the measured costs; False if
+    they are not known."""
     if not target or not draft:
         return False
     plain_s, token_s = target.seconds(1), draft.seconds(1)
@@ -154,8 +154,7 @@ def can_pay(target: CostTable, draft: CostTable, n_max: int) -> bool:
 
 
 class _Asking(Decided):
-    """Lets a drafter propose `n_max` tokens at each place, and remembers how sure it was of the
-    first."""
+    """Lets a drafter propose `n_max` tokens at each place, and keeps its confidence in the first."""
 
     def __init__(self, n_max: int) -> None:
         super().__init__(FixedPolicy(DraftOptions(policy="fixed", max_tokens=n_max, p_min=0.0)))
@@ -163,8 +162,8 @@ class _Asking(Decided):
         self._confidence: float | None = None
 
     def ask(self, drafter: Drafter, text: Sequence[int]) -> tuple[Draft, float | None]:
-        """What a drafter proposes, and how sure it could be of its first token; None if it did
-        not come to that."""
+        """Return the drafter's proposal and its confidence in the first token; None if it never
+        asked whether to draft one."""
         self._confidence = None
         draft = drafter.propose(text, self._n_max, self)
         return draft, self._confidence

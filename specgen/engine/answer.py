@@ -13,21 +13,21 @@ from specgen.events import Event, FinishedEvent
 
 @dataclass(eq=False)
 class Answer:
-    """An answer that an engine was asked for: waiting, in the making, or finished."""
+    """An answer that an engine was asked for: waiting, being generated, or finished."""
 
-    #: Which of the engine's answers it is, counted from 0: the `sequence` of its events.
+    #: Its number among the engine's answers, from 0: the `sequence` of its events.
     index: int
     prompt: Prompt
     settings: AnswerSettings
     seed: int
-    #: Whether anything drafts for it.
+    #: Whether drafts are made for it.
     drafts: bool = True
     #: The summary, once it is finished.
     finished: FinishedEvent | None = None
-    #: What ended it before its time.
+    #: The error that ended it early.
     failure: SpecgenError | None = None
     is_cancelled: bool = False
-    #: Events that `Engine.stream` has not told yet.
+    #: Events that `Engine.stream` has not yielded yet.
     events: deque[Event] = field(default_factory=deque)
 
     @property
@@ -37,8 +37,8 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The whole text. Raises what ended it before its time, and `RuntimeError` before it is
-        done."""
+        """The whole text. Raises the error that ended the answer early, or `RuntimeError` if it is
+        not done."""
         if self.failure is not None:
             raise self.failure
         if self.finished is None:

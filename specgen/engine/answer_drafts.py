@@ -27,9 +27,9 @@ from specgen.policy import CostAwarePolicy, FixedPolicy, Policy, ThresholdPolicy
 
 
 class AnswerDrafts:
-    """Makes drafters and policies for answers, of the draft that a session has at the time.
+    """Makes the drafter and the policy of each answer, for the draft that the session has then.
 
-    `target` is the target's file, as `memory` knows it.
+    `target` is the target's file, the key of its entries in `memory`.
     """
 
     def __init__(
@@ -59,12 +59,14 @@ class AnswerDrafts:
         part: Part,
         chances: ChancesOf,
     ) -> tuple[Drafter | None, LastHidden | None]:
-        """What drafts behind a prompt, None if nothing does; and where the loop is to leave the target's
-        hidden states, None if nothing drafts from them. `backends` are the contexts of the draft
-        model, if there is one, and of what drafts for it; `ngrams` makes what drafts alone or beside it."""
+        """Return the drafter of an answer to `prompt` (None: it is not drafted for), and the object
+        where the loop stores the target's hidden states (None: nothing drafts from them).
+
+        `backends` are the contexts of the draft model, if there is one, and of its helpers. `ngrams`
+        makes the n-gram drafter, which drafts alone or beside the model."""
 
         def ngrams_within() -> Drafter:
-            """N-grams that propose what the grammar allows."""
+            """N-grams that propose only what the grammar allows."""
             return ConstrainedDrafter(ngrams(), state) if state.has_grammar else ngrams()
 
         model, heads = self._drafts.model, self._drafts.heads
@@ -97,7 +99,8 @@ class AnswerDrafts:
         part: Part = WHOLE,
         chances: ChancesOf | None = None,
     ) -> Drafter:
-        """What the draft model drafts, alone, in contexts of it and of what drafts for it."""
+        """Return the draft model's drafter without n-grams beside it. `backends` are the contexts of
+        the draft model and of its helpers."""
         assert self._drafts.model is not None, "there is no draft model"
         known = self._costs.known(len(prompt.tokens), chances or self._memory.chances)
         return self._drafts.model.drafter(
@@ -113,11 +116,11 @@ class AnswerDrafts:
         )
 
     def ngrams(self, drafting: DraftOptions, *, branches: bool) -> Drafter:
-        """N-grams of the text, and of the texts that are looked up."""
+        """Return a drafter from n-grams of the text and of the texts that are looked up."""
         return self._lookups.ngrams(drafting, branches=branches)
 
     def policy(self, n_past: int, settings: AnswerSettings, chances: ChancesOf) -> Policy:
-        """What decides how much is drafted for an answer behind `n_past` tokens."""
+        """Return the policy that decides how much is drafted for an answer after `n_past` tokens."""
         drafting = settings.drafting
         if drafting.tree.is_fixed and self._drafts.why_chains:
             shape = drafting.tree
@@ -135,22 +138,22 @@ class AnswerDrafts:
     def chances(
         self, settings: AnswerSettings, chances: ChancesOf | None = None
     ) -> MutableMapping[str, Chances]:
-        """What is known of the present draft's chances with an answer's samplers, by origin; in the
-        memory, unless `chances` are others."""
+        """Return the acceptance statistics of the present draft with an answer's samplers, by origin.
+        They are those of the memory unless `chances` is given."""
         mode = "greedy"
         if not settings.sampling.greedy:
             mode = f"temp {settings.sampling.temperature:.1f}, {settings.verifier}"
         of_draft = chances or self._memory.chances
         found = of_draft(self._target, self._drafts.key, mode)
         if self._drafts.learnt is not None and self._drafts.path is not None and not found:
-            # It begins with what is known of the draft as it came.
+            # The learnt weights start from the statistics of the original weights.
             found.update(copy.deepcopy(dict(of_draft(self._target, self._drafts.path, mode))))
         return found
 
     def chances_of_one_answer(
         self, target: Path, draft: Path | str, mode: str
     ) -> MutableMapping[str, Chances]:
-        """A copy of what is known; what is learnt in it is forgotten."""
+        """Return a copy of the acceptance statistics; what an answer adds to the copy is not kept."""
         return copy.deepcopy(self._memory.chances(target, draft, mode))
 
 

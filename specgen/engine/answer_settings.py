@@ -1,4 +1,4 @@
-"""How the tokens of one answer are chosen and drafted, and when it ends, made ready for a target."""
+"""The settings of one answer, built for a target: samplers, grammar, drafting, and where it ends."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from specgen.sampling import DryBreakers, Sampler
 
 @dataclass(frozen=True, slots=True)
 class AnswerSettings:
-    """What one answer asks of samplers, grammar and drafts. Answers of the same settings share one
-    object; it holds nothing that changes."""
+    """Samplers, grammar and drafting options of one answer. Answers with the same settings share one
+    object; it never changes."""
 
-    #: As they were asked for.
+    #: The options as they were given.
     sampling: SamplerOptions
     generation: GenerationOptions
     drafting: DraftOptions
-    #: The samplers that are in use: `sampling`, with the biases that `generation` adds.
+    #: The options that the sampler uses: `sampling`, with the biases that `generation` adds.
     in_use: SamplerOptions
     breakers: DryBreakers | None
     sampler: Sampler
@@ -36,8 +36,8 @@ class AnswerSettings:
         generation: GenerationOptions,
         drafting: DraftOptions,
     ) -> AnswerSettings:
-        """Build the samplers and the grammar. Raises `UsageError` if a token of a bias does not
-        exist, or the grammar is not one."""
+        """Build the samplers and the grammar. Raises `UsageError` if a bias names a token that does
+        not exist, or the grammar is invalid."""
         vocabulary, in_use = model.vocabulary, sampling
         for token, _ in sampling.logit_bias:
             if not 0 <= token < vocabulary.n_tokens:
@@ -71,9 +71,9 @@ class AnswerSettings:
         n_drafted_max: int | None,
         verifier: VerifierName | None,
     ) -> AnswerSettings:
-        """The settings of an answer that asks for something else; what is None stays. Samplers and the
-        grammar are built anew only where they change. Raises `UsageError` as `of` does, and if a number
-        of drafted tokens is given where drafts have a fixed shape."""
+        """Return these settings with some options changed; those that are None stay. Samplers and the
+        grammar are rebuilt only if they change. Raises `UsageError` as `of` does, and if
+        `n_drafted_max` is given while drafts have a fixed shape."""
         sampling, generation = sampling or self.sampling, generation or self.generation
         drafting = self.drafting
         if verifier is not None:
@@ -91,18 +91,18 @@ class AnswerSettings:
         return AnswerSettings.of(model, sampling, generation, drafting)
 
     def most_likely(self) -> AnswerSettings:
-        """The same samplers without chance: those of what drafts for a draft model."""
+        """Return the settings at temperature 0, for a model that drafts for a draft model."""
         in_use = replace(self.in_use, temperature=0.0, dynatemp_range=0.0)
         return replace(self, in_use=in_use, sampler=Sampler(in_use, self.breakers))
 
     @property
     def verifier(self) -> VerifierName:
-        """How drafts are judged. A seed that was asked for gives the same text every time, also
-        where the lengths of drafts depend on how long decodes take: drafts are then matched."""
+        """The verifier. With ``auto``, drafts are matched if the user gave a seed and draft lengths
+        depend on measured times: the seed then gives the same text every time."""
         is_timed = self.drafting.is_by_cost and self.sampling.seed >= 0
         return "match" if self.drafting.verifier == "auto" and is_timed else self.drafting.verifier
 
     @property
     def kind_of_chances(self) -> str:
-        """What acceptance rates depend on, besides the models, in words."""
+        """What acceptance rates depend on besides the models, as text."""
         return f"temp {self.sampling.temperature:.1f}"

@@ -1,4 +1,4 @@
-"""The prompt of a chat, written by the model's own template."""
+"""Render a conversation with the model's own chat template."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from specgen.errors import PromptError
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
 
-#: What the templates write that take ids of calls of nine letters and digits only: Mistral's.
+#: Mistral's templates, which write this mark, accept only call ids of nine letters and digits.
 _NEEDS_SHORT_IDS = "[TOOL_CALLS]"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool in an earlier turn. `arguments` is an object as `json.loads` makes it, or a
-    text if the model wrote no object."""
+    """A call of a tool in an earlier turn. `arguments` is an object from `json.loads`, or the text
+    that the model wrote if that was no object."""
 
     identity: str
     name: str
@@ -36,8 +36,8 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation. An assistant's may have calls of tools; a tool's answers the
-    call `tool_call_id`, and `name` is that of the tool."""
+    """One turn of a conversation. An assistant's turn may have `tool_calls`. A tool's turn is the
+    result of the call `tool_call_id`, and `name` is the name of the tool."""
 
     role: Role
     content: str
@@ -47,8 +47,8 @@ class Message:
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """Templates made for training mark the assistant's text with ``{% generation %}``; the
-    mark changes nothing in what is written."""
+    """Accepts ``{% generation %}``, with which templates made for training mark the assistant's
+    text. The mark does not change the output."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class declares it
 
@@ -66,13 +66,13 @@ def render(
     now: datetime.datetime,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The conversation as the model expects it, ending where its answer begins. `tools` are what it
-    may call, as OpenAI's API describes them; a template that does not know them leaves them out.
+    """Return the conversation as the model expects it, up to where its answer begins. `tools` are the
+    tools that it may call, as OpenAI's API describes them; a template without tools ignores them.
 
-    `template` is Jinja as Hugging Face's chat templates use it; it comes with the model file,
-    from whoever made that, so it runs in a sandbox. Raises `PromptError` if the template does
-    not accept the messages (some know no system message, for example), is broken, whatever
-    goes wrong in it, or does without end.
+    `template` is Jinja as Hugging Face's chat templates use it. It comes with the model file, which
+    is not trusted, so it runs in a sandbox. Raises `PromptError` if the template does not accept the
+    messages (some accept no system message, for example), fails in any way, or exceeds the limits of
+    the sandbox.
     """
     environment = BoundedEnvironment(
         trim_blocks=True,
@@ -93,7 +93,7 @@ def render(
         variables["tools"] = list(tools)
     try:
         return environment.rendered(template, variables)
-    # What a template's expressions raise can be anything, as can what compiling them raises.
+    # Compiling and evaluating a template's expressions can raise anything.
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise PromptError(
@@ -103,7 +103,7 @@ def render(
 
 
 def _turn(message: Message, has_short_ids: bool) -> dict[str, Any]:
-    """A message as templates read it. They ask which keys it has."""
+    """Return a message as templates read it. They test which keys it has, so absent fields have none."""
     turn: dict[str, Any] = {"role": message.role, "content": message.content}
     as_id = _short_id if has_short_ids else str
     if message.tool_calls:
@@ -123,7 +123,7 @@ def _turn(message: Message, has_short_ids: bool) -> dict[str, Any]:
 
 
 def _short_id(identity: str) -> str:
-    """The id itself if a template of Mistral's takes it, else one that stands for it."""
+    """Return the id if Mistral's templates accept it, else nine hexadecimal digits of its hash."""
     if len(identity) == 9 and identity.isascii() and identity.isalnum():
         return identity
     return hashlib.sha256(identity.encode()).hexdigest()[:9]

@@ -1,4 +1,4 @@
-"""The contexts of a session's models, and how large they are: tokens, rows and sequences."""
+"""The contexts of a session's models and their sizes: tokens, rows and sequences."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ _N_CTX = 4096
 
 @dataclass(frozen=True, slots=True)
 class SessionContexts:
-    """Opens contexts of a target and of what drafts for it, large enough for what the options ask
-    for."""
+    """Opens contexts of a target and of its draft model, as large as the options need."""
 
     options: SessionOptions
     target: LlamaModel
@@ -53,8 +52,8 @@ class SessionContexts:
         return max(self.n_branches_max, n_draft)
 
     def n_ctx_for(self, n_prompt: int, max_tokens: int | None = None) -> int:
-        """The target's context in tokens, for a prompt and an answer of `max_tokens` (None: of as many
-        as the options say). Raises `PromptError` if the prompt is longer."""
+        """Return the size of the target's context in tokens, for a prompt and an answer of `max_tokens`
+        (None: as the options say). Raises `PromptError` if the prompt does not fit."""
         n_train = self.target.n_ctx_train
         wanted = self.options.target_context.n_ctx
         if wanted is None:
@@ -77,7 +76,7 @@ class SessionContexts:
     def opened(
         self, n_ctx: int, *, drafts: bool, n_parts: int
     ) -> Iterator[tuple[LlamaBackend, LlamaBackend | None]]:
-        """Contexts as `Session.contexts` has them."""
+        """Open contexts as `Session.contexts` describes."""
         with contextlib.ExitStack() as stack:
             target = LlamaBackend(
                 self.target,
@@ -97,9 +96,8 @@ class SessionContexts:
 
 
 def usual_n_ctx(options: SessionOptions, target: LlamaModel) -> int:
-    """The tokens of a context that prompt and answer share, where nobody asked for more room: as the
-    options say (0: what the target was trained with), or what the target was trained with, but no
-    more than is usual."""
+    """Return the default size, in tokens, of a context for a prompt and its answer: the options'
+    size (0: the target's training context), or else 4096, or the training context if that is less."""
     n_train, wanted = target.n_ctx_train, options.target_context.n_ctx
     if wanted is not None:
         return wanted or n_train or _N_CTX

@@ -1,4 +1,4 @@
-"""A draft model beside a target: check that they fit, and make its drafter."""
+"""A draft model for a target: check that their vocabularies fit, and make its drafter."""
 
 from __future__ import annotations
 
@@ -48,36 +48,37 @@ MakeShaper: TypeAlias = Callable[[Sampler, TextState], Shaper]
 
 
 class Known(Protocol):
-    """What was learnt of models so far, for one answer."""
+    """What is known about the models so far, for one answer."""
 
     def costs(self, model: Path) -> CostTable:
-        """What a draft model's decodes take."""
+        """Return the costs of a draft model's decodes."""
         ...
 
     def policy(self, model: Path, draft: Path | str) -> Policy:
-        """What says how much another one drafts for a draft model."""
+        """Return the policy that decides how much `draft` drafts for the draft model `model`."""
         ...
 
     def ngrams(self, vocabulary: Vocabulary) -> Drafter:
-        """N-grams of texts in a vocabulary."""
+        """Return an n-gram drafter for texts in a vocabulary."""
         ...
 
 
-#: Samplers that treat each token by itself, for what it is.
+#: Samplers that change the logits of particular tokens, whatever the other logits are.
 _BY_TOKEN: tuple[SamplerName, ...] = ("penalties", "dry")
-#: How many of a model's likeliest tokens are looked at for a place of a tree: most of the others
-#: stand for nothing that a row of the target's batch would pay for.
+#: The number of likeliest tokens that are considered for one place of a tree: hardly any other token
+#: would be worth a row of the target's batch.
 _N_GUESSES = 8
-#: The share of the draft's tokens from which ``auto`` draws drafts from the shared ones. (With
-#: 80 % of them, spelled text is accepted more at every temperature: docs/lab-notes.md.)
+#: ``auto`` draws drafts from the shared tokens if at least this share of the draft's tokens is
+#: shared. (At 80 %, translated text is accepted more at every temperature: docs/lab-notes.md.)
 _MOSTLY = 0.95
 
 
 class DraftModel:
-    """A draft model for a target, loaded, from a copy of its `weights` if there is one.
+    """A loaded draft model for a target. `weights` is a file to load instead of the model's own: a
+    quicker copy, or weights that it learnt.
 
-    Raises `ModelFileError` if the file cannot be used, and `PairError` if its vocabulary is
-    another and `translate` does not allow that, or there is nothing to translate by.
+    Raises `ModelFileError` if the file cannot be used, and `PairError` if the vocabularies differ and
+    `translate` forbids translation, or allows only shared tokens while there are none.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class DraftModel:
         drafting: DraftOptions,
         weights: Path | None = None,
     ) -> None:
-        #: What drafts for it.
+        #: The model or n-grams that draft for this model.
         self.helper: DraftModel | Literal["ngram"] | None = None
         self._drafting = drafting
         self.model = LlamaModel(path, weights=weights, n_gpu_layers=context.n_gpu_layers)
@@ -97,7 +98,7 @@ class DraftModel:
         except PairError:
             self.model.close()
             raise
-        #: Whether its drafts may be trees, with samplers that allow it.
+        #: Whether its drafts may be trees if the samplers allow that.
         self.branches = (
             drafting.grows_trees
             and not target.has_recurrent_state
@@ -106,7 +107,7 @@ class DraftModel:
         )
 
     def close(self) -> None:
-        """Free the model and its helper's. May be called twice."""
+        """Free the model and its helper. May be called twice."""
         self.model.close()
         if isinstance(self.helper, DraftModel):
             self.helper.close()
@@ -116,22 +117,22 @@ class DraftModel:
         return self._translation is not None
 
     def translated(self, settings: AnswerSettings) -> Translated | None:
-        """How its drafts for such an answer are translated; None if they need not be."""
+        """Return how drafts for an answer with these settings are translated; None if they need not be."""
         translation = self._translation
         if translation is None:
             return None
         mode = self._drafting.translate
         if mode == "auto":
-            # Without chance, text that is spelled anew is never worse than tokens, since it may
-            # hold tokens that only the draft has. Drawn drafts are accepted more than argmax
-            # drafts, but not by so much that few shared tokens would do.
+            # At temperature 0, translated text is never worse than shared tokens, since it may use
+            # tokens that only the draft has. Sampled drafts are accepted more often than argmax
+            # drafts, but that gain does not outweigh a small set of shared tokens.
             n_tokens = len(translation.draft_lexicon)
             shares = settings.sampler.is_random and len(translation.shared) >= _MOSTLY * n_tokens
             mode = "tokens" if shares else "string"
         return "tokens" if mode == "tokens" else "string"
 
     def draws(self, settings: AnswerSettings) -> bool:
-        """Whether its drafts for such an answer are drawn at random."""
+        """Whether drafts for an answer with these settings are sampled."""
         return (
             settings.sampler.is_random
             and make_verifier(settings.verifier).wants_draws
@@ -139,12 +140,12 @@ class DraftModel:
         )
 
     def grows_trees(self, settings: AnswerSettings) -> bool:
-        """Whether its drafts for such an answer may be trees."""
+        """Whether drafts for an answer with these settings may be trees."""
         is_fixed = self._drafting.tree.is_fixed
         return self.branches and (is_fixed or not self.draws(settings))
 
     def merges(self, settings: AnswerSettings) -> bool:
-        """Whether what n-grams say may become branches of its drafts for such an answer."""
+        """Whether proposals of n-grams may become branches of drafts for an answer with these settings."""
         return self.grows_trees(settings) and not self._drafting.tree.is_fixed
 
     def drafter(
@@ -160,10 +161,10 @@ class DraftModel:
         branches: bool = True,
         part: Part = WHOLE,
     ) -> Drafter:
-        """What drafts for one answer to `prompt`: in its `part` of a context of this model, the first
-        of `backends`, with its helper in the others, if they are there. `state` is the target's
-        text, `known` what was learnt so far, and `settings` are the answer's. Without `branches` it
-        drafts chains."""
+        """Return the drafter of one answer to `prompt`. It uses the answer's `part` of `backends`: the
+        first is a context of this model, the others, if any, are contexts of its helpers. `state` is the
+        target's text, `known` the costs and statistics so far, and `settings` are the answer's. Without
+        `branches` it drafts chains."""
         translation, backend = self._translation, backends[0]
         costs = known.costs(self.model.path)
         slot, n_ctx = part.slot(backend), part.n_ctx(backend)
@@ -233,8 +234,8 @@ class DraftModel:
         settings: AnswerSettings,
         part: Part,
     ) -> Guesses | None:
-        """What drafts for this model, over a text in its own tokens; it draws nothing that would
-        move this one's draws."""
+        """Return the helper's drafter for this model, over a text in this model's tokens. The helper
+        has a random generator of its own, so that it cannot change this model's samples."""
         helper = self.helper
         if helper is None or (helper != "ngram" and not backends):
             return None
@@ -250,9 +251,9 @@ class DraftModel:
         return Guesses(drafter, known.policy(self.model.path, name))
 
     def _sampler(self, settings: AnswerSettings) -> Sampler:
-        """The samplers that it drafts with."""
+        """Return the samplers that the model drafts with."""
         if self.translated(settings) == "string":
-            # The target's biases and penalties are by its own tokens.
+            # The target's biases and penalties refer to the target's token ids.
             is_endless = settings.generation.ignore_eos
             ends = self.model.vocabulary.end_tokens() if is_endless else ()
             never = tuple((token, -math.inf) for token in ends)
@@ -265,7 +266,7 @@ class DraftModel:
         return Sampler(shaped, settings.breakers)
 
     def _pair(self, target: LlamaModel) -> None:
-        """Compare the vocabularies, and make ready to translate where they differ."""
+        """Compare the vocabularies, and prepare the translation if they differ."""
         self._translation: Translation | None = None
         self._n_shared_tokens = 0
         translate = self._drafting.translate
@@ -290,10 +291,10 @@ class DraftModel:
 def draft_sampling(
     target: SamplerOptions, drafting: DraftOptions, *, draws: bool
 ) -> SamplerOptions:
-    """The samplers of a draft model: the target's, shaped so that more of its drafts is
-    accepted. Penalties and biases stay, since they decide what the target can accept."""
+    """Return the samplers of a draft model: the target's, changed so that more drafts are accepted.
+    Penalties and biases stay, since they decide which tokens the target can accept."""
     if not draws:  # the most likely text is accepted most
-        # A temperature that is not among the samplers, or a dynamic one, would not be 0.
+        # Without the temperature sampler, or with a dynamic temperature, sampling would not be greedy.
         order = tuple(dict.fromkeys((*target.samplers, "temperature")))
         return replace(
             target, temperature=0.0, dynatemp_range=0.0, xtc_probability=0.0, samplers=order
@@ -305,8 +306,9 @@ def draft_sampling(
 
 
 def guess_sampling(target: SamplerOptions, tree: TreeShape = AUTO_TREE) -> SamplerOptions:
-    """The samplers of a draft model whose likeliest tokens are taken, several of them: what
-    decides what the target can accept stays, and nothing that cuts off the less likely ones."""
+    """Return the samplers of a draft model that proposes several of its likeliest tokens. Penalties
+    and biases stay, since they decide which tokens the target can accept; samplers that cut off less
+    likely tokens are dropped."""
     order: list[SamplerName] = [name for name in target.samplers if name in _BY_TOKEN]
     return replace(
         target,

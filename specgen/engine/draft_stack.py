@@ -1,4 +1,4 @@
-"""The models that draft for a target: the draft model, what drafts for it, and so on."""
+"""The models that draft for a target: the draft model, the model that drafts for it, and so on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specgen.engine.learnt_weights import learnt_weights
 from specgen.errors import ModelFileError, UsageError
 from specgen.options import ContextOptions, DraftOptions, DraftSource, TreeShape
 
-#: The most tokens that one draft model guesses of another's draft.
+#: The most tokens that one draft model drafts for another.
 LONGEST_GUESS = 8
 #: The most nodes that a draft model decodes at once while a tree grows.
 _WIDEST = 8
@@ -26,11 +26,11 @@ CONTEXT_STEP = 256
 
 
 class DraftStack:
-    """The draft models of a session, loaded, from copies of their weights where these are quicker.
+    """The loaded draft models of a session. They use copies of their weights where these are quicker.
 
-    `context_options` gives the options of a draft model's contexts. A model that drafts for another
-    one is opened with it and closed with it. The draft model drafts from the weights that it learnt, if
-    there are such in the folder `learning`.
+    `context_options` returns the options of a draft model's contexts. A model that drafts for another
+    one is opened and closed with it. The first draft model uses learnt weights if the folder `learning`
+    has some.
     """
 
     def __init__(
@@ -50,19 +50,20 @@ class DraftStack:
         self._context_options = context_options
         self._clock = clock
         self._learning = learning
-        #: The weights that the draft model learnt, if it drafts from such.
+        #: The file of learnt weights, if the draft model uses them.
         self.learnt: Path | None = None
-        #: What drafts for the target, and the model where it is one.
+        #: What drafts for the target, and its model if it is a draft model.
         self.source: DraftSource = "none"
         self.model: DraftModel | None = None
-        #: The decoder heads where these are what drafts.
+        #: The decoder heads, if they draft.
         self.heads: HeadsDraft | None = None
-        #: Draft models that were compared with copies.
+        #: The comparisons of draft models with copies of their weights.
         self.compared: list[Comparison] = []
 
     def change(self, source: DraftSource, drafting: DraftOptions) -> None:
-        """Let another draft take the place of the present one, which is closed; there must be
-        no context of it. Raises `ModelFileError` or `PairError`; there is then no draft."""
+        """Replace the present draft, which is closed and must have no open context. Raises
+        `ModelFileError`, `PairError`, or `UsageError` if decoder heads are given a helper; there is then
+        no draft."""
         self.close()
         if isinstance(source, Path) and is_heads_file(source):
             if self._helpers:
@@ -85,19 +86,19 @@ class DraftStack:
 
     @property
     def path(self) -> Path | None:
-        """The draft model's file; None where none is loaded."""
+        """The draft model's file; None if no draft model is loaded."""
         return self.model.model.path if self.model is not None else None
 
     @property
     def weights(self) -> Path | None:
-        """The file that the draft model drafts from without what it learnt: its own, or a copy of it."""
+        """The weights that the draft model would use without learning: its own file, or a copy of it."""
         path = self.path
         return None if path is None else self._copies.of(path, self._context) or path
 
     @property
     def key(self) -> Path | str:
-        """What drafts, as the memory knows it: a file, or a word. With what it learnt a model is
-        another draft."""
+        """The key of the present draft in the memory: a file, or a word such as "ngram". A model with
+        learnt weights is a draft of its own."""
         if self.learnt is not None:
             return self.learnt
         return self.path or (self.heads.heads.path if self.heads is not None else str(self.source))
@@ -110,7 +111,7 @@ class DraftStack:
 
     @property
     def copied(self) -> list[Comparison]:
-        """Those of `compared` that draft from their copy, the last one of each model."""
+        """The last comparison of each model whose copy is used."""
         last = {compared.model: compared for compared in self.compared}
         return [compared for compared in last.values() if compared.is_taken]
 
@@ -138,10 +139,10 @@ class DraftStack:
         first: int = 0,
         n_models: int | None = None,
     ) -> Iterator[tuple[LlamaBackend, ...]]:
-        """Contexts of the draft model, of the model that drafts for it, and so on, in which
-        `n_parts` answers may be made at once, each of `n_ctx` tokens with its prompt and with up to
-        `n_rows` rows a round; of `n_models` models from the `first` on, by default of all. They are
-        closed at the end of the `with`. Raises `MemoryLimitError`."""
+        """Open contexts of the draft model, of the model that drafts for it, and so on: `n_models` of
+        them from the `first` on, by default all. `n_parts` answers may be made at once, each of `n_ctx`
+        tokens with its prompt and up to `n_rows` rows a round. The contexts are closed at the end of the
+        `with`. Raises `MemoryLimitError`."""
         models: list[DraftModel] = []
         draft: DraftModel | str | None = self.model
         while isinstance(draft, DraftModel):
@@ -157,8 +158,8 @@ class DraftStack:
             yield tuple(found)
 
     def _context_of(self, draft: DraftModel, n_ctx: int, n_rows: int, n_parts: int) -> LlamaBackend:
-        """A context of a draft model. A draft whose context is too small for a text sees the latest
-        part of it."""
+        """Open a context of a draft model, no larger than its training context. If a text does not
+        fit, the draft sees the latest part of it."""
         if draft.has_own_vocabulary:  # it may need more tokens for the same text
             n_ctx = -(-n_ctx * 3 // 2 // CONTEXT_STEP) * CONTEXT_STEP
         n_train = draft.model.n_ctx_train
@@ -179,8 +180,8 @@ class DraftStack:
     def _open(
         self, sources: Sequence[DraftSource], target: LlamaModel, drafting: DraftOptions
     ) -> DraftModel:
-        """The first of the sources, which drafts for `target`, with the others as its helpers."""
-        if len(sources) > 1 or target is not self._target:  # stages draft chains
+        """Open the first of the sources, which drafts for `target`, and the others as its helpers."""
+        if len(sources) > 1 or target is not self._target:  # in a stack, models draft only chains
             drafting = replace(drafting, tree=TreeShape("off"))
         path = Path(sources[0])
         draft = self._load_learnt(path, drafting) if target is self._target else None
@@ -196,7 +197,7 @@ class DraftStack:
         return draft
 
     def _load_learnt(self, path: Path, drafting: DraftOptions) -> DraftModel | None:
-        """A draft model with the weights that it learnt; None where there are none that work."""
+        """Load a draft model with its learnt weights; None if there are none that work."""
         learnt = learnt_weights(self._learning, path)
         if learnt is None:
             return None
@@ -208,7 +209,7 @@ class DraftStack:
         return draft
 
     def _load_compared(self, path: Path, target: LlamaModel, drafting: DraftOptions) -> DraftModel:
-        """A draft model, from a copy of its weights if that is found to be quicker."""
+        """Load a draft model, from a copy of its weights if measuring shows that the copy is better."""
         draft = self._load(path, target, drafting)
         with contextlib.ExitStack() as on_error:
             on_error.callback(draft.close)
@@ -222,7 +223,7 @@ class DraftStack:
         return draft
 
     def _load(self, path: Path, target: LlamaModel, drafting: DraftOptions) -> DraftModel:
-        """A draft model from its copy, or from its own file where there is none that works."""
+        """Load a draft model from its copy, or from its own file if there is no copy that works."""
         copy = self._copies.of(path, self._context)
         try:
             return DraftModel(path, target, self._context, drafting, copy)
