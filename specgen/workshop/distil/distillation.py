@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 #: The learning rate of Adam at its peak.
 RATE = 6e-3
 #: The weight of the target's distribution in the loss, where it is known; the rest is
-#: on the token that the target chose.
-SOFTNESS = 0.5
+#: on the token that the target chose. With 1, a second pass does not overfit.
+SOFTNESS = 1.0
 #: Passes over the text at most.
-N_PASSES = 4
+N_PASSES = 2
 #: The number of tokens in a row: most answers fit with their prompt.
 N_COLUMNS = 384
 #: Judgements in a pass over the text, and the number without an improvement after which training ends.
@@ -92,7 +92,7 @@ def distil(
     from specgen.workshop.distil.training import Trainer
 
     trainer = Trainer(weights, softness=softness)
-    key = _key(draft, learnt, judged, f"scales {rate} {softness} {seed}")
+    key = _key(draft, learnt, judged, f"scales {N_PASSES} {rate} {softness} {seed}")
     with write_errors(output):
         output.parent.mkdir(parents=True, exist_ok=True)
     run = _Run(trainer, learnt, judged, output.with_name(f"{output.name}.training"), key)
@@ -118,9 +118,9 @@ class _Run:
         self.n_steps = 0
         self.seconds = 0.0
         self.before = 0.0
-        self._best_agreement = 0.0
+        self._best_loss = math.inf
         self._n_worse = 0
-        #: The changes of the factors that agreed best.
+        #: The changes of the factors with the lowest loss.
         self.best: dict[str, Any] = {}
 
     def train(
@@ -140,8 +140,8 @@ class _Run:
         n_steps = N_PASSES * steps_a_pass
         judged_every = max(1, steps_a_pass // _JUDGED_A_PASS)
         if not self._resume():
-            self.before = self._trainer.judge(self._judged).agreement
-            self._best_agreement = self.before
+            score = self._trainer.judge(self._judged)
+            self.before, self._best_loss = score.agreement, score.loss
             self.best = self._trainer.changes()
         started_s = clock() - self.seconds
         saved_s = clock()
@@ -173,15 +173,16 @@ class _Run:
         self._file.unlink(missing_ok=True)
 
     def _judge(self) -> None:
-        agreement = self._trainer.judge(self._judged).agreement
+        # The loss tells steps apart that agree at as many of a few thousand places.
+        loss = self._trainer.judge(self._judged).loss
         self._n_worse += 1
-        if agreement > self._best_agreement:
-            self._best_agreement, self._n_worse = agreement, 0
+        if loss < self._best_loss:
+            self._best_loss, self._n_worse = loss, 0
             self.best = self._trainer.changes()
 
     def _save(self) -> None:
         numbers = [
-            self.n_steps, self.seconds, self.before, self._best_agreement, self._n_worse
+            self.n_steps, self.seconds, self.before, self._best_loss, self._n_worse
         ]  # fmt: skip
         best = {f"best_{name}": values for name, values in self.best.items()}
         with write_errors(self._file):
@@ -198,12 +199,12 @@ class _Run:
                     for name in saved.files
                     if name.startswith("best_")
                 }
-                n_steps, seconds, before, best_agreement, n_worse = saved["numbers"].tolist()
+                n_steps, seconds, before, best_loss, n_worse = saved["numbers"].tolist()
                 self._trainer.restore(saved)
         except (OSError, KeyError, ValueError, zipfile.BadZipFile, EOFError):
             return False
         self.n_steps, self.seconds, self._n_worse = int(n_steps), seconds, int(n_worse)
-        self.before, self._best_agreement, self.best = before, best_agreement, best
+        self.before, self._best_loss, self.best = before, best_loss, best
         return True
 
 
