@@ -97,7 +97,7 @@ def write_with_other_scales(model: Path, path: Path, size: float, seed: int = 0)
     rng = np.random.default_rng(seed)
     changes = {
         name: rng.uniform(-size, size, values.shape).astype(np.float32)
-        for name, values in block_scales.start(stacked, types).items()
+        for name, values in block_scales.initial_changes(stacked, types).items()
     }
     write_weights(model, changes, path)
     return path

@@ -14,7 +14,7 @@ from specgen.calibration.acceptance import (
     NGRAM_ORIGINS,
     AcceptanceCounts,
     Chances,
-    Worths,
+    TextWorths,
     model_start,
     new_chances,
 )
@@ -61,7 +61,7 @@ def test_the_curve_becomes_what_was_accepted(over: float) -> None:
     truth = {c: min(0.97, max(0.03, c + over)) for c in OF_EACH_BIN}
     chances = Chances()
     judged(chances, truth, 12_000)
-    chances = chances.of_another_text()
+    chances = chances.for_new_text()
     for confidence, chance in truth.items():
         assert chances.chance(confidence) == pytest.approx(chance, abs=0.07)
 
@@ -69,14 +69,14 @@ def test_the_curve_becomes_what_was_accepted(over: float) -> None:
 def test_a_text_that_deviates_moves_all_chances_and_the_next_one_begins_without() -> None:
     chances = Chances()
     judged(chances, dict.fromkeys(OF_EACH_BIN, 0.6), 6000)
-    chances = chances.of_another_text()
+    chances = chances.for_new_text()
     before = chances.curve()
     for _ in range(40):
         chances.judge(0.85, accepted=False)
     during = chances.curve()
     # Those of which this text said nothing too.
     assert np.all(during < before - 0.1)
-    chances = chances.of_another_text()
+    chances = chances.for_new_text()
     after = chances.curve()
     others = [index for index in range(N_BINS) if OF_EACH_BIN[index] != 0.85]
     assert after[others] == pytest.approx(before[others], abs=1e-9)
@@ -130,7 +130,7 @@ def test_old_counts_fade_and_new_ones_outweigh_them() -> None:
     # As many as are remembered, not as there were.
     assert chances.n_judged < 2000
     judged(chances, {0.55: 0.2}, 4000, seed=1)
-    chances = chances.of_another_text()
+    chances = chances.for_new_text()
     assert chances.chance(0.55) < 0.35
 
 
@@ -161,7 +161,7 @@ def test_counts_of_earlier_texts_are_gone_on_from() -> None:
         first.counts.n_judged.copy(), first.counts.n_accepted.copy(), first.counts.n_seen.copy()
     )
     second = new_chances("model", kept)
-    first = first.of_another_text()
+    first = first.for_new_text()
     assert second.curve() == pytest.approx(first.curve())
     second.judge(0.75, accepted=True)
     assert second.counts is kept
@@ -181,7 +181,7 @@ def test_whatever_changes_the_chances_changes_the_version() -> None:
 def test_the_shift_of_a_text_is_bounded() -> None:
     chances = Chances()
     judged(chances, {0.55: 0.5}, 3000)
-    chances = chances.of_another_text()
+    chances = chances.for_new_text()
     kept = chances.chance(0.15)
     for _ in range(500):
         chances.judge(0.55, accepted=False)
@@ -194,12 +194,12 @@ def test_how_sure_it_is_in_the_present_text_counts_most() -> None:
     chances = Chances()
     for _ in range(500):
         chances.see(0.15)
-    chances = chances.of_another_text()
+    chances = chances.for_new_text()
     assert chances.frequencies()[1] > 0.9
     for _ in range(20):
         chances.see(0.98)
     assert chances.frequencies()[10] == pytest.approx(0.5, abs=0.03)
-    chances = chances.of_another_text()
+    chances = chances.for_new_text()
     assert chances.frequencies()[1] > 0.85
 
 
@@ -207,11 +207,11 @@ def test_how_sure_it_is_in_the_present_text_counts_most() -> None:
 
 
 def test_before_any_text_the_next_is_worth_what_was_thought() -> None:
-    mean, deviation = Worths(start=0.3).of_next(look=0.2)
+    mean, deviation = TextWorths(start=0.3).of_next(look=0.2)
     assert mean == 0.3
     assert deviation > 0.3
     # What gains nothing but costs its looks is worth that in all texts.
-    mean, deviation = Worths(start=-0.2).of_next(look=0.2)
+    mean, deviation = TextWorths(start=-0.2).of_next(look=0.2)
     assert mean == -0.2
     assert deviation < 0.1
 
@@ -219,7 +219,7 @@ def test_before_any_text_the_next_is_worth_what_was_thought() -> None:
 @pytest.mark.parametrize(("middle", "spread"), [(0.4, 0.5), (-0.3, 0.1), (0.0, 0.3)])
 def test_after_many_texts_the_next_is_worth_what_they_were(middle: float, spread: float) -> None:
     rng = np.random.default_rng(0)
-    worths = Worths(start=0.2)
+    worths = TextWorths(start=0.2)
     for worth in rng.normal(middle, spread, 300):
         worths.add(float(worth), 1.0)
     mean, deviation = worths.of_next(look=0.2)
@@ -228,7 +228,7 @@ def test_after_many_texts_the_next_is_worth_what_they_were(middle: float, spread
 
 
 def test_a_few_bad_texts_leave_it_open_what_the_next_is_like() -> None:
-    worths = Worths(start=0.2)
+    worths = TextWorths(start=0.2)
     for _ in range(4):
         worths.add(-0.2, 0.5)
     mean, deviation = worths.of_next(look=0.2)
@@ -246,20 +246,20 @@ def test_a_text_counts_once_and_by_how_much_was_seen_of_it() -> None:
     assert worths.n == 0.0  # too little was seen
     for n_looks in (10, 100):
         before = worths.n
-        chances = chances.of_another_text()
+        chances = chances.for_new_text()
         for _ in range(n_looks):
             chances.see(0.9)
         chances.expect(0.7)
         chances.end_text()
         chances.end_text()
-        chances = chances.of_another_text()
+        chances = chances.for_new_text()
         assert worths.n - before == pytest.approx(n_looks / (n_looks + 20), abs=0.05)
     assert worths.total / worths.n == pytest.approx(0.7)
     assert worths.start == 0.5
 
 
 def test_what_may_be_lost_is_bounded_and_comes_back_slowly() -> None:
-    worths = Worths(start=0.2)
+    worths = TextWorths(start=0.2)
     first = worths.allowance
     for _ in range(10):
         worths.account(-4.0, 1)

@@ -22,7 +22,7 @@ from specgen.batch import on_ray, ray_actor
 from specgen.batch.line_worker import WorkerJob
 from specgen.batch.on_ray import RayBatch
 from specgen.batch.placement import Node, place
-from specgen.batch.ray_actor import Desk
+from specgen.batch.ray_actor import ActorRegistry
 from specgen.batch.ray_job import RayJob
 from specgen.batch.results import result_of
 from specgen.batch.runner import Batch, Task
@@ -103,7 +103,7 @@ def test_what_no_node_has_is_told(
 def test_the_desk_counts_attempts_and_knows_who_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("specgen.batch.ray_actor.time.monotonic", lambda: now)
-    desk = Desk({"a": 2})
+    desk = ActorRegistry({"a": 2})
     desk.begin(["a", "b"])
     desk.begin(["b"])
     assert desk.n_attempts(["a", "b", "c"]) == [3, 2, 0]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.calibration.acceptance import Worths
+from specgen.calibration.acceptance import TextWorths
 from specgen.calibration.cost_table import Price
 from specgen.policy.beginning import worth_of_beginning
 
@@ -14,7 +14,7 @@ PLAIN_S = 0.05
 def promise(
     value: float = 0.3,
     backlog: float = 0.0,
-    worths: Worths | None = None,
+    worths: TextWorths | None = None,
     n_looks: int = 0,
     *,
     could_pay: bool = True,
@@ -26,7 +26,7 @@ def promise(
     worth_s = worth_of_beginning(
         value * PLAIN_S,
         price,
-        worths or Worths(start=value),
+        worths or TextWorths(start=value),
         n_looks,
         could_pay=lambda: could_pay,
         plain_s=PLAIN_S,
@@ -36,9 +36,9 @@ def promise(
     return worth_s / PLAIN_S
 
 
-def after(worth: float, n_texts: int = 30) -> Worths:
+def after(worth: float, n_texts: int = 30) -> TextWorths:
     """What is known after so many texts that were worth as much."""
-    worths = Worths(start=worth)
+    worths = TextWorths(start=worth)
     for _ in range(n_texts):
         worths.add(worth, 0.9)
     return worths
@@ -63,10 +63,10 @@ def test_no_more_is_read_than_may_be_lost_or_than_the_answer_took_so_far() -> No
 
 
 def test_what_paid_in_nearly_every_text_may_read_more() -> None:
-    def reads_at_most(worths: Worths) -> int:
+    def reads_at_most(worths: TextWorths) -> int:
         return max(n for n in range(60) if promise(0.5, n, worths, elapsed=11.25) > 0.0)
 
-    differing = Worths(start=0.5)
+    differing = TextWorths(start=0.5)
     for _ in range(15):
         differing.add(1.5, 0.9)
         differing.add(-0.5, 0.9)
@@ -81,7 +81,7 @@ def test_earlier_texts_count_first_and_the_present_one_when_it_is_known() -> Non
 
 
 def test_where_texts_differ_one_that_looks_bad_is_given_a_chance() -> None:
-    alike, differing = after(-0.2), Worths(start=-0.2)
+    alike, differing = after(-0.2), TextWorths(start=-0.2)
     for _ in range(15):
         differing.add(-0.9, 0.9)
         differing.add(0.5, 0.9)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from specgen.bench import peers
-from specgen.bench.lookup import CountingDrafter, LookupJob, run_lookup
 from specgen.bench.peers import (
     LOOKUP,
     PLAIN,
@@ -31,6 +30,7 @@ from specgen.bench.peers import (
     run_program,
     sampler_flags,
 )
+from specgen.bench.prompt_lookup import CountingDrafter, LookupJob, run_lookup
 from specgen.engine.session import Session, SessionOptions
 from specgen.options import (
     ContextOptions,

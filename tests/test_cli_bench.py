@@ -21,7 +21,7 @@ from specgen.calibration.memory import Memory
 from specgen.calibration.threads import Threads
 from specgen.cli.bench import parse_policies
 from specgen.cli.flags import sampling, takes_options
-from specgen.cli.flags.part import without
+from specgen.cli.flags.subset import without
 from specgen.errors import UsageError
 from specgen.options import (
     AUTO_TREE,

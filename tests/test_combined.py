@@ -16,8 +16,8 @@ from specgen.drafters import (
     CombinedDrafter,
     Drafter,
     Guesses,
-    HeadlessDrafter,
     ModelDrafter,
+    PromptHeadSkipper,
     SuffixDrafter,
     TreeModelDrafter,
 )
@@ -221,7 +221,7 @@ def test_a_model_knows_what_stands_between_the_text_and_its_draft(
     else:
         model = ModelDrafter(backend, shaper, rng, draws=False, n_shared_tokens=N_VOCAB)
     if is_headless:
-        model = HeadlessDrafter(model, range(1))
+        model = PromptHeadSkipper(model, range(1))
     drafter = CombinedDrafter(Scripted("ngram", [[4, 5]]), model)
 
     class Certain(Promises):

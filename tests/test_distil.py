@@ -112,9 +112,9 @@ def test_blocks_are_multiplied_in_every_type(type_name: str) -> None:
     assert size == (256 if type_name in LARGE_BLOCKS else 32)
     changes = rng.uniform(-0.3, 0.3, (3, 512 // size)).astype(np.float32)
     changes[1] = 0.0
-    new = replace(stored, data=block_scales.written(stored, changes))
+    new = replace(stored, data=block_scales.scaled_bytes(stored, changes))
     before = dequantize(stored)
-    wanted = np.asarray(block_scales.applied(before, changes))
+    wanted = np.asarray(block_scales.apply_changes(before, changes))
     # Scales, or numbers themselves, are rounded to as many bits as float16 or bfloat16 has.
     rounding = 2.0**-8 if type_name == "bf16" else 2.0**-9
     np.testing.assert_allclose(dequantize(new), wanted, rtol=rounding, atol=rounding * 0.2)
@@ -128,7 +128,7 @@ def test_blocks_of_two_types_share_a_factor() -> None:
     assert block_scales.block_size(["q4_0", "mxfp4"], 64) is None
     rng = np.random.default_rng(0)
     stored = quantize(rng.normal(0.0, 0.1, (2, 512)).astype(np.float32), "q4_0")
-    new = block_scales.written(stored, np.array([[0.5, 0.0], [0.0, -0.5]], np.float32))
+    new = block_scales.scaled_bytes(stored, np.array([[0.5, 0.0], [0.0, -0.5]], np.float32))
     sizes = [
         np.abs(dequantize(each)).reshape(2, 2, 256).mean(axis=-1)
         for each in (stored, replace(stored, data=new))
@@ -138,7 +138,7 @@ def test_blocks_of_two_types_share_a_factor() -> None:
 
 def test_a_scale_stays_a_number() -> None:
     stored = quantize(np.full((1, 32), 5e5, np.float32), "q4_0")
-    new = block_scales.written(stored, np.array([[3.0]], np.float32))
+    new = block_scales.scaled_bytes(stored, np.array([[3.0]], np.float32))
     assert np.isfinite(dequantize(replace(stored, data=new))).all()
 
 
@@ -154,7 +154,7 @@ def test_a_file_keeps_its_types_and_gets_other_scales(tmp_path: Path, tensor_typ
     after = read_weights(tmp_path / "b.gguf")
     for layer, of_layer in enumerate(changes[name]):
         matrix = f"blk.{layer}.ffn_up.weight"
-        wanted = np.asarray(block_scales.applied(before.tensors[matrix], of_layer))
+        wanted = np.asarray(block_scales.apply_changes(before.tensors[matrix], of_layer))
         np.testing.assert_allclose(after.tensors[matrix], wanted, rtol=2e-3, atol=5e-4)
     for other, values in before.tensors.items():
         assert ".ffn_up." in other or np.array_equal(values, after.tensors[other])

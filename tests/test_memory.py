@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specgen.calibration.acceptance import N_BINS, Worths, new_chances
+from specgen.calibration.acceptance import N_BINS, TextWorths, new_chances
 from specgen.calibration.memory import Memory
 from specgen.options import ContextOptions
 
@@ -84,7 +84,7 @@ def test_what_texts_were_worth_is_there_again(file: Path) -> None:
     model.expect(0.25)
     model.end_text()
     memory.save()
-    beside = memory.chances(TARGET, DRAFT, "greedy")["model"].of_another_text()
+    beside = memory.chances(TARGET, DRAFT, "greedy")["model"].for_new_text()
     for _ in range(20):
         beside.see(0.5)
     beside.expect(-0.5, 3)
@@ -116,8 +116,8 @@ def test_worths_that_make_no_sense_are_learnt_anew(file: Path, kept: object) -> 
     file.write_text(json.dumps(whole), encoding="utf-8")
     counts = opened(file).chances(TARGET, DRAFT, "greedy")["model"].counts
     assert counts.n_judged.sum() > 19.0
-    assert counts.worths == Worths()
-    assert list(counts.worths_beside.values()) in ([Worths()], [])
+    assert counts.worths == TextWorths()
+    assert list(counts.worths_beside.values()) in ([TextWorths()], [])
 
 
 def test_the_type_of_weights_is_there_again(file: Path) -> None:

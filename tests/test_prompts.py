@@ -13,7 +13,7 @@ import pytest
 
 from specgen.backend.llama import LlamaModel
 from specgen.calibration.cost_table import CostTable
-from specgen.drafters import HeadlessDrafter
+from specgen.drafters import PromptHeadSkipper
 from specgen.engine.chat_template import Message
 from specgen.engine.loop import Loop
 from specgen.engine.session import Prompt, Session, SessionOptions
@@ -138,7 +138,7 @@ def test_it_drafts_what_would_follow_the_rest(head: range) -> None:
     letters = FakeVocabulary.letters(N_VOCAB)
     inner, backend = model_drafter(language, letters)
     plain, _ = model_drafter(language, letters)
-    drafter = HeadlessDrafter(inner, head)
+    drafter = PromptHeadSkipper(inner, head)
     policy = FixedPolicy(DraftOptions(policy="fixed", max_tokens=3, p_min=0.0))
 
     def check(text: list[int]) -> None:
@@ -165,7 +165,7 @@ def test_it_costs_what_has_to_be_read() -> None:
     letters = FakeVocabulary.letters(N_VOCAB)
     inner, _ = model_drafter(random_language(N_VOCAB), letters, costs=costs)
     plain, _ = model_drafter(random_language(N_VOCAB), letters, costs=costs)
-    drafter = HeadlessDrafter(inner, range(1, 21))
+    drafter = PromptHeadSkipper(inner, range(1, 21))
     assert drafter.price(50) == plain.price(30)
     assert drafter.price(50).backlog_s < plain.price(50).backlog_s
 

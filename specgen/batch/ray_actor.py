@@ -32,7 +32,7 @@ REACH_S, _BEAT_S = 10.0, 2.0
 _FAILED = 70
 
 
-class Desk:
+class ActorRegistry:
     """An actor beside the driver. It records which actors live, what they have begun, and why one ended."""
 
     def __init__(self, n_attempts: Mapping[str, int]) -> None:
@@ -168,4 +168,4 @@ def _name_of(identity: str) -> str:
     return f"{address} ({identity[:6]})"
 
 
-__all__ = ["MOST_ATTEMPTS", "REACH_S", "Actor", "Desk", "look", "n_bytes_of"]
+__all__ = ["MOST_ATTEMPTS", "REACH_S", "Actor", "ActorRegistry", "look", "n_bytes_of"]

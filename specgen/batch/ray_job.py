@@ -25,7 +25,7 @@ from specgen import __version__
 from specgen.batch.line_worker import N_AT_ONCE, WorkerJob
 from specgen.batch.lines import Line
 from specgen.batch.placement import Node, Placement, place
-from specgen.batch.ray_actor import REACH_S, Actor, Desk, look
+from specgen.batch.ray_actor import REACH_S, Actor, ActorRegistry, look
 from specgen.errors import BackendError, ModelFileError, SpecgenError, UsageError
 
 #: Each line is a block of Ray Data, up to this number of blocks; of more lines, a block has several.
@@ -87,7 +87,7 @@ class Pass:
         self._probe(ray, placement)
         here = ray.get_runtime_context().get_node_id()
         desk = (
-            ray.remote(Desk)
+            ray.remote(ActorRegistry)
             .options(num_cpus=0, max_restarts=-1, scheduling_strategy=_on_node(here))
             .remote(dict(job.n_attempts))
         )

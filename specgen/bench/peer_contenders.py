@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from specgen.backend.llama import default_threads
 from specgen.bench.contenders import NOW, Outcome
-from specgen.bench.lookup import LookupJob, run_lookup
 from specgen.bench.peers import (
     SETTINGS,
     PeerJob,
@@ -18,6 +17,7 @@ from specgen.bench.peers import (
     peer_prompt,
     run_peer,
 )
+from specgen.bench.prompt_lookup import LookupJob, run_lookup
 
 if TYPE_CHECKING:
     from specgen.engine.session import Prompt, Session

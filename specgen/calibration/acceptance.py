@@ -89,7 +89,7 @@ def origin_of_rank(origin: str, rank: int) -> str:
 
 
 @dataclass(slots=True)
-class Worths:
+class TextWorths:
     """The worth of a round with a drafter in earlier texts, in plain tokens' time. Some texts suit a
     drafter and others do not, and a few texts of one kind say little about the next one.
 
@@ -141,16 +141,16 @@ class AcceptanceCounts:
     n_judged: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
     n_accepted: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
     n_seen: ProbArray = field(default_factory=lambda: np.zeros(N_BINS))
-    worths: Worths = field(default_factory=Worths)
+    worths: TextWorths = field(default_factory=TextWorths)
     #: The worths of texts that were generated beside others, where a plain token is cheaper: by the
     #: number of texts at once, rounded up to a power of two.
-    worths_beside: dict[int, Worths] = field(default_factory=dict)
+    worths_beside: dict[int, TextWorths] = field(default_factory=dict)
 
-    def worths_at(self, n_sequences: int) -> Worths:
+    def worths_at(self, n_sequences: int) -> TextWorths:
         """The worths of texts of which `n_sequences` were generated at once."""
         if n_sequences <= 1:
             return self.worths
-        return self.worths_beside.setdefault(1 << (n_sequences - 1).bit_length(), Worths())
+        return self.worths_beside.setdefault(1 << (n_sequences - 1).bit_length(), TextWorths())
 
 
 class Chances:
@@ -180,7 +180,7 @@ class Chances:
         #: The chances that were computed since the last judgement, by bin.
         self._by_bin: dict[int, float] = {}
 
-    def of_another_text(self) -> Chances:
+    def for_new_text(self) -> Chances:
         """The chances in another text, which has its own deviation and shares the counts."""
         return Chances(self.counts, self._start_of)
 

@@ -20,7 +20,13 @@ import numpy as np
 
 from specgen.arrays import ProbArray
 from specgen.atomic import replace_text
-from specgen.calibration.acceptance import N_BINS, AcceptanceCounts, Chances, Worths, new_chances
+from specgen.calibration.acceptance import (
+    N_BINS,
+    AcceptanceCounts,
+    Chances,
+    TextWorths,
+    new_chances,
+)
 from specgen.calibration.cost_table import CostTable
 from specgen.calibration.threads import Threads
 from specgen.options import ContextOptions, WeightType
@@ -315,14 +321,14 @@ def _counts(value: object) -> AcceptanceCounts | None:
     return AcceptanceCounts(judged, accepted, seen, _worths(value.get("worths")), worths_beside)
 
 
-def _worths(value: object) -> Worths:
+def _worths(value: object) -> TextWorths:
     """The worths of texts; empty if they were not kept or make no sense."""
-    if not isinstance(value, list) or len(value) != len(dataclasses.fields(Worths)):
-        return Worths()
+    if not isinstance(value, list) or len(value) != len(dataclasses.fields(TextWorths)):
+        return TextWorths()
     if not all(_is_number(number) and math.isfinite(number) for number in value):
-        return Worths()
-    worths = Worths(*map(float, value))
-    return Worths() if worths.n < 0.0 or worths.squares < 0.0 else worths
+        return TextWorths()
+    worths = TextWorths(*map(float, value))
+    return TextWorths() if worths.n < 0.0 or worths.squares < 0.0 else worths
 
 
 def _numbers(value: object) -> ProbArray | None:
@@ -334,7 +340,7 @@ def _numbers(value: object) -> ProbArray | None:
     return numbers if np.all(np.isfinite(numbers) & (numbers >= 0.0)) else None
 
 
-def _rounded(worths: Worths) -> list[float]:
+def _rounded(worths: TextWorths) -> list[float]:
     return [round(number, 4) for number in dataclasses.astuple(worths)]
 
 

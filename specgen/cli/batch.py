@@ -25,7 +25,7 @@ from specgen.cli.batch_on_hosts import (
 )
 from specgen.cli.batch_on_ray import BatchWork, answer_on_ray, ray_options
 from specgen.cli.batch_restart import with_workers
-from specgen.cli.flags.part import without
+from specgen.cli.flags.subset import without
 from specgen.cli.interrupt import Interrupt
 from specgen.cli.one_answer import with_grammar
 from specgen.cli.opening import log_shown, open_session, use_kernels

@@ -14,7 +14,7 @@ import typer
 from specgen.bench.job import Job
 from specgen.bench.plan import Plan, find_fields
 from specgen.cli import flags
-from specgen.cli.flags.part import without
+from specgen.cli.flags.subset import without
 from specgen.cli.interrupt import Interrupt
 from specgen.cli.opening import log_shown, use_kernels
 from specgen.errors import OutputError, UsageError

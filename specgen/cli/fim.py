@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specgen.cli import flags
-from specgen.cli.flags.part import without
+from specgen.cli.flags.subset import without
 from specgen.cli.one_answer import show_answer, with_grammar
 from specgen.cli.opening import log_shown, open_session, use_kernels
 from specgen.errors import OutputError, PromptError, UsageError

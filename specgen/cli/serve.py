@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from specgen.cli import flags
-from specgen.cli.flags.part import without
+from specgen.cli.flags.subset import without
 from specgen.cli.interrupt import Interrupt
 from specgen.cli.one_answer import with_grammar
 from specgen.cli.opening import log_shown, open_session, use_kernels

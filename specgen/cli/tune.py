@@ -13,7 +13,7 @@ import typer
 
 from specgen.calibration.system_load import core_time, share_of_others
 from specgen.cli import flags
-from specgen.cli.flags.part import without
+from specgen.cli.flags.subset import without
 from specgen.cli.interrupt import Interrupt
 from specgen.cli.opening import log_shown, open_session, use_kernels
 from specgen.errors import (

@@ -3,10 +3,10 @@
 from specgen.drafters.base import Ask, AskingDrafter, Drafter, Drafting, draft_alone, drafting_of
 from specgen.drafters.combined import CombinedDrafter
 from specgen.drafters.constrained import ConstrainedDrafter
-from specgen.drafters.headless import HeadlessDrafter
 from specgen.drafters.heads import HeadsDrafter
 from specgen.drafters.model import ModelDrafter
 from specgen.drafters.ngram import SuffixDrafter
+from specgen.drafters.prompt_head import PromptHeadSkipper
 from specgen.drafters.staged import Guesses
 from specgen.drafters.translated import TranslatedDrafter
 from specgen.drafters.tree import TreeModelDrafter
@@ -20,9 +20,9 @@ __all__ = [
     "Drafter",
     "Drafting",
     "Guesses",
-    "HeadlessDrafter",
     "HeadsDrafter",
     "ModelDrafter",
+    "PromptHeadSkipper",
     "SuffixDrafter",
     "TranslatedDrafter",
     "TreeModelDrafter",

@@ -18,8 +18,8 @@ from specgen.core.verifiers import make_verifier
 from specgen.drafters import (
     Drafter,
     Guesses,
-    HeadlessDrafter,
     ModelDrafter,
+    PromptHeadSkipper,
     TranslatedDrafter,
     TreeModelDrafter,
 )
@@ -201,7 +201,7 @@ class DraftModel:
                     n_ctx=n_ctx,
                     held=held,
                 )
-            return HeadlessDrafter(drafter, prompt.head) if prompt.head else drafter
+            return PromptHeadSkipper(drafter, prompt.head) if prompt.head else drafter
         text = translation.text(prompt.tokens, prompt.draft_tokens)
         own_prompt, own_state = Prompt(prompt.text, tuple(text.tokens)), TextState(())
         translated: BeginningShaper | SharedShaper

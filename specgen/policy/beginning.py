@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from specgen.calibration.acceptance import Worths
+from specgen.calibration.acceptance import TextWorths
 from specgen.calibration.cost_table import Price
 
 #: Reading the text may take at most this share of the time that the answer took so far, so that an
@@ -33,7 +33,7 @@ _N_LONG = 24.0
 def worth_of_beginning(
     value_s: float,
     price: Price,
-    worths: Worths,
+    worths: TextWorths,
     n_looks: int,
     *,
     could_pay: Callable[[], bool],
@@ -68,7 +68,7 @@ def worth_of_beginning(
     return max(value_s - price.backlog_s / horizon, 1e-9)
 
 
-def may_read(price: Price, worths: Worths, *, plain_s: float, elapsed_s: float) -> bool:
+def may_read(price: Price, worths: TextWorths, *, plain_s: float, elapsed_s: float) -> bool:
     """Whether a model may read the unread part of the text now. It may not if that takes longer
     than may be lost on the drafter, or than a share of the answer's time so far."""
     mean, deviation = worths.of_next(price.first_s / plain_s)

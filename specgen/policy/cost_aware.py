@@ -9,7 +9,7 @@ import numpy as np
 from specgen.calibration.acceptance import (
     NGRAM_ORIGINS,
     Chances,
-    Worths,
+    TextWorths,
     new_chances,
     origin_of_rank,
 )
@@ -108,7 +108,7 @@ class CostAwarePolicy:
         self._invested_s = 0.0
         self._outcomes = DraftOutcomes(self._of)
         #: The accounts of the drafters that were considered in this text, by origin.
-        self._asked: dict[str, Worths] = {}
+        self._asked: dict[str, TextWorths] = {}
 
     # --- before and while drafting -----------------------------------------------------------
 
@@ -376,7 +376,7 @@ class CostAwarePolicy:
         chances = self._chances.get(origin)
         if chances is None:
             known = self._known.setdefault(origin, new_chances(origin))
-            chances = self._chances[origin] = known.of_another_text()
+            chances = self._chances[origin] = known.for_new_text()
         return chances
 
     def _chance_of(self, draft: Draft) -> float:

@@ -29,8 +29,14 @@ from specgen.openai_format.request import BodyError, read_request, with_call_for
 from specgen.server.access import AccessCheck
 from specgen.server.errors import RequestError
 from specgen.server.http import EventStream, read_json, while_connected
-from specgen.server.job_request import Asked, Endpoint, asks_of, for_model, read_asked
-from specgen.server.job_response import Answering, InfillAnswering
+from specgen.server.job_request import (
+    Endpoint,
+    ServerRequest,
+    answer_requests,
+    read_server_request,
+    with_model_template,
+)
+from specgen.server.job_response import InfillResponseBuilder, ResponseBuilder
 from specgen.server.jobs import EngineThread, Job, QueueFullError
 from specgen.server.metrics import Metrics
 from specgen.server.options import ServerOptions
@@ -147,7 +153,7 @@ class Server:
     ) -> Response:
         loop = asyncio.get_running_loop()
         asked, job = await self._in_thread(self._submit, endpoint, body, loop)
-        make = InfillAnswering if endpoint == "infill" else Answering
+        make = InfillResponseBuilder if endpoint == "infill" else ResponseBuilder
         answering = make(
             asked,
             job,
@@ -162,18 +168,20 @@ class Server:
 
     def _submit(
         self, endpoint: Endpoint, body: Mapping[str, Any], loop: asyncio.AbstractEventLoop
-    ) -> tuple[Asked, Job]:
+    ) -> tuple[ServerRequest, Job]:
         """Read a body and submit its answers to the engine. Raises `RequestError`, `SpecgenError`."""
         options = self._session.options
-        asked = read_asked(endpoint, body, options.sampler, options.generation, self._limits)
-        asked = for_model(asked, self._session)
+        asked = read_server_request(
+            endpoint, body, options.sampler, options.generation, self._limits
+        )
+        asked = with_model_template(asked, self._session)
         engine = self._thread.engine
         n_most = engine.n_parallel + self._limits.n_waiting
         if asked.n_answers > n_most:
             raise BodyError("n", f"{asked.n_answers} answers; there is room for at most {n_most}")
         try:
             self._thread.check_room(asked.n_answers)
-            asks = asks_of(asked, self._session, engine.n_ctx, self._limits)
+            asks = answer_requests(asked, self._session, engine.n_ctx, self._limits)
             return asked, self._thread.submit(asks, loop)
         except QueueFullError as error:
             headers = {"Retry-After": str(error.retry_s)}

@@ -13,7 +13,7 @@ from specgen.engine.session import Session
 from specgen.openai_format.request import BodyError, Request, read_request, with_call_form
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.server.errors import RequestError
-from specgen.server.jobs import Ask
+from specgen.server.jobs import AnswerRequest
 from specgen.server.options import Limits
 
 #: ``chat`` and ``completion`` are OpenAI's; ``infill`` is llama.cpp's, for a text with a gap.
@@ -23,7 +23,7 @@ _DONE_ANYWAY: dict[str, tuple[Any, ...]] = {"cache_prompt": (True,), "id_slot": 
 
 
 @dataclass(frozen=True, slots=True)
-class DraftWish:
+class DraftSettings:
     """A request's wishes about drafts, from its field `speculative`."""
 
     draft: bool = True
@@ -34,17 +34,17 @@ class DraftWish:
     pieces: bool = False
 
     @staticmethod
-    def of(value: Any) -> DraftWish:
+    def of(value: Any) -> DraftSettings:
         """Return the wishes in a field's value. Raises `BodyError`."""
         name = "speculative"
         if value is None:
-            return DraftWish()
+            return DraftSettings()
         if not isinstance(value, dict):
             raise BodyError(name, 'it is no object like {"draft": true, "max": 8}')
         for field in value:
             if field not in ("draft", "max", "verifier", "pieces"):
                 raise BodyError(f"{name}.{field}", "there is no such field")
-        found = DraftWish(
+        found = DraftSettings(
             draft=_boolean(f"{name}.draft", value.get("draft"), default=True),
             pieces=_boolean(f"{name}.pieces", value.get("pieces"), default=False),
             max=_whole(f"{name}.max", value.get("max"), 0),
@@ -59,7 +59,7 @@ class DraftWish:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ServerRequest:
     """The content of a body: `n` answers to each of its `requests`, which differ only in their prompts.
 
     If there is a `gap`, the answer fills it."""
@@ -71,7 +71,7 @@ class Asked:
     #: Whether the answer is streamed, and whether a separate last chunk has the usage.
     streams: bool = False
     has_usage_alone: bool = False
-    wish: DraftWish = DraftWish()
+    wish: DraftSettings = DraftSettings()
 
     @property
     def n_answers(self) -> int:
@@ -79,20 +79,20 @@ class Asked:
         return self.n * len(self.requests)
 
 
-def read_asked(
+def read_server_request(
     endpoint: Endpoint,
     body: Mapping[str, Any],
     sampling: SamplerOptions,
     generation: GenerationOptions,
     limits: Limits,
-) -> Asked:
+) -> ServerRequest:
     """Read a body; `sampling` and `generation` give the defaults of its fields. Raises `BodyError`."""
     fields = dict(body)
     for name, allowed in _DONE_ANYWAY.items():
         value = fields.pop(name, None)
         if value is not None and value not in allowed:
             raise BodyError(name, f"{value!r} is not supported")
-    wish = DraftWish.of(fields.pop("speculative", None))
+    wish = DraftSettings.of(fields.pop("speculative", None))
     streams = _boolean("stream", fields.pop("stream", None), default=False)
     usage = fields.pop("stream_options", None)
     if not isinstance(usage, dict | None):
@@ -122,10 +122,10 @@ def read_asked(
         elif prompt is not None:
             own = {**fields, "prompt": prompt}
         requests.append(read_request(kind, own, sampling, generation))
-    return Asked(endpoint, tuple(requests), n, gap, streams, alone, wish)
+    return ServerRequest(endpoint, tuple(requests), n, gap, streams, alone, wish)
 
 
-def for_model(asked: Asked, session: Session) -> Asked:
+def with_model_template(asked: ServerRequest, session: Session) -> ServerRequest:
     """Return the same with the form of tool calls of a session's model, from its chat template. Raises
     `BodyError`."""
     template = template_of(session.target_model, has_tools=True)
@@ -159,11 +159,13 @@ def _gap(fields: dict[str, Any]) -> Gap:
     return Gap(prefix + begun, suffix, context=tuple(files))
 
 
-def asks_of(asked: Asked, session: Session, n_ctx: int, limits: Limits) -> list[Ask]:
+def answer_requests(
+    asked: ServerRequest, session: Session, n_ctx: int, limits: Limits
+) -> list[AnswerRequest]:
     """Return what to submit to an engine with contexts of `n_ctx` tokens: all answers to the first prompt,
     then those to the next. Raises `UsageError`, `PromptError`, and `RequestError` for a prompt that does not
     fit."""
-    asks: list[Ask] = []
+    asks: list[AnswerRequest] = []
     wish = asked.wish
     for request in asked.requests:
         generation = _within(request.generation, limits.answer_tokens)
@@ -173,12 +175,18 @@ def asks_of(asked: Asked, session: Session, n_ctx: int, limits: Limits) -> list[
             sampling = request.sampling
             if sampling.seed >= 0:
                 sampling = replace(sampling, seed=sampling.seed + number)
-            asks.append(Ask(prompt, sampling, generation, wish.draft, wish.max, wish.verifier))
+            asks.append(
+                AnswerRequest(prompt, sampling, generation, wish.draft, wish.max, wish.verifier)
+            )
     return asks
 
 
 def _prompt(
-    asked: Asked, request: Request, session: Session, n_ctx: int, generation: GenerationOptions
+    asked: ServerRequest,
+    request: Request,
+    session: Session,
+    n_ctx: int,
+    generation: GenerationOptions,
 ) -> Prompt:
     if asked.gap is not None:
         # The far ends of a long text matter little: the text is cut to leave room for an answer.
@@ -244,4 +252,11 @@ def _now() -> datetime.datetime:
     return datetime.datetime.now().astimezone()
 
 
-__all__ = ["Asked", "DraftWish", "Endpoint", "asks_of", "for_model", "read_asked"]
+__all__ = [
+    "DraftSettings",
+    "Endpoint",
+    "ServerRequest",
+    "answer_requests",
+    "read_server_request",
+    "with_model_template",
+]

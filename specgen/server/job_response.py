@@ -11,30 +11,30 @@ from typing import Any
 from specgen.errors import SpecgenError
 from specgen.events import CommittedEvent, Event, FinishedEvent, Piece
 from specgen.openai_format.chunks import ChunkWriter
+from specgen.openai_format.merge import merged_bodies, merged_figures
 from specgen.openai_format.response import completion_body, finish_reason
-from specgen.openai_format.several import merged_bodies, merged_figures
 from specgen.openai_format.tool_calls import ToolCallParser
 from specgen.server.errors import RequestError
-from specgen.server.job_request import Asked
+from specgen.server.job_request import ServerRequest
 from specgen.server.jobs import EngineThread, Job
 
 
 @dataclass(slots=True)
-class _Told:
+class _AnswerEvents:
     """The events of one answer that the response needs."""
 
     pieces: list[Piece] = field(default_factory=list)
     finished: FinishedEvent | None = None
 
 
-class Answering:
+class ResponseBuilder:
     """Makes the response to a request from the events of its `job`.
 
     `created` is in seconds since 1970. After `limit_s` seconds (0: never) the answers end as they are."""
 
     def __init__(
         self,
-        asked: Asked,
+        asked: ServerRequest,
         job: Job,
         thread: EngineThread,
         *,
@@ -51,7 +51,7 @@ class Answering:
         self._identity = uuid.uuid4().hex
         self._kind = asked.requests[0].kind
         self._has_logprobs = asked.requests[0].generation.logprobs is not None
-        self._told = [_Told() for _ in job.answers]
+        self._told = [_AnswerEvents() for _ in job.answers]
 
     def end(self) -> None:
         """End the unfinished answers, since nobody waits for them."""
@@ -154,7 +154,7 @@ class Answering:
         return {**body, "speculative": {**echo, **body["speculative"]}}
 
 
-class InfillAnswering(Answering):
+class InfillResponseBuilder(ResponseBuilder):
     """Makes the response in the form of llama.cpp's server, for a text with a gap."""
 
     async def body(self) -> dict[str, Any]:
@@ -193,4 +193,4 @@ def _as_llama_cpp(body: dict[str, Any], content: str, *, is_end: bool) -> dict[s
     return found
 
 
-__all__ = ["Answering", "InfillAnswering"]
+__all__ = ["InfillResponseBuilder", "ResponseBuilder"]

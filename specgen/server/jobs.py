@@ -20,7 +20,7 @@ from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.server.metrics import Metrics
 
 #: The number of an answer in its job, and an event of that answer or the error that ended it.
-Told: TypeAlias = tuple[int, Event | SpecgenError]
+JobEvent: TypeAlias = tuple[int, Event | SpecgenError]
 #: The number of latest answers whose times give the `Retry-After` of a refused request.
 _N_REMEMBERED = 16
 _LONGEST_RETRY_S = 120
@@ -37,7 +37,7 @@ class QueueFullError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class AnswerRequest:
     """One answer to generate: the arguments of `Engine.submit`."""
 
     prompt: Prompt
@@ -59,9 +59,9 @@ class Job:
         self._open = dict(enumerate(answers))
         self._loop = loop
         #: The events that the request has not consumed yet; at most all events of its answers.
-        self._told: asyncio.Queue[Told | None] = asyncio.Queue()
+        self._told: asyncio.Queue[JobEvent | None] = asyncio.Queue()
 
-    async def events(self) -> AsyncIterator[Told]:
+    async def events(self) -> AsyncIterator[JobEvent]:
         """Yield the events until all answers are done. To be consumed in the job's event loop."""
         while (told := await self._told.get()) is not None:
             yield told
@@ -71,10 +71,10 @@ class Job:
         """The number of answers that are not done."""
         return len(self._open)
 
-    def pass_on(self) -> list[Told]:
+    def pass_on(self) -> list[JobEvent]:
         """Send the request the new events of its answers, and return them. Called by the thread that steps
         the engine, which does not wait for the request: it may be slow, or gone."""
-        news: list[Told] = []
+        news: list[JobEvent] = []
         for number, answer in list(self._open.items()):
             is_done = answer.is_done  # read before the events, so that none is missed
             while answer.events:
@@ -90,11 +90,11 @@ class Job:
 
     def fail(self, error: SpecgenError) -> None:
         """Tell the request that its answers failed."""
-        told: list[Told] = [(0, error)]
+        told: list[JobEvent] = [(0, error)]
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._tell, told, True)
 
-    def _tell(self, news: list[Told], is_end: bool) -> None:
+    def _tell(self, news: list[JobEvent], is_end: bool) -> None:
         for told in news:
             self._told.put_nowait(told)
         if is_end:
@@ -150,7 +150,7 @@ class EngineThread:
         if self._n_open + n_answers > self.engine.n_parallel + self._n_waiting:
             raise QueueFullError(self._retry_s(n_answers))
 
-    def submit(self, asks: Sequence[Ask], loop: asyncio.AbstractEventLoop) -> Job:
+    def submit(self, asks: Sequence[AnswerRequest], loop: asyncio.AbstractEventLoop) -> Job:
         """Submit answers, whose events go to this event loop. May be called from any thread. Raises
         `QueueFullError`, and what `Engine.submit` raises; nothing is submitted then."""
         now = time.monotonic()
@@ -175,7 +175,7 @@ class EngineThread:
             self._changed.notify()
         return job
 
-    def _submit(self, ask: Ask) -> Answer:
+    def _submit(self, ask: AnswerRequest) -> Answer:
         return self.engine.submit(
             ask.prompt,
             sampling=ask.sampling,
@@ -269,4 +269,4 @@ class EngineThread:
         self._metrics.show_load(min(self._n_open, n_parallel), max(0, self._n_open - n_parallel))
 
 
-__all__ = ["Ask", "EngineThread", "Job", "QueueFullError", "Told"]
+__all__ = ["AnswerRequest", "EngineThread", "Job", "JobEvent", "QueueFullError"]

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from specgen.backend.base import Vocabulary
+from specgen.drafters.translation.control_tokens import ControlTokens
 from specgen.drafters.translation.lexicon import Lexicon
-from specgen.drafters.translation.roles import ControlTokens
 from specgen.drafters.translation.shared import SharedShaper, SharedTokens
 from specgen.drafters.translation.spelling import Speller
 from specgen.drafters.translation.strings import BeginningShaper, StringTranslation

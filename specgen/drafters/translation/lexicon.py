@@ -9,7 +9,7 @@ import numpy as np
 
 from specgen.arrays import TokenArray
 from specgen.backend.base import Vocabulary
-from specgen.drafters.translation.exact import ExactTokenizer
+from specgen.drafters.translation.exact_tokenizer import ExactTokenizer
 
 #: Longer than any run of this byte in a vocabulary.
 _BEHIND_ALL = b"\xff" * 64

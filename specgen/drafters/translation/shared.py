@@ -11,8 +11,8 @@ from specgen.arrays import Logits, TokenArray
 from specgen.backend.base import Vocabulary
 from specgen.core.draft import ROOT, Draft
 from specgen.core.text_state import Shaper
+from specgen.drafters.translation.control_tokens import ControlTokens
 from specgen.drafters.translation.lexicon import Lexicon
-from specgen.drafters.translation.roles import ControlTokens
 from specgen.sampling import Distribution, NoTokenAllowedError
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from specgen.backend.base import Vocabulary
-from specgen.drafters.translation.exact import ExactTokenizer
+from specgen.drafters.translation.exact_tokenizer import ExactTokenizer
 from specgen.drafters.translation.lexicon import Lexicon
 
 #: Runs of bytes that are not UTF-8, in text decoded with "surrogateescape".

@@ -9,8 +9,8 @@ from specgen.arrays import Logits
 from specgen.backend.base import Vocabulary
 from specgen.core.draft import ROOT, Draft
 from specgen.core.text_state import Shaper, TextState
+from specgen.drafters.translation.control_tokens import ControlTokens
 from specgen.drafters.translation.lexicon import Lexicon
-from specgen.drafters.translation.roles import ControlTokens
 from specgen.drafters.translation.spelling import Speller
 from specgen.drafters.translation.unicode import n_unfinished
 from specgen.sampling import Distribution, Sampler, top_probability

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from specgen.backend.base import Vocabulary
 from specgen.core.draft import NO_DRAFT, ROOT, Draft
-from specgen.drafters.translation.roles import ControlTokens
+from specgen.drafters.translation.control_tokens import ControlTokens
 from specgen.drafters.translation.spelling import Speller
 
 #: Bytes of the text that are spelled again with what follows them: tokenizers look back.

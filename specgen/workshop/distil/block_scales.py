@@ -65,7 +65,7 @@ def block_size(types: Sequence[str], n_columns: int) -> int | None:
     return math.lcm(*sizes)
 
 
-def start(
+def initial_changes(
     matrices: Mapping[str, FloatArray], types: Mapping[str, Sequence[str]]
 ) -> dict[str, FloatArray]:
     """Return the initial changes of the factors: zeros, since a factor is 1 plus its change.
@@ -83,17 +83,17 @@ def start(
     return found
 
 
-def applied(matrix: Any, changes: Any) -> Any:
+def apply_changes(matrix: Any, changes: Any) -> Any:
     """Return a matrix, NumPy's or JAX's, with its blocks multiplied by 1 + `changes`. The matrix is
     [n_outputs, n_inputs], `changes` are [n_outputs, n_blocks]."""
     blocks = matrix.reshape(*changes.shape, -1)
     return (blocks * (1.0 + changes)[..., None]).reshape(matrix.shape)
 
 
-def written(weights: Weights, changes: FloatArray) -> NDArray[np.uint8]:
+def scaled_bytes(weights: Weights, changes: FloatArray) -> NDArray[np.uint8]:
     """Return the bytes of a matrix, in its own type, with its blocks multiplied by 1 + `changes`."""
     if weights.type_name in _FLOAT_TYPES:
-        return quantize(applied(dequantize(weights), changes), weights.type_name).data
+        return quantize(apply_changes(dequantize(weights), changes), weights.type_name).data
     layout = _LAYOUTS[weights.type_name]
     n_rows, n_columns = weights.shape
     blocks = weights.data.reshape(n_rows, n_columns // layout.n_weights, layout.n_bytes).copy()

@@ -87,7 +87,7 @@ def read_weights(path: Path) -> GgufWeights:
 
 def write_weights(original: Path, changes: Mapping[str, FloatArray], output: Path) -> None:
     """Write a copy of a file with the blocks of some matrices multiplied. `changes` has the names and shapes
-    of `specgen.workshop.distil.block_scales.start`. Raises `OSError`, and `ModelFileError` if the original
+    of `specgen.workshop.distil.block_scales.initial_changes`. Raises `OSError`, and `ModelFileError` if the original
     cannot be read."""
     shutil.copyfile(original, output)
     tensors = {tensor.name: tensor for tensor in _opened(original).tensors}
@@ -97,7 +97,7 @@ def write_weights(original: Path, changes: Mapping[str, FloatArray], output: Pat
                 tensor = tensors[f"blk.{layer}.{name.removesuffix('.factors')}.weight"]
                 stored = _stored(original, tensor)
                 file.seek(int(tensor.data_offset))
-                file.write(block_scales.written(stored, np.asarray(values)).tobytes())
+                file.write(block_scales.scaled_bytes(stored, np.asarray(values)).tobytes())
 
 
 def _opened(path: Path) -> Any:

@@ -38,8 +38,8 @@ class SoftLabels:
         """
         starts: dict[int, int] = {}
         said = bytearray()
-        for place, token in enumerate(answer):
-            starts.setdefault(len(said), place)
+        for index, token in enumerate(answer):
+            starts.setdefault(len(said), index)
             said += self._translation.target.token_bytes(token)
         shape = len(draft_tokens), top_tokens.shape[1]
         tokens, probabilities = np.zeros(shape, np.int32), np.zeros(shape, np.float16)

@@ -27,20 +27,20 @@ _NO_WINDOW = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, slots=True)
-class Parted:
+class StackedParameters:
     """The parameters of a transformer: those of its layers, stacked, and all others."""
 
     layers: Parameters
     others: Parameters
 
 
-def stack_layers(weights: GgufWeights) -> Parted:
+def stack_layers(weights: GgufWeights) -> StackedParameters:
     """Return a file's tensors in the form that `hidden_states` takes; layers' names are without "blk.N."."""
     names = [name.removeprefix("blk.0.") for name in weights.tensors if name.startswith("blk.0.")]
     order = range(weights.hyperparameters.n_layer)  # a file may have them in another one
     layers = {name: np.stack([weights.tensors[f"blk.{i}.{name}"] for i in order]) for name in names}
     others = {name: each for name, each in weights.tensors.items() if not name.startswith("blk.")}
-    return Parted(layers, others)
+    return StackedParameters(layers, others)
 
 
 def output_matrix(others: Parameters) -> jax.Array:
@@ -154,7 +154,7 @@ def _linear(layer: Parameters, name: str, inputs: jax.Array) -> jax.Array:
     """Inputs times a matrix, with the factors of its blocks if it has some, plus the bias if there is one."""
     matrix = layer[f"{name}.weight"]
     if f"{name}.factors" in layer:
-        matrix = block_scales.applied(matrix, layer[f"{name}.factors"])
+        matrix = block_scales.apply_changes(matrix, layer[f"{name}.factors"])
     found: jax.Array = inputs @ matrix.T
     if f"{name}.bias" in layer:
         found = found + layer[f"{name}.bias"]

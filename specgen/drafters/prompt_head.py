@@ -10,7 +10,7 @@ from specgen.drafters.wrapped import WrappedDrafter
 from specgen.policy import Policy
 
 
-class HeadlessDrafter(WrappedDrafter):
+class PromptHeadSkipper(WrappedDrafter):
     """Lets `inner` draft for a text without the tokens at the places `head`.
 
     This is for the text that a chat template puts before every prompt. Without it a draft model

@@ -1,6 +1,6 @@
 """llama-cpp-python's prompt lookup (`LlamaPromptLookupDecoding`) as a contender.
 
-It runs in a separate process, `python -m specgen.bench.lookup`: a job as JSON on stdin, one line of JSON on
+It runs in a separate process, `python -m specgen.bench.prompt_lookup`: a job as JSON on stdin, one line of JSON on
 stdout. With a drafter, `Llama` keeps the logits of every position, a context times a vocabulary of floats;
 and a crash of it must not end specgen. Its figure is computed as specgen's: the tokens after the first one
 over the time after it. `Llama.generate` is measured, the loop below its completions, which spares it making
@@ -45,7 +45,7 @@ def run_lookup(
 ) -> PeerResult | None:
     """Let llama-cpp-python answer; None if `interrupted` returned True and it was killed. Raises `PeerError`
     if it fails or takes longer than `limit_s` seconds."""
-    command = (sys.executable, "-m", "specgen.bench.lookup")
+    command = (sys.executable, "-m", "specgen.bench.prompt_lookup")
     data = json.dumps(asdict(job))
     output = run_program(command, limit_s=limit_s, interrupted=interrupted, stdin=data)
     if output is None:
