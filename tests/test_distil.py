@@ -28,10 +28,10 @@ from specgen.backend.llama.operators import dequantize, quantize
 from specgen.errors import MemoryLimitError, ModelFileError, OutputError, UsageError
 from specgen.options import ContextOptions
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
-from specgen.workshop.distil import block_scales
+from specgen.workshop.distil import block_scales, distillation
 from specgen.workshop.distil.distillation import N_COLUMNS, Distilled, distil
 from specgen.workshop.distil.gguf_weights import read_weights, write_weights
-from specgen.workshop.distil.training import N_ROWS, Trainer
+from specgen.workshop.distil.training import N_ROWS, Score, Trainer
 from specgen.workshop.distil.training_texts import TrainingText, pack, training_texts
 from specgen.workshop.distil.transformer import hidden_states, output_matrix, stack_layers
 from specgen.workshop.texts import TargetText
@@ -343,6 +343,33 @@ def test_a_trained_draft_agrees_more_often(
     assert [done for done, _, _ in told] == list(range(1, found.n_steps + 1))
     assert all(left >= 0.0 for _, _, left in told)
     assert [path.name for path in output.parent.iterdir()] == [output.name]
+
+
+def test_the_weights_with_the_lowest_loss_are_written(
+    text: TargetText, target: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training that makes the loss on the held-back answers larger is not in the file."""
+    texts = texts_for(text, target, draft)
+    written: list[Any] = []
+    judged: list[Any] = []
+    judge, write = Trainer.judge, distillation.write_weights
+
+    def judge_worse(trainer: Trainer, rows: Any) -> Score:
+        judged.append(trainer.changes())
+        loss = (3.0, 2.0, 1.0)[len(judged) - 1] if len(judged) <= 3 else 2.5
+        return replace(judge(trainer, rows), loss=loss)
+
+    def write_and_keep(source: Path, changes: Any, output: Path) -> None:
+        written.append(changes)
+        write(source, changes, output)
+
+    monkeypatch.setattr(Trainer, "judge", judge_worse)
+    monkeypatch.setattr(distillation, "write_weights", write_and_keep)
+    assert fitted(draft, texts, tmp_path / "d.gguf")[0] is not None
+    (changes,) = written
+    assert len(judged) > 4
+    assert all(np.array_equal(values, judged[2][name]) for name, values in changes.items())
+    assert any(np.any(values != judged[3][name]) for name, values in changes.items())
 
 
 def test_training_ends_when_its_time_does(

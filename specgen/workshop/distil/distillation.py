@@ -40,6 +40,7 @@ N_COLUMNS = 384
 #: Judgements in a pass over the text, and the number without an improvement after which training ends.
 _JUDGED_A_PASS = 3
 _PATIENCE = 4
+#: The most steps in which the learning rate rises.
 _N_WARM = 20
 #: Seconds from one saved state to the next.
 _SAVED_EVERY_S = 60.0
@@ -153,7 +154,8 @@ class _Run:
             first = self.n_steps % steps_a_pass * n_rows
             rows = order.permutation(len(self._learnt))[first : first + n_rows]
             done = max(self.n_steps / n_steps, self.seconds / limit_s)
-            self._trainer.step(self._learnt.pick(rows), _size(self.n_steps, done, rate))
+            size = _size(self.n_steps, min(_N_WARM, n_steps // 4), done, rate)
+            self._trainer.step(self._learnt.pick(rows), size)
             self.n_steps += 1
             is_last = self.n_steps == n_steps or clock() - started_s >= limit_s
             if self.n_steps % judged_every == 0 or is_last:
@@ -208,10 +210,10 @@ class _Run:
         return True
 
 
-def _size(step: int, done: float, rate: float) -> float:
-    """The learning rate of a step: a warm-up, then half a cosine down to a twentieth."""
+def _size(step: int, n_warm: int, done: float, rate: float) -> float:
+    """The learning rate of a step: a warm-up of `n_warm` steps, then half a cosine down to a twentieth."""
     along = 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
-    return rate * min(1.0, (step + 1) / _N_WARM) * (0.05 + 0.95 * along)
+    return rate * min(1.0, (step + 1) / (n_warm + 1)) * (0.05 + 0.95 * along)
 
 
 def _key(draft: Path, learnt: Rows, judged: Rows, settings: str) -> str:
