@@ -207,7 +207,7 @@ class Engine:
 
     @property
     def n_busy(self) -> int:
-        """The number of answers that are being generated, with those whose prompt is being read."""
+        """The number of answers that are being generated, including those whose prompt is being read."""
         return self._places.n_busy
 
     @property

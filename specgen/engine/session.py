@@ -152,7 +152,7 @@ class Session:
             self.change_draft(self._drafts.source)
 
     def let_ngrams_draft(self, wanted: bool | None) -> None:
-        """Set whether n-grams draft beside a draft model; None: if the policy decides by costs."""
+        """Set whether n-grams draft beside a draft model. None: they do if the policy decides by costs."""
         self._set_drafting(replace(self._options.drafting, ngrams=wanted))
 
     def _set_drafting(self, drafting: DraftOptions) -> None:

@@ -132,7 +132,7 @@ class SessionOpener:
         return self._drafts[0].draft if self._drafts else None
 
     def open(self, options: SessionOptions) -> Session:
-        """Load the models. Raises `ModelFileError`, `PairError`."""
+        """Load the models. Raises `ModelFileError`, `MemoryLimitError` or `PairError`."""
         from specgen.engine.session import Session
 
         if self._drafts:
