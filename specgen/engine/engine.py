@@ -1,4 +1,4 @@
-"""Several answers at once, from models that stay loaded and caches that stay filled."""
+"""The engine: generates several answers at once, and keeps the models loaded and the caches filled."""
 
 from __future__ import annotations
 
@@ -36,28 +36,29 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_SEQUENCES", "Answer", "Engine"]
 
-#: llama.cpp has no room for more sequences in a context.
+#: llama.cpp's limit for the sequences of a context.
 MAX_SEQUENCES = 256
-#: How much of a prompt is read between two rounds of other answers, in tokens: these wait for it.
+#: The most tokens of a prompt that are read between two rounds of other answers, which wait for them.
 _N_READ_BESIDE = 64
 
 
 class Engine:
-    """Makes up to `n_parallel` answers at once with a session's models, and any number one after the
+    """Generates up to `n_parallel` answers at once with a session's models, and any number one after the
     other. Use it as a context manager; it does not close the session.
 
-    The contexts stay: a prompt that begins like a text that is still in a cache decodes only the
-    rest, in the target and in the draft model alike. A round of several answers is one batch of the
-    target. `n_ctx` is the room for one prompt and its answer, in tokens; by default as the session's
-    options say, or 4096, or what the target was trained with if that is less.
+    The contexts stay open: if a prompt begins like a text that is still in a cache, only the rest of it is
+    decoded, by the target and by the draft model. A round of several answers is one batch of the target.
+    `n_ctx` is the room for one prompt and its answer, in tokens. By default it is that of the session's
+    options, or 4096, or the target's training context if that is less.
 
-    `interrupted` is asked between decodes; a yes ends the answers that are in the making with what
-    there is of them, and raises `KeyboardInterrupt` while costs are measured. `estimate_gain` allows a few decodes at the end of each answer to learn what
-    plain decoding costs. What is learnt of drafts in answers that `learn_alone` is forgotten with
-    them: no answer is drafted for otherwise because of what another one said.
+    `interrupted` is called between decodes. If it returns True, the unfinished answers end with the text
+    that they have; while costs are measured, `KeyboardInterrupt` is raised. `estimate_gain` allows a few
+    decodes at the end of each answer to measure the cost of plain decoding. With `learn_alone`, the
+    acceptance statistics that an answer adds are dropped with it, so that drafts of an answer never depend
+    on the text of another one.
 
-    All of it may be used from several threads: one at a time steps it, for the answers of all. An
-    answer that fails, or is cancelled, ends alone. Raises `MemoryLimitError` if the contexts do not fit the memory.
+    Several threads may use the engine: one at a time steps it, for the answers of all. An answer that
+    fails or is cancelled ends alone. Raises `MemoryLimitError` if the contexts do not fit into memory.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Engine:
         self._n_ctx = (
             n_ctx if n_ctx is not None else usual_n_ctx(session.options, session.target_model)
         )
-        #: Held while the queue is changed, and while the engine steps.
+        #: Locks: the first is held while the queue changes, the second while the engine steps.
         self._lock, self._stepping = threading.Lock(), threading.RLock()
         self._waiting: deque[Answer] = deque()
         self._n_submitted = 0
@@ -101,7 +102,7 @@ class Engine:
             self._draft_contexts = self._resources.enter_context(contextlib.ExitStack())
             self._drafts = self._open_drafts()
             draft = self._drafts[0] if self._drafts else None
-            #: Seconds that it took to measure what drafting costs; 0 where that was known.
+            #: Seconds that the measurement of drafting costs took; 0 if they were known.
             self.measured_s = measure_if_costs_decide(session, target, draft, interrupted)
             on_error.pop_all()
         self._notices = deque(opening_notices(session, self._n_ctx, self.measured_s))
@@ -113,7 +114,7 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Free the contexts; answers that are not done fail. May be called twice."""
+        """Free the contexts. Answers that are not done fail. May be called twice."""
         with self._stepping:
             self._resources.close()
             with self._lock:
@@ -128,7 +129,7 @@ class Engine:
 
     @property
     def n_parallel(self) -> int:
-        """How many answers are made at once, at most."""
+        """The most answers that are generated at once."""
         return len(self._places)
 
     @property
@@ -146,10 +147,10 @@ class Engine:
         n_drafted_max: int | None = None,
         verifier: VerifierName | None = None,
     ) -> Answer:
-        """Ask for an answer, with the session's options unless others are given. A text is a user's
-        turn in the model's chat template, if it has one. Without `draft`, nothing drafts for it; no
-        more than `n_drafted_max` tokens are drafted in a round. Raises `PromptError` if the prompt has
-        no room in the context, or cannot be one, `UsageError` if the options cannot be met, and
+        """Queue an answer, with the session's options unless others are given. A text becomes a user's
+        turn in the model's chat template, if it has one. Without `draft`, the answer is decoded plainly;
+        `n_drafted_max` limits the tokens that are drafted in a round. Raises `PromptError` if the prompt
+        is invalid or too long for the context, `UsageError` if the options cannot be met, and
         `BackendError` if the engine is closed."""
         session = self._session
         if isinstance(prompt, str):
@@ -173,13 +174,13 @@ class Engine:
         return answer
 
     def cancel(self, answer: Answer) -> None:
-        """End an answer with what there is of it, at the next step."""
+        """End an answer at the next step, with the text that it has by then."""
         answer.is_cancelled = True
 
     def reload_draft(self) -> bool:
-        """Load the draft model again, which drafts from the weights that it learnt last; False, and
-        nothing is done, while answers are in the making. What it says next, it says of what it reads
-        anew. Raises `ModelFileError` or `MemoryLimitError`; nothing drafts then."""
+        """Load the draft model again, with the weights that it learnt last, and return True. While
+        answers are being generated, do nothing and return False. The draft model's new contexts are
+        empty. Raises `ModelFileError` or `MemoryLimitError`; nothing drafts then."""
         with self._stepping:
             if self.n_busy:
                 return False
@@ -190,28 +191,28 @@ class Engine:
             return True
 
     def tell(self, message: str) -> None:
-        """Let the next answer tell something, as a `NoticeEvent`."""
+        """Add a message to the events of the next answer, as a `NoticeEvent`."""
         self._notices.append(message)
 
     def _open_drafts(self) -> tuple[LlamaBackend, ...]:
-        """Contexts of the draft model, and of what drafts for it."""
+        """Open contexts of the draft model and of the models that draft for it."""
         contexts = self._session.draft_contexts(self._n_ctx, n_parts=len(self._places))
         return self._draft_contexts.enter_context(contexts)
 
     def take_notices(self) -> list[str]:
-        """What should be known before the first answer, which does not tell it any more then."""
+        """Return the messages that wait for the next answer. That answer no longer gets them."""
         notices = list(self._notices)
         self._notices.clear()
         return notices
 
     @property
     def n_busy(self) -> int:
-        """How many answers are in the making."""
+        """The number of answers that are being generated, including those whose prompt is being read."""
         return self._places.n_busy
 
     @property
     def n_begun(self) -> int:
-        """How many answers are in the making, behind their first token."""
+        """The number of unfinished answers that have their first token."""
         return len(self._places.begun())
 
     @property
@@ -220,7 +221,7 @@ class Engine:
         return self._places.reading() is not None
 
     def plain_round_s(self) -> float | None:
-        """Seconds of a round of the answers in the making if nothing drafted for them, by the
+        """Return the expected seconds of a round without drafts for the answers that have begun, by the
         measured costs; None if there are none, or nothing was measured."""
         begun = self._places.begun()
         if not begun or begun[0].answer is None:
@@ -230,25 +231,25 @@ class Engine:
         return table.seconds(len(begun)) if table else None
 
     def slot_states(self) -> list[SlotState]:
-        """What each of the engine's slots is doing."""
+        """Return what each of the engine's slots is doing."""
         return [place.state for place in self._places]
 
     @property
     def is_idle(self) -> bool:
-        """Whether no answer is waiting or in the making."""
+        """Whether no answer is waiting or being generated."""
         return not self._waiting and not self._places.n_busy
 
     def step(self) -> list[Event]:
-        """Read a piece of one prompt, if there is one to read and room for its answer, and make one
-        round of all answers that are begun; their events. Prompts are read one after the other, so
-        that one which begins like another shares what is read of that. An answer that fails has its
-        `failure` then, and no more events. Raises `BackendError` if the target cannot decode the
-        round's batch: all answers of it have failed then."""
+        """Read a piece of one prompt, if one waits and there is room for its answer, and run one round of
+        all answers that have begun. Return the events. Prompts are read one after the other, so that a
+        prompt can share the cells of another one that begins alike. An answer that fails has a `failure`
+        and no more events. Raises `BackendError` if the target cannot decode the round's batch; all
+        answers of the round have failed then."""
         with self._stepping:
             return self._read() + self._round()
 
     def _round(self) -> list[Event]:
-        """A round of all answers that are begun; their events."""
+        """Run a round of all answers that have begun, and return its events."""
         busy = self._places.begun()
         answers: dict[int, Answer] = {}
         generations: list[Generation] = []
@@ -263,7 +264,7 @@ class Engine:
             events = self._loop.round(generations)
         except WorkerLostError:  # the answers have not failed: another process may make them
             raise
-        except BaseException as error:  # Ctrl-C in the middle of a round too
+        except BaseException as error:  # also Ctrl-C in the middle of a round
             for place, generation in zip(busy, generations, strict=True):
                 if not generation.is_finished:
                     self._fail(place, _why(error))
@@ -276,17 +277,17 @@ class Engine:
         return events
 
     def run(self) -> Iterator[Event]:
-        """Make all answers that were asked for; their events, as they come."""
+        """Generate all queued answers, and yield their events as they come."""
         while not self.is_idle:
             yield from self.step()
 
     def stream(self, answer: Answer) -> Generator[Event, None, None]:
-        """The events of one answer until it is done, making others beside it. Raises what ended it
-        before its time; where a worker is lost, the summary of what there is comes before. An answer
-        whose iterator is closed before is cancelled."""
+        """Yield the events of one answer until it is done; other answers advance at the same time. Raises
+        the error that ended the answer early; if a worker was lost, a summary of the text so far comes
+        first. If the iterator is closed early, the answer is cancelled."""
         try:
             while True:
-                is_done = answer.is_done  # before its events are looked at: another thread may step
+                is_done = answer.is_done  # asked before its events: another thread may step
                 while answer.events:
                     yield answer.events.popleft()
                 if is_done:
@@ -303,15 +304,15 @@ class Engine:
             raise answer.failure
 
     def answers(self, prompts: Sequence[str | Prompt]) -> list[str]:
-        """The answers to prompts, in their order, as many at once as there is room for. Raises the
-        first failure."""
+        """Return the answers to prompts, in their order. Up to `n_parallel` of them are generated at once.
+        Raises the first failure."""
         asked = [self.submit(prompt) for prompt in prompts]
         for _ in self.run():
             pass
         return [answer.text for answer in asked]
 
     def _cut_short(self, answer: Answer) -> Iterator[Event]:
-        """The summary of an answer that was begun and cannot go on; the target decodes nothing more."""
+        """Yield the summary of an answer that has begun and cannot go on; the target decodes nothing."""
         for place in self._places:
             generation = place.generation
             if place.answer is answer and generation is not None and generation.is_started:
@@ -321,8 +322,8 @@ class Engine:
     # --- how answers begin and end -----------------------------------------------------------
 
     def _read(self) -> list[Event]:
-        """Read a piece of a prompt: of the one that is being read, else of the next one in the
-        queue, if there is a free place for it."""
+        """Read a piece of the prompt that is being read, else of the next one in the queue if there is a
+        free place for it. Return the events."""
         place = self._places.reading()
         if place is not None:
             return self._read_piece(place)
@@ -335,12 +336,12 @@ class Engine:
         return self._begin(answer, self._places.free_place(answer.prompt.tokens, self._target))
 
     def _read_piece(self, place: Place) -> list[Event]:
-        """Read a piece of the prompt of a place; the events of that."""
+        """Read a piece of a place's prompt, and return the events."""
         answer, generation = place.answer, place.generation
         assert answer is not None
         assert generation is not None
         n_most = None
-        # Where rows are not the same bits in any batch, pieces are as without other answers.
+        # Unless a row has the same bits in any batch, the pieces must be those of an answer alone.
         if self._places.begun() and self._session.target_model.has_equal_rows:
             n_most = _N_READ_BESIDE
         try:
@@ -389,7 +390,7 @@ class Engine:
         return events + self._read_piece(place)
 
     def _prompt_event(self, answer: Answer) -> PromptEvent:
-        """The event that says what is going to run."""
+        """Return the event that describes the models and options of an answer."""
         session, prompt, settings = self._session, answer.prompt, answer.settings
         path = session.draft_path if answer.drafts else None
         grammar = settings.generation.grammar
@@ -410,7 +411,7 @@ class Engine:
         )
 
     def _settle(self, place: Place) -> list[Event]:
-        """Free a place whose answer is done; the events of its end."""
+        """Free a place if its answer is done, and return the events of the answer's end."""
         answer, generation = place.answer, place.generation
         if answer is None or generation is None or not generation.is_finished:
             return []
@@ -420,7 +421,7 @@ class Engine:
         notices: list[Event] = []
         try:
             self._session.keep_answer(answer.prompt, generation.tokens)
-        except OutputError as error:  # the answer is there, whether or not it is kept
+        except OutputError as error:  # the answer itself has not failed
             message = f"the answer is not kept for the draft to learn from: {error.message}"
             notices.append(NoticeEvent(answer.index, self._loop.now_s, message))
         events = notices + self._loop.finish(generation, estimate_gain=self._estimates_gain)
@@ -430,12 +431,12 @@ class Engine:
         return events
 
     def _fail(self, place: Place, error: SpecgenError) -> None:
-        """End an answer that cannot go on."""
+        """End an answer with an error, and clear its part of the caches."""
         place.fail(error, (self._target, *self._drafts))
 
 
 def _why(error: BaseException) -> SpecgenError:
-    """What an answer fails with, for what broke off its round."""
+    """Return the failure of the answers in a round that an exception ended."""
     if isinstance(error, SpecgenError):
         return error
     return BackendError(f"the round was broken off: {type(error).__name__}")

@@ -1,4 +1,4 @@
-"""One answer in the making: its tokens, its text, and when it ends."""
+"""The state of one answer: its tokens, its text, and when it ends."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from specgen.events import FinishedEvent, FinishReason
 from specgen.options import GenerationOptions
 from specgen.policy import Policy
 
-#: How many tokens an answer is expected to have left at its beginning. (In replays of 31 answers
-#: on three pairs, 8 to 16 gained most as a geometric mean, of 75 answers 4 to 8 did: a draft that
-#: reads the prompt for a short answer costs more than it can save.)
+#: The expected number of tokens of an answer that has just begun. (In replays of 31 answers on three
+#: pairs, 8 to 16 gave the best geometric mean; in replays of 75 answers, 4 to 8. For a short answer, a
+#: draft that reads the prompt costs more than it can save.)
 _N_EXPECTED = 8
 
 
 @dataclass(slots=True)
 class Generation:
-    """The state of one sequence. The loop changes it; `n_ctx` is the most tokens that may be
-    decoded, prompt and answer together. `state` begins with the prompt.
+    """The state of one answer. The loop changes it. `n_ctx` is the most tokens that may be decoded,
+    prompt and answer together. `state` begins with the prompt.
 
     `drafter` is None for plain decoding, and becomes None when drafting fails.
     """
@@ -45,28 +45,28 @@ class Generation:
     state: TextState
     rng: np.random.Generator
     slot: Slot = field(default_factory=Slot)
-    #: Which of several parallel generations this is, in events.
+    #: The number of the answer in events, their `sequence`.
     index: int = 0
-    #: Tokens that end this answer, besides the vocabulary's.
+    #: Tokens that end this answer, besides the vocabulary's end tokens.
     ends: frozenset[int] = frozenset()
     text: TextStream = field(init=False)
     tally: Tally = field(default_factory=Tally)
     finish_reason: FinishReason | None = None
-    #: When the first piece of its prompt was read, in the loop's seconds; None before.
+    #: The clock's time when the first piece of the prompt was read; None before.
     read_since_s: float | None = None
     #: Whether the prompt is read, and the first token committed.
     is_started: bool = False
-    #: Its rows in the last round's batch.
+    #: The number of its rows in the last round's batch.
     n_rows: int = 1
-    #: The target's hidden state behind what it has read; None if nothing drafts from that.
+    #: The target's hidden states at the end of the tokens that it has read; None if no drafter needs them.
     hidden: LastHidden | None = None
-    #: How many tokens of the prompt were in the cache already.
+    #: The number of prompt tokens that the cache held already.
     n_cached: int = 0
-    #: What ended the answer before its time; it then has no `finish_reason`.
+    #: The error that ended the answer early; it then has no `finish_reason`.
     failure: SpecgenError | None = None
     stopped_by: str | None = None
     n_prompt: int = field(init=False)
-    #: The last token of `tokens` ends the text and is not part of the answer.
+    #: Whether the last token of `tokens` ends the text; it is then not part of the answer.
     _has_end_token: bool = False
 
     def __post_init__(self) -> None:
@@ -98,10 +98,10 @@ class Generation:
 
     @property
     def n_draftable(self) -> int:
-        """How many drafted tokens could still become part of the answer.
+        """The most drafted tokens that could still become part of the answer.
 
-        The target adds one token of its own to what it accepts, and each row of a batch needs
-        a cell of the context.
+        The target adds a token of its own to those that it accepts, and each row of a batch needs a cell
+        of the context.
         """
         n = self.n_ctx - len(self.tokens)
         if self.options.max_tokens >= 0:
@@ -110,17 +110,16 @@ class Generation:
 
     @property
     def n_expected(self) -> int:
-        """How many tokens of the answer are expected to be left: as many as it has, since long
-        answers go on for longer, and no more than there is room for."""
+        """The expected number of tokens that the answer still gets: as many as it has, since long answers
+        tend to go on for longer, but no more than there is room for."""
         n = max(_N_EXPECTED, self.n_answer)
         return min(n, self.n_draftable + 1)
 
     def commit(self, token: int) -> str:
-        """Add the target's next token; returns the text that may now be shown.
+        """Add the target's next token, and return the text that may now be shown.
 
-        Sets `finish_reason` when the answer ends with this token. This is the only place
-        where an answer ends by what it contains, one token at a time, so that a draft cannot
-        move the end.
+        Sets `finish_reason` if the answer ends with this token. Only here can the content of an answer
+        end it, one token at a time, so that a draft cannot move the end.
         """
         self.state.commit(token)
         if self.vocabulary.is_end(token) or token in self.ends:
@@ -139,14 +138,14 @@ class Generation:
         return shown
 
     def finish(self, reason: FinishReason, stopped_by: str | None = None) -> None:
-        """End the answer; the first reason stands."""
+        """End the answer. If it is called again, the first reason stays."""
         if self.finish_reason is None:
             self.finish_reason = reason
             self.stopped_by = stopped_by
 
     def finished_event(self, time_s: float, plain_token_s: float | None, how: str) -> FinishedEvent:
-        """The summary. `plain_token_s` is the cost of a token without a draft, if known, and
-        `how` tells how that was found."""
+        """Return the summary. `plain_token_s` is the cost of a token without a draft, if known, and `how`
+        says how it was measured."""
         tally = self.tally
         tokens_per_s = tally.tokens_per_s(len(self.tokens) - self.n_prompt)
         plain_tokens_per_s = 1.0 / plain_token_s if plain_token_s else None

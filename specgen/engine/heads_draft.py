@@ -1,4 +1,4 @@
-"""Decoder heads beside a target: check that they fit, and make their drafter."""
+"""Decoder heads for a target: check that they fit, and make their drafter."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from specgen.errors import PairError
 from specgen.options import ContextOptions, DraftOptions
 from specgen.sampling import Sampler
 
-#: Looks of so many states are timed, and how often.
+#: The numbers of states whose looks are timed, and how often each is.
 _SIZES = (1, 2, 4, 8)
 _N_REPEATS = 5
 
 
 class HeadsDraft:
-    """Decoder heads for a target, loaded. Raises `ModelFileError` if the file is damaged, and `PairError`
-    if the heads were made for another model, or this one gives no hidden states."""
+    """Loaded decoder heads for a target. Raises `ModelFileError` if the file is damaged, and `PairError`
+    if the heads were made for another model, or the target has a recurrent state."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class HeadsDraft:
                 hint=f"`specgen draft make -m {target.path}` makes heads for this target",
             )
         self._is_end = vocabulary.is_end
-        #: What looks cost: the same for all answers.
+        #: The cost table of looks, the same for all answers.
         self._costs = self._timed(clock)
 
     def close(self) -> None:
@@ -65,11 +65,11 @@ class HeadsDraft:
         self.heads.close()
 
     def draws(self, settings: AnswerSettings) -> bool:
-        """Whether drafts for such an answer are drawn at random."""
+        """Whether drafts for an answer with these settings are sampled."""
         return settings.sampler.is_random and make_verifier(settings.verifier).wants_draws
 
     def merges(self, settings: AnswerSettings) -> bool:
-        """Whether what n-grams say may become branches of drafts for such an answer."""
+        """Whether proposals of n-grams may become branches of drafts for an answer with these settings."""
         drafting = self._drafting
         grows = drafting.grows_trees and not drafting.tree.is_fixed
         return grows and not self.draws(settings)
@@ -82,7 +82,8 @@ class HeadsDraft:
         make_shaper: MakeShaper,
         settings: AnswerSettings,
     ) -> HeadsDrafter:
-        """What drafts for one answer, from the hidden states that the loop leaves in `last`."""
+        """Return the drafter of one answer. It drafts from the hidden states that the loop stores in
+        `last`."""
         draws, shape = self.draws(settings), self._drafting.tree
         branches = shape.is_fixed or (self._drafting.grows_trees and not draws)
         if branches and not draws:
@@ -103,7 +104,7 @@ class HeadsDraft:
         )
 
     def _timed(self, clock: Callable[[], float]) -> CostTable:
-        """What looks beyond several places take: some milliseconds to find out."""
+        """Time looks beyond one and several nodes, which takes some milliseconds."""
         heads = self.heads
         states = heads.begin(np.zeros(heads.weights.n_embd, np.float32), 0)
         seconds: dict[int, float] = {}

@@ -1,23 +1,23 @@
 r"""The prompt for a text with a gap: fill-in-the-middle (2207.14255).
 
-Models are trained for it on texts whose parts are marked with tokens of their own:
+Models are trained for it on texts whose parts are marked with special tokens:
 
-    <PRE> prefix <SUF> suffix <MID>    most: see below
+    <PRE> prefix <SUF> suffix <MID>    most models: see below
     [SUFFIX] suffix [PREFIX] prefix    Codestral (`encode_fim` of mistral-common)
 
-Prefix, suffix, middle is the order of Qwen2.5-Coder (2409.12186), CodeLlama (2308.12950), StarCoder
-(2305.06161), StarCoder2 (2402.19173), DeepSeek-Coder (2401.14196) and Granite (2405.04324). Where
-SentencePiece puts a space before a text, CodeLlama and Codestral are trained with one before the prefix, and
-with none before the suffix.
+Qwen2.5-Coder (2409.12186), CodeLlama (2308.12950), StarCoder (2305.06161), StarCoder2 (2402.19173),
+DeepSeek-Coder (2401.14196) and Granite (2405.04324) have the order prefix, suffix, middle. SentencePiece may
+put a space before a text: CodeLlama and Codestral are trained with one before the prefix, and with none
+before the suffix.
 
-Two of them know the other files of a repository by tokens of their own:
+Two models have special tokens for the other files of a repository:
 
     <|repo_name|>name\n <|file_sep|>path\ntext ... <|file_sep|>path\n <PRE> prefix ...    Qwen2.5-Coder
     <repo_name>name <file_sep>path\ntext ... <file_sep> <PRE> path\nprefix ...            StarCoder2
 
-For the others, the texts of other files are the beginning of the prefix, without their names and without
-comments around them. llama.cpp's server (`format_prompt_infill`) agrees for Qwen2.5-Coder. It knows neither
-Codestral's order nor StarCoder2's files, and it puts texts of other files before the first mark.
+For the other models, the prefix begins with the texts of the other files, without their names and without
+comments around them. llama.cpp's server (`format_prompt_infill`) does the same for Qwen2.5-Coder. It supports
+neither Codestral's order nor StarCoder2's files, and it puts texts of other files before the first mark.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from specgen.backend.llama.vocabulary import LlamaVocabulary
 from specgen.engine.prompts import Prompt
 from specgen.errors import UsageError
 
-#: Control tokens that llama.cpp does not know by their entries: Codestral's for prefix and suffix,
-#: StarCoder2's for a repository and its files.
+#: Control tokens that llama.cpp does not recognise: Codestral's for prefix and suffix, and StarCoder2's for a
+#: repository and its files.
 _CODESTRAL = ("[PREFIX]", "[SUFFIX]")
 _STARCODER2 = ("<repo_name>", "<file_sep>")
-#: What some models write behind a middle, and llama.cpp does not take for an end of text: StarCoder2,
-#: CodeGemma, CodeLlama (in files that do not name it).
+#: Tokens that end a middle, but that llama.cpp does not take for an end of text: those of StarCoder2,
+#: CodeGemma and CodeLlama (in files that do not name it).
 _ENDS = ("<file_sep>", "<|file_separator|>", "▁<EOT>")
-#: The part of the room that is a prefix's where prefix and suffix are too long together: what stands
-#: before a gap says more about it than what follows. (llama.cpp's server divides it so.)
+#: The share of the room that the prefix gets if prefix and suffix together are too long: the text before
+#: a gap says more about it than the text after it. (llama.cpp's server has the same share.)
 _PREFIX_SHARE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
 class ContextFile:
-    """A file that stands in the prompt before the text with the gap."""
+    """Another file, which the prompt contains before the text with the gap."""
 
     name: str
     text: str
@@ -52,7 +52,7 @@ class ContextFile:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A gap between `prefix` and `suffix`, in a file of this name, beside other files of a
+    """A gap between `prefix` and `suffix` in the file `name`. `context` holds other files of the
     repository."""
 
     prefix: str
@@ -64,7 +64,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class InfillPrompt:
-    """The prompt for a gap, and what there was no room for, in words."""
+    """The prompt for a gap, and messages about the texts that did not fit into it."""
 
     prompt: Prompt
     left_out: tuple[str, ...] = ()
@@ -72,26 +72,26 @@ class InfillPrompt:
 
 @dataclass(frozen=True, slots=True)
 class InfillTokens:
-    """A vocabulary's tokens for texts with a gap; -1 for one that it does not have."""
+    """The special tokens of a vocabulary for texts with a gap; -1 for one that it lacks."""
 
     prefix: int = -1
     suffix: int = -1
     middle: int = -1
     repository: int = -1
     separator: int = -1
-    #: Whether files are marked as StarCoder2 does it: the name of the file with the gap stands
-    #: behind the mark of the prefix, and no line ends after that of the repository.
+    #: Whether files are marked as for StarCoder2: the name of the file with the gap comes after the mark
+    #: of the prefix, and no line break follows the name of the repository.
     as_starcoder2: bool = False
-    #: At which of its tokens a middle ends. A mark is no part of a middle, and Qwen2.5-Coder's own
-    #: examples stop at all of them; llama.cpp ends a text at some.
+    #: The tokens that end a middle. No mark can be a part of a middle, and Qwen2.5-Coder's own examples
+    #: stop at all marks; llama.cpp ends a text at some of them.
     ends: frozenset[int] = frozenset()
 
     @staticmethod
     def of(vocabulary: LlamaVocabulary) -> InfillTokens | None:
-        """The tokens of a vocabulary, if it has those that are needed."""
+        """Return the tokens of a vocabulary; None if it lacks those for prefix and suffix."""
         found = vocabulary.infill_tokens()
         prefix, suffix, middle = found["prefix"], found["suffix"], found["middle"]
-        # A file may name Codestral's tokens, and its unused one for a middle.
+        # A model file may name Codestral's two tokens, and an unused third one for the middle.
         if min(prefix, suffix, middle) < 0 or vocabulary.token_text(prefix) == _CODESTRAL[0]:
             prefix, suffix = map(vocabulary.control_token, _CODESTRAL)
             middle = -1
@@ -108,25 +108,25 @@ class InfillTokens:
 
     @property
     def knows_files(self) -> bool:
-        """Whether there are tokens for the files of a repository."""
+        """Whether the vocabulary has tokens for the files of a repository."""
         return min(self.repository, self.separator) >= 0
 
 
-#: Those of a model that knows no gaps.
+#: The tokens of a model that was not trained for gaps: none.
 _NONE = InfillTokens()
 
 
 def infill_prompt(
     model: LlamaModel, own_draft: LlamaModel | None, gap: Gap, n_room: int
 ) -> InfillPrompt:
-    """What the target's text for a gap begins after, in `n_room` tokens at most.
+    """Return the prompt for a gap, of at most `n_room` tokens.
 
-    Names of control tokens in the texts are plain text. What there is no room for is left out: of the
-    other files the first ones, then the far ends of prefix and suffix. A draft model with another
-    vocabulary, `own_draft`, sees the same in its own tokens; one that knows no gaps sees the suffix
-    and behind it the prefix, which it continues.
+    Names of control tokens in the texts are plain text. If the texts are too long, the first ones of the
+    other files are left out, then the far ends of prefix and suffix. A draft model with another
+    vocabulary, `own_draft`, gets the same prompt in its own tokens. If it was not trained for gaps, it gets
+    the suffix and after it the prefix, which it continues.
 
-    Raises `UsageError` if the model knows no gaps.
+    Raises `UsageError` if the model was not trained for gaps.
     """
     tokens = InfillTokens.of(model.vocabulary)
     if tokens is None:
@@ -146,7 +146,7 @@ def infill_prompt(
 
 
 class _Writer:
-    """Writes gaps as a model expects them, in `n_room` tokens at most."""
+    """Writes prompts for gaps as a model expects them, of at most `n_room` tokens."""
 
     def __init__(self, vocabulary: LlamaVocabulary, tokens: InfillTokens, n_room: int) -> None:
         self._vocabulary = vocabulary
@@ -155,15 +155,15 @@ class _Writer:
         marks = (tokens.prefix, tokens.suffix, tokens.middle)
         self._n_room = max(0, n_room - len(self._bos) - sum(mark >= 0 for mark in marks))
         self._n_left = self._n_room
-        #: What there was no room for, in words.
+        #: Descriptions of the texts that did not fit.
         self.left_out: list[str] = []
 
     def write(self, gap: Gap) -> list[int]:
-        """The tokens of a prompt, and what was left out of it in `left_out`."""
+        """Return the tokens of a prompt, and describe in `left_out` what did not fit."""
         return self._with_files(gap) or self._alone(gap)
 
     def _with_files(self, gap: Gap) -> list[int] | None:
-        """With other files before the gap; None if there is none that there is room for."""
+        """Return a prompt with other files before the gap; None if there is no room for any of them."""
         if not gap.context:
             return None
         head, heading, begin = self._headings(gap)
@@ -190,7 +190,7 @@ class _Writer:
         return self._parts([], prefix, suffix)
 
     def _parts(self, before: list[int], prefix: list[int], suffix: list[int]) -> list[int]:
-        """A prompt of its parts, with the marks between them."""
+        """Return a prompt made of its parts, with the marks between them."""
         tokens = self._tokens
         if tokens.middle < 0:
             gap = [*_known(tokens.suffix), *suffix, *_known(tokens.prefix), *prefix]
@@ -199,7 +199,7 @@ class _Writer:
         return [*self._bos, *before, *gap]
 
     def _around(self, prefix: list[int], suffix: list[int]) -> tuple[list[int], list[int]]:
-        """As much of what stands around the gap as there is room for."""
+        """Return the parts of prefix and suffix, next to the gap, that there is room for."""
         n_prefix, n_suffix = _lengths(len(prefix), len(suffix), self._n_left)
         self._n_left -= n_prefix + n_suffix
         if n_prefix < len(prefix):
@@ -209,7 +209,7 @@ class _Writer:
         return prefix[len(prefix) - n_prefix :], suffix[:n_suffix]
 
     def _headings(self, gap: Gap) -> tuple[list[int], list[int], list[int]]:
-        """What stands before the first file, before the file with the gap, and before its prefix."""
+        """Return the tokens before the first file, before the file with the gap, and before its prefix."""
         tokens, inside = self._tokens, self._vocabulary.tokenize_inside
         if not tokens.knows_files:
             return [], [], []
@@ -220,7 +220,7 @@ class _Writer:
         return head, [tokens.separator, *inside(f"{gap.name}\n")], []
 
     def _files(self, files: Sequence[ContextFile]) -> list[int]:
-        """Other files, as many of the last ones as there is room for."""
+        """Return the tokens of other files: as many of the last files as there is room for."""
         kept: list[int] = []
         for number in range(len(files), 0, -1):
             written = self._file(files[number - 1])
@@ -239,8 +239,8 @@ class _Writer:
 
 
 def _lengths(n_prefix: int, n_suffix: int, n_room: int) -> tuple[int, int]:
-    """How many tokens of prefix and suffix there is room for; what one does not need the other may
-    have."""
+    """Return how many tokens of prefix and suffix to keep. Room that one of them does not need goes to
+    the other."""
     n_suffix_kept = min(n_suffix, max(n_room - n_prefix, n_room - int(_PREFIX_SHARE * n_room)))
     return min(n_prefix, n_room - n_suffix_kept), n_suffix_kept
 

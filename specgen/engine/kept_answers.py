@@ -1,8 +1,8 @@
-"""Answers that are kept on this disk for a draft to learn from (`--learn`).
+"""Answers that are kept on this disk for drafts to learn from (`--learn`).
 
-A folder for each target holds ``answers.jsonl``, an answer on each line, the latest last, beside what
-drafts learnt from them (`specgen.engine.learnt_weights`). Texts are their user's alone: nobody else may read
-the folder.
+A folder for each target holds ``answers.jsonl``, with an answer on each line, the latest last. The weights
+that drafts learnt from them lie beside it (`specgen.engine.learnt_weights`). The texts are private: only
+their user may read the folder.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from specgen.errors import OutputError
 from specgen.json_lines import AppendedFile, locked, take_lines, to_line, write_errors
 
 ANSWERS = "answers.jsonl"
-#: What a file of answers holds at most, in bytes; what goes when it would hold more is the older half.
+#: The most bytes of a file of answers; if it grows beyond that, its older half is removed.
 MAX_BYTES = 16 << 20
-#: Of a prompt, and of an answer, so many tokens are kept: the last of a prompt, the first of an answer.
+#: The most tokens that are kept: the last ones of a prompt, and the first ones of an answer.
 MAX_PROMPT_TOKENS = 512
 MAX_ANSWER_TOKENS = 4096
-#: Answers of fewer tokens teach nothing.
+#: Answers with fewer tokens are not kept: they teach nothing.
 _LEAST_TOKENS = 8
-#: Longest that another process's writing is waited for, in seconds; it takes milliseconds.
+#: The longest wait for another process's lock, in seconds; a write takes milliseconds.
 _WAIT_S = 5.0
-#: The last answer, with its number, is in so many bytes at the end of the file.
+#: The last line, with its answer's number, fits into this many bytes at the end of the file.
 _TAIL_BYTES = 1 << 18
 _FILE_MODE, _FOLDER_MODE = 0o600, 0o700
 
@@ -38,13 +38,13 @@ class KeptAnswer:
     """An answer of the target, in its own tokens."""
 
     prompt_tokens: tuple[int, ...]
-    #: The one that ended it among them.
+    #: The answer, including the token that ended it.
     tokens: tuple[int, ...]
     #: The prompt in the template and the tokens of a draft with another vocabulary, and the digest of
-    #: that vocabulary; None where the draft reads the target's tokens, or there was none.
+    #: that vocabulary; None if the draft reads the target's tokens, or there was no draft.
     draft_prompt: tuple[int, ...] | None = None
     draft_vocabulary: str | None = None
-    #: Answers are counted from 1, also those that are not kept any more.
+    #: Its number, from 1 on; answers that were removed count too. 0 before it is written.
     number: int = 0
 
 
@@ -55,12 +55,12 @@ class KeptAnswers:
         self.folder = folder
         self._file = folder / ANSWERS
         self._max_bytes = max_bytes
-        #: Answers that could not be written: they go before what comes next.
+        #: Answers that could not be written yet: they are written before the next one.
         self._unwritten: list[KeptAnswer] = []
 
     def add(self, answer: KeptAnswer) -> None:
-        """Keep an answer, and have it on the disk when this returns. Raises `OutputError` if that
-        cannot be done; it is then written with the next one. Very short answers are not kept."""
+        """Write an answer; it is on the disk when this returns. Raises `OutputError` if it cannot be
+        written; it is then written with the next one. Very short answers are not kept."""
         if len(answer.tokens) < _LEAST_TOKENS:
             return
         self._unwritten.append(answer)
@@ -76,7 +76,7 @@ class KeptAnswers:
             self._bound()
 
     def _mend(self, file: AppendedFile) -> int:
-        """Take off half a line, as a killed process leaves it; returns the last answer's number."""
+        """Cut off half a line, as a killed process leaves it, and return the last answer's number."""
         with write_errors(self._file), self._file.open("rb") as old:
             n_bytes = old.seek(0, os.SEEK_END)
             start = max(0, n_bytes - _TAIL_BYTES)
@@ -89,7 +89,7 @@ class KeptAnswers:
         return max(numbers, default=0)
 
     def _bound(self) -> None:
-        """Let the older half go if there is too much."""
+        """Remove the older half of the file if it is too large."""
         with write_errors(self._file):
             if self._file.stat().st_size <= self._max_bytes:
                 return
@@ -99,8 +99,8 @@ class KeptAnswers:
 
 
 def read_answers(folder: Path) -> list[KeptAnswer]:
-    """The answers in a folder, the latest last. Lines that are damaged are left out. Raises
-    `OutputError` if the file is there and cannot be read."""
+    """Return the answers in a folder, the latest last, without damaged lines. Raises `OutputError` if the
+    file exists and cannot be read."""
     path = folder / ANSWERS
     try:
         return _parsed(path.read_bytes())
@@ -111,7 +111,7 @@ def read_answers(folder: Path) -> list[KeptAnswer]:
 
 
 def last_number(folder: Path) -> int:
-    """The number of the last answer in a folder; 0 if there is none."""
+    """Return the number of the last answer in a folder; 0 if there is none."""
     with contextlib.suppress(OSError), (folder / ANSWERS).open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         return max((answer.number for answer in _parsed(file.read())), default=0)
@@ -119,7 +119,7 @@ def last_number(folder: Path) -> int:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of a target's answers, for nobody else to read. Raises `OutputError`."""
+    """Make the folder of a target's answers, readable for its user only. Raises `OutputError`."""
     with write_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=_FOLDER_MODE, exist_ok=True)
@@ -127,7 +127,7 @@ def make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked_for_writing(folder: Path) -> Iterator[None]:
-    """Let no other process write to a folder's answers meanwhile. Raises `OutputError`."""
+    """Hold the lock on a folder's answers, so that no other process writes them. Raises `OutputError`."""
     held = OutputError(f"{folder / ANSWERS}: another process does not stop writing to it")
     with locked(folder / f"{ANSWERS}.lock", held, wait_s=_WAIT_S):
         yield
@@ -135,7 +135,7 @@ def locked_for_writing(folder: Path) -> Iterator[None]:
 
 def _parsed(data: bytes) -> list[KeptAnswer]:
     found: list[KeptAnswer] = []
-    for line in data.split(b"\n"):  # one by one: what is damaged ends nothing
+    for line in data.split(b"\n"):  # one by one, so that a damaged line costs no other
         take_lines(line, lambda value: found.append(_from_json(value)))
     return found
 
@@ -153,7 +153,7 @@ def _to_json(answer: KeptAnswer, number: int) -> dict[str, Any]:
 
 
 def _from_json(value: Any) -> KeptAnswer:
-    """Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` if it is no answer."""
+    """Raise `ValueError`, `KeyError`, `TypeError` or `AttributeError` if the value is no answer."""
     draft_prompt, vocabulary = value.get("draft_prompt"), value.get("draft_vocabulary")
     number = value["number"]
     if type(number) is not int or not isinstance(vocabulary, str | None):

@@ -1,8 +1,8 @@
-"""The weights that a draft model learnt from kept answers, in a file.
+"""The weights that a draft model learnt from kept answers.
 
-A small JSON file beside the answers says for each draft which weights it drafts from. It is replaced
-whole, and the weights that it names are on the disk before: whatever ends the process that learns,
-a session finds weights that go together, or none.
+A small JSON file for each draft, beside the answers, names the weights to draft from. It is replaced
+whole, after those weights are on the disk. So even if the learning process is killed, a session finds
+complete weights, or none.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ from specgen.atomic import replace_text
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What is known of a draft's learning. The name is of a file in the folder; it is empty
-    where the draft does better with the weights that it came with."""
+    """The result of a draft's learning."""
 
-    #: The weights, as a model file.
+    #: The name of a model file in the folder, with the weights; empty if the original weights are better.
     weights: str = ""
-    #: Number of the last answer that was there when it learnt, and how many it learnt from in all.
+    #: The number of the last answer when it learnt, and the number of all answers that it learnt from.
     last_number: int = 0
     n_answers: int = 0
-    #: At which share of the places of the latest answers the draft said what the target said,
-    #: without what it learnt, and with it.
+    #: The agreement of the draft with the target on the latest answers, as a share of their places:
+    #: with the original weights, and with the learnt ones.
     agreement_before: float = 0.0
     agreement_after: float = 0.0
 
 
 def state_file(folder: Path, draft: Path) -> Path:
-    """The file that says what a draft model learnt, in the folder of a target. Another file of the
-    draft's name is another draft."""
+    """Return the path of the JSON file about a draft model's learning, in the folder of a target. A draft
+    file of the same name and another size is another draft."""
     n_bytes = 0
     with contextlib.suppress(OSError):
         n_bytes = draft.stat().st_size
@@ -44,12 +43,12 @@ def state_file(folder: Path, draft: Path) -> Path:
 
 
 def read_learnt(folder: Path, draft: Path) -> Learnt:
-    """What a draft model learnt; nothing if that is not there, or damaged."""
+    """Return what a draft model learnt; the default values if the file is missing or damaged."""
     return read_state(state_file(folder, draft))
 
 
 def read_state(path: Path) -> Learnt:
-    """What a file says that was learnt; nothing if it is not there, or damaged."""
+    """Return the contents of such a file; the default values if it is missing or damaged."""
     with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
         found = Learnt(**json.loads(path.read_text("utf-8")))
         kinds = {str: str, int: int, float: float | int}
@@ -61,12 +60,12 @@ def read_state(path: Path) -> Learnt:
 
 
 def write_learnt(folder: Path, draft: Path, learnt: Learnt) -> None:
-    """Keep what a draft model learnt. Raises `OSError`."""
+    """Write what a draft model learnt to its file. Raises `OSError`."""
     replace_text(state_file(folder, draft), json.dumps(asdict(learnt)) + "\n")
 
 
 def learnt_weights(folder: Path | None, draft: Path) -> Path | None:
-    """The file of the weights that a draft model learnt; None where there is none."""
+    """Return the path of the weights that a draft model learnt; None if there are none."""
     if folder is None:
         return None
     name = read_learnt(folder, draft).weights

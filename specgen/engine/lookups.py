@@ -1,4 +1,4 @@
-"""The texts in which n-grams are looked up, besides the answer's own: files, and earlier answers."""
+"""The texts in which n-grams are looked up, besides the answer's own text: files and earlier answers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from specgen.drafters.lookup.corpus import load_corpus
 from specgen.drafters.lookup.store import EarlierTexts
 from specgen.options import DraftOptions
 
-#: The most ways to go on from one place that n-grams of a text propose.
+#: The most continuations that n-grams propose at one place.
 _N_BRANCHES = 3
 
 
 class Lookups:
-    """What `drafting` says is to be looked up, read; what is made of it is kept in the folder `cache`
-    (None: it is not kept). Raises `UsageError` if a file cannot be read."""
+    """The lookup texts that `drafting` names, loaded. Their search structures, and earlier answers, are
+    kept in the folder `cache` (None: nothing is kept). Raises `UsageError` if a file cannot be read."""
 
     def __init__(
         self, drafting: DraftOptions, cache: Path | None, vocabulary: LlamaVocabulary
@@ -38,8 +38,8 @@ class Lookups:
         self._corpora = tuple(corpora)
 
     def ngrams(self, drafting: DraftOptions, *, branches: bool) -> SuffixDrafter:
-        """N-grams of a text, and of the texts that are looked up; with `branches`, they propose
-        several ways to go on."""
+        """Return a drafter from n-grams of a text and of the lookup texts. With `branches`, it proposes
+        several continuations."""
         n_children, n_deepest = 1, None
         if branches:
             n_children, n_deepest = _N_BRANCHES, drafting.tree_depth
@@ -50,6 +50,6 @@ class Lookups:
         )
 
     def keep(self, tokens: Sequence[int]) -> None:
-        """Keep a finished text for later answers to draft from, if the options ask for that."""
+        """Store a finished text for lookups of later answers, if the options ask for that."""
         if self._store is not None:
             self._store.add(tokens)

@@ -1,8 +1,8 @@
 """The draft/verify loop: propose, decode, verify, commit, observe.
 
-One round serves any number of generations: their drafts are packed into one batch of the
-target and judged one by one. The loop knows nothing of files, options or screens; it changes
-`Generation`s and returns events.
+One round serves any number of generations: their drafts are packed into one batch of the target and
+verified one by one. The loop reads no files or options and prints nothing; it changes `Generation`s
+and returns events.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from specgen.sampling import Distribution, NoTokenAllowedError
 
 #: Single-token decodes timed by `plain_token_s`.
 _N_PROBES = 3
-#: Committed tokens that ride along with a draft; more of them are decoded before.
+#: The most committed tokens that are decoded in a round's batch; if there are more, they are decoded before.
 _MAX_PENDING = 16
 
 
 class Loop:
     """Generates with one target.
 
-    `clock` gives seconds on a monotonic clock. `interrupted` is asked between decodes; once
-    it says yes, generations finish with what they have.
+    `clock` returns the seconds of a monotonic clock. `interrupted` is called between decodes; once it
+    returns True, generations finish with the text that they have.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Loop:
         return self._clock() - self._started_s
 
     def run(self, generation: Generation) -> Iterator[Event]:
-        """Generate a whole answer. Raises what ends it before its time."""
+        """Generate a whole answer, and yield its events. Raises the error that ends it early."""
         yield from self.start(generation)
         while not generation.is_finished:
             yield from self.round([generation])
@@ -79,16 +79,17 @@ class Loop:
             raise generation.failure
 
     def start(self, generation: Generation) -> list[Event]:
-        """Decode a prompt and commit the first token. No draft takes part: the first token
-        comes as soon, and the prompt is decoded in the same pieces, as without one."""
+        """Decode a prompt, commit the first token, and return the events. There is no draft in this step,
+        so the first token comes as early, and the prompt is decoded in the same pieces, as in plain
+        decoding."""
         events: list[Event] = []
         while not (generation.is_started or generation.is_finished):
             events += self.read(generation)
         return events
 
     def read(self, generation: Generation, n_most: int | None = None) -> list[Event]:
-        """Decode one piece of a prompt, of `n_most` tokens (by default as many as the target takes at
-        once); behind the last piece, commit the first token."""
+        """Decode one piece of a prompt, at most `n_most` tokens (by default as many as the target takes at
+        once). After the last piece, commit the first token. Return the events."""
         if generation.is_finished:
             return []
         started, tally = self._clock(), generation.tally
@@ -97,7 +98,7 @@ class Loop:
         if generation.read_since_s is None:
             generation.read_since_s = started
             generation.n_cached = self._target.length(generation.slot.first)
-            # What a grammar forces comes before any decode, and is decoded with the prompt.
+            # Tokens that the grammar forces need no decode: they are decoded with the prompt.
             forced = _commit_forced(generation)
             if forced:
                 tally.first_token_s = self._clock() - started
@@ -122,12 +123,11 @@ class Loop:
         return events
 
     def round(self, generations: Sequence[Generation]) -> list[Event]:
-        """One round for all generations that are started and not finished.
+        """Run one round for all generations that are started and not finished, and return the events.
 
-        A generation that its grammar leaves no token, or whose logits are no numbers, is finished
-        with its `failure`, and the others go on. Raises `BackendError` if the target cannot decode
-        the round's batch. Whatever time passes outside this call, in a renderer for example, is in
-        no statistic.
+        If a generation's grammar allows no token, or its logits are not numbers, it ends with a
+        `failure`, and the others go on. Raises `BackendError` if the target cannot decode the round's
+        batch. The statistics do not count time outside this call, in a renderer for example.
         """
         active = [generation for generation in generations if not generation.is_finished]
         if not active:
@@ -146,7 +146,7 @@ class Loop:
             pack(batch, self._target, generation.slot, pending, draft)
         logits, hidden = self._decode_round(batch, active)
         target_s = self._target.decode_s - target_s
-        # More than the batch where a recurrent state had to be brought up to date.
+        # More rows than the batch has, if tokens were decoded again to restore a recurrent state.
         n_rows = self._target.n_decoded_rows - n_rows
 
         first_row = 0
@@ -158,13 +158,13 @@ class Loop:
             n_before = n_tokens - tally.n_forced
             try:
                 verdict = self._verify(generation, draft, rows)
-            except BackendError as error:  # a dead end of its grammar, a row of no numbers
+            except BackendError as error:  # the grammar allows no token, or a logit is not a number
                 generation.failure = error
                 continue
             tally.n_rounds += 1
             events += self._commit(generation, draft, verdict, rows)
             if generation.hidden is not None and hidden is not None:
-                # The row that chose the token behind the accepted path.
+                # The row of the last accepted node, whose logits chose the next token.
                 last_row = first_row - len(rows) + 1 + (verdict.path[-1] if verdict.path else ROOT)
                 generation.hidden.take(hidden[last_row], n_tokens + len(verdict.path))
             told = tuple(generation.tokens[n_tokens:])
@@ -175,7 +175,7 @@ class Loop:
             self._tell_drafter(generation, report, events)
             n_committed = len(generation.tokens) - tally.n_forced - n_before
             tally.add_decode(n_committed, n_rows, target_s)
-            # What one batch costs is shared by those that are in it.
+            # The generations in a batch share its time equally.
             tally.target_s += target_s / len(active)
             tally.draft_s += model_s
         wall_s = self._clock() - round_started
@@ -184,8 +184,8 @@ class Loop:
         return events
 
     def finish(self, generation: Generation, *, estimate_gain: bool) -> list[Event]:
-        """The summary of a finished generation. With `estimate_gain`, a generation that was
-        drafted for is compared with plain decoding, which may take a few decodes more."""
+        """Return the summary of a finished generation. With `estimate_gain`, a generation that had drafts
+        is compared with plain decoding, which may take a few more decodes."""
         generation.policy.finish()
         token_s, how = None, ""
         if estimate_gain and generation.tally.n_drafted:
@@ -198,8 +198,8 @@ class Loop:
         return [generation.finished_event(self.now_s, token_s, how)]
 
     def plain_token_s(self, generation: Generation) -> float | None:
-        """Measure what the target needs for one token: the median of a few decodes of the
-        text's last token, after which the cache is as before. None if there is no room."""
+        """Return the target's time for one token: the median seconds of a few decodes of the text's last
+        token, after which the cache is as before. None if there is no room."""
         sequence = generation.slot.first
         length = self._target.length(sequence)
         if length == 0 or length >= generation.n_ctx:
@@ -216,7 +216,7 @@ class Loop:
         return float(np.median(samples))
 
     def _interrupt(self, generation: Generation) -> list[Event]:
-        """End the answer here; text that was held back in doubt is part of it."""
+        """End the answer here, and return the event of the text that was held back, if any."""
         generation.finish("interrupted")
         text = generation.text.flush()
         if not text:
@@ -225,9 +225,9 @@ class Loop:
         return [committed(generation, self.now_s, [piece])]
 
     def _read_piece(self, generation: Generation, n_most: int) -> Logits | None:
-        """Decode a piece of the text, which is the prompt and what the grammar forces after it,
-        behind what the cache holds of it; returns the logits behind the last piece,
-        float32[1, n_vocab], and None behind the others."""
+        """Decode the next piece of the text that the cache does not hold yet: of the prompt, and of tokens
+        that the grammar forces after it. Return the logits after the last piece, float32[1, n_vocab];
+        None after the others."""
         text, sequence = generation.tokens, generation.slot.first
         start = self._target.length(sequence)
         batch = Batch()
@@ -240,8 +240,8 @@ class Loop:
     def _decode_round(
         self, batch: Batch, active: Sequence[Generation]
     ) -> tuple[Logits, Hidden | None]:
-        """Decode a round's batch: the rows of logits and, where something drafts from them, those of
-        the hidden states."""
+        """Decode a round's batch. Return the logits, float32[n_rows, n_vocab], and the hidden states,
+        float32[n_rows, n_embd], if a drafter needs these."""
         is_wanted = any(generation.hidden is not None for generation in active)
         target = self._hidden_target
         if is_wanted and target is not None and len(batch) <= target.n_outputs:
@@ -249,9 +249,9 @@ class Loop:
         return self._target.decode(batch), None
 
     def _pending(self, generation: Generation, n_room: int) -> list[int]:
-        """The committed tokens that the cache does not hold yet: the last one and, after
-        tokens that a grammar forced, those before it; what has no room in the round's batch
-        is decoded here."""
+        """Return the committed tokens that the cache does not hold yet: the last one and, if a grammar
+        forced tokens, those before it. If they do not fit into the round's batch, all but the last are
+        decoded here."""
         sequence, tokens = generation.slot.first, generation.tokens
         position = self._target.length(sequence)
         if len(tokens) - position > max(1, min(n_room, _MAX_PENDING)):
@@ -267,10 +267,10 @@ class Loop:
     def _propose(
         self, active: Sequence[Generation], events: list[Event]
     ) -> tuple[list[Draft], list[tuple[float, float]]]:
-        """A draft for each, and the seconds of the model's decodes and of all drafting. A drafter
-        that fails ends drafting, not the answer."""
+        """Return a draft for each generation, and for each the seconds of the model's decodes and of all
+        drafting. If a drafter fails, drafting ends, but the answer goes on."""
         n_others = len(active) - 1
-        # Of the others it is not known yet how much they draft: about as much as in the last round.
+        # How much the others will draft is not known yet: about as much as in the last round.
         n_all_rows = sum(generation.n_rows for generation in active)
         drafting: list[Generation] = []
         draftings: list[Drafting] = []
@@ -302,7 +302,7 @@ class Loop:
             if proposal.error is not None:
                 generation.drafter = None
                 events.append(self._drafting_failed(generation, proposal.error))
-            if not draft.is_drawn:  # a model that draws has the grammar; and its draws stay whole
+            if not draft.is_drawn:  # sampled drafts obey the grammar already, and stay whole
                 draft = generation.state.within_grammar(draft)
             drafts[id(generation)] = draft = generation.policy.trim(draft)
             generation.n_rows = 1 + len(draft)
@@ -335,14 +335,14 @@ class Loop:
 
         def target(node: int) -> Distribution:
             if node != ROOT and generation.vocabulary.is_end(draft.tokens[node]):
-                # Nothing follows the end of a text: whatever is drawn here is never told.
+                # Nothing follows the end of a text: a token that is chosen here is never committed.
                 return Distribution.certain(draft.tokens[node])
             try:
                 return generation.shaper.distribution(logits[node + 1], draft.text(node))
             except NoTokenAllowedError as error:
                 if node == ROOT:
                     raise
-                # A verifier may look further than it goes: only a text that gets there fails.
+                # A verifier may ask for nodes that it then rejects: only an accepted dead end fails.
                 dead_ends[node] = error
                 return Distribution.certain(draft.tokens[node])
 
@@ -354,8 +354,8 @@ class Loop:
     def _commit(
         self, generation: Generation, draft: Draft, verdict: Verdict, logits: Logits
     ) -> list[Event]:
-        """Make the accepted path, the target's token and what the grammar forces after it part
-        of the text, up to its end, and let the cache hold the accepted part of it."""
+        """Commit the accepted path, the target's token, and the tokens that the grammar forces after it,
+        up to the end of the answer. Keep the accepted path in the cache. Return the events."""
         rejected = rejected_branches(generation, draft, verdict)
         kinds: list[tuple[int, TokenKind, str]] = [
             (draft.tokens[node], "accepted", draft.origins[node]) for node in verdict.path
@@ -396,8 +396,8 @@ class Loop:
 
 
 def _commit_forced(generation: Generation) -> list[Piece]:
-    """Commit the tokens to which the grammar leaves no alternative: a model's opinion of them
-    would change nothing, so none is asked."""
+    """Commit the tokens to which the grammar leaves no alternative. Logits would change nothing, so no
+    decode is needed before them."""
     pieces: list[Piece] = []
     while not generation.is_finished:
         token = generation.state.forced()

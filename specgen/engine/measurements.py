@@ -1,4 +1,4 @@
-"""First-use measurements: how long decodes take, and how often a draft agrees."""
+"""First-use measurements: how long decodes take, and how often a draft agrees with the target."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from specgen.sampling import Sampler
 if TYPE_CHECKING:
     from specgen.engine.session import Session
 
-#: Sizes to time of a draft model: tokens one by one, what it has to catch up with, a prompt.
+#: Batch sizes to time for a draft model: drafted tokens, the tokens of the last round, a prompt.
 _DRAFT_SIZES = (1, 2, 3, 4, 8, 16, 64)
 
 
 def is_pair_measured(session: Session, draft: Path | None) -> bool:
-    """Whether the costs of the target, up to the largest batch of a round, and of a draft
-    model are known."""
+    """Whether the costs of the target, up to the largest batch of a round, and of the draft model are
+    known."""
     own = is_measured(session.costs.table(), session.n_rows_max)
     return own and (draft is None or is_measured(session.costs.table(draft)))
 
@@ -37,7 +37,7 @@ def measure_if_costs_decide(
     draft: Backend | None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> float:
-    """`measure_if_new`, where there is a draft and costs decide how much is drafted."""
+    """Call `measure_if_new` if there is a draft and costs decide how much is drafted; return 0 if not."""
     if not session.options.drafting.is_by_cost or session.draft_source == "none":
         return 0.0
     return measure_if_new(session, target, draft, interrupted)
@@ -49,13 +49,14 @@ def measure_if_new(
     draft: Backend | None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> float:
-    """Measure what decodes cost and, where costs decide how much is drafted, how often a draft
-    model agrees with the target, unless that is known, in contexts that are empty; returns
-    how many seconds that took, 0 for none.
+    """Measure the costs of decodes and, if costs decide how much is drafted, how often a draft model
+    agrees with the target. Results that are known are not measured again. The contexts must be empty.
+    Return the seconds that this took; 0 if everything was known.
 
-    What other programs slow down holds for now and is not kept (`session.was_busy`): a table of a
-    busy machine may say that no draft pays, and then nothing is decoded that would correct
-    it. Raises `KeyboardInterrupt` if `interrupted` says so between decodes; nothing of it is kept."""
+    If other programs slowed the measurement down (`session.was_busy`), its costs are used now but not
+    kept: a table of a busy machine may say that no draft pays, and then no decode would correct it.
+    Raises `KeyboardInterrupt` if `interrupted` returns True between decodes; that measurement is not
+    kept."""
     started, path = session.clock(), session.draft_path
     is_known = is_pair_measured(session, path)
     if not is_known:
@@ -73,9 +74,9 @@ def measure_if_new(
 
 
 def agreement_walk(session: Session, prompt: Prompt, draft: Backend) -> Walk:
-    """A walk through a text that begins with `prompt`, with the draft model in an empty
-    context, to see how often it agrees with what the target says. The user's samplers do not
-    matter: the most likely tokens are compared."""
+    """Return a `Walk` of the draft model, in an empty context, through a text that begins with `prompt`.
+    It counts how often the draft agrees with the target. The user's samplers do not matter: the most
+    likely tokens are compared."""
     state = TextState(())
     drafter = session.model_drafter(
         prompt, (draft,), state, np.random.default_rng(0), _most_likely, branches=False
@@ -86,8 +87,8 @@ def agreement_walk(session: Session, prompt: Prompt, draft: Backend) -> Walk:
 def _sample_agreement(
     session: Session, target: Backend, draft: Backend, interrupted: Callable[[], bool]
 ) -> bool:
-    """See how often the draft model says what the target does, unless that is known or could
-    not matter; returns whether that was seen."""
+    """Measure how often the draft model agrees with the target, unless that is known, or the draft could
+    not pay even if it always agreed. Return whether anything was measured."""
     path, chances = session.draft_path, session.chances()
     is_known = "model" in chances and chances["model"].n_judged >= N_KNOWN
     if path is None or is_known or not session.options.drafting.is_by_cost:
@@ -105,5 +106,5 @@ def _sample_agreement(
 
 
 def _most_likely(_sampler: Sampler, state: TextState) -> Shaper:
-    """A shaper that leaves the most likely token only."""
+    """Return a shaper that keeps only the most likely token."""
     return Shaper(Sampler(SamplerOptions()), state)

@@ -1,4 +1,4 @@
-"""The measured costs of a session's models, by the contexts that they were measured in."""
+"""The measured costs of a session's models, by the options of their contexts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from specgen.engine.draft_stack import LONGEST_GUESS
 from specgen.options import ContextOptions, DraftOptions
 from specgen.policy import CostAwarePolicy, Policy
 
-#: The chances of a draft (a file, or what else drafts) for a model, in answers of a kind; by origin.
+#: Returns acceptance statistics by origin, given a target's file, a draft (a file or a word such as
+#: "ngram") and a mode (`Memory.chances`).
 ChancesOf: TypeAlias = Callable[[Path, Path | str, str], MutableMapping[str, Chances]]
 
 
 class ModelCosts:
-    """The tables of a target and of what drafts for it, as `memory` has them for contexts of these
-    options. A model is named by its file; None is the target."""
+    """The cost tables of a target and its draft models in `memory`, for contexts with these options. A
+    draft model is named by its file; None stands for the target."""
 
     def __init__(
         self,
@@ -41,8 +42,8 @@ class ModelCosts:
         self._copies = copies
 
     def context_options(self, draft: Path | None = None) -> ContextOptions:
-        """Those of contexts of the target, or of a draft model, with as many threads as were
-        found to be best where the user named no number."""
+        """Return the options of contexts of the target, or of a draft model. If the user named no number of
+        threads, it is the fastest one that was measured."""
         if draft is None:
             context = self._target_context
             return with_threads(context, self._memory.threads(self._target, context))
@@ -50,34 +51,38 @@ class ModelCosts:
         return with_threads(context, self._memory.threads(draft, context))
 
     def table(self, draft: Path | None = None, n_past: int = 0) -> CostTable:
-        """What is known of the costs of the target, or of a draft model, in contexts with so
-        many tokens in them."""
+        """Return the cost table of the target, or of a draft model, in contexts that hold about `n_past`
+        tokens."""
         context = self.context_options(draft)
         return self._memory.costs(draft or self._target, context, n_past, default_threads())
 
     def forget(self, draft: Path | None = None) -> None:
-        """Let the costs of the target, or of a draft model, be measured anew. Nothing may be
-        generating."""
+        """Forget the costs of the target, or of a draft model, so that they are measured anew. No answer
+        may be in progress."""
         context = self.context_options(draft)
         self._memory.forget_costs(draft or self._target, context, default_threads())
 
     def forget_weights(self, draft: Path) -> None:
-        """Let a draft model be compared with a copy anew, when it is the session's the next time."""
+        """Forget whether a copy of a draft model is quicker. They are compared again when a session next
+        loads the model."""
         self._copies.forget(draft, self._draft_context)
 
     def do_not_keep(self, draft: Path | None) -> None:
-        """Let what was just measured of the target and a draft model be measured anew the next time."""
+        """Do not keep the present costs of the target and a draft model: they are measured anew the next
+        time."""
         for model in (None,) if draft is None else (None, draft):
             context = self.context_options(model)
             self._memory.keep_no_costs(model or self._target, context, default_threads())
 
     def known(self, n_past: int, chances: ChancesOf) -> KnownOfAnswer:
-        """What is known, for one answer after so many tokens: `chances` of drafts among it."""
+        """Return what is known for one answer after `n_past` tokens; `chances` returns the acceptance
+        statistics."""
         return KnownOfAnswer(self.table, chances, n_past)
 
 
 class KnownOfAnswer:
-    """What is known of draft models, for one answer after so many tokens."""
+    """What is known of draft models for one answer after `n_past` tokens: `Known` of
+    `specgen.engine.draft_model`."""
 
     def __init__(
         self, table: Callable[[Path, int], CostTable], chances: ChancesOf, n_past: int

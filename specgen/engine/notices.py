@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def learnt_note(folder: Path | None, draft: Path) -> str:
-    """That a draft model drafts with what it learnt."""
+    """Return the message that a draft model uses learnt weights, with its agreement before and after."""
     learnt = read_learnt(folder, draft) if folder is not None else Learnt()
     return (
         f"{draft.name} drafts with what it learnt from {learnt.n_answers} answers: on other answers it "
@@ -23,8 +23,8 @@ def learnt_note(folder: Path | None, draft: Path) -> str:
 
 
 def opening_notices(session: Session, n_ctx: int, measured_s: float) -> Iterator[str]:
-    """A sentence each: of copies that draft, of shapes that cannot be drafted, of contexts of n_ctx
-    tokens that are too long, and of the seconds that were spent on measuring."""
+    """Yield a message for each of these: copies of weights in use, learnt weights, a tree shape that
+    cannot be drafted, contexts of `n_ctx` tokens that are too long, and seconds spent on measuring."""
     yield from session.news_of_copies()
     if session.learnt_draft is not None and session.draft_path is not None:
         yield learnt_note(session.options.learning, session.draft_path)

@@ -1,8 +1,8 @@
 """Whether a draft model can draft for a target: do token ids mean the same in both?
 
-Sizes say too little: a model of the same size may number its tokens otherwise, and models of
-one family often differ in the padding at the end of their tables, which never matters. So the
-tables are compared, entry by entry.
+The sizes of the vocabularies do not show this. Two of the same size may number their tokens
+differently, and models of one family often differ in the padding at the end of their tables, which
+never matters. So the tables are compared, entry by entry.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Protocol
 
 from specgen.errors import PairError
 
-#: How many differing tokens a message shows.
+#: The most differing tokens that a message shows.
 _N_SHOWN = 4
-#: llama.cpp's attribute bit of tokens that no text is made of.
+#: llama.cpp's attribute bit of tokens that no text contains.
 _ATTRIBUTE_UNUSED = 1 << 1
 
 
 class TokenTable(Protocol):
-    """What is compared of a vocabulary."""
+    """The parts of a vocabulary that are compared."""
 
     @property
     def n_tokens(self) -> int: ...
@@ -38,9 +38,9 @@ class TokenTable(Protocol):
 
 
 def check_pair(target: TokenTable, draft: TokenTable, target_name: str, draft_name: str) -> int:
-    """The number of tokens that both models share: ids from there on are padding of one.
+    """Return the number of tokens that both models share; ids from there on are padding of one of them.
 
-    Raises `PairError` that says which tokens differ.
+    Raises `PairError`, which names the tokens that differ.
     """
     pair = f"{draft_name} cannot draft for {target_name}"
     hint = "take a draft of the same model family, or --draft ngram, which fits every model"
@@ -82,7 +82,7 @@ def check_pair(target: TokenTable, draft: TokenTable, target_name: str, draft_na
 
 
 def _is_padding(table: TokenTable, token_id: int) -> bool:
-    """Whether an entry only fills the table up, as conversions mark it."""
+    """Whether an entry only fills the table up, by the marks of the programs that convert models."""
     if table.token_attributes(token_id) & _ATTRIBUTE_UNUSED:
         return True
     entry = table.token_entry(token_id)

@@ -1,4 +1,4 @@
-"""How many answers to make at once: as many as is fastest, and as the memory has room for."""
+"""How many answers to generate at once: the fastest number that the memory has room for."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from specgen.engine.measurements import measure_if_new
 from specgen.engine.session import Session
 from specgen.errors import MemoryLimitError
 
-#: Numbers of answers at once that are looked at.
+#: The numbers of answers at once that are considered.
 _CHOICES = (1, 2, 4, 8, 16)
-#: More answers at once are taken if that makes so many times as many tokens a second: each needs
+#: A larger number must give at least this many times the tokens per second, since each answer needs
 #: memory.
 _LEAST_GAIN = 1.05
-#: Tokens of the contexts that decodes are timed in, where their costs are not known.
+#: The size, in tokens, of the contexts in which decodes are timed if their costs are not known.
 _N_CTX = 512
 
 
 def fastest_parallel(
     session: Session, n_answers: int, interrupted: Callable[[], bool] = lambda: False
 ) -> int:
-    """The number of answers at once that makes most tokens a second, by the measured costs of the
-    target's batches; they are measured now if they are not known. Raises `MemoryLimitError`."""
+    """Return the number of answers at once that gives most tokens per second, by the costs of the
+    target's batches. Costs that are not known are measured now. Raises `MemoryLimitError`."""
     if n_answers < 2:
         return 1
     with session.contexts(_N_CTX) as (target, draft):
@@ -46,9 +46,9 @@ def largest_engine(
     interrupted: Callable[[], bool] = lambda: False,
     learn_alone: bool = False,
 ) -> Engine:
-    """An engine for up to `n_parallel` answers of `n_ctx` tokens each, and fewer if the memory has no
-    room for as many, unless the number `is_fixed`; `interrupted` and `learn_alone` are the engine's.
-    Raises `MemoryLimitError`."""
+    """Return an engine for up to `n_parallel` answers of `n_ctx` tokens each. Unless the number
+    `is_fixed`, it is halved until the contexts fit into memory. `interrupted` and `learn_alone` are the
+    engine's. Raises `MemoryLimitError`."""
     while True:
         try:
             return Engine(

@@ -1,4 +1,4 @@
-"""The places of an engine: a part of its caches each, and the answer that is made there."""
+"""The places of an engine: each is a part of its caches, with the answer that is generated there."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from specgen.errors import SpecgenError
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """What a slot of an engine is doing: the answer's index (None: the slot is free), the tokens of
-    its prompt, those of them that are in the cache, and those of the answer so far."""
+    """What a slot of an engine is doing: the answer's index (None: the slot is free), the number of
+    tokens in its prompt, how many of these the cache held before (all once the prompt is read), and the
+    number of tokens in the answer so far."""
 
     number: int
     answer: int | None = None
@@ -26,13 +27,13 @@ class SlotState:
 
 @dataclass(slots=True)
 class Place:
-    """A part of the caches, and the answer that is made there."""
+    """A part of the caches, and the answer that is generated there."""
 
     part: Part
     answer: Answer | None = None
-    #: None while the place is free, and until what makes the answer is ready.
+    #: None while the place is free, and until the answer's prefix and drafter are ready.
     generation: Generation | None = None
-    #: Number of the last answer that was made there; -1 before any.
+    #: The number of the last answer that was generated there; -1 before any.
     used_last: int = -1
 
     @property
@@ -47,7 +48,7 @@ class Place:
 
     @property
     def state(self) -> SlotState:
-        """What is done there."""
+        """What the place is doing."""
         number, answer, generation = self.part.number, self.answer, self.generation
         if answer is None:
             return SlotState(number)
@@ -58,11 +59,11 @@ class Place:
         return SlotState(number, answer.index, n_prompt, n_read, generation.n_answer)
 
     def free(self) -> None:
-        """Let go of the answer; its text stays in the caches."""
+        """Drop the answer; its text stays in the caches."""
         self.answer = self.generation = None
 
     def fail(self, error: SpecgenError, backends: Iterable[Backend]) -> None:
-        """End an answer that cannot go on. What its part of the caches holds is not certain."""
+        """End the answer with an error. Its part of the caches is cleared: its contents are uncertain."""
         assert self.answer is not None
         self.answer.failure = error
         for backend in backends:
@@ -86,7 +87,7 @@ class Places:
 
     @property
     def n_busy(self) -> int:
-        """How many places have an answer."""
+        """The number of places that have an answer."""
         return sum(place.answer is not None for place in self._places)
 
     def begun(self) -> list[Place]:
@@ -98,8 +99,9 @@ class Places:
         return next((place for place in self._places if place.is_reading), None)
 
     def free_place(self, tokens: Sequence[int], target: Backend) -> Place:
-        """The free place for a prompt: one whose text it goes on from, else the one that was not used
-        for longest. (What another place holds of the prompt is shared.) There has to be a free one."""
+        """Return the best free place for a prompt: the one whose text is the longest beginning of the
+        prompt, else the one that was not used for longest. (If another place holds a beginning of the
+        prompt, its cells are shared.) At least one place must be free."""
 
         def rank(place: Place) -> tuple[int, int]:
             text = target.text(place.part.slot(target).first)

@@ -1,4 +1,4 @@
-"""Turn the user's prompt into tokens for the target and the draft."""
+"""Turn the user's prompt into tokens for the target and the draft model."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from specgen.backend.llama.vocabulary import LlamaVocabulary
 from specgen.engine import chat_template as chat
 from specgen.errors import PromptError, UsageError
 
-#: What a model may call, each as OpenAI's API describes it.
+#: The tools that a model may call, in the form of OpenAI's API.
 ToolDefinitions: TypeAlias = Sequence[Mapping[str, Any]]
-#: The name under which some files have a second template, for conversations with tools.
+#: The name of a second template, for conversations with tools, in some model files.
 _TOOL_TEMPLATE = "tool_use"
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What an answer begins after: `text` as the target sees it, and its `tokens`, at least
-    one. `draft_tokens` is a draft model's own view of it, where it has one of its own; else
-    the draft is told the target's tokens, but for those at the places `head`. The answer ends
-    at the tokens `ends` too, besides those at which any answer of the target ends."""
+    """The text before an answer: `text` as the target sees it, and its `tokens`, at least one.
+    `draft_tokens` is the prompt of a draft model with another vocabulary. If it is None, the draft reads
+    the target's tokens without those at the places `head`. The tokens `ends` end the answer, besides
+    those that end any answer of the target."""
 
     text: str
     tokens: tuple[int, ...]
@@ -32,7 +32,7 @@ class Prompt:
     ends: frozenset[int] = frozenset()
 
     def without_head(self) -> Prompt:
-        """A prompt of the tokens that are not in the head."""
+        """Return the prompt without the tokens of the head."""
         return Prompt(self.text, _without(self.tokens, self.head))
 
 
@@ -44,15 +44,15 @@ def text_prompt(
     system: str | None,
     now: datetime.datetime,
 ) -> Prompt:
-    """What the target's answer to `text` begins after.
+    """Return the prompt of the user's `text`.
 
-    With `chat`, the text is a user's turn in the target's own template, and in that of `own_draft`, a
-    draft model with another vocabulary; without, it is continued as it is; None takes the template if
-    there is one. `now` is the date that some templates write. Names of control tokens in the text are
-    read as these, as llama.cpp does.
+    If `chat` is True, the text becomes a user's turn in the target's own template, and in that of
+    `own_draft`, a draft model with another vocabulary. If it is False, the text is continued as it is.
+    None uses the template if there is one. `now` is the date that some templates write. Names of control
+    tokens in the text become these tokens, as in llama.cpp.
 
-    Raises `UsageError` if there is no template for `chat` or `system`, `PromptError` if the prompt is
-    empty or the template does not accept it.
+    Raises `UsageError` if `chat` or `system` needs a template and there is none, and `PromptError` if the
+    prompt is empty or the template does not accept it.
     """
     if chat is not False and model.chat_template() is not None:
         return conversation_prompt(model, own_draft, messages_of(text, system), now)
@@ -72,14 +72,14 @@ def conversation_prompt(
     now: datetime.datetime,
     tools: ToolDefinitions = (),
 ) -> Prompt:
-    """What the next turn of a conversation begins after, in the target's own template, and in that of
-    `own_draft`, a draft model with another vocabulary. `tools` are told to templates that know them.
-    Raises `UsageError` if there is no template, `PromptError` if it does not accept the messages."""
+    """Return the prompt of a conversation's next turn, in the target's own template, and in that of
+    `own_draft`, a draft model with another vocabulary. Templates for tools get `tools`. Raises
+    `UsageError` if there is no template, and `PromptError` if it does not accept the messages."""
     text = chat_text(model, messages, now, tools)
     if text is None:
         raise UsageError(f"a conversation needs a chat template, and {model.name} has none")
     prompt = _tokenized(model, text)
-    # What the template says of tools may stand before the first message, and a draft needs it.
+    # Templates may describe the tools before the first message, and the draft needs that description.
     head = range(0) if tools else head_of(model.vocabulary, text, prompt.tokens, messages)
     draft_tokens = None
     if own_draft is not None:
@@ -88,8 +88,8 @@ def conversation_prompt(
 
 
 def token_prompt(model: LlamaModel, tokens: Sequence[int]) -> Prompt:
-    """A prompt of tokens as they are. Raises `PromptError` if there is none, or one that the model does
-    not have."""
+    """Return a prompt of these tokens. Raises `PromptError` if there are none, or if the model lacks one
+    of them."""
     vocabulary = model.vocabulary
     for token in tokens:
         if not 0 <= token < vocabulary.n_tokens:
@@ -110,13 +110,13 @@ def _tokenized(model: LlamaModel, text: str) -> Prompt:
 
 
 def messages_of(text: str, system: str | None) -> list[chat.Message]:
-    """`text` as a user's turn, after a system message if there is one."""
+    """Return `text` as a user's turn, after a system message if there is one."""
     user = chat.Message("user", text)
     return [user] if system is None else [chat.Message("system", system), user]
 
 
 def template_of(model: LlamaModel, *, has_tools: bool) -> str | None:
-    """The model's template for conversations with tools, or without; None if it has no template."""
+    """Return the model's template for conversations with or without tools; None if it has none."""
     named = model.chat_template(_TOOL_TEMPLATE) if has_tools else None
     return named or model.chat_template()
 
@@ -127,8 +127,8 @@ def chat_text(
     now: datetime.datetime,
     tools: ToolDefinitions = (),
 ) -> str | None:
-    """A conversation in the model's own template; None if it has no template. Raises
-    `PromptError` if the template does not accept it."""
+    """Return a conversation in the model's own template; None if it has no template. Raises `PromptError`
+    if the template does not accept the conversation."""
     has_tools = bool(tools) or any(message.role == "tool" for message in messages)
     template = template_of(model, has_tools=has_tools)
     if template is None:
@@ -147,12 +147,12 @@ def chat_text(
 def head_of(
     vocabulary: LlamaVocabulary, text: str, tokens: Sequence[int], messages: Sequence[chat.Message]
 ) -> range:
-    """The places, among the tokens of a conversation that a template wrote as `text`, of what the
-    template put before the first message by itself: whole turns, as a system message of its own.
+    """Return the places, among the tokens of the rendered conversation `text`, of the turns that the
+    template itself adds before the first message, such as a default system message.
 
-    A draft model need not read them: it drafts nearly as well without (docs/lab-notes.md), and reading takes
-    time. Empty if the first message is a system message, which says what was asked for. The
-    beginning-of-text token is not among them, since attention rests on it.
+    A draft model need not read them: it drafts nearly as well without (docs/lab-notes.md), and reading
+    takes time. The range is empty if the first message is a system message, since that one is the user's.
+    The beginning-of-text token is not in it, since attention rests on it.
     """
     first = messages[0].content.strip()
     if messages[0].role == "system" or not first or first not in text:
@@ -178,11 +178,11 @@ def draft_chat_tokens(
     now: datetime.datetime,
     tools: ToolDefinitions = (),
 ) -> tuple[int, ...]:
-    """A conversation as a draft model is to see it, in its own template as far as that goes, without
-    its `head_of` unless that tells of tools.
+    """Return a conversation for a draft model with another vocabulary, in its own template and tokens.
+    The places of `head_of` are left out unless there are tools.
 
-    A template that knows no system message gets it at the head of the first turn; a model
-    without a template that works, a base model for example, gets the turns as paragraphs.
+    If the template does not accept a system message, that message goes to the beginning of the first
+    turn. A model without a template that works, a base model for example, gets the turns as paragraphs.
     """
     for attempt in (messages, _without_system(messages)):
         try:
@@ -198,8 +198,8 @@ def draft_chat_tokens(
 
 
 def tokenize(vocabulary: LlamaVocabulary, text: str, *, parse_special: bool) -> list[int]:
-    """A prompt's tokens, its beginning-of-text token included where the model wants one. Raises
-    `PromptError` if the text has half a surrogate pair, which UTF-8 lacks."""
+    """Return a prompt's tokens, with the beginning-of-text token if the model wants one. Raises
+    `PromptError` if the text has half a surrogate pair, which UTF-8 cannot express."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Propose the drafts of a round for all sequences; their decodes share batches."""
+"""Propose the drafts of a round for all sequences. Decodes of one draft model share batches."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from specgen.errors import BackendError
 
 @dataclass
 class Proposal:
-    """What came of a sequence's drafting."""
+    """The drafting of one sequence, and its result."""
 
     drafting: Drafting
     draft: Draft = NO_DRAFT
-    #: What ended it; there is then no draft.
+    #: The error that ended the drafting; there is then no draft.
     error: Exception | None = None
-    #: Seconds in a model's decodes, of those in common this sequence's share, and of all drafting.
+    #: Seconds of the model's decodes, and of all drafting. Of shared batches, only this sequence's share
+    #: counts.
     model_s: float = 0.0
     seconds: float = 0.0
-    #: What it waits for; None once it is over.
+    #: The decode that it waits for; None at the end.
     ask: Ask | None = None
 
 
 def propose_together(draftings: Sequence[Drafting], clock: Callable[[], float]) -> list[Proposal]:
-    """Make drafts side by side; their decodes in a cache are one batch for each step.
+    """Make drafts side by side. In each step, the decodes that they need in one cache become one batch.
 
-    `clock` gives seconds. A drafting that raises has its `error`, and the others go on; a decode
-    that fails is an error of all that asked for it.
+    `clock` returns seconds. A drafting that raises gets an `error`, and the others go on. The error of a
+    decode is raised in all draftings that asked for it.
     """
     proposals = [Proposal(drafting) for drafting in draftings]
     for proposal in proposals:
@@ -43,15 +44,15 @@ def propose_together(draftings: Sequence[Drafting], clock: Callable[[], float]) 
         asked = _first_batch(waiting)
         backend = id(asked[0][1].backend)
         most[backend] = max(len(asked), most.get(backend, 0))
-        for _, ask in asked:  # by the round's largest crowd, which is most of its decodes
+        for _, ask in asked:  # the round's largest number: most of its decodes have that many
             ask.costs.n_sharing = most[backend]
         _decode_together(asked, clock)
     return proposals
 
 
 def refuse_nonsense(proposal: Proposal, n_max: int, n_vocab: int) -> None:
-    """Make what is no draft of `n_max` tokens at most, out of a vocabulary of so many, an error: in the
-    target's batch it would be one of all sequences. (How nodes hang together, a `Draft` checks itself.)"""
+    """Turn a proposal that is not a draft of at most `n_max` tokens below `n_vocab` into an error. In the
+    target's batch it would be an error of all sequences. (`Draft` itself checks the parents of nodes.)"""
     draft: object = proposal.draft
     if not isinstance(draft, Draft):
         problem = f"{type(draft).__name__}: no draft"
@@ -73,7 +74,8 @@ def _is_token(token: object, n_vocab: int) -> bool:
 
 
 def _first_batch(waiting: Sequence[Proposal]) -> list[tuple[Proposal, Ask]]:
-    """Those that ask for a decode in the same cache as the first, as many as have room in a batch."""
+    """Return the proposals that wait for a decode in the same cache as the first one, as many as fit into
+    one batch."""
     found: list[tuple[Proposal, Ask]] = []
     backend: Backend | None = None
     n_rows = n_wanted = 0
@@ -93,7 +95,7 @@ def _first_batch(waiting: Sequence[Proposal]) -> list[tuple[Proposal, Ask]]:
 
 
 def _decode_together(asked: Sequence[tuple[Proposal, Ask]], clock: Callable[[], float]) -> None:
-    """Decode what several ask for, and let each go on with its rows."""
+    """Decode the rows that several drafts need in one batch, and resume each draft with its logits."""
     backend, costs = asked[0][1].backend, asked[0][1].costs
     batch = asked[0][1].batch
     if len(asked) > 1:
@@ -109,7 +111,7 @@ def _decode_together(asked: Sequence[tuple[Proposal, Ask]], clock: Callable[[], 
     try:
         logits = backend.decode(batch)
         costs.observe(len(batch), backend.decode_s - before_s)
-    except Exception as raised:  # noqa: BLE001 - whose fault it is, is told by the drafters
+    except Exception as raised:  # noqa: BLE001 - it is raised again in each drafter
         error = raised
     model_s, seconds = backend.decode_s - before_s, clock() - started
     first_row = 0
@@ -128,7 +130,7 @@ def _decode_together(asked: Sequence[tuple[Proposal, Ask]], clock: Callable[[], 
 def _resume(
     proposal: Proposal, sent: Logits | Exception | None, clock: Callable[[], float]
 ) -> None:
-    """Let a drafting go on with its rows, or with an error, up to its next decode or its end."""
+    """Resume a drafting with its logits or an error, up to its next decode or its end."""
     started = clock()
     try:
         if isinstance(sent, Exception):
@@ -139,6 +141,6 @@ def _resume(
             proposal.ask = proposal.drafting.send(sent)
     except StopIteration as ended:
         proposal.ask, proposal.draft = None, ended.value
-    except Exception as error:  # noqa: BLE001 - a bug in a drafter too
+    except Exception as error:  # noqa: BLE001 - also a bug in a drafter
         proposal.ask, proposal.error = None, error
     proposal.seconds += clock() - started

@@ -21,7 +21,7 @@ from specgen.sampling.logprobs import log_probabilities, most_likely
 
 
 def next_kind(draft: Draft, verdict: Verdict) -> TokenKind:
-    """What the target's own token is: alone, a correction, or a bonus after a whole branch."""
+    """Return the kind of the target's own token: plain, corrected, or a bonus after a whole branch."""
     if len(draft) == 0:
         return "plain"
     last = verdict.path[-1] if verdict.path else ROOT
@@ -29,8 +29,8 @@ def next_kind(draft: Draft, verdict: Verdict) -> TokenKind:
 
 
 def with_logprobs(generation: Generation, piece: Piece, row: Logits) -> Piece:
-    """The piece with the target's log-probabilities, if they were asked for; `row` is
-    float32[n_vocab]."""
+    """Return the piece with the target's log-probabilities, if they were asked for. `row` holds the
+    logits, float32[n_vocab]."""
     n_top = generation.options.logprobs
     if n_top is None:
         return piece
@@ -48,7 +48,7 @@ def with_logprobs(generation: Generation, piece: Piece, row: Logits) -> Piece:
 
 
 def committed(generation: Generation, now_s: float, pieces: Sequence[Piece]) -> CommittedEvent:
-    """The event of pieces that became part of the answer."""
+    """Return the event of pieces that became part of the answer."""
     return CommittedEvent(
         sequence=generation.index,
         time_s=now_s,
@@ -60,7 +60,7 @@ def committed(generation: Generation, now_s: float, pieces: Sequence[Piece]) -> 
 
 
 def draft_nodes(generation: Generation, draft: Draft) -> tuple[DraftNode, ...]:
-    """The nodes of a draft."""
+    """Return the nodes of a draft as an event shows them."""
     token_bytes = generation.vocabulary.token_bytes
     return tuple(
         DraftNode(token, token_bytes(token).decode("utf-8", "replace"), parent, origin, probability)
@@ -73,10 +73,11 @@ def draft_nodes(generation: Generation, draft: Draft) -> tuple[DraftNode, ...]:
 def rejected_branches(
     generation: Generation, draft: Draft, verdict: Verdict
 ) -> tuple[RejectedBranch, ...]:
-    """The lost parts of a draft, each from the node where it left the path to its leaf.
+    """Return the rejected parts of a draft, one for each leaf: the nodes from where its branch left the
+    accepted path.
 
-    Asked before the commit: where the accepted path ends in the middle of a character, the
-    branch's text begins there.
+    It is called before the commit: if the accepted path ends in the middle of a character, a branch's
+    text begins there.
     """
     if len(verdict.path) == len(draft):
         return ()

@@ -1,4 +1,4 @@
-"""A session: loaded models with their options; it makes answers as streams of events."""
+"""A session: loaded models with their options. It generates answers as streams of events."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ __all__ = ["DraftSource", "Prompt", "Session", "SessionOptions"]
 
 
 class Session:
-    """A target and what drafts for it, loaded. Use it as a context manager.
+    """A loaded target and the models that draft for it. Use it as a context manager.
 
-    Opening it raises `ModelFileError`, `MemoryLimitError` or `PairError`; the weights stay loaded until
-    it is closed, contexts are made for each answer of `generate`, and stay in an `Engine`. `memory`
-    is what is known of these models on this machine, and learns more; whoever keeps it saves it.
-    `tell` is told what else takes seconds while a draft is opened. With `vocabulary_only` the target
-    decodes elsewhere: there are contexts of what drafts for it (`draft_contexts`) and no others.
+    Opening it raises `ModelFileError`, `MemoryLimitError` or `PairError`. The weights stay loaded until it
+    is closed. `generate` opens contexts for each answer; an `Engine` keeps its contexts. `memory` is what is
+    known about these models on this machine, and learns more; the caller saves it. `tell` is called with a
+    message before slow steps of opening a draft. With `vocabulary_only` the target decodes elsewhere: only
+    the models that draft for it have contexts (`draft_contexts`).
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Session:
         vocabulary_only: bool = False,
     ) -> None:
         self._options = options
-        #: What was learnt of the models.
+        #: What was learnt about the models.
         self.memory = memory if memory is not None else Memory()
         self._clock = clock
         #: Whether other programs took much of the machine when costs were measured.
@@ -84,7 +84,7 @@ class Session:
         if options.cache is not None and options.drafting.weights == "auto":
             folder = options.cache / "drafts"
         copies = Copies(folder, self.memory, clock, tell)
-        #: What decodes of the models cost, and the options of their contexts.
+        #: The costs of the models' decodes, and the options of their contexts.
         self.costs = ModelCosts(
             options.target, options.target_context, options.draft_context, self.memory, copies
         )
@@ -98,7 +98,7 @@ class Session:
                 workers=options.target_context.workers,
             )
             self._resources.callback(self._target_model.close)
-            #: What an answer asks for that says nothing of its own.
+            #: The settings of an answer that has none of its own.
             self.settings = AnswerSettings.of(
                 self._target_model, options.sampler, options.generation, options.drafting
             )
@@ -130,30 +130,29 @@ class Session:
     def close(self) -> None:
         """Close the models. May be called twice.
 
-        Their weights are freed with the last context that was made from them: that of an answer
-        which is not at its end is freed when the iterator is. The answer does not go on: the
-        iterator raises `BackendError`."""
+        Their weights are freed with the last context that uses them. The context of an unfinished answer
+        is freed together with its iterator, which raises `BackendError` if it is continued."""
         self._resources.close()
 
     def change_draft(self, source: DraftSource) -> None:
-        """Let another draft take the place of the present one, which is closed; there must be
-        no context of it. Raises `ModelFileError` or `PairError`; there is then no draft."""
+        """Replace the present draft, which is closed and must have no open context. Raises
+        `ModelFileError` or `PairError`; there is then no draft."""
         self._drafts.change(source, self._options.drafting)
 
     def reload_draft(self) -> None:
-        """Load the draft model again: it drafts from the weights that it learnt last. There must be
-        no context of it. Raises `ModelFileError` or `MemoryLimitError`; there is then no draft."""
+        """Load the draft model again, with the weights that it learnt last. It must have no open context.
+        Raises `ModelFileError` or `MemoryLimitError`; there is then no draft."""
         self.change_draft(self._drafts.source)
 
     def change_drafting(self, drafting: DraftOptions) -> None:
-        """Draft by other options from now on. The draft is opened anew; there must be no context
-        of it. Raises `ModelFileError` or `PairError`; there is then no draft."""
+        """Draft with other options from now on. The draft is loaded again; it must have no open context.
+        Raises `ModelFileError` or `PairError`; there is then no draft."""
         if drafting != self._options.drafting:
             self._set_drafting(drafting)
             self.change_draft(self._drafts.source)
 
     def let_ngrams_draft(self, wanted: bool | None) -> None:
-        """Let n-grams draft beside a draft model, or not; None is as the policy has it."""
+        """Set whether n-grams draft beside a draft model. None: they do if the policy decides by costs."""
         self._set_drafting(replace(self._options.drafting, ngrams=wanted))
 
     def _set_drafting(self, drafting: DraftOptions) -> None:
@@ -176,16 +175,16 @@ class Session:
 
     @property
     def compared(self) -> list[Comparison]:
-        """Draft models that were compared with copies in this session."""
+        """The comparisons of draft models with copies of their weights in this session."""
         return self._drafts.compared
 
     @property
     def copied(self) -> list[Comparison]:
-        """Those of `compared` that draft from their copy, the last one of each model."""
+        """The last comparison of each draft model whose copy is used."""
         return self._drafts.copied
 
     def news_of_copies(self) -> list[str]:
-        """What came of copies that draft since this was asked last."""
+        """Return the messages about copies that came into use since the last call."""
         news = [comparison.note for comparison in self.copied[self._n_told :]]
         self._n_told = len(self.copied)
         return news
@@ -201,27 +200,27 @@ class Session:
 
     @property
     def draft_path(self) -> Path | None:
-        """The draft model's file; None where no model drafts."""
+        """The draft model's file; None if no draft model is loaded."""
         return self._drafts.path
 
     @property
     def draft_model(self) -> LlamaModel | None:
-        """The draft model, where one drafts."""
+        """The draft model; None if none is loaded."""
         return self._drafts.model.model if self._drafts.model is not None else None
 
     @property
     def draft_weights(self) -> Path | None:
-        """The file that the draft model drafts from without what it learnt; None where none drafts."""
+        """The weights that the draft model would use without learning; None if no draft model is loaded."""
         return self._drafts.weights
 
     @property
     def learnt_draft(self) -> Path | None:
-        """The weights that the draft model learnt, where it drafts from such."""
+        """The file of learnt weights; None if the draft model does not use any."""
         return self._drafts.learnt
 
     @property
     def drafts_from_hidden_states(self) -> bool:
-        """Whether decoder heads draft, which read the target's hidden states."""
+        """Whether decoder heads draft, from the target's hidden states."""
         return self._drafts.heads is not None
 
     @property
@@ -237,27 +236,27 @@ class Session:
 
     @property
     def n_rows_max(self) -> int:
-        """The most rows of a round's batch: the draft, and the token before it."""
+        """The most rows of an answer in a round's batch: those of the draft, and of the token before it."""
         return self._contexts.n_rows_max
 
     @property
     def n_branches_max(self) -> int:
-        """The most branches of a draft: 1 where drafts are chains."""
+        """The most branches of a draft: 1 if drafts are chains."""
         return self._contexts.n_branches_max
 
     @property
     def n_sequences_max(self) -> int:
-        """The most sequences of a context that one answer needs."""
+        """The most sequences that one answer needs in a context."""
         return self._contexts.n_sequences_max
 
     def context_size(self, n_prompt: int, max_tokens: int | None = None) -> int:
-        """The target's context in tokens, for an answer of `max_tokens` (None: of as many as the
-        options say). Raises `PromptError` if the prompt is longer."""
+        """Return the size of the target's context, in tokens, for an answer of `max_tokens` (None: those of
+        the options). Raises `PromptError` if the prompt does not fit."""
         return self._contexts.n_ctx_for(n_prompt, max_tokens)
 
     @property
     def _contexts(self) -> SessionContexts:
-        """The contexts that the present options ask for."""
+        """The contexts for the present options."""
         return SessionContexts(
             self._options, self._target_model, self._drafts, self.costs, self._clock
         )
@@ -265,23 +264,23 @@ class Session:
     def contexts(
         self, n_ctx: int, *, drafts: bool = True, n_parts: int = 1
     ) -> AbstractContextManager[tuple[LlamaBackend, LlamaBackend | None]]:
-        """Contexts of the target and, if there is one and `drafts` asks for it, of the draft model,
-        in which `n_parts` answers may be made at once, of n_ctx tokens each with their prompts. They
-        are closed at the end of the `with`, by nobody else. Raises `MemoryLimitError`."""
+        """Open contexts of the target and, with `drafts`, of the draft model if there is one. `n_parts`
+        answers may be generated in them at once, each of `n_ctx` tokens with its prompt. The contexts are
+        closed only at the end of the `with`. Raises `MemoryLimitError`."""
         return self._contexts.opened(n_ctx, drafts=drafts, n_parts=n_parts)
 
     def helper_contexts(
         self, n_ctx: int, *, n_parts: int = 1
     ) -> AbstractContextManager[tuple[LlamaBackend, ...]]:
-        """Contexts of the models that draft for the draft model, for such a context of the target.
-        Raises `MemoryLimitError`."""
+        """Open contexts of the models that draft for the draft model, for a context of the target of the
+        same size. Raises `MemoryLimitError`."""
         return self._drafts.contexts(n_ctx, self.n_rows_max, n_parts=n_parts, first=1)
 
     def draft_contexts(
         self, n_ctx: int, *, n_parts: int = 1
     ) -> AbstractContextManager[tuple[LlamaBackend, ...]]:
-        """Contexts of the draft model and of the models that draft for it, for such a context of
-        the target. Raises `MemoryLimitError`."""
+        """Open contexts of the draft model and of the models that draft for it, for a context of the
+        target of the same size. Raises `MemoryLimitError`."""
         return self._drafts.contexts(n_ctx, self.n_rows_max, n_parts=n_parts)
 
     # --- prompts and answers -----------------------------------------------------------------
@@ -294,8 +293,8 @@ class Session:
         system: str | None = None,
         now: datetime.datetime | None = None,
     ) -> Prompt:
-        """What an answer to `text` begins after; see `text_prompt`. `now` is by default the present
-        time. Raises `UsageError`, `PromptError`."""
+        """Return the prompt of the user's `text`; see `text_prompt`. `now` is by default the present time.
+        Raises `UsageError` or `PromptError`."""
         own = self._own_draft
         return text_prompt(self._target_model, own, text, chat, system, now or _now())
 
@@ -306,24 +305,24 @@ class Session:
         now: datetime.datetime | None = None,
         tools: ToolDefinitions = (),
     ) -> Prompt:
-        """What the next turn of a conversation begins after; see `conversation_prompt`. Raises
-        `UsageError`, `PromptError`."""
+        """Return the prompt of a conversation's next turn; see `conversation_prompt`. Raises `UsageError`
+        or `PromptError`."""
         own = self._own_draft
         return conversation_prompt(self._target_model, own, messages, now or _now(), tools)
 
     def prompt_of_tokens(self, tokens: Sequence[int]) -> Prompt:
-        """A prompt of the target's tokens as they are. Raises `PromptError` if there is none, or one
-        that the target does not have."""
+        """Return a prompt of these tokens of the target. Raises `PromptError` if there are none, or if the
+        target lacks one of them."""
         return token_prompt(self._target_model, tokens)
 
     def infill(self, gap: Gap, n_room: int) -> InfillPrompt:
-        """What the text for a gap begins after, in `n_room` tokens at most; see `infill_prompt`. Raises
+        """Return the prompt for a gap, of at most `n_room` tokens; see `infill_prompt`. Raises
         `UsageError`."""
         return infill_prompt(self._target_model, self._own_draft, gap, n_room)
 
     @property
     def _own_draft(self) -> LlamaModel | None:
-        """The draft model, where it reads prompts in a vocabulary of its own."""
+        """The draft model if it has another vocabulary than the target; else None."""
         draft = self._drafts.model
         return draft.model if draft is not None and draft.has_own_vocabulary else None
 
@@ -335,10 +334,10 @@ class Session:
         n_drafted_max: int | None = None,
         verifier: VerifierName | None = None,
     ) -> AnswerSettings:
-        """The settings of one answer; what is None is the session's. No more is drafted for it in a
-        round than the session's options allow. Raises `UsageError` if a token of a bias does not
-        exist, the grammar is not one, or a number of drafted tokens is given where drafts have a
-        fixed shape."""
+        """Return the settings of one answer: the session's where an argument is None. `n_drafted_max` cannot
+        raise the session's limit of drafted tokens. Raises `UsageError` if a bias names a token that does
+        not exist, the grammar is invalid, or `n_drafted_max` is given although drafts have a fixed
+        shape."""
         return self.settings.changed(
             self._target_model,
             sampling,
@@ -354,12 +353,12 @@ class Session:
         interrupted: Callable[[], bool] = lambda: False,
         estimate_gain: bool = True,
     ) -> Iterator[Event]:
-        """Generate an answer to a prompt, as events; the last one is a `FinishedEvent`.
+        """Generate an answer to a prompt, and yield its events; the last one is a `FinishedEvent`.
 
-        `interrupted` is asked between decodes; a yes ends the answer with what there is.
-        `estimate_gain` allows a few extra decodes at the end to learn what plain decoding
-        costs. Raises `PromptError` if the prompt does not fit the context, `MemoryLimitError`
-        if the context does not fit the memory, `BackendError` if the session is closed.
+        `interrupted` is called between decodes; if it returns True, the answer ends with the text so far.
+        `estimate_gain` allows a few extra decodes at the end to measure the cost of plain decoding. Raises
+        `PromptError` if the prompt does not fit into the context, `MemoryLimitError` if the context does
+        not fit into memory, and `BackendError` if the session is closed.
         """
         n_ctx = self.context_size(len(prompt.tokens))
         with Engine(
@@ -368,22 +367,22 @@ class Session:
             yield from engine.stream(engine.submit(prompt))
 
     def translation(self, settings: AnswerSettings) -> Translated | None:
-        """How drafts for an answer are translated; None if they need not be."""
+        """Return how drafts for an answer are translated; None if they need not be."""
         draft = self._drafts.model
         return draft.translated(settings) if draft is not None else None
 
     def verifier_name(self, settings: AnswerSettings | None = None) -> VerifierName:
-        """How drafts for an answer are judged."""
+        """Return the name of the verifier of an answer's drafts."""
         return (settings or self.settings).verifier
 
     def keep_text(self, tokens: Sequence[int]) -> None:
-        """Keep a finished text for later answers to draft from, if the options ask for that."""
+        """Store a finished text for lookups of later answers, if the options ask for that."""
         self._lookups.keep(tokens)
 
     def keep_answer(self, prompt: Prompt, tokens: Sequence[int]) -> None:
-        """Keep a finished text, prompt and answer, for later answers to draft from and for drafts to
-        learn from, if the options ask for that. Raises `OutputError` if it cannot be kept for
-        learning; it is then kept with the next one."""
+        """Store a finished text, prompt and answer, for lookups of later answers and for drafts to learn
+        from, if the options ask for that. Raises `OutputError` if it cannot be written for learning; it is
+        then written with the next one."""
         self.keep_text(tokens)
         if self._kept is None:
             return
@@ -397,11 +396,11 @@ class Session:
         self._kept.add(answer)
 
     def text(self, prompt: Sequence[int]) -> TextState:
-        """A text that begins with `prompt`, and its grammar at the start."""
+        """Return a text that begins with `prompt`, with the grammar at its start."""
         return TextState(prompt, self.settings.grammar)
 
     def shaper(self, text: TextState) -> Shaper:
-        """The target's samplers over a text."""
+        """Return the shaper with the target's samplers for a text."""
         return Shaper(self.settings.sampler, text)
 
     def generation(
@@ -419,15 +418,15 @@ class Session:
         index: int = 0,
         learns_alone: bool = False,
     ) -> Generation:
-        """An answer of its `index` to begin after `prompt`; `draft` is the draft model's context, if
-        there is one, and `helpers` are those of what drafts for it. With `plain`, nothing drafts.
-        `settings` are the answer's own, by default the session's, and `part` is the answer's part of
-        all contexts. What is learnt of drafts in an answer that `learns_alone` is forgotten with it.
+        """Return the `Generation` of an answer to `prompt`, with the number `index`. `draft` is the draft
+        model's context, if there is one, and `helpers` are those of the models that draft for it. With
+        `plain`, nothing drafts. `settings` are by default the session's, and `part` is the answer's part
+        of all contexts. With `learns_alone`, the acceptance statistics that it adds are dropped with it.
         """
         settings = settings or self.settings
         drafts = self._answer_drafts
         chances = drafts.chances_of_one_answer if learns_alone else self.memory.chances
-        # The draft draws from a stream of its own: what it draws must not move the target's.
+        # The draft has a random generator of its own, so that it cannot change the target's samples.
         target_seed, draft_seed = np.random.SeedSequence(seed).spawn(2)
         state = TextState(prompt.tokens, settings.grammar)
         drafter: Drafter | None = None
@@ -473,7 +472,8 @@ class Session:
         part: Part = WHOLE,
         chances: ChancesOf | None = None,
     ) -> Drafter:
-        """What the draft model drafts, alone, in contexts of it and of what drafts for it."""
+        """Return the draft model's drafter without n-grams beside it. `backends` are the contexts of the
+        draft model and of the models that draft for it."""
         return self._answer_drafts.model_drafter(
             prompt,
             backends,
@@ -487,11 +487,11 @@ class Session:
         )
 
     def ngrams(self) -> Drafter:
-        """N-grams of the text, and of the texts that are looked up."""
+        """Return a drafter from n-grams of the text and of the lookup texts."""
         return self._answer_drafts.ngrams(self._options.drafting, branches=self.n_branches_max > 1)
 
     def chances(self, settings: AnswerSettings | None = None) -> MutableMapping[str, Chances]:
-        """What is known of the present draft's chances with an answer's samplers, by origin."""
+        """Return the acceptance statistics of the present draft with an answer's samplers, by origin."""
         return self._answer_drafts.chances(settings or self.settings)
 
 

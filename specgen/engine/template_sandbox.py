@@ -1,7 +1,8 @@
-"""A sandbox for untrusted chat templates: limits what they reach, write, and how long they run.
+"""A sandbox for untrusted chat templates. It limits what they access, how much they write, and how long
+they run.
 
-Jinja's own sandbox keeps a template from attributes of Python's objects, and bounds `range`. Here each
-body of a loop or a macro counts as a step, and texts and lists may not grow without end.
+Jinja's own sandbox hides unsafe attributes of Python's objects, and bounds `range`. This one also counts
+each run of the body of a loop or a macro as a step, and limits the size of texts and lists.
 """
 
 from __future__ import annotations
@@ -15,26 +16,26 @@ import jinja2.nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-#: Bodies of loops and macros that a template may run: a hundred for each of ten thousand messages.
+#: The most steps of a template: a hundred for each of ten thousand messages.
 MOST_STEPS = 1_000_000
-#: Characters of the whole text, and of a text or items of a list that is built on the way.
+#: The most characters of the whole output, and of any text, or items of any list, on the way.
 MOST_CHARACTERS = 16 * 1024 * 1024
 
 
 class TemplateLimitError(Exception):
-    """A template does more than templates need."""
+    """A template exceeds a limit of the sandbox."""
 
 
 class _StepCounter(CodeGenerator):
-    """Makes code that counts its steps, and joins texts in a way that is bounded."""
+    """Generates code that counts its steps, and that limits the length of joined texts."""
 
     def blockvisit(self, nodes: Iterable[jinja2.nodes.Node], frame: Frame) -> None:
-        """The body of a loop, a macro, a condition, ..."""
+        """Generate the body of a loop, a macro, a condition, and so on."""
         self.writeline("environment.count_step()")
         super().blockvisit(nodes, frame)
 
     def visit_Concat(self, node: jinja2.nodes.Concat, frame: Frame) -> None:  # noqa: N802 - Jinja's
-        """``a ~ b``."""
+        """Generate the code for ``a ~ b``."""
         self.write("environment.joined((")
         for each in node.nodes:
             self.visit(each, frame)
@@ -43,7 +44,7 @@ class _StepCounter(CodeGenerator):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Renders one template, once. What it compiles raises `TemplateLimitError` at its limits."""
+    """Renders one template, once. Its compiled code raises `TemplateLimitError` beyond the limits."""
 
     code_generator_class = _StepCounter
     intercepted_binops = frozenset(["*", "+", "**", "%"])
@@ -56,19 +57,19 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 self.filters[name] = _bounded(name, self.filters[name])
 
     def count_step(self) -> None:
-        """One more step; compiled templates call it."""
+        """Count a step; compiled templates call this."""
         self._n_steps += 1
         if self._n_steps > MOST_STEPS:
             raise TemplateLimitError(f"it takes more than {MOST_STEPS} steps")
 
     def joined(self, parts: Sequence[Any]) -> str:
-        """Values as one text; compiled templates call it."""
+        """Return values as one text; compiled templates call this."""
         texts = [str(part) for part in parts]
         _check_size(sum(map(len, texts)))
         return "".join(texts)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """An operation that may make something large."""
+        """Check the size of the result, and compute a binary operation."""
         if operator == "+" and isinstance(left, Sized) and isinstance(right, Sized):
             _check_size(len(left) + len(right))
         elif operator == "*" and isinstance(left, Sized) and isinstance(right, int):
@@ -83,7 +84,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, *arguments: Any, **named: Any) -> Any:
-        """A call in a template."""
+        """Check the size of the result if the function is a method of a text, and call it."""
         method = getattr(function, "__wrapped__", function)  # Jinja wraps `str.format`
         text = getattr(method, "__self__", None)
         if isinstance(text, str):
@@ -91,7 +92,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(context, function, *arguments, **named)
 
     def rendered(self, template: str, variables: dict[str, Any]) -> str:
-        """What a template writes. Raises whatever its expressions raise."""
+        """Return the output of a template. Raises whatever its expressions raise."""
         parts: list[str] = []
         n = 0
         for part in self.from_string(template).generate(variables):
@@ -101,20 +102,20 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return "".join(parts)
 
 
-#: Methods of texts, and filters, that make texts of any length.
+#: Methods of texts, and filters, whose results may be of any length.
 _GROWING = (
     *("center", "expandtabs", "format", "format_map", "indent", "join"),
     *("ljust", "replace", "rjust", "wordwrap", "zfill"),
 )
 _MOST_BITS = 100_000
-#: A width in a format, of five digits or more, or given beside it.
+#: A width in a format: of five digits or more, or one that is an argument.
 _LARGE_WIDTH = re.compile(r"\d{5}|\*|\{[^{}]*\{")
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that checks how much it makes."""
+    """Return the filter with a check of its result's size."""
 
-    @functools.wraps(function)  # Jinja's own marks of what else it wants are kept
+    @functools.wraps(function)  # keeps Jinja's marks, which say what else to pass to the filter
     def call(*arguments: Any, **named: Any) -> Any:
         is_marked = not isinstance(arguments[0], (str, list, tuple)) and len(arguments) > 1
         text, *others = arguments[1:] if is_marked else arguments
@@ -125,7 +126,8 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_growth(name: str, text: Any, arguments: Sequence[Any]) -> None:
-    """Refuse what would make a very long text. `arguments` are those beside the `text`."""
+    """Raise `TemplateLimitError` if the method or filter `name` could make a very long result of `text`.
+    `arguments` are its other arguments."""
     if name not in _GROWING:
         return
     if isinstance(text, str) and name.startswith("format") and _LARGE_WIDTH.search(text):

@@ -1,1 +1,1 @@
-"""Which draft a target gets: named by the user, known, or measured here."""
+"""The choice of a draft for a target: named by the user, known, or measured here."""

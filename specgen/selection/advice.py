@@ -1,4 +1,4 @@
-"""The findings of `specgen tune` as sentences and as JSON: pure functions."""
+"""The findings of `specgen tune` as sentences and as JSON, by pure functions."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ if TYPE_CHECKING:
     from specgen.calibration.weight_copies import Comparison
     from specgen.selection.trial import Baseline, DraftFigures
 
-#: A gain below this is no gain: another minute measures something else.
+#: A speed-up below this does not count as a gain: it is within the noise of the measurement.
 _LEAST_GAIN = 1.03
-#: The share of a drafted token's time that a draft which is somewhat smaller would still take.
+#: The time of a drafted token with a somewhat smaller draft, as a share of the present draft's time.
 _CHEAPER = 0.6
-#: Rows of the batch that stands for what a target's batches cost.
+#: Rows of the batch whose cost is reported as an example.
 _N_ROWS = 4
-#: A batch that costs no more tokens than this is cheap.
+#: A batch of `_N_ROWS` that costs no more than this many single tokens is cheap.
 _CHEAP_BATCH = 1.3
-#: Times of the same thing that differ by less than this factor are much the same.
+#: Repeated measurements of a token's time that differ by less than this factor are steady.
 _STEADY = 1.4
-#: Other programs that take more than this share of the cores slow down what is measured.
+#: If other programs take more than this share of the cores, measurements are too slow.
 _IDLE_SHARE = 0.1
-#: With fewer tokens of answers, chance has much to say.
+#: With fewer tokens of answers, the figures depend much on chance.
 _N_SURE = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading, and a sentence or two for each thing there is to say."""
+    """A heading and its sentences."""
 
     heading: str
     sentences: tuple[str, ...]
 
 
 def advice(tuning: Tuning) -> list[Section]:
-    """Everything there is to say, what matters most first. Of a tuning that was interrupted,
-    only what it found: the rest would be drawn from half of the measurements."""
+    """Return all sections that have sentences, the most important first. An interrupted tuning gets only
+    the results: conclusions would rest on half of the measurements."""
     sections = [
         Section("What drafting is worth here", tuple(_worth(tuning))),
         Section("Expected speed-ups", tuple(_ways(tuning))),
@@ -70,14 +70,14 @@ def advice(tuning: Tuning) -> list[Section]:
 
 
 def name_of_way(way: TriedDraft) -> str:
-    """What drafts, in words."""
+    """Return the name of a way to draft."""
     if way.draft == "none":
         return "not drafting"
     return f"{name_of(way.draft)} {'and n-grams' if way.ngrams else 'alone'}"
 
 
 def options_of_way(way: TriedDraft) -> str:
-    """What has `specgen run` draft so."""
+    """Return the options with which `specgen run` drafts in this way."""
     alone = " --no-ngrams" if isinstance(way.draft, Path) and not way.ngrams else ""
     return f"--draft {shlex.quote(str(way.draft))}{alone}"
 
@@ -107,7 +107,7 @@ def _worth(tuning: Tuning) -> Iterator[str]:
 
 
 def _own_way(tuning: Tuning) -> TriedDraft | None:
-    """The draft that the user has, as `specgen run` takes it."""
+    """Return the way of the user's draft model: with n-grams, as `specgen run` uses it, if it was tried."""
     if tuning.draft is None:
         return None
     return tuning.way(tuning.draft.draft, ngrams=True) or tuning.way(tuning.draft.draft)
@@ -121,7 +121,7 @@ def _gain(figures: DraftFigures, plain_tokens_per_s: str) -> str:
 
 
 def _ways(tuning: Tuning) -> Iterator[str]:
-    """All ways by what they gain. Models are told by their names: there may be many."""
+    """Yield all ways, the fastest first. Models have no options there: there may be many."""
     if len(tuning.ways) < 2:
         return
     for way in sorted(tuning.ways, key=lambda way: -way.figures.speedup):
@@ -155,7 +155,7 @@ def _reasons(tuning: Tuning) -> Iterator[str]:
 
 
 def _batch_text(batch_s: dict[int, float]) -> str:
-    """What the target takes for a token, and for several in one batch."""
+    """Return a sentence about the target's time for one token, and for a batch of several rows."""
     n_rows = _n_rows(batch_s)
     seconds, plain_s = rows_s(batch_s, n_rows), batch_s[1]
     return (
@@ -165,7 +165,7 @@ def _batch_text(batch_s: dict[int, float]) -> str:
 
 
 def _bound_text(costs: Costs, what: str) -> str:
-    """From which agreement on a draft pays."""
+    """Return a sentence about the least agreement with which a draft pays."""
     least = break_even(costs)
     if least is None:
         return f"at these costs {what} would not save time even if it always agreed"
@@ -188,7 +188,7 @@ def _n_rows(batch_s: dict[int, float]) -> int:
 
 
 def _wishes(tuning: Tuning) -> Iterator[str]:
-    """What another draft and another kind of target would change."""
+    """Yield sentences about the expected effect of another draft, or of another kind of target."""
     draft = tuning.draft
     if draft is None:
         if not any(isinstance(way.draft, Path) for way in tuning.ways):
@@ -273,14 +273,14 @@ def _lengths_text(figures: DraftFigures, n_max: int) -> str:
 
 
 def threads_text(name: str, times: ThreadTimes) -> str:
-    """Which numbers of threads were chosen for a model, and what they gain."""
+    """Return a sentence about the numbers of threads that were chosen for a model, and their times."""
     single = _chosen(times.chosen.n_single, times.default, times.single_s)
     batch = _chosen(times.chosen.n_batch, times.default, times.batch_s)
     return f"threads of {name}: {single} for a token, {batch} for a batch of {BATCH_ROWS}"
 
 
 def weights_text(compared: Comparison) -> str:
-    """From which weights a draft model drafts, and why."""
+    """Return a sentence about the weights that a draft model uses, and why."""
     copy = (
         f"a copy of {compared.model} in {COPY_TYPE.upper()} takes {compared.share:.2f} of its time, "
         f"and its predictions differ by {_percent(compared.distance)}"
@@ -308,7 +308,7 @@ def _chosen(chosen: int, default: int, seconds: dict[int, float]) -> str:
 
 
 def _doubts(tuning: Tuning) -> Iterator[str]:
-    """What makes the figures less than sure: a machine with other work to do, too few prompts."""
+    """Yield reasons to doubt the figures: a busy machine, or too few tokens."""
     busy = []
     if (share := tuning.others_share) is not None and share > _IDLE_SHARE:
         busy.append(f"other programs took {_percent(share)} of the machine's cores meanwhile")
@@ -326,7 +326,7 @@ def _doubts(tuning: Tuning) -> Iterator[str]:
 
 
 def _token_times(tuning: Tuning) -> list[float]:
-    """Seconds of the target's tokens, at different times."""
+    """Return the target's seconds for a token, measured at different times."""
     threads, times = tuning.threads, list(tuning.baseline.answer_token_s)
     if threads is not None and threads.chosen.n_single in threads.single_s:
         times.append(threads.single_s[threads.chosen.n_single])
@@ -334,7 +334,7 @@ def _token_times(tuning: Tuning) -> list[float]:
 
 
 def n_answer_tokens(baseline: Baseline) -> int:
-    """Number of tokens in all answers of the baseline."""
+    """Return the number of tokens in all answers of the baseline."""
     return sum(len(answer.tokens) for answer in baseline.answers)
 
 
@@ -342,7 +342,7 @@ def n_answer_tokens(baseline: Baseline) -> int:
 
 
 def to_json_object(tuning: Tuning) -> dict[str, Any]:
-    """Everything, with times in seconds."""
+    """Return all findings as JSON values, with times in seconds."""
     baseline, draft = tuning.baseline, tuning.draft
     return {
         "target": str(tuning.target),

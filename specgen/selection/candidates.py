@@ -1,4 +1,4 @@
-"""Which files may be tried as drafts, judged without opening them."""
+"""The files that may be tried as drafts, chosen by their names and sizes only."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Literal, TypeAlias
 
 from specgen.catalogue import FileIdentity, human_bytes, identify, shard_number
 
-#: How a file comes to be tried: named itself, in a folder that was named, or by its own name.
+#: Where a file comes from: the user named it or its folder, or specgen knows it.
 _Origin: TypeAlias = Literal["named", "folder", "known"]
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A file that cannot draft, and why, in a few words."""
+    """A file that cannot draft, and the reason in a few words."""
 
     file: Path
     reason: str
@@ -24,12 +24,11 @@ class Refused:
 def find_candidates(
     named: Sequence[Path], known: Iterable[Path], target: Path
 ) -> tuple[list[Path], list[Refused]]:
-    """Files to try as drafts for `target`, and those among them that there is no use in trying.
+    """Return the files to try as drafts for `target`, and the files that are refused.
 
-    `named` are files, and folders whose GGUF files are meant; `known` are the models that
-    specgen has on this disk, of which nothing is said if they cannot be tried. A model that
-    comes twice is tried once. A file that is larger than the target is tried only if it was
-    named itself.
+    `named` are files, and folders that stand for the GGUF files in them. `known` are the models that
+    specgen has on this disk; they are never reported as refused. A model that occurs twice is tried once.
+    A file that is larger than the target is tried only if the user named the file itself.
     """
     candidates: list[Path] = []
     refused: list[Refused] = []
@@ -50,8 +49,8 @@ def find_candidates(
 
 
 def _files(named: Sequence[Path], known: Iterable[Path]) -> Iterator[tuple[Path, _Origin]]:
-    """All files and where they come from. What was named comes first, since of equal ones the
-    first is taken."""
+    """Yield all files with their origins. Named files come first, since the first of equal files is
+    used."""
     for path in named:
         if not path.is_dir():
             yield path, "named"
@@ -72,7 +71,7 @@ def _reason(
     *,
     is_named: bool,
 ) -> str | None:
-    """Why a file is not to be tried; None if it is."""
+    """Return why a file should not be tried; None if it should."""
     if identity is None:
         return "there is no such file, or it cannot be read"
     if shard_number(path) not in (None, 1):
@@ -92,7 +91,7 @@ def _reason(
 
 
 def _is_same(path: Path, target: Path) -> bool:
-    """Whether two paths lead to one file, by a link or otherwise."""
+    """Whether two paths name the same file, for example through a link."""
     try:
         return path.samefile(target)
     except OSError:

@@ -1,4 +1,4 @@
-"""Which draft a target gets when the user names none."""
+"""The drafts for a target if the user names none."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from specgen.catalogue import CatalogueModel, FileIdentity, Registry, SavedDraft
     from specgen.options import DraftSource
 
-#: The general draft is for targets that are so many times as large, in bytes: a draft that is
-#: not much quicker than its target cannot pay.
+#: The general draft is for targets of at least this many times its bytes: a draft that is not much
+#: quicker than its target cannot pay.
 _MIN_RATIO = 4
 
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """A draft, and a sentence that says what it is and why it was taken; empty for what the
-    user named. `advice` is what else could be done about it. `is_measured` is whether what it
-    gains for this target was measured."""
+    """A draft, and a sentence that says what it is and `why` it was chosen; empty if the user named it.
+    `advice` says how to find a better one. `is_measured` says whether its gain for this target was
+    measured."""
 
     draft: DraftSource
     why: str = ""
@@ -34,12 +34,12 @@ def choose_drafts(
     registry: Registry,
     locate: Callable[[CatalogueModel], Path | None],
 ) -> tuple[DraftChoice, ...]:
-    """What may draft for a target that was given by itself, best first.
+    """Return the possible drafts for a target without a named draft, the best first.
 
-    First what was `saved` for it, then the first partner in the registry that `locate` finds on
-    this disk, then the general draft if it is there and much smaller than the target, then
-    n-grams. Whoever opens them takes the first that loads and is worth it: n-grams and no draft
-    always load, so the choices end there.
+    The draft that was `saved` for it comes first, then the first partner in the registry that `locate`
+    finds on this disk, then the general draft if it is there and much smaller than the target, then
+    n-grams. The caller uses the first that loads and is expected to be faster. N-grams and no draft always
+    load, so the choices end with the first of these.
     """
     choices: list[DraftChoice] = []
     for choice in _candidates(target, saved, registry, locate):
@@ -97,7 +97,7 @@ def _saved(target: FileIdentity, saved: SavedDraft) -> DraftChoice:
 
 
 def name_of(draft: DraftSource) -> str:
-    """What a draft is called in a table or a sentence."""
+    """Return the name of a draft for a table or a sentence."""
     if isinstance(draft, Path):
         return draft.name
     return "n-grams" if draft == "ngram" else "none"

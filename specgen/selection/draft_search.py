@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from specgen.options import DraftSource
     from specgen.selection.trial import Baseline, DraftFigures
 
-#: Where two gain the same as far as it is shown: what needs no second model comes first, and
-#: a model only that gains something.
+#: The order of drafts whose speed-ups are shown as equal: those without a second model come first, so
+#: that a model is chosen only if it gains something.
 _TIES = ("ngram", "none")
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A draft, and what it would gain."""
+    """A draft, and its expected figures."""
 
     draft: DraftSource
     figures: DraftFigures
@@ -29,8 +29,8 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What `specgen draft find` found: the drafts from the best down, and files that cannot
-    draft. `saved` is what was kept for the target, if anything was."""
+    """The result of `specgen draft find`: the drafts, the best first, and files that cannot draft.
+    `saved` is the draft that was saved for the target, if any."""
 
     target: Path
     baseline: Baseline
@@ -41,7 +41,7 @@ class Search:
 
 
 def by_speedup(tried: Iterable[Tried]) -> tuple[Tried, ...]:
-    """Drafts by what they gain, the best first."""
+    """Return drafts by their speed-ups, the best first."""
 
     def order(one: Tried) -> tuple[float, int]:
         tie = len(_TIES) if isinstance(one.draft, Path) else _TIES.index(one.draft)
@@ -51,7 +51,7 @@ def by_speedup(tried: Iterable[Tried]) -> tuple[Tried, ...]:
 
 
 def to_json_object(search: Search) -> dict[str, object]:
-    """Everything, with times in seconds."""
+    """Return the result as JSON values, with times in seconds."""
     baseline = search.baseline
     return {
         "target": str(search.target),

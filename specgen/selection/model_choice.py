@@ -1,4 +1,4 @@
-"""The models as the user names them: files, names of the registry, pairs."""
+"""The models as the user names them: files, names in the registry, pairs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from specgen.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class ModelChoice:
-    """What the user named; None where nothing was."""
+    """The models that the user named; None for those that were not named."""
 
     target: str | None
     draft: str | None
     pair: str | None
-    #: What drafts for the draft, what for that one, and so on.
+    #: The drafts of the draft: the first drafts for the draft model, the next for that one, and so on.
     helpers: tuple[str, ...] = ()
 
 
 def staged(target: str | None, drafts: Sequence[str], pair: str | None) -> ModelChoice:
-    """The models, `drafts` being what drafts for the target, what drafts for that, and so on.
-    Raises `UsageError`."""
+    """Return the models. The first of `drafts` drafts for the target, the next one for the first, and so
+    on. Raises `UsageError` if the drafts cannot be combined."""
     if "none" in drafts and len(drafts) > 1:
         raise UsageError("--draft none drafts nothing, so it goes with no other --draft")
     if "ngram" in drafts[:-1]:

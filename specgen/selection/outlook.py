@@ -1,8 +1,8 @@
-"""What a round costs on this machine, and whether a draft model can pay for it.
+"""The expected speed-up of a draft model on this machine, from costs and an acceptance rate.
 
-A quick look before a draft is taken that nobody measured: by what decodes cost here, which is
-timed once and kept (`specgen.calibration.memory`), and how much of it was accepted so far or, before
-anything is known, of drafts in general. `specgen.selection.trial` measures that too, in minutes.
+This is a quick check before a draft is used that was never measured with its target. The costs of
+decodes are timed once and kept (`specgen.calibration.memory`). The acceptance rate is a usual one unless
+the caller knows better. `specgen.selection.trial` measures the acceptance too, which takes minutes.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ from specgen.engine.measurements import is_pair_measured, measure_if_new
 if TYPE_CHECKING:
     from specgen.engine.session import Session
 
-#: The share of drafted tokens that is accepted of drafts that stop where they are unsure, as
-#: draft models of the targets' own families reach it here.
+#: The usual acceptance rate of draft models of the target's own family, measured here, if drafts stop
+#: where the draft model is unsure.
 ACCEPTANCE = 0.7
-#: The expected speed-up from which a draft is worth taking: the margin pays for its own decode
-#: of the prompt, and for prompts that it suits less.
+#: The least expected speed-up with which a draft is used. The margin pays for the draft's decode of the
+#: prompt, and for prompts that suit it less.
 WORTH = 1.1
 
-#: Cells of the contexts, if the models have so many.
+#: Cells of the contexts in which costs are measured, or the target's training context if that is less.
 _N_CTX = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of a target's batches by their rows, 1 row among them, and those in which a draft
-    model decodes a token."""
+    """Seconds of a target's batches by their rows, including 1 row, and seconds of a drafted token."""
 
     batch_s: dict[int, float]
     draft_token_s: float
@@ -41,11 +40,11 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a draft model is expected to gain at best, with so many drafted tokens a round.
+    """The best speed-up that is expected of a draft model, with `n_drafted` tokens in each round.
 
-    `batch_tokens` is the round's batch and `token_tokens` a drafted token, both in tokens that
-    the target decodes plainly meanwhile. `free_speedup` is what a draft model could gain that
-    costs nothing at all.
+    `batch_tokens` is the time of the round's batch and `token_tokens` that of a drafted token, both as
+    multiples of the target's time for a single token. `free_speedup` is the expected speed-up if drafting
+    took no time.
     """
 
     n_drafted: int
@@ -60,21 +59,22 @@ class Outlook:
 
     @property
     def rules_out_all(self) -> bool:
-        """Whether the target's batches alone are too dear, for any draft model."""
+        """Whether the target's batches are so slow that even a draft model that takes no time would not
+        pay."""
         return self.free_speedup < WORTH
 
 
 def outlook(costs: Costs, acceptance: float = ACCEPTANCE) -> Outlook:
-    """What a draft model is expected to gain, from costs for at least two sizes of batches.
+    """Return the expected speed-up of a draft model, from costs of at least two sizes of batches.
 
-    If each drafted token is accepted with probability a, given that those before it were, a
-    round of n drafted tokens makes 1 + a + ... + a^n tokens. Plain decoding takes v(1) for each;
-    the round takes v(n + 1) for the target's batch and c for each drafted token:
+    If each drafted token is accepted with probability a, given that those before it were, a round with n
+    drafted tokens gives 1 + a + ... + a^n tokens. Plain decoding takes v(1) for each of them. The round
+    takes v(n + 1) for the target's batch and c for each drafted token:
 
         speedup(n) = v(1) (1 + a + ... + a^n) / (v(n + 1) + n c)
 
-    (Leviathan et al., arXiv:2211.17192, theorem 3.8, with batches that are not free.) The best
-    n counts, of those whose batches were timed or lie between two that were.
+    (Leviathan et al., arXiv:2211.17192, theorem 3.8, with batches that are not free.) The result is for
+    the best n whose batch is not larger than the largest one that was timed.
     """
     numbers = range(1, max(costs.batch_s))
     best = max(numbers, key=lambda n: _speedup(costs, n, costs.draft_token_s, acceptance))
@@ -89,7 +89,7 @@ def outlook(costs: Costs, acceptance: float = ACCEPTANCE) -> Outlook:
 
 
 def expected_speedup(batch_s: dict[int, float], draft_token_s: float, acceptance: float) -> float:
-    """The speed-up of `outlook`, by itself."""
+    """Return the speed-up of `outlook` only."""
     return outlook(Costs(batch_s, draft_token_s), acceptance).speedup
 
 
@@ -100,7 +100,8 @@ def _speedup(costs: Costs, n_drafted: int, draft_token_s: float, acceptance: flo
 
 
 def known_costs(session: Session, draft: Path) -> Costs | None:
-    """What the session's target and a draft model cost, if that is known."""
+    """Return the costs of the session's target and of a draft model; None if they are not known, or only
+    for one size of batches."""
     if not is_pair_measured(session, draft):
         return None
     known = session.costs.table().known
@@ -109,9 +110,9 @@ def known_costs(session: Session, draft: Path) -> Costs | None:
 
 
 def measure_costs(session: Session, draft: Path) -> Costs | None:
-    """What they cost, measured if that is not known yet; `draft` is the session's. None if a
-    round has no room for a draft. Raises `MemoryLimitError` if there is no room for the
-    contexts, `BackendError`."""
+    """Return the costs of the session's target and of its draft model `draft`. Costs that are not known
+    are measured. None if a round has no room for a draft. Raises `MemoryLimitError` if the contexts do not
+    fit into memory, and `BackendError` if a decode fails."""
     if not is_pair_measured(session, draft):
         n_train = session.target_model.n_ctx_train
         n_ctx = min(_N_CTX, n_train) if n_train > 0 else _N_CTX
@@ -121,10 +122,10 @@ def measure_costs(session: Session, draft: Path) -> Costs | None:
 
 
 def rows_s(batch_s: Mapping[int, float], n_rows: int) -> float:
-    """Seconds for a batch of so many rows, between two sizes that were timed in proportion.
+    """Return the seconds of a batch of `n_rows` rows, interpolated between the sizes that were timed.
 
-    No batch is taken to cost less than a token: one that seems to was timed while the machine had
-    less else to do.
+    A batch never counts as cheaper than a single token: if it was measured so, the machine was less busy
+    at that time.
     """
     sizes = sorted(batch_s)
     return float(np.interp(n_rows, sizes, [max(batch_s[size], batch_s[1]) for size in sizes]))

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The draft that was taken, a sentence that says why, and why none of those before it, and
-    what was `measured` of each model, for those who want to know."""
+    """The draft that was picked, a note that says why it was and those before it were not, and the
+    `measured` costs of each draft model that was checked."""
 
     draft: DraftSource
     note: str
@@ -27,8 +27,8 @@ class Taken:
 
 
 def take_first(session: Session, choices: Sequence[DraftChoice]) -> Taken:
-    """Let a session have the first draft that can draft for its target and, if it is a model
-    that nobody measured, can be expected to make it faster."""
+    """Let a session use the first draft that fits its target. A draft model whose gain was not measured
+    must also be expected to make the target faster."""
     from specgen.selection.outlook import known_costs, measure_costs, outlook
 
     said: list[str] = []
@@ -42,7 +42,7 @@ def take_first(session: Session, choices: Sequence[DraftChoice]) -> Taken:
         try:
             path = Path(choice.draft)
             costs = known_costs(session, path) if checks else None
-            # What is known not to pay need not be loaded.
+            # A model that cannot pay by the known costs is not loaded.
             if costs is None or outlook(costs).is_worth_it:
                 session.change_draft(choice.draft)
                 costs = measure_costs(session, path) if checks else None
@@ -66,7 +66,7 @@ def take_first(session: Session, choices: Sequence[DraftChoice]) -> Taken:
 
 
 def refusal(draft: str, expected: Outlook) -> str:
-    """Why a draft model is not taken, in figures."""
+    """Return a message with figures that says why a draft model is not used."""
     batch = f"a batch of {expected.n_drafted + 1} costs {expected.batch_tokens:.1f} tokens"
     start = f"not drafting with {draft}: on this machine {batch}"
     figure = f"about x{expected.speedup:.2f}"
@@ -79,7 +79,7 @@ def refusal(draft: str, expected: Outlook) -> str:
 
 
 def measured_text(target: str, draft: str, costs: Costs) -> str:
-    """What was measured, in milliseconds."""
+    """Return a message with the measured costs, in milliseconds."""
     sizes = sorted(costs.batch_s)
     rows = ", ".join(str(size) for size in sizes)
     times = ", ".join(f"{1000 * costs.batch_s[size]:.1f}" for size in sizes)

@@ -1,4 +1,4 @@
-"""From what the user names (files, models, pairs) to files on disk."""
+"""Find the files of the models and pairs that the user names."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from specgen.catalogue import CatalogueModel, FileIdentity, Registry, SavedDraft
     from specgen.options import DraftSource
 
-#: Fetches a model of the registry, given its name; returns its path.
+#: Fetches the model with a name in the registry, and returns its path.
 Fetch = Callable[[str], Path]
 
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """What is on this disk, without a download: `locate` a model, `identify` a file, the draft that
-    was `saved` for a target, and where decoder heads lie that were made for it."""
+    """Finds what is on this disk, without downloads: `locate` returns the file of a model, `identify` the
+    identity of a file, `saved` the draft that was saved for a target, and `made_heads` the decoder heads
+    that were made for it."""
 
     locate: Callable[[CatalogueModel], Path | None]
     identify: Callable[[Path], FileIdentity | None]
@@ -32,12 +33,12 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The files of a run: the target, and what may draft for it in the order in which it is to
-    be tried, at least one. What the user named is the only one."""
+    """The files of a run: the target, and one or more drafts in the order in which to try them. A draft
+    that the user named is the only one."""
 
     target: Path
     drafts: tuple[DraftChoice, ...]
-    #: What drafts for the draft model, what for that one, and so on.
+    #: The drafts of the draft model: the first drafts for it, the next for that one, and so on.
     helpers: tuple[DraftSource, ...] = ()
 
     @property
@@ -54,11 +55,12 @@ def resolve(
     fetch: Fetch,
     disk: Disk,
 ) -> Sources:
-    """Find the target and the draft, fetching what is named and not on disk.
+    """Find the target and the draft. Named models that are not on this disk are fetched.
 
-    Without a target it is the named pair's, with the pair's draft. If neither is named, it is
-    the default pair's, and as for a target given by itself the drafts are then those of
-    `choose_drafts`, the pair's among them. Raises `UsageError`, `UnknownModelError`,
+    If only a pair is named, target and draft are the pair's. If neither a target nor a pair is named, the
+    target is that of the default pair. For this target, and for a target that is named without a draft,
+    the drafts are those of `choose_drafts`; the draft of the default pair is fetched if none is saved for
+    its target. A named draft replaces all others. Raises `UsageError`, `UnknownModelError` or
     `FetchError`.
     """
     if target is not None and pair is not None:
@@ -74,7 +76,7 @@ def resolve(
     target_path = find_model(target, registry, fetch)
     if draft is None:
         identity = disk.identify(target_path)
-        if identity is None:  # opening it will tell what is wrong
+        if identity is None:  # opening the file will report what is wrong
             return Sources(target_path, (DraftChoice("ngram"),))
         saved = disk.saved(identity)
         if chosen is not None and saved is None and chosen.draft != "ngram":
@@ -90,7 +92,8 @@ def resolve(
 
 
 def _made_heads(target: Path, disk: Disk) -> Path:
-    """The decoder heads that were made for a target."""
+    """Return the file of the decoder heads that were made for a target. Raises `UsageError` if there are
+    none."""
     identity = disk.identify(target)
     path = disk.made_heads(identity) if identity is not None else None
     if path is None or not _exists(path):
@@ -104,14 +107,15 @@ def _made_heads(target: Path, disk: Disk) -> Path:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # its name is too long, for one
+    except OSError:  # for example if the name is too long
         return False
 
 
 def find_model(name: str, registry: Registry, fetch: Fetch) -> Path:
-    """A model file: a path if it is one or looks like one, a model's name otherwise.
+    """Return the file of a model. `name` is a path if it exists or looks like one, else a model's name in
+    the registry.
 
-    Raises `UnknownModelError`, `FetchError`.
+    Raises `UnknownModelError` or `FetchError`.
     """
     path = Path(name).expanduser()
     separators = [os.sep, os.altsep or os.sep]

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from specgen.options import DraftSource
     from specgen.selection.resolve import Fetch
 
-#: Shows that something of this name is loading, while it lasts; it can be told what goes on.
+#: Shows that the model with this name is loading, within a `with` block that gets a function for messages.
 Loading = Callable[[str], AbstractContextManager[Callable[[str], None]]]
 
 
 def find_models(choice: ModelChoice, *, quiet: bool) -> Sources:
-    """The files of the run, fetched if need be, with progress on standard error."""
+    """Return the files of the run. Missing ones are fetched, with progress on standard error."""
     from specgen.catalogue import cache_folder, identify, load_registry, locate, saved_draft
     from specgen.workshop.made_files import heads_file
 
@@ -51,7 +51,7 @@ def find_models(choice: ModelChoice, *, quiet: bool) -> Sources:
 
 
 def find_target(name: str, *, quiet: bool) -> Path:
-    """The file of a target, fetched if need be, with progress on standard error."""
+    """Return the file of a target. If it is missing, it is fetched, with progress on standard error."""
     from specgen.catalogue import load_registry
 
     registry = load_registry()
@@ -77,8 +77,8 @@ def session_options(
     *,
     learn: bool = False,
 ) -> SessionOptions:
-    """Everything that decides what the session does. With `learn`, answers are kept: drafts learn from
-    them, and repetitions of them draft."""
+    """Return the options of a session. With `learn`, answers are kept: drafts learn from them, and n-grams
+    are looked up in them."""
     from specgen.catalogue import cache_folder, data_folder, identify
     from specgen.workshop.made_files import learning_folder
 
@@ -101,13 +101,13 @@ def session_options(
 
 
 class SessionOpener:
-    """Loads models for one session after the other.
+    """Loads the models of one session after the other.
 
-    Of `drafts`, the first that can draft for the target and is not too dear on this machine
-    takes the place of the options' draft, and `note` is told why; with `details`, also what was
-    measured. Only what the user named himself may fail: for a draft that was chosen for him there is
-    always another. Later sessions have the draft that the first one had, and nothing more is
-    said of it. `clock` gives seconds; `loading` shows what is going on.
+    The first of `drafts` that fits the target and is expected to be faster on this machine replaces the
+    draft of the options. `note` is called with the reason and, with `details`, with the measured costs. Only
+    a draft that the user named can raise an error: in place of a draft that specgen chose, the next one is
+    used. Later sessions use the draft of the first one, without a note. `clock` returns seconds; `loading`
+    shows the progress.
     """
 
     def __init__(
@@ -128,17 +128,17 @@ class SessionOpener:
 
     @property
     def draft(self) -> DraftSource | None:
-        """What drafts, once a session is open; None for the options' own draft."""
+        """The draft in use, once a session is open; None if it is that of the options."""
         return self._drafts[0].draft if self._drafts else None
 
     def open(self, options: SessionOptions) -> Session:
-        """Load the models. Raises `ModelFileError`, `PairError`."""
+        """Load the models. Raises `ModelFileError`, `MemoryLimitError` or `PairError`."""
         from specgen.engine.session import Session
 
         if self._drafts:
             options = replace(options, draft=self._drafts[0].draft)
-        # What was chosen for the user is opened apart from the target: the failure of one is
-        # told from that of the other, and the target is loaded once however many are tried.
+        # Drafts that specgen chose are loaded after the target. So errors of the two can be told
+        # apart, and the target is loaded only once if several drafts are tried.
         is_chosen = bool(self._drafts and self._drafts[0].why)
         taken: Taken | None = None
         with contextlib.ExitStack() as on_error:
@@ -151,7 +151,7 @@ class SessionOpener:
                     if taken.measured:  # not every command saves what its session learns
                         self._memory.save()
             on_error.pop_all()
-        if session.compared:  # that it is not worth it is known too, and took as long to find out
+        if session.compared:  # a copy that is not quicker is a result too, and took as long to find
             self._memory.save()
         if taken is not None:
             for note in (*(taken.measured if self._details else ()), taken.note):
@@ -160,7 +160,7 @@ class SessionOpener:
 
 
 def open_memory() -> Memory:
-    """What was learnt on this machine with this build of llama.cpp and the kernels in use."""
+    """Return the memory of this machine with this build of llama.cpp and the kernels in use."""
     from specgen.backend.llama import build
     from specgen.backend.llama.kernels import computing
     from specgen.calibration.memory import Memory
@@ -180,6 +180,6 @@ def open_memory() -> Memory:
 
 
 def _n_usable_cores() -> int | None:
-    """How many of them this process may use, where the system tells."""
+    """Return the number of cores that this process may use; None if the system does not say."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else None

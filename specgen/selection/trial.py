@@ -1,10 +1,10 @@
 """The speed-up that a draft would bring, computed without running it with the target.
 
-The target answers a few prompts plainly, once, and the time of its batches is measured. A draft
-is then tried on these answers: it proposes as it would while they are being made, what agrees
-with the answer counts as accepted, and the round costs what a batch of that size was measured
-to cost. That is speculative decoding at temperature 0 but for the target's arithmetic, so a
-dozen drafts are tried in the time that they themselves take.
+The target answers a few prompts plainly, once, and the time of its batches is measured. Each draft is
+then replayed on these answers. It proposes as it would while they are generated; proposed tokens that
+agree with the answer count as accepted, and the round costs the measured time of a batch of its size.
+This is speculative decoding at temperature 0 without the target's computation. So a dozen drafts can be
+tried in only their own time.
 """
 
 from __future__ import annotations
@@ -33,37 +33,38 @@ from specgen.selection.outlook import rows_s
 if TYPE_CHECKING:
     from specgen.engine.session import Prompt, Session
 
-#: How often sizes of batches are timed after each prompt's answer: so many of the smaller ones,
-#: the others once.
+#: After each answer, the first `_N_OFTEN` sizes of batches are timed `_N_REPEATS` times, except a single
+#: row, which the answer itself times; the larger sizes are timed once.
 _N_REPEATS = 3
 _N_OFTEN = 6
-#: A template may tell the date, which must not matter.
+#: The date that templates get: the present one must not change the answers.
 _NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
 
-#: Told what is going on: how many prompts are done, of how many.
+#: Called with the number of prompts that are done, and of all prompts.
 PromptsDone = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class TargetAnswer:
-    """A prompt as it was given, and the tokens of the target's own answer at temperature 0, the
-    one that ends it included: a draft may propose that as any other."""
+    """A prompt as it was given, and the tokens of the target's own answer at temperature 0. The token that
+    ends the answer is among them: a draft may propose it like any other."""
 
     prompt: str
     tokens: tuple[int, ...]
-    #: The target's hidden states before each token, float32[n_tokens, n_embd], where they were asked for.
+    #: The hidden states from which the target chose each token, float32[n_tokens, n_embd]; None if they
+    #: were not asked for.
     hidden: Hidden | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A target without a draft: its answers, made in contexts of `n_ctx` tokens, and
-    `batch_s`, the median seconds of decoding so many rows, 1 row and at least one larger size
-    among them. `chat` is whether the prompts were put into its template (None: if it has one).
+    """A target without a draft: its answers, generated in contexts of `n_ctx` tokens, and `batch_s`, the
+    median seconds of decodes by their rows: of 1 row, and of at least one larger size if a round has room
+    for a draft. `chat` says whether the prompts used its template (None: if it has one).
 
-    Prompts for which the context has no room are `skipped`; they are counted from 1.
-    `answer_token_s` are the median seconds of a token in each answer that has more than one: on
-    a machine with nothing else to do they are much the same.
+    `skipped` are the numbers, from 1 on, of prompts that do not fit into the context. `answer_token_s` are
+    the median seconds of a token, one for each answer with more than one token: they are much the same
+    if the machine is otherwise idle.
     """
 
     answers: tuple[TargetAnswer, ...]
@@ -75,21 +76,21 @@ class Baseline:
 
     @property
     def token_s(self) -> float:
-        """Seconds for a token in plain decoding."""
+        """Seconds of a token in plain decoding."""
         return self.batch_s[1]
 
     def rows_s(self, n_rows: int) -> float:
-        """Seconds for a batch of so many rows, between two sizes that were timed in proportion."""
+        """Return the seconds of a batch of `n_rows` rows, interpolated between the sizes that were timed."""
         return rows_s(self.batch_s, n_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a drafter did for one answer, without the token that came from the prompt's decode.
+    """The result of a drafter for one answer, without the token that came from the prompt's decode.
 
-    All times are seconds. `start_s` is the draft model's decode of the prompt, `draft_s` all
-    drafting after it, `target_s` what the target's batches would take, and `plain_s` what the
-    target takes for the same tokens by itself.
+    All times are seconds. `start_s` is the draft model's decode of the prompt, `draft_s` all drafting
+    after it, `target_s` the time of the target's batches by their measured costs, and `plain_s` the
+    target's time for the same tokens in plain decoding.
     """
 
     n_tokens: int
@@ -100,20 +101,20 @@ class Replay:
     draft_s: float
     target_s: float
     plain_s: float
-    #: Of the rounds, those that had a draft.
+    #: The number of rounds that had a draft.
     n_drafts: int = 0
 
     @property
     def speedup(self) -> float:
-        """Over plain decoding; the prompt's decode, by the target or the draft, is in neither."""
+        """The speed-up over plain decoding. The decodes of the prompt, by target and draft, do not count."""
         return self.plain_s / (self.target_s + self.draft_s)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftFigures:
-    """What a draft would gain over all answers together; `worst_speedup` is that of the answer
-    for which it would gain least. Times are seconds: `draft_token_s` a drafted token, `start_s`
-    a prompt. None is what there is not, as nothing was drafted."""
+    """The figures of a draft over all answers together. `worst_speedup` is that of the answer with the
+    least speed-up. `draft_token_s` are the seconds of a drafted token, `start_s` those of the draft model's
+    decode of a prompt. Figures that do not exist, since nothing was drafted, are None."""
 
     speedup: float
     worst_speedup: float
@@ -122,7 +123,7 @@ class DraftFigures:
     mean_accepted_length: float
     draft_token_s: float | None
     start_s: float
-    #: Tokens of a draft, in the rounds that had one, and the share of the rounds that had.
+    #: The mean number of tokens in a draft, over the rounds that had one, and the share of these rounds.
     draft_length: float | None = None
     draft_share: float = 0.0
 
@@ -136,12 +137,13 @@ def measure_target(
     interrupted: Callable[[], bool] = lambda: False,
     progress: PromptsDone = lambda _done, _total: None,
 ) -> Baseline | None:
-    """Let the target answer the prompts by itself, and time its batches of 1 row to as many as
-    the session's options let a round have. With `hidden` its hidden states are kept too, which
-    decoder heads draft from.
+    """Let the target answer the prompts without a draft, and time its batches of 1 row up to the most rows
+    of a round by the session's options. With `hidden`, the hidden states are kept too, from which decoder
+    heads draft.
 
-    The session's temperature must be 0. Returns None if interrupted. Raises `PromptError` if
-    the context has room for no prompt, or no answer is longer than a token; `MemoryLimitError`.
+    The session's temperature must be 0. Returns None if interrupted. Raises `PromptError` if no prompt fits
+    into the context, if no answer is longer than a token, or if the context has no room to time the
+    batches; and `MemoryLimitError`.
     """
     fitting, skipped = _fitting(session, prompts, chat)
     n_ctx = max(session.context_size(len(prompt.tokens)) for _, prompt in fitting)
@@ -163,7 +165,7 @@ def measure_target(
             if tokens_s := generation.tally.target_s_by_rows[1]:
                 samples[1] += tokens_s
                 token_s.append(statistics.median(tokens_s))
-            # Right after the tokens that they are compared with: a machine's pace changes.
+            # Batches are timed right after the single tokens, since a machine's pace changes.
             for size in _timed_sizes(sizes):
                 if interrupted():
                     return None
@@ -189,7 +191,7 @@ def try_draft(
     interrupted: Callable[[], bool] = lambda: False,
     progress: PromptsDone = lambda _done, _total: None,
 ) -> DraftFigures | None:
-    """What the session's draft would gain for its target; None if interrupted.
+    """Return the figures of the session's draft for its target; None if interrupted.
 
     Raises `MemoryLimitError` or `BackendError` if the draft model cannot be run.
     """
@@ -203,10 +205,10 @@ def try_draft(
 def replay(
     generation: Generation, answer: TargetAnswer, baseline: Baseline, clock: Callable[[], float]
 ) -> Replay:
-    """Let the generation's drafter propose at each place of an answer that is known.
+    """Replay the rounds of a known answer with the generation's drafter.
 
-    `generation` stands at the end of the prompt, and at that of the answer afterwards. `clock`
-    gives seconds and is read around each proposal.
+    `generation` must be at the end of its prompt; afterwards it is at the end of the answer. `clock`
+    returns seconds and is read around each proposal.
     """
     drafter, policy = generation.drafter, generation.policy
     tokens = answer.tokens
@@ -222,7 +224,7 @@ def replay(
         return policy.trim(draft), clock() - started
 
     def commit(draft: Draft, seconds: float) -> int:
-        """End a round; returns how many drafted tokens are of the answer."""
+        """End a round, and return the number of accepted tokens."""
         done = len(generation.tokens) - generation.n_prompt
         path = agreeing_path(draft, tokens[done:])
         for token in tokens[done : done + len(path) + 1]:
@@ -239,9 +241,9 @@ def replay(
             drafter.observe(report)
         return len(path)
 
-    # The prompt's own round has no draft, and the draft model decodes the prompt in the next
-    # one. Here it does so before, by proposing a token that is not asked for: what is left for
-    # the rounds is what goes on as long as the answer does.
+    # In a real answer, the prompt's round has no draft, and the draft model decodes the prompt in the next
+    # round. Here it decodes the prompt before, for a proposal that is not used. So the rounds have only
+    # costs that grow with the answer.
     _, start_s = propose(min(1, policy.room(generation.n_expected)), Decided(policy))
     commit(NO_DRAFT, 0.0)
     while len(generation.tokens) - generation.n_prompt < len(tokens):
@@ -269,7 +271,8 @@ def replay(
 
 
 def summarise(replays: Sequence[Replay], plain_token_s: float) -> DraftFigures:
-    """The figures of all answers together; those of a single token say nothing."""
+    """Return the figures of all answers together. Answers of a single token say nothing and do not
+    count."""
     told = [replay for replay in replays if replay.n_rounds]
     n_drafted = sum(replay.n_drafted for replay in told)
     n_drafts = sum(replay.n_drafts for replay in told)
@@ -291,13 +294,13 @@ def summarise(replays: Sequence[Replay], plain_token_s: float) -> DraftFigures:
 
 
 def plain_figures(baseline: Baseline) -> DraftFigures:
-    """The figures of not drafting."""
+    """Return the figures of plain decoding."""
     return DraftFigures(1.0, 1.0, 1.0 / baseline.token_s, None, 1.0, None, 0.0)
 
 
 def agreeing_path(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
-    """The nodes of a draft, from the root down, that `tokens` follow: what a target that says
-    these would accept."""
+    """Return the nodes of a draft that a target accepts if its own next tokens are `tokens`: the longest
+    path from the root down that agrees with them."""
     path: list[int] = []
     for token in tokens:
         node = path[-1] if path else ROOT
@@ -309,16 +312,16 @@ def agreeing_path(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
 
 
 def answered_prompt(session: Session, baseline: Baseline, answer: TargetAnswer) -> Prompt:
-    """The prompt of an answer; made anew for each draft, whose own view of the text is part of
-    it."""
+    """Return the prompt of an answer. Each draft needs a prompt of its own, since it contains the draft's
+    tokens."""
     return session.prompt(answer.prompt, chat=baseline.chat, now=_NOW)
 
 
 def _fitting(
     session: Session, texts: Sequence[str], chat: bool | None
 ) -> tuple[list[tuple[str, Prompt]], tuple[int, ...]]:
-    """The prompts that the context has room for, as they were given and as the models see them,
-    and the numbers of the others. Raises `PromptError` if there is room for none."""
+    """Return the prompts that fit into the context, as they were given and as the models see them, and
+    the numbers of the others. Raises `PromptError` if none fits."""
     fitting: list[tuple[str, Prompt]] = []
     skipped: list[int] = []
     failure: PromptError | None = None
@@ -337,8 +340,8 @@ def _fitting(
 
 
 def _hidden_states(target: LlamaBackend, tokens: Sequence[int], n_prompt: int) -> Hidden:
-    """The hidden states before each token of an answer, float32[n_tokens, n_embd], by decoding it
-    anew behind its prompt, which the cache holds."""
+    """Return the hidden states from which each token of an answer was chosen, float32[n_tokens, n_embd].
+    The answer is decoded again, after its prompt, which the cache holds."""
     target.remove(0, n_prompt - 1)
     pieces: list[Hidden] = []
     for start in range(n_prompt - 1, len(tokens) - 1, target.n_outputs):
@@ -350,8 +353,8 @@ def _hidden_states(target: LlamaBackend, tokens: Sequence[int], n_prompt: int) -
 
 
 def _timed_sizes(sizes: Sequence[int]) -> Iterator[int]:
-    """The sizes of batches to time after an answer, one after the other; the first of `sizes` is
-    that of a token by itself, which the answer itself times."""
+    """Yield the sizes of batches to time after an answer. The first of `sizes`, a single row, is left
+    out: the answer itself times it."""
     for repeat in range(_N_REPEATS):
         yield from sizes[1 : None if repeat == 0 else _N_OFTEN]
 
@@ -363,7 +366,7 @@ def _replays(
     interrupted: Callable[[], bool],
     progress: PromptsDone,
 ) -> list[Replay]:
-    """A replay of each answer; fewer if interrupted."""
+    """Return a replay of each answer; fewer if interrupted."""
     replays: list[Replay] = []
     for answer in baseline.answers:
         progress(len(replays), len(baseline.answers))

@@ -1,9 +1,9 @@
 """Measure what drafting gains for a target on this machine, and why.
 
-Threads first, since all else depends on them; then what decodes cost, while the target answers a
-few prompts; then how often the draft says what these answers say, and what it, n-grams, both and
-other drafts would gain (`specgen.selection.trial`). What is measured replaces what the session's memory
-says, whoever keeps that.
+The numbers of threads come first, since all else depends on them. Then the costs of decodes are measured
+while the target answers a few prompts. Then the draft is compared with these answers, and the gain of the
+draft, of n-grams, of both and of other drafts is computed (`specgen.selection.trial`). The results replace
+those in the session's memory; the caller saves it.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
     from specgen.engine.session import Session
     from specgen.progress import Progress
 
-#: Seconds of decoding in which numbers of threads are compared, about.
+#: About how many seconds of decoding the comparison of numbers of threads takes.
 _THREADS_BUDGET_S = 20.0
-#: Cells of the contexts in which they are.
+#: Cells of the contexts in which they are compared.
 _N_CTX = 256
-#: How precisely the acceptance rate is found from which a draft pays.
+#: The precision of the least acceptance rate with which a draft pays.
 _PRECISION = 0.005
-#: What may go wrong with a draft without saying anything of the target.
+#: Errors that are the draft's and not the target's.
 _DRAFT_ERRORS = (BackendError, MemoryLimitError, ModelFileError, PairError)
 
 
 @dataclass(frozen=True, slots=True)
 class TriedDraft:
-    """A way to draft, with or without n-grams beside a model, and what it would gain."""
+    """A way to draft, with or without n-grams beside a model, and its figures."""
 
     draft: DraftSource
     ngrams: bool
@@ -56,9 +56,9 @@ class TriedDraft:
 
 @dataclass(frozen=True, slots=True)
 class DraftFindings:
-    """What was found out about a draft model: its `costs` beside the target's (None if a round
-    has no room for a draft), and how often it says what the target says; and how quick it is
-    beside a copy of its weights, if they were compared."""
+    """The measurements of a draft model: its agreement with the target, the `costs` of both models (None if
+    a round has no room for a draft), the times by number of threads, and the comparison with a copy of
+    its weights, if there was one."""
 
     draft: Path
     agreement: Agreement
@@ -68,17 +68,17 @@ class DraftFindings:
 
     @property
     def expected(self) -> Outlook | None:
-        """What could be expected of it from costs and agreement alone, by a formula."""
+        """The speed-up that a formula expects from costs and agreement; None if these are not known."""
         rate = self.agreement.rate
         return outlook(self.costs, rate) if self.costs is not None and rate is not None else None
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What was found out about a target and its draft model, if it has one. `threads` is None
-    where the user named a number. `ways` are in no order, `refused` are drafts that cannot
-    draft for it, and why. `others_share` is the share of all cores' time that other programs
-    took meanwhile, if anybody knows."""
+    """The measurements of a target and of its draft model, if it has one. `threads` is None if the user
+    named a number or the tuning was interrupted. `ways` are in no order. `refused` are drafts that cannot
+    draft for the target, with reasons. `others_share` is the share of all cores' time that other programs
+    took meanwhile; None if it is unknown."""
 
     target: Path
     baseline: Baseline
@@ -91,18 +91,18 @@ class Tuning:
 
     @property
     def best(self) -> TriedDraft:
-        """The way that gains most; of equals, as far as two digits tell, the simplest."""
+        """The way with the best speed-up, rounded to two digits; of equal ones, the simplest."""
         return max(self.ways, key=lambda way: (round(way.figures.speedup, 2), -_effort(way)))
 
     def way(self, draft: DraftSource, *, ngrams: bool = False) -> TriedDraft | None:
-        """What was found of a way; None if it was not tried."""
+        """Return a way with its figures; None if it was not tried."""
         found = (way for way in self.ways if way.draft == draft and way.ngrams == ngrams)
         return next(found, None)
 
 
 class Tuner:
-    """Tunes a session, which need not have a draft. The session's temperature must be 0, its
-    policy that of costs."""
+    """Tunes a session, which need not have a draft. The session's temperature must be 0, and its policy
+    must decide by costs."""
 
     def __init__(
         self,
@@ -126,9 +126,9 @@ class Tuner:
     ) -> Tuning | None:
         """Measure the target, the draft, and other files that may draft for it.
 
-        Returns what there is if interrupted, and None if that is nothing. Raises `PromptError`,
-        and for the target or `draft` `ModelFileError`, `PairError`, `MemoryLimitError` or
-        `BackendError`; other drafts that cannot be used are refused.
+        If interrupted, returns the measurements so far, or None if the target's are not complete. Raises
+        `PromptError`, and `ModelFileError`, `PairError`, `MemoryLimitError` or `BackendError` if the target
+        or `draft` fails; other drafts that fail are only listed as refused.
         """
         if draft is not None:
             self._session.costs.forget_weights(draft)
@@ -158,14 +158,14 @@ class Tuner:
         return replace(found, is_interrupted=self._interrupted())
 
     def _with_draft(self, found: Tuning, draft: Path, threads: ThreadTimes | None) -> Tuning:
-        """With what is found of the draft, which is the session's."""
+        """Return the tuning with the measurements of the session's draft model added."""
         self._session.costs.forget(draft)
         agreement = self._walk(found.baseline, draft)
         if agreement is None:
             return found
         for ngrams in (False, True):
             found = self._with_way(found, draft, ngrams=ngrams)
-        # The target's costs are the prompts', not those that a draft's trial may have corrected.
+        # The target's costs are those of the baseline: the trial of a draft may have changed the table.
         costs = known_costs(self._session, draft)
         if costs is not None:
             costs = Costs(found.baseline.batch_s, costs.draft_token_s)
@@ -174,7 +174,8 @@ class Tuner:
         return replace(found, draft=findings)
 
     def _with_others(self, found: Tuning, others: Iterable[Path]) -> Tuning:
-        """With n-grams, and with other drafts as `specgen run` would take them."""
+        """Return the tuning with the figures of n-grams and of other drafts added, each as `specgen run`
+        would use it."""
         sources: list[DraftSource] = ["ngram", *others]
         for source in sources:
             if self._interrupted():
@@ -191,7 +192,7 @@ class Tuner:
         return found
 
     def _with_way(self, found: Tuning, draft: DraftSource, *, ngrams: bool) -> Tuning:
-        """With what the session's draft would gain; as it is if interrupted."""
+        """Return the tuning with the figures of the session's draft added; unchanged if interrupted."""
         name = Path(draft).name if isinstance(draft, Path) else "n-grams"
         what = f"{name} and n-grams" if ngrams else name
         self._session.let_ngrams_draft(ngrams)
@@ -209,8 +210,8 @@ class Tuner:
         return replace(found, ways=(*found.ways, TriedDraft(draft, ngrams, figures)))
 
     def _threads(self, draft: Path | None) -> ThreadTimes | None:
-        """Choose and keep the numbers of threads of the target, or of the draft, which is the
-        session's; None where the user named one, or interrupted."""
+        """Measure and keep the best numbers of threads for the target, or for the session's draft model.
+        None if the user named a number, or if interrupted."""
         session = self._session
         options = session.options.target_context if draft is None else session.options.draft_context
         is_named = options.n_threads is not None or options.n_threads_batch is not None
@@ -232,8 +233,8 @@ class Tuner:
         return found
 
     def _walk(self, baseline: Baseline, draft: Path) -> Agreement | None:
-        """How often the session's draft would say, at each place of the target's answers, what
-        these say; None if interrupted. Its chances learn from that."""
+        """Return how often the session's draft model agrees with the target's answers, over all their
+        places; None if interrupted. The acceptance statistics learn from this."""
         n_places = n_agreed = 0
         tell = self._telling(f"agreement of {draft.name}")
         with self._session.contexts(baseline.n_ctx) as (target, drafting):
@@ -261,8 +262,8 @@ class Tuner:
 
 
 def break_even(costs: Costs) -> float | None:
-    """The acceptance rate from which a draft begins to save time, by the formula of `outlook`;
-    None if it never does."""
+    """Return the least acceptance rate with which a draft saves time, by the formula of `outlook`; None if
+    it never does."""
     if outlook(costs, 1.0).speedup <= 1.0:
         return None
     low, high = 0.0, 1.0
@@ -273,13 +274,13 @@ def break_even(costs: Costs) -> float | None:
 
 
 def with_cheaper_draft(costs: Costs, share: float) -> Costs:
-    """If a drafted token cost that share of what it does."""
+    """Return the costs if a drafted token took only this share of its time."""
     return Costs(costs.batch_s, share * costs.draft_token_s)
 
 
 def with_flat_batches(costs: Costs) -> Costs:
-    """If the target's batches cost no more than a token by itself: what waits for its weights
-    comes near that."""
+    """Return the costs if the target's batches took no longer than a single token. A target whose decodes
+    wait for the weights comes near that."""
     return Costs(dict.fromkeys(costs.batch_s, costs.batch_s[1]), costs.draft_token_s)
 
 
@@ -290,12 +291,12 @@ def speedup_with(
     costs: Costs | None = None,
     rate: float | None = None,
 ) -> float | None:
-    """The speed-up to expect of a draft if it had these costs, or this rate of agreement, and
-    otherwise those that were found, with which it was measured to be `measured`; None if nothing
-    is known to expect it by.
+    """Return the expected speed-up of a draft with other costs or another rate of agreement (None: those
+    that were measured). `measured` is its measured speed-up. None if costs or agreement are not known.
 
-    The formula says by how much it would change: what it leaves out, such as that drafts stop
-    where they are unsure, is left out of both. Nobody need draft at a loss: below 1 is 1.
+    `measured` is scaled by the ratio of the formula's results. What the formula leaves out, such as that
+    drafts stop where they are unsure, is left out of both. Speed-ups below 1 count as 1, since nobody has
+    to draft at a loss.
     """
     own_rate = findings.agreement.rate
     if findings.costs is None or own_rate is None:
@@ -308,25 +309,25 @@ def speedup_with(
 
 
 def halfway_right(rate: float) -> float:
-    """The rate of agreement of a draft that is right at half of the places where one with
-    `rate` is not."""
+    """Return the rate of agreement of a draft that agrees at half of the places where one with `rate`
+    does not."""
     return (1.0 + rate) / 2.0
 
 
 def _effort(way: TriedDraft) -> int:
-    """How much a way takes, beside its time."""
+    """Return how complex a way is, beside its time: 0 for plain decoding, 3 for a model with n-grams."""
     if way.draft == "none":
         return 0
     return 2 + way.ngrams if isinstance(way.draft, Path) else 1
 
 
 def _reason(error: SpecgenError, draft: DraftSource) -> str:
-    """What an error says, without the name of the file that it is about."""
+    """Return an error's message without the name of its file."""
     return error.message.removeprefix(f"{draft}: ")
 
 
 def _n_usable_cores() -> int:
-    """How many cores this process may use, where the system tells."""
+    """Return the number of cores that this process may use; all cores if the system does not say."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
