@@ -17,6 +17,7 @@ from specgen.drafters import PromptHeadSkipper
 from specgen.engine.chat_template import Message
 from specgen.engine.loop import Loop
 from specgen.engine.session import Prompt, Session, SessionOptions
+from specgen.errors import UsageError
 from specgen.events import Event, FinishedEvent
 from specgen.options import (
     ContextOptions,
@@ -121,6 +122,11 @@ def test_prompts_without_such_a_turn_are_read_whole(models: Path, target: str) -
         prompt = session.prompt("Hi", now=NOW)
         assert not prompt.head
         assert prompt.without_head().tokens == prompt.tokens
+
+
+def test_a_system_message_goes_with_the_template_only(models: Path) -> None:
+    with opened(models) as session, pytest.raises(UsageError, match="to be used as it is"):
+        session.prompt("Hi", chat=False, system="You are tiny.", now=NOW)
 
 
 def test_a_system_message_that_was_asked_for_is_read(models: Path) -> None:

@@ -56,6 +56,10 @@ def text_prompt(
     """
     if chat is not False and model.chat_template() is not None:
         return conversation_prompt(model, own_draft, messages_of(text, system), now)
+    if chat is False and system is not None:
+        raise UsageError(
+            "a system message needs the chat template, and the prompt is to be used as it is"
+        )
     if chat or system is not None:
         wanted = "--chat" if chat else "--system"
         raise UsageError(
