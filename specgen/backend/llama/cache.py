@@ -120,9 +120,9 @@ class SharedStates:
 class SavedStates:
     """Copies outside the cache, in the memory of the process.
 
-    A copy is read from the device and written back. It holds only the recurrent part of the state, if
-    llama.cpp can separate it: a rollback drops the attention cells of a hybrid model one by one. The
-    buffers are reused for later copies.
+    A copy is read from the device and written back. It holds only the recurrent part of the state where
+    llama.cpp can separate it: the attention cells of a hybrid model stay in the cache, and `restore`
+    drops the later ones. The buffers are reused for later copies.
     """
 
     def __init__(self, cache: Cache) -> None:
