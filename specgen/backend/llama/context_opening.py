@@ -47,7 +47,7 @@ def open_context(
     does not fit, `UsageError` if its options exclude each other.
     """
     _check_cache_types(options)
-    # llama.cpp aborts if there are more snapshots than rows in a batch.
+    # llama.cpp aborts if the number of snapshots, plus one, reaches the number of rows in a batch.
     n_snapshots = min(n_rollback, size.n_rows - 2)
     if model.has_recurrent_state and n_snapshots > 0:
         needed = _needed_bytes(model, options, size, size.n_sequences * (1 + n_snapshots))
