@@ -265,7 +265,7 @@ class LlamaBackend:
 
     def close(self) -> None:
         if self._handle:
-            with contextlib.suppress(WorkerLostError):  # the memory of a lost worker cannot be freed
+            with contextlib.suppress(WorkerLostError):  # a lost worker's memory stays
                 self._model.call(llama_cpp.llama_free, self._handle)
             self._handle = None
             self._model.let_go()

@@ -102,7 +102,7 @@ def _make(
     params.type_k = CACHE_TYPES[options.cache_type_k][0]
     params.type_v = CACHE_TYPES[options.cache_type_v][0]
     params.kv_unified = True  # branches of a tree share cells
-    params.swa_full = True  # else cells that a rollback needs would leave the sliding window's cache
+    params.swa_full = True  # else a sliding window drops cells that a rollback needs
     params.no_perf = True
     if on_tensor is not None:
         params.cb_eval = on_tensor

@@ -57,7 +57,7 @@ class LoadedWeights:
         self._n_users -= 1
         if self._n_users == 0:
             _loaded.pop(self._key, None)
-            with contextlib.suppress(WorkerLostError):  # the memory of a lost worker cannot be freed
+            with contextlib.suppress(WorkerLostError):  # a lost worker's memory stays
                 self.call(llama_cpp.llama_model_free, self.handle)
             self.handle = None
             if self.remote is not None:
