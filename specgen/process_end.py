@@ -1,4 +1,4 @@
-"""Whether the process must end at once, because native code is still running in another thread."""
+"""Record whether the process must end at once, because native code still runs in another thread."""
 
 from __future__ import annotations
 

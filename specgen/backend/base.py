@@ -1,4 +1,4 @@
-"""The interface between specgen and whatever computes logits.
+"""The interface between specgen and a model that computes logits.
 
 A backend is a model with a KV cache. The cache holds sequences. A cell belongs to one or more
 sequences, so that the branches of a tree share the cells of their common tokens. The backend owns

@@ -36,7 +36,7 @@ class RemoteDevice:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker answered."""
+    """A worker's answers to a probe."""
 
     endpoint: str
     #: The worker's version of llama.cpp's RPC protocol.

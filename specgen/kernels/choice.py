@@ -39,7 +39,7 @@ class KernelStatus:
     hint: str | None = None
     #: The library; None if it was not built.
     path: Path | None = None
-    #: What their self-test tested; empty if this status needed no test.
+    #: What their self-test tested; empty if it was not needed or not passed.
     tested: str = ""
     #: Whether the library accepted this machine and this llama.cpp, and then failed its test.
     is_broken: bool = False

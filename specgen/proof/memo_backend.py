@@ -194,7 +194,7 @@ class MemoBackend:
         """Free the inner cache. Remembered rows can still be looked up."""
         self._inner.close()
 
-    # --- what is remembered -----------------------------------------------------------------
+    # --- the remembered rows ----------------------------------------------------------------
 
     def remembered(self, text: Sequence[int]) -> Logits | None:
         """Return the row after a text, float32[n_vocab], read-only; None if it is not remembered."""

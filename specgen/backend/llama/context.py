@@ -289,7 +289,7 @@ _DECODE_ERRORS = {
 
 
 class _RowBuffers:
-    """The memory behind llama.cpp's batch, allocated once."""
+    """The arrays that llama.cpp's batch points to, allocated once."""
 
     def __init__(self, n_rows: int, n_sequences: int, n_outputs: int) -> None:
         self._n_outputs = n_outputs
