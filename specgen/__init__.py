@@ -1,7 +1,7 @@
 """specgen: faster generation from local GGUF models by lossless speculative decoding.
 
-`load` opens a target and what drafts for it; `docs/python.md` has examples. Names are imported when
-they are first used, so that `import specgen` is quick.
+`load` opens a target and its draft; `docs/python.md` has examples. Names are imported when they are
+first used, so that `import specgen` is quick.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The process of the ``specgen`` command, also as ``python -m specgen``."""
+"""The entry point of the ``specgen`` command and of ``python -m specgen``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from specgen.errors import EXIT_INTERRUPTED
 
 
 def main() -> NoReturn:
-    """Run the command line as the process that it was started as.
+    """Run the command line in this process, and exit with its code.
 
-    Ctrl-C ends the process at once while modules are imported, and while the interpreter shuts down:
-    a KeyboardInterrupt there would be a traceback, or be lost. Between these it is a KeyboardInterrupt.
+    While modules are imported, and while the interpreter shuts down, Ctrl-C ends the process at once: a
+    KeyboardInterrupt would print a traceback there, or be lost. In between it raises KeyboardInterrupt.
     """
-    # A process in the background may have been told to ignore Ctrl-C.
+    # A background process may have been started with Ctrl-C ignored.
     is_heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_heeded:
         signal.signal(signal.SIGINT, _end_at_once)

@@ -1,6 +1,6 @@
-"""Generate text from Python: open a target and what drafts for it, then ask for answers.
+"""Generate text from Python: open a target and its draft, then ask for answers.
 
-The answers are those of the target alone. `docs/python.md` has examples.
+The answers are the same as those of the target alone. `docs/python.md` has examples.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from specgen.selection.session_opening import SessionOpener, find_models, sessio
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-#: What an answer begins after: a user's message, a conversation, or tokens.
+#: The prompt of an answer: a user's message, a conversation, or tokens.
 Asked: TypeAlias = "str | Sequence[Message] | Prompt"
 
 
 class AnswerOptions(TypedDict, total=False):
-    """What one answer may ask for. Whatever is left out is as it was given to `load`."""
+    """The options of one answer. An option that is left out has the value that was given to `load`."""
 
-    #: The most tokens of the answer; negative goes on until the text ends or the context is full.
+    #: The most tokens of the answer; if negative, it continues until the text ends or the context is full.
     max_tokens: int
-    #: Strings that end the answer; not part of it.
+    #: Strings that end the answer; they are not part of it.
     stop: Sequence[str]
-    #: 0 takes the most likely token each time.
+    #: 0 chooses the most likely token each time.
     temperature: float
     #: The same seed gives the same text.
     seed: int
@@ -63,10 +63,10 @@ class AnswerOptions(TypedDict, total=False):
     ignore_eos: bool
     #: Report the log-probability of each token, and of this many of the most likely ones.
     logprobs: int
-    #: A system message before the user's; only beside a prompt that is a text.
+    #: A system message before the user's message; only for a prompt that is a text.
     system: str
-    #: True: the text is a user's turn in the model's chat template; False: it is continued as it is.
-    #: By default a turn, where the model has a template.
+    #: True: the text is a user's turn in the model's chat template. False: the text is continued without
+    #: a template. The default is True if the model has a template.
     chat: bool
 
 
@@ -84,15 +84,16 @@ def load(
     kernels: KernelChoice = "auto",
     note: Callable[[str], None] = lambda _text: None,
 ) -> Model:
-    """Load a target and what drafts for it. Close the result, or use it as a context manager.
+    """Load a target and its draft. Close the result, or use it as a context manager.
 
-    `target` is a GGUF file or a name from `specgen models list`, fetched if it is not on this
-    disk. `draft` is the same, or ``ngram``, or ``none``; of several, each drafts for the one before
-    it; None chooses as `specgen run` does. Up to `n_parallel` answers are made at once, each in a
-    context of `n_ctx` tokens (by default 4096, or what the target was trained with if that is
-    less). `note` is told why a draft was chosen, and what else the command line would say.
+    `target` is a GGUF file or a name from `specgen models list`; the model is downloaded if it is not on
+    this disk. `draft` is also a file or a name, or ``ngram``, or ``none``. In a list, each draft drafts
+    for the one before it. None chooses a draft as `specgen run` does. Up to `n_parallel` answers are
+    made at once, each in a context of `n_ctx` tokens (by default 4096, or the context that the target
+    was trained with if that is smaller). `note` receives the messages that the command line would
+    print, for example why a draft was chosen.
 
-    Raises `ModelFileError`, `PairError`, `UnknownModelError`, `FetchError`, `MemoryLimitError` or
+    Raise `ModelFileError`, `PairError`, `UnknownModelError`, `FetchError`, `MemoryLimitError` or
     `UsageError`.
     """
     drafts = [draft] if isinstance(draft, (str, Path)) else list(draft or ())
@@ -117,10 +118,10 @@ def load(
 
 
 class Model:
-    """A target and what drafts for it, ready to answer. `load` makes it.
+    """A target and its draft, ready to answer. `load` makes it.
 
-    Caches stay filled: a prompt that begins like an earlier text decodes only the rest. Its methods
-    may be called from several threads; one at a time decodes, for the answers of all.
+    The caches keep their texts: a prompt that begins like an earlier text decodes only the rest. The
+    methods may be called from several threads; one thread at a time decodes, for the answers of all.
     """
 
     def __init__(self, session: Session, engine: Engine) -> None:
@@ -134,15 +135,15 @@ class Model:
         self.close()
 
     def close(self) -> None:
-        """Free the contexts and the weights, and keep what was learnt of the models. May be called
-        twice. Answers that are not done fail."""
+        """Free the contexts and the weights, and save what was learnt about the models. Answers that are
+        not done fail. May be called twice."""
         self._engine.close()
         self._session.memory.save()
         self._session.close()
 
     @property
     def engine(self) -> Engine:
-        """What makes the answers, to step it oneself."""
+        """The engine that makes the answers, for callers that step it themselves."""
         return self._engine
 
     @property
@@ -152,39 +153,39 @@ class Model:
 
     @property
     def draft(self) -> str:
-        """What drafts: a model's file name, ``ngram`` or ``none``."""
+        """The draft: a model's file name, ``ngram`` or ``none``."""
         return self._session.draft_name
 
     def generate(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Answer:
-        """One answer, whole: its `text`, and its figures in `finished`. Raises what ends it before
-        its time, and `PromptError` or `UsageError` for what cannot be asked."""
+        """Return one whole answer, with its `text`, and its figures in `finished`. Raise the error that
+        ends it early, and `PromptError` or `UsageError` if the prompt or the options are not valid."""
         answer = self.submit(prompt, **options)
         for _ in self._engine.stream(answer):
             pass
         return answer
 
     def stream(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Iterator[str]:
-        """The text of one answer, in pieces as it comes."""
+        """Yield the text of one answer in pieces, as it is generated."""
         for event in self.events(prompt, **options):
             if isinstance(event, CommittedEvent) and event.text:
                 yield event.text
 
     def events(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Iterator[Event]:
-        """All that happens while one answer is made: drafts, verdicts, tokens, figures."""
+        """Yield the events of one answer as it is made: drafts, verdicts, tokens, figures."""
         return self._engine.stream(self.submit(prompt, **options))
 
     def generate_all(
         self, prompts: Iterable[Asked], **options: Unpack[AnswerOptions]
     ) -> list[Answer]:
-        """The answers to several prompts, in their order, `n_parallel` of them at once. An answer
-        that fails has its `failure`, and the others are made."""
+        """Return the answers to several prompts, in their order; up to `n_parallel` are made at once. If
+        an answer fails, its `failure` has the error, and the other answers are still made."""
         answers = [self.submit(prompt, **options) for prompt in prompts]
         while not all(answer.is_done for answer in answers):
             self._engine.step()
         return answers
 
     def submit(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Answer:
-        """Ask for an answer, which is made while any other is waited for, or by `engine.step`."""
+        """Ask for an answer. It is made by `engine.step`, or while the caller waits for any other answer."""
         system, chat = options.get("system"), options.get("chat")
         if isinstance(prompt, str):
             prompt = self._session.prompt(prompt, chat=chat, system=system)
@@ -197,7 +198,7 @@ class Model:
         )
 
     def cancel(self, answer: Answer) -> None:
-        """End an answer with what there is of it, at the next step."""
+        """End an answer at the next step. It keeps the text that it has until then."""
         self._engine.cancel(answer)
 
     def _sampling(self, options: AnswerOptions) -> SamplerOptions:

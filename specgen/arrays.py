@@ -10,7 +10,7 @@ import numpy.typing as npt
 #: float32[n_vocab] (a row) or float32[n_rows, n_vocab]: a view into the backend's memory,
 #: valid until its next decode.
 Logits: TypeAlias = npt.NDArray[np.float32]
-#: float32[n_rows, n_embd]: final hidden states, a view as well.
+#: float32[n_rows, n_embd]: final hidden states, also a view.
 Hidden: TypeAlias = npt.NDArray[np.float32]
 #: int64[n]: token ids.
 TokenArray: TypeAlias = npt.NDArray[np.int64]

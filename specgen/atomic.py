@@ -1,4 +1,4 @@
-"""Files that are replaced whole, so that no reader ever sees half of one."""
+"""Replace files as a whole, so that no reader ever sees half of a file."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-#: How the names of new files end. One whose process was killed keeps it.
+#: The ending of the names of new files. A file whose process was killed keeps it.
 NEW = ".new"
 
 
 @contextlib.contextmanager
 def new_beside(path: Path) -> Iterator[Path]:
-    """An empty file beside `path` to write to, and to give that name with `replace`: another process
-    that writes at the same time uses another file, and the later one of the two stays. What did not
-    get the name goes. Raises `OSError`."""
+    """Make an empty file beside `path`. The caller writes to it and then moves it to `path` with its method
+    `replace`. If two processes write at the same time, each has its own file, and the later one stays.
+    A file that was not moved is deleted. Raise `OSError`."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=NEW)
     os.close(descriptor)
     new = Path(name)
@@ -28,13 +28,13 @@ def new_beside(path: Path) -> Iterator[Path]:
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
-    """Write a file whole, as `new_beside` does. Raises `OSError`."""
+    """Replace a file by these bytes, through a file of `new_beside`. Raise `OSError`."""
     with new_beside(path) as new:
         new.write_bytes(data)
         new.replace(path)
 
 
 def replace_text(path: Path, text: str) -> None:
-    """`replace_bytes` with JSON, in UTF-8. Names of files that are not UTF-8 have lone surrogates:
-    they are written as escapes, which JSON reads back."""
+    """Replace a file by a JSON text in UTF-8. Raise `OSError`. File names that are not UTF-8 contain lone
+    surrogates; these are written as escapes, which JSON reads back."""
     replace_bytes(path, text.encode("utf-8", "backslashreplace"))

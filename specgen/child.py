@@ -1,4 +1,4 @@
-"""Run work that may kill its process in a child process, which answers with a JSON object."""
+"""Run work that may end its process in a child process, which answers with a JSON object."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class ChildDiedError(ChildError):
     """A child ended with an exit code other than 0, or by a signal."""
 
     def __init__(self, returncode: int, stderr: str) -> None:
-        #: The signal that ended it and what that means; both empty if none did.
+        #: The name and the description of the signal that ended it; both empty if none did.
         self.signal_name, self.description = _cause_of_death(returncode)
-        #: The last line that it wrote to stderr.
+        #: The last line that it wrote to stderr, if any.
         self.last_words = _last_line(stderr)
         self.returncode = returncode
         super().__init__(f"it ended with code {returncode}")
@@ -32,8 +32,9 @@ class ChildDiedError(ChildError):
 def ask_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
     """Run a command and return the JSON object that it prints.
 
-    Raises `ChildDiedError` if it dies, `ChildTimeoutError` if it takes longer than `timeout_s`
-    seconds, and `ChildError` if it cannot be started or prints something else.
+    Raise `ChildDiedError` if it ends with an exit code other than 0 or by a signal, `ChildTimeoutError`
+    if it takes longer than `timeout_s` seconds, and `ChildError` if it cannot be started or prints
+    something else.
     """
     try:
         ended = subprocess.run(
@@ -61,7 +62,7 @@ def ask_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
     return answer
 
 
-#: How Windows reports what is a signal elsewhere.
+#: The exit codes of Windows for what is a signal on other systems.
 _WINDOWS_STATUS = {
     0xC000001D: signal.SIGILL,
     0xC0000005: signal.SIGSEGV,
@@ -70,7 +71,7 @@ _WINDOWS_STATUS = {
 
 
 def _cause_of_death(returncode: int) -> tuple[str, str]:
-    """Name and description of the signal that ended a process; empty if it was none."""
+    """Return the name and the description of the signal that ended a process; empty if none did."""
     number = _WINDOWS_STATUS.get(returncode & 0xFFFFFFFF, 0)
     if not number:
         # A shell in between reports signals as 128 + number.

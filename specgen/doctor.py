@@ -1,9 +1,9 @@
 """The checks of `specgen doctor`: this machine, this build of llama.cpp, and whether it decodes.
 
-Importing llama.cpp proves nothing: a build for another CPU, or one that the compiler got
-wrong, dies on the first batch, and takes the process along. So every check is a child process
-(`python -m specgen.doctor --child ...`) that decodes real batches and answers with a line of
-JSON; how it ends says what is wrong.
+An import of llama.cpp proves nothing: a build for another CPU, or one that the compiler miscompiled,
+ends the process at the first batch. Every check therefore runs in a child process
+(`python -m specgen.doctor --child ...`), which decodes real batches and answers with a line of JSON. If
+the child dies, its signal or exit code shows what is wrong.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
     from specgen.arrays import Logits
     from specgen.testing.tiny import TensorType
 
-#: Starts a child; the name of a task and its arguments follow.
+#: The command that starts a child; the name of a task and its arguments follow.
 CHILD_COMMAND = (sys.executable, "-m", "specgen.doctor", "--child")
-#: The quantised types decoded: those whose kernels differ most from one CPU to the next.
+#: The quantised types that are decoded: those whose kernels differ most between CPUs.
 TENSOR_TYPES: tuple[TensorType, ...] = ("q8_0", "q4_0")
-#: Longest wait for a child with a tiny model, and for one with the user's own.
+#: The longest wait for a child with a tiny model, and for one with the user's model.
 TINY_TIMEOUT_S = 120.0
 MODEL_TIMEOUT_S = 1800.0
 
-#: How far logits computed in two ways may be apart: the root mean square of the difference
-#: over the standard deviation of the logits. Rounded activations make 0.02, on some models
-#: 0.05; a kernel that computes something else makes 1.
+#: The largest allowed deviation of logits that are computed in two ways: the root mean square of their
+#: differences divided by the standard deviation of the logits. Rounded activations cause 0.02, on some
+#: models 0.05; a kernel that computes something else causes 1.
 TOLERANCE = 0.1
 
-#: What the check of specgen's kernels is called.
+#: The name of the check of specgen's kernels.
 _KERNELS = "specgen's kernels"
 
 _REINSTALL = "pip install --force-reinstall --no-cache-dir llama-cpp-python"
-#: The cure for builds that GCC 12 got wrong on CPUs with AMX.
+#: The fix for builds that GCC 12 miscompiled on CPUs with AMX.
 REBUILD = f'CMAKE_ARGS="-DCMAKE_CXX_FLAGS=-fno-dse" {_REINSTALL}'
 
 _TEXT = (
@@ -62,15 +62,15 @@ _TEXT = (
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Something that was tried."""
+    """A check and its result."""
 
     name: str
     passed: bool
-    #: What came out, or what went wrong, in a line.
+    #: The result or the problem, in a line.
     message: str
-    #: What to do about it.
+    #: What to do about the problem.
     hint: str | None = None
-    #: The class in `specgen.errors` of what went wrong.
+    #: The name of the error's class in `specgen.errors`; None if the check passed.
     error: str | None = None
 
 
@@ -82,7 +82,7 @@ class DoctorReport:
     machine: Machine
     #: None if llama.cpp could not be loaded.
     build: Build | None
-    #: Who computes on the CPU, and why.
+    #: Which kernels compute on the CPU, and why.
     kernels: KernelStatus
     cache_folder: Path
     config_folder: Path
@@ -96,7 +96,7 @@ class DoctorReport:
         return all(check.passed for check in self.checks)
 
     def raise_first_error(self) -> None:
-        """Raise what the first failed check came upon; do nothing if there is none."""
+        """Raise the error of the first failed check; do nothing if there is none."""
         for check in self.checks:
             if not check.passed:
                 raise _error_named(check.error, f"{check.name}: {check.message}", check.hint)
@@ -116,10 +116,10 @@ def diagnose(
     child: Sequence[str] | None = None,
     on_check: Callable[[str], None] | None = None,
 ) -> DoctorReport:
-    """Look at everything, and decode with tiny models and with `model`.
+    """Run all checks; decode with tiny models and with `model`, if given.
 
-    `child` is the command that starts a child process (by default `CHILD_COMMAND`). `on_check`
-    is told what is being tried.
+    `child` is the command that starts a child process (by default `CHILD_COMMAND`). `on_check` receives
+    the name of each check before it runs.
     """
     from specgen.catalogue import cache_folder, config_folder, data_folder
 
@@ -141,7 +141,7 @@ def diagnose(
 
 
 def _kernels(build: Build | None, on_check: Callable[[str], None]) -> KernelStatus:
-    """Test specgen's kernels anew, unless the user does without them."""
+    """Test specgen's kernels anew, unless the user chose llama.cpp's in the environment."""
     from specgen import kernels
     from specgen.catalogue import cache_folder
 
@@ -156,7 +156,7 @@ def _kernels(build: Build | None, on_check: Callable[[str], None]) -> KernelStat
 
 
 def _kernel_checks(kernels: KernelStatus) -> list[Check]:
-    """Whether the kernels passed their test; nothing of kernels that are not for this machine."""
+    """Return a check of the kernels; none if they do not support this machine, or are not used."""
     if kernels.computes == "specgen":
         return [Check(_KERNELS, passed=True, message=kernels.tested)]
     if kernels.is_broken:
@@ -228,8 +228,8 @@ def _failed(name: str, error: SpecgenError) -> Check:
 def run_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
     """Run a command and return the JSON object that it prints.
 
-    Raises the `SpecgenError` that the child reports, and `BackendError` if it dies, does not
-    answer in time, or answers something else; the hint says what to do.
+    Raise the `SpecgenError` that the child reports, and `BackendError` if it dies, does not answer in
+    time, or answers something else; the hint says what to do.
     """
     try:
         answer = ask_child(command, timeout_s)
@@ -248,7 +248,7 @@ def run_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
 
 
 def _death(child: ChildDiedError) -> BackendError:
-    """What the end of a child says, and what helps against it."""
+    """Return an error that explains the death of a child, with a hint against its cause."""
     name = child.signal_name
     message = (
         f"llama.cpp died of {name}" if name else f"the check ended with code {child.returncode}"
@@ -305,10 +305,10 @@ def _load() -> dict[str, Any]:
 
 
 def _decode_tiny(tensor_type: TensorType, n_gpu_layers: str, folder: str) -> dict[str, Any]:
-    """Decode a model whose matrices are large enough for every kernel.
+    """Decode with a tiny model whose matrices are large enough for every kernel.
 
-    The batch is compared with its tokens one by one, and with a model of the same numbers in
-    f32, whose kernels are others.
+    The logits of a batch are compared with those of single tokens, and with those of a model with the
+    same weights in f32, which other kernels compute.
     """
     from specgen.testing.tiny import TinyConfig, write_tiny_model
 
@@ -316,7 +316,7 @@ def _decode_tiny(tensor_type: TensorType, n_gpu_layers: str, folder: str) -> dic
         n_vocab=512, n_embd=256, n_head=4, n_ff=512, tensor_type=tensor_type, seed=1
     )
     exact = dataclasses.replace(config, tensor_type="f32", rounded_to=tensor_type)
-    # One thread: waiting for each other, several take far longer on a busy machine.
+    # One thread: on a busy machine several threads wait for each other, which takes far longer.
     options = ContextOptions(n_gpu_layers=int(n_gpu_layers), n_threads=1)
     path = write_tiny_model(Path(folder) / f"{tensor_type}.gguf", config)
     together, one_by_one = _decode_both_ways(path, options)
@@ -338,7 +338,7 @@ def _decode_model(model: str, n_gpu_layers: str) -> dict[str, Any]:
 
 
 def _decode_both_ways(path: Path, options: ContextOptions) -> tuple[Logits, Logits]:
-    """Logits[n_tokens, n_vocab] of a text decoded in one batch, and token by token."""
+    """Return the logits of a text, float32[n_tokens, n_vocab], decoded in one batch and token by token."""
     import numpy as np
 
     from specgen.backend.base import Batch
@@ -364,7 +364,7 @@ def _decode_both_ways(path: Path, options: ContextOptions) -> tuple[Logits, Logi
 
 
 def deviation(logits: Logits, others: Logits) -> float:
-    """How far apart two tables of logits are; see `TOLERANCE`. Infinite if one is not finite."""
+    """Return the deviation of two tables of logits; see `TOLERANCE`. Infinite if a logit is not finite."""
     import numpy as np
 
     if not (np.isfinite(logits).all() and np.isfinite(others).all()):
@@ -373,7 +373,7 @@ def deviation(logits: Logits, others: Logits) -> float:
 
 
 def _agreement(n_tokens: int, deviations: Mapping[str, float]) -> dict[str, Any]:
-    """Raises `BackendError` if the logits of a batch are not what they are compared with."""
+    """Return the message of a passed check. Raise `BackendError` if a deviation exceeds `TOLERANCE`."""
     for other, found in deviations.items():
         if not found <= TOLERANCE:
             raise BackendError(

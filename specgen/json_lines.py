@@ -1,4 +1,5 @@
-"""Files of JSON Lines that are appended to, and taken up again after any end of the process."""
+"""Files of JSON Lines to which lines are appended, and which can be continued after any end of the
+process."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from specgen.errors import OutputError, SpecgenError
 
 
 class DamagedLineError(Exception):
-    """A line before the last one is not what it should be; `number` counts from 1."""
+    """A line before the last one is damaged; `number` counts from 1."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"line {number} is damaged")
@@ -22,16 +23,16 @@ class DamagedLineError(Exception):
 
 
 def to_line(value: Any) -> bytes:
-    """A value as a line of JSON; half a surrogate pair becomes an escape."""
+    """Return a value as a line of JSON. A lone surrogate becomes an escape."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
 def take_lines(data: bytes, take: Callable[[Any], None]) -> int:
-    """Give the value of each line to `take`; returns how many bytes the lines are. A last line that is
-    torn, as a killed process leaves it, is not among them; empty lines are passed over.
+    """Pass the value of each line to `take`, and return the size of these lines in bytes. Empty lines are
+    skipped. An incomplete last line, which a killed process may leave, is not passed and not counted.
 
-    What `take` raises for a value that is none is `ValueError`, `KeyError`, `TypeError` or
-    `AttributeError`. Raises `DamagedLineError` if a line before the last one is no value.
+    `take` raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` for a value that is not valid.
+    Raise `DamagedLineError` if this happens for a line before the last one, or the line is not JSON.
     """
     n_bytes = 0
     lines = data.split(b"\n")
@@ -49,7 +50,7 @@ def take_lines(data: bytes, take: Callable[[Any], None]) -> int:
 
 
 class AppendedFile:
-    """A file that is appended to; it is open for as long as this is."""
+    """A file to which lines are appended; `opened` opens it for a `with` block."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
@@ -58,7 +59,7 @@ class AppendedFile:
     @staticmethod
     @contextlib.contextmanager
     def opened(path: Path, mode: int = 0o666) -> Iterator[AppendedFile]:
-        """Open a file, or make it with these rights. Raises `OutputError`."""
+        """Open a file, or create it with the rights `mode`. Raise `OutputError`."""
         with write_errors(path):
             flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
             descriptor = os.open(path, flags, mode)
@@ -68,13 +69,13 @@ class AppendedFile:
             os.close(descriptor)
 
     def cut(self, n_bytes: int) -> None:
-        """Keep the first `n_bytes` only. Raises `OutputError`, for a pipe or a device too."""
+        """Keep only the first `n_bytes` of the file. Raise `OutputError`, also for a pipe or a device."""
         with write_errors(self._path):
             os.ftruncate(self._descriptor, n_bytes)
 
     def append(self, data: bytes) -> None:
-        """Append bytes, and have them on the disk when this returns. What does not fit whole is taken
-        off again. Raises `OutputError`."""
+        """Append bytes, and return when they are on the disk. If that fails, a part that was written is
+        removed again. Raise `OutputError`."""
         start = os.lseek(self._descriptor, 0, os.SEEK_END)
         with write_errors(self._path):
             try:
@@ -91,9 +92,9 @@ class AppendedFile:
 
 @contextlib.contextmanager
 def locked(lock_file: Path, held: SpecgenError, wait_s: float = 0.0) -> Iterator[None]:
-    """Let no other process hold this lock meanwhile; the system lets go of it when a process ends,
-    however it does. Raises `held` if another one holds it for longer than `wait_s` seconds, and
-    `OutputError` if it cannot be made."""
+    """Hold a lock inside this context, so that no other process can hold it. The system releases it when
+    the process ends in any way. Raise `held` if another process holds it for longer than `wait_s`
+    seconds, and `OutputError` if the lock file cannot be created."""
     import filelock
 
     with write_errors(lock_file):
@@ -111,8 +112,8 @@ def locked(lock_file: Path, held: SpecgenError, wait_s: float = 0.0) -> Iterator
 
 @contextlib.contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Make an `OSError` the `OutputError` that names the file; a pipe that nobody reads stays a
-    `BrokenPipeError`."""
+    """Turn an `OSError` into an `OutputError` that names the file. A `BrokenPipeError`, for a pipe that
+    nobody reads, is not changed."""
     try:
         yield
     except BrokenPipeError:

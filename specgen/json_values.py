@@ -1,4 +1,4 @@
-"""Values as JSON can have them."""
+"""Convert values to what JSON can hold."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 
 def as_json(value: Any) -> Any:
-    """A value of dataclasses, dictionaries, lists, tuples, texts, numbers and paths; JSON has no
-    infinity, which becomes a text."""
+    """Convert dataclasses, dictionaries, lists, tuples and paths to what JSON can hold; other values stay.
+    Infinities and NaN, which JSON does not have, become texts."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         return {name: as_json(getattr(value, name)) for name in names}

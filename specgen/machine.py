@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What specgen runs on."""
+    """A description of the machine and the Python."""
 
     system: str
     python: str
@@ -22,7 +22,7 @@ class Machine:
 
 
 def look_at_machine() -> Machine:
-    """The machine and the Python that runs on it."""
+    """Return a description of this machine and of the Python that runs."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -38,7 +38,7 @@ def look_at_machine() -> Machine:
 
 
 def cpu_name() -> str:
-    """The name that the CPU gives itself, where the system tells it."""
+    """Return the CPU's own name if the system reports it, else a name of its kind."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():

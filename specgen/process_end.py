@@ -1,4 +1,4 @@
-"""Whether the process must end at once, because native code is still running in another thread."""
+"""Record whether the process must end at once, because native code still runs in another thread."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ _running: list[str] = []
 
 
 def leave_running(what: str) -> None:
-    """Native code (`what`, for whoever debugs it) runs on until the process ends, by `os._exit`: the
-    destructors of its libraries must not run before."""
+    """Record that native code (`what`, for debugging) was left running in a thread. The process must then
+    end by `os._exit`, because the destructors of native libraries must not run while it runs."""
     _running.append(what)
 
 

@@ -1,4 +1,4 @@
-"""Progress of long work; as lines for files and pipes, where a bar would be unreadable."""
+"""Show the progress of long work as lines, for files and pipes, where a bar would be unreadable."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-#: Called with the name of the work, how much of it is done, and of how much.
+#: A function that receives the name of the work, how much of it is done, and how much there is in all.
 Progress = Callable[[str, int, int], None]
 
-#: Seconds from one line to the next, and from the start to the first.
+#: The least time in seconds between two lines, and from the start to the first line.
 INTERVAL_S = 10.0
 
 
 class ProgressLines:
-    """Writes the state of some work when it has changed, at most once in `INTERVAL_S`.
+    """Writes the state of some work if it has changed, at most once in `INTERVAL_S`.
 
-    Work that is done sooner writes nothing. Each line is flushed. A stream that cannot be
-    written does not end the work.
+    Work that finishes sooner writes nothing. Each line is flushed. Errors of the stream are ignored, so
+    that they do not end the work.
     """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
@@ -28,7 +28,7 @@ class ProgressLines:
         self._state = self._written = ""
 
     def update(self, state: str) -> None:
-        """Take a state, a line of text without its end, and write it if it is time to."""
+        """Set the state, a line of text without its newline, and write it if the interval is over."""
         self._state = state
         if self._clock() - self._last_s >= INTERVAL_S:
             self._write()

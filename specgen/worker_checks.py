@@ -8,7 +8,7 @@ from specgen.backend.worker_probe import WorkerInfo, check_protocol, probe
 from specgen.doctor import Check
 from specgen.errors import SpecgenError
 
-#: The longest that a worker may take for an answer, in seconds.
+#: The longest that a worker may take to answer, in seconds.
 _TIMEOUT_S = 5.0
 
 
@@ -17,8 +17,8 @@ def worker_checks(
     clock: Callable[[], float],
     on_check: Callable[[str], None] = lambda _name: None,
 ) -> list[Check]:
-    """A check of this build's RPC, and one of each worker. `clock` gives seconds; `on_check` is told
-    what is being tried."""
+    """Check the RPC backend of this build, and each worker. `clock` gives seconds, to time round trips.
+    `on_check` receives the name of each worker's check before it runs."""
     checks = [_checked("llama.cpp's RPC", _load)]
     for endpoint in endpoints:
         name = f"worker {endpoint}"
@@ -50,7 +50,7 @@ def _load() -> str:
 
 
 def _about(found: WorkerInfo) -> str:
-    """What a worker is like, in a line."""
+    """Return a line about a worker: its protocol, devices and round trip."""
     devices = ", ".join(
         f"{device.free_bytes / 2**30:.1f} of {device.memory_bytes / 2**30:.1f} GiB free"
         for device in found.devices

@@ -1,4 +1,5 @@
-"""What computes logits: llama.cpp (`specgen.backend.llama`) or a fake (`specgen.testing.fake_backend`)."""
+"""The interface to a model and its KV cache. It is implemented by llama.cpp (`specgen.backend.llama`)
+and by a fake for tests (`specgen.testing.fake_backend`)."""
 
 from specgen.backend.base import Backend, Batch, Rollback, Vocabulary
 

@@ -1,8 +1,8 @@
-"""The interface between specgen and whatever computes logits.
+"""The interface between specgen and a model that computes logits.
 
-A backend is a model with a KV cache. The cache holds sequences; a cell belongs to one or
-more of them, so that branches of a tree share what they have in common. The backend owns
-the length of each sequence: nobody else keeps a copy of it.
+A backend is a model with a KV cache. The cache holds sequences. A cell belongs to one or more
+sequences, so that the branches of a tree share the cells of their common tokens. The backend owns
+the length of each sequence; nobody else keeps a copy of it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from specgen.arrays import Hidden, Logits
 
-#: How the end of a sequence is dropped: cell by cell (attention, with sliding windows too),
-#: by going back to one of the states after the last few rows, or to a copy of the state at
-#: the checkpoint, from where tokens are decoded again.
+#: How a backend drops the end of a sequence. "cells": it drops single cells (attention, also with
+#: sliding windows). "snapshots": it goes back to one of the states after the last few rows.
+#: "states": it restores a copy of the state at the checkpoint, and decodes tokens again from there.
 Rollback: TypeAlias = Literal["cells", "snapshots", "states"]
 
 
@@ -23,9 +23,9 @@ Rollback: TypeAlias = Literal["cells", "snapshots", "states"]
 class Batch:
     """Rows to decode together; row i is one token.
 
-    `positions[i]` is its place in the text, `sequences[i]` every sequence that it belongs to
-    (it sees the cells of these at smaller positions), and `wants_logits[i]` whether its
-    logits will be read: for a large vocabulary a row of them is most of a megabyte.
+    `positions[i]` is the token's place in the text. `sequences[i]` are all sequences that it belongs
+    to; it sees their cells at smaller positions. `wants_logits[i]` says whether its logits will be
+    read: for a large vocabulary a row of logits is most of a megabyte.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -60,25 +60,25 @@ class Vocabulary(Protocol):
 
     @property
     def add_bos(self) -> bool:
-        """Whether prompts of this model begin with its beginning-of-text token."""
+        """Whether prompts begin with the beginning-of-text token."""
         ...
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """`text` as tokens. `add_special` adds the beginning-of-text token where the model
-        wants one; `parse_special` reads the names of control tokens as these tokens."""
+        """Return `text` as tokens. `add_special` adds the beginning-of-text token if the model
+        wants one. `parse_special` turns the names of control tokens into these tokens."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds to the text; empty for control tokens."""
+        """Return the bytes that the token adds to the text; empty for control tokens."""
         ...
 
     def token_text(self, token_id: int) -> str:
-        """The token's entry in the table, for comparing and for messages."""
+        """Return the token's entry in the token table, for comparisons and messages."""
         ...
 
     def special_tokens(self) -> dict[str, int]:
-        """The tokens that begin a text (bos), end it (eos) and end a turn (eot); -1 for one
-        that there is not."""
+        """Return the tokens that begin a text (bos), end it (eos) and end a turn (eot); -1 for a
+        token that the model does not have."""
         ...
 
     def is_end(self, token_id: int) -> bool:
@@ -86,7 +86,7 @@ class Vocabulary(Protocol):
         ...
 
     def end_tokens(self) -> Sequence[int]:
-        """All tokens that end a text or a turn."""
+        """Return all tokens that end a text or a turn."""
         ...
 
 
@@ -103,7 +103,7 @@ class Backend(Protocol):
 
     @property
     def n_ctx(self) -> int:
-        """Cells in the cache; the first position that cannot be decoded."""
+        """The number of cells in the cache, which is also the first position that cannot be decoded."""
         ...
 
     @property
@@ -118,63 +118,63 @@ class Backend(Protocol):
 
     @property
     def n_sequences(self) -> int:
-        """Sequence ids run from 0 to this, exclusive."""
+        """The number of sequences; their ids are 0 to n_sequences - 1."""
         ...
 
     @property
     def rollback(self) -> Rollback:
-        """How the end of a sequence is dropped."""
+        """How this backend drops the end of a sequence."""
         ...
 
     @property
     def can_branch(self) -> bool:
-        """Whether sequences may share cells, as a tree needs. A recurrent state is one
-        sequence's alone."""
+        """Whether sequences may share cells, which trees need. A recurrent state belongs to one
+        sequence only."""
         ...
 
     @property
     def decode_s(self) -> float:
-        """Seconds spent in decoding so far, and in rolling back where that takes time."""
+        """Seconds spent in decoding so far, and in rollbacks where these take time."""
         ...
 
     @property
     def n_decoded_rows(self) -> int:
-        """Rows decoded so far, those included that a rollback made to be decoded again."""
+        """Rows decoded so far, including rows that were decoded again because of a rollback."""
         ...
 
     def decode(self, batch: Batch) -> Logits:
         """Decode a batch and extend the cache by it.
 
-        Returns float32[n_wanted, n_vocab]: the logits of the rows that want them, in the
-        order of the batch, without a copy; valid, and writable, until the next decode.
-        Raises `BackendError` if the batch could not be decoded.
+        Return float32[n_wanted, n_vocab]: the logits of the rows that want them, in the order of
+        the batch. This is a view without a copy; it is valid, and writable, until the next decode.
+        Raise `BackendError` if the batch could not be decoded.
         """
         ...
 
     def length(self, sequence: int) -> int:
-        """The number of tokens in a sequence: the position of its next one."""
+        """Return the number of tokens in a sequence, which is the position of its next token."""
         ...
 
     def text(self, sequence: int) -> Sequence[int]:
-        """The tokens of a sequence, as far as that is known for certain: after a decode that failed,
-        a beginning of them. Read it, do not keep it."""
+        """Return the tokens of a sequence. After a decode that failed only a beginning of them may be
+        known. The caller must not change or keep the result."""
         ...
 
     def checkpoint(self, sequence: int) -> None:
-        """What is decoded from here on may be dropped again: `remove` has to succeed, and be
-        cheap, from this position on. To be said again before each draft is decoded."""
+        """Announce that tokens decoded from here on may be dropped again: `remove` from this position
+        on must then succeed and be cheap. Call it before each draft is decoded."""
         ...
 
     def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
-        """Let the cells of `source` from `start` to `end` (-1: the end) belong to
-        `destination` too. Raises `BackendError` if sequences cannot share (`can_branch`)."""
+        """Let the cells of `source` from `start` to `end` (-1: to its end) belong to `destination`
+        too. Raise `BackendError` if sequences cannot share cells (`can_branch`)."""
         ...
 
     def remove(self, sequence: int, start: int = 0) -> None:
         """Drop a sequence's cells from position `start` on.
 
-        Raises `RollbackError` if the cache cannot, now or in the next decode of the sequence;
-        it is then in no known state.
+        Raise `RollbackError` if the cache cannot drop them; the error may come only with the next
+        decode of the sequence. The state of the cache is unknown then.
         """
         ...
 
@@ -185,10 +185,10 @@ class Backend(Protocol):
 
 @runtime_checkable
 class HiddenBackend(Backend, Protocol):
-    """A backend that tells a model's hidden states too."""
+    """A backend that also returns a model's hidden states."""
 
     def decode_hidden(self, batch: Batch) -> tuple[Logits, Hidden]:
-        """As `decode`, with the final hidden states of the rows that want logits:
-        float32[n_wanted, n_embd], valid until the next decode. The batch has `n_outputs` rows at
-        most. Raises `BackendError` too where a model gives no hidden states."""
+        """Decode as `decode` does, and also return the final hidden states of the rows that want
+        logits: float32[n_wanted, n_embd], valid until the next decode. The batch may have at most
+        `n_outputs` rows. Also raise `BackendError` if the model gives no hidden states."""
         ...

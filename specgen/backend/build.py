@@ -1,7 +1,7 @@
-"""The version of llama.cpp, how it was built, and its devices, as plain values.
+"""The version of llama.cpp, its build options and its devices, as plain values.
 
-Apart from `specgen.backend.llama`, which fills them in, so that they can be read where
-llama.cpp is not, or cannot be, loaded.
+`specgen.backend.llama` fills them in. They are defined here so that they can be used where llama.cpp
+is not, or cannot be, loaded.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Something that llama.cpp can compute on."""
+    """A device that llama.cpp can compute on."""
 
     name: str
     #: ``cpu``, ``gpu``, ``integrated gpu``, ``accelerator`` (works along with the CPU) or
     #: ``meta`` (several devices as one).
     kind: str
     description: str
-    #: 0 where the device does not tell.
+    #: In bytes; 0 if the device does not report its memory.
     memory_bytes: int
     free_bytes: int
 
@@ -29,9 +29,9 @@ class Build:
 
     #: Version of llama-cpp-python.
     version: str
-    #: Version of the llama.cpp within.
+    #: Version of the llama.cpp inside it.
     llama_version: str
-    #: llama.cpp's own line about what was compiled in.
+    #: llama.cpp's own line about the features that were compiled in.
     system_info: str
     #: Whether layers can be kept on a GPU.
     gpu_offload: bool
@@ -39,9 +39,9 @@ class Build:
 
     @property
     def features(self) -> dict[str, tuple[str, ...]]:
-        """What was compiled in, by the part of llama.cpp: ``{"CPU": ("AVX2", "FMA", ...)}``.
+        """The features that were compiled into each part of llama.cpp: ``{"CPU": ("AVX2", "FMA", ...)}``.
 
-        A feature that is more than on or off has its value behind it: ``ARCHS=800,890``.
+        A feature with a value, not just on or off, includes it: ``ARCHS=800,890``.
         """
         parts: dict[str, tuple[str, ...]] = {}
         part = ""

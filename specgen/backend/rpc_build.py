@@ -1,17 +1,17 @@
-"""The library of llama.cpp's RPC backend that scripts/build_rpc.py builds: its name and version."""
+"""The name and version of the RPC backend library that scripts/build_rpc.py builds."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-#: In `specgen/backend/llama/`, and beside it what it was built for.
+#: The library in `specgen/backend/llama/`, and the file beside it that says what it was built for.
 LIBRARY = "libspecgen-rpc.so"
 STAMP = "libspecgen-rpc.json"
 
 
 def version_of(library: Path) -> str | None:
-    """The version of llama-cpp-python that the library was built for; None if nobody knows."""
+    """Return the version of llama-cpp-python that the library was built for; None if unknown."""
     try:
         stamp = json.loads(library.with_name(STAMP).read_text(encoding="utf-8"))
     except (OSError, ValueError):

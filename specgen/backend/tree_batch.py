@@ -1,10 +1,9 @@
 """Draft trees as rows of a batch and sequences of the cache.
 
-Each generation owns a *slot*: a run of sequence ids, of which the first holds the committed
-text. A tree with b leaves needs b sequences, one a branch: the cells of the committed text
-are shared with each (no data moves), and a node's row belongs to every branch that passes
-through it. A row then attends to its own ancestors and to nothing else, which is tree
-attention by means of sequence ids.
+Each generation owns a *slot*: consecutive sequence ids, the first of which holds the committed
+text. A tree with b leaves needs b sequences, one for each branch. All of them share the cells of the
+committed text (no data moves). A node's row belongs to every branch that contains the node. A row
+therefore attends to its own ancestors and to nothing else: tree attention by sequence ids.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ class Slot:
     n_branches: int = 1
 
     def branches(self, n: int) -> tuple[int, ...]:
-        """The sequences of a tree with n leaves; at least the one of the committed text."""
+        """Return the sequences for a tree with n leaves, at least the one of the committed text.
+        Raise `ValueError` if the slot has fewer."""
         if n > self.n_branches:
             raise ValueError(f"the draft has {n} branches, the slot room for {self.n_branches}")
         return tuple(range(self.first, self.first + max(1, n)))
@@ -33,9 +33,9 @@ class Slot:
 def pack(batch: Batch, backend: Backend, slot: Slot, pending: Sequence[int], draft: Draft) -> None:
     """Add a generation's rows to a batch: its pending tokens, then its draft.
 
-    `pending` are committed tokens that the cache does not hold yet, at least one. The last
-    of them and every node of the draft ask for logits: 1 + len(draft) rows of them, the
-    root's first, node i's at index 1 + i.
+    `pending` are the committed tokens that the cache does not hold yet, at least one. The last of
+    them (the root) and every node of the draft want logits. That gives 1 + len(draft) rows of
+    logits: index 0 is the root, index 1 + i is node i.
     """
     n_past = backend.length(slot.first)
     if len(draft):
@@ -64,9 +64,10 @@ def pack(batch: Batch, backend: Backend, slot: Slot, pending: Sequence[int], dra
 
 
 def keep_path(backend: Backend, slot: Slot, draft: Draft, path: Sequence[int]) -> None:
-    """After a decode, keep one path of the tree in the cache and drop the rest of it.
+    """Keep one path of the tree in the cache after a decode, and drop the rest of the tree.
 
-    `path` are nodes from the root down; it may be empty. Raises `RollbackError`.
+    `path` are nodes from the root down; it may be empty. Raise `RollbackError` if the cache cannot
+    drop the rest.
     """
     if len(path) == len(draft):
         return  # a chain, kept whole
@@ -76,8 +77,8 @@ def keep_path(backend: Backend, slot: Slot, draft: Draft, path: Sequence[int]) -
     if len(branches) == 1:
         backend.remove(slot.first, length - len(draft) + len(path))
         return
-    # The branch that holds the slot's first sequence ends at the first leaf, so what was
-    # cached before the tree is known from that leaf's depth.
+    # The slot's first sequence is the branch that ends at the first leaf. The length of the cache
+    # before the tree thus follows from the depth of that leaf.
     n_before = length - len(draft.path(leaves[0]))
     last = path[-1] if path else ROOT
     for branch, leaf in zip(branches, leaves, strict=True):

@@ -1,8 +1,8 @@
 """Ask a worker for its protocol, devices and memory, without llama.cpp and with a time limit.
 
-The protocol is llama.cpp's (ggml/src/ggml-rpc): a request is a command's byte, the size of its data and
-the data; an answer is its size and its data. Numbers are little-endian. A worker serves one connection
-at a time: while a program uses it, others connect but get no answer.
+The protocol is llama.cpp's (ggml/src/ggml-rpc). A request is the byte of a command, the size of its
+data and the data. An answer is the size of its data and the data. Numbers are little-endian. A worker
+serves one connection at a time: while a program uses it, other programs connect but get no answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pathlib import Path
 
 from specgen.errors import BackendError, UsageError, WorkerLostError
 
-#: Commands, and the size of what HELLO carries on top: what the transports of an end can do.
+#: The commands, and the size in bytes of the capabilities that HELLO carries: what the transports of
+#: one end can do.
 _HELLO, _DEVICE_COUNT, _GET_DEVICE_MEMORY = 14, 15, 11
 _CAPABILITIES = 24
 _N_PINGS = 5
@@ -27,7 +28,7 @@ _START = "is `specgen worker` running there? docs/cluster.md shows how to start 
 
 @dataclass(frozen=True, slots=True)
 class RemoteDevice:
-    """Memory of a worker's device, in bytes."""
+    """The memory of a worker's device, in bytes."""
 
     free_bytes: int
     memory_bytes: int
@@ -35,18 +36,18 @@ class RemoteDevice:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker answered."""
+    """A worker's answers to a probe."""
 
     endpoint: str
-    #: Version of llama.cpp's RPC protocol at its end.
+    #: The worker's version of llama.cpp's RPC protocol.
     protocol: str
     devices: tuple[RemoteDevice, ...]
-    #: The shortest of some round trips, in seconds; None if nobody took the time.
+    #: The shortest of some round trips, in seconds; None if they were not timed.
     round_trip_s: float | None
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
-    """Host and port. Raises `UsageError` for anything else."""
+    """Return host and port. Raise `UsageError` if the text is not HOST:PORT."""
     host, separator, port = text.strip().rpartition(":")
     is_number = port.isascii() and port.isdigit() and 0 < int(port) < 65536
     if not (separator and host and is_number) or ":" in host:
@@ -58,8 +59,9 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
 
 def probe(endpoint: str, timeout_s: float, clock: Callable[[], float] | None = None) -> WorkerInfo:
-    """Ask a worker what it is. Raises `WorkerLostError` if it cannot be reached or does not answer
-    within `timeout_s` seconds, `UsageError` if `endpoint` is none. `clock` gives seconds."""
+    """Ask a worker for its protocol, devices and memory. With `clock`, which gives seconds, also time
+    round trips. Raise `WorkerLostError` if the worker cannot be reached or does not answer within
+    `timeout_s` seconds, `UsageError` if `endpoint` is not HOST:PORT."""
     host, port = parse_endpoint(endpoint)
     try:
         connection = socket.create_connection((host, port), timeout_s)
@@ -100,7 +102,7 @@ def _ask(connection: socket.socket, endpoint: str, clock: Callable[[], float] | 
 
 
 def _call(connection: socket.socket, command: int, request: bytes, n_expected: int) -> bytes:
-    """One request and its answer. Raises `OSError` if the answer is of another size."""
+    """Send a request and return its answer. Raise `OSError` if the answer has another size."""
     connection.sendall(struct.pack("<BQ", command, len(request)) + request)
     (size,) = struct.unpack("<Q", _receive(connection, 8))
     if size != n_expected:
@@ -119,7 +121,8 @@ def _receive(connection: socket.socket, n: int) -> bytes:
 
 
 def refusing(endpoints: Iterable[str]) -> list[str]:
-    """Those of the workers that take no connection within a second: whoever hangs still takes one."""
+    """Return the workers that accept no connection within a second. (A worker that hangs still accepts
+    one.)"""
     return [endpoint for endpoint in endpoints if not _takes_connections(endpoint)]
 
 
@@ -132,7 +135,7 @@ def _takes_connections(endpoint: str) -> bool:
 
 
 def check_protocol(worker: WorkerInfo) -> None:
-    """Raise `BackendError` if the worker's protocol is not that of the llama.cpp here."""
+    """Raise `BackendError` if the worker's protocol is not that of the installed llama.cpp."""
     own = own_protocol()
     if own is not None and worker.protocol != own:
         raise BackendError(
@@ -142,7 +145,7 @@ def check_protocol(worker: WorkerInfo) -> None:
 
 
 def own_protocol() -> str | None:
-    """The protocol's version in the installed llama-cpp-python; None where its headers are not
+    """Return the protocol version of the installed llama-cpp-python; None if its headers are not
     installed."""
     found = importlib.util.find_spec("llama_cpp")
     if found is None or found.origin is None:

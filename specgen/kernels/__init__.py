@@ -1,9 +1,9 @@
-"""Who computes on the CPU: specgen's own kernels or llama.cpp's.
+"""The choice between specgen's own CPU kernels and llama.cpp's.
 
-The kernels are a library of C++ (`kernels/` in the source) that is compiled when specgen is
-installed, where there is a compiler and the platform is one that they are written for. It is
-attached to llama.cpp for the whole process, before the first model is loaded, and only after it
-passed a test of its own in another process (`specgen.kernels.self_test`), once a machine.
+The kernels are a C++ library (`kernels/` in the source). It is compiled when specgen is installed, if
+there is a compiler and the kernels support the platform. The library is attached to llama.cpp for the
+whole process, before the first model is loaded, and only if it passed its self-test. A separate process
+runs this test (`specgen.kernels.self_test`), once on each machine.
 """
 
 from specgen.kernels.choice import (

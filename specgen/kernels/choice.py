@@ -1,4 +1,4 @@
-"""Whether specgen's kernels are there and work, and switching them on or off for this process."""
+"""Check that specgen's kernels exist and work, and switch them on or off for this process."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from specgen.errors import BackendError, UsageError
 from specgen.kernels.test_results import CHILD_COMMAND, TestResult, result_of
 from specgen.options import KernelChoice
 
-#: What is wanted, where no option says so.
+#: The environment variable with the choice of kernels, if no option gives one.
 VARIABLE = "SPECGEN_KERNELS"
 LIBRARY_NAME = "libspecgen-kernels.so"
-#: As `sysconfig.get_platform` names it.
+#: The platform that the kernels support, as `sysconfig.get_platform` names it.
 PLATFORM = "linux-x86_64"
 
 _BUILD = (
@@ -27,37 +27,37 @@ _LEAVE = "--kernels llama.cpp, or SPECGEN_KERNELS=llama.cpp, does without them"
 
 @dataclass(frozen=True, slots=True)
 class KernelStatus:
-    """Who computes what models on the CPU need, and why."""
+    """Which kernels compute models on the CPU, and why."""
 
     computes: Literal["specgen", "llama.cpp"]
-    #: What specgen's kernels are written for, where they compute: ``avx2``, ``avx-vnni``,
+    #: The instruction set of specgen's kernels, if they compute: ``avx2``, ``avx-vnni``,
     #: ``avx512-vnni`` or ``amx-int8``; else empty.
     instructions: str = ""
-    #: Why they are not used, as the rest of a sentence; None where they are.
+    #: Why they are not used, as the rest of a sentence; None if they are used.
     reason: str | None = None
     #: What to do about it.
     hint: str | None = None
-    #: The library; None where it was never built.
+    #: The library; None if it was not built.
     path: Path | None = None
-    #: What their test tested, where it was made for this status.
+    #: What their self-test tested; empty if it was not needed or not passed.
     tested: str = ""
-    #: Whether the library took this machine and this llama.cpp for its own, and then failed.
+    #: Whether the library accepted this machine and this llama.cpp, and then failed its test.
     is_broken: bool = False
 
     @property
     def label(self) -> str:
-        """Who computes, in a word or two: ``specgen avx512-vnni`` or ``llama.cpp``."""
+        """A short name of the kernels that compute: ``specgen avx512-vnni`` or ``llama.cpp``."""
         return f"{self.computes} {self.instructions}".strip()
 
 
 def library_path() -> Path | None:
-    """The library of kernels; None where it was not built."""
+    """Return the library of kernels; None if it was not built."""
     path = Path(__file__).parent / LIBRARY_NAME
     return path if path.is_file() else None
 
 
 def wanted_in(environment: Mapping[str, str]) -> KernelChoice:
-    """The choice that a variable of the environment makes. Raises `UsageError`."""
+    """Return the choice that the environment variable makes. Raise `UsageError` if it is not valid."""
     wanted = environment.get(VARIABLE) or "auto"
     for choice in get_args(KernelChoice):
         if choice == wanted:
@@ -71,11 +71,12 @@ def wanted_in(environment: Mapping[str, str]) -> KernelChoice:
 def choose_kernels(
     wanted: KernelChoice, cache: Path, *, child: Sequence[str] = CHILD_COMMAND
 ) -> KernelStatus:
-    """Let specgen's kernels or llama.cpp's compute for the models that this process loads from now
-    on. To be called before the first one.
+    """Choose specgen's or llama.cpp's kernels for the models that this process loads from now on. Call
+    this before the first model is loaded.
 
-    ``auto`` takes specgen's where they pass their test, whose result is kept in `cache`; `child`
-    is the command that makes it. Raises `UsageError` if specgen's are asked for and cannot be used.
+    ``auto`` takes specgen's kernels if they pass their self-test. The result of the test is kept in
+    `cache`; `child` is the command that runs it. Raise `UsageError` if specgen's kernels are required
+    and cannot be used.
     """
     if wanted == "llama.cpp":
         _switch_off()
@@ -93,7 +94,7 @@ def choose_kernels(
 def examine_kernels(
     cache: Path, *, child: Sequence[str] = CHILD_COMMAND, anew: bool = False
 ) -> KernelStatus:
-    """Whether specgen's kernels can be used here; nothing is attached. `anew` tests them even if
+    """Return whether specgen's kernels can be used here, without attaching them. `anew` tests them even if
     the result of an earlier test is known."""
     path = library_path()
     if path is None:
@@ -120,7 +121,7 @@ def _refused(path: Path, result: TestResult) -> KernelStatus:
 
 
 def _attached() -> KernelStatus | None:
-    """The kernels that this process attached before, which need no test any more."""
+    """Return the status of the kernels if this process attached them before: they need no test."""
     path = library_path()
     if path is None:
         return None
@@ -138,7 +139,7 @@ def _attach(status: KernelStatus) -> KernelStatus:
     assert status.path is not None
     try:
         attached = kernels.attach(status.path)
-    except BackendError as error:  # what the child could do this process may not be able to
+    except BackendError as error:  # the child process attached them, but this process may fail to
         return KernelStatus("llama.cpp", reason=error.message, hint=_LEAVE, path=status.path)
     return KernelStatus("specgen", attached.instructions, path=status.path)
 

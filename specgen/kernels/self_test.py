@@ -1,9 +1,9 @@
-"""The kernels' self-test, which a child process makes: `python -m specgen.kernels.self_test LIBRARY`.
+"""The kernels' self-test, which runs in a child process: `python -m specgen.kernels.self_test LIBRARY`.
 
-It attaches the library and compares a few operators of every kind with GGML's own: matrix
-products of every type of weights that the kernels take, a product with the matrices of experts,
-and attentions. What a row gives must also be the same bits alone and in a batch. The result is a
-line of JSON; how the process ends, if it does not come so far, is a result too.
+It attaches the library and compares a few operators of every kind with GGML's own: matrix products of
+every type of weights that the kernels take, a product with the matrices of experts, and attentions. A
+row must also give the same bits alone and in a batch. The result is one line of JSON. If the process
+ends without it, the exit code or signal is the result.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from specgen.backend.llama.kernels import Kernels
     from specgen.backend.llama.operators import FloatArray, HalfArray
 
-#: How far results may be apart: the root mean square of the difference over that of the values.
-#: Both round activations to 8 bits, each in its own way, which makes 0.01.
+#: The largest allowed deviation: the root mean square of the differences divided by that of the values.
+#: Both sides round activations to 8 bits in different ways, which causes 0.01.
 TOLERANCE = 0.02
 
-#: Superblocks of 256 in a row, rows for several groups of any width, and rows of batches that fill
-#: no tile of a kernel: of a small one, and of one that is large enough for AMX.
+#: The sizes of the products. A row has several superblocks of 256 columns. The rows make several groups
+#: of any width. The numbers of tokens do not fill the tiles of the kernels; the larger one is enough
+#: for AMX.
 _N_COLUMNS, _N_ROWS, _N_TOKENS, _N_TOKENS_OF_LARGE = 768, 96, 11, 43
 _N_EXPERTS, _N_USED = 4, 2
 #: (key and value type, size of keys and values).
@@ -38,7 +39,7 @@ class FailedTestError(Exception):
 
 
 def self_test(library: Path) -> dict[str, str]:
-    """Attach a library and test it: the result, as `specgen.kernels.test_results` reads it."""
+    """Attach a library, test it, and return the result as `specgen.kernels.test_results` reads it."""
     from specgen.backend.llama.kernels import attach
 
     try:
@@ -62,7 +63,7 @@ def self_test(library: Path) -> dict[str, str]:
 
 
 def _test_products(kernels: Kernels) -> int:
-    """Test a product of every type that the kernels take; returns how many these are."""
+    """Test a product of every type that the kernels take; return the number of types."""
     from specgen.backend.llama import operators
 
     shape = (_N_ROWS, _N_COLUMNS)
@@ -106,7 +107,7 @@ def _test_type(kernels: Kernels, type_name: str) -> None:
 
 
 def _test_experts() -> None:
-    """Test a product with the matrices of experts, of the first usual type that the kernels take."""
+    """Test a product with the matrices of experts, of the first common type that the kernels take."""
     import numpy as np
 
     from specgen.backend.llama import operators
@@ -142,12 +143,13 @@ def _test_experts() -> None:
 
 
 def _test_attentions(kernels: Kernels) -> int:
-    """Test some attentions; returns how many of them the kernels computed."""
+    """Test some attentions; return how many of them the kernels computed."""
     return sum(_test_attention(kernels, *attention) for attention in _ATTENTIONS)
 
 
 def _test_attention(kernels: Kernels, cache_type: str, size: int) -> bool:
-    """Returns whether the kernels computed it: what they do not cover is llama.cpp's."""
+    """Test an attention; return whether the kernels computed it. (llama.cpp computes those that they do
+    not cover.)"""
     import numpy as np
 
     from specgen.backend.llama import operators
@@ -185,7 +187,7 @@ def _test_attention(kernels: Kernels, cache_type: str, size: int) -> bool:
 
 
 def _causal_mask() -> HalfArray:
-    """What the last rows of a text see: all before them, and themselves."""
+    """Return the mask for the last rows of a text: a row sees all cells before it, and its own."""
     import numpy as np
 
     rows, cells = np.arange(_N_TOKENS)[:, None], np.arange(_N_CELLS)[None]
@@ -195,7 +197,7 @@ def _causal_mask() -> HalfArray:
 
 
 def _compare(what: str, computed: FloatArray, expected: FloatArray) -> None:
-    """Raise `FailedTestError` if a result is not what GGML computes."""
+    """Raise `FailedTestError` if a result differs from GGML's by `TOLERANCE` or more."""
     import numpy as np
 
     if not np.isfinite(computed).all():
@@ -207,14 +209,14 @@ def _compare(what: str, computed: FloatArray, expected: FloatArray) -> None:
 
 
 def _compare_rows(what: str, computed: FloatArray, alone: Callable[[int], FloatArray]) -> None:
-    """Raise `FailedTestError` if a row of a batch is not what it is alone, bit by bit."""
+    """Raise `FailedTestError` if a row of a batch does not have the same bits alone."""
     for row in range(0, len(computed), 5):
         if computed[row].tobytes() != alone(row).tobytes():
             raise FailedTestError(f"{what}: row {row} of a batch is not what it is alone")
 
 
 def main(arguments: list[str]) -> None:
-    """Print the result of testing the library whose path is given."""
+    """Test the library at the given path, and print the result."""
     answer: dict[str, Any] = self_test(Path(arguments[0]))
     sys.stdout.write(json.dumps(answer) + "\n")
 

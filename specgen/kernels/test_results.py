@@ -1,6 +1,6 @@
-"""Results of the kernels' self-test: made by a child process, and remembered for a machine.
+"""Results of the kernels' self-test: run it in a child process, and remember its result for a machine.
 
-A child, since kernels that are wrong for a CPU may end the process that tries them.
+The test needs a child process, since kernels that are wrong for a CPU may end the process that runs them.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from specgen.child import ChildDiedError, ChildError, ask_child
 
 TestOutcome: TypeAlias = Literal["passed", "refused", "failed"]
 
-#: Starts a child; the path of the library follows.
+#: The command that starts a child; the path of the library follows.
 CHILD_COMMAND = (sys.executable, "-m", "specgen.kernels.self_test")
 TIMEOUT_S = 60.0
-#: Restricts the kernels to an instruction set, when they are attached.
+#: This environment variable restricts the kernels to an instruction set when they are attached.
 INSTRUCTIONS_VARIABLE = "SPECGEN_KERNELS_INSTRUCTIONS"
-#: In the cache folder.
+#: The file of results in the cache folder.
 FILE_NAME = "kernels.json"
-#: Results that are kept, the latest ones.
+#: The most results in the file; the latest ones are kept.
 _N_KEPT = 8
 _CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, slots=True)
 class TestResult:
-    """What came of a self-test."""
+    """The result of a self-test."""
 
-    __test__ = False  # pytest takes the name for that of tests
+    __test__ = False  # else pytest takes this class for tests, because of its name
 
-    #: ``refused``: the library says itself that it is not for this machine or this llama.cpp.
+    #: ``refused``: the library itself reports that it is not for this machine or this llama.cpp.
     outcome: TestOutcome
     #: What was tested, or what went wrong, in a line.
     message: str
-    #: What the kernels are written for, if they passed.
+    #: The instruction set of the kernels, if they passed.
     instructions: str = ""
 
 
 def result_of(
     library: Path, cache: Path, *, child: Sequence[str] = CHILD_COMMAND, anew: bool = False
 ) -> TestResult:
-    """What comes of testing a library here: as it is remembered, or (`anew`) by a new test. A cache
-    that cannot be written to remembers nothing."""
+    """Return the result of testing a library here: the remembered one if there is one, unless `anew`, else
+    that of a new test. If the cache cannot be written, nothing is remembered."""
     file, key = cache / FILE_NAME, _key(_circumstances(library))
     known = None if anew else _parse(_read(file).get(key))
     if known is not None:
@@ -69,7 +69,7 @@ def result_of(
 def run_test(
     library: Path, *, child: Sequence[str] = CHILD_COMMAND, timeout_s: float = TIMEOUT_S
 ) -> TestResult:
-    """Test a library in a child process, however that ends."""
+    """Test a library in a child process. Return a result however the process ends."""
     try:
         answer = _parse(ask_child([*child, os.fspath(library)], timeout_s))
     except ChildDiedError as error:
@@ -83,7 +83,7 @@ def run_test(
 
 
 def _circumstances(library: Path) -> dict[str, str]:
-    """Everything that decides what comes of a test. Loads llama.cpp."""
+    """Return everything that the result of a test depends on. This loads llama.cpp."""
     from specgen.backend.llama import build
     from specgen.backend.llama.kernels import ggml_version
 
@@ -98,7 +98,7 @@ def _circumstances(library: Path) -> dict[str, str]:
 
 
 def _cpu() -> str:
-    """The name and the features of the CPU, as Linux tells them."""
+    """Return the name, the microcode and the features of the CPU as Linux reports them."""
     lines: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -113,7 +113,7 @@ def _key(circumstances: Mapping[str, str]) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """The results of a file, by key; none if it is not there or broken."""
+    """Return the results in a file, by key; none if it is missing or damaged."""
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -123,7 +123,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _parse(value: Any) -> TestResult | None:
-    """A result as JSON has it; None if it is none."""
+    """Return the result in a JSON value; None if it is not valid."""
     if not isinstance(value, dict) or value.get("outcome") not in get_args(TestOutcome):
         return None
     message, instructions = value.get("message"), value.get("instructions", "")

@@ -1,8 +1,8 @@
-"""The checks of `specgen verify`: does drafting change the answers?.
+"""The checks of `specgen verify`: does drafting change the answers?
 
-`greedy` compares texts, `sampled` tests draws against the target's exact distribution, and
-both compare rows of logits (`rows`). `statistics` is the mathematics of it, and `bugs` are known
-mistakes that the checks must find.
+`greedy` compares texts. `sampled` tests draws against the target's exact distribution. Both compare rows
+of logits (`rows`). `statistics` has the mathematics. `specgen.testing.bugs` has known bugs, which the
+checks must find.
 """
 
 from specgen.proof.drafting_plans import DraftingPlan, WayName, ways_to_draft

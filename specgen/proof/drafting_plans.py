@@ -1,4 +1,4 @@
-"""The ways to draft that are checked: the default one, and one that drafts in every round."""
+"""The ways to draft that are checked: that of the options, and one that drafts in every round."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ WayName: TypeAlias = Literal[PolicyName, "forced"]
 
 @dataclass(frozen=True, slots=True)
 class DraftingPlan:
-    """Options to draft by. With `is_forced`, n-grams and the model draft by turns, and one behind
-    the other, whatever costs say."""
+    """A way to draft. With `is_forced`, n-grams and the model draft in turn, and one continues the draft
+    of the other, regardless of costs."""
 
     drafting: DraftOptions
     is_forced: bool = False
 
     @property
     def name(self) -> WayName:
-        """The policy of the way that runs, or "forced"."""
+        """The name of the policy that decides, or "forced"."""
         return "forced" if self.is_forced else self.drafting.policy_in_use
 
     def prepare(self, generation: Generation) -> None:
@@ -37,8 +37,8 @@ class DraftingPlan:
 
 
 def ways_to_draft(drafting: DraftOptions) -> list[DraftingPlan]:
-    """The way that `specgen run` drafts with these options and, where costs may decide that nothing
-    is drafted, one in which something is."""
+    """Return how `specgen run` drafts with these options. If costs could decide that nothing is drafted,
+    add a plan that always drafts."""
     ways = [DraftingPlan(drafting)]
     if drafting.is_by_cost:
         shortest, longest = drafting.ngrams_of
@@ -54,9 +54,10 @@ def ways_to_draft(drafting: DraftOptions) -> list[DraftingPlan]:
 
 
 class ByTurns(WrappedPolicy):
-    """Lets a model and n-grams begin in turn, and the other one go on behind one token or two.
+    """Lets a model and n-grams begin the draft in turn. In half of the rounds the other one continues
+    after one or two tokens.
 
-    Whose turn it is depends on the number of the round alone, so it biases nothing.
+    Whose turn it is depends only on the number of the round, so the text is not biased.
     """
 
     def __init__(self, inner: Policy) -> None:
@@ -73,7 +74,7 @@ class ByTurns(WrappedPolicy):
 
     @property
     def _n_first(self) -> int:
-        """How many tokens the one drafts that begins, where the other goes on."""
+        """The number of tokens by the first drafter, if the other one continues."""
         return 1 + self._n_rounds // 4 % 2
 
     def room(self, n_left: int, others: Others = ALONE) -> int:
@@ -83,7 +84,7 @@ class ByTurns(WrappedPolicy):
     def prospect(self, origin: str, price: Price, after: Draft = NO_DRAFT) -> float:
         if len(after):
             return 1.0 if self._other_goes_on else 0.0
-        # Else the model begins where n-grams find nothing.
+        # Otherwise the model begins only if n-grams find nothing.
         return math.inf if self._model_begins else 0.5
 
     def worth(self, draft: Draft) -> float:

@@ -1,4 +1,4 @@
-"""Sample speculatively from one place in a text, by the loop that `specgen run` uses."""
+"""Sample speculatively, again and again, from one position in a text, with the loop of `specgen run`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specgen.testing.bugs import Bug
 
 
 class _UpTo(WrappedPolicy):
-    """A policy whose drafts are cut at a length that each draw has anew."""
+    """A policy that limits drafts to a length, which is set anew for each draw."""
 
     def __init__(self, inner: Policy) -> None:
         super().__init__(inner)
@@ -29,11 +29,11 @@ class _UpTo(WrappedPolicy):
 
 
 class Drawer:
-    """Generates the next few tokens after a place, again and again.
+    """Generates the next `depth` tokens after `place`, again and again.
 
-    Drafts are of at most one token in one draw, two in the next, and so on in turn: the token
-    after a wholly accepted draft, which is none of the draft's, then is among those that are
-    tested, whatever the longest draft (`n_longest`).
+    The limit of drafts changes with each draw: one token, two, and so on up to `depth` or `n_longest`,
+    in turn. The bonus token after a wholly accepted draft is therefore among the tested tokens, for any
+    `n_longest`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Drawer:
         self._generation = replace(
             generation,
             policy=self._policy,
-            # Room for whole drafts to the last.
+            # Enough room for a whole draft in the last round too.
             options=replace(generation.options, max_tokens=2 * depth + 2, stop=()),
         )
         if bug is not None:
@@ -66,7 +66,7 @@ class Drawer:
         self.drafted_by: Counter[str] = Counter()
 
     def draw(self) -> tuple[int, ...]:
-        """The tokens of one draw; fewer than `depth` if the text ended."""
+        """Return the tokens of one draw; fewer than `depth` if the text ended."""
         place = self._place
         self._policy.limit = 1 + self._policy.limit % self._n_lengths
         self._generation.state.rewind(place)

@@ -14,21 +14,21 @@ from specgen.proof.rows import decode
 from specgen.proof.statistics import Cells
 from specgen.sampling import Distribution
 
-#: Prefixes less likely than this are not followed further: each costs a decode.
+#: Prefixes that are less likely than this are not extended, because each extension costs a decode.
 _MIN_PREFIX = 0.004
 _MAX_PREFIXES = 300
-#: Outcomes less likely than this are told apart only by what they begin with.
+#: Outcomes that are less likely than this share a cell with others of the same prefix.
 _MIN_OUTCOME = 1e-4
-#: In an outcome: any of the tokens that are too unlikely to be told apart.
+#: Stands in an outcome for any of the tokens that share a cell.
 _ANY = -1
 
 
 class Exact:
     """The target's joint distribution of the next `depth` tokens after a text.
 
-    Prefixes are followed in the order of their probability; those that are too unlikely stay
-    whole, a cell each. So are, after each prefix, the tokens that are too unlikely: with a
-    vocabulary that no sampler truncates there would be millions of cells.
+    Prefixes are extended in the order of their probability. A prefix that is too unlikely is one cell.
+    After each prefix, all tokens that are too unlikely share one cell: if no sampler truncates the
+    vocabulary, there would otherwise be millions of cells.
     """
 
     def __init__(self, target: MemoBackend, shaper: Shaper, state: TextState, depth: int) -> None:
@@ -38,11 +38,11 @@ class Exact:
         self._depth = depth
         self._text = list(state.tokens)
         self._n_followed = 0
-        #: By prefix, a bit for each token: whether it shares the cell of the unlikely ones.
+        #: For each prefix a bit for each token: whether it is in the shared cell of unlikely tokens.
         self._unlikely: dict[tuple[int, ...], npt.NDArray[np.uint8]] = {}
 
     def cells(self) -> Cells:
-        """The outcomes and their probabilities."""
+        """Compute the outcomes and their probabilities."""
         is_end = self._target.vocabulary.is_end
         found: dict[tuple[int, ...], float] = {}
         open_prefixes: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
@@ -68,7 +68,7 @@ class Exact:
         return Cells.of(found)
 
     def cell(self, outcome: tuple[int, ...]) -> tuple[int, ...]:
-        """A drawn outcome as the cells have it."""
+        """Return a drawn outcome in the form that `cells` uses: an unlikely token becomes `_ANY`."""
         for length, token in enumerate(outcome):
             bits = self._unlikely.get(outcome[:length])
             if bits is not None and bits[token >> 3] >> (7 - (token & 7)) & 1:
@@ -83,7 +83,7 @@ class Exact:
         return self._shaper.distribution(self._row(prefix), prefix)
 
     def _row(self, prefix: tuple[int, ...]) -> Logits:
-        """The target's logits after a prefix, float32[n_vocab]."""
+        """Return the target's logits after a prefix, float32[n_vocab]."""
         text = [*self._text, *prefix]
         known = self._target.remembered(text)
         if known is not None:

@@ -1,15 +1,15 @@
 """Is the text at temperature 0 that of plain decoding, and if not, why not?
 
-With specgen's kernels a row of logits is the same bits in a batch as alone, and so are the texts:
-any difference is a defect. llama.cpp's own code may round a row differently in a batch. Where two
-tokens are all but equally likely, that can turn the choice, and the texts part for good: a *near-tie*, which
-another build or another batch size would turn as well. A *defect* is anything else: a token
-kept that the target did not choose, a cache that holds what was refused.
+With specgen's kernels a row of logits has the same bits in a batch as alone, so the texts are equal and
+any difference is a defect. llama.cpp's own code may round a row differently in a batch. If two tokens
+are almost equally likely, rounding can change the choice, and from there on the texts differ. This is
+a *near-tie*: another build or another batch size could change the choice too. Any other difference
+is a *defect*: a token was kept that the target did not choose, or the cache holds rejected tokens.
 
-They are told apart by two questions. Did the target, in the speculative run, choose the token
-that the text has there? And is the row that it chose from as close to plain decoding's as
-batches alone leave rows? (`specgen.proof.rows`) The second is asked of all rows, not only where
-texts part: a wrong cache shows long before it turns a choice.
+Two questions distinguish them. Did the target, in the speculative run, choose the token that the text
+has at this position? And is the row that it chose from as close to plain decoding's row as batches
+alone leave rows (`specgen.proof.rows`)? The second question is asked for all rows, not only where the
+texts differ: a wrong cache moves rows long before it changes a choice.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from specgen.proof.rows import batches_move, drafting_batch_sizes, is_moved, mov
 from specgen.sampling import Distribution, Sampler
 from specgen.testing.bugs import Bug
 
-#: Memory for the rows of plain answers. Those of one answer that have no room are not compared.
+#: The memory in bytes for the rows of plain answers. Rows of an answer beyond it are not compared.
 _N_BYTES_MAX = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A token that one of the two took: its logit in plain decoding, one token at a time, and
-    in the round of the speculative run. `token_id` is -1 where that text ended."""
+    """A token that plain decoding or the speculative run chose, with its logit in plain decoding (one
+    token at a time) and in the round of the speculative run. `token_id` is -1 if the text ended."""
 
     token_id: int
     text: str
@@ -47,14 +47,15 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first place where the texts part.
+    """The first position where the texts differ.
 
-    `position` counts the answer's tokens from 0. `was_chosen` tells whether the target, in the
-    speculative run, really chose the token that the text has there. `gap` is by how much plain
-    decoding prefers its token, in logits. `moved_by` is how far the speculative run's row is
-    from that of plain decoding, `batches_move` the most that batches alone were seen to move a
-    row so far (see `specgen.proof.rows.movement`); with `exact_rows` they must not move any. `same_in_batches_of` is the smallest size
-    of batches in which plain decoding itself takes the other token here; None if it never does.
+    `position` counts the answer's tokens from 0. `was_chosen` says whether the target, in the
+    speculative run, really chose the token of that run's text. `gap` is how much plain decoding prefers
+    its own token, in logits. `moved_by` is the distance of the speculative run's row from plain
+    decoding's row. `batches_move` is the largest distance that batches alone have caused so far (see
+    `specgen.proof.rows.movement`); with `exact_rows` they must cause none. `same_in_batches_of` is the
+    smallest batch size in which plain decoding itself chooses the other token here; None if it never
+    does.
     """
 
     position: int
@@ -69,23 +70,23 @@ class Difference:
 
     @property
     def is_defect(self) -> bool:
-        """Whether rounding in batches does not explain it."""
+        """Whether rounding in batches cannot explain the difference."""
         moved = is_moved(self.moved_by, self.batches_move, exact=self.exact_rows)
         return self.exact_rows or moved or not self.was_chosen
 
 
 @dataclass(frozen=True, slots=True)
 class GreedyResult:
-    """One prompt; they are counted from 1.
+    """The result of one prompt; `prompt` counts from 1.
 
-    `way` says what decided how much was drafted, and `drafted_by` which drafter proposed how many
-    of the tokens that were verified.
+    `way` names what decided how much was drafted. `drafted_by` has the number of verified tokens that
+    each drafter proposed.
 
-    `n_tokens` of plain decoding were compared; there is no `difference` if all are equal.
-    `n_rows` rows of logits, up to where the texts part, were compared too: the furthest is
-    `moved_by` from plain decoding's, and batches alone were seen to move rows by up to
-    `batches_move`; 0 as long as nothing made it necessary to measure that. `exact_rows`:
-    specgen's kernels computed, and batches alone were seen to move no row by a single bit.
+    `n_tokens` tokens of plain decoding were compared; `difference` is None if all are equal. `n_rows`
+    rows of logits, up to the first difference, were compared too. `moved_by` is the largest distance of
+    a row from plain decoding's. `batches_move` is the largest distance that batches alone have caused;
+    it is 0 until a row made this measurement necessary. `exact_rows` means that specgen's kernels
+    computed and that batches alone changed no bit of any row.
     """
 
     prompt: int
@@ -102,7 +103,7 @@ class GreedyResult:
 
     @property
     def is_moved(self) -> bool:
-        """Whether batches do not explain how far the rows are from plain decoding's."""
+        """Whether batches cannot explain the distance of the rows from plain decoding's."""
         return is_moved(self.moved_by, self.batches_move, exact=self.exact_rows)
 
     @property
@@ -112,16 +113,17 @@ class GreedyResult:
 
 @dataclass(frozen=True, slots=True)
 class PlainAnswer:
-    """What plain decoding answers: its tokens, the one that ended it too, and the rows of logits
-    that they were chosen from, float32[n_vocab] each, by how many tokens come before."""
+    """An answer of plain decoding. `tokens` includes the token that ended it. `rows` are the rows of
+    logits that the tokens were chosen from, float32[n_vocab] each; the key is the number of the answer's
+    tokens before the row."""
 
     tokens: list[int]
     rows: dict[int, Logits]
 
 
 class PlainAnswers:
-    """Answers of plain decoding, kept as far as there is memory: checks of several ways to draft
-    compare with the same."""
+    """Answers of plain decoding, kept while there is memory: the checks of several ways to draft compare
+    with the same answers."""
 
     def __init__(self, n_bytes_max: int = _N_BYTES_MAX) -> None:
         self._n_bytes_left = n_bytes_max
@@ -129,7 +131,7 @@ class PlainAnswers:
         self._kept: dict[tuple[tuple[int, ...], int], PlainAnswer] = {}
 
     def of(self, session: Session, loop: Loop, prompt: Prompt, n_ctx: int) -> PlainAnswer:
-        """The answer to a prompt, decoded by `loop` into an empty cache if it is not kept."""
+        """Return the answer to a prompt. If it is not kept, `loop` decodes it; the cache must be empty."""
         key = prompt.tokens, n_ctx
         if key in self._kept:
             return self._kept[key]
@@ -159,9 +161,9 @@ def check_greedy(
 ) -> Iterator[GreedyResult]:
     """Compare speculative and plain decoding, prompt by prompt.
 
-    The session drafts by a `way` from now on (None: as its options say); its temperature must be 0.
-    Ends early when `interrupted` says so. `bug` is built into the speculative side: the check must
-    find it. `answers` are those of earlier checks of the same target.
+    The session's temperature must be 0. From now on the session drafts as `way` says (None: as its
+    options say). The iterator ends early if `interrupted` returns True. `bug` is planted in the
+    speculative run: the check must find it. `answers` are from earlier checks of the same target.
     """
     if not prompts:
         return
@@ -170,7 +172,7 @@ def check_greedy(
     answers = answers if answers is not None else PlainAnswers()
     n_ctx = max(session.context_size(len(prompt.tokens)) for prompt in prompts)
     by_batches = 0.0
-    # Until batches alone are seen to move a row: not all models and caches are the kernels' alone.
+    # True until batches alone move a row: the kernels may not compute all of a model, or its cache type.
     exact = session.target_model.has_equal_rows
     with session.contexts(n_ctx) as (target, draft), session.helper_contexts(n_ctx) as helpers:
         measure_if_costs_decide(session, target, draft)
@@ -198,7 +200,7 @@ def check_greedy(
             if interrupted():
                 return
             moved_by = max(watch.moved_by.values(), default=0.0)
-            # Rows further away than batches moved any so far: measure here what batches do.
+            # The rows are further away than batches have moved rows so far: measure it for this prompt.
             if is_moved(moved_by, by_batches, exact=exact):
                 here = batches_move(session, n_ctx, prompt.tokens, expected[:-1], plain.rows)
                 by_batches = max(by_batches, here)
@@ -221,7 +223,7 @@ def check_greedy(
 
 
 class _Keeper(Shaper):
-    """A shaper that keeps the rows of plain decoding, by their position in the answer."""
+    """A shaper that keeps the rows of plain decoding, by position in the answer."""
 
     def __init__(self, sampler: Sampler, state: TextState, n_max: int) -> None:
         super().__init__(sampler, state)
@@ -236,8 +238,8 @@ class _Keeper(Shaper):
 
 
 class _Watch(Shaper):
-    """A shaper that compares the speculative run's rows with the plain ones, as long as the
-    text is that of plain decoding, and notes what the target chooses."""
+    """A shaper that compares the rows of the speculative run with plain decoding's, while the text is
+    the same, and records the target's choices."""
 
     def __init__(
         self,
@@ -250,10 +252,10 @@ class _Watch(Shaper):
         self._n_prompt = len(state.tokens)
         self._expected = list(expected)
         self._rows = rows
-        #: By position in the answer: how far the row is from the plain one, and the choice.
+        #: By position in the answer: the distance of the row from plain decoding's, and the choice.
         self.moved_by: dict[int, float] = {}
         self.choices: dict[int, int] = {}
-        #: The first row with another choice than the expected one, and its position.
+        #: The position and the row of the first choice that is not the expected one.
         self.turned: tuple[int, Logits] | None = None
 
     def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
@@ -287,7 +289,7 @@ def _difference(
         min(len(expected), len(found)),
     )
     if position == min(len(expected), len(found)):
-        # One text goes on where the other stops: no choice of a token does that.
+        # One text continues where the other ends: no choice of a token explains that.
         return _of_length(session, position, expected, found)
     ours, theirs = expected[position], found[position]
     shaper = session.shaper(_text(session, prompt, expected[:position]))

@@ -1,4 +1,4 @@
-"""Collect from a loop's events what the checks need."""
+"""Read committed tokens, drafters and failures from a loop's events."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from specgen.events import CommittedEvent, DraftedEvent, Event, NoticeEvent
 
 
 def check_drafting(events: Sequence[Event]) -> None:
-    """Raise `BackendError` if the drafter failed: what goes on without it proves nothing."""
+    """Raise `BackendError` if the drafter failed: the answer continues without drafts, which proves
+    nothing."""
     for event in events:
         if isinstance(event, NoticeEvent):
             raise BackendError(event.message)
 
 
 def drafted_by(events: Iterable[Event]) -> Counter[str]:
-    """How many of the drafted tokens that were verified came from each drafter, by its name."""
+    """Return the number of verified draft tokens for each drafter, by its name."""
     return Counter(
         node.origin for event in events if isinstance(event, DraftedEvent) for node in event.nodes
     )
 
 
 def tokens_told(events: Sequence[Event], *, loses_bonus: bool = False) -> Iterator[int]:
-    """The tokens that events commit to the text."""
+    """Yield the tokens that events commit to the text; with `loses_bonus`, without bonus tokens."""
     for event in events:
         if isinstance(event, CommittedEvent):
             for piece in event.pieces:

@@ -1,8 +1,8 @@
-"""A backend that remembers the logits of every text it has seen.
+"""A backend that remembers the logits of every text that it has decoded.
 
-`specgen verify` draws the same few tokens thousands of times: nearly every row that its
-rounds ask for has been computed before. The loop runs on this backend unchanged, and what is
-remembered costs a copy instead of a decode.
+`specgen verify` draws the same few tokens thousands of times, so nearly every row that its rounds want
+has been computed before. The loop runs on this backend without changes; a remembered row costs a copy
+instead of a decode.
 """
 
 from __future__ import annotations
@@ -19,30 +19,29 @@ from specgen.errors import BackendError, RollbackError
 
 #: The node of the empty text.
 _EMPTY = 0
-#: How many tokens behind a checkpoint none is made again: draws go back to where they began,
-#: and a recurrent model has one checkpoint, the last.
+#: No new checkpoint is set within this many tokens after the last one: draws go back to the position
+#: where they began, and a recurrent model keeps only its last checkpoint.
 _CHECKPOINT_REACH = 16
 
 
 class MemoBackend:
-    """Another backend, each of whose rows is computed once.
+    """Wraps another backend, and computes each row only once.
 
-    A text has one row: the *first* that was computed for it, bit for bit, whatever batch asks
-    for it later. (A backend's rows differ in their last bits with the batch that they are
-    computed in. With a memory, all draws from a text see one and the same distribution.)
+    A text has one row: the *first* that was computed for it, bit for bit, in whatever batch it is wanted
+    later. (The last bits of a backend's row depend on its batch. With a memory, all draws from a text
+    see the same distribution.)
 
-    The sequences that a caller sees are texts, nodes of a trie. Only when a row is asked for
-    that is not remembered is the inner backend's cache brought to where it would be by now:
-    cut back, shared by copies, and given the rows that it missed. The inner backend is this
-    one's alone; `close` closes it.
+    The caller's sequences are texts, nodes of a trie. The inner backend's cache is updated only when a
+    row is wanted that is not remembered: then sequences are cut back, cells are shared, and missing
+    tokens are decoded. Nothing else may use the inner backend; `close` closes it.
 
-    `n_bytes_max` bounds the remembered rows: beyond it, those used least recently go, and
-    count in `n_evicted`. A text whose row went is computed anew when it comes again, perhaps
+    `n_bytes_max` limits the remembered rows. Beyond it the least recently used rows are dropped, and
+    counted in `n_evicted`. If the text of a dropped row comes again, its row is computed anew, perhaps
     with other last bits.
 
-    With `costs`, a decode that is answered from memory counts in `decode_s` with what the table
-    says that it would have taken (`saved_s`): whoever decides by what decodes cost then decides
-    as without a memory. With `hidden`, hidden states are remembered too.
+    With `costs`, a decode that is answered from memory adds to `decode_s` the time that it would have
+    taken by this table (`saved_s`). Policies that decide by the costs of decodes then decide as without
+    a memory. With `hidden`, hidden states are remembered too.
     """
 
     def __init__(
@@ -54,33 +53,33 @@ class MemoBackend:
         hidden: bool = False,
     ) -> None:
         self._inner = inner
-        #: What tells hidden states too; these stand behind the logits of a row then.
+        #: The inner backend if hidden states are remembered: they follow the logits in a row.
         self._hidden_inner: HiddenBackend | None = None
         if hidden:
             assert isinstance(inner, HiddenBackend), "hidden states are asked for"
             self._hidden_inner = inner
         self._costs = costs
-        #: Seconds that decodes which were answered from memory would have taken.
+        #: The seconds that the decodes answered from memory would have taken.
         self.saved_s = 0.0
         self._n_saved_rows = 0
         self._n_bytes_max = n_bytes_max
         self._texts = _Trie()
-        #: Rows by node, the least recently used first; not to be written to.
+        #: Rows by node, the least recently used first; read-only.
         self._rows: OrderedDict[int, Logits] = OrderedDict()
         #: The text of each sequence: as the caller knows it, and as the inner cache holds it.
         self._nodes = [_EMPTY] * inner.n_sequences
         self._cached = [_EMPTY] * inner.n_sequences
-        #: Where each sequence of the inner cache can go back to for certain, a beginning of
-        #: what it holds; None if nobody said so.
+        #: The last checkpoint of each sequence of the inner cache, a beginning of its text; None if
+        #: there is none.
         self._checkpoints: list[int | None] = [None] * inner.n_sequences
-        #: After a failure nobody knows what the inner cache holds.
+        #: Whether a decode failed, so that the content of the inner cache is unknown.
         self._is_lost = False
         self._recalled = np.empty((0, inner.n_vocab), np.float32)
-        #: Decodes of the inner backend, those that only catch up among them.
+        #: Decodes of the inner backend, including those that only decode missing tokens.
         self.n_decodes = 0
         #: Decodes that were answered from memory.
         self.n_hits = 0
-        #: Rows that had to go.
+        #: Rows that were dropped for lack of memory.
         self.n_evicted = 0
 
     @property
@@ -121,28 +120,28 @@ class MemoBackend:
 
     @property
     def decode_s(self) -> float:
-        """Seconds that the inner backend spent in decoding, and `saved_s`."""
+        """The seconds that the inner backend spent in decoding, plus `saved_s`."""
         return self._inner.decode_s + self.saved_s
 
     @property
     def n_decoded_rows(self) -> int:
-        """Rows that the inner backend decoded, and those that were answered from memory."""
+        """The rows that the inner backend decoded, plus those of batches answered from memory."""
         return self._inner.n_decoded_rows + self._n_saved_rows
 
     def decode(self, batch: Batch) -> Logits:
-        """See `Backend.decode`. Raises `BackendError` also where a batch would leave a gap in
-        a sequence, or continue different texts by one row."""
+        """See `Backend.decode`. Also raise `BackendError` if a batch would leave a gap in a sequence, or
+        if one row would continue different texts."""
         return self._decode(batch)[:, : self.n_vocab]
 
     def decode_hidden(self, batch: Batch) -> tuple[Logits, Hidden]:
-        """See `HiddenBackend.decode_hidden`; where hidden states are remembered."""
+        """See `HiddenBackend.decode_hidden`. Raise `BackendError` if hidden states are not remembered."""
         if self._hidden_inner is None:
             raise BackendError("no hidden states are remembered")
         rows = self._decode(batch)
         return rows[:, : self.n_vocab], rows[:, self.n_vocab :]
 
     def _decode(self, batch: Batch) -> Logits:
-        """The rows that are wanted, with the hidden states behind the logits."""
+        """Return the wanted rows. If hidden states are remembered, they follow the logits in each row."""
         nodes, ends = self._read(batch)
         wanted = [node for node, wants in zip(nodes, batch.wants_logits, strict=True) if wants]
         if all(node in self._rows for node in wanted):
@@ -164,11 +163,11 @@ class MemoBackend:
         return self._texts.tokens_after(_EMPTY, self._nodes[sequence])
 
     def checkpoint(self, sequence: int) -> None:
-        """Nothing: any text can be gone back to, and the inner backend is told by `decode`."""
+        """Do nothing: any text can be returned to, and `decode` sets the inner backend's checkpoints."""
 
     def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
-        """See `Backend.copy`. Raises `BackendError` also if `destination` would not be one
-        text without a gap afterwards."""
+        """See `Backend.copy`. Also raise `BackendError` if `destination` would not be one text without a
+        gap afterwards."""
         if not self.can_branch:
             raise BackendError(f"sequences {source} and {destination} cannot share a state")
         texts, here = self._texts, self._nodes[destination]
@@ -187,32 +186,32 @@ class MemoBackend:
             self._nodes[destination] = shared
 
     def remove(self, sequence: int, start: int = 0) -> None:
-        """See `Backend.remove`. Never fails: an inner cache that cannot drop the end of a
-        sequence is filled anew when it is next needed."""
+        """See `Backend.remove`. This never fails: if the inner cache cannot drop the end of a sequence,
+        it is emptied and filled again when it is next needed."""
         self._nodes[sequence] = self._texts.ancestor(self._nodes[sequence], start)
 
     def close(self) -> None:
-        """Free the inner cache; what is remembered can still be looked up."""
+        """Free the inner cache. Remembered rows can still be looked up."""
         self._inner.close()
 
-    # --- what is remembered -----------------------------------------------------------------
+    # --- the remembered rows ----------------------------------------------------------------
 
     def remembered(self, text: Sequence[int]) -> Logits | None:
-        """The row after a text, float32[n_vocab], read-only; None if it is not remembered."""
+        """Return the row after a text, float32[n_vocab], read-only; None if it is not remembered."""
         node = self._texts.find(text)
         row = None if node is None else self._rows.get(node)
         return None if row is None else row[: self.n_vocab]
 
     def rows(self) -> Iterator[tuple[tuple[int, ...], Logits]]:
-        """Every remembered text and its row, float32[n_vocab], read-only; in the order in
-        which the texts were first seen, so that a text comes after its beginnings."""
+        """Yield every remembered text and its row, float32[n_vocab], read-only, in the order in which the
+        texts were first seen: a text comes after its beginnings."""
         for node in sorted(self._rows):
             row = self._rows.get(node)
-            if row is not None:  # unless it went while the caller was busy
+            if row is not None:  # the row may have been dropped since the last `yield`
                 yield tuple(self._texts.tokens_after(_EMPTY, node)), row[: self.n_vocab]
 
     def _recall(self, nodes: Sequence[int]) -> Logits:
-        """Copies of remembered rows, float32[n, n_columns]: the caller may write into them."""
+        """Return copies of remembered rows, float32[n, n_columns]; the caller may write into them."""
         if len(nodes) > len(self._recalled):
             n_columns = len(next(iter(self._rows.values())))
             self._recalled = np.empty((len(nodes), n_columns), np.float32)
@@ -222,7 +221,8 @@ class MemoBackend:
         return self._recalled[: len(nodes)]
 
     def _remember(self, nodes: Sequence[int], logits: Logits) -> None:
-        """Remember new rows of float32[n, n_columns]; put the first one where there is one."""
+        """Remember rows of float32[n, n_columns]. Overwrite in `logits` each row that is already
+        remembered with the remembered one."""
         for index, node in enumerate(nodes):
             known = self._rows.get(node)
             if known is not None:
@@ -241,7 +241,8 @@ class MemoBackend:
     # --- the inner backend ------------------------------------------------------------------
 
     def _read(self, batch: Batch) -> tuple[list[int], dict[int, int]]:
-        """The node of each row, and where the sequences end after them."""
+        """Return the node of each row, and the last node of each sequence in the batch. Raise
+        `BackendError` if the batch is not valid."""
         if not len(batch):
             raise BackendError("a batch of no rows")
         if sum(batch.wants_logits) > self.n_outputs:
@@ -269,7 +270,7 @@ class MemoBackend:
         return nodes, ends
 
     def _compute(self, batch: Batch, wanted: Sequence[int], ends: dict[int, int]) -> Logits:
-        """Decode a batch, after whatever the inner cache missed, and remember its rows."""
+        """Decode the tokens that the inner cache misses, then the batch, and remember its rows."""
         if self._is_lost:
             self._empty_inner()
         self._is_lost = True
@@ -285,7 +286,7 @@ class MemoBackend:
         return logits
 
     def _decode_at(self, batch: Batch, sequences: Sequence[int]) -> Logits:
-        """Decode a batch of these sequences where the caller knows them to be."""
+        """Decode a batch after the inner cache of these sequences agrees with the caller's texts."""
         self._bring_up(sequences)
         depths = self._texts.depths
         for sequence in sequences:
@@ -296,14 +297,14 @@ class MemoBackend:
         return self._decode_inner(batch)
 
     def _bring_up(self, sequences: Sequence[int]) -> None:
-        """Make the inner cache hold the texts of `sequences`, and of the other sequences
-        nothing that they do not have."""
+        """Make the inner cache hold the texts of `sequences`, and drop from the other sequences all tokens
+        that are not in their texts."""
         firsts: dict[int, int] = {}
         for sequence in sequences:
             firsts.setdefault(self._nodes[sequence], sequence)
         for sequence in firsts.values():
             self._cut(sequence)
-            # Before anything else is cut: a branch that is over may hold what its trunk needs.
+            # Before other sequences are cut: a finished branch may hold cells that its trunk needs.
             self._borrow(sequence)
         for sequence in range(len(self._nodes)):
             self._cut(sequence)
@@ -316,14 +317,14 @@ class MemoBackend:
                 self._share(first, sequence)
 
     def _cut(self, sequence: int) -> None:
-        """Drop what a sequence does not have from the inner cache."""
+        """Drop the tokens from the inner cache that are not in a sequence's text."""
         cached = self._cached[sequence]
         common = self._texts.common(cached, self._nodes[sequence])
         if common != cached:
             self._drop(sequence, common)
 
     def _borrow(self, sequence: int) -> None:
-        """Share the cells of whichever sequence holds more of this one's text."""
+        """Share cells with the sequence of the inner cache that holds most of this sequence's text."""
         if not self.can_branch:
             return
         texts, wanted, own = self._texts, self._nodes[sequence], self._cached[sequence]
@@ -340,14 +341,14 @@ class MemoBackend:
             self._cached[sequence] = best
 
     def _share(self, first: int, sequence: int) -> None:
-        """Let a branch have the very cells of its trunk, as the packing of a tree does."""
+        """Let a branch share all cells of its trunk, as `pack` does for a tree."""
         if self._cached[sequence] != _EMPTY:
             self._drop(sequence, _EMPTY)
         self._inner.copy(first, sequence)
         self._cached[sequence] = self._cached[first]
 
     def _fill(self, sequence: int) -> None:
-        """Decode what is missing of a sequence's text in the inner cache, as a prompt is."""
+        """Decode the tokens of a sequence's text that the inner cache misses, in batches like a prompt."""
         cached, wanted = self._cached[sequence], self._nodes[sequence]
         missing = self._texts.tokens_after(cached, wanted)
         position = self._texts.depths[cached]
@@ -363,7 +364,7 @@ class MemoBackend:
         inner = self._hidden_inner
         if inner is None:
             return self._inner.decode(batch)
-        # Of a batch for hidden states each row costs an output: those that nobody asks for go before.
+        # Each row of a batch for hidden states costs an output, so leading rows without one go first.
         n_silent = [*batch.wants_logits, True].index(True)
         if n_silent:
             inner.decode(batch.part(0, n_silent))
@@ -376,7 +377,7 @@ class MemoBackend:
             self._drop(sequence, _EMPTY)
 
     def _drop(self, sequence: int, kept: int) -> None:
-        """Drop what comes after the text `kept` from a sequence of the inner cache."""
+        """Drop the tokens after the text `kept` from a sequence of the inner cache."""
         depths, checkpoint = self._texts.depths, self._checkpoints[sequence]
         self._inner.remove(sequence, depths[kept])
         self._cached[sequence] = kept
@@ -385,8 +386,8 @@ class MemoBackend:
 
 
 class _Trie:
-    """Texts as numbers: a node is its parent's text and one token more, node 0 the empty
-    text. Adding a token to a text of any length takes the same short time."""
+    """Texts as numbers: a node is the text of its parent and one more token; node 0 is the empty text.
+    Adding a token takes the same short time for a text of any length."""
 
     def __init__(self) -> None:
         self.depths = [0]
@@ -395,7 +396,7 @@ class _Trie:
         self._children: dict[tuple[int, int], int] = {}
 
     def child(self, parent: int, token: int) -> int:
-        """The text with a token more."""
+        """Return the node of the text with one more token."""
         node = self._children.setdefault((parent, token), len(self.depths))
         if node == len(self.depths):
             self.depths.append(self.depths[parent] + 1)
@@ -404,7 +405,7 @@ class _Trie:
         return node
 
     def find(self, text: Sequence[int]) -> int | None:
-        """The node of a text; None if it was never seen."""
+        """Return the node of a text; None if it was never seen."""
         node: int | None = _EMPTY
         for token in text:
             if node is None:
@@ -413,7 +414,7 @@ class _Trie:
         return node
 
     def ancestor(self, node: int, depth: int) -> int:
-        """The first `depth` tokens of a text; all of it if it is shorter."""
+        """Return the node of the first `depth` tokens of a text; of the whole text if it is shorter."""
         if depth <= 0:
             return _EMPTY
         while self.depths[node] > depth:
@@ -421,7 +422,7 @@ class _Trie:
         return node
 
     def common(self, one: int, other: int) -> int:
-        """The longest text with which both texts begin."""
+        """Return the node of the longest text with which both texts begin."""
         if _EMPTY in (one, other):
             return _EMPTY
         one = self.ancestor(one, self.depths[other])
@@ -431,7 +432,7 @@ class _Trie:
         return one
 
     def tokens_after(self, beginning: int, node: int) -> list[int]:
-        """The tokens of a text after one of its beginnings."""
+        """Return the tokens of a text after one of its beginnings."""
         tokens: list[int] = []
         while node != beginning:
             tokens.append(self._tokens[node])

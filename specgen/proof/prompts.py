@@ -1,4 +1,4 @@
-"""The prompts of the checks: the user's own from a file, or specgen's."""
+"""The prompts of the checks: the user's from a file, or specgen's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specgen.errors import PromptError
 
 T = TypeVar("T")
 
-#: Of many kinds, so that drafts are good at some and bad at others.
+#: Prompts of many kinds, so that some are easy and some are hard to draft for.
 OWN_PROMPTS = (
     "Write a Python function that merges two sorted lists, with a docstring and a test.",
     "Explain to a child why the sky is blue and sunsets are red.",
@@ -33,9 +33,9 @@ OWN_PROMPTS = (
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a JSON Lines file: of each line `prompt`, or the first of `turns`.
+    """Return the prompts of a JSON Lines file: `prompt` of each line, or the first of its `turns`.
 
-    Raises `PromptError` that names the line.
+    Raise `PromptError`, which names the line, if the file is not valid.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
@@ -67,7 +67,7 @@ def _prompt(line: str, where: str) -> str:
 
 
 def evenly_chosen(prompts: Iterable[T], n: int) -> list[T]:
-    """`n` of the prompts, evenly from the whole list; all if there are no more."""
+    """Return `n` prompts, evenly spaced in the whole list; all if there are not more."""
     whole = list(prompts)
     if n >= len(whole):
         return whole

@@ -17,7 +17,7 @@ ProofVerdict: TypeAlias = Literal["lossless", "defect", "interrupted", "nothing 
 
 @dataclass(frozen=True, slots=True)
 class UncheckedPrompt:
-    """A prompt, counted from 1, that was not checked with, and why."""
+    """A prompt, counted from 1, that was not used for a check, and the reason."""
 
     prompt: int
     reason: str
@@ -25,25 +25,25 @@ class UncheckedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ProofReport:
-    """The settings, and a result for each prompt and place."""
+    """The settings, and the result of each prompt and position."""
 
     target: str
     draft: str
     verifier: str
     draft_max: int
-    #: As used for the sampled check; the greedy one has temperature 0.
+    #: The samplers of the sampled check; the greedy one has temperature 0.
     sampler: SamplerOptions
     seeded_bug: str | None
     check: ProofCheck
     greedy: tuple[GreedyResult, ...]
     sampled: tuple[SampledResult, ...]
     skipped: tuple[UncheckedPrompt, ...] = ()
-    #: Whether the checks ended before their time.
+    #: Whether the checks were interrupted.
     is_interrupted: bool = False
 
     @property
     def differences(self) -> list[GreedyResult]:
-        """The prompts whose answers part."""
+        """The results whose texts differ."""
         return [result for result in self.greedy if result.difference is not None]
 
     @property
@@ -53,7 +53,7 @@ class ProofReport:
 
     @property
     def n_drafted(self) -> int:
-        """Drafted tokens that were judged: without any, nothing was shown."""
+        """The number of drafted tokens that were verified; if it is 0, nothing was shown."""
         greedy = sum(result.n_drafted for result in self.greedy)
         return greedy + sum(result.n_drafted for result in self.sampled)
 
@@ -67,20 +67,20 @@ class ProofReport:
 
 
 def to_json_object(report: ProofReport) -> dict[str, Any]:
-    """The report as a JSON-ready dict; what is infinite or no number is null.
+    """Return the report as a JSON-ready dict; infinities and NaN become null.
 
-    - `verdict`: "lossless" (no defect found), "defect", "interrupted" (none in what was
-      checked) or "nothing drafted" (so nothing was shown).
+    - `verdict`: "lossless" (no defect found), "defect", "interrupted" (no defect found until
+      then) or "nothing drafted" (so nothing was shown).
     - `target`, `draft`: file names, or "ngram". `verifier`, `draft_max`, `sampler`: the
       settings, as `SamplerOptions` names them. `check`: "both", "greedy" or "sampled".
       `seeded_bug`: the name of the bug that was built in, or null. `is_interrupted`.
-    - `skipped`: prompts that were not checked with: `prompt`, `reason`. Prompts are counted
-      from 1, in the order of their file.
+    - `skipped`: `prompt` and `reason` of the prompts that were not used. Prompts are counted from
+      1, in the order of their file.
     - `greedy`: for each way to draft and prompt the fields of `GreedyResult` (`prompt`, `way`,
       `n_tokens`, `n_drafted`, `drafted_by`, `n_accepted`, `n_rows`, `moved_by`, `batches_move`,
       `exact_rows`) and `is_defect`; `difference` is null or the fields of `Difference` and
       `is_defect`, its `plain` and `speculative` those of `Choice`.
-    - `sampled`: for each way to draft and place the fields of `SampledResult` (`prompt`, `way`,
+    - `sampled`: for each way to draft and position the fields of `SampledResult` (`prompt`, `way`,
       `n_prompt`, `n_answer`, `n_draws`, `n_impossible`, `n_rounds`, `n_drafted`, `drafted_by`,
       `n_accepted`, `n_decodes`, `level`),
       `is_tested`, `fits` and `is_defect`; `rows`: `n_rows`, `moved_by`, `batches_move`,

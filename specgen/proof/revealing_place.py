@@ -1,4 +1,4 @@
-"""Choose the place in an answer where a mistake would show most."""
+"""Choose the position in an answer where a wrong verification of drafts would be most visible."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
 from specgen.proof.loop_events import check_drafting
 
-#: Tokens of an answer in which to look for a place that tells much.
+#: The number of an answer's first tokens that are searched for the position.
 N_SEARCHED = 48
 
 
 class _Scout:
-    """A verifier that first looks how much a mistake would show in the round."""
+    """A verifier that first computes how visible a wrong verification would be in the round."""
 
     def __init__(self, inner: Verifier) -> None:
         self._inner = inner
-        #: Of the last round: how likely the draft's first token is accepted, or refused, how
-        #: likely the target is to say another than its favourite, and the same of what the
-        #: token was drawn from; the least of these.
+        #: For the last round, the smallest of these probabilities: the draft's first token is accepted; it
+        #: is rejected; the target does not choose its most likely token; and, if the draft was sampled,
+        #: the drafter does not choose its own.
         self.chance = 0.0
 
     @property
@@ -47,12 +47,13 @@ class _Scout:
 
 
 def find_place(loop: Loop, generation: Generation) -> TextMark | None:
-    """The place before the round in which a mistake in judging drafts would show most.
+    """Return the position before the round in which a wrong verification would be most visible; None if
+    nothing was drafted. Raise the error that ended the answer, if one did.
 
-    Nothing shows where the target is certain, where all drafts are accepted, or none. So it
-    is the place where the least of these is largest: the chances that the first drafted token
-    is accepted, that it is refused, that the target does not say its favourite token, and that
-    a drawn draft is not the draft model's favourite.
+    A mistake is invisible if the target is certain, or if all drafts are accepted, or none. So this
+    takes the round in which the smallest of these probabilities is largest: the first drafted token is
+    accepted; it is rejected; the target does not choose its most likely token; and, if the draft was
+    sampled, the drafter does not choose its own.
     """
     scout = _Scout(generation.verifier)
     answering = replace(

@@ -1,14 +1,14 @@
-"""Is sampled text distributed as the target's own?
+"""Does sampled text have the target's distribution?
 
-From one place in a text, a few tokens are generated thousands of times, by the very loop that
-`specgen run` uses, and counted. What the target alone would say there is known exactly: its
-distribution of the next token, and of the next after each of these, from which the joint
-distribution of two and three follows. The draws must fit it.
+From one position in a text, a few tokens are generated thousands of times, with the same loop as in
+`specgen run`, and counted. The target's distribution there is known exactly: that of the next token, and
+that of the token after each of these, which give the joint distribution of two and three tokens. The
+draws must fit it.
 
-Both models' logits are remembered (`MemoBackend`): the tokens repeat, so all but the first
-few rounds cost microseconds, and the draws and the exact distribution rest on the same rows.
-What a remembered row hides, a cache that holds what was refused, is looked for apart: rows
-that rounds computed are compared with the same texts decoded without drafts.
+The logits of both models are remembered (`MemoBackend`). Since the tokens repeat, all rounds except the
+first few cost microseconds, and the draws and the exact distribution use the same rows. Remembered rows
+would hide a cache that holds rejected tokens. A separate check looks for it: rows that rounds computed
+are compared with rows of the same texts decoded without drafts.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from specgen.proof.statistics import (
 )
 from specgen.testing.bugs import Bug
 
-#: Memory for the rows of each model.
+#: The memory in bytes for the rows of each model.
 _N_BYTES_MAX = 2**29
-#: Draws before the counted ones, in which rounds fill the memory with their rows.
+#: The number of draws before the counted ones; their rounds fill the memory with rows.
 _N_PILOT = 200
-#: Drawn texts whose rows are compared with those of plain decoding; each costs two more
-#: decodes of the prompt.
+#: The number of drawn texts whose rows are compared with those of plain decoding; each costs at least
+#: three decodes of the prompt.
 _N_COMPARED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class SampledPlan:
-    """How sure the answer is to be.
+    """The size and the power of the sampled check.
 
-    `depth`: tokens that are drawn and tested jointly. `deviation`: a total variation distance
-    that is found with probability `power` at least, whatever its form; it decides the number
-    of draws, unless `n_draws` does. `level`: the chance that a test fails although nothing is
-    wrong, for each of the `depth` tests at each place.
+    `depth` is the number of tokens that are drawn and tested jointly. `deviation` is a total variation
+    distance that is found with at least probability `power`, in any form; it determines the number of
+    draws, unless `n_draws` is given. `level` is the probability that a test fails although nothing is
+    wrong, for each of the `depth` tests at each position.
     """
 
     depth: int = 3
@@ -74,15 +74,15 @@ class DepthResult:
     n_tokens: int
     test: GTest
     distance: Distance
-    #: The total variation distance that these draws would have shown with the plan's power.
+    #: The total variation distance that these draws find with the plan's power.
     detectable: float
 
 
 @dataclass(frozen=True, slots=True)
 class RowsResult:
-    """How far `n_rows` rows of logits that rounds computed are from those of plain decoding, one
-    token at a time: the largest movement, beside the largest that batches alone make (see
-    `specgen.proof.rows`). With `exact_rows`, those of specgen's kernels, neither may be any."""
+    """The distance of `n_rows` rows of logits that rounds computed from those of plain decoding, one token
+    at a time. `moved_by` is the largest movement, `batches_move` the largest that batches alone cause
+    (see `specgen.proof.rows`). With `exact_rows` (specgen's kernels) both must be 0."""
 
     n_rows: int
     moved_by: float
@@ -96,9 +96,9 @@ class RowsResult:
 
 @dataclass(frozen=True, slots=True)
 class SampledResult:
-    """One place. `prompt`, `n_prompt` and `n_answer` say where: in an answer to which prompt,
-    counted from 1, and after so many tokens of the prompt and of the answer. `way` says what
-    decided how much was drafted, and `drafted_by` which drafter proposed how many of the tokens."""
+    """The result at one position: after `n_prompt` tokens of the prompt with number `prompt` (from 1) and
+    `n_answer` tokens of the answer. `way` names what decided how much was drafted. `drafted_by` has the
+    number of verified tokens that each drafter proposed."""
 
     prompt: int
     n_prompt: int
@@ -108,7 +108,7 @@ class SampledResult:
     n_rounds: int
     n_drafted: int
     n_accepted: int
-    #: Decodes that the draws really needed.
+    #: Decodes of the target that were not answered from memory.
     n_decodes: int
     level: float
     depths: tuple[DepthResult, ...]
@@ -123,7 +123,7 @@ class SampledResult:
 
     @property
     def is_tested(self) -> bool:
-        """Whether there was anything that could fail: a draft, and more than one cell."""
+        """Whether a test could fail: something was drafted, and there is more than one cell."""
         return self.n_drafted > 0 and any(depth.test.n_cells > 1 for depth in self.depths)
 
     @property
@@ -132,7 +132,7 @@ class SampledResult:
 
 
 def room(plan: SampledPlan) -> int:
-    """How many tokens of the context the check needs behind a prompt."""
+    """Return how many tokens of the context the check needs after a prompt."""
     return N_SEARCHED + plan.depth
 
 
@@ -148,13 +148,13 @@ def check_sampled(
     bug: Bug | None = None,
     way: DraftingPlan | None = None,
 ) -> SampledResult | None:
-    """Draw and test at one place of an answer to `prompt`.
+    """Draw and test at one position of an answer to `prompt`.
 
-    The place is the one, among the first tokens of an answer, where a mistake in judging drafts
-    would show most: see `find_place`. None if nothing was ever drafted there, or if interrupted.
-    `number` is the prompt's, for the result. `progress` is told how many draws of how many are
-    done. `bug` is built into the speculative side: the check must find it. The session drafts by a
-    `way` from now on; None: as its options say.
+    The position is where, among the first tokens of an answer, a wrong verification would be most
+    visible (see `find_place`). Return None if nothing was drafted there, or if interrupted. `number` is
+    the number of the prompt, for the result. `progress` receives the number of draws that are done and
+    of all draws. `bug` is planted in the speculative side: the check must find it. From now on the
+    session drafts as `way` says (None: as its options say).
     """
     way = way or DraftingPlan(session.options.drafting)
     session.change_drafting(way.drafting)
@@ -166,7 +166,8 @@ def check_sampled(
         drafts = [_remembering(session, each, prompt) for each in (draft_cache, *caches) if each]
 
         def clock() -> float:
-            """Seconds, as if nothing were remembered: a policy compares decodes with all else."""
+            """Return seconds as if nothing were remembered: policies compare the time of decodes with the
+            time of everything else."""
             return session.clock() + sum(each.saved_s for each in (target, *drafts))
 
         loop = Loop(target, clock, interrupted)
@@ -187,14 +188,14 @@ def check_sampled(
         for _ in range(_N_PILOT):
             drawer.draw()
         generation.state.rewind(place)
-        # From rounds, all of them: what decodes plainly comes after.
+        # All these rows come from rounds, because the plain decodes come later.
         drawn = [text[n_prompt:] for text, _ in target.rows() if len(text) > place.n_tokens]
-        # A shaper of its own: that of the draws remembers what they saw, right or wrong.
+        # Another shaper: that of the draws remembers the distributions that they used, right or wrong.
         shaper = session.shaper(generation.state)
         exact = Exact(target, shaper, generation.state, plan.depth)
         cells = exact.cells()
         by_depth = [_shorten(cells, n) for n in range(1, plan.depth + 1)]
-        # Pooling may leave a deeper test fewer cells than one before it.
+        # Pooling may leave fewer cells for more tokens, so the maximum over all depths is taken.
         n_draws = plan.n_draws or max(_n_draws(shorter, plan) for shorter in by_depth)
         outcomes: Counter[tuple[int, ...]] = Counter()
         for done in range(n_draws):
@@ -228,7 +229,7 @@ def check_sampled(
 
 
 def _remembering(session: Session, cache: LlamaBackend, prompt: Prompt) -> MemoBackend:
-    """A model's cache with a memory, in which decodes take as long as was measured."""
+    """Wrap a model's cache in a memory whose remembered decodes count with their measured time."""
     model = cache.model.path
     is_target = cache.model is session.target_model
     costs = session.costs.table(None if is_target else model, len(prompt.tokens))
@@ -237,7 +238,7 @@ def _remembering(session: Session, cache: LlamaBackend, prompt: Prompt) -> MemoB
 
 
 def _shorten(cells: Cells, n_tokens: int) -> Cells:
-    """The same distribution, of the first `n_tokens` tokens only."""
+    """Return the distribution of the first `n_tokens` tokens only."""
     shorter: dict[tuple[int, ...], float] = {}
     for outcome, prob in zip(cells.outcomes, cells.probs.tolist(), strict=True):
         shorter[outcome[:n_tokens]] = shorter.get(outcome[:n_tokens], 0.0) + prob
@@ -245,8 +246,8 @@ def _shorten(cells: Cells, n_tokens: int) -> Cells:
 
 
 def _n_draws(cells: Cells, plan: SampledPlan) -> int:
-    """As many as the plan's deviation asks for. More draws leave more cells after pooling, and
-    more cells need more draws, until there are no more."""
+    """Return the number of draws that the plan's deviation needs. With more draws more cells are left after
+    pooling, and more cells need more draws; so the number is increased until it is enough."""
     n = 0
     while True:
         n_cells = max(2, n_cells_tested(cells.probs, max(1000, n)))
@@ -278,8 +279,8 @@ def _compare_rows(
     prompt: Sequence[int],
     drawn: Sequence[tuple[int, ...]],
 ) -> RowsResult:
-    """Compare remembered rows with those of plain decoding, along a few of the `drawn` answers;
-    none of those is decoded in a cache from which anything was dropped."""
+    """Compare remembered rows with those of plain decoding, for a few of the `drawn` answers. The plain
+    rows come from a cache from which nothing was dropped."""
     beginnings = {text[:-1] for text in drawn}
     whole = [text for text in drawn if text not in beginnings]
     n_rows, moved_by, by_batches = 0, 0.0, 0.0
@@ -291,7 +292,7 @@ def _compare_rows(
         by_batches = max(by_batches, batches_move(session, n_ctx, prompt, text, plain))
         for length, alone in plain.items():
             seen = target.remembered([*prompt, *text[:length]])
-            if seen is not None:  # there is none before what a grammar forced
+            if seen is not None:  # there is no row before a token that a grammar forced
                 n_rows += 1
                 moved_by = max(moved_by, movement(seen, alone))
     exact = session.target_model.has_equal_rows and by_batches == 0.0

@@ -1,10 +1,9 @@
 """Do drawn tokens follow a known distribution? Counts, a test, a distance and their limits.
 
-The legend: *exact* is the distribution that the target defines, known for every outcome;
-*true* is the one that the sampler under test really draws from, known by its draws only.
+Two words: the *exact* distribution is the one that the target defines; it is known for every outcome.
+The *true* distribution is the one that the tested sampler really draws from; only its draws are known.
 
-Everything here is a pure function of its arguments. scipy is imported at the top: this
-module is for `specgen verify` alone.
+All functions are pure. scipy is imported at the top, because only `specgen verify` uses this module.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Draw = tuple[int, ...]
 #: int64[n_cells]: how often each cell was drawn.
 CountArray = npt.NDArray[np.int64]
 
-#: Cells that are expected less often than this are pooled by `g_test`, which says why.
+#: `g_test` pools cells with a smaller expected count than this; its docstring says why.
 MIN_EXPECTED = 20.0
 #: How far from 1 the sum of exact probabilities may be.
 _SUM_TOLERANCE = 1e-6
@@ -35,29 +34,28 @@ _SUM_TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class CellCounts:
-    """`per_cell` is int64[n_cells], the draws of each cell; `impossible` are the draws that
-    are in none. The target never says those: one of them is a failure by itself."""
+    """`per_cell` is int64[n_cells], the number of draws in each cell. `impossible` are the draws that
+    are in no cell: the target never generates them, so one of them is already a failure."""
 
     per_cell: CountArray
     impossible: tuple[Draw, ...]
 
     @property
     def n_draws(self) -> int:
-        """All draws, the impossible ones too."""
+        """The number of all draws, including the impossible ones."""
         return int(self.per_cell.sum()) + len(self.impossible)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cells:
-    """A partition of all that can be said next, with the exact probability of each part.
+    """A partition of all possible continuations, with the exact probability of each part.
 
-    A cell is a tuple of token ids and stands for itself and all its continuations: a text of
-    full length, a text that ended before, or the prefix at which the tree of exact
-    probabilities was not followed further. No cell is the beginning of another, so that a
-    text is in one cell at most. `probs` is float64[n_cells], positive, and sums to 1 (up to
-    rounding, which is divided out).
+    A cell is a tuple of token ids and stands for itself and all its continuations. It is a text of full
+    length, a text that ended earlier, or a prefix that was not extended further. No cell is the
+    beginning of another one, so a text is in at most one cell. `probs` is float64[n_cells], positive,
+    and sums to 1 (rounding errors are divided out).
 
-    Raises `ValueError` if the cells are no partition.
+    Raises `ValueError` if the cells are not a partition.
     """
 
     outcomes: tuple[Draw, ...]
@@ -79,17 +77,17 @@ class Cells:
 
     @classmethod
     def of(cls, probabilities: Mapping[Draw, float]) -> Cells:
-        """Cells from a table of exact probabilities."""
+        """Make cells from a table of exact probabilities."""
         return cls(tuple(probabilities), np.array(list(probabilities.values()), np.float64))
 
     def __len__(self) -> int:
         return len(self.outcomes)
 
     def find(self, drawn: Sequence[int]) -> int | None:
-        """The number of the cell that a drawn text is in; None if the text is impossible.
+        """Return the number of the cell that a drawn text is in; None if the text is impossible.
 
-        A text shorter than the cells that begin with it is in none of them: it ended where
-        the target goes on.
+        A text that is shorter than the cells that begin with it is in none of them: it ended where the
+        target would continue.
         """
         text = tuple(drawn)
         for length in range(len(text) + 1):
@@ -99,7 +97,7 @@ class Cells:
         return None
 
     def count(self, draws: Iterable[Sequence[int]]) -> CellCounts:
-        """How often each cell was drawn, and what was drawn that is in none."""
+        """Count the draws in each cell, and collect the draws that are in none."""
         per_cell = np.zeros(len(self), np.int64)
         impossible: list[Draw] = []
         for drawn in draws:
@@ -116,9 +114,10 @@ class Cells:
 
 @dataclass(frozen=True, slots=True)
 class GTest:
-    """`statistic`: the log-likelihood ratio, 2 Σ count·ln(count / expected), over the cells
-    after pooling; infinite if something impossible was drawn. `n_pooled`: how many cells went
-    into the pool. `p_value`: how often a sampler without fault looks at least this bad."""
+    """The result of `g_test`. `statistic` is the log-likelihood ratio 2 Σ count·ln(count / expected) over
+    the cells after pooling; it is infinite if an impossible text was drawn. `n_pooled` is the number of
+    cells in the pool. `p_value` is the probability that a correct sampler gives at least this
+    statistic."""
 
     statistic: float
     degrees_of_freedom: int
@@ -127,7 +126,7 @@ class GTest:
 
     @property
     def n_cells(self) -> int:
-        """Cells after pooling."""
+        """The number of cells after pooling."""
         return self.degrees_of_freedom + 1
 
 
@@ -140,18 +139,19 @@ def g_test(
 ) -> GTest:
     """Test whether int64[n_cells] counts are draws from float64[n_cells] exact probabilities.
 
-    `n_draws` is the number of all draws; those that are in no cell, impossible ones, make the
-    p-value 0. A single cell has p-value 1: there is nothing that could differ.
+    `n_draws` is the number of all draws. Draws that are in no cell are impossible and make the p-value 0.
+    A single cell has p-value 1, because nothing could differ.
 
-    The p-value is that of the chi-square distribution, which the statistic has for large
-    expectations only. Two measures make it honest: cells expected less than `min_expected`
-    times are pooled, the rarest first, until the pool itself is expected that often; and the
-    statistic is divided by Williams's correction (Biometrika 63, 1976, p. 33) before it is
-    looked up, 1 + (Σ 1/prob - 1) / (6 n (n_cells - 1)), without which the error grows with the
-    number of cells. The real false-alarm rate as a multiple of the nominal one at levels
-    1e-2, 1e-3 and 1e-4, the worst found (2e5 simulations of uniform, Zipf and geometric
-    distributions of 2 to 1000 cells with n = 2000 and 20000; two cells exactly, whose counts
-    are so discrete that the rate wobbles about its mean of 1.0):
+    The p-value is that of the chi-square distribution, which the statistic follows only if the expected
+    counts are large. Two measures keep the p-value correct. First, cells with an expected count below
+    `min_expected` are pooled, and then the rarest other cells until the pool's expected count is that
+    large. Second, the statistic is divided by Williams's correction (Biometrika 63, 1976, p. 33),
+    1 + (Σ 1/prob - 1) / (6 n (n_cells - 1)); without it the error grows with the number of cells.
+
+    The table has the real false-alarm rate as a multiple of the nominal one, at levels 1e-2, 1e-3 and
+    1e-4. It is the worst rate found in 2e5 simulations of uniform, Zipf and geometric distributions of
+    2 to 1000 cells with n = 2000 and 20000. Two cells were computed exactly; their counts are so
+    discrete that the rate varies about its mean of 1.0.
 
     ===================  ==================  ==================  =====================
     pooled below         uniform, many       one rare cell,      one rare cell,
@@ -162,10 +162,10 @@ def g_test(
     20                   1.8, 2.0, 1.6       1.3, 1.3, 1.5       1.02, 1.00, 1.01
     ===================  ==================  ==================  =====================
 
-    With 20 and the correction, many cells have 0.9 to 1.1 (up to the noise of simulation),
-    and at 1e-5 the worst is still 1.5; with 10 it is 4.8.
+    With 20 and the correction, many cells have 0.9 to 1.1 (up to the noise of simulation). At level
+    1e-5 the worst is still 1.5 with 20, but 4.8 with 10.
 
-    Raises `ValueError` if there are no draws, or probabilities that are none.
+    Raise `ValueError` if there are no draws, or the probabilities are not valid.
     """
     exact_probs = _normalised(exact_probs)
     n = _check_draws(counts, exact_probs, n_draws)
@@ -191,15 +191,15 @@ def g_test(
 def n_cells_tested(
     exact_probs: ProbArray, n_draws: int, *, min_expected: float = MIN_EXPECTED
 ) -> int:
-    """How many cells `g_test` has after pooling, which is known before anything is drawn."""
+    """Return the number of cells that `g_test` has after pooling. It does not depend on the draws."""
     exact_probs = _normalised(exact_probs)
     n_pooled = int(_pooled(exact_probs, n_draws, min_expected).sum())
     return len(exact_probs) - max(0, n_pooled - 1)
 
 
 def _pooled(exact_probs: ProbArray, n: int, min_expected: float) -> npt.NDArray[np.bool_]:
-    """Which cells are pooled, bool[n_cells]: those expected too rarely, and as many of the
-    rarest others as their pool needs. It depends on no count: that would bias the test."""
+    """Return which cells are pooled, bool[n_cells]: those with too small an expected count, and as many of
+    the rarest others as the pool needs. This must not depend on counts, which would bias the test."""
     expected = n * exact_probs
     order = expected.argsort(kind="stable")
     n_pooled = int(np.count_nonzero(expected < min_expected))
@@ -216,11 +216,11 @@ def _pooled(exact_probs: ProbArray, n: int, min_expected: float) -> npt.NDArray[
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """Total variation distances: the most that two distributions differ on any event.
+    """Total variation distances: the largest difference of two distributions on any event.
 
-    `measured`: between the draws and the exact distribution. `if_exact`: what a sampler
-    without fault would show on average. `lower` and `upper`: with probability `confidence` at
-    least, the true distribution's distance from the exact one lies between them.
+    `measured` is the distance of the draws from the exact distribution. `if_exact` is the average that a
+    correct sampler would show. With a probability of at least `confidence`, the distance of the true
+    distribution from the exact one is between `lower` and `upper`.
     """
 
     measured: float
@@ -237,36 +237,37 @@ def total_variation(
     *,
     confidence: float = 0.95,
 ) -> Distance:
-    """How far int64[n_cells] counts are from float64[n_cells] exact probabilities.
+    """Measure the distance of int64[n_cells] counts from float64[n_cells] exact probabilities.
 
-    `n_draws` is the number of all draws; the impossible is a cell too, of probability 0. The
-    interval holds for every n and every true distribution of independent draws; each end
-    is missed with probability at most miss = (1 - confidence) / 2.
+    `n_draws` is the number of all draws; impossible draws form one more cell of probability 0. The
+    interval is valid for every n and every true distribution of independent draws. Each end is missed
+    with a probability of at most miss = (1 - confidence) / 2.
 
-    Let M be the measured distance, D the true one, q the true and p the exact probabilities,
-    k the number of cells, that of the impossible among them whether it was drawn or not.
+    Let M be the measured distance, D the true one, q the true and p the exact probabilities. Let k be
+    the number of cells, including the cell of impossible draws even if it is empty.
 
-    - One draw more or less here than there changes two counts by one, M by at most 1/n. So
-      M is within t = sqrt(ln(1 / miss) / 2n) of its mean, on either side, except with
-      probability `miss` (McDiarmid's inequality: exp(-2 t² / Σ (1/n)²) = exp(-2 n t²)).
-    - M is convex in the frequencies, whose mean is q, so that E M >= D (Jensen). Hence the
-      upper end, M + t.
-    - E M <= D + E(distance of the frequencies from q), by the triangle inequality, and that
-      is at most B(q) = 1/2 Σ sqrt(q (1-q) / n), as E|X| <= sqrt(E X²). The lower end is thus
-      M - t - B(q), but q is unknown. It may not be replaced by p; what is known of it is
+    - If one draw changes, two counts change by one, and M by at most 1/n. So M is within
+      t = sqrt(ln(1 / miss) / 2n) of its mean, on either side, except with probability `miss`
+      (McDiarmid's inequality: exp(-2 t² / Σ (1/n)²) = exp(-2 n t²)).
+    - M is convex in the frequencies, whose mean is q, so E M >= D (Jensen). This gives the upper
+      end, M + t.
+    - E M <= D + E(distance of the frequencies from q), by the triangle inequality. The expectation
+      is at most B(q) = 1/2 Σ sqrt(q (1-q) / n), because E|X| <= sqrt(E X²). The lower end is thus
+      M - t - B(q), but q is unknown. It must not be replaced by p, but B(q) is bounded:
 
       * B(q) <= 1/2 sqrt((k-1) / n), by Cauchy-Schwarz and Σ q² >= 1/k;
-      * |q (1-q) - p (1-p)| <= |q - p|, so that sqrt(q (1-q)) <= sqrt(p (1-p)) +
-        sqrt|q - p|, and by Cauchy-Schwarz again B(q) <= B(p) + sqrt(k D / 2n).
+      * |q (1-q) - p (1-p)| <= |q - p|, so sqrt(q (1-q)) <= sqrt(p (1-p)) + sqrt|q - p|, and
+        by Cauchy-Schwarz again B(q) <= B(p) + sqrt(k D / 2n).
 
-      The first gives a bound at once, the second after solving D + sqrt(k D / 2n) =
-      M - t - B(p) for D. Both follow from the one event M <= E M + t, so the greater of the
-      two is taken and nothing is paid for the choice.
+      The first gives a lower end directly; the second gives one after D + sqrt(k D / 2n) =
+      M - t - B(p) is solved for D. Both follow from the same event M <= E M + t, so the larger one
+      can be used at no cost in confidence.
 
-    The mean for an exact sampler is exact too: 1/2 Σ E|count/n - p|, with De Moivre's mean
-    deviation of the binomial, E|count - np| = 2 v (1-p) P(count = v), v = floor(np) + 1.
+    The average for a correct sampler, `if_exact`, is computed exactly: 1/2 Σ E|count/n - p|, with
+    De Moivre's mean deviation of the binomial, E|count - np| = 2 v (1-p) P(count = v),
+    v = floor(np) + 1.
 
-    Raises `ValueError` if there are no draws, or probabilities that are none.
+    Raise `ValueError` if there are no draws, or the probabilities are not valid.
     """
     exact_probs = _normalised(exact_probs)
     n = _check_draws(counts, exact_probs, n_draws)
@@ -291,7 +292,7 @@ def total_variation(
 
 
 def _mean_deviation(n: int, probs: ProbArray) -> ProbArray:
-    """E|X/n - p| of binomial X, float64[n_cells]."""
+    """Return E|X/n - p| for binomial X, float64[n_cells]."""
     value = np.minimum(np.floor(n * probs) + 1.0, n)
     log_mass = (
         special.gammaln(n + 1.0)
@@ -308,20 +309,20 @@ def _mean_deviation(n: int, probs: ProbArray) -> ProbArray:
 
 
 def draws_needed(deviation: float, level: float, power: float, n_cells: int) -> int:
-    """How many draws `g_test` needs to find, with probability `power`, a sampler whose total
+    """Return how many draws `g_test` needs to find, with probability `power`, a sampler whose total
     variation distance from the target is `deviation` or more.
 
-    `level` is the test's false-alarm level, `n_cells` its cells after pooling (the distance
-    counts between those: what differs within the pool is not seen).
+    `level` is the test's false-alarm level. `n_cells` is the number of its cells after pooling; the
+    distance is measured between these cells, since differences inside the pool are invisible.
 
-    The statistic is about noncentral chi-square with n times the divergence of the true q
-    from the exact p as noncentrality, and power grows with it. The divergence is at least
-    four times the squared distance D, whatever form the deviation has: by Cauchy-Schwarz
-    (2D)² = (Σ |q-p| / sqrt(p) · sqrt(p))² <= Σ (q-p)²/p · Σ p, which is the chi-square
-    divergence; and by Pinsker's inequality 2 KL(q, p) >= 4 D², which is that of the
-    likelihood ratio itself. Most deviations are found with fewer draws.
+    The statistic is approximately noncentral chi-square. Its noncentrality is n times the divergence
+    of the true q from the exact p, and the power grows with it. The divergence is at least four times
+    the squared distance D, for any form of the deviation. For the chi-square divergence this follows
+    by Cauchy-Schwarz: (2D)² = (Σ |q-p| / sqrt(p) · sqrt(p))² <= Σ (q-p)²/p · Σ p. For that of the
+    likelihood ratio it follows by Pinsker's inequality: 2 KL(q, p) >= 4 D². Most deviations are found
+    with fewer draws.
 
-    Raises `ValueError` for fewer than two cells: such a test finds nothing.
+    Raise `ValueError` for fewer than two cells, since such a test finds nothing.
     """
     if not 0.0 < deviation <= 1.0:
         raise ValueError(f"a deviation of {deviation}; it lies above 0 and up to 1")
@@ -331,8 +332,8 @@ def draws_needed(deviation: float, level: float, power: float, n_cells: int) -> 
 
 
 def detectable_deviation(n_draws: int, level: float, power: float, n_cells: int) -> float:
-    """The least total variation distance that `g_test` is sure to find with probability
-    `power`: the inverse of `draws_needed`. 1, the greatest, for fewer than two cells."""
+    """Return the smallest total variation distance that `g_test` finds with at least probability `power`:
+    the inverse of `draws_needed`. For fewer than two cells this is 1, the largest distance."""
     if n_draws < 1:
         raise ValueError(f"{n_draws} draws")
     if n_cells < 2:
@@ -341,7 +342,7 @@ def detectable_deviation(n_draws: int, level: float, power: float, n_cells: int)
 
 
 def _noncentrality(level: float, power: float, n_cells: int) -> float:
-    """The noncentrality at which a chi-square test at `level` has the given power."""
+    """Return the noncentrality at which a chi-square test at `level` has the given power."""
     if not 0.0 < level < power < 1.0:
         raise ValueError(f"level {level}, power {power}: 0 < level < power < 1 is needed")
     degrees = n_cells - 1
@@ -350,9 +351,9 @@ def _noncentrality(level: float, power: float, n_cells: int) -> float:
 
 
 def split_level(level: float, n_tests: int, *, independent: bool = False) -> float:
-    """The level of each of several tests that makes `level` the probability of any false
-    alarm: level / n_tests (Bonferroni), which needs nothing of them, or, for tests of
-    `independent` draws, the very slightly greater 1 - (1 - level)^(1/n_tests) (Šidák)."""
+    """Return the level for each of several tests, such that the probability of any false alarm is `level`.
+    It is level / n_tests (Bonferroni), which is valid for all tests, or, for tests of `independent`
+    draws, the very slightly larger 1 - (1 - level)^(1/n_tests) (Šidák)."""
     if not 0.0 < level < 1.0 or n_tests < 1:
         raise ValueError(f"a level of {level} cannot be split over {n_tests} tests")
     if independent:
@@ -364,7 +365,8 @@ def split_level(level: float, n_tests: int, *, independent: bool = False) -> flo
 
 
 def _normalised(probs: ProbArray) -> ProbArray:
-    """Positive probabilities whose sum is 1 but for rounding, with the rounding divided out."""
+    """Return probabilities divided by their sum. Raise `ValueError` unless they are positive and their sum
+    is 1 up to rounding."""
     total = float(probs.sum())
     if not len(probs) or not bool((probs > 0.0).all()):
         raise ValueError("the exact probability of each cell must be positive")
@@ -374,7 +376,8 @@ def _normalised(probs: ProbArray) -> ProbArray:
 
 
 def _check_draws(counts: CountArray, probs: ProbArray, n_draws: int | None) -> int:
-    """The number of draws, `counts` of them in cells."""
+    """Return the number of draws. Raise `ValueError` if it does not fit `counts`, or `counts` does not fit
+    `probs`."""
     n_counted = int(counts.sum())
     n = n_counted if n_draws is None else n_draws
     if len(counts) != len(probs):

@@ -1,8 +1,8 @@
 """llama.cpp as a backend, through llama-cpp-python's low-level API.
 
-The only package that imports llama_cpp: ctypes and its untyped values stay in here, native
-failures become `SpecgenError`s here, and whoever imports this package pays for it (a quarter
-of a second), so it is imported when a model is needed and not before.
+This is the only package that imports llama_cpp. ctypes and its untyped values stay inside, and native
+failures become `SpecgenError`s here. The import takes a quarter of a second, so other modules import
+this package only when they need a model.
 """
 
 from specgen.backend.llama.context import LlamaBackend

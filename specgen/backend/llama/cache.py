@@ -1,4 +1,4 @@
-"""The cache of a context, with every native result checked."""
+"""The KV cache of a context, with checks of every native result."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from specgen.errors import BackendError, RollbackError
 
 
 class Cache:
-    """llama.cpp's memory of a context: what each sequence holds.
+    """llama.cpp's memory of a context: the cells or states of each sequence.
 
-    `name` is the model's, for messages, `n_window` the tokens that a layer with a sliding
-    window sees, 0 if none has one. `call` makes native calls that may wait for other machines.
+    `name` is the model's name, for messages. `n_window` is the number of tokens that layers with a
+    sliding window see; 0 if there are none. `call` makes native calls that may wait for workers.
     """
 
     def __init__(
@@ -31,31 +31,31 @@ class Cache:
         self._memory = llama_cpp.llama_get_memory(context)
 
     def __bool__(self) -> bool:
-        """False for models that keep no cache."""
+        """Return False for models without a cache."""
         return bool(self._memory)
 
     def length(self, sequence: int) -> int:
-        """The position after the last token of a sequence."""
+        """Return the position after the last token of a sequence."""
         return int(llama_cpp.llama_memory_seq_pos_max(self._memory, sequence)) + 1
 
     def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
-        """Let cells belong to another sequence too. No data moves."""
+        """Let cells of `source` belong to `destination` too. No data moves."""
         llama_cpp.llama_memory_seq_cp(self._memory, source, destination, start, end)
 
     def remove(self, sequence: int, start: int = 0) -> None:
-        """Drop a sequence's cells from `start` on. Raises `RollbackError`."""
+        """Drop a sequence's cells from `start` on. Raise `RollbackError` if llama.cpp cannot."""
         if not llama_cpp.llama_memory_seq_rm(self._memory, sequence, start, -1):
             raise RollbackError(
                 f"{self.name}: the cache cannot drop sequence {sequence} from position {start} on"
             )
 
     def check_window(self, sequence: int, start: int) -> None:
-        """Before a removal: raise `RollbackError` if a token that is then decoded at `start`
-        would miss some of its window.
+        """Raise `RollbackError` if, after a removal from `start` on, a token decoded at `start` would
+        miss a part of its sliding window. Call it before the removal.
 
-        Even a cache with room for all gives up cells that have left the window of their
-        sequence's end, when it finds no free one before them: where several sequences share
-        it, or branches have left gaps.
+        Even a cache with room for all tokens reuses cells that are outside the window of their
+        sequence's end, if it finds no free cell before them. This happens when several sequences share
+        the cache, or when branches have left gaps.
         """
         first = int(llama_cpp.llama_memory_seq_pos_min(self._memory, sequence))
         if self.n_window and first > max(0, start + 1 - self.n_window):
@@ -65,7 +65,7 @@ class Cache:
             )
 
     def check_length(self, sequence: int, expected: int) -> None:
-        """Raise `RollbackError` if a rolled back sequence is not as long as it should be."""
+        """Raise `RollbackError` if a sequence does not have the expected length after a rollback."""
         found = self.length(sequence)
         if found != expected:
             raise RollbackError(
@@ -75,14 +75,15 @@ class Cache:
 
 
 class StateCopies(Protocol):
-    """Keeps for each sequence one copy of its recurrent state, with its position."""
+    """Keeps at most one copy of the recurrent state of each sequence."""
 
     def save(self, sequence: int, position: int) -> None:
-        """Replace the copy by the state as it is now, at the end of the cache."""
+        """Replace the copy by the current state, which is that at `position`, the sequence's end."""
         ...
 
     def restore(self, sequence: int, position: int) -> None:
-        """Roll the sequence back to its copy, which stays. Raises `RollbackError`."""
+        """Roll the sequence back to its copy at `position`, and keep the copy. Raise `RollbackError` if
+        that fails."""
         ...
 
     def forget(self, sequence: int) -> None:
@@ -91,11 +92,11 @@ class StateCopies(Protocol):
 
 
 class SharedStates:
-    """Copies within the cache: a second sequence shares the state's cell.
+    """Copies inside the cache: a second sequence shares the cell of the state.
 
-    A sequence that goes on leaves a cell that it shares and takes a free one, to which it
-    has to write its new state anyway, so that a copy costs no more than a few flags. It takes
-    twice the cells: the copy of sequence s belongs to sequence `n_sequences` + s.
+    When the first sequence continues, it leaves the shared cell and writes its new state to a free
+    one. It has to write this state anyway, so a copy costs only a few flags. The cache needs twice the
+    cells: the copy of sequence s belongs to sequence `n_sequences` + s.
     """
 
     def __init__(self, cache: Cache, n_sequences: int) -> None:
@@ -117,11 +118,11 @@ class SharedStates:
 
 
 class SavedStates:
-    """Copies outside of the cache, in the process's memory.
+    """Copies outside the cache, in the memory of the process.
 
-    Each is read from the device and written back, and only the recurrent part of it where
-    llama.cpp can tell it apart: the cells of a hybrid model's attention stay, and are cut.
-    The buffers are kept from one copy to the next.
+    A copy is read from the device and written back. It holds only the recurrent part of the state where
+    llama.cpp can separate it: the attention cells of a hybrid model stay in the cache, and `restore`
+    drops the later ones. The buffers are reused for later copies.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -172,11 +173,11 @@ class SavedStates:
                 f"{self._cache.name}: the state of sequence {sequence} at position {position} "
                 f"could not be restored ({read} of {size} bytes): {last_error()}"
             )
-        self._cache.remove(sequence, position)  # what a hybrid's attention holds beyond
+        self._cache.remove(sequence, position)  # the later attention cells of a hybrid model
         self._cache.check_length(sequence, position)
 
     def forget(self, sequence: int) -> None:
-        self._sizes.pop(sequence, None)  # the buffer will be used again
+        self._sizes.pop(sequence, None)  # the buffer is kept for the next copy
 
 
 __all__ = ["Cache", "SavedStates", "SharedStates", "StateCopies"]

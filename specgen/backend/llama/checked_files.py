@@ -1,5 +1,5 @@
-"""Which model files were checked already, remembered in the cache folder: a check reads all tokens of a
-vocabulary, which takes a quarter of a second where there are many."""
+"""A list of the model files that passed a check, in the cache folder. A check reads all tokens of a
+vocabulary, which takes a quarter of a second for a large one."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from pathlib import Path
 from specgen import __version__
 from specgen.atomic import replace_text
 
-#: In the cache folder.
+#: The list's name in the cache folder.
 FILE_NAME = "checked.json"
-#: Files that are remembered, the latest ones.
+#: The most files in the list; the latest ones are kept.
 _N_KEPT = 256
 
 
 class CheckedFiles:
-    """Files in which nothing wrong was found, as they were then.
+    """The files that passed a check, each in the version that was checked.
 
-    `folder` holds the list; without one nothing is remembered. A list that is damaged, or cannot be
-    written, costs another check. What is wrong with a file is never remembered.
+    `folder` holds the list; without one nothing is remembered. If the list is damaged or cannot be
+    written, files are checked again. Failed checks are never remembered.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._file = None if folder is None else folder / FILE_NAME
 
     def has(self, path: Path) -> bool:
-        """Whether a file was checked, and is still the same."""
+        """Return whether a file passed a check and has not changed since."""
         if self._file is None:
             return False
         try:
@@ -38,7 +38,7 @@ class CheckedFiles:
             return False
 
     def add(self, path: Path) -> None:
-        """Nothing is wrong with a file."""
+        """Remember that a file passed the check."""
         if self._file is None:
             return
         with contextlib.suppress(OSError):
@@ -50,7 +50,8 @@ class CheckedFiles:
 
 
 def _key(path: Path) -> str:
-    """A file as it is now, and who checks it. Raises `OSError`."""
+    """Return a hash of a file's path, identity, size and time, and of specgen's version. Raise
+    `OSError`."""
     about = path.stat()
     name = os.fsencode(path.resolve())
     numbers = f"\0{about.st_ino} {about.st_size} {about.st_mtime_ns} {__version__}"
@@ -58,7 +59,7 @@ def _key(path: Path) -> str:
 
 
 def _read(file: Path) -> list[str]:
-    """The keys in a list; none if it is not there or damaged."""
+    """Return the keys in a list; none if it is missing or damaged."""
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

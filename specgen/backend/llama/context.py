@@ -21,22 +21,22 @@ from specgen.backend.llama.vocabulary import LlamaVocabulary
 from specgen.errors import BackendError, ModelFileError, WorkerLostError
 from specgen.options import ContextOptions
 
-#: GGML has no room for more.
+#: GGML's limit of threads.
 MAX_THREADS = 512
 
 
 class LlamaBackend:
     """A context of a model: its KV cache, and the decoding of batches.
 
-    `n_ctx` is in tokens, `n_sequences` the number of sequence ids, `n_outputs` the most rows
-    of logits that one batch may ask for (memory is set aside for them). `n_rollback` is how
-    many rows of a batch are likely to be dropped again at most, for models with a recurrent
-    state: some keep a snapshot for each. `on_tensor` is a native callback that may look at what is
-    computed; whoever made it keeps it. `clock` gives seconds and is read before and after
-    each decode. Raises `MemoryLimitError` if the cache does not fit, `UsageError` if the cache
-    types exclude each other, `BackendError` otherwise.
+    `n_ctx` is in tokens. `n_sequences` is the number of sequence ids. `n_outputs` is the most rows of
+    logits that one batch may want; memory is allocated for them. `n_rollback` is the most rows of a
+    batch that are likely to be dropped again (None: `n_outputs` - 1); models with a recurrent state may
+    keep a snapshot for each. `on_tensor` is a native callback that sees the computed tensors; its owner
+    must keep it alive. `clock` gives seconds and is read before and after each decode. Raises
+    `MemoryLimitError` if the cache does not fit, `UsageError` if the options exclude each other,
+    `ModelFileError` if the model has no KV cache, `BackendError` otherwise.
 
-    Whoever makes it closes it. Its model may be closed before: it then decodes nothing more.
+    Its creator closes it. Its model may be closed earlier; the context then decodes nothing more.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class LlamaBackend:
         self._rows = _RowBuffers(size.n_rows, n_sequences, n_outputs)
         self._logits = np.empty((n_outputs, 0), np.float32)
         self._logits_address = 0
-        #: The tokens of each sequence.
+        #: The tokens of each sequence; not used for models with a recurrent state (see `Rewinder`).
         self._texts: list[list[int]] = [[] for _ in range(n_sequences)]
         self._rewinder: Rewinder | None = None
         if model.has_recurrent_state:
@@ -145,7 +145,7 @@ class LlamaBackend:
                     self._texts[sequence].append(token)
             return logits
         self._rows.check(batch)
-        # Going back, and decoding again what was before, are decoding too.
+        # The time of rollbacks, and of decoding tokens again, counts as decoding.
         started, before_s = self._clock(), self._decode_s
         try:
             return self._rewinder.decode(batch)
@@ -153,12 +153,13 @@ class LlamaBackend:
             self._decode_s = before_s + self._clock() - started
 
     def decode_hidden(self, batch: Batch) -> tuple[Logits, Hidden]:
-        """As `decode`, with the final hidden states (after the last norm, before the output matrix)
-        of the rows that want logits: float32[n_wanted, n_embd]. Both are valid until the next decode.
+        """Decode as `decode` does, and also return the final hidden states (after the last norm, before
+        the output matrix) of the rows that want logits: float32[n_wanted, n_embd]. Both results are
+        valid until the next decode.
 
-        llama.cpp computes an output for each row of such a batch: for a prompt that is dear. Raises
-        `BackendError` where a state is recurrent, which decodes rows of its own between those asked
-        for.
+        llama.cpp computes an output for each row of such a batch, which is expensive for a prompt. Raise
+        `BackendError` also for models with a recurrent state: their batches may contain more rows,
+        which are decoded again.
         """
         if self._rewinder is not None:
             raise BackendError(f"{self._model.name}: no hidden states of a recurrent model")
@@ -200,7 +201,7 @@ class LlamaBackend:
         return self._view(n_wanted)
 
     def _view(self, n_rows: int) -> Logits:
-        """The first rows of llama.cpp's logits, without a copy: float32[n_rows, n_vocab]."""
+        """Return the first rows of llama.cpp's logits, without a copy: float32[n_rows, n_vocab]."""
         if n_rows == 0:
             return np.empty((0, self._n_vocab), np.float32)
         pointer = llama_cpp.llama_get_logits(self._handle)
@@ -208,23 +209,23 @@ class LlamaBackend:
             raise BackendError(f"{self._model.name}: llama.cpp gave no logits")
         address = ctypes.addressof(pointer.contents)
         if address != self._logits_address:
-            # Rarely another one: what lies behind the rows of a batch is not looked at.
+            # The address rarely changes. The view has `n_outputs` rows; only those of the batch are read.
             memory = (ctypes.c_float * (self._n_outputs * self._n_vocab)).from_address(address)
             self._logits = np.ctypeslib.as_array(memory).reshape(self._n_outputs, self._n_vocab)
             self._logits_address = address
         return self._logits[:n_rows]
 
     def set_threads(self, n_single: int, n_batch: int) -> None:
-        """From now on decode batches of one row with `n_single` threads, and those of more rows
-        with `n_batch`; both are 1 to `MAX_THREADS`, or this raises `ValueError`. (llama.cpp's
-        n_threads and n_threads_batch.) Layers on a GPU are not touched by it."""
+        """From now on decode batches of one row with `n_single` threads, and larger ones with `n_batch`
+        (llama.cpp's n_threads and n_threads_batch). This does not affect layers on a GPU. Raise
+        `ValueError` unless both are from 1 to `MAX_THREADS`."""
         if not (1 <= n_single <= MAX_THREADS and 1 <= n_batch <= MAX_THREADS):
             raise ValueError(f"{n_single} and {n_batch} threads; give 1 to {MAX_THREADS}")
         llama_cpp.llama_set_n_threads(self._handle, n_single, n_batch)
 
     @property
     def threads(self) -> tuple[int, int]:
-        """The threads for one row, and for batches."""
+        """The numbers of threads for batches of one row and for larger ones."""
         handle = self._handle
         return int(llama_cpp.llama_n_threads(handle)), int(llama_cpp.llama_n_threads_batch(handle))
 
@@ -264,14 +265,15 @@ class LlamaBackend:
 
     def close(self) -> None:
         if self._handle:
-            with contextlib.suppress(WorkerLostError):  # its memory is gone, or stays with the call
+            with contextlib.suppress(WorkerLostError):  # a lost worker's memory stays
                 self._model.call(llama_cpp.llama_free, self._handle)
             self._handle = None
             self._model.let_go()
 
 
 def _decode(context: Any, batch: Any) -> int:
-    """llama.cpp's status. The GPU works on after llama_decode returns: its time is decoding too."""
+    """Decode a batch, wait for the GPU, which works on after llama_decode returns, and return llama.cpp's
+    status."""
     status = int(llama_cpp.llama_decode(context, batch))
     llama_cpp.llama_synchronize(context)
     return status
@@ -287,17 +289,17 @@ _DECODE_ERRORS = {
 
 
 class _RowBuffers:
-    """The memory behind llama.cpp's batch, allocated once."""
+    """The arrays that llama.cpp's batch points to, allocated once."""
 
     def __init__(self, n_rows: int, n_sequences: int, n_outputs: int) -> None:
         self._n_outputs = n_outputs
-        # Plain ctypes arrays: NumPy takes longer to write the few numbers of a round.
+        # Plain ctypes arrays: NumPy is slower for the few numbers of a round.
         self._tokens = (ctypes.c_int32 * n_rows)()
         self._positions = (ctypes.c_int32 * n_rows)()
         self._n_sequences = (ctypes.c_int32 * n_rows)()
         self._sequences = [(ctypes.c_int32 * n_sequences)() for _ in range(n_rows)]
         self._wants_logits = (ctypes.c_int8 * n_rows)()
-        #: What stands in `_sequences`: mostly what the next batch needs too.
+        #: The current content of `_sequences`. The next batch mostly needs the same, so nothing is written.
         self._written: list[tuple[int, ...]] = [()] * n_rows
         int32_p = ctypes.POINTER(ctypes.c_int32)
         self._pointers = (int32_p * n_rows)(
@@ -314,7 +316,7 @@ class _RowBuffers:
         )
 
     def check(self, batch: Batch) -> int:
-        """How many rows want logits. Raises `BackendError` if the batch is too large."""
+        """Return how many rows want logits. Raise `BackendError` if the batch is empty or too large."""
         n = len(batch)
         n_wanted = sum(batch.wants_logits)
         if not 0 < n <= len(self._tokens):
@@ -326,7 +328,8 @@ class _RowBuffers:
         return n_wanted
 
     def fill(self, batch: Batch) -> int:
-        """Write a batch; returns how many rows want logits. Raises `BackendError`."""
+        """Write a batch to the buffers, and return how many rows want logits. Raise `BackendError` if
+        `check` does."""
         n_wanted = self.check(batch)
         n = len(batch)
         struct.pack_into(f"{n}i", self._tokens, 0, *batch.tokens)

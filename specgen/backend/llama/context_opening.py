@@ -1,4 +1,4 @@
-"""Make a native context that fits into memory."""
+"""Create a native context, after a check that it fits into memory."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from specgen.errors import MemoryLimitError, UsageError
 from specgen.options import ContextOptions
 
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
-#: What a context needs beside its cache: graph, scratch, one batch of activations.
+#: The memory that a context needs beside its cache: graph, scratch, one batch of activations.
 _CONTEXT_OVERHEAD_BYTES = 100 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class ContextSize:
-    """What a context has room for."""
+    """The sizes of a context."""
 
     #: Tokens in the cache.
     n_ctx: int
-    #: Rows of a batch, and those among them that want logits.
+    #: The most rows of a batch, and the most of them that may want logits.
     n_rows: int
     n_outputs: int
     n_sequences: int
@@ -39,15 +39,15 @@ def open_context(
     n_rollback: int,
     on_tensor: Any = None,
 ) -> tuple[Any, int]:
-    """A native context, and how many tokens its snapshots go back.
+    """Return a native context, and the number of tokens that its snapshots go back.
 
-    Without snapshots, a context for a model with a recurrent state has twice as many
-    sequences, for copies (see `SharedStates`). Snapshots for `n_rollback` tokens are taken
-    where the model's architecture has them and they fit; 0 asks for none. Raises
-    `MemoryLimitError` or `UsageError`.
+    Snapshots of `n_rollback` tokens are used if the model's architecture supports them and they fit
+    into memory; 0 asks for none. Without snapshots, a context for a model with a recurrent state has
+    twice as many sequences, for copies (see `SharedStates`). Raise `MemoryLimitError` if the context
+    does not fit, `UsageError` if its options exclude each other.
     """
     _check_cache_types(options)
-    # llama.cpp aborts if a snapshot of each row of a batch is asked for, and one more.
+    # llama.cpp aborts if the number of snapshots, plus one, reaches the number of rows in a batch.
     n_snapshots = min(n_rollback, size.n_rows - 2)
     if model.has_recurrent_state and n_snapshots > 0:
         needed = _needed_bytes(model, options, size, size.n_sequences * (1 + n_snapshots))
@@ -87,14 +87,14 @@ def _make(
     n_snapshots: int,
     on_tensor: Any,
 ) -> Any:
-    """A native context; None if llama.cpp cannot make it."""
+    """Return a native context; None if llama.cpp cannot create it."""
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = size.n_ctx
     params.n_batch = size.n_rows
     params.n_ubatch = size.n_rows
     params.n_seq_max = n_sequences
     params.n_rs_seq = n_snapshots
-    # llama.cpp aborts where a sequence could be left without an output.
+    # llama.cpp aborts if there are fewer outputs than sequences.
     params.n_outputs_max = max(size.n_outputs, n_sequences)
     params.n_threads = options.n_threads or default_threads()
     params.n_threads_batch = options.n_threads_batch or params.n_threads
@@ -102,7 +102,7 @@ def _make(
     params.type_k = CACHE_TYPES[options.cache_type_k][0]
     params.type_v = CACHE_TYPES[options.cache_type_v][0]
     params.kv_unified = True  # branches of a tree share cells
-    params.swa_full = True  # a sliding window would forget what a rollback needs
+    params.swa_full = True  # else a sliding window drops cells that a rollback needs
     params.no_perf = True
     if on_tensor is not None:
         params.cb_eval = on_tensor
@@ -112,7 +112,7 @@ def _make(
 
 @functools.cache
 def default_threads() -> int:
-    """The number of physical cores: hyper-threads do not help matrix products."""
+    """Return the number of physical cores: hyper-threads do not help matrix products."""
     return psutil.cpu_count(logical=False) or os.cpu_count() or 1
 
 
@@ -128,17 +128,18 @@ def _check_cache_types(options: ContextOptions) -> None:
 def _needed_bytes(
     model: LlamaModel, options: ContextOptions, size: ContextSize, n_states: int
 ) -> int:
-    """An estimate of a context's size, with so many recurrent states."""
+    """Estimate the size of a context with `n_states` recurrent states."""
     cells = model.cache_bytes(size.n_ctx, options.cache_type_k, options.cache_type_v)
     return cells + n_states * model.state_bytes() + _CONTEXT_OVERHEAD_BYTES
 
 
 def _available_bytes(model: LlamaModel, options: ContextOptions) -> float:
-    """The memory that a context may take.
+    """Return the memory in bytes that a context may take.
 
-    What the machine does not have llama.cpp would allocate (Linux promises it), clear, and be
-    killed, or fail an assertion and abort: either way without a word to the user. A GPU's
-    allocator reports failure properly, so there it is left to try, as on other machines.
+    If there is too little memory, Linux lets llama.cpp allocate it nevertheless, and kills the process
+    when llama.cpp clears it; or llama.cpp fails an assertion and aborts. The user sees no message either
+    way, so the limit is checked before. A GPU's allocator and workers report failures properly; there
+    the limit is infinite.
     """
     if model.is_remote or (options.n_gpu_layers != 0 and has_gpu()):
         return float("inf")

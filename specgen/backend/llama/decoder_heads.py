@@ -1,20 +1,20 @@
-"""Decoder heads: a small recurrent network on a target's final hidden state that says what comes
-after the next token.
+"""Decoder heads: a small recurrent network that reads a target's final hidden state and predicts the
+tokens after the next one.
 
-A round of the target gives its own next token x and the hidden state h that x was chosen by. From the two
-the heads guess the hidden state that the target would have next, and from that, as the target does,
-the token that follows; from their guess and that token the next one, and so on:
+A round of the target gives its next token x and the hidden state h from which x was chosen. From these
+two the heads predict the target's next hidden state h'. Like the target, they compute from h' the logits
+of the token that follows. From h' and that token they predict the next state, and so on:
 
     h' = M h + N e + c + C silu(Q h + P e + b)       e: the embedding of the token x
     logits = V h'                                    V: rows of the target's output matrix
 
-Heads that each read h alone are Medusa's (Cai et al., arXiv:2401.10774) and those of blockwise
-parallel decoding (Stern et al., arXiv:1811.03115). That each reads the tokens before its own is from
-Hydra (Ankner et al., arXiv:2402.05109), one cell for all of them from ReDrafter (Cheng et al.,
-arXiv:2403.09919), and to guess the target's next hidden state from EAGLE (Li et al., arXiv:2401.15077).
-V has the frequent part of the vocabulary only (FR-Spec, Zhao et al., arXiv:2502.14856).
+In Medusa (Cai et al., arXiv:2401.10774) and blockwise parallel decoding (Stern et al.,
+arXiv:1811.03115) each head reads h alone. In Hydra (Ankner et al., arXiv:2402.05109) each head also
+reads the tokens before its own. ReDrafter (Cheng et al., arXiv:2403.09919) uses one cell for all heads.
+EAGLE (Li et al., arXiv:2401.15077) predicts the target's next hidden state. V has only the frequent
+part of the vocabulary (FR-Spec, Zhao et al., arXiv:2502.14856).
 
-A file of heads is a GGUF of the architecture `ARCHITECTURE`.
+A file of heads is a GGUF with the architecture `ARCHITECTURE`.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ from specgen.backend.llama.operators import (
 from specgen.errors import BackendError, ModelFileError
 
 ARCHITECTURE = "specgen-heads"
-#: The type of the cell's matrices, and that of those with a row for each token: by far the largest,
-#: and with 4 bits they agree with a target as often as with 8.
+#: The types of the cell's matrices and of the matrices with a row for each token. The latter are by far
+#: the largest; with 4 bits the heads agree with a target as often as with 8.
 CELL_TYPE, VOCABULARY_TYPE = "q8_0", "q4_0"
 
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """The weights of heads, and whose they are.
+    """The weights of heads, and the target that they were made for.
 
-    n_embd is the size of a hidden state, n_inner that of the part within silu. The matrices that the
-    same vector is multiplied with are one.
+    n_embd is the size of a hidden state, n_inner the size of the argument of silu. Matrices that are
+    multiplied with the same vector are stored as one.
     """
 
-    #: The target's name, the sizes of its hidden states and of its vocabulary, and what tells its
-    #: vocabulary apart from others.
+    #: The target's name, the sizes of its hidden states and of its vocabulary, and the digest of its
+    #: vocabulary.
     target: str
     n_embd: int
     n_vocab: int
     vocabulary: str
-    #: What hidden states are multiplied with before anything else.
+    #: The target's hidden states are multiplied with this first.
     scale: float
-    #: int32[n_frequent], increasing: the tokens that are guessed.
+    #: int32[n_frequent], increasing: the frequent tokens, which the heads can predict.
     tokens: NDArray[np.int32]
     #: M and Q, N and P: (n_embd + n_inner, n_embd). c and b: float32[n_embd + n_inner].
     of_state: Weights
@@ -71,7 +71,7 @@ class HeadWeights:
     bias: FloatArray
     #: C: (n_embd, n_inner).
     of_inner: Weights
-    #: The embeddings of the frequent tokens, and behind them one for all others:
+    #: The embeddings of the frequent tokens, then one embedding for all other tokens:
     #: (n_frequent + 1, n_embd).
     embeddings: Weights
     #: V: (n_frequent, n_embd).
@@ -79,10 +79,10 @@ class HeadWeights:
 
 
 class DecoderHeads:
-    """Heads, ready to guess. Close them, or use them as a context manager.
+    """Heads that are loaded and can predict. Close them, or use them as a context manager.
 
-    A state is a guessed hidden state, float32[n_embd]. `compute_s` is what guessing took so far, in
-    seconds by `clock`. Raises `ModelFileError` if the file is not one of heads, or is damaged.
+    A state is a predicted hidden state, float32[n_embd]. `compute_s` are the seconds spent in
+    predictions so far, by `clock`. Raises `ModelFileError` if the file has no heads, or is damaged.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float], n_threads: int) -> None:
@@ -119,12 +119,12 @@ class DecoderHeads:
         return self.path.name
 
     def begin(self, hidden: Hidden, token: int) -> Hidden:
-        """The state behind a token that the target chose by a hidden state, float32[n_embd]:
-        float32[1, n_embd]."""
+        """Return the state after `token`, which the target chose from the hidden state
+        float32[n_embd], as float32[1, n_embd]."""
         return self.advance(hidden[None] * np.float32(self.weights.scale), [token])
 
     def advance(self, states: Hidden, tokens: Sequence[int]) -> Hidden:
-        """The states behind another token each: float32[n, n_embd]."""
+        """Return the states after one more token each: float32[n, n_embd]."""
         started = self._clock()
         embeddings = self._embeddings[self._index[list(tokens)]]
         shape = (len(tokens), self.weights.n_embd)
@@ -138,7 +138,7 @@ class DecoderHeads:
         return states
 
     def logits(self, states: Hidden) -> Logits:
-        """The logits of the frequent tokens behind each state: float32[n, n_frequent]."""
+        """Return the logits of the frequent tokens after each state: float32[n, n_frequent]."""
         started = self._clock()
         rows = self._times(self._output, states)
         self.compute_s += self._clock() - started
@@ -149,7 +149,8 @@ class DecoderHeads:
 
 
 def _quickest_matrix(weights: Weights) -> Matrix:
-    """A matrix in the kernels' buffer, where these are and take it."""
+    """Return a matrix in the buffer of specgen's kernels if they are attached and take it, else in
+    GGML's plain buffer."""
     if SPECGEN_BUFFER in buffer_types():
         with contextlib.suppress(BackendError):
             return Matrix(weights, SPECGEN_BUFFER)
@@ -194,7 +195,7 @@ def write_heads(path: Path, weights: HeadWeights) -> None:
 
 
 def is_heads_file(path: Path) -> bool:
-    """Whether a file says that it is one of heads; False for what cannot be read."""
+    """Return whether a file names the architecture of heads; False if it cannot be read."""
     # The architecture is the first key of a file.
     with contextlib.suppress(OSError), path.open("rb") as file:
         return ARCHITECTURE.encode() in file.read(128)
@@ -202,7 +203,7 @@ def is_heads_file(path: Path) -> bool:
 
 
 def read_heads(path: Path) -> HeadWeights:
-    """Read a file of heads. Raises `ModelFileError`."""
+    """Read a file of heads. Raise `ModelFileError` if it cannot be read or is damaged."""
     from gguf import GGUFReader
 
     try:
@@ -230,7 +231,7 @@ def read_heads(path: Path) -> HeadWeights:
 
 
 def _check(weights: HeadWeights) -> None:
-    """Raise `ValueError` if the parts do not go together."""
+    """Raise `ValueError` if shapes do not match, or values are not possible."""
     n_embd, n_frequent = weights.n_embd, len(weights.tokens)
     n_inner = weights.of_inner.shape[1]
     shapes = {
@@ -254,6 +255,6 @@ def _check(weights: HeadWeights) -> None:
 
 
 def matrix(values: FloatArray, name: str) -> Weights:
-    """The matrix of this name in `HeadWeights`, from float32[n_rows, n_columns]; n_columns is a
-    multiple of 32."""
+    """Quantise float32[n_rows, n_columns] to the matrix of this name in `HeadWeights`. n_columns must
+    be a multiple of 32."""
     return quantize(values, _MATRICES[name])

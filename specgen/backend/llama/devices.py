@@ -11,7 +11,7 @@ _DEVICE_KINDS = {0: "cpu", 1: "gpu", 2: "integrated gpu", 3: "accelerator", 4: "
 
 
 def build() -> Build:
-    """What this build of llama.cpp is, and the devices that it finds on this machine."""
+    """Return the version and features of this build of llama.cpp, and the devices that it finds."""
     return Build(
         version=llama_cpp.__version__,
         llama_version=llama_cpp.llama_version().decode("utf-8", "replace"),
@@ -22,16 +22,17 @@ def build() -> Build:
 
 
 def has_gpu() -> bool:
-    """Whether layers can be kept on a GPU of this machine."""
+    """Return whether layers can be kept on a GPU of this machine."""
     offloads = bool(llama_cpp.llama_supports_gpu_offload())
-    # Once the RPC backend is loaded, llama.cpp says yes on any machine.
+    # With the RPC backend loaded, `llama_supports_gpu_offload` is true on any machine.
     if offloads and llama_cpp.llama_supports_rpc():
         return any("gpu" in device.kind for device in _devices())
     return offloads
 
 
 def _devices() -> tuple[Device, ...]:
-    """GGML's devices; none where this llama-cpp-python keeps its GGML libraries elsewhere."""
+    """Return GGML's devices; none if the functions of GGML cannot be found in this
+    llama-cpp-python."""
     try:
         count = ggml_function("ggml_backend_dev_count", ctypes.c_size_t)
         get = ggml_function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)

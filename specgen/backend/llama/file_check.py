@@ -1,5 +1,5 @@
-"""What is wrong with a model file, said before llama.cpp reads it: some values of the metadata end the
-process in one of its assertions."""
+"""Check a model file before llama.cpp reads it, because some values of the metadata make an assertion
+of llama.cpp end the process."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ _TOKENS = "tokenizer.ggml.tokens"
 #: llama.cpp's LLAMA_MAX_LAYERS.
 _MOST_LAYERS = 512
 _AGAIN = "fetch or convert the model again"
-#: Bytes of a token that a message shows.
+#: The most bytes of a token that a message shows.
 _SHOWN = 60
 
 _checked = CheckedFiles()
 
 
 def remember_checks(folder: Path) -> None:
-    """From now on keep in a folder which files were checked, and check them once."""
-    global _checked  # noqa: PLW0603 - as what computes, it holds for the process
+    """From now on remember checked files in a folder, so that each file is checked only once."""
+    global _checked  # noqa: PLW0603 - like the choice of kernels, it holds for the process
     _checked = CheckedFiles(folder)
 
 
 def check_file(path: Path) -> None:
-    """Raise `ModelFileError` if a file is no GGUF, or has metadata that llama.cpp does not survive."""
+    """Raise `ModelFileError` if a file is not a GGUF, or has metadata that would end the process in
+    llama.cpp."""
     _check_kind(path)
     try:
         with path.open("rb") as file:
@@ -65,7 +66,7 @@ def _check_kind(path: Path) -> None:
         inside = sorted(child.name for child in path.glob("*.gguf"))[:3]
         hint = f"name the file: {', '.join(inside)}" if inside else "it holds no .gguf file"
         raise ModelFileError(f"{path}: a directory, not a model file", hint=hint)
-    if not stat.S_ISREG(mode):  # a pipe would be waited for
+    if not stat.S_ISREG(mode):  # reading a pipe would block
         raise ModelFileError(
             f"{path}: a pipe or a device, not a model file", hint="give the path of a .gguf file"
         )
@@ -107,7 +108,7 @@ def _check_metadata(path: Path) -> None:
 
 
 def _check_tokens(path: Path, metadata: int, number: int) -> None:
-    """Raise `ModelFileError` if a token is there twice. (llama.cpp gives names to empty ones.)"""
+    """Raise `ModelFileError` if a token occurs twice. (Empty tokens may: llama.cpp names them.)"""
     pointer, key = ctypes.c_void_p, ctypes.c_int64
     kind = ggml_function("gguf_get_arr_type", ctypes.c_int, pointer, key)
     count = ggml_function("gguf_get_arr_n", ctypes.c_size_t, pointer, key)

@@ -17,13 +17,13 @@ from specgen.errors import BackendError
 #: GGML's plain buffer type for the CPU.
 CPU_BUFFER = "CPU"
 _CPU_DEVICE = 0
-#: Tensors of one computation, at most; they are small without their data.
+#: The most tensors in one computation; a tensor without data is small.
 _N_TENSORS = 16
 
 
 @functools.cache
 def ggml(name: str, result: Any, *arguments: Any) -> Any:
-    """A function of GGML's. Raises `BackendError` if this build has none of that name."""
+    """Return a function of GGML. Raise `BackendError` if this build has none of that name."""
     try:
         return ggml_function(name, result, *arguments)
     except AttributeError:
@@ -40,7 +40,7 @@ class _InitParams(ctypes.Structure):
 
 @contextmanager
 def no_data() -> Iterator[Any]:
-    """A context for the descriptions of some tensors and a graph of them, without their data."""
+    """Open a GGML context for up to `_N_TENSORS` tensors and a graph, without memory for their data."""
     size = _N_TENSORS * ggml("ggml_tensor_overhead", ctypes.c_size_t)()
     overhead = ggml("ggml_graph_overhead_custom", ctypes.c_size_t, ctypes.c_size_t, ctypes.c_bool)
     size += overhead(_N_TENSORS, False)
@@ -54,7 +54,7 @@ def no_data() -> Iterator[Any]:
 
 
 def new_tensor(context: Any, type_number_: int, shape: Sequence[int]) -> Any:
-    """A tensor without data; the last dimension of `shape` is GGML's first."""
+    """Return a tensor without data. The last dimension of `shape` is GGML's first."""
     make = ggml(
         "ggml_new_tensor",
         ctypes.c_void_p,
@@ -68,7 +68,7 @@ def new_tensor(context: Any, type_number_: int, shape: Sequence[int]) -> Any:
 
 
 def allocate(resources: ExitStack, context: Any, buffer_type: Any) -> Any:
-    """A buffer for all tensors of a context, freed with `resources`."""
+    """Allocate a buffer for all tensors of a context; `resources` frees it."""
     forget_log()
     allocate = ggml(
         "ggml_backend_alloc_ctx_tensors_from_buft", ctypes.c_void_p, *2 * (ctypes.c_void_p,)
@@ -81,12 +81,13 @@ def allocate(resources: ExitStack, context: Any, buffer_type: Any) -> Any:
 
 
 def write_tensor(tensor: Any, data: NDArray[Any]) -> None:
-    """Copy all of an array to a tensor of the same size. Raises `BackendError` otherwise."""
+    """Copy an array to a tensor. Raise `BackendError` if their sizes differ."""
     copy_tensor("ggml_backend_tensor_set", tensor, data)
 
 
 def copy_tensor(name: str, tensor: Any, data: NDArray[Any]) -> None:
-    """Copy all of a tensor from an array, or to it."""
+    """Copy a whole tensor from or to an array with the GGML function `name`. Raise `BackendError` if
+    their sizes differ."""
     copy = ggml(name, None, *2 * (ctypes.c_void_p,), *2 * (ctypes.c_size_t,))
     size = ggml("ggml_nbytes", ctypes.c_size_t, ctypes.c_void_p)(tensor)
     if size != data.nbytes:
@@ -99,7 +100,8 @@ def compute(
     shape: tuple[int, ...],
     n_threads: int,
 ) -> NDArray[np.float32]:
-    """Compute what `build` makes in a context: the result's tensor, and the inputs with their data."""
+    """Build a graph, compute it, and return the result as float32 of this shape. `build` creates the
+    tensors in a context; it returns the result's tensor, and the input tensors with their data."""
     if 0 in shape:
         return np.zeros(shape, np.float32)
     with ExitStack() as resources:
@@ -133,13 +135,13 @@ def compute(
 
 
 def buffer_types() -> tuple[str, ...]:
-    """The names of the CPU's buffer types: the plain one, then those for weights only, in the
+    """Return the names of the CPU's buffer types: the plain one, then those for weights only, in the
     order in which llama.cpp tries them."""
     return (CPU_BUFFER, *extra_buffer_types())
 
 
 def find_buffer_type(name: str) -> Any:
-    """Raises `BackendError` if there is none of that name."""
+    """Return the CPU's buffer type of this name. Raise `BackendError` if there is none."""
     if name == CPU_BUFFER:
         return ggml("ggml_backend_cpu_buffer_type", ctypes.c_void_p)()
     extra = extra_buffer_types()
@@ -149,7 +151,8 @@ def find_buffer_type(name: str) -> Any:
 
 
 def extra_buffer_types() -> dict[str, Any]:
-    """Buffer types with layouts of their own, by name; they may come to be while we run."""
+    """Return the buffer types with special layouts, by name. They may change when a library is loaded, so
+    the result is not cached."""
     device = cpu_device()
     registry = ggml("ggml_backend_dev_backend_reg", ctypes.c_void_p, ctypes.c_void_p)(device)
     find = ggml(
@@ -170,7 +173,7 @@ def extra_buffer_types() -> dict[str, Any]:
 
 
 def cpu_device() -> Any:
-    """GGML's CPU device. Raises `BackendError` if there is none."""
+    """Return GGML's CPU device. Raise `BackendError` if there is none."""
     device = ggml("ggml_backend_dev_by_type", ctypes.c_void_p, ctypes.c_int)(_CPU_DEVICE)
     if not device:
         raise BackendError("GGML has no CPU backend")

@@ -1,12 +1,12 @@
-"""Grammars (GBNF) that llama.cpp follows, as states that are values.
+"""Grammars (GBNF) on top of llama.cpp's grammar sampler, as states that are values.
 
-llama.cpp answers which tokens may come next; this module keeps it from being asked what it need
-not be (0.1 microseconds a token, for 152 thousand of them) and what it must not be: a wrong
-token in `accept` and an unknown one in `apply` end the process.
+llama.cpp decides which tokens may come next. This module avoids needless questions, because a question
+takes 0.1 microseconds for a token and a vocabulary may have 152 thousand. It also prevents questions
+that end the process: a token that is not allowed in `accept`, or one that does not exist in `apply`.
 
-Beyond llama.cpp's rules, a token is refused if the text would not be UTF-8 with it (llama.cpp
-reads over wrong bytes within a token), if it contains a NUL (llama.cpp would read as far as
-that), and if it adds nothing to the text (llama.cpp takes a control token for its name).
+A token is also refused, beyond llama.cpp's rules, if the text would not be UTF-8 with it (llama.cpp
+skips wrong bytes inside a token), if it contains a NUL (llama.cpp would read only up to it), or if it
+adds nothing to the text (llama.cpp would read a control token as its name).
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ from specgen.errors import UsageError
 
 #: llama_token_data of llama.h.
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
-#: From how many tokens on to ask first which first bytes may come.
+#: For this many tokens or more, first find out which first bytes may come.
 _MANY = 512
-#: From how many on to ask about one token of each kind that the grammar can tell apart.
+#: For this many or more, ask about only one token of each kind that the grammar distinguishes.
 _VERY_MANY = 8192
-#: Tokens to ask about at once while looking for a second one that is allowed.
+#: The number of tokens in the first question, in a search for a second allowed token.
 _CHUNK = 64
-#: In place of a first byte: none, as the token adds nothing to the text.
+#: Stands for the first byte of a token that adds nothing to the text.
 _NO_BYTE = 256
 
 
 class LlamaGrammar:
-    """A grammar over the tokens of a vocabulary, which must stay open as long as it is used.
+    """A grammar over the tokens of a vocabulary, which must stay open while the grammar is used.
 
-    `start` is where every text begins. May be used by several threads; they take turns.
+    `start` is the state before a text. Several threads may use a grammar; a lock lets one at a time ask
+    llama.cpp.
 
-    Raises `UsageError` if the grammar is not one, or not one that llama.cpp can follow.
+    Raises `UsageError` if the grammar is not valid, or llama.cpp does not accept it.
     """
 
     def __init__(self, vocabulary: LlamaVocabulary, gbnf: str, root: str = "root") -> None:
@@ -57,7 +58,7 @@ class LlamaGrammar:
         self._grammar = grammar
         self._kinds: npt.NDArray[np.int32] | None = None
         self._asker = _Asker(vocabulary.n_tokens)
-        #: bool[n_tokens]: may follow a text that ends with a whole character.
+        #: bool[n_tokens]: whether the token may follow a text that ends with a whole character.
         self.usable: BoolArray = self.table.ends_in(BOUNDARY) != INVALID
         self.usable[self.table.end_tokens] = True
         self.probed = self._probed_bytes()
@@ -71,18 +72,19 @@ class LlamaGrammar:
 
     @property
     def start(self) -> GrammarState:
-        """Where a text begins. A new state each time: who keeps it keeps what follows."""
+        """The state before a text. It is a new object each time, because a state keeps the states that
+        follow it in memory."""
         return _LlamaState(self, self._sampler, BOUNDARY)
 
     def ask(self, sampler: _Sampler, token_ids: npt.NDArray[np.integer[Any]]) -> BoolArray:
-        """What llama.cpp says about tokens, which must exist."""
+        """Ask llama.cpp which of the tokens it allows: bool[n]. The tokens must exist."""
         return self._asker.ask(sampler, token_ids)
 
     def kinds(self) -> npt.NDArray[np.int32]:
-        """int32[n_tokens]: for each token the first one that is the same to the grammar.
+        """Return int32[n_tokens]: for each token the first token that the grammar treats alike.
 
-        Two texts are the same if their characters are, one by one, of the same class. Holds
-        for tokens of whole characters after a text that ends with one.
+        It treats two texts alike if their characters, one by one, are in the same classes. This is valid
+        for tokens of whole characters, after a text that ends with a whole character.
         """
         if self._kinds is None:
             self._kinds = self._find_kinds()
@@ -99,10 +101,11 @@ class LlamaGrammar:
         return kinds
 
     def _probed_bytes(self) -> BoolArray:
-        """bool[257]: whether the token of this byte alone stands for all that begin with it.
+        """Return bool[257]: whether the token of a single byte can be asked about in place of all tokens
+        that begin with this byte.
 
-        llama.cpp takes a byte that begins a character if some character of its range is
-        allowed; but none for ``[^é]``, as soon as one of them is excluded.
+        llama.cpp accepts the first byte of a character if some character in its range is allowed. For
+        ``[^é]``, however, it refuses the byte as soon as one of these characters is excluded.
         """
         probed = self.table.single >= 0
         if any(
@@ -114,8 +117,7 @@ class LlamaGrammar:
 
 
 class _Sampler:
-    """Owns one of llama.cpp's grammar samplers. Freeing it does not touch the model, which may
-    be gone by then."""
+    """Owns one of llama.cpp's grammar samplers. It may be freed after the model."""
 
     __slots__ = ("pointer",)
 
@@ -123,7 +125,7 @@ class _Sampler:
         self.pointer = pointer
 
     def advanced(self, token_id: int) -> _Sampler:
-        """A copy that has accepted a token. The token must be allowed."""
+        """Return a copy that has accepted a token. The token must be allowed."""
         copy = _Sampler(llama_cpp.llama_sampler_clone(self.pointer))
         llama_cpp.llama_sampler_accept(copy.pointer, token_id)
         return copy
@@ -133,13 +135,13 @@ class _Sampler:
 
 
 class _Asker:
-    """The memory for llama.cpp's candidates, allocated once."""
+    """Asks llama.cpp about tokens, with memory for candidates that is allocated once."""
 
     def __init__(self, n_tokens: int) -> None:
         self._candidates = np.zeros(n_tokens, _CANDIDATE)
         self._ids = self._candidates["id"]
         self._logits = self._candidates["logit"]
-        self._lock = threading.Lock()  # ctypes lets other threads run meanwhile
+        self._lock = threading.Lock()  # ctypes lets other threads run during native calls
         self._native = llama_cpp.llama_token_data_array(
             data=self._candidates.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_token_data)),
             size=0,
@@ -155,12 +157,12 @@ class _Asker:
             self._logits[:n] = 0.0
             self._native.size = n
             llama_cpp.llama_sampler_apply(sampler.pointer, self._reference)
-            answer: BoolArray = self._logits[:n] == 0.0  # the others are at minus infinity
+            answer: BoolArray = self._logits[:n] == 0.0  # refused tokens have minus infinity
         return answer
 
 
 class _LlamaState:
-    """A grammar after a text, and how much of a character that text ends with."""
+    """The state of a grammar after a text. `pending` is the UTF-8 state at the end of the text."""
 
     __slots__ = ("_children", "_first_bytes", "_forced", "_grammar", "_sampler", "pending")
 
@@ -170,7 +172,7 @@ class _LlamaState:
         self.pending = pending
         self._children: dict[int, GrammarState] = {}
         self._first_bytes: BoolArray | None = None
-        self._forced: int | None = -1  # not known yet
+        self._forced: int | None = -1  # -1: not known yet
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
         token_ids = np.asarray(token_ids, np.int64)
@@ -214,13 +216,13 @@ class _LlamaState:
             raise ValueError(f"there is no token {wrong}: the vocabulary has {n_tokens}")
 
     def _usable(self) -> BoolArray:
-        """bool[n_tokens]: what may come as far as UTF-8 is concerned."""
+        """Return bool[n_tokens]: the tokens after which the text is UTF-8 and has grown."""
         if self.pending == BOUNDARY:
             return self._grammar.usable
         return self._grammar.table.continues(self.pending)
 
     def _ask(self, token_ids: TokenArray) -> BoolArray:
-        """What llama.cpp says; of very many tokens it sees one of each kind."""
+        """Ask llama.cpp which of the tokens it allows; of very many, only about one of each kind."""
         if len(token_ids) < _VERY_MANY or self.pending != BOUNDARY:
             return self._grammar.ask(self._sampler, token_ids)
         kinds = self._grammar.kinds()[token_ids]
@@ -232,8 +234,8 @@ class _LlamaState:
         return allowed
 
     def may_begin(self) -> BoolArray:
-        """bool[257]: whether an allowed token can begin with this byte (`_NO_BYTE`: with none).
-        Only after whole characters."""
+        """Return bool[257]: whether an allowed token can begin with this byte (`_NO_BYTE`: with none).
+        Call it only after whole characters."""
         if self._first_bytes is None:
             table, probed = self._grammar.table, self._grammar.probed
             possible = np.ones(257, np.bool_)
@@ -245,8 +247,8 @@ class _LlamaState:
         return self._first_bytes
 
     def _find_forced(self) -> int | None:
-        """In order of cost: end tokens, tokens of one byte, and, where these leave a single
-        first byte, what begins with it."""
+        """Return the only allowed token, or None. The cheapest tokens are checked first: end tokens, then
+        tokens of one byte. If only one first byte is left, the tokens that begin with it follow."""
         ends = self._allowed_ends()
         found: list[int] = []
         for token_ids in self._candidates():
@@ -260,14 +262,14 @@ class _LlamaState:
         return ends[self.allows(ends)].tolist() if len(ends) else []
 
     def _candidates(self) -> Iterator[TokenArray]:
-        """All tokens that might be allowed, but for end tokens, in portions."""
+        """Yield all tokens that might be allowed, except end tokens, in portions."""
         table, grammar = self._grammar.table, self._grammar
         if self.pending != BOUNDARY:
             yield from _portions(self._usable().nonzero()[0])
             return
         possible = self.may_begin()
         single = table.single[(possible & grammar.probed).nonzero()[0]]
-        yield single[:2]  # all of them are allowed, and two are enough
+        yield single[:2]  # all of them are allowed, and two allowed tokens end the search
         if len(single) == 1:
             yield from _portions(self._beginning_with(int(single[0])))
         rest = possible & ~grammar.probed
@@ -276,8 +278,8 @@ class _LlamaState:
             yield from _portions(among.nonzero()[0])
 
     def _beginning_with(self, single: int) -> TokenArray:
-        """The other tokens that begin with a token of one byte, and go on as the state after
-        it may."""
+        """Return the other tokens that begin with a token of one byte, and whose second byte may come
+        in the state after it."""
         table = self._grammar.table
         then = self.after(single)
         seconds = np.ones(256, np.bool_)
@@ -287,28 +289,28 @@ class _LlamaState:
 
 
 class _TokenTable:
-    """What the tokens of a vocabulary add to the text, in forms that are quick to search."""
+    """The bytes that the tokens of a vocabulary add to the text, in forms that are quick to search."""
 
     def __init__(self, vocabulary: LlamaVocabulary) -> None:
         n = vocabulary.n_tokens
         self.pieces = [vocabulary.token_bytes(token_id) for token_id in range(n)]
         self.end_tokens = np.array(vocabulary.end_tokens(), np.int64)
-        #: bool[n_tokens].
+        #: bool[n_tokens]: whether the token ends a text or a turn.
         self.is_end = np.zeros(n, np.bool_)
         self.is_end[self.end_tokens] = True
-        #: int16[n_tokens]: the first byte; `_NO_BYTE` where there is none, and for end tokens.
+        #: int16[n_tokens]: the first byte; `_NO_BYTE` for empty tokens and for end tokens.
         self.first = np.array([piece[0] if piece else _NO_BYTE for piece in self.pieces], np.int16)
         self.first[self.is_end] = _NO_BYTE
         self._ends_in: dict[int, npt.NDArray[np.uint8]] = {}
         self._continues: dict[int, BoolArray] = {}
-        #: Two-byte keys and the tokens that have them, in ascending order.
+        #: Two-byte keys in ascending order, and the tokens with these keys.
         self._by_two_bytes: tuple[npt.NDArray[np.int64], TokenArray] | None = None
         usable = self.ends_in(BOUNDARY) != INVALID
         #: bool[256]: whether a token that may follow whole characters begins with the byte.
         self.begins = np.zeros(257, np.bool_)
         self.begins[self.first[usable]] = True
         self.begins = self.begins[:256]
-        #: int64[257]: the token that is just this byte; -1 where there is none.
+        #: int64[257]: the token that consists of this byte only; -1 if there is none.
         self.single = np.full(257, -1, np.int64)
         for token_id in usable.nonzero()[0].tolist():
             piece = self.pieces[token_id]
@@ -316,8 +318,8 @@ class _TokenTable:
                 self.single[piece[0]] = token_id
 
     def ends_in(self, pending: int) -> npt.NDArray[np.uint8]:
-        """uint8[n_tokens]: the UTF-8 state after each token that follows a text in the state
-        `pending`; INVALID where the text would not be UTF-8, contain a NUL, or be the same."""
+        """Return uint8[n_tokens]: the UTF-8 state after a text in the state `pending` and each token;
+        INVALID if the text would not be UTF-8, would contain a NUL, or would not change."""
         states = self._ends_in.get(pending)
         if states is None:
             states = np.full(len(self.pieces), INVALID, np.uint8)
@@ -330,16 +332,16 @@ class _TokenTable:
         return states
 
     def continues(self, pending: int) -> BoolArray:
-        """bool[n_tokens]: may follow a text that ends within a character."""
+        """Return bool[n_tokens]: whether the token may follow a text that ends inside a character."""
         usable = self._continues.get(pending)
         if usable is None:
             usable = self._continues[pending] = self.ends_in(pending) != INVALID
         return usable
 
     def beginning_with(self, single: int, seconds: BoolArray) -> TokenArray:
-        """The other tokens that begin with the byte of this one, first those that are no longer
-        (SentencePiece may have the letter and the byte), then those whose second byte is one of
-        `seconds`, bool[256]."""
+        """Return the other tokens that begin with the byte of the token `single`: first those of only
+        this byte (SentencePiece may have both the letter and the byte), then those whose second byte
+        is in `seconds`, bool[256]."""
         if self._by_two_bytes is None:
             self._by_two_bytes = self._sort_by_two_bytes()
         keys, token_ids = self._by_two_bytes
@@ -358,12 +360,12 @@ class _TokenTable:
 
 
 def _key(first: int, second: int = -1) -> int:
-    """A number that sorts as the bytes do; without a second one before all that have one."""
+    """Return a number that sorts like the bytes; a key without a second byte comes first."""
     return first * 257 + second + 1
 
 
 class _Classes(dict[int, int]):
-    """From a code point to its class, as `str.translate` wants it."""
+    """Maps a code point to the number of its class, for `str.translate`."""
 
     def __init__(self, grammar: Gbnf) -> None:
         super().__init__()
@@ -388,7 +390,8 @@ def _token_table(vocabulary: LlamaVocabulary) -> _TokenTable:
 
 
 def _portions(token_ids: TokenArray) -> Iterator[TokenArray]:
-    """A few first: if two of them are allowed, nobody asks about the rest."""
+    """Yield the tokens in portions, a small one first: if two tokens in it are allowed, the search ends
+    there."""
     start, size = 0, _CHUNK
     while start < len(token_ids):
         yield token_ids[start : start + size]

@@ -1,10 +1,10 @@
 """specgen's own kernels, attached to GGML: matrix products and attention for some CPUs.
 
-The library of kernels is loaded by GGML (`ggml_backend_load`), and then offers GGML's CPU backend
-a layout of its own for weights. llama.cpp lays out the weights of models that it loads afterwards
-in it, and the kernels compute what is done with them. What they do not cover llama.cpp computes
-itself. It is for one process, all models in it, and cannot be detached, but switched off for
-models that are loaded later.
+GGML loads the library of kernels (`ggml_backend_load`). The library then offers its own layout of
+weights to GGML's CPU backend. llama.cpp stores the weights of models that it loads afterwards in this
+layout, and the kernels compute the operators that use them. llama.cpp computes all other operators
+itself. The kernels serve all models of the process. They cannot be detached, but they can be switched
+off for models that are loaded later.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 from specgen.backend.llama.library import forget_log, ggml_function, last_error
 from specgen.errors import BackendError
 
-#: What `computing` says where no kernels of ours compute.
+#: The result of `computing` if specgen's kernels do not compute.
 LLAMA_CPP = "llama.cpp"
-#: Who computes a model that other machines hold: they do not tell more.
+#: In place of that result for a model on workers, which do not say what kernels they use.
 WORKERS = "workers"
 
 _TEXTS = (
@@ -32,29 +32,29 @@ _TEXTS = (
 
 @dataclass(frozen=True, slots=True)
 class KernelCounts:
-    """What the kernels did since the process began."""
+    """How much the kernels have computed since the process began."""
 
     n_products: int
     n_attentions: int
-    #: Weights that lie in the kernels' layout at present.
+    #: The size of the weights that are in the kernels' layout now.
     packed_bytes: int
     #: Attentions that were left to llama.cpp.
     n_attentions_left: int
 
 
 class Kernels:
-    """The library of kernels of this process, attached to GGML; see `attach`."""
+    """The library of kernels that this process attached to GGML; see `attach`."""
 
     def __init__(self, path: Path, library: Any) -> None:
         self.path = path
         self._library = library
-        #: What they are written for: ``avx2``, ``avx-vnni``, ``avx512-vnni`` or ``amx-int8``.
+        #: Their instruction set: ``avx2``, ``avx-vnni``, ``avx512-vnni`` or ``amx-int8``.
         self.instructions = _text(library.specgen_kernels_instructions())
         self._enabled = (True, True)
 
     @property
     def computes_products(self) -> bool:
-        """Whether the weights of models that are loaded now get the kernels' layout."""
+        """Whether models that are loaded now get the kernels' layout of weights."""
         return self._enabled[0]
 
     @property
@@ -62,13 +62,13 @@ class Kernels:
         return self._enabled[1]
 
     def enable(self, *, products: bool, attention: bool) -> None:
-        """Switch the kernels on or off: products for models that are loaded from now on,
-        attention from now on."""
+        """Switch the kernels on or off. `products` applies to models that are loaded from now on,
+        `attention` to all computation from now on."""
         self._library.specgen_kernels_enable(int(products), int(attention))
         self._enabled = (products, attention)
 
     def serve(self) -> None:
-        """From now on let this process's CPU keep quantised weights packed that others send to it, by
+        """From now on pack the quantised weights that other machines send to this process's CPU through
         llama.cpp's RPC."""
         self._library.specgen_kernels_serve()
 
@@ -82,10 +82,10 @@ _attached: Kernels | None = None
 
 
 def attach(path: Path) -> Kernels:
-    """Attach the library at `path` to GGML, once for the process; its kernels are then on.
+    """Attach the library at `path` to GGML, once for the process, and switch its kernels on.
 
-    Raises `BackendError` that says why it cannot be: a file that is no such library, a GGML of
-    another version, a CPU without the instructions.
+    Raise `BackendError` with the reason if this fails: the file is not such a library, GGML has
+    another version, the CPU lacks the instructions, or another library is attached.
     """
     global _attached  # noqa: PLW0603 - GGML's own list, which it changes, is global too
     if _attached is not None:
@@ -112,20 +112,20 @@ def attach(path: Path) -> Kernels:
 
 
 def attached() -> Kernels | None:
-    """The kernels of this process; None where none were attached."""
+    """Return the kernels of this process; None if none were attached."""
     return _attached
 
 
 def computing() -> str:
-    """Who computes the products of models that are loaded now on the CPU: ``specgen`` and the
-    instruction set, or ``llama.cpp``."""
+    """Return which kernels compute the matrix products on the CPU for models that are loaded now:
+    ``specgen`` and the instruction set, or ``llama.cpp``."""
     if _attached is None or not _attached.computes_products:
         return LLAMA_CPP
     return f"specgen {_attached.instructions}"
 
 
 def ggml_version() -> str:
-    """The version of the GGML that llama.cpp is linked to; empty if it does not tell."""
+    """Return the version of the GGML that llama.cpp is linked to; empty if it does not report one."""
     try:
         return _text(ggml_function("ggml_version", ctypes.c_char_p)())
     except AttributeError:
@@ -133,7 +133,7 @@ def ggml_version() -> str:
 
 
 def _declare(library: Any) -> None:
-    """Raises `AttributeError` if a function is missing."""
+    """Declare the types of the library's functions. Raise `AttributeError` if one is missing."""
     for name in _TEXTS:
         function = getattr(library, name)
         function.restype, function.argtypes = ctypes.c_char_p, ()

@@ -1,7 +1,7 @@
-"""The native library: loading it, its log, and its last words.
+"""Load the native library, and keep its log for error messages.
 
-The rest of the package takes llama_cpp from here, so that a library that cannot be loaded is
-one `BackendError`, wherever it is first needed.
+The rest of the package imports llama_cpp from here. A library that cannot be loaded therefore raises
+the same `BackendError` wherever it is first needed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _log_sinks: list[LogSink] = []
 
 
 def _on_log(_level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
-    """Keep llama.cpp's last words for error messages; pass all on where asked to."""
+    """Keep llama.cpp's last log lines for error messages, and pass each to the current sink."""
     line = text.decode("utf-8", "replace")
     _log_lines.append(line)
     for sink in _log_sinks[-1:]:
@@ -49,8 +49,7 @@ llama_cpp.llama_backend_init()
 
 @contextlib.contextmanager
 def logging_to(sink: LogSink) -> Iterator[None]:
-    """While in this context, llama.cpp's log goes to `sink`, piece by piece; it is quiet
-    otherwise."""
+    """Pass llama.cpp's log to `sink`, piece by piece, inside this context. Outside, it is not shown."""
     _log_sinks.append(sink)
     try:
         yield
@@ -59,12 +58,12 @@ def logging_to(sink: LogSink) -> Iterator[None]:
 
 
 def forget_log() -> None:
-    """Before a call whose failure `last_error` is to explain."""
+    """Clear the log. Call it before a native call whose failure `last_error` is to explain."""
     _log_lines.clear()
 
 
 def last_error() -> str:
-    """llama.cpp's last complaint, as one line."""
+    """Return the error that llama.cpp logged since `forget_log`, as one line."""
     lines = "".join(_log_lines).splitlines()
     complaints = [line for line in lines if "error" in line.lower() or "failed" in line.lower()]
     if complaints:  # the first one names the cause, those after it only pass it on
@@ -73,11 +72,11 @@ def last_error() -> str:
 
 
 def ggml_function(name: str, result: Any, *arguments: Any) -> Any:
-    """A function of the GGML libraries, which llama-cpp-python loads but does not declare. Raises
+    """Return a function of the GGML libraries, which llama-cpp-python loads but does not declare. Raise
     `AttributeError` if there is none of that name.
 
-    Wheels have copies of these libraries under several names (libggml.so, libggml.so.0). The one
-    that llama.cpp is linked to must be asked: another copy has a list of devices of its own.
+    Wheels have copies of these libraries under several names (libggml.so, libggml.so.0). The function
+    must come from the copy that llama.cpp is linked to: any other copy has its own list of devices.
     """
     for library in _ggml_libraries():
         with contextlib.suppress(AttributeError):
@@ -88,8 +87,8 @@ def ggml_function(name: str, result: Any, *arguments: Any) -> Any:
 
 
 def _ggml_libraries() -> Iterator[Any]:
-    """llama.cpp's own library, through which symbols of those that it is linked to are found as
-    well; for systems that do not look there, those libraries by their names."""
+    """Yield llama.cpp's library, which also finds the symbols of the libraries that it is linked to.
+    Then yield the GGML libraries by name, for systems where it does not."""
     from llama_cpp import _ctypes_extensions
 
     yield llama_cpp.llama_cpp._lib  # noqa: SLF001

@@ -15,7 +15,7 @@ from specgen.backend.llama.weights import lease_weights
 from specgen.errors import BackendError, ModelFileError
 from specgen.options import CacheType, Workers
 
-#: GGML type and size in bytes a value of each KV cache type.
+#: GGML's number of each KV cache type, and its bytes per value.
 CACHE_TYPES: dict[CacheType, tuple[int, float]] = {
     "f32": (0, 4.0),
     "f16": (1, 2.0),
@@ -30,13 +30,13 @@ CACHE_TYPES: dict[CacheType, tuple[int, float]] = {
 
 
 class LlamaModel:
-    """A GGUF file: its vocabulary and what else it says of itself; contexts are made from it. Its
-    weights are in memory once, however many models of the same file are open.
+    """A GGUF model: its weights, vocabulary and metadata. Contexts are made from it. All open models of
+    the same file share one copy of the weights in memory.
 
-    `weights` is a copy of the file that is loaded in its place. `workers` are other machines that its
-    layers are spread over. With `vocabulary_only` its tensors stay on disk: no context can be made, and
-    its sizes are not known. Raises `ModelFileError` if the file cannot be used to generate text,
-    `MemoryLimitError` if it does not fit the memory, `WorkerLostError` if a worker does not answer.
+    `weights` is a copy of the file that is loaded in its place. `workers` are other machines that hold
+    its layers. With `vocabulary_only` its tensors stay on disk: no context can be made, and the sizes
+    are not known. Raises `ModelFileError` if the file cannot be used to generate text,
+    `MemoryLimitError` if it does not fit into memory, `WorkerLostError` if a worker does not answer.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class LlamaModel:
         file = path if weights is None else weights
         check_file(file)
         self.path = path
-        #: Who computes on the CPU, as `computing` says it; `WORKERS` where those do.
+        #: The kernels that compute on the CPU, as `computing` names them; `WORKERS` if workers compute.
         self.kernels = computing() if workers is None else WORKERS
         self._is_closed = False
         self._weights = lease_weights(
@@ -71,8 +71,8 @@ class LlamaModel:
 
     @property
     def has_equal_rows(self) -> bool:
-        """Whether specgen's kernels compute on the CPU: a row is then the same bits in any batch, and
-        a prompt in whatever pieces it is read."""
+        """Whether specgen's kernels compute on the CPU. A row then has the same bits in any batch, and
+        after a prompt that was read in any pieces."""
         return self.kernels not in (LLAMA_CPP, WORKERS)
 
     @property
@@ -81,19 +81,19 @@ class LlamaModel:
         return self._weights.remote is not None
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of a native call that may wait for other machines. Raises `WorkerLostError` if
-        one of them is lost."""
+        """Return the result of a native call that may wait for workers. Raise `WorkerLostError` if a
+        worker is lost."""
         return self._weights.call(function, *arguments)
 
     @property
     def handle(self) -> Any:
-        """The native model; raises `BackendError` once it is closed."""
+        """The native model; raises `BackendError` if the model is closed."""
         self.check_open()
         return self._weights.handle
 
     @property
     def vocabulary(self) -> LlamaVocabulary:
-        """Its tokens; raises `BackendError` once it is closed."""
+        """The model's tokens; raises `BackendError` if the model is closed."""
         self.check_open()
         return self._weights.vocabulary
 
@@ -114,13 +114,13 @@ class LlamaModel:
 
     @property
     def n_layer(self) -> int:
-        """How many blocks it has."""
+        """The number of blocks (layers)."""
         return int(llama_cpp.llama_model_n_layer(self.handle))
 
     @property
     def has_recurrent_state(self) -> bool:
-        """Whether it keeps a state that every token changes, alone or beside a cache of cells:
-        recurrent and hybrid models."""
+        """Whether it has a state that every token changes, as recurrent models have, and hybrid models
+        beside a cache of cells."""
         return bool(
             llama_cpp.llama_model_is_recurrent(self.handle)
             or llama_cpp.llama_model_is_hybrid(self.handle)
@@ -128,23 +128,23 @@ class LlamaModel:
 
     @property
     def n_window(self) -> int:
-        """Tokens that its layers with a sliding window see; 0 if it has none."""
+        """The number of tokens that layers with a sliding window see; 0 if there are no such layers."""
         return int(llama_cpp.llama_model_n_swa(self.handle))
 
     @property
     def description(self) -> str:
-        """Architecture, size and quantisation in llama.cpp's words."""
+        """Architecture, size and quantisation as llama.cpp describes them."""
         buffer = ctypes.create_string_buffer(256)
         llama_cpp.llama_model_desc(self.handle, buffer, len(buffer))
         return buffer.value.decode("utf-8", "replace")
 
     @property
     def size_bytes(self) -> int:
-        """Size of all tensors."""
+        """The size of all tensors together."""
         return int(llama_cpp.llama_model_size(self.handle))
 
     def metadata(self, key: str) -> str | None:
-        """A value of the file's metadata as text; None where there is none."""
+        """Return a value of the file's metadata as text; None if the key is missing."""
         capacity = 256
         while True:
             buffer = ctypes.create_string_buffer(capacity)
@@ -156,18 +156,18 @@ class LlamaModel:
             capacity = n + 1
 
     def chat_template(self, name: str | None = None) -> str | None:
-        """The model's own chat template (Jinja), or the one of this name, as some files have it for
-        tools; None where there is none."""
+        """Return the model's chat template (Jinja), or the one with this name: some files have a separate
+        one for tools. None if there is none."""
         key = name.encode() if name is not None else None
         template = llama_cpp.llama_model_chat_template(self.handle, key)
         return template.decode("utf-8", "replace") if template else None
 
     def cache_bytes(self, n_ctx: int, type_k: CacheType, type_v: CacheType) -> int:
-        """An estimate of the KV cache's size for a context of n_ctx tokens.
+        """Estimate the size of the KV cache for a context of n_ctx tokens.
 
-        As if each layer were like the first: too little for hybrid models that begin with a
-        recurrent layer, since llama.cpp does not tell of the others. A sliding window saves
-        nothing (see `LlamaBackend`).
+        The estimate assumes that each layer is like the first, the only one that llama.cpp describes.
+        It is too small for hybrid models that begin with a recurrent layer. A sliding window saves
+        nothing, because the cache keeps all tokens (`swa_full` in `context_opening`).
         """
         n_head = int(llama_cpp.llama_model_n_head(self.handle)) or 1
         n_head_kv = int(llama_cpp.llama_model_n_head_kv(self.handle))
@@ -179,9 +179,10 @@ class LlamaModel:
         return int(n_ctx * n_layer * n_head_kv * a_token)
 
     def state_bytes(self) -> int:
-        """An estimate of the size of one recurrent state; 0 for models without one.
+        """Estimate the size of one recurrent state; 0 for models without one.
 
-        As if each layer had a part of it, but where the metadata says how many do not.
+        The estimate assumes that each layer has a part of the state, except for full-attention layers
+        if the metadata gives their interval.
         """
         if not self.has_recurrent_state:
             return 0
@@ -197,24 +198,23 @@ class LlamaModel:
         return 4 * n_layer * a_layer
 
     def _number(self, key: str) -> int:
-        """A number of the architecture's metadata; 0 where there is none."""
+        """Return a number of the architecture's metadata; 0 if it is missing."""
         value = self.metadata(f"{self.metadata('general.architecture')}.{key}") or ""
         return int(value) if value.isdecimal() else 0
 
     def close(self) -> None:
-        """End the use of the model, also by contexts that were made from it. The weights are freed
-        with the last of all contexts and models that use them, wherever in this process. May be
-        called twice."""
+        """Close the model: contexts that were made from it can decode nothing more. The weights are
+        freed with the last model or context of this process that uses them. May be called twice."""
         if not self._is_closed:
             self._is_closed = True
             self._weights.release()
 
     def hold(self) -> None:
-        """A context was made from the model: keep its weights until `let_go`."""
+        """Keep the weights until `let_go`, for a context that was made from the model."""
         self._weights.share()
 
     def let_go(self) -> None:
-        """A context that was made from the model is freed."""
+        """Release the weights for a context that was freed."""
         self._weights.release()
 
     def _check_generates(self) -> None:

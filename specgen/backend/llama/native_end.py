@@ -1,8 +1,9 @@
 """If llama.cpp aborts the process: print one line and exit with a code, instead of a core dump.
 
-GGML ends the process where one of its assertions fails: a damaged model may do that, or a device that is
-gone. And the system ends it (SIGBUS) where a file that is mapped into memory became shorter. Nothing can go on
-behind either. For programs, not for libraries: who else loads llama.cpp in the process decides for himself.
+GGML ends the process if one of its assertions fails, for example for a damaged model or a lost device.
+The system ends the process (SIGBUS) if a file that is mapped into memory became shorter. The process
+cannot continue after either. Only programs should use this, not libraries: the handlers are global, and
+other code in the process may use llama.cpp too.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from typing import Any, NoReturn
 from specgen.backend.llama.library import ggml_function
 from specgen.errors import BackendError, MemoryLimitError, SpecgenError
 
-#: The callbacks, kept for as long as they may be called; first what is called before the end.
+#: The callbacks, kept for as long as they may be called. The first one is `before_end`.
 _kept: list[Any] = []
 _ending = threading.Lock()
 _IN_SOURCE = re.compile(r"(?P<path>\S+?):(?P<line>\d+): (?P<what>.*)", re.DOTALL)
 _ASSERTED = "a damaged model file does this; fetch or convert it again, or report what led to it"
-#: In the assertions of GGML that ask whether there was memory.
+#: Parts of the assertions with which GGML checks that memory was allocated.
 _NO_MEMORY = ("mem_buffer != NULL",)
 _SMALLER = "close other programs, or take a smaller model or --ctx-size"
 _SHORTER = "put the whole file back, or fetch the model again"
 
 
 def end_with_a_line(before_end: Callable[[], None] = lambda: None) -> None:
-    """From now on say in one line on standard error what ended the process in native code, and end it
-    with the exit code of a `BackendError`, or a `MemoryLimitError`. `before_end` is called before, to
-    write what is still to be written. Only the first call counts."""
+    """From now on, if native code ends the process, print the reason in one line (and a hint) on standard
+    error and exit with the code of a `BackendError` or `MemoryLimitError`. `before_end` is called
+    first, to write pending output. Only the first call has an effect."""
     if _kept:
         return
     _kept.append(before_end)
@@ -43,15 +44,15 @@ def end_with_a_line(before_end: Callable[[], None] = lambda: None) -> None:
         set_callback(ctypes.cast(callback, ctypes.c_void_p))
         _kept.append(callback)
     if hasattr(signal, "SIGBUS"):
-        # By the C library: Python runs its own handlers between instructions of Python, and the
-        # instruction that failed would be tried again for ever.
+        # Set through the C library. Python would run its own handler only after the failed instruction,
+        # which would be repeated for ever.
         handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(_on_bus_error)
         ctypes.CDLL(None).signal(signal.SIGBUS, handler)
         _kept.append(handler)
 
 
 def asserted(message: str) -> str:
-    """What is said of a failed assertion, of which GGML says `message`."""
+    """Return the error message for a failed assertion, from GGML's own `message`."""
     found = _IN_SOURCE.fullmatch(message.strip())
     if found is None:
         return f"llama.cpp ended the process: {' '.join(message.split())}"
@@ -71,7 +72,7 @@ def _on_bus_error(_number: int) -> None:
 
 
 def _end(message: str, hint: str, kind: type[SpecgenError] = BackendError) -> NoReturn:
-    _ending.acquire()  # for good: where several threads fail at once, the first one tells it
+    _ending.acquire()  # never released: if several threads fail at once, only the first one reports
     with contextlib.suppress(Exception):
         _kept[0]()
     with contextlib.suppress(OSError):

@@ -1,10 +1,10 @@
-"""Single operators of GGML on the CPU, by themselves: matrix products, products with the matrices of
-experts, and attention.
+"""Single operators of GGML on the CPU: matrix products, products with the matrices of experts, and
+attention.
 
-For comparing implementations of an operator: the weights are put into a buffer type by name,
-which decides who computes. ``CPU`` is GGML's plain memory and its plain code; others are GGML's
-own with a layout of their own (``CPU_REPACK``), and `SPECGEN_BUFFER` where specgen's kernels are
-attached. Attention is computed by whoever takes it: the kernels, if they are attached and enabled.
+They serve to compare implementations of an operator. The name of a buffer type for the weights selects
+the implementation: ``CPU`` is GGML's plain memory and plain code, ``CPU_REPACK`` a special layout of
+GGML, and `SPECGEN_BUFFER` the layout of specgen's kernels, if they are attached. Attention needs no
+buffer type: the kernels compute it if they are attached and enabled, else GGML does.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ HalfArray: TypeAlias = NDArray[np.float16]
 ByteArray: TypeAlias = NDArray[np.uint8]
 IndexArray: TypeAlias = NDArray[np.int32]
 
-#: The types of weights by GGUF's names, with GGML's numbers. (GGML looks up a number that it does
-#: not have behind the end of a table, so it cannot be asked.)
+#: The types of weights: GGUF's names and GGML's numbers. (GGML cannot be asked for them: for a number
+#: that it does not have it reads past the end of a table.)
 TYPE_NUMBERS = {
     "f32": 0,
     "f16": 1,
@@ -74,7 +74,7 @@ SPECGEN_BUFFER = "specgen"
 _F32, _F16, _I32 = TYPE_NUMBERS["f32"], TYPE_NUMBERS["f16"], 26
 _USAGE_WEIGHTS = 1
 _MAX_DIMENSIONS = 4
-#: Where `ggml_tensor` has its buffer: behind the type, which is aligned like a pointer.
+#: The offset of the buffer in `ggml_tensor`: it follows the type, and is aligned like a pointer.
 _BUFFER_OFFSET = 8
 
 
@@ -87,9 +87,9 @@ class Weights:
 
     #: One of `TYPE_NUMBERS`.
     type_name: str
-    #: (n_rows, n_columns) or (n_experts, n_rows, n_columns); columns lie side by side.
+    #: (n_rows, n_columns) or (n_experts, n_rows, n_columns); the columns are contiguous in memory.
     shape: tuple[int, ...]
-    #: What a GGUF file has: the rows one after the other.
+    #: The bytes as in a GGUF file: one row after the other.
     data: ByteArray
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class Weights:
 
 
 def type_number(type_name: str) -> int:
-    """GGML's number of a type. Raises `ValueError` for a type that is not in `TYPE_NUMBERS`."""
+    """Return GGML's number of a type. Raise `ValueError` for a type that is not in `TYPE_NUMBERS`."""
     try:
         return TYPE_NUMBERS[type_name]
     except KeyError:
@@ -109,7 +109,8 @@ def type_number(type_name: str) -> int:
 
 
 def row_bytes(type_name: str, n_columns: int) -> int:
-    """The size of a row. Raises `ValueError` if the type's blocks do not fit into it."""
+    """Return the size of a row in bytes. Raise `ValueError` if its length is not a multiple of the type's
+    block."""
     number = type_number(type_name)
     block = int(ggml("ggml_blck_size", ctypes.c_int64, ctypes.c_int)(number))
     if n_columns % block:
@@ -120,10 +121,10 @@ def row_bytes(type_name: str, n_columns: int) -> int:
 
 
 def quantize(values: FloatArray, type_name: str) -> Weights:
-    """Weights of a type from numbers, float32[(n_experts,) n_rows, n_columns]; float types round.
+    """Quantise float32[(n_experts,) n_rows, n_columns] to a type; float types only round.
 
-    Types that need to know what matters take everything for equally important. Raises
-    `ValueError` for a type, or a shape, that does not go.
+    Types that need an importance matrix treat all columns as equally important. Raise `ValueError` for
+    a type or a shape that is not possible.
     """
     values = np.ascontiguousarray(values, np.float32)
     size = math.prod(values.shape[:-1]) * row_bytes(type_name, values.shape[-1])
@@ -167,7 +168,7 @@ class _TypeTraits(ctypes.Structure):
 
 
 def dequantize(weights: Weights) -> FloatArray:
-    """The numbers that weights stand for: float32 in their shape."""
+    """Return the values of weights as float32 in their shape."""
     number = type_number(weights.type_name)
     if number == _F32:
         return weights.data.view(np.float32).reshape(weights.shape).copy()
@@ -182,10 +183,10 @@ def dequantize(weights: Weights) -> FloatArray:
 
 
 class Matrix:
-    """Weights in a buffer of a type, ready to be multiplied with.
+    """Weights in a buffer of a given type, ready for products.
 
-    `n_experts_used` only matters for the matrices of experts: how many of them a token takes.
-    Raises `BackendError` if there is no such buffer type, or if it does not take these weights.
+    `n_experts_used` is the number of experts that a token uses; it only matters for the matrices of
+    experts. Raises `BackendError` if there is no such buffer type, or it does not accept these weights.
     """
 
     def __init__(
@@ -228,10 +229,10 @@ class Matrix:
 
 
 def multiply(matrix: Matrix, activations: FloatArray, *, n_threads: int = 1) -> FloatArray:
-    """MUL_MAT: each row of float32[n_tokens, n_columns] times the matrix: float32[n_tokens, n_rows].
+    """MUL_MAT: multiply each row of float32[n_tokens, n_columns] with the matrix: float32[n_tokens, n_rows].
 
-    With further dimensions before, float32[a, b, n_tokens, n_columns], the matrix is taken for
-    each. Raises `ValueError` if the shapes do not fit, `BackendError` if it cannot be computed.
+    With leading dimensions, float32[a, b, n_tokens, n_columns], the same matrix is used for all. Raise
+    `ValueError` if the shapes do not fit, `BackendError` if GGML cannot compute the product.
     """
     activations = np.ascontiguousarray(activations, np.float32)
     if len(matrix.weights.shape) != 2:
@@ -251,11 +252,11 @@ def multiply(matrix: Matrix, activations: FloatArray, *, n_threads: int = 1) -> 
 def multiply_experts(
     matrix: Matrix, activations: FloatArray, experts: IndexArray, *, n_threads: int = 1
 ) -> FloatArray:
-    """MUL_MAT_ID: each token times the matrices of its experts: float32[n_tokens, n_used, n_rows].
+    """MUL_MAT_ID: multiply each token with the matrices of its experts: float32[n_tokens, n_used, n_rows].
 
-    `experts` are their numbers, int32[n_tokens, n_used]. The activations are
-    float32[n_tokens, n_used, n_columns], or float32[n_tokens, 1, n_columns] where all experts of a
-    token get the same. Raises `ValueError` if the shapes do not fit.
+    `experts`, int32[n_tokens, n_used], are the numbers of the experts. The activations are
+    float32[n_tokens, n_used, n_columns], or float32[n_tokens, 1, n_columns] if all experts of a token
+    get the same. Raise `ValueError` if the shapes do not fit.
     """
     activations = np.ascontiguousarray(activations, np.float32)
     experts = np.ascontiguousarray(experts, np.int32)
@@ -280,15 +281,15 @@ def multiply_experts(
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What an attention has beside queries, keys, values and a mask."""
+    """The parameters of an attention beside queries, keys, values and a mask."""
 
-    #: What scores are multiplied with; None for one over the root of the key's size.
+    #: The factor of the scores; None means 1 / sqrt(key_size).
     scale: float | None = None
     #: ALiBi's largest bias; 0 for none. Needs a mask.
     max_bias: float = 0.0
-    #: Scores are bent to stay below; 0 for none.
+    #: The limit of a soft cap on the scores; 0 for none.
     softcap: float = 0.0
-    #: A score for each head that takes part in the softmax and has no value: float32[n_heads].
+    #: float32[n_heads]: for each head an extra score in the softmax, without a value.
     sinks: FloatArray | None = None
 
 
@@ -306,13 +307,13 @@ def attend(
     value_type: str = "f16",
     n_threads: int = 1,
 ) -> FloatArray:
-    """FLASH_ATTN_EXT: float32[n_streams, n_rows, n_heads, value_size].
+    """FLASH_ATTN_EXT: return float32[n_streams, n_rows, n_heads, value_size].
 
-    Queries are float32[n_streams, n_rows, n_heads, key_size], keys and values
-    float32[n_streams, n_cells, n_kv_heads, key_size or value_size], which are quantised here: all
-    lie in memory as llama.cpp has them in its cache. The mask, float16[n_streams or 1,
-    n_mask_heads, n_rows, n_cells], is added to the scores; None hides nothing. Raises `ValueError`
-    if the shapes do not fit.
+    Queries are float32[n_streams, n_rows, n_heads, key_size]. Keys and values are
+    float32[n_streams, n_cells, n_kv_heads, key_size or value_size]; this function converts them to
+    `key_type` and `value_type`. The memory layout is that of llama.cpp's cache. The mask,
+    float16[n_streams or 1, n_mask_heads, n_rows, n_cells], is added to the scores; None hides nothing.
+    Raise `ValueError` if the shapes do not fit.
     """
     queries = np.ascontiguousarray(queries, np.float32)
     if mask is not None:
@@ -336,7 +337,7 @@ def attend(
             (new_tensor(context, cache_types[0], keys.shape), cells[0]),
             (new_tensor(context, cache_types[1], values.shape), cells[1]),
         ]
-        # Each head's rows, as the operator wants them; the memory stays as it is.
+        # The operator wants the rows of each head together; a permuted view does that without a copy.
         by_head = [permute(context, tensor, 0, 2, 1, 3) for tensor, _ in inputs]
         masking = None
         if mask is not None:
@@ -359,7 +360,7 @@ def _check_attention(
     mask: HalfArray | None,
     options: AttentionOptions,
 ) -> None:
-    """Raise `ValueError` where GGML would abort."""
+    """Raise `ValueError` for shapes for which GGML would abort."""
     if not queries.ndim == keys.ndim == values.ndim == 4:
         raise ValueError("queries, keys and values have four dimensions each")
     n_streams, n_rows, n_heads, key_size = queries.shape
@@ -379,8 +380,8 @@ def _check_attention(
 
 
 def takes(type_name: str, shape: tuple[int, ...], buffer_type: str) -> bool:
-    """Whether a buffer type takes weights of such a type and shape. Raises `BackendError` if there
-    is none of that name."""
+    """Return whether a buffer type accepts weights of this type and shape. Raise `BackendError` if there
+    is no buffer type of that name."""
     with no_data() as context:
         return _takes(type_name, shape, find_buffer_type(buffer_type), context, 1)
 
@@ -388,7 +389,7 @@ def takes(type_name: str, shape: tuple[int, ...], buffer_type: str) -> bool:
 def _takes(
     type_name: str, shape: tuple[int, ...], place: Any, context: Any, n_experts_used: int
 ) -> bool:
-    """Ask as llama.cpp asks it: with an empty buffer and an operator without data."""
+    """Ask GGML in the way of llama.cpp: with an empty buffer and an operator without data."""
     row_bytes(type_name, shape[-1])
     tensor = new_tensor(context, type_number(type_name), shape)
     n_tokens = 512

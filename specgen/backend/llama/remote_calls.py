@@ -1,9 +1,9 @@
-"""Native calls that may wait for workers, made in a thread so that the wait can be abandoned.
+"""Make native calls that may wait for workers in a separate thread, so that the wait can be abandoned.
 
-llama.cpp's RPC client has no time limit, and ends the process where a connection ends
-(`GGML_ABORT`). So everything that may use a connection is called in a thread of its own, whose caller
-waits for so long only. Where a worker is lost, that thread is left where it is, with its native memory,
-and the caller gets a `WorkerLostError` like any other error.
+llama.cpp's RPC client has no time limit, and ends the process when a connection ends (`GGML_ABORT`).
+Every call that may use a connection is therefore made in a separate thread, and the caller waits only
+for a limited time. If a worker is lost, the thread is abandoned together with its native memory, and the
+caller gets an ordinary `WorkerLostError`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ _SLOW = "if the workers are only slow, --rpc-timeout gives them longer; if not, 
 class RemoteCalls:
     """Makes the native calls of one target in a thread, one at a time.
 
-    `endpoints` are the workers'. A call that takes longer than `timeout_s` seconds, or twice as long
-    after the last `alive`, is given up, as is everything after it.
+    `endpoints` are the addresses of the workers. A call is given up, with all later calls, if it takes
+    longer than `timeout_s` seconds without a call of `alive`. (As `alive` only sets a flag that is checked
+    every `timeout_s` seconds, the wait after it is up to twice as long.)
     """
 
     def __init__(self, endpoints: Sequence[str], timeout_s: float) -> None:
@@ -38,7 +39,7 @@ class RemoteCalls:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._task: _Task | None = None
         self._is_alive = False
-        #: Why nothing more can be asked of the workers, and what to do about it.
+        #: Why the workers cannot be called any more, and what to do about it.
         self._lost: tuple[str, str] | None = None
         _watch_aborts()
         _open.append(self)
@@ -46,8 +47,8 @@ class RemoteCalls:
         self._thread.start()
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of a native call. Raises `WorkerLostError` if a worker is lost while it waits,
-        or was before."""
+        """Make a native call and return its result. Raise `WorkerLostError` if a worker is lost during the
+        call, or was lost before."""
         self.check()
         if threading.current_thread() is self._thread:
             return function(*arguments)
@@ -59,7 +60,7 @@ class RemoteCalls:
                 if not self._is_alive:
                     self.give_up(f"no answer within {self._timeout_s:g} s", _SLOW)
                 self._is_alive = False
-        except BaseException:  # Ctrl-C, say: the call goes on, so nothing else may be called
+        except BaseException:  # Ctrl-C, for example: the call continues, so no other may be made
             self.give_up("a call to them was interrupted")
             raise
         finally:
@@ -77,11 +78,11 @@ class RemoteCalls:
             raise WorkerLostError(f"lost {', '.join(lost)}: {reason}", hint)
 
     def alive(self) -> None:
-        """The call that is being made gets on: it may take as long again."""
+        """Report that the current call makes progress, which extends its time."""
         self._is_alive = True
 
     def give_up(self, reason: str, hint: str = _HINT) -> None:
-        """Let the call that waits, and all others, raise `WorkerLostError`. Any thread may call it."""
+        """Make the waiting call, and all later ones, raise `WorkerLostError`. Any thread may call this."""
         if self._lost is None:
             self._lost = reason, hint
             leave_running(f"a call to {', '.join(self._endpoints)}")
@@ -90,7 +91,7 @@ class RemoteCalls:
             task.is_over.set()
 
     def close(self) -> None:
-        """End the thread, unless it waits for a lost worker."""
+        """End the thread after its current call. (It never ends if it waits for a lost worker.)"""
         self._tasks.put(None)
         with contextlib.suppress(ValueError):
             _open.remove(self)
@@ -101,7 +102,7 @@ class RemoteCalls:
 
 
 class _Task:
-    """A call and what came out."""
+    """A call, and its result or error."""
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self._function = function
@@ -113,7 +114,7 @@ class _Task:
     def run(self) -> None:
         try:
             self.result = self._function(*self._arguments)
-        except Exception as error:  # noqa: BLE001 - raised again where the call was made
+        except Exception as error:  # noqa: BLE001 - the caller's thread raises it again
             self.error = error
         self.is_over.set()
 
@@ -127,7 +128,7 @@ _callbacks: list[Any] = []
 
 
 def _watch_aborts() -> None:
-    """Let GGML tell us before it ends the process, once."""
+    """Register a callback that GGML calls before it ends the process. Only the first call does anything."""
     if _callbacks:
         return
     callback = _ABORT_CALLBACK(_on_abort)
@@ -137,21 +138,22 @@ def _watch_aborts() -> None:
 
 
 def _on_abort(message: bytes) -> None:
-    """Called by GGML in the thread that came upon the error; the process is aborted on return."""
+    """Handle a failed assertion. GGML calls this in the thread of the error, and aborts the process when
+    it returns."""
     if b"ggml-rpc" not in message:
         if _callbacks[1] is not None:
             _callbacks[1](message)
         else:
             os.write(2, message + b"\n")
         return
-    # The message does not say which connection it was. Without it no target on workers goes on.
+    # The message does not say which connection it was, so all calls to all workers are given up.
     if b"connect to" in message or b"handshake" in message:
         reason = "the connection was refused"
     else:
         reason = "the connection ended"
     for calls in _open.copy():
         calls.give_up(reason)
-    # Returning would abort the process, which a `WorkerLostError` ends properly.
+    # Never return: that would abort the process. The `WorkerLostError` ends it properly.
     threading.Event().wait()
 
 

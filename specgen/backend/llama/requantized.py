@@ -1,4 +1,4 @@
-"""A copy of a model with weights of another type."""
+"""Write a copy of a model with another type of weights, or without some of its blocks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Literal
 from specgen.backend.llama.library import forget_log, last_error, llama_cpp
 from specgen.errors import BackendError
 
-#: llama.cpp's numbers of the file types whose matrices are of these types. With `pure` all of them are,
-#: the output's too, which llama.cpp otherwise leaves as it is or gives more bits.
+#: llama.cpp's numbers of the file types with matrices of these types. With `pure` all matrices get the
+#: type, also the output matrix, which llama.cpp otherwise does not change or gives more bits.
 _FILE_TYPES = {"q4_0": 2, "q8_0": 7}
-#: Seconds between looks at whether Ctrl-C was pressed.
+#: Seconds between the moments at which Ctrl-C is noticed.
 _LOOK_S = 0.1
 
 
@@ -28,11 +28,11 @@ def requantize(
     left_out: Collection[int] = (),
     as_is: bool = False,
 ) -> None:
-    """Write a copy of a GGUF file with all matrices in one type, quantised or not before; with `as_is`
-    they keep their types. Of its blocks those of the numbers in `left_out` are not in it.
+    """Write a copy of a GGUF file with all matrices in one type, whether they were quantised or not. With
+    `as_is` they keep their types. The copy lacks the blocks whose numbers are in `left_out`.
 
-    A matrix whose rows are no multiple of 32 gets the type that llama.cpp falls back to. Raises
-    `BackendError` if llama.cpp cannot make it; there may be a part of it then.
+    A matrix whose row length is not a multiple of 32 gets the type that llama.cpp falls back to. Raise
+    `BackendError` if llama.cpp cannot write the copy; a part of it may exist then.
     """
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = _FILE_TYPES[type_name]
@@ -52,7 +52,7 @@ def requantize(
         )
 
     forget_log()
-    # Native code does not hear of Ctrl-C, and this may take a minute.
+    # In a thread, so that Ctrl-C works: native code cannot be interrupted, and this may take a minute.
     worker = threading.Thread(target=make, name="requantize", daemon=True)
     worker.start()
     while worker.is_alive():

@@ -1,26 +1,25 @@
-"""Dropping the end of a sequence where the cache cannot: recurrent and hybrid models.
+"""Drop the end of a sequence of a recurrent or hybrid model, whose cache cannot drop single tokens.
 
-An attention cache holds one cell a token, of which some can be dropped. A recurrent model
-holds one state a sequence, which every token changes; to take a token back is to go back to
-an earlier state. There are three ways, and the first that serves is taken:
+An attention cache has one cell for each token, and single cells can be dropped. A recurrent model has
+one state for each sequence, and every token changes it. A rollback must go back to an earlier state.
+There are three ways; the first one that is possible is used:
 
-- llama.cpp's *snapshots*, for some architectures: decoding n rows of a sequence keeps the
-  states after each of the last few of them. They reach back to the first row of the last
-  decode, not to before it, and are gone with the next decode.
-- A *copy* of the state (`StateCopies`), made at a checkpoint; the tokens between there and
-  where the sequence is to end are decoded again.
-- Decoding the sequence again from its beginning.
+- llama.cpp's *snapshots*, for some architectures: a decode of n rows of a sequence keeps the states
+  after each of the last few rows. They reach back to the state after the first row of the last decode,
+  not to the state before it. The next decode replaces them.
+- A *copy* of the state (`StateCopies`), made at a checkpoint. The tokens between the checkpoint and the
+  new end of the sequence are decoded again.
+- The whole sequence is decoded again from its beginning.
 
-Nothing of this is done when a removal is asked for. The text of each sequence is remembered,
-and the cache is brought to agree with it before the sequence's next decode: several removals
-then cost no more than one, and what has to be decoded again goes in front of the new rows in
-the same batch.
+A removal does none of this yet: it only changes the remembered text of the sequence. Before the
+sequence's next decode, the cache is made to agree with the text. Several removals therefore cost no more
+than one, and tokens that must be decoded again come before the new rows in the same batch.
 
-Where layers have a sliding window, sequences that are decoded at the same time, or while the
-cache holds dropped tokens of others, can lose cells that they need (see `Cache.check_window`;
-llama-cpp-python 0.3.36 also forgets cells that the first part of a batch needs, when it plans
-the parts after it). There, sequences are decoded one after another, removals are carried out
-at once, and a decode of one sequence ends the snapshots of the others.
+If layers have a sliding window, a sequence can lose cells that it needs when several sequences are
+decoded at the same time, or while the cache holds dropped tokens of other sequences (see
+`Cache.check_window`; llama-cpp-python 0.3.36 also loses cells that the first part of a batch needs, when
+it plans the later parts). For such models, sequences are decoded one after another, removals are
+carried out at once, and a decode of one sequence ends the snapshots of the others.
 """
 
 from __future__ import annotations
@@ -36,40 +35,42 @@ from specgen.backend.base import Batch
 from specgen.backend.llama.cache import Cache, StateCopies
 from specgen.errors import BackendError
 
-#: How many tokens at most are decoded again, round after round, in front of new rows, before
-#: they are decoded for good by themselves and the state behind them is copied. A row more in
-#: a batch costs from a twentieth of a decode (a GPU) to half of one (a small model on a CPU),
-#: a decode by itself a whole one: 0 is best for the latter, 6 for the former, 3 within a tenth
-#: of the best for both.
+#: The most tokens that are decoded again, in each round, before the new rows. If there are more, they
+#: are decoded once in a separate decode, and the state after them is copied. Another row in a batch costs
+#: from a twentieth of a decode (on a GPU) to half of one (a small model on a CPU); a separate decode
+#: costs a whole one. The best limit is 6 for the GPU and 0 for the small model; 3 is within a tenth of
+#: the best for both.
 _MAX_REPEATED = 3
 
 
 @dataclass(slots=True)
 class _Text:
-    """A sequence: its tokens, and how far the cache agrees with them."""
+    """A sequence: its tokens, and how many of them the cache holds."""
 
     tokens: list[int] = field(default_factory=list)
-    #: Tokens that the cache holds, and how many of these, from the first, are of the text.
+    #: The number of tokens that the cache holds, and how many of them, from the first, are still those
+    #: of the text.
     n_cached: int = 0
     n_agreed: int = 0
-    #: Snapshots go back to this position, at the earliest; `n_cached` where there are none.
+    #: The earliest position that snapshots go back to; `n_cached` if there are none.
     snapshots_from: int = 0
-    #: Where the copy of the state was made.
+    #: The position of the state's copy; None if there is no copy.
     copied_at: int | None = None
-    #: Tokens from here on may be dropped, and nothing has been decoded since that was said.
+    #: Whether a checkpoint was set and nothing has been decoded since.
     checkpoint_due: bool = False
 
     @property
     def n_missing(self) -> int:
-        """Tokens of the text that the cache does not hold; once it holds nothing else."""
+        """The number of tokens of the text that the cache does not hold. Valid after `_agree`, when the
+        cache holds no other tokens."""
         return len(self.tokens) - self.n_cached
 
 
 class Rewinder:
-    """Decodes for a context whose cache is of this kind.
+    """Decodes for a context with recurrent states, and rolls them back.
 
-    `decode` decodes a batch as it is, of at most `n_rows` rows; `n_snapshots` is how many
-    tokens llama.cpp's snapshots can go back, 0 where it has none.
+    `decode` decodes a batch of at most `n_rows` rows without changes. `n_snapshots` is the number of
+    tokens that llama.cpp's snapshots can go back; 0 if there are none.
     """
 
     def __init__(
@@ -115,8 +116,8 @@ class Rewinder:
             self._agree(sequence)
 
     def decode(self, batch: Batch) -> Logits:
-        """Decode a batch behind what its sequences hold. Raises `BackendError`, of which
-        `RollbackError` is one kind."""
+        """Decode a batch that continues the texts of its sequences, after any pending rollback. Raise
+        `BackendError`; also `RollbackError`, a subclass, if the rollback fails."""
         n_rows = self._check(batch)
         if self._cache.n_window and len(n_rows) > 1:
             return self._decode_apart(batch, n_rows)
@@ -145,12 +146,12 @@ class Rewinder:
         return logits
 
     def _decode_apart(self, batch: Batch, n_rows: Counter[int]) -> Logits:
-        """Decode each sequence's rows by themselves; the logits in the order of the batch."""
+        """Decode the rows of each sequence separately. Return the logits in the order of the batch."""
         parts: list[Logits] = []
         order: list[int] = []
         for sequence in n_rows:
             text = self._text(sequence)
-            if text.checkpoint_due:  # the others' decodes will end this one's snapshots
+            if text.checkpoint_due:  # decodes of the others will end this sequence's snapshots
                 text.checkpoint_due = False
                 self._agree(sequence)
                 self._copy(sequence)
@@ -171,8 +172,8 @@ class Rewinder:
         return self._texts.setdefault(sequence, _Text())
 
     def _check(self, batch: Batch) -> Counter[int]:
-        """The number of rows of each sequence. llama.cpp would only warn of a wrong position
-        and go on in a state that is another text's."""
+        """Return the number of rows of each sequence. Raise `BackendError` for a wrong position: llama.cpp
+        would only warn and continue from the state of another text."""
         n_rows: Counter[int] = Counter()
         for position, sequences in zip(batch.positions, batch.sequences, strict=True):
             if len(sequences) != 1:
@@ -191,7 +192,8 @@ class Rewinder:
         return n_rows
 
     def _agree(self, sequence: int) -> None:
-        """Drop from the cache what is not of the text; it may then hold less than the text."""
+        """Drop tokens from the cache that are not in the text. The cache may then hold fewer tokens than
+        the text."""
         text = self._text(sequence)
         if text.n_agreed == text.n_cached:
             return
@@ -204,26 +206,25 @@ class Rewinder:
         else:
             self._cache.remove(sequence)
             text.n_agreed = 0
-        # llama.cpp takes one step back between two decodes, so no snapshot serves any more.
+        # llama.cpp can go back only once between two decodes, so no snapshot can be used any more.
         text.n_cached = text.snapshots_from = text.n_agreed
 
     def _copy_if_due(self, sequence: int, n: int, n_whole: Counter[int]) -> None:
-        """Before n rows that may be dropped are decoded: copy the state, unless snapshots
-        will serve. `n_whole` counts the rows of each sequence with those that are decoded
-        again."""
+        """Copy the state before n rows are decoded that may be dropped, unless snapshots will be enough.
+        `n_whole` counts the rows of each sequence, including those that are decoded again."""
         text = self._text(sequence)
         if not text.checkpoint_due:
             return
         text.checkpoint_due = False
         reach = self._reach(n_whole[sequence], n_whole)
         if reach >= n or (reach == n - 1 and n > 1):
-            # In the latter case not if all n are dropped. Who decodes several rows does that
-            # to keep some, and the text from its beginning is still there.
+            # In the second case snapshots do not help if all n rows are dropped. That is rare, since a
+            # draft is decoded to keep some of its rows; the text is then decoded from its beginning.
             return
         self._copy(sequence)
 
     def _copy(self, sequence: int) -> None:
-        """Have a copy of the state at the end of the text, or of one that is near enough."""
+        """Make a copy of the state at the end of the text, unless there is one that is near enough."""
         text = self._text(sequence)
         if text.n_missing and text.copied_at is not None and text.n_missing <= _MAX_REPEATED:
             return
@@ -233,7 +234,7 @@ class Rewinder:
             text.copied_at = len(text.tokens)
 
     def _catch_up(self, sequence: int) -> None:
-        """Decode again what the cache does not hold of the text."""
+        """Decode the tokens of the text that the cache does not hold."""
         text = self._text(sequence)
         while text.n_missing:
             batch = Batch()
@@ -241,18 +242,18 @@ class Rewinder:
             self._run(batch)
 
     def _add_missing(self, batch: Batch, sequence: int) -> None:
-        """Rows for what the cache does not hold of the text, at most one full batch."""
+        """Add rows for the tokens of the text that the cache does not hold, at most one full batch."""
         text = self._text(sequence)
         for position in range(text.n_cached, len(text.tokens))[: self._n_rows]:
             batch.add(text.tokens[position], position, (sequence,), False)
 
     def _run(self, batch: Batch) -> Logits:
-        """Decode rows, and note what the cache and its snapshots hold then."""
+        """Decode rows, and record what the cache and its snapshots hold afterwards."""
         n_rows = Counter(sequence for (sequence,) in batch.sequences)
         try:
             logits = self._decode_rows(batch)
         except BaseException:
-            # Part of the batch may be in the cache, or all of it: hold on to nothing there.
+            # The cache may hold any part of the batch: keep nothing of it.
             for sequence in n_rows:
                 text = self._text(sequence)
                 text.n_agreed, text.copied_at = 0, None
@@ -264,18 +265,18 @@ class Rewinder:
             text.n_agreed = text.n_cached
             text.snapshots_from = text.n_cached - self._reach(n, n_rows)
         if len(n_rows) > 1 or self._cache.n_window:
-            # Cells that are decoded together are moved together. Where that puts the cell of
-            # another sequence elsewhere, its state goes with it, its snapshots do not.
+            # llama.cpp moves the cells of a batch together. If this moves the cell of another sequence,
+            # the state of that sequence moves too, but its snapshots do not.
             for sequence, text in self._texts.items():
                 if sequence not in n_rows:
                     text.snapshots_from = text.n_cached
         return logits
 
     def _reach(self, n: int, n_rows: Counter[int]) -> int:
-        """How far snapshots go back after a decode of n rows of a sequence.
+        """Return how many tokens snapshots go back after a decode of n rows of a sequence.
 
-        Sequences with unequal numbers of rows are decoded one part after another. With three
-        or more, a later part may move the cell of an earlier one.
+        llama.cpp decodes sequences with unequal numbers of rows in several parts. With three or more
+        sequences, a later part may move the cell of an earlier one, so this returns 0.
         """
         if len(n_rows) > 2 and len(set(n_rows.values())) > 1:
             return 0

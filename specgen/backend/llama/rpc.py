@@ -1,4 +1,5 @@
-"""llama.cpp's RPC backend: other machines' devices for a model, and this machine's for others."""
+"""llama.cpp's RPC backend: use the devices of other machines for a model, and offer this machine's
+devices to others."""
 
 from __future__ import annotations
 
@@ -20,19 +21,19 @@ _BUILD_HINT = (
     "pip install --force-reinstall --no-cache-dir llama-cpp-python"
 )
 _CPU, _ACCELERATOR = 0, 3
-#: The names of an output matrix, as a regular expression: models without one take the embeddings.
+#: The tensor names of an output matrix, as a regular expression. Models without one use the embeddings.
 _OUTPUT_MATRIX = rb"^(output|token_embd)\.weight$"
 
 
 def library_path() -> Path | None:
-    """The RPC backend that scripts/build_rpc.py built; None where it did not."""
+    """Return the RPC backend library that scripts/build_rpc.py built; None if it was not built."""
     path = Path(__file__).with_name(LIBRARY)
     return path if path.is_file() else None
 
 
 def load_rpc() -> Any:
-    """GGML's registry entry of the RPC backend: the build's own, or the library's. Raises
-    `BackendError` with the cure if there is neither."""
+    """Return GGML's registry entry of the RPC backend: the one in this build of llama.cpp, or that of the
+    library. Raise `BackendError`, with a hint how to build it, if there is neither."""
     find = _ggml("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)
     if found := find(b"RPC"):
         return found
@@ -56,9 +57,9 @@ def load_rpc() -> Any:
 
 
 def remote_devices(endpoints: Sequence[str], calls: RemoteCalls) -> list[int]:
-    """The devices of workers, in the order of `endpoints`, as native pointers. They are not in GGML's
-    own list, so that no other model is put on them. Raises `WorkerLostError` if one does not answer,
-    `BackendError` if it has no device."""
+    """Return the devices of workers, in the order of `endpoints`, as native pointers. They are not added to
+    GGML's list of devices, so that no other model is placed on them. Raise `WorkerLostError` if a worker
+    does not answer, `BackendError` if it has no device."""
     add_server = _procedure(
         load_rpc(), b"ggml_backend_rpc_add_server", ctypes.c_void_p, ctypes.c_char_p
     )
@@ -74,8 +75,8 @@ def remote_devices(endpoints: Sequence[str], calls: RemoteCalls) -> list[int]:
 
 
 def spread(params: Any, devices: Sequence[int], workers: Workers) -> list[Any]:
-    """Let a model be spread over the devices of workers; returns what must be kept until it is loaded.
-    Raises `UsageError` if there is a share too many."""
+    """Set the parameters that spread a model over the devices of workers. Return the objects that must be
+    kept alive until the model is loaded. Raise `UsageError` if there are more shares than devices."""
     array = (ctypes.c_void_p * (len(devices) + 1))(*devices, None)
     params.devices = ctypes.cast(array, ctypes.c_void_p).value
     kept: list[Any] = [array]
@@ -108,13 +109,13 @@ class Offered:
 
     @property
     def free_bytes(self) -> int:
-        """What clients are told is free."""
+        """The free memory that clients are told."""
         return _memory(self.handle)[0]
 
 
 def offered_devices(memory_bytes: int | None) -> list[Offered]:
-    """This machine's GPUs, or its CPU where it has none. `memory_bytes` is the most that clients are
-    told is free on each: they spread a model by it."""
+    """Return this machine's GPUs, or its CPU if there are none. `memory_bytes` limits the free memory that
+    clients are told for each device; clients spread a model by it."""
     load_rpc()
     count = _ggml("ggml_backend_dev_count", ctypes.c_size_t)
     get = _ggml("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
@@ -127,8 +128,8 @@ def offered_devices(memory_bytes: int | None) -> list[Offered]:
 def serve_devices(
     endpoint: str, devices: Sequence[Offered], n_threads: int, cache: Path | None
 ) -> None:
-    """Compute for clients, one after the other, until the process ends. Returns only where llama.cpp
-    gave up. `cache` keeps tensors, so that clients need not send them again."""
+    """Compute for clients, one after the other, until the process ends. Return only if llama.cpp gives up.
+    `cache` is a folder for tensors, so that clients need not send them again."""
     start = _procedure(
         load_rpc(),
         b"ggml_backend_rpc_start_server",
@@ -152,13 +153,13 @@ _GET_MEMORY = ctypes.CFUNCTYPE(
 
 
 class _Placement(ctypes.Structure):
-    """llama.cpp's `llama_model_tensor_buft_override`: where tensors of some names lie."""
+    """llama.cpp's `llama_model_tensor_buft_override`: the buffer type of tensors with some names."""
 
     _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 
 class _DeviceStruct(ctypes.Structure):
-    """The beginning of GGML's `ggml_backend_device`: functions, the third of which tells the memory."""
+    """The beginning of GGML's `ggml_backend_device`: function pointers; the third one returns the memory."""
 
     _fields_ = (
         ("name", ctypes.c_void_p),
@@ -168,7 +169,8 @@ class _DeviceStruct(ctypes.Structure):
 
 
 def _limit_memory(device: int, limit: int) -> Any:
-    """Let a device tell no more memory than `limit` bytes, in this process; returns what must be kept."""
+    """Make a device report at most `limit` bytes of memory, in this process. Return the callback, which
+    must be kept alive."""
     struct = _DeviceStruct.from_address(device)
     own = ctypes.cast(struct.memory, _GET_MEMORY)
 
@@ -181,7 +183,7 @@ def _limit_memory(device: int, limit: int) -> Any:
 
 
 def _memory(device: int) -> tuple[int, int]:
-    """Free and all memory of a device, in bytes."""
+    """Return the free and the total memory of a device, in bytes."""
     size_p = ctypes.POINTER(ctypes.c_size_t)
     get = _ggml("ggml_backend_dev_memory", None, ctypes.c_void_p, size_p, size_p)
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
@@ -190,7 +192,7 @@ def _memory(device: int) -> tuple[int, int]:
 
 
 def _kind(device: int) -> int:
-    """GGML's number of a kind of device."""
+    """Return GGML's number of the device's kind."""
     return int(_ggml("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)(device))
 
 
@@ -200,7 +202,7 @@ def _text(function: str, device: int) -> str:
 
 
 def _procedure(registry: Any, name: bytes, result: Any, *arguments: Any) -> Any:
-    """A function of a backend, by its name."""
+    """Return a function of the RPC backend by its name. Raise `BackendError` if there is none."""
     find = _ggml(
         "ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p
     )
@@ -211,7 +213,7 @@ def _procedure(registry: Any, name: bytes, result: Any, *arguments: Any) -> Any:
 
 
 def _ggml(name: str, result: Any, *arguments: Any) -> Any:
-    """A function of GGML's; raises `BackendError` if this build hides it."""
+    """Return a function of GGML. Raise `BackendError` if it cannot be found in this build."""
     try:
         return ggml_function(name, result, *arguments)
     except AttributeError:

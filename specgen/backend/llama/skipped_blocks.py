@@ -1,9 +1,9 @@
 """A context that skips some blocks (layers) of its model, without another file of weights.
 
-llama.cpp computes all blocks, and lets a callback look at what it computes. What a block that is left
-out gives is replaced by what it was given, so that the others see what they would see in a model
-without it: the logits are, bit for bit, those of a file from which `requantize` left it out. A
-batch takes as long as with all blocks.
+llama.cpp computes all blocks, and calls back with their results. The callback replaces the result of a
+block that is left out by the block's input. The other blocks then see what they would see in a model
+without it: the logits are, bit for bit, those of a file from which `requantize` left it out. A batch
+takes as long as with all blocks.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from specgen.backend.llama.model import LlamaModel
 from specgen.errors import BackendError
 from specgen.options import ContextOptions
 
-#: What llama.cpp calls the results of its blocks, before their numbers.
+#: llama.cpp's name for the result of a block, before the block's number.
 _RESULT = b"l_out-"
 
 
 class SkippingBackend(LlamaBackend):
-    """A `LlamaBackend` that can decode without some blocks of its model, other ones in each batch.
+    """A `LlamaBackend` that can decode without some blocks of its model, different ones in each batch.
 
-    What the cache holds is of the blocks that were left out when it was decoded.
+    The cells of a batch stay as they were computed, with the blocks that were left out of that batch.
     """
 
     def __init__(
@@ -57,9 +57,10 @@ class SkippingBackend(LlamaBackend):
         )
 
     def decode_without(self, batch: Batch, left_out: frozenset[int]) -> Logits:
-        """As `decode`, without the blocks of these numbers; the first one, 0, cannot be left out.
+        """Decode as `decode` does, but without the blocks of these numbers. Block 0 cannot be left out.
 
-        Raises `BackendError`, also where llama.cpp does not tell of this architecture's blocks.
+        Raise `BackendError`, also if llama.cpp does not report the results of this architecture's
+        blocks.
         """
         if not all(0 < block < self._n_layer for block in left_out):
             raise BackendError(f"blocks 1 to {self._n_layer - 1} can be left out: {left_out}")
@@ -78,12 +79,12 @@ class SkippingBackend(LlamaBackend):
 
 
 class _Skips:
-    """The callback, and what it is to do."""
+    """The callback, and the blocks that it leaves out."""
 
     def __init__(self, n_embd: int) -> None:
         self._n_embd = n_embd
         self._left_out: frozenset[int] = frozenset()
-        #: The rows of the batch that the last block computes: those that want logits.
+        #: The rows of the batch that want logits; the last block computes only these.
         self._wanted: NDArray[np.intp] = np.zeros(0, np.intp)
         self._missing: set[int] = set()
         self._given: NDArray[np.float32] = np.zeros(0, np.float32)
@@ -98,13 +99,15 @@ class _Skips:
         self._missing = set(left_out)
 
     def end(self) -> tuple[BackendError | None, set[int]]:
-        """What failed, and the blocks of which llama.cpp did not tell; from now on all are kept."""
+        """Return the failure, if any, and the blocks that llama.cpp did not report. From now on no
+        block is left out."""
         failure, missing = self._failure, self._missing
         self._left_out, self._missing, self._failure = frozenset(), set(), None
         return failure, missing
 
     def _on_tensor(self, tensor: Any, is_asked: bool, _data: Any) -> bool:
-        """Asked whether a tensor is to be looked at, and called again when it is computed."""
+        """llama.cpp calls this twice: with `is_asked`, to ask whether the callback wants a tensor, and
+        again when the tensor is computed."""
         name: bytes = self._name(tensor)
         if not self._left_out or not name.startswith(_RESULT):
             return not is_asked
@@ -119,7 +122,7 @@ class _Skips:
             else:
                 self._given = np.empty(self._size(tensor) // 4, np.float32)
                 copy_tensor("ggml_backend_tensor_get", tensor, self._given)
-        except BackendError as error:  # it cannot pass through native code
+        except BackendError as error:  # an exception cannot pass through native code
             self._failure = error
         return True
 

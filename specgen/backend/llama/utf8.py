@@ -1,15 +1,15 @@
-"""UTF-8, byte by byte: how much of a character a text ends with."""
+"""Read UTF-8 byte by byte: find out whether a text ends inside a character, and where in it."""
 
 from __future__ import annotations
 
-#: After whole characters.
+#: The state after whole characters.
 BOUNDARY = 0
-#: After bytes that cannot stand in a UTF-8 text, or a NUL.
+#: The state after bytes that cannot occur in UTF-8, or after a NUL.
 INVALID = 255
 
-#: For each state within a character the bytes that may come, and the state after them. States
-#: 1 to 3 await so many bytes; 4 to 7 follow E0, ED, F0 and F4, after which some of the bytes
-#: would spell a character that is not one (RFC 3629).
+#: For each state inside a character: the first and last byte that may follow, and the next state.
+#: States 1 to 3 expect 1 to 3 more bytes. States 4 to 7 follow E0, ED, F0 and F4, after which some
+#: bytes would spell something that is not a character (RFC 3629).
 _NEXT = {
     1: (0x80, 0xBF, BOUNDARY),
     2: (0x80, 0xBF, 1),
@@ -23,7 +23,7 @@ _AFTER_FIRST = {0xE0: 4, 0xED: 5, 0xF0: 6, 0xF4: 7}
 
 
 def utf8_state(piece: bytes, state: int = BOUNDARY) -> int:
-    """The state after `piece` in a text that is in `state`; INVALID where that is no text."""
+    """Return the state after `piece` in a text in `state`; INVALID if that is not UTF-8, or has a NUL."""
     if state == BOUNDARY and piece.isascii():
         return INVALID if b"\0" in piece else BOUNDARY
     for byte in piece:

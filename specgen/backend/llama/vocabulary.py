@@ -10,17 +10,17 @@ from typing import Any
 from specgen.backend.llama.library import llama_cpp
 from specgen.errors import BackendError
 
-#: Bytes that most tokens fit in.
+#: The size of the first buffer for a token's bytes; most tokens fit.
 _PIECE_BYTES = 64
-#: So many entries are looked at to tell vocabularies apart.
+#: The number of entries that `digest` reads, about.
 _N_SAMPLED = 2048
-#: Stands before a text that does not begin anything; no token of a vocabulary joins it to what follows.
+#: A marker before text that continues other text; no vocabulary has a token that joins it to the text.
 _MARKER = "☺"
 
 
 class LlamaVocabulary:
-    """The tokens of a GGUF model. Valid while the model is open. `texts` are those of tokens that
-    are to add another text than llama.cpp says."""
+    """The tokens of a GGUF model, valid while the model is open. `texts` replaces what llama.cpp says
+    that some tokens add to the text."""
 
     def __init__(self, model: Any, texts: Mapping[int, bytes] | None = None) -> None:
         self._model = model
@@ -46,11 +46,11 @@ class LlamaVocabulary:
 
     @property
     def kind(self) -> int:
-        """llama.cpp's vocabulary type: SPM, BPE, WPM, ... as a number; 0 is none."""
+        """llama.cpp's number of the vocabulary type (SPM, BPE, WPM, ...); 0 is none."""
         return int(llama_cpp.llama_vocab_type(self._vocab))
 
     def special_tokens(self) -> dict[str, int]:
-        """The special tokens by role; -1 where there is none."""
+        """Return the special tokens by role; -1 for a token that the model does not have."""
         return {
             "bos": llama_cpp.llama_vocab_bos(self._vocab),
             "eos": llama_cpp.llama_vocab_eos(self._vocab),
@@ -58,8 +58,8 @@ class LlamaVocabulary:
         }
 
     def infill_tokens(self) -> dict[str, int]:
-        """The tokens that mark the parts of a text with a gap, by role; -1 where there is none. They
-        are those that the file names, or that llama.cpp knows by their entries."""
+        """Return the fill-in-the-middle tokens by role; -1 for a token that the model does not have. The
+        file names them, or llama.cpp recognises them by their entries."""
         return {
             "prefix": llama_cpp.llama_vocab_fim_pre(self._vocab),
             "suffix": llama_cpp.llama_vocab_fim_suf(self._vocab),
@@ -84,7 +84,7 @@ class LlamaVocabulary:
             capacity = -n
 
     def tokenize_inside(self, text: str, *, parse_special: bool = False) -> list[int]:
-        """Text that goes on from other text: without the space that SentencePiece puts at a
+        """Tokenize text that continues other text, without the space that SentencePiece adds at a
         beginning. Names of control tokens are plain text unless `parse_special`."""
         if self.kind != llama_cpp.LLAMA_VOCAB_TYPE_SPM:
             return self.tokenize(text, add_special=False, parse_special=parse_special)
@@ -93,15 +93,15 @@ class LlamaVocabulary:
         return whole[len(marker) :]
 
     def control_token(self, entry: str) -> int:
-        """The control token with this entry in the token table; -1 if there is none."""
+        """Return the control token with this entry in the token table; -1 if there is none."""
         tokens = self.tokenize(entry, add_special=False, parse_special=True)
         if len(tokens) != 1 or self.token_text(tokens[0]) != entry:
             return -1
         return tokens[0] if self.token_bytes(tokens[0]) == b"" else -1
 
     def showing(self, entries: Sequence[str]) -> LlamaVocabulary:
-        """The same tokens, but control tokens with one of these entries add it to the text. Itself
-        if none of them is a control token."""
+        """Return a vocabulary of the same tokens in which control tokens with these entries add them to
+        the text. Return this vocabulary if none of the entries is a control token."""
         shown = {self.control_token(entry): entry.encode() for entry in entries}
         shown.pop(-1, None)
         if not shown:
@@ -121,11 +121,12 @@ class LlamaVocabulary:
         return self.token_entry(token_id).decode("utf-8", "replace")
 
     def token_entry(self, token_id: int) -> bytes:
-        """The entry in the token table as it stands in the file."""
+        """Return the entry in the token table as the file has it."""
         return llama_cpp.llama_vocab_get_text(self._vocab, token_id) or b""
 
     def digest(self) -> str:
-        """Tells vocabularies apart: their kind and size, and a sample of the entries."""
+        """Return a hash that distinguishes vocabularies: of the kind, the size and a sample of the
+        entries."""
         step = max(1, self._n_tokens // _N_SAMPLED)
         found = hashlib.blake2b(f"{self.kind} {self._n_tokens}".encode(), digest_size=16)
         for token_id in range(0, self._n_tokens, step):
@@ -133,7 +134,7 @@ class LlamaVocabulary:
         return found.hexdigest()
 
     def token_attributes(self, token_id: int) -> int:
-        """llama.cpp's attribute bits: unknown, unused, normal, control, ..."""
+        """Return llama.cpp's attribute bits: unknown, unused, normal, control, ..."""
         return int(llama_cpp.llama_vocab_get_attr(self._vocab, token_id))
 
     def is_end(self, token_id: int) -> bool:
@@ -144,12 +145,12 @@ class LlamaVocabulary:
         return is_end
 
     def end_tokens(self) -> Sequence[int]:
-        if self._ends is None:  # llama.cpp has no list of them: a pass over the vocabulary
+        if self._ends is None:  # llama.cpp has no list of them, so all tokens are checked
             self._ends = [token_id for token_id in range(self._n_tokens) if self.is_end(token_id)]
         return self._ends
 
     def control_text(self, token_id: int) -> str:
-        """A token as text, control tokens by their names: what chat templates write."""
+        """Return a token as text, a control token by its name, as chat templates write it."""
         if token_id < 0:
             return ""
         return self._read_piece(token_id, special=True).decode("utf-8", "replace")
@@ -157,7 +158,7 @@ class LlamaVocabulary:
     def _read_piece(self, token_id: int, *, special: bool) -> bytes:
         capacity = _PIECE_BYTES
         while True:
-            # A buffer of its own: prompts are tokenized in one thread while another one decodes.
+            # A new buffer each time: one thread may tokenize prompts while another one decodes.
             buffer = ctypes.create_string_buffer(capacity)
             n: int = llama_cpp.llama_token_to_piece(
                 self._vocab, token_id, buffer, capacity, 0, special

@@ -1,4 +1,4 @@
-"""The weights of model files, loaded once however many use them."""
+"""The weights of model files: each file is loaded once and shared by all its users."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ from specgen.backend.worker_probe import check_protocol, probe
 from specgen.errors import MemoryLimitError, ModelFileError, WorkerLostError
 from specgen.options import Workers
 
-#: A file as it is now, where its layers are computed, by whom, and whether it is the vocabulary alone.
+#: A version of a file (device, inode, size, time), the number of layers on a GPU, the kernels, whether
+#: only the vocabulary is loaded, and the workers.
 _Key: TypeAlias = tuple[int, int, int, int, int, str, bool, Workers | None]
 
 _loaded: dict[_Key, LoadedWeights] = {}
 
-#: The longest that a worker may take to say what it is, in seconds.
+#: The longest that a worker may take to answer a probe, in seconds.
 _PROBE_S = 10.0
 
 
 class LoadedWeights:
-    """The native model of a file. `lease_weights` makes it; everyone who uses it is counted, and it
-    is freed with the last one."""
+    """The native model of a file. `lease_weights` makes it. It counts its users, and is freed when the
+    last one releases it."""
 
     def __init__(self, key: _Key, handle: Any, remote: RemoteCalls | None = None) -> None:
         self._key = key
         self._n_users = 1
         #: llama.cpp's pointer.
         self.handle = handle
-        #: Makes the calls that may wait for workers; None where this machine has all layers.
+        #: Makes the calls that may wait for workers; None if this machine has all layers.
         self.remote = remote
 
     @cached_property
@@ -56,15 +57,15 @@ class LoadedWeights:
         self._n_users -= 1
         if self._n_users == 0:
             _loaded.pop(self._key, None)
-            with contextlib.suppress(WorkerLostError):  # its memory is gone, or stays with the call
+            with contextlib.suppress(WorkerLostError):  # a lost worker's memory stays
                 self.call(llama_cpp.llama_model_free, self.handle)
             self.handle = None
             if self.remote is not None:
                 self.remote.close()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of a native call that may wait for workers, if there are any. Raises
-        `WorkerLostError`."""
+        """Return the result of a native call that may wait for workers, if there are any. Raise
+        `WorkerLostError` if one is lost."""
         if self.remote is None:
             return function(*arguments)
         return self.remote(function, *arguments)
@@ -77,10 +78,10 @@ def lease_weights(
     vocabulary_only: bool = False,
     workers: Workers | None = None,
 ) -> LoadedWeights:
-    """The weights of a file, or its vocabulary alone, loaded if nobody in this process uses them
-    already; the caller is counted as a user. `workers` hold the layers, if there are any. Raises
-    `ModelFileError` if llama.cpp cannot load them, `MemoryLimitError` if there is no room for them,
-    `OSError` if the file is gone, `WorkerLostError` if a worker is."""
+    """Return the weights of a file, or its vocabulary only, and count the caller as a user. They are
+    loaded if nothing in this process uses them already. `workers`, if given, hold the layers. Raise
+    `ModelFileError` if llama.cpp cannot load the file, `MemoryLimitError` if there is not enough memory,
+    `OSError` if the file is gone, `WorkerLostError` if a worker does not answer."""
     about = file.stat()
     key = (
         about.st_dev,
@@ -127,11 +128,12 @@ def lease_weights(
 
 
 def _check_workers(workers: Workers, file: Path, n_bytes: int) -> None:
-    """Ask workers what they are, which says what is wrong better than GGML. Raises `WorkerLostError`,
-    `BackendError` if one speaks another protocol, `MemoryLimitError` if they offer too little."""
+    """Probe workers before the model is loaded, because these errors are clearer than GGML's. Raise
+    `WorkerLostError` if one does not answer, `BackendError` if one has another protocol,
+    `MemoryLimitError` if they offer too little memory."""
     held = {endpoint for key in _loaded if key[-1] for endpoint in key[-1].endpoints}
     if not held.isdisjoint(workers.endpoints):
-        return  # they serve this process already, and would not answer a second connection
+        return  # such a worker serves this process already, and would not answer a second connection
     found = [probe(name, min(workers.timeout_s, _PROBE_S)) for name in workers.endpoints]
     for worker in found:
         check_protocol(worker)
@@ -145,7 +147,7 @@ def _check_workers(workers: Workers, file: Path, n_bytes: int) -> None:
 
 
 def _load_onto(workers: Workers, remote: RemoteCalls, file: Path, params: Any) -> Any:
-    """Send the layers of a model to workers; its native handle, or None."""
+    """Load a model onto workers. Return its native handle, or None if llama.cpp cannot load it."""
 
     def go_on(_share: float, _data: object) -> bool:
         remote.alive()
@@ -165,8 +167,9 @@ def _load_onto(workers: Workers, remote: RemoteCalls, file: Path, params: Any) -
 
 @contextlib.contextmanager
 def _interrupt_between_tensors(params: Any) -> Iterator[None]:
-    """Let Ctrl-C end the loading of a model: llama.cpp is told to stop, and the KeyboardInterrupt is
-    raised when it has. Raised in a callback of llama.cpp, it would be printed and lost."""
+    """Let Ctrl-C stop the loading of a model. The signal handler only makes llama.cpp's progress callback
+    ask for a stop; KeyboardInterrupt is raised afterwards. If it were raised in the callback, ctypes
+    would print it and lose it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -180,7 +183,7 @@ def _interrupt_between_tensors(params: Any) -> Iterator[None]:
         nonlocal is_wanted
         is_wanted = True
 
-    # Kept until llama.cpp is done: it would call freed memory otherwise.
+    # Keep the callback until llama.cpp is done, which would call freed memory otherwise.
     goes_on = llama_cpp.llama_progress_callback(lambda _share, _data: not is_wanted)
     params.progress_callback = goes_on
     signal.signal(signal.SIGINT, want)
