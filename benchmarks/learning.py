@@ -273,7 +273,8 @@ def _measure(arms: dict[str, SessionOptions], asked: Sequence[str]) -> dict[str,
         raise SystemExit("the texts differ")
     return {
         "figures": compared(found),
-        "answers": {arm: [asdict(event) for event in events] for arm, events in found.items()},
+        "texts": texts["without"],
+        "answers": {arm: [_scalars(event) for event in events] for arm, events in found.items()},
     }
 
 
@@ -307,8 +308,14 @@ def _replay(arms: dict[str, SessionOptions], asked: Sequence[str]) -> dict[str, 
     return {
         "figures": compared(found),
         "texts": [done.text for done in asked_for],
-        "answers": {arm: [asdict(each) for each in replays] for arm, replays in found.items()},
+        "answers": {arm: [_scalars(each) for each in replays] for arm, replays in found.items()},
     }
+
+
+def _scalars(event: FinishedEvent | Replay) -> dict[str, Any]:
+    """The figures of an answer, without its text and what is counted place by place."""
+    figures = asdict(event)
+    return {name: value for name, value in figures.items() if isinstance(value, int | float)}
 
 
 def _copy(source: Path | None, destination: Path) -> Path | None:
