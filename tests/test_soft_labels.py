@@ -1,4 +1,4 @@
-"""What a target found likely, in the tokens of a draft with another vocabulary."""
+"""The tokens that a target found likely, translated into the vocabulary of a draft."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a target found likely, in the tokens of a draft with another vocabulary."""
+"""The tokens that a target found likely, translated into the vocabulary of a draft that is trained."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from specgen.drafters.translation import Translation
 
 
 class SoftLabels:
-    """Translates the target's likeliest tokens, place by place, for a pair of vocabularies.
+    """Translates the tokens that a target found likely, for a pair of vocabularies.
 
-    The target's distribution is over its own tokens. Where one of the draft's tokens begins where one of the
-    target's does, each of the target's likely tokens stands for the draft's token that its text begins with, and
-    the token that the target chose for the draft's token that is in the text. Elsewhere the draft's token
-    begins inside of one of the target's, which then is known: all of the probability is the text's own token.
+    The target's distribution is over its own tokens. Where a draft token starts at the start of a target token, each
+    likely target token counts as the draft token that its text starts with, and the chosen target token counts
+    as the draft token in the text. A draft token that starts inside of a chosen target token is certain: it gets
+    all of the probability.
     """
 
     def __init__(self, translation: Translation) -> None:
@@ -30,11 +30,12 @@ class SoftLabels:
         top_probabilities: NDArray[np.float16],
         draft_tokens: Sequence[int],
     ) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
-        """The likeliest of the draft's tokens and their probabilities for each of `draft_tokens`, which are the
-        text of `answer`, in the target's tokens: int32 and float16[n_draft_tokens, n_top], where a token may
-        stand more than once, and those that the draft has no token for have no probability.
+        """Return likely draft tokens and their probabilities for each of `draft_tokens`: int32 and
+        float16[n_draft_tokens, n_top]. A token may occur twice in a row: its probability is the sum. Target tokens
+        without a counterpart get the probability 0.
 
-        `top_tokens` and `top_probabilities` are the target's, int32 and float16[n_answer, n_top].
+        `answer` is the text in target tokens, `draft_tokens` the same text in draft tokens. `top_tokens` and
+        `top_probabilities` are the target's, int32 and float16[n_answer, n_top].
         """
         starts: dict[int, int] = {}
         said = bytearray()
@@ -62,7 +63,7 @@ class SoftLabels:
         return tokens, probabilities
 
     def _draft_token(self, token: int) -> int:
-        """The draft's token that the text of a target's token begins with; -1 if there is none."""
+        """Return the draft token that the text of a target token starts with; -1 if there is none."""
         found = self._first.get(token)
         if found is None:
             found = self._first[token] = self._translation.first_token(token)
