@@ -96,7 +96,11 @@ class Workshop:
             check_prunable(self._session.target_model)  # before minutes are spent on the text
         started_s = self._clock()
         until_s = started_s + 60.0 * minutes
-        self.write_text(until_s=started_s + _SHARE_OF_TEXT * 60.0 * minutes)
+        n_have = self.write_text(until_s=started_s + _SHARE_OF_TEXT * 60.0 * minutes)
+        if n_have < self._wanted.n_tokens and not self._interrupted():
+            self._tell(
+                f"{n_have} tokens to learn from; more time or more --prompts would give more"
+            )
         made: list[Path] = []
         for number, kind in enumerate(kinds):
             if self._interrupted():
