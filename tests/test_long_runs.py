@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.helpers_cli import ROOT
+from tests.long_runs.mutated_json import mutated
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX processes")
 #: Of each kind of case a few.
@@ -39,6 +41,14 @@ def test_whatever_comes_is_an_answer_or_one_clear_line(tmp_path: Path) -> None:
     # Some are answered, and some refused.
     assert any("0" in by_code for by_code in codes.values())
     assert any("4" in by_code for by_code in codes.values())
+
+
+def test_a_changed_body_depends_on_nothing_but_its_own_chance() -> None:
+    """Else a case could not be repeated by its number."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stop": ["a"]}
+    first = [mutated(body, random.Random(seed)) for seed in range(500)]
+    assert [mutated(body, random.Random(seed)) for seed in reversed(range(500))] == first[::-1]
+    assert len(set(first)) > 300
 
 
 def test_a_server_gives_back_what_it_took(tmp_path: Path) -> None:

@@ -59,7 +59,8 @@ def _change(changed: dict[str, Any], body: dict[str, Any], chance: random.Random
     elif kind < 0.7:
         _, other = chance.choice(list(_places(body)))
         if isinstance(holder, dict):
-            holder[str(other) + chance.choice(["", "s", "_x"])] = chance.choice(_ODD)
+            name = str(other) + chance.choice(["", "s", "_x"])
+            holder[name] = copy.deepcopy(chance.choice(_ODD))
     elif kind < 0.8:
         holder[key] = _deep(chance)
     elif kind < 0.9 and isinstance(holder[key], str):
