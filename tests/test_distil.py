@@ -28,7 +28,7 @@ from specgen.backend.llama.operators import dequantize, quantize
 from specgen.errors import MemoryLimitError, ModelFileError, OutputError, UsageError
 from specgen.options import ContextOptions
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
-from specgen.workshop.distil import block_scales, distillation
+from specgen.workshop.distil import block_scales, distillation, gguf_weights
 from specgen.workshop.distil.distillation import N_COLUMNS, Distilled, distil
 from specgen.workshop.distil.gguf_weights import read_weights, write_weights
 from specgen.workshop.distil.training import N_ROWS, Score, Trainer
@@ -352,7 +352,7 @@ def test_the_weights_with_the_lowest_loss_are_written(
     texts = texts_for(text, target, draft)
     written: list[Any] = []
     judged: list[Any] = []
-    judge, write = Trainer.judge, distillation.write_weights
+    judge, write = Trainer.judge, gguf_weights.write_weights
 
     def judge_worse(trainer: Trainer, rows: Any) -> Score:
         judged.append(trainer.changes())
