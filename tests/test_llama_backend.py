@@ -304,6 +304,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     [
         ("block_count", struct.pack("<I", 0)),
         ("block_count", struct.pack("<I", 2**31)),
+        ("rope.dimension_count", struct.pack("<I", 0)),
         ("attention.layer_norm_rms_epsilon", struct.pack("<f", -1.0)),
         ("attention.layer_norm_rms_epsilon", struct.pack("<f", math.nan)),
     ],

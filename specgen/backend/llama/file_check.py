@@ -1,5 +1,5 @@
 """Check a model file before llama.cpp reads it, because some values of the metadata make an assertion
-of llama.cpp end the process."""
+of llama.cpp end the process, or make it compute without end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def remember_checks(folder: Path) -> None:
 
 def check_file(path: Path) -> None:
     """Raise `ModelFileError` if a file is not a GGUF, or has metadata that would end the process in
-    llama.cpp."""
+    llama.cpp or keep it there for ever."""
     _check_kind(path)
     try:
         with path.open("rb") as file:
@@ -132,6 +132,8 @@ def _check_value(path: Path, name: str, value: float) -> None:
         is_wrong = not 1 <= value <= _MOST_LAYERS
     elif name.endswith(("epsilon", ".rope.freq_base", ".rope.scaling.factor")):
         is_wrong = not 0.0 <= value < float("inf")
+    elif name.endswith(".rope.dimension_count"):
+        is_wrong = value < 1  # llama.cpp would never finish its first batch
     if is_wrong:
         raise ModelFileError(f"{path}: damaged: {name} is {value:g}", hint=_AGAIN)
 
