@@ -12,10 +12,8 @@ from specgen.engine.model_costs import ModelCosts
 from specgen.errors import PromptError
 from specgen.options import SessionOptions
 
-#: Room for an answer of unlimited length where no context size is given, in tokens.
-_ANSWER_ROOM = 4096
-#: Room for a prompt and its answer where neither is known, in tokens.
-_N_CTX = 4096
+#: Tokens of room where no size is given: for an answer of unlimited length, or for a prompt with its answer.
+_ROOM = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +53,15 @@ class SessionContexts:
         """Return the size of the target's context in tokens, for a prompt and an answer of `max_tokens`
         (None: as the options say). Raises `PromptError` if the prompt does not fit."""
         n_train = self.target.n_ctx_train
-        wanted = self.options.target_context.n_ctx
-        if wanted is None:
+        if self.options.target_context.n_ctx is None:
             n_answer = max_tokens if max_tokens is not None else self.options.generation.max_tokens
-            n_ctx = n_prompt + (n_answer if n_answer >= 0 else _ANSWER_ROOM)
+            n_ctx = n_prompt + (n_answer if n_answer >= 0 else _ROOM)
             n_ctx += self.options.drafting.n_max
             n_ctx = -(-n_ctx // CONTEXT_STEP) * CONTEXT_STEP
             n_ctx = min(n_ctx, n_train) if n_train > 0 else n_ctx
             hint = f"{self.target.name} was trained with a context of {n_train}"
         else:
-            n_ctx = wanted or n_train or _ANSWER_ROOM
+            n_ctx = usual_n_ctx(self.options, self.target)
             hint = f"take --ctx-size {n_prompt + 1} or more, or a shorter prompt"
         if n_prompt > n_ctx:
             raise PromptError(
@@ -100,8 +97,8 @@ def usual_n_ctx(options: SessionOptions, target: LlamaModel) -> int:
     size (0: the target's training context), or else 4096, or the training context if that is less."""
     n_train, wanted = target.n_ctx_train, options.target_context.n_ctx
     if wanted is not None:
-        return wanted or n_train or _N_CTX
-    return min(_N_CTX, n_train) if n_train > 0 else _N_CTX
+        return wanted or n_train or _ROOM
+    return min(_ROOM, n_train) if n_train > 0 else _ROOM
 
 
 __all__ = ["SessionContexts", "usual_n_ctx"]
