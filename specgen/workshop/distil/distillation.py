@@ -40,8 +40,9 @@ N_COLUMNS = 384
 #: Judgements in a pass over the text, and the number without an improvement after which training ends.
 _JUDGED_A_PASS = 3
 _PATIENCE = 4
-#: The most steps in which the learning rate rises.
-_N_WARM = 20
+#: The learning rate rises in a quarter of the steps, but in so many at most, and falls to this share of its peak.
+_MOST_RISING = 20
+_LAST_SHARE = 0.05
 #: Seconds from one saved state to the next.
 _SAVED_EVERY_S = 60.0
 #: The fewest tokens of answers to learn from, and to judge by.
@@ -154,7 +155,8 @@ class _Run:
             first = self.n_steps % steps_a_pass * n_rows
             rows = order.permutation(len(self._learnt))[first : first + n_rows]
             done = max(self.n_steps / n_steps, self.seconds / limit_s)
-            size = _size(self.n_steps, min(_N_WARM, n_steps // 4), done, rate)
+            n_rising = 1 + min(_MOST_RISING, n_steps // 4)
+            size = learning_rate(rate, self.n_steps, n_rising, done, _LAST_SHARE)
             self._trainer.step(self._learnt.pick(rows), size)
             self.n_steps += 1
             is_last = self.n_steps == n_steps or clock() - started_s >= limit_s
@@ -210,10 +212,11 @@ class _Run:
         return True
 
 
-def _size(step: int, n_warm: int, done: float, rate: float) -> float:
-    """The learning rate of a step: a warm-up of `n_warm` steps, then half a cosine down to a twentieth."""
+def learning_rate(peak: float, step: int, n_rising: int, done: float, last_share: float) -> float:
+    """Return the learning rate of a step, counted from 0: it rises to `peak` in `n_rising` steps, and falls along half
+    a cosine to `last_share` of it. `done` is the share of the training that is done."""
     along = 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
-    return rate * min(1.0, (step + 1) / (n_warm + 1)) * (0.05 + 0.95 * along)
+    return peak * min(1.0, (step + 1) / n_rising) * (last_share + (1.0 - last_share) * along)
 
 
 def _key(draft: Path, learnt: Rows, judged: Rows, settings: str) -> str:

@@ -87,8 +87,8 @@ def read_weights(path: Path) -> GgufWeights:
 
 def write_weights(original: Path, changes: Mapping[str, FloatArray], output: Path) -> None:
     """Write a copy of a file with the blocks of some matrices multiplied. `changes` has the names and shapes
-    of `specgen.workshop.distil.block_scales.initial_changes`. Raises `OSError`, and `ModelFileError` if the original
-    cannot be read."""
+    of `specgen.workshop.distil.block_scales.initial_changes`. Raises `OSError`, and `ModelFileError` if the
+    original cannot be read."""
     shutil.copyfile(original, output)
     tensors = {tensor.name: tensor for tensor in _opened(original).tensors}
     with output.open("r+b") as file:

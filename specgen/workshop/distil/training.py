@@ -20,7 +20,6 @@ from specgen.workshop.distil.training_texts import Rows
 from specgen.workshop.distil.transformer import (
     LAYER_MATRICES,
     Parameters,
-    StackedParameters,
     hidden_states,
     output_matrix,
     stack_layers,
@@ -59,12 +58,12 @@ class Trainer:
     def __init__(self, weights: GgufWeights, *, softness: float = 0.0) -> None:
         self._softness = softness
         self._shape = weights.hyperparameters
-        self._weights: StackedParameters = stack_layers(weights)
-        self._frozen = jax.tree.map(jnp.asarray, (self._weights.layers, self._weights.others))
+        stacked = stack_layers(weights)
+        self._frozen = jax.tree.map(jnp.asarray, (stacked.layers, stacked.others))
         names = [f"{name}.weight" for name in LAYER_MATRICES]
         order = range(self._shape.n_layer)
         start = block_scales.initial_changes(
-            {name: self._weights.layers[name] for name in names},
+            {name: stacked.layers[name] for name in names},
             {name: [weights.types[f"blk.{i}.{name}"] for i in order] for name in names},
         )
         if not start:
@@ -95,7 +94,8 @@ class Trainer:
         return Score(n_right / rows.n_labels, loss / rows.n_labels)
 
     def changes(self) -> Parameters:
-        """Return a copy of the changes of the factors, with the names and shapes of `block_scales.initial_changes`."""
+        """Return a copy of the changes of the factors, with the names and shapes of
+        `block_scales.initial_changes`."""
         return {name: np.array(values) for name, values in self._changes.items()}
 
     def save(self, path: Path, **others: Any) -> None:

@@ -32,7 +32,7 @@ from specgen.engine.learnt_weights import (
 )
 from specgen.errors import ModelFileError, UsageError
 from specgen.json_lines import locked, write_errors
-from specgen.workshop.distil.distillation import check_library, check_memory
+from specgen.workshop.distil.distillation import check_library, check_memory, learning_rate
 from specgen.workshop.distil.gguf_weights import read_weights, write_weights
 from specgen.workshop.distil.training_texts import Rows, pack
 from specgen.workshop.online.kept_texts import N_COLUMNS, KeptTexts
@@ -54,7 +54,10 @@ LEAST_ANSWERS = 8
 #: Judgements in a pass, and the number without an improvement after which training ends.
 _JUDGED_A_PASS = 2
 _PATIENCE = 3
-_N_WARM = 5
+#: The learning rate rises in so many steps, and falls to this share of its peak. (Down to a twentieth, a lesson
+#: of fifteen steps learnt nearly nothing.)
+_N_RISING = 5
+_LAST_SHARE = 0.5
 
 Outcome: TypeAlias = Literal["new", "kept", "none"]
 
@@ -221,7 +224,8 @@ class _Run:
             order = np.random.default_rng([self._seed, self._n_steps // steps_a_pass])
             picked = order.permutation(len(self._rows))[[self._n_steps % steps_a_pass]]
             done = max(self._n_steps / n_steps, self._seconds / self._limit_s)
-            trainer.step(self._rows.pick(picked), _size(self._n_steps, done, rate))
+            size = learning_rate(rate, self._n_steps, _N_RISING, done, _LAST_SHARE)
+            trainer.step(self._rows.pick(picked), size)
             self._n_steps += 1
             is_last = self._n_steps == n_steps or self._seconds >= self._limit_s
             if self._n_steps % judged_every == 0 or is_last:
@@ -302,13 +306,6 @@ class _Run:
         if name and Path(name).name == name:
             with contextlib.suppress(OSError):
                 (self._folder / name).unlink()
-
-
-def _size(step: int, done: float, rate: float) -> float:
-    """The learning rate of a step: a warm-up, then half a cosine down to a half. (Down to a twentieth, a
-    lesson of fifteen steps learnt nearly nothing.)"""
-    along = 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
-    return rate * min(1.0, (step + 1) / _N_WARM) * (0.5 + 0.5 * along)
 
 
 def _digest(path: Path) -> str:
