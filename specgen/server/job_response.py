@@ -51,7 +51,7 @@ class ResponseBuilder:
         self._identity = uuid.uuid4().hex
         self._kind = asked.requests[0].kind
         self._has_logprobs = asked.requests[0].generation.logprobs is not None
-        self._told = [_AnswerEvents() for _ in job.answers]
+        self._collected = [_AnswerEvents() for _ in job.answers]
 
     def end(self) -> None:
         """End the unfinished answers, since nobody waits for them."""
@@ -76,11 +76,11 @@ class ResponseBuilder:
             has_logprobs=self._has_logprobs,
             has_pieces=self._asked.wish.pieces,
         )
-        for number in range(len(self._told)):
+        for number in range(len(self._collected)):
             first = writer.first(number)
             if first is not None:
                 yield first
-        n_open = len(self._told)
+        n_open = len(self._collected)
         parsers = [self._parser(number) for number in range(n_open)]
         try:
             async for number, event in self._events():
@@ -112,11 +112,11 @@ class ResponseBuilder:
             async for number, event in self._job.events():
                 if isinstance(event, SpecgenError):
                     raise RequestError.of(event)
-                told = self._told[number]
+                collected = self._collected[number]
                 if isinstance(event, CommittedEvent) and self._has_logprobs:
-                    told.pieces += event.pieces
+                    collected.pieces += event.pieces
                 elif isinstance(event, FinishedEvent):
-                    told.finished = event
+                    collected.finished = event
                 yield number, event
         finally:
             if limit is not None:
@@ -131,16 +131,16 @@ class ResponseBuilder:
         return [
             completion_body(
                 self._kind,
-                told.finished,
-                told.pieces,
+                collected.finished,
+                collected.pieces,
                 identity=self._identity,
                 created=self._created,
                 model=self._model,
                 has_logprobs=self._has_logprobs,
                 parser=self._parser(number),
             )
-            for number, told in enumerate(self._told)
-            if told.finished is not None
+            for number, collected in enumerate(self._collected)
+            if collected.finished is not None
         ]
 
     def _figures(self) -> dict[str, Any]:

@@ -59,12 +59,12 @@ class Job:
         self._open = dict(enumerate(answers))
         self._loop = loop
         #: The events that the request has not consumed yet; at most all events of its answers.
-        self._told: asyncio.Queue[JobEvent | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[JobEvent | None] = asyncio.Queue()
 
     async def events(self) -> AsyncIterator[JobEvent]:
         """Yield the events until all answers are done. To be consumed in the job's event loop."""
-        while (told := await self._told.get()) is not None:
-            yield told
+        while (event := await self._queue.get()) is not None:
+            yield event
 
     @property
     def n_open(self) -> int:
@@ -85,20 +85,20 @@ class Job:
                 del self._open[number]
         if news:
             with contextlib.suppress(RuntimeError):  # the event loop has ended
-                self._loop.call_soon_threadsafe(self._tell, news, not self._open)
+                self._loop.call_soon_threadsafe(self._put, news, not self._open)
         return news
 
     def fail(self, error: SpecgenError) -> None:
         """Tell the request that its answers failed."""
-        told: list[JobEvent] = [(0, error)]
+        failed: list[JobEvent] = [(0, error)]
         with contextlib.suppress(RuntimeError):  # the event loop has ended
-            self._loop.call_soon_threadsafe(self._tell, told, True)
+            self._loop.call_soon_threadsafe(self._put, failed, True)
 
-    def _tell(self, news: list[JobEvent], is_end: bool) -> None:
-        for told in news:
-            self._told.put_nowait(told)
+    def _put(self, news: list[JobEvent], is_end: bool) -> None:
+        for event in news:
+            self._queue.put_nowait(event)
         if is_end:
-            self._told.put_nowait(None)
+            self._queue.put_nowait(None)
 
 
 class EngineThread:
