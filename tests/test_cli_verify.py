@@ -242,6 +242,7 @@ def test_progress_shows_on_a_terminals_standard_error_only(tiny_models: Path, qu
         (("--check", "some"), "--check"),
         (("--places", "0"), "--places"),
         (("--draws", "1"), "--draws"),
+        (("--draws", "18446744073709551616"), "--draws"),
         (("--depth", "9"), "--depth"),
         (("--deviation", "0"), "--deviation"),
         (("--false-alarm", "1"), "--false-alarm"),

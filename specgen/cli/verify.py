@@ -119,6 +119,7 @@ def verify(
         typer.Option(
             "--draws",
             min=100,
+            max=10_000_000,
             help="Sampled: how many draws to make at each place.",
             show_default="from --deviation",
             rich_help_panel=_CHECKS,
