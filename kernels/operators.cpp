@@ -362,13 +362,15 @@ bool has_float_rows(const ggml_tensor *tensor) {
     return cache_type(tensor) == CacheType::f32 && tensor->nb[0] == sizeof(float);
 }
 
+// llama.cpp asks this of any operator that a tensor of the file may be used in: others have no second
+// source (attention sinks are asked about as a GGML_OP_SCALE).
 bool can_multiply(const ggml_tensor *op) {
+    if (op->op != ggml_api.mul_mat && op->op != ggml_api.mul_mat_id) return false;
     const ggml_tensor *weights = op->src[0], *inputs = op->src[1];
     if (!is_packed(weights) || !can_pack(weights) || !has_float_rows(inputs)) return false;
     if (cache_type(op) != CacheType::f32) return false;
     if (weights->data == nullptr && !products_enabled) return false;  // llama.cpp asks: load here?
-    if (op->op == ggml_api.mul_mat) return weights->ne[2] == 1;
-    return op->op == ggml_api.mul_mat_id && op->src[2] != nullptr;
+    return op->op == ggml_api.mul_mat ? weights->ne[2] == 1 : op->src[2] != nullptr;
 }
 
 // Whether the weights of a product are packed, so that it has to be computed here: llama.cpp asked

@@ -8,6 +8,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -115,6 +116,16 @@ size_t get_alloc_size(ggml_backend_buffer_type *, const ggml_tensor *tensor) {
 
 ggml_backend_buffer_type buffer_type;
 
+// Whether a tensor is the scale of a matrix (`blk.0.attn_q.scale`, `.input_scale`: BitNet, NVFP4).
+// llama.cpp asks whether it can be multiplied as the matrix is, and then multiplies elements with it.
+bool is_scale(const ggml_tensor *tensor) {
+    const std::string_view name(tensor->name, strnlen(tensor->name, sizeof tensor->name));
+    const auto ends_with = [&](std::string_view end) {
+        return name.size() >= end.size() && name.substr(name.size() - end.size()) == end;
+    };
+    return ends_with(".scale") || ends_with(".input_scale");
+}
+
 }  // namespace
 
 void pack(const ggml_tensor *weights, const char *rows, char *packed) {
@@ -154,7 +165,7 @@ bool is_packed(const ggml_tensor *tensor) {
 
 bool can_pack(const ggml_tensor *weights) {
     const WeightType type = weight_type(weights);
-    return type != WeightType::none && weights->view_src == nullptr && weights->ne[3] == 1 &&
+    return type != WeightType::none && !is_scale(weights) && weights->view_src == nullptr && weights->ne[3] == 1 &&
            weights->ne[0] > 0 && weights->ne[0] % kernels->inputs_per_block(type) == 0;
 }
 
