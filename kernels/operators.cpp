@@ -22,6 +22,13 @@ char *aligned(void *p) {
 }
 size_t rounded_up(size_t bytes) { return (bytes + 63) & ~size_t{63}; }
 
+// How many groups of rows a thread takes at once: a chunk that fits the cache, and small enough that
+// the threads end together.
+int64_t groups_of_chunk(int64_t n_groups, size_t group_bytes, int n_threads) {
+    const int64_t fair = n_groups / (n_threads * 4) + 1;
+    return std::min(fair, std::max<int64_t>(1, chunk_bytes / group_bytes));
+}
+
 // n columns as tiles of nearly equal size, none larger than the kernels take.
 struct Tiles {
     Tiles(WeightType type, int64_t n_columns)
@@ -130,9 +137,7 @@ struct ProductTraits : ggml::cpu::tensor_traits {
         const int64_t panel_tiles = std::max<int64_t>(
             1, panel_bytes / (product.column_bytes * product.tiles.most + 1));
         const int64_t n_panels = (product.tiles.count + panel_tiles - 1) / panel_tiles;
-        const int64_t fair = product.n_groups / (params->nth * 4) + 1;
-        const int64_t fitting = std::max<int64_t>(1, chunk_bytes / product.group_bytes);
-        const int64_t groups = std::min(fair, fitting);
+        const int64_t groups = groups_of_chunk(product.n_groups, product.group_bytes, params->nth);
         const int64_t n_chunks = (product.n_groups + groups - 1) / groups;
         for (int64_t i = params->ith; i < n_chunks * n_panels;
              i = ggml_api.chunk_add(params->threadpool, 1)) {
@@ -159,11 +164,13 @@ struct ExpertProduct {
           group_bytes(kernels->group_bytes(type, n_inputs)),
           n_groups((n_rows + kernels->rows_per_group - 1) / kernels->rows_per_group) {}
 
-    // In the work memory: where each expert's pairs begin, the pairs, the prepared columns.
+    // In the work memory: where each expert's pairs begin, the experts that have pairs, the pairs, the
+    // prepared columns.
     size_t starts_bytes() const { return rounded_up((n_experts + 1) * sizeof(int64_t)); }
+    size_t used_bytes() const { return rounded_up((n_experts + 1) * sizeof(int64_t)); }
     size_t pairs_bytes() const { return rounded_up(n_pairs * sizeof(int64_t)); }
     size_t work_bytes() const {
-        return starts_bytes() + pairs_bytes() + column_bytes * n_pairs + 64;
+        return starts_bytes() + used_bytes() + pairs_bytes() + column_bytes * n_pairs + 64;
     }
 
     int32_t expert(int64_t pair) const {
@@ -173,7 +180,8 @@ struct ExpertProduct {
         std::memcpy(&id, at, sizeof id);
         return id;
     }
-    void sort(int64_t *starts, int64_t *pairs) const {
+    // Also writes the number of experts that have pairs to used[0], and their numbers behind it.
+    void sort(int64_t *starts, int64_t *used, int64_t *pairs) const {
         std::fill(starts, starts + n_experts + 1, 0);
         for (int64_t p = 0; p < n_pairs; p++) {
             if (expert(p) >= 0 && expert(p) < n_experts) starts[expert(p) + 1]++;
@@ -186,6 +194,10 @@ struct ExpertProduct {
         // Counting down has moved each end to its expert's beginning.
         for (int64_t e = 0; e < n_experts; e++) starts[e] = starts[e + 1];
         starts[n_experts] = n_valid;
+        used[0] = 0;
+        for (int64_t e = 0; e < n_experts; e++) {
+            if (starts[e] < starts[e + 1]) used[++used[0]] = e;
+        }
     }
 
     const float *column(int64_t pair) const {
@@ -252,26 +264,27 @@ struct ExpertTraits : ggml::cpu::tensor_traits {
         const ExpertProduct product(op);
         char *work = aligned(params->wdata);
         auto *starts = reinterpret_cast<int64_t *>(work);
-        auto *pairs = reinterpret_cast<int64_t *>(work + product.starts_bytes());
-        char *prepared = work + product.starts_bytes() + product.pairs_bytes();
+        auto *used = reinterpret_cast<int64_t *>(work += product.starts_bytes());
+        auto *pairs = reinterpret_cast<int64_t *>(work += product.used_bytes());
+        char *prepared = work + product.pairs_bytes();
         if (params->ith == 0) {
             n_products++;
             ggml_api.chunk_set(params->threadpool, params->nth);
-            product.sort(starts, pairs);
+            product.sort(starts, used, pairs);
         }
         ggml_api.barrier(params->threadpool);
         product.prepare(starts, pairs, prepared, params->ith, params->nth);
         ggml_api.barrier(params->threadpool);
 
-        const int64_t groups = std::max<int64_t>(
-            1, std::min<int64_t>(product.n_groups / params->nth, 16384 / product.group_bytes + 1));
-        const int64_t n_chunks = (product.n_groups + groups - 1) / groups;
-        for (int64_t i = params->ith; i < n_chunks * product.n_experts;
+        // The matrices of the experts that have pairs, as if they were one. (A token uses a few of many:
+        // turns for the others would cost a sixth of its time.)
+        const int64_t n_groups = used[0] * product.n_groups;
+        const int64_t groups = groups_of_chunk(n_groups, product.group_bytes, params->nth);
+        for (int64_t i = params->ith; i * groups < n_groups;
              i = ggml_api.chunk_add(params->threadpool, 1)) {
-            const int64_t e = i / n_chunks, first = i % n_chunks * groups;
-            if (starts[e] == starts[e + 1]) continue;
-            for (int64_t g = first; g < std::min(product.n_groups, first + groups); g++) {
-                product.multiply(starts, pairs, prepared, e, g);
+            for (int64_t g = i * groups; g < std::min(n_groups, (i + 1) * groups); g++) {
+                product.multiply(starts, pairs, prepared, used[1 + g / product.n_groups],
+                                 g % product.n_groups);
             }
         }
         kernels->finish();
