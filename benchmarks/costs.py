@@ -1,7 +1,7 @@
 """What a batch of n rows costs a model, with specgen's kernels and with llama.cpp's own code, by turns.
 
     python benchmarks/costs.py MODEL.gguf ... [--contexts 200 1300] [--turns 3] [--threads 2]
-        [--kernels specgen llama.cpp]
+        [--sizes 1 2 4 8 16] [--kernels specgen llama.cpp]
 
 Each turn is a process of its own for each of the two, one after the other, so that a slow minute of
 the machine meets both. A process loads the model, reads a context of random tokens, and decodes
@@ -10,7 +10,7 @@ is told of a size is the median over turns of the quickest decode of each: a dec
 quicker than it can be, and what disturbs only adds.
 
 Prints one JSON object for each model, context and code: milliseconds by number of rows, the ratio to
-one row, seconds of loading, and resident memory (MiB; mapped pages of the file apart). Of specgen's
+one row, seconds of loading and of reading the context, and resident memory (MiB; mapped pages of the file apart). Of specgen's
 kernels, also how many times as fast as llama.cpp they are. The curves are jagged and differ
 between machines, models and types of weights: whether a draft pays depends on them more than on
 the draft.
@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,30 +45,29 @@ def main() -> int:
     parser.add_argument("--contexts", nargs="+", type=int, default=[200])
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--sizes", nargs="+", type=int, default=SIZES)
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.child:
         (model,), (n_context,), (kernels,) = asked.models, asked.contexts, asked.kernels
-        print(json.dumps(_measure(model, kernels, n_context, asked.threads)))
+        print(json.dumps(_measure(model, kernels, n_context, asked.threads, asked.sizes)))
         return 0
     for model in asked.models:
         for n_context in asked.contexts:
-            for found in compare(model, n_context, asked.kernels, asked.turns, asked.threads):
+            for found in compare(model, n_context, asked):
                 print(json.dumps(found), flush=True)
     return 0
 
 
-def compare(
-    model: Path, n_context: int, kernels: list[str], n_turns: int, n_threads: int
-) -> list[dict[str, Any]]:
+def compare(model: Path, n_context: int, asked: argparse.Namespace) -> list[dict[str, Any]]:
     """What a model's batches cost with each code, measured by turns."""
-    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in kernels}
-    for _ in range(n_turns):
-        for name in kernels:
-            turns[name].append(measure(model, name, n_context, n_threads))
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in asked.kernels}
+    for _ in range(asked.turns):
+        for name in asked.kernels:
+            turns[name].append(measure(model, name, n_context, asked.threads, asked.sizes))
     results = []
-    for name in kernels:
+    for name in asked.kernels:
         ms = {
             size: round(statistics.median(turn["ms"][size] for turn in turns[name]), 1)
             for size in turns[name][0]["ms"]
@@ -75,7 +75,7 @@ def compare(
         found: dict[str, Any] = {"model": model.name, "context": n_context, "kernels": name}
         found["ms"] = ms
         found["ratio"] = {size: round(value / ms["1"], 2) for size, value in ms.items()}
-        for key in ("load_s", "anonymous_mib", "mapped_mib"):
+        for key in ("load_s", "context_s", "anonymous_mib", "mapped_mib"):
             found[key] = round(statistics.median(turn[key] for turn in turns[name]), 2)
         results.append(found)
     by_name = {found["kernels"]: found for found in results}
@@ -87,16 +87,21 @@ def compare(
     return results
 
 
-def measure(path: Path, kernels: str, n_context: int, n_threads: int) -> dict[str, Any]:
+def measure(
+    path: Path, kernels: str, n_context: int, n_threads: int, sizes: Sequence[int] = SIZES
+) -> dict[str, Any]:
     """One turn, in a process of its own."""
     command = [sys.executable, __file__, str(path), "--child", "--kernels", kernels]
     command += ["--contexts", str(n_context), "--threads", str(n_threads)]
+    command += ["--sizes", *map(str, sizes)]
     child = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(child.stdout)
     return found
 
 
-def _measure(path: Path, kernels: str, n_context: int, n_threads: int) -> dict[str, Any]:
+def _measure(
+    path: Path, kernels: str, n_context: int, n_threads: int, sizes: Sequence[int]
+) -> dict[str, Any]:
     from specgen.backend.base import Batch
     from specgen.backend.llama import LlamaBackend, LlamaModel
     from specgen.kernels import choose_kernels
@@ -111,7 +116,7 @@ def _measure(path: Path, kernels: str, n_context: int, n_threads: int) -> dict[s
         ContextOptions(n_threads=n_threads),
         n_ctx=n_context + N_PROMPT,
         clock=time.perf_counter,
-        n_outputs=max(SIZES),
+        n_outputs=max(sizes),
     )
     rng = np.random.default_rng(0)
 
@@ -123,10 +128,12 @@ def _measure(path: Path, kernels: str, n_context: int, n_threads: int) -> dict[s
         backend.decode(batch)
         return backend.decode_s - before
 
-    for start in range(0, n_context, N_PROMPT):
+    context_s = sum(
         decode(min(N_PROMPT, n_context - start), wants_logits=False)
+        for start in range(0, n_context, N_PROMPT)
+    )
     memory = _memory_mib()
-    seconds: dict[int, list[float]] = {size: [] for size in (*SIZES, N_PROMPT)}
+    seconds: dict[int, list[float]] = {size: [] for size in (*sizes, N_PROMPT)}
     for turn in range(N_REPEATS):
         for size, times in seconds.items():
             if size == N_PROMPT and turn >= 2:
@@ -136,7 +143,7 @@ def _measure(path: Path, kernels: str, n_context: int, n_threads: int) -> dict[s
     backend.close()
     model.close()
     ms = {str(size): round(1000 * min(times), 1) for size, times in seconds.items()}
-    return {"ms": ms, "load_s": load_s, **memory}
+    return {"ms": ms, "load_s": load_s, "context_s": context_s, **memory}
 
 
 def _memory_mib() -> dict[str, float]:
