@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts import build_kernels, build_peers, ggml_source
+from scripts import build_kernels, ggml_source
 from scripts.build_kernels import BuildError
 from specgen.backend.build import REQUIRED_VERSION
 from specgen.errors import FetchError
@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         version = check(root)
     except BuildError as error:
         sys.exit(f"{error.output}{error}")
-    except (build_peers.BuildError, FetchError) as error:
-        sys.exit(str(error))
+    except FetchError as error:
+        sys.exit(f"{error.message}\nhint: {error.hint}" if error.hint else error.message)
     print(f"kernels/ggml_internals.h agrees with ggml {version}")
 
 
@@ -59,10 +59,14 @@ def check(root: Path, kernels: Path = KERNELS) -> str:
         command = [*build_kernels.compiler(os.environ), *FLAGS, f'-DGGML_VERSION="{version}"']
         for folder in headers:
             command += ["-isystem", os.fspath(folder)]
-        build_kernels.run([*command, os.fspath(kernels / PROGRAM), "-o", os.fspath(program)])
+        differs = f"kernels/ggml_internals.h differs from the headers of ggml {version}"
+        try:
+            build_kernels.run([*command, os.fspath(kernels / PROGRAM), "-o", os.fspath(program)])
+        except BuildError as error:
+            raise BuildError(differs, error.output) from None
         ended = subprocess.run([program], capture_output=True, text=True, check=False)
     if ended.returncode:
-        raise BuildError("kernels/ggml_internals.h differs from ggml's headers", ended.stderr)
+        raise BuildError(differs, ended.stderr)
     return version
 
 

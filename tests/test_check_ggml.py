@@ -122,7 +122,7 @@ def test_blocks_of_weights_have_ggmls_sizes(source: Path, kernels: Path) -> None
 def test_the_command_ends_with_what_differs(source: Path, tmp_path: Path) -> None:
     newer = shutil.copytree(source, tmp_path / "newer")
     replace(newer / ggml_source.GGML / "CMakeLists.txt", "_MAJOR 0", "_MAJOR 9")
-    with pytest.raises(SystemExit, match="for another version of ggml"):
+    with pytest.raises(SystemExit, match=r"for another version of ggml(.|\n)*headers of ggml 9\."):
         check_ggml.main(["--source", str(newer)])
     with pytest.raises(SystemExit, match=r"CMakeLists\.txt cannot be read: No such file"):
         check_ggml.main(["--source", str(tmp_path / "nothing")])

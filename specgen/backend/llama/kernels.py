@@ -108,9 +108,10 @@ def attach(path: Path) -> Kernels:
     loaded = load(os.fsencode(path))
     problem = _text(library.specgen_kernels_problem())
     if problem or not loaded:
+        fits = _text(library.specgen_kernels_built_for()) == ggml_version()
         raise BackendError(
             problem or f"GGML did not take the library: {last_error()}",
-            hint=None if _text(library.specgen_kernels_built_for()) == ggml_version() else REBUILD,
+            hint=None if fits else f"install the llama.cpp that they are for: {REBUILD}",
         )
     _attached = Kernels(path, library)
     return _attached
