@@ -86,24 +86,38 @@ const InstructionSet *choose_kernels() {
 template <class Function>
 bool find(void *library, const char *name, Function &function) {
     function = reinterpret_cast<Function>(dlsym(library, name));
-    if (function == nullptr) problem = std::string("llama.cpp has no function ") + name;
+    if (function == nullptr) {
+        problem = std::string("they are for ggml ") + built_for_ggml +
+                  ", and llama.cpp's has no function " + name;
+    }
     return function != nullptr;
 }
 
+// Find the functions of the ggml that is loaded, if it is the version whose structures are declared.
 bool find_functions() {
     void *base = dlopen("libggml-base.so.0", RTLD_NOW | RTLD_NOLOAD);
     void *cpu = dlopen("libggml-cpu.so.0", RTLD_NOW | RTLD_NOLOAD);
     if (base == nullptr || cpu == nullptr) {
-        problem = "llama.cpp's libraries (libggml-base.so.0, libggml-cpu.so.0) are not loaded";
+        problem = std::string("they are for ggml ") + built_for_ggml +
+                  ", and its libraries (libggml-base.so.0, libggml-cpu.so.0) are not loaded";
         return false;
     }
-    return find(base, "ggml_version", ggml_api.version) &&
-           find(base, "ggml_op_name", ggml_api.op_name) &&
+    if (!find(base, "ggml_version", ggml_api.version)) return false;
+    if (std::strcmp(ggml_api.version(), built_for_ggml) != 0) {
+        problem = std::string("they are for ggml ") + built_for_ggml + ", and llama.cpp has ggml " +
+                  ggml_api.version();
+        return false;
+    }
+    return find(base, "ggml_op_name", ggml_api.op_name) &&
            find(base, "ggml_type_name", ggml_api.type_name) &&
            find(base, "ggml_tensor_overhead", ggml_api.tensor_overhead) &&
            find(base, "ggml_nbytes", ggml_api.nbytes) &&
-           find(base, "ggml_backend_buffer_init", ggml_api.buffer_init) &&
+           find(base, "ggml_backend_buffer_get_size", ggml_api.buffer_size) &&
+           find(base, "ggml_backend_buffer_get_type", ggml_api.type_of_buffer) &&
+           find(base, "ggml_backend_reg_dev_get", ggml_api.device_of) &&
+           find(base, "ggml_backend_reg_get_proc_address", ggml_api.procedure_of) &&
            find(cpu, "ggml_backend_cpu_reg", ggml_api.cpu_reg) &&
+           find(base, "ggml_backend_buffer_init", ggml_api.buffer_init) &&
            find(cpu, "_Z39ggml_backend_cpu_get_extra_buffer_typesv",
                 ggml_api.extra_buffer_types) &&
            find(cpu, "ggml_barrier", ggml_api.barrier) &&
@@ -111,26 +125,25 @@ bool find_functions() {
            find(cpu, "ggml_threadpool_chunk_add", ggml_api.chunk_add);
 }
 
-// Whether ggml is one that we know, and looks like it.
+// Whether this ggml looks like the version that it says it is. A build of one's own may have been changed.
 bool check_ggml() {
-    const char *version = ggml_api.version();
-    const KnownVersion *known = nullptr;
-    for (const KnownVersion &candidate : known_versions) {
-        if (std::strcmp(version, candidate.version) == 0) known = &candidate;
-    }
-    if (known == nullptr) {
-        problem = std::string("it was written for ggml ") + known_versions[0].version +
-                  ", installed is " + version;
-        return false;
-    }
+    const std::string changed = std::string("this build of ggml ") + built_for_ggml +
+                                " was changed: ";
     constexpr size_t object_bytes = 32;  // of ggml_object, which ggml_tensor_overhead includes
-    if (ggml_api.tensor_overhead() != object_bytes + sizeof(ggml_tensor)) {
-        problem = "a tensor of the installed ggml has another size than expected";
+    const size_t tensor_bytes = ggml_api.tensor_overhead() - object_bytes;
+    if (tensor_bytes != sizeof(ggml_tensor)) {
+        problem = changed + "a tensor takes " + std::to_string(tensor_bytes) + " bytes, not " +
+                  std::to_string(sizeof(ggml_tensor));
         return false;
     }
-    ggml_api.n_types = known->n_types;
+    const int api_version = ggml_api.cpu_reg()->api_version;
+    if (api_version != backend_api_version) {
+        problem = changed + "its backends have interface " + std::to_string(api_version) +
+                  ", not " + std::to_string(backend_api_version);
+        return false;
+    }
     int missing = 3;
-    for (int op = 0; op < known->n_operators; op++) {
+    for (int op = 0; op < n_ggml_operators; op++) {
         const char *name = ggml_api.op_name(op);
         for (const auto &[wanted, number] : {std::pair{"MUL_MAT", &ggml_api.mul_mat},
                                              std::pair{"MUL_MAT_ID", &ggml_api.mul_mat_id},
@@ -142,22 +155,21 @@ bool check_ggml() {
             }
         }
     }
-    if (missing != 0) problem = "the installed ggml names its operators otherwise";
+    if (missing != 0) problem = changed + "it names its operators otherwise";
     return missing == 0;
 }
 
 // Put our buffer type in front, and look whether llama.cpp will see it.
 bool offer_weights() {
     ggml_backend_reg *cpu = ggml_api.cpu_reg();
-    ggml_backend_device *device = cpu->iface.get_device(cpu, 0);
+    ggml_backend_device *device = ggml_api.device_of(cpu, 0);
     auto *ours = packed_buffer_type(device, operators());
     auto &types = ggml_api.extra_buffer_types();
     if (std::find(types.begin(), types.end(), ours) == types.end()) {
         types.insert(types.begin(), ours);
     }
-    using ExtraTypes = ggml_backend_buffer_type **(*)(ggml_backend_device *);
-    const auto get_types = reinterpret_cast<ExtraTypes>(
-        cpu->iface.get_proc_address(cpu, "ggml_backend_dev_get_extra_bufts"));
+    const auto get_types = reinterpret_cast<GetExtraTypes>(
+        ggml_api.procedure_of(cpu, "ggml_backend_dev_get_extra_bufts"));
     // ggml copies its list when the first model is loaded.
     for (auto **type = get_types ? get_types(device) : nullptr; type && *type; type++) {
         if (*type == ours) return true;
@@ -168,12 +180,12 @@ bool offer_weights() {
 }
 
 bool attach() {
+    if (!find_functions() || !check_ggml()) return false;
     kernels = choose_kernels();
     if (kernels == nullptr) {
         problem = "this CPU lacks AVX2, FMA or F16C, or the instructions that were asked for";
         return false;
     }
-    if (!find_functions() || !check_ggml()) return false;
     learn_types();
     if (!offer_weights()) return false;
     problem.clear();
@@ -209,7 +221,7 @@ EXPORTED const char *specgen_kernels_instructions() {
     return problem.empty() ? kernels->name : "";
 }
 
-EXPORTED const char *specgen_kernels_built_for() { return known_versions[0].version; }
+EXPORTED const char *specgen_kernels_built_for() { return built_for_ggml; }
 
 // Products computed, attentions computed, bytes of packed weights, attentions left to llama.cpp.
 EXPORTED void specgen_kernels_counts(uint64_t counts[4]) {
@@ -223,7 +235,7 @@ EXPORTED void specgen_kernels_counts(uint64_t counts[4]) {
 // From now on let workers of this process keep quantised weights packed.
 EXPORTED void specgen_kernels_serve() {
     ggml_backend_reg *cpu = ggml_api.cpu_reg();
-    serve_packed(cpu->iface.get_device(cpu, 0));
+    serve_packed(ggml_api.device_of(cpu, 0));
 }
 
 // Whether weights loaded from now on are packed, and whether attention is computed by us.

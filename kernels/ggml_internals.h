@@ -1,22 +1,18 @@
 // The parts of ggml's internal interface that the library relies on.
 //
 // ggml ships headers for its users, but not for those who extend its CPU backend. These
-// declarations say what the binaries of ggml 0.25.3 (llama.cpp 0.5.0, llama-cpp-python 0.3.36)
-// contain. They hold for exactly the versions in `known_versions`; attach.cpp refuses any other
-// one, and checks what can be checked (sizes, names of types and operators) when it is loaded.
-// To support a new version: compare these with ggml-backend-impl.h, ggml.h, ggml-cpu/traits.h and
-// ggml-cpu/ggml-cpu-impl.h of that version, add its number, and run the tests.
+// declarations say what the binaries of one version of ggml contain, that of the llama-cpp-python
+// in pyproject.toml. tests/ggml_layout_check.cpp compares them with ggml's own headers, and
+// attach.cpp refuses any other version. docs/kernels.md, "When llama.cpp moves", says how to
+// follow ggml, and why the public interface does not suffice.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
-struct KnownVersion {
-    const char *version;
-    int n_types, n_operators;
-};
-constexpr KnownVersion known_versions[] = {{"0.25.3", 43, 101}};
+constexpr char built_for_ggml[] = "0.25.3";
+constexpr int n_ggml_types = 43, n_ggml_operators = 101;
 
 struct ggml_threadpool;
 struct ggml_backend_buffer;
@@ -80,20 +76,18 @@ struct ggml_backend_buffer_i {
     void (*clear)(ggml_backend_buffer *, uint8_t);
     void (*reset)(ggml_backend_buffer *);
 };
-struct ggml_backend_buffer {
+struct ggml_backend_buffer {  // its beginning: ggml makes buffers
     ggml_backend_buffer_i iface;
     ggml_backend_buffer_type *buft;
     void *context;
-    size_t size;
-    int usage;
 };
 
 struct ggml_backend_device_i {
     void *of_no_interest[6];
     ggml_backend_buffer_type *(*get_buffer_type)(ggml_backend_device *);
 };
-struct ggml_backend_device {
-    ggml_backend_device_i iface;  // its beginning
+struct ggml_backend_device {  // its beginning
+    ggml_backend_device_i iface;
 };
 
 struct ggml_backend_reg_i {
@@ -127,19 +121,28 @@ class extra_buffer_type {
 };
 }  // namespace ggml::cpu
 
+// The buffer types of a device beside its own; ggml_backend_reg_get_proc_address gives the function.
+using GetExtraTypes = ggml_backend_buffer_type **(*)(ggml_backend_device *);
+
 // The functions of ggml's libraries that are called, found when the library is attached: nothing
 // of llama.cpp is needed to compile it.
 struct Ggml {
-    // libggml-base
+    // Public functions of libggml-base.
     const char *(*version)();
     const char *(*op_name)(int op);
     const char *(*type_name)(int type);
     size_t (*tensor_overhead)();
     size_t (*nbytes)(const ggml_tensor *);
+    size_t (*buffer_size)(ggml_backend_buffer *);
+    ggml_backend_buffer_type *(*type_of_buffer)(ggml_backend_buffer *);
+    ggml_backend_device *(*device_of)(ggml_backend_reg *, size_t);
+    void *(*procedure_of)(ggml_backend_reg *, const char *);
+    // Of libggml-cpu.
+    ggml_backend_reg *(*cpu_reg)();
+
+    // Internal functions.
     ggml_backend_buffer *(*buffer_init)(ggml_backend_buffer_type *, ggml_backend_buffer_i, void *,
                                         size_t);
-    // libggml-cpu
-    ggml_backend_reg *(*cpu_reg)();
     std::vector<ggml_backend_buffer_type *> &(*extra_buffer_types)();
     void (*barrier)(ggml_threadpool *);
     void (*chunk_set)(ggml_threadpool *, int);
@@ -147,6 +150,5 @@ struct Ggml {
 
     // Numbers of operators, which change from version to version.
     int mul_mat, mul_mat_id, flash_attention;
-    int n_types;
 };
 extern Ggml ggml_api;

@@ -18,12 +18,13 @@
 //     tiles, 96 columns   112    139    156
 #pragma once
 
+#include "vector_avx512.h"  // before the others: it includes <immintrin.h> without GCC's false warnings
+
 #include <type_traits>
 
 #include "product.h"
 #include "products.h"
 #include "tiles.h"
-#include "vector_avx512.h"
 
 namespace {
 

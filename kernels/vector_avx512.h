@@ -2,11 +2,15 @@
 #pragma once
 
 // GCC 12 takes the operand that its own headers leave undefined for an uninitialised variable.
+#ifndef __clang__
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
+#ifndef __clang__
 #pragma GCC diagnostic pop
+#endif
 
 #include <cstdint>
 #include <cstring>

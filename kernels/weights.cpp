@@ -67,8 +67,9 @@ void pack_groups(const ggml_tensor *weights, const char *rows, char *packed,
 
 void free_buffer(ggml_backend_buffer *buffer) {
     if (buffer->context == nullptr) return;
-    munmap(buffer->context, std::max<size_t>(buffer->size, 1));
-    alive_bytes -= buffer->size;
+    const size_t size = ggml_api.buffer_size(buffer);
+    munmap(buffer->context, std::max<size_t>(size, 1));
+    alive_bytes -= size;
 }
 
 void *get_base(ggml_backend_buffer *buffer) { return buffer->context; }
@@ -92,7 +93,7 @@ void set_tensor(ggml_backend_buffer *, ggml_tensor *tensor, const void *data, si
 }
 
 void clear(ggml_backend_buffer *buffer, uint8_t value) {
-    std::memset(buffer->context, value, buffer->size);
+    std::memset(buffer->context, value, ggml_api.buffer_size(buffer));
 }
 
 ggml_backend_buffer *alloc_buffer(ggml_backend_buffer_type *type, size_t size) {
@@ -160,7 +161,8 @@ ggml_backend_buffer_type *packed_buffer_type(ggml_backend_device *cpu,
 }
 
 bool is_packed(const ggml_tensor *tensor) {
-    return tensor != nullptr && tensor->buffer != nullptr && tensor->buffer->buft == &buffer_type;
+    return tensor != nullptr && tensor->buffer != nullptr &&
+           ggml_api.type_of_buffer(tensor->buffer) == &buffer_type;
 }
 
 bool can_pack(const ggml_tensor *weights) {
@@ -184,7 +186,7 @@ void learn_types() {
         weight_types[t] = WeightType::none;
         cache_types[t] = CacheType::unsupported;
     }
-    for (int t = 0; t < ggml_api.n_types && t < n_types; t++) {
+    for (int t = 0; t < n_ggml_types && t < n_types; t++) {
         const char *found = ggml_api.type_name(t);
         if (found == nullptr) continue;
         const std::string name = found;

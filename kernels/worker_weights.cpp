@@ -73,8 +73,9 @@ void drop_pages(uintptr_t first, uintptr_t end) {
 
 void free_buffer(ggml_backend_buffer *buffer) {
     const uintptr_t base = address(buffer->context);
-    forget(base, base + buffer->size);
-    munmap(buffer->context, std::max<size_t>(buffer->size, 1));
+    const size_t size = ggml_api.buffer_size(buffer);
+    forget(base, base + size);
+    munmap(buffer->context, std::max<size_t>(size, 1));
 }
 
 void *get_base(ggml_backend_buffer *buffer) { return buffer->context; }
@@ -108,7 +109,7 @@ void set_bytes(ggml_backend_buffer *, ggml_tensor *tensor, uint8_t value, size_t
 bool copy_tensor(ggml_backend_buffer *, const ggml_tensor *, ggml_tensor *) { return false; }
 
 void clear(ggml_backend_buffer *buffer, uint8_t value) {
-    std::memset(buffer->context, value, buffer->size);
+    std::memset(buffer->context, value, ggml_api.buffer_size(buffer));
 }
 
 ggml_backend_buffer *alloc_buffer(ggml_backend_buffer_type *type, size_t size) {

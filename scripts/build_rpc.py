@@ -18,20 +18,17 @@ import importlib.util
 import json
 import os
 import shlex
-import shutil
 import sys
-import tarfile
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts import build_kernels, build_peers
+from scripts import build_kernels, build_peers, ggml_source
 from specgen.backend.rpc_build import LIBRARY, STAMP, version_of
 from specgen.errors import FetchError
 
 FOLDER = Path(__file__).resolve().parent.parent / "specgen" / "backend" / "llama"
-#: Below the root of the source distribution.
-GGML = "vendor/llama.cpp/ggml"
+#: Below the folder of GGML.
 SOURCES = ("src/ggml-rpc/ggml-rpc.cpp", "src/ggml-rpc/transport.cpp")
 #: What GGML's own build gives a backend that is loaded at run time. `-fno-dse` as
 #: scripts/cmake_args.py has it for all of llama.cpp.
@@ -76,11 +73,11 @@ def build(folder: Path, source: Path | None = None, *, force: bool = False) -> P
             "-DGGML_RPC=on in CMAKE_ARGS builds llama.cpp with it"
         )
     command = build_kernels.compiler(os.environ)
+    root = source if source is not None else ggml_source.fetch(version)
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as work:
-        root = source if source is not None else fetch_source(version, Path(work))
         linked = Path(work) / LIBRARY
         build_kernels.say(f"building llama.cpp's RPC backend with {shlex.join(command)}")
-        build_kernels.run(compile_command(command, root / GGML, native, linked))
+        build_kernels.run(compile_command(command, root / ggml_source.GGML, native, linked))
         linked.replace(library)
     (folder / STAMP).write_text(json.dumps({"version": version}) + "\n", encoding="utf-8")
     return library
@@ -114,33 +111,6 @@ def compile_command(compiler: Sequence[str], ggml: Path, native: Path, library: 
         *map(os.fspath, sources),
         *("-o", os.fspath(library), os.fspath(base), "-Wl,-z,defs"),
     ]
-
-
-def fetch_source(version: str, work: Path) -> Path:
-    """Download the source distribution and unpack GGML's headers and RPC backend; the folder that
-    holds them. Raises `BuildError` or `FetchError`."""
-    archive = build_peers.download(version, work)
-    root = work / archive.name.removesuffix(".tar.gz")
-    wanted = tuple(f"{root.name}/{GGML}/{part}" for part in ("include/", "src/"))
-    try:
-        with tarfile.open(archive) as file:
-            for member in file:
-                name = member.name
-                is_needed = name.startswith(wanted) and name.endswith((".h", ".cpp"))
-                part = name.partition(f"{GGML}/")[2]
-                if not (is_needed and member.isfile()) or (
-                    part.count("/") > 1 and "ggml-rpc" not in part
-                ):
-                    continue
-                content = file.extractfile(member)
-                assert content is not None
-                path = root / GGML / part
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("wb") as out:
-                    shutil.copyfileobj(content, out)
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise build_kernels.BuildError(f"{archive.name} cannot be unpacked: {error}") from error
-    return root
 
 
 if __name__ == "__main__":

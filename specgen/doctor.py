@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specgen import __version__, errors
-from specgen.backend.build import Build, Device
+from specgen.backend.build import REBUILD, REINSTALL, Build, Device
 from specgen.child import ChildDiedError, ChildError, ChildTimeoutError, ask_child
 from specgen.errors import BackendError, SpecgenError
 from specgen.kernels import KernelStatus
@@ -46,10 +46,6 @@ TOLERANCE = 0.1
 
 #: The name of the check of specgen's kernels.
 _KERNELS = "specgen's kernels"
-
-_REINSTALL = "pip install --force-reinstall --no-cache-dir llama-cpp-python"
-#: The fix for builds that GCC 12 miscompiled on CPUs with AMX.
-REBUILD = f'CMAKE_ARGS="-DCMAKE_CXX_FLAGS=-fno-dse" {_REINSTALL}'
 
 _TEXT = (
     "The quick brown fox jumps over the lazy dog; 0123456789 (and so on).\n"
@@ -238,7 +234,7 @@ def run_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
     except ChildTimeoutError as error:
         raise BackendError(
             str(error),
-            hint="try again if the machine is busy; otherwise build llama.cpp again: " + _REINSTALL,
+            hint="try again if the machine is busy; otherwise build llama.cpp again: " + REINSTALL,
         ) from None
     except ChildError as error:
         raise BackendError(str(error)) from error
@@ -265,7 +261,7 @@ def _death(child: ChildDiedError) -> BackendError:
     elif name == "SIGKILL":
         hint = "most likely the memory ran out: free some, or take a smaller model"
     else:
-        hint = f"build llama.cpp again: {_REINSTALL}"
+        hint = f"build llama.cpp again: {REINSTALL}"
     return BackendError(message, hint=hint)
 
 

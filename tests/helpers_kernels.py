@@ -44,7 +44,10 @@ EXPORT void *ggml_backend_init() { return &registry; }
 #endif
 EXPORT const char *specgen_kernels_problem() { return PROBLEM; }
 EXPORT const char *specgen_kernels_instructions() { return "avx2"; }
-EXPORT const char *specgen_kernels_built_for() { return "0.0.0"; }
+#ifndef BUILT_FOR
+#define BUILT_FOR "0.0.0"
+#endif
+EXPORT const char *specgen_kernels_built_for() { return BUILT_FOR; }
 EXPORT void specgen_kernels_counts(uint64_t counts[4]) {
     for (int i = 0; i < 4; i++) counts[i] = 10 * enabled[0] + enabled[1] + i;
 }

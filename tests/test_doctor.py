@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from specgen import child, cli, doctor
-from specgen.backend.build import Build
+from specgen.backend.build import REQUIRED_VERSION, Build
 from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 
@@ -55,7 +55,7 @@ def test_an_illegal_instruction_is_named_with_its_cure() -> None:
     assert caught.value.hint is not None
     assert (
         'CMAKE_ARGS="-DCMAKE_CXX_FLAGS=-fno-dse" pip install --force-reinstall --no-cache-dir '
-        "llama-cpp-python"
+        f"llama-cpp-python=={REQUIRED_VERSION}"
     ) in caught.value.hint
     assert "\n" not in caught.value.message + caught.value.hint
 
@@ -241,6 +241,19 @@ def test_the_command_shows_what_it_found(
     assert out.count("  ok  ") >= 2
     assert "\x1b" not in out
     assert all(line == line.rstrip() for line in out.splitlines())
+
+
+def test_another_llama_cpp_python_is_named_with_the_one_that_is_needed() -> None:
+    from specgen.cli.doctor import _llama_version
+
+    def shown(version: str) -> str:
+        return _llama_version(Build(version, "0.6.0", "", gpu_offload=False, devices=()))
+
+    assert shown(REQUIRED_VERSION) == f"{REQUIRED_VERSION}, llama.cpp 0.6.0"
+    assert shown(f"{REQUIRED_VERSION}+cu124") == f"{REQUIRED_VERSION}+cu124, llama.cpp 0.6.0"
+    assert shown("9.8.7") == (
+        f"9.8.7, llama.cpp 0.6.0: specgen is made for {REQUIRED_VERSION}; {doctor.REBUILD}"
+    )
 
 
 def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:

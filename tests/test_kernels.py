@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.metadata
 import json
 import signal
 import subprocess
@@ -12,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from specgen.backend.build import REBUILD, REQUIRED_VERSION
+from specgen.backend.llama.kernels import ggml_version
 from specgen.errors import UsageError
 from specgen.kernels import choice, test_results
 from specgen.kernels.choice import KernelStatus
@@ -126,8 +130,36 @@ def test_a_library_without_kernels_fails_the_self_test(tmp_path: Path) -> None:
 
 @linux
 def test_a_library_that_refuses_is_not_broken(tmp_path: Path) -> None:
-    result = run_test(stand_in(tmp_path, problem="this CPU has no AVX2"))
+    built_for = f'BUILT_FOR="{ggml_version()}"'
+    result = run_test(stand_in(tmp_path, problem="this CPU has no AVX2", macros=[built_for]))
     assert result == TestResult("refused", "this CPU has no AVX2")
+
+
+@linux
+def test_kernels_for_another_llama_cpp_say_how_to_get_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = stand_in(tmp_path, problem="they are for ggml 0.0.0")
+    monkeypatch.setattr(choice, "library_path", lambda: library)
+    for _ in range(2):  # the second time as remembered
+        status = choice.choose_kernels("auto", tmp_path / "cache")
+        assert status.reason == "they are for ggml 0.0.0"
+        assert not status.is_broken
+        assert status.hint is not None
+        assert REBUILD in status.hint
+        assert f"llama-cpp-python=={REQUIRED_VERSION}" in status.hint
+        assert "--kernels llama.cpp" in status.hint
+
+
+@linux
+def test_the_kernels_are_for_the_required_llama_cpp() -> None:
+    path = choice.library_path()
+    if path is None:
+        pytest.skip("the kernels were not built")
+    assert importlib.metadata.version("llama-cpp-python").partition("+")[0] == REQUIRED_VERSION
+    library = ctypes.CDLL(str(path))
+    library.specgen_kernels_built_for.restype = ctypes.c_char_p
+    assert library.specgen_kernels_built_for().decode() == ggml_version()
 
 
 @linux

@@ -16,6 +16,7 @@ import pytest
 
 from scripts import cmake_args
 from specgen import __version__
+from specgen.backend.build import REQUIRED_VERSION
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = "specgen/kernels/libspecgen-kernels.so"
@@ -132,6 +133,7 @@ def test_make_builds_llama_cpp_as_required_and_without_pips_cache() -> None:
     required = re.search(r'"(llama-cpp-python[^"]*)"', (ROOT / "pyproject.toml").read_text())
     assert required is not None
     build = next(line for line in dry_run("install").splitlines() if "--no-cache-dir" in line)
+    assert required[1] == f"llama-cpp-python=={REQUIRED_VERSION}"
     assert f"'{required[1]}'" in build
     assert 'CMAKE_ARGS="$args"' in build
 

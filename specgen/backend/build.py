@@ -8,6 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: The version of llama-cpp-python that specgen needs, as pyproject.toml has it.
+REQUIRED_VERSION = "0.3.36"
+#: The command that installs it, in place of another version or of a broken build.
+REINSTALL = f"pip install --force-reinstall --no-cache-dir llama-cpp-python=={REQUIRED_VERSION}"
+#: The same, safe for GCC 12, which otherwise miscompiles it for CPUs with AMX.
+REBUILD = f'CMAKE_ARGS="-DCMAKE_CXX_FLAGS=-fno-dse" {REINSTALL}'
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -38,6 +45,11 @@ class Build:
     devices: tuple[Device, ...]
 
     @property
+    def has_required_version(self) -> bool:
+        """Whether this is the version that specgen needs, built by anyone (``0.3.36+cu124``)."""
+        return self.version.partition("+")[0] == REQUIRED_VERSION
+
+    @property
     def features(self) -> dict[str, tuple[str, ...]]:
         """The features that were compiled into each part of llama.cpp: ``{"CPU": ("AVX2", "FMA", ...)}``.
 
@@ -56,4 +68,4 @@ class Build:
         return parts
 
 
-__all__ = ["Build", "Device"]
+__all__ = ["REBUILD", "REINSTALL", "REQUIRED_VERSION", "Build", "Device"]

@@ -19,6 +19,7 @@ from specgen.errors import ModelFileError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from specgen.backend.build import Build
     from specgen.doctor import DoctorReport
     from specgen.kernels import KernelStatus
 
@@ -124,6 +125,16 @@ def _lines(label: str, text: str, width: int) -> list[str]:
     )
 
 
+def _llama_version(build: Build) -> str:
+    """Return the versions of llama-cpp-python and llama.cpp; if others are needed, which and how."""
+    from specgen.backend.build import REBUILD, REQUIRED_VERSION
+
+    versions = f"{build.version}, llama.cpp {build.llama_version}"
+    if build.has_required_version:
+        return versions
+    return f"{versions}: specgen is made for {REQUIRED_VERSION}; {REBUILD}"
+
+
 def _kernels(status: KernelStatus) -> str:
     """Return what computes on the CPU; if that is llama.cpp, with the reason and what to do about it."""
     if status.reason is None:
@@ -150,7 +161,7 @@ def _sections(report: DoctorReport) -> Iterator[DoctorSection]:
     software = [("specgen", report.version)]
     if build is not None:
         software += [
-            ("llama-cpp-python", f"{build.version}, llama.cpp {build.llama_version}"),
+            ("llama-cpp-python", _llama_version(build)),
             *((f"built in, {part}", " ".join(names)) for part, names in build.features.items()),
             ("GPU offload", "yes" if build.gpu_offload else "no: this build has CPU code only"),
         ]

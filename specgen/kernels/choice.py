@@ -110,7 +110,8 @@ def examine_kernels(
 
 def _refused(path: Path, result: TestResult) -> KernelStatus:
     if result.outcome == "refused":
-        return KernelStatus("llama.cpp", reason=result.message, hint=_LEAVE, path=path)
+        hint = f"{result.hint}; {_LEAVE}" if result.hint else _LEAVE
+        return KernelStatus("llama.cpp", reason=result.message, hint=hint, path=path)
     return KernelStatus(
         "llama.cpp",
         reason=f"their test failed: {result.message}",

@@ -45,7 +45,7 @@ def self_test(library: Path) -> dict[str, str]:
     try:
         kernels = attach(library)
     except BackendError as error:
-        return {"outcome": "refused", "message": error.message}
+        return {"outcome": "refused", "message": error.message, "hint": error.hint or ""}
     try:
         n_types = _test_products(kernels)
         _test_experts()

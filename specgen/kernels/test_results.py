@@ -45,6 +45,8 @@ class TestResult:
     message: str
     #: The instruction set of the kernels, if they passed.
     instructions: str = ""
+    #: What to do about a refusal, if the library is for another llama.cpp.
+    hint: str = ""
 
 
 def result_of(
@@ -126,10 +128,10 @@ def _parse(value: Any) -> TestResult | None:
     """Return the result in a JSON value; None if it is not valid."""
     if not isinstance(value, dict) or value.get("outcome") not in get_args(TestOutcome):
         return None
-    message, instructions = value.get("message"), value.get("instructions", "")
-    if not isinstance(message, str) or not isinstance(instructions, str):
+    texts = [value.get("message"), value.get("instructions", ""), value.get("hint", "")]
+    if not all(isinstance(text, str) for text in texts):
         return None
-    return TestResult(value["outcome"], message, instructions)
+    return TestResult(value["outcome"], *texts)
 
 
 __all__ = ["CHILD_COMMAND", "TestResult", "result_of", "run_test"]

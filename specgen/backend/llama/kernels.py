@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specgen.backend.build import REBUILD
 from specgen.backend.llama.library import forget_log, ggml_function, last_error
 from specgen.errors import BackendError
 
@@ -85,7 +86,8 @@ def attach(path: Path) -> Kernels:
     """Attach the library at `path` to GGML, once for the process, and switch its kernels on.
 
     Raise `BackendError` with the reason if this fails: the file is not such a library, GGML has
-    another version, the CPU lacks the instructions, or another library is attached.
+    another version (the hint installs the right one), the CPU lacks the instructions, or another
+    library is attached.
     """
     global _attached  # noqa: PLW0603 - GGML's own list, which it changes, is global too
     if _attached is not None:
@@ -106,7 +108,11 @@ def attach(path: Path) -> Kernels:
     loaded = load(os.fsencode(path))
     problem = _text(library.specgen_kernels_problem())
     if problem or not loaded:
-        raise BackendError(problem or f"GGML did not take the library: {last_error()}")
+        fits = _text(library.specgen_kernels_built_for()) == ggml_version()
+        raise BackendError(
+            problem or f"GGML did not take the library: {last_error()}",
+            hint=None if fits else f"install the llama.cpp that they are for: {REBUILD}",
+        )
     _attached = Kernels(path, library)
     return _attached
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from specgen.backend.build import REBUILD
 from specgen.errors import BackendError
 
 # An assertion that fails in llama.cpp would call a debugger, which writes into the answer.
@@ -23,8 +24,7 @@ try:
 except (ImportError, OSError, RuntimeError) as error:
     raise BackendError(
         f"llama-cpp-python cannot be loaded: {error}",
-        hint='CMAKE_ARGS="-DCMAKE_CXX_FLAGS=-fno-dse" pip install --force-reinstall '
-        "--no-cache-dir llama-cpp-python",
+        hint=REBUILD,
     ) from error
 
 LogSink = Callable[[str], None]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from specgen.backend.build import REINSTALL
 from specgen.backend.llama.library import forget_log, ggml_function, last_error, llama_cpp
 from specgen.backend.llama.remote_calls import RemoteCalls
 from specgen.backend.rpc_build import LIBRARY, version_of
@@ -17,8 +18,7 @@ from specgen.options import Workers
 
 _BUILD_HINT = (
     "in a checkout of specgen: make rpc; with pip: "
-    'CMAKE_ARGS="-DGGML_RPC=on -DCMAKE_CXX_FLAGS=-fno-dse" '
-    "pip install --force-reinstall --no-cache-dir llama-cpp-python"
+    f'CMAKE_ARGS="-DGGML_RPC=on -DCMAKE_CXX_FLAGS=-fno-dse" {REINSTALL}'
 )
 _CPU, _ACCELERATOR = 0, 3
 #: The tensor names of an output matrix, as a regular expression. Models without one use the embeddings.

@@ -121,7 +121,7 @@ def lease_weights(
         raise ModelFileError(
             f"{file}: llama.cpp cannot load this model: {reason}",
             hint="if the download was cut short, fetch the file again; if the model is "
-            "newer than this llama-cpp-python, upgrade it",
+            "newer than this llama.cpp, upgrade specgen",
         )
     weights = _loaded[key] = LoadedWeights(key, handle, remote)
     return weights
