@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis.internal.conjecture.providers import Constants, HypothesisProvider
+from hypothesis.internal.conjecture.providers import HypothesisProvider
+from hypothesis.internal.constants_ast import Constants
 
 # Threads that wait for each other do not take the processor from another worker's; llama.cpp's
 # runtime reads this once, when it is loaded.
