@@ -9,6 +9,8 @@ ARGS ?=
 PYTEST_ARGS ?=
 # A process for each core; `PYTEST_ARGS="-n 0 tests/test_loop.py"` does without.
 WORKERS = --numprocesses auto --maxprocesses 8 --dist worksteal
+# How often `make fuzz` runs the tests with Hypothesis, with other examples each time.
+SEARCHES = 10
 # What `make quick` leaves out, four fifths of the time: real models, draws by the thousand, simulated
 # worlds, child processes, commands as a whole, and comparisons with llama.cpp case by case. (Files, or
 # the beginnings of tests' names.)
@@ -36,7 +38,7 @@ help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' Makefile | \
 		while IFS='|' read -r target text; do printf '%-20s%s\n' "$$target" "$$text"; done
 	@printf '\n%s\n%s\n' \
-		'Variables: PROMPT, ARGS (options of specgen run), PYTEST_ARGS, PYTHON, VENV, and' \
+		'Variables: PROMPT, ARGS (options of specgen run), PYTEST_ARGS, SEARCHES, PYTHON, VENV, and' \
 		'CMAKE_ARGS for the build of llama.cpp, for example CMAKE_ARGS=-DGGML_CUDA=on'
 
 run: $(VENV)/.installed ## Answer PROMPT with the default pair of models, fetched on first use
@@ -64,7 +66,10 @@ format-check: $(VENV)/.installed-dev ## Tell whether the code is formatted
 types: $(VENV)/.installed-dev ## Check the types, strictly
 	$(BIN)/mypy
 
-fuzz: $(VENV)/.installed-dev ## Run damaged files, odd texts and odd options for half an hour (FUZZ_ARGS="--seed 1 --cases 3000")
+fuzz: $(VENV)/.installed-dev ## Look for failing examples, then run damaged files and odd options for half an hour (FUZZ_ARGS="--seed 1 --cases 3000")
+	for number in $$(seq $(SEARCHES)); do \
+		$(BIN)/python -m pytest $(WORKERS) -m hypothesis --hypothesis-profile search || exit 1; \
+	done
 	OMP_WAIT_POLICY=passive $(BIN)/python -m tests.long_runs.fuzz $(FUZZ_ARGS)
 
 soak: $(VENV)/.installed-dev ## Ask a server for an hour, rightly and wrongly (SOAK_ARGS="--minutes 10 -- -m FILE")

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture.providers import HypothesisProvider
+from hypothesis.internal.constants_ast import Constants
 
 # Threads that wait for each other do not take the processor from another worker's; llama.cpp's
 # runtime reads this once, when it is loaded.
@@ -29,8 +31,20 @@ from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.helpers_cli import Cli, Specgen, in_process
 
 # How busy the machine is fails no test.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+_untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+#: `make fuzz` looks for examples that fail, other ones each time, and keeps what it finds in .hypothesis.
+settings.register_profile("search", _untimed, print_blob=True)
+#: All else takes the same examples each time.
+settings.register_profile("fixed", _untimed, derandomize=True, database=None)
+settings.load_profile("fixed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hypothesis also tries the constants of our modules that are imported so far, which depend on
+    the tests that ran before in this process. Leave them to the search."""
+    if config.getoption("--hypothesis-profile") != "search":
+        setattr(HypothesisProvider, "_local_constants", Constants())  # noqa: B010 - it is a property
+
 
 if TYPE_CHECKING:
     from specgen.backend.llama.kernels import Kernels

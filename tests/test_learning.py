@@ -420,6 +420,13 @@ def test_a_lesson_waits_while_an_answer_is_in_the_making(
 
 
 def test_a_lessons_clock_stands_still_in_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, is_read = 10.0, threading.Event()
+
+    def clock() -> float:
+        found = now_s
+        is_read.set()
+        return found
+
     reader, writer = os.pipe()
     with (
         os.fdopen(writer, "wb", buffering=0) as pipe,
@@ -430,16 +437,18 @@ def test_a_lessons_clock_stands_still_in_a_pause(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr("specgen.workshop.online.training_process.os._exit", ended.append)
         pauses = training_process.Pauses()
         pauses.listen()
+        monkeypatch.setattr(training_process, "time", SimpleNamespace(monotonic=clock))
         assert not pauses.wait()
+        is_read.clear()
         pipe.write(training_process.PAUSE)
         until(lambda: not pauses._goes_on.is_set())
-        go_on = threading.Timer(0.2, lambda: pipe.write(training_process.GO))
-        before, started = pauses.clock(), time.monotonic()
-        go_on.start()
-        pauses.wait()
-        took = time.monotonic() - started
-        assert pauses.clock() - before <= took - 0.1
-        go_on.join()
+        waiting = threading.Thread(target=pauses.wait)
+        waiting.start()
+        assert is_read.wait(60.0)
+        now_s = 15.0
+        pipe.write(training_process.GO)
+        waiting.join()
+        assert pauses.clock() == 10.0
         pipe.close()
         until(lambda: bool(ended))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
@@ -24,6 +25,7 @@ from specgen.backend.worker_probe import (
     RemoteDevice,
     WorkerInfo,
     check_protocol,
+    lost_among,
     own_protocol,
     parse_endpoint,
     probe,
@@ -370,6 +372,37 @@ class TestProbe:
             with pytest.raises(WorkerLostError, match="does not answer as a worker"):
                 probe(f"127.0.0.1:{server.getsockname()[1]}", 5.0)
             thread.join()
+
+    def test_the_worker_that_ended_its_connection_is_lost(self) -> None:
+        """Even if it still accepts connections: a process that is killed does so for a moment. The other
+        is not asked, since it may accept none while it serves."""
+        with contextlib.ExitStack() as stack:
+            listening = [
+                stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+                for _ in range(2)
+            ]
+            addresses = [server.getsockname() for server in listening]
+            clients = [stack.enter_context(socket.create_connection(a)) for a in addresses]
+            serving = [stack.enter_context(server.accept()[0]) for server in listening]
+            endpoints = [f"{host}:{port}" for host, port in addresses]
+            stack.enter_context(socket.create_connection(addresses[1]))  # fills its queue
+            serving[0].close()
+            assert clients[0].recv(1) == b""
+            for _ in range(3):
+                assert lost_among(endpoints) == endpoints[:1]
+
+    def test_of_workers_that_are_silent_nobody_can_tell(self) -> None:
+        with contextlib.ExitStack() as stack:
+            listening = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in "ab"]
+            for server in listening:
+                stack.enter_context(socket.create_connection(server.getsockname()))
+            endpoints = [f"127.0.0.1:{server.getsockname()[1]}" for server in listening]
+            assert lost_among(endpoints) == endpoints
+
+    def test_a_worker_that_accepts_no_connection_is_lost(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            endpoints = [f"127.0.0.1:{server.getsockname()[1]}", f"127.0.0.1:{free_port()}"]
+            assert lost_among(endpoints) == endpoints[1:]
 
     @pytest.mark.parametrize("text", ["", "host", "host:", ":5", "host:0", "host:70000", "::1:5"])
     def test_other_texts_are_no_endpoints(self, text: str) -> None:

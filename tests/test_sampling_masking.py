@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from specgen.arrays import BoolArray, Logits, TokenArray
@@ -34,6 +34,14 @@ def only(n_vocab: int, token_ids: TokenArray) -> Grammar:
 
 @settings(max_examples=400)
 @given(rows(300), HISTORIES, chains(), st.integers(0, 2**32 - 1), st.sampled_from([0.02, 0.3, 0.9]))
+# Two tokens whose probabilities are equal in float32 only.
+@example(
+    np.array([2.9829764e-10, 0.0], np.float32),
+    np.zeros(0, np.int64),
+    SamplerOptions(temperature=0.0, samplers=("typ_p",), typical_p=0.4),
+    0,
+    0.9,
+)
 def test_asking_late_is_the_same_as_masking_first(
     row: Logits, history: TokenArray, options: SamplerOptions, seed: int, share: float
 ) -> None:

@@ -21,6 +21,8 @@ __all__ = ["browser"]
 QUESTION = "the cat is in the"
 KINDS = ("accepted", "corrected", "bonus", "plain")
 N_CTX_ENDLESS = 32768
+#: Chunks that take any browser far longer to show than the page works without a pause.
+N_AT_ONCE = 5000
 API = "**/v1/chat/completions"
 expect.set_options(timeout=1000 * PATIENCE_S)
 
@@ -264,11 +266,34 @@ def test_a_stopped_answer_is_cancelled(browser: Browser, endless: Running, way: 
         wait_until(lambda: n_stopped() == n_before + 1, "the end of the answer")
         if shown:
             expect(turn(page).locator(".figures")).to_contain_text("stopped")
-            body = send(page, "go on")
-            assert body["messages"][1] == {"role": "assistant", "content": shown}
         else:
             assert page.locator(".turn").count() == 0
-    wait_until(lambda: endless.engine.is_idle, "the end: the page is closed")
+        body = send(page, "go on")
+        if shown:
+            assert body["messages"][1] == {"role": "assistant", "content": shown}
+        # The server has the question before the page is closed: the next test counts from there.
+        expect(turn(page).locator(".answer span").first).to_be_attached()
+    wait_until(lambda: n_stopped() == n_before + 2, "the end: the page is closed")
+
+
+def test_escape_stops_an_answer_that_comes_sooner_than_it_is_shown(page: Page) -> None:
+    """Chunks that are there already leave the browser no time for keys, unless the page gives it some."""
+    pieces = [with_pieces({"text": f"{n} ", "kind": "plain"}) for n in range(N_AT_ONCE)]
+    page.route(API, lambda route: reply(route, *pieces))
+    page.evaluate(
+        """() => new MutationObserver((_, observer) => {
+            if (document.querySelector(".answer span")) {
+                observer.disconnect();
+                const key = new KeyboardEvent("keydown", { key: "Escape", bubbles: true });
+                setTimeout(() => document.activeElement.dispatchEvent(key));
+            }
+        }).observe(document, { childList: true, subtree: true })"""
+    )
+    send(page)
+    shown = answer(page)
+    assert shown.startswith("0 1 2 ")
+    assert len(shown.split()) < N_AT_ONCE
+    expect(turn(page).locator(".figures")).to_contain_text("stopped")
 
 
 def test_an_error_is_one_line_and_the_next_question_works(page: Page) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specgen.arrays import TokenArray
@@ -242,6 +242,17 @@ pairs = st.builds(
 # The first example with a vocabulary works out what its tokens say of the language.
 @settings(max_examples=60)
 @given(pairs)
+# A spelling that changes from early on, and is the same tokens all the same.
+@example(
+    Pair(
+        target=cut(6, adds_space=True),
+        draft=cut(1, spells_all=False),
+        language=2,
+        prompt="aa",
+        options=GenerationOptions(max_tokens=24),
+        drafting=DraftOptions(policy="fixed", max_tokens=1, p_min=0.0),
+    )
+)
 def test_greedy_text_equals_plain_text(pair: Pair) -> None:
     pair.check()
 

@@ -211,8 +211,9 @@ class Followed:
         self.context += tokens
         self.text.follow(self.context, drafted)
         n = self.text.n_unchanged
+        assert len(before) - 4 <= n
         assert self.text.tokens[:n] == before[:n]
-        assert len(before) - 4 <= n <= len(before)
+        assert self.text.tokens[n : n + 1] != before[n : n + 1] or n == len(before)
         self.check()
 
     def rewind(self, n_tokens: int) -> None:

@@ -11,9 +11,11 @@ import importlib.util
 import re
 import socket
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from specgen.errors import BackendError, UsageError, WorkerLostError
 
@@ -120,10 +122,41 @@ def _receive(connection: socket.socket, n: int) -> bytes:
     return data
 
 
-def refusing(endpoints: Iterable[str]) -> list[str]:
-    """Return the workers that accept no connection within a second. (A worker that hangs still accepts
-    one.)"""
-    return [endpoint for endpoint in endpoints if not _takes_connections(endpoint)]
+def lost_among(endpoints: Sequence[str]) -> Sequence[str]:
+    """Return the workers that this process has lost, as far as it can tell; all, if it cannot.
+
+    A worker with an open connection is not asked. It may have no room for another one, since it serves one
+    program at a time. And a worker that dies may accept connections for a moment after the end of its
+    last one. If all have an open connection (one hangs, or its machine is off), those are lost that accept no
+    connection within a second.
+    """
+    connected = _connected()
+    doubtful = [endpoint for endpoint in endpoints if connected.isdisjoint(_addresses(endpoint))]
+    doubtful = doubtful or list(endpoints)
+    return [endpoint for endpoint in doubtful if not _takes_connections(endpoint)] or doubtful
+
+
+def _connected() -> set[tuple[str, int]]:
+    """Return the addresses to which this process has a connection that neither side has ended."""
+    try:
+        connections = psutil.Process().net_connections("tcp4")
+    except (OSError, psutil.Error):  # the system does not tell
+        return set()
+    return {
+        (one.raddr.ip, one.raddr.port)
+        for one in connections
+        if one.status == psutil.CONN_ESTABLISHED
+    }
+
+
+def _addresses(endpoint: str) -> set[tuple[str, int]]:
+    """Return the IPv4 addresses and the port of a worker."""
+    host, port = parse_endpoint(endpoint)
+    try:
+        found = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)
+    except OSError:
+        return set()
+    return {(str(address[0]), port) for *_, address in found}
 
 
 def _takes_connections(endpoint: str) -> bool:
@@ -163,8 +196,8 @@ __all__ = [
     "RemoteDevice",
     "WorkerInfo",
     "check_protocol",
+    "lost_among",
     "own_protocol",
     "parse_endpoint",
     "probe",
-    "refusing",
 ]

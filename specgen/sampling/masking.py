@@ -70,7 +70,8 @@ def allowed(scores: Scores, allows: Allows) -> Candidates:
     kept = possible[allows(possible)]
     if not len(kept):
         raise NoTokenAllowedError
-    return Candidates.whole(scores).take(kept, len(scores), is_ranked=False)
+    # In the type of the row: the samplers that follow compute as they do with a whole row.
+    return Candidates(scores[kept], kept, len(scores), is_ranked=False)
 
 
 def _allowed_best(scores: Scores, n: int, allows: Allows) -> TokenArray:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from specgen.backend.llama.library import ggml_function
-from specgen.backend.worker_probe import refusing
+from specgen.backend.worker_probe import lost_among
 from specgen.errors import WorkerLostError
 from specgen.process_end import leave_running
 
@@ -41,6 +41,8 @@ class RemoteCalls:
         self._is_alive = False
         #: Why the workers cannot be called any more, and what to do about it.
         self._lost: tuple[str, str] | None = None
+        #: The workers that are lost, once somebody has asked.
+        self._names: Sequence[str] = ()
         _watch_aborts()
         _open.append(self)
         self._thread = threading.Thread(target=self._work, name="remote calls", daemon=True)
@@ -74,8 +76,8 @@ class RemoteCalls:
         """Raise `WorkerLostError` if a worker was lost."""
         if self._lost is not None:
             reason, hint = self._lost
-            lost = refusing(self._endpoints) or self._endpoints
-            raise WorkerLostError(f"lost {', '.join(lost)}: {reason}", hint)
+            self._names = self._names or lost_among(self._endpoints)
+            raise WorkerLostError(f"lost {', '.join(self._names)}: {reason}", hint)
 
     def alive(self) -> None:
         """Report that the current call makes progress, which extends its time."""

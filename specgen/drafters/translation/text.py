@@ -184,7 +184,8 @@ class DraftText:
     def _spell(self) -> None:
         """Spell the bytes that are in no token, together with the text before them."""
         border = self._borders[-1]
-        n_tokens = len(self.tokens)
+        n_tokens, n_unchanged = len(self.tokens), self.n_unchanged
+        replaced: list[int] = []
         first = bisect_right(self._ends, self._n_told - _BEFORE, lo=border.n_after)
         if first < n_tokens:
             start = self._begin(first)
@@ -196,6 +197,7 @@ class DraftText:
             place = max(0, self._start(n_kept) - start)
             if place in common:
                 offset = start
+                replaced = self.tokens[n_kept:n_unchanged]
                 self._cut(n_kept)
                 new = joint.behind(place)
                 break
@@ -205,3 +207,8 @@ class DraftText:
             new = self._speller.spell_after(before, bytes(self._bytes[self._n_told :]))
         for token, end in zip(new.tokens, new.ends, strict=True):
             self._add(token, offset + end)
+        # The same tokens may stand for other bytes, if some bytes have no token.
+        for old, token in zip(replaced, new.tokens, strict=False):
+            if old != token:
+                break
+            self.n_unchanged += 1

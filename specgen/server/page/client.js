@@ -38,6 +38,7 @@ export class Client {
     const events = eventData(response.body);
     for (;;) {
       const { value, done } = await orServerError(events.next(), CUT_OFF);
+      signal.throwIfAborted(); // what arrived before is not wanted any more
       if (done) {
         throw new ServerError(CUT_OFF);
       }

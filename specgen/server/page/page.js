@@ -9,6 +9,7 @@ const part = (id) => document.getElementById(id);
 const client = new Client(askForKey);
 const conversation = part("conversation");
 const question = part("question");
+const LONGEST_MS = 20; // without a pause
 
 let turns = [];
 let running = null; // the AbortController of the answer that is coming
@@ -93,9 +94,14 @@ async function ask(text) {
   conversation.scrollTop = conversation.scrollHeight;
   const controller = new AbortController();
   setRunning(controller);
+  let pausedAt = performance.now();
   try {
     for await (const chunk of client.answer({ messages, ...settings() }, controller.signal)) {
       following(() => turn.add(chunk));
+      if (performance.now() - pausedAt > LONGEST_MS) {
+        await pause();
+        pausedAt = performance.now();
+      }
     }
     following(() => turn.end());
   } catch (error) {
@@ -106,6 +112,19 @@ async function ask(text) {
       following(() => setRunning(null));
     }
   }
+}
+
+// Let the browser handle what else there is: keys, clicks, drawing. While chunks come sooner than they
+// are shown, it gets no other chance. (A timer would do so only once a second in a hidden tab.)
+function pause() {
+  return new Promise((resolve) => {
+    const { port1, port2 } = new MessageChannel();
+    port1.onmessage = () => {
+      port1.close();
+      resolve();
+    };
+    port2.postMessage(null);
+  });
 }
 
 // Remove the last turn.
