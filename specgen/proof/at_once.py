@@ -8,8 +8,9 @@ answers that were made alone.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, cycle, islice
 
 from specgen.engine.answer import Answer
@@ -21,8 +22,9 @@ from specgen.engine.prompts import Prompt
 from specgen.engine.session import Session
 from specgen.errors import PromptError
 from specgen.proof.drafting_plans import DraftingPlan
-from specgen.proof.greedy import Comparison, GreedyResult, PlainAnswers, Watch
+from specgen.proof.greedy import Comparison, GreedyResult, PlainAnswer, PlainAnswers, Watch
 from specgen.proof.loop_events import check_drafting
+from specgen.proof.rows import batches_at_once_move
 from specgen.testing.bugs import Bug
 
 #: How many answers are made at once. The third may get what the first left, while the second goes on.
@@ -41,7 +43,7 @@ def check_at_once(
     way: DraftingPlan | None = None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Iterator[GreedyResult]:
-    """Compare speculative answers, `N_AT_ONCE` of them at once, with plain ones.
+    """Compare speculative answers, `N_AT_ONCE` of them at once, with plain ones. Some are shorter than others.
 
     Prompts are repeated if there are fewer. If layers have a sliding window, the prompts get a common
     beginning that is as long, where the context has room for it: before the end of the window nothing can
@@ -54,58 +56,107 @@ def check_at_once(
     session.change_drafting(way.drafting)
     answers = answers if answers is not None else PlainAnswers()
     numbers = [number % len(prompts) for number in range(max(len(prompts), N_AT_ONCE))]
+    n_all = len(prompts) + len(numbers)
     prompts = _beyond_window(session, prompts)
     n_ctx = _room(session, prompts)
+    plain: list[PlainAnswer] = []
     with session.contexts(n_ctx, drafts=False) as (target, _):
         loop = Loop(target, session.clock, interrupted)
-        plain = []
-        for done, prompt in enumerate(prompts):
-            progress(done, len(prompts) + len(numbers))
+        for prompt in prompts:
+            progress(len(plain), n_all)
             target.remove(0)
             plain.append(answers.of(session, loop, prompt, n_ctx))
             if interrupted():
                 return
-    generations: list[Generation] = []
-    watches: list[Watch] = []
+
+    def done(n: int) -> None:
+        progress(len(prompts) + n, n_all)
+
+    # Some end earlier, so that others begin in their cells while the rest go on.
+    n_most = session.options.generation.max_tokens
+    lengths = [max(1, n_most * (1 + n % N_AT_ONCE) // N_AT_ONCE) for n in range(len(numbers))]
+    wanted = [
+        (prompts[number], _first(plain[number], length))
+        for number, length in zip(numbers, lengths, strict=True)
+    ]
+    found = _answered(session, way, wanted, n_ctx, interrupted, bug, done)
+    if interrupted():
+        return
+
+    @functools.cache
+    def batches_move() -> float:
+        some = wanted[:N_AT_ONCE]
+        texts = [(prompt.tokens, each.tokens[:-1], each.rows) for prompt, each in some]
+        return batches_at_once_move(session, n_ctx, texts)
+
+    comparison = Comparison(session, n_ctx, way, batches_move)
+    for number, (prompt, expected), one in zip(numbers, wanted, found, strict=True):
+        yield comparison.result(
+            number + 1,
+            prompt,
+            expected,
+            one.watch,
+            one.generation.tally,
+            list(one.answer.events),
+            bug,
+            n_at_once=N_AT_ONCE,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """A speculative answer, its generation, and what its rows were."""
+
+    answer: Answer
+    generation: Generation
+    watch: Watch
+
+
+def _answered(
+    session: Session,
+    way: DraftingPlan,
+    wanted: Sequence[tuple[Prompt, PlainAnswer]],
+    n_ctx: int,
+    interrupted: Callable[[], bool],
+    bug: Bug | None,
+    done: Callable[[int], None],
+) -> list[_Answered]:
+    """Answer prompts, `N_AT_ONCE` of them at once, while their rows are compared with those of plain answers.
+    Raise the first failure of an answer, or of its drafter."""
+    found: list[_Answered] = []
 
     def prepare(answer: Answer, generation: Generation) -> None:
-        watch = Watch(session.settings.sampler, generation.state, plain[numbers[answer.index]])
+        watch = Watch(session.settings.sampler, generation.state, wanted[answer.index][1])
         generation.shaper = watch
         way.prepare(generation)
         if bug is not None:
             bug.plant(generation)
-        generations.append(generation)
-        watches.append(watch)
+        found.append(_Answered(answer, generation, watch))
 
-    comparison = Comparison(session, n_ctx, way)
     with Engine(
         session, n_parallel=N_AT_ONCE, n_ctx=n_ctx, interrupted=interrupted, prepare=prepare
     ) as engine:
         if bug is not None:
             bug.plant_in_cache(engine.target)
         engine.take_notices()
-        asked = [engine.submit(prompts[number]) for number in numbers]
+        options = session.options.generation
+        asked = [
+            engine.submit(prompt, generation=replace(options, max_tokens=len(plain.tokens)))
+            for prompt, plain in wanted
+        ]
         for _ in engine.run():
-            done = len(prompts) + sum(answer.is_done for answer in asked)
-            progress(done, len(prompts) + len(numbers))
-    if interrupted():
-        return
+            done(sum(answer.is_done for answer in asked))
     for answer in asked:
         if answer.failure is not None:
             raise answer.failure
-    for answer, number, generation, watch in zip(asked, numbers, generations, watches, strict=True):
-        events = list(answer.events)
-        check_drafting(events)
-        yield comparison.result(
-            number + 1,
-            prompts[number],
-            plain[number],
-            watch,
-            generation.tally,
-            events,
-            bug,
-            n_at_once=N_AT_ONCE,
-        )
+        check_drafting(list(answer.events))
+    return found
+
+
+def _first(plain: PlainAnswer, n: int) -> PlainAnswer:
+    """Return the first n tokens of an answer."""
+    rows = {position: row for position, row in plain.rows.items() if position < n}
+    return PlainAnswer(plain.tokens[:n], rows)
 
 
 def _beyond_window(session: Session, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
