@@ -105,7 +105,8 @@ class OutputError(SpecgenError):
 
 
 class DefectError(SpecgenError):
-    """`specgen verify` found a defect: text that the target alone would not have said."""
+    """`specgen verify` found a defect (text that the target alone would not have said), or nothing was
+    drafted, so that it showed nothing."""
 
     exit_code = 11
 

@@ -26,6 +26,7 @@ from specgen.proof import (
 from specgen.proof.sampled import DepthResult, RowsResult
 from specgen.proof.statistics import Distance, GTest
 from specgen.render import print_report
+from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers_cli import Result, Specgen, complaint, on_terminal, rest_of
 
 #: Quick, and enough for a test of the command line.
@@ -85,7 +86,7 @@ def test_each_check_may_run_alone(verify: Verify) -> None:
 JSON_KEYS = {
     "": "verdict target draft verifier draft_max sampler seeded_bug check greedy sampled skipped "
     "is_interrupted",
-    "greedy": "prompt way n_tokens n_drafted drafted_by n_accepted n_rows moved_by batches_move "
+    "greedy": "prompt way n_at_once n_tokens n_drafted drafted_by n_accepted n_rows moved_by batches_move "
     "difference exact_rows is_defect",
     "sampled": "prompt way n_prompt n_answer n_draws n_impossible n_rounds n_drafted drafted_by "
     "n_accepted n_decodes level depths rows is_tested fits is_defect",
@@ -116,7 +117,9 @@ def test_json_has_the_documented_fields(verify: Verify) -> None:
     assert report["verdict"] == "lossless"
     assert (report["target"], report["draft"]) == ("target.gguf", "draft.gguf")
     assert report["sampler"]["temperature"] == 0.8
-    assert [result["n_tokens"] for result in report["greedy"]] == [12, 12]
+    # The two prompts, and three answers at once.
+    assert [result["n_at_once"] for result in report["greedy"]] == [1, 1, 3, 3, 3]
+    assert [result["n_tokens"] for result in report["greedy"]] == [12, 12, 4, 8, 12]
     assert [depth["n_tokens"] for depth in place["depths"]] == [1, 2]
     assert len({place["prompt"] for place in report["sampled"]}) == 2
     assert place["level"] == pytest.approx(1e-4 / 4)
@@ -128,8 +131,9 @@ def test_the_default_policy_is_checked_beside_forced_drafts(verify: Verify) -> N
     assert result.code == 0, result.out
     report = json.loads(result.out)
     greedy, sampled = report["greedy"], report["sampled"]
-    assert [each["way"] for each in greedy] == ["cost"] * 2 + ["forced"] * 2
-    assert [each["prompt"] for each in greedy[:2]] == [each["prompt"] for each in greedy[2:]]
+    assert [each["way"] for each in greedy] == ["cost"] * 2 + ["forced"] * (2 + 3)
+    assert [each["n_at_once"] for each in greedy] == [1] * (2 + 2) + [3] * 3
+    assert [each["prompt"] for each in greedy[:2]] == [each["prompt"] for each in greedy[2:4]]
     forced = [place for place in sampled if place["way"] == "forced"]
     assert len(forced) == 2
     # What costs allow depends on the machine; what is forced does not.
@@ -138,6 +142,7 @@ def test_the_default_policy_is_checked_beside_forced_drafts(verify: Verify) -> N
     out = verify("--policy", "cost").out
     assert "As `specgen run` drafts: costs decide (--policy cost)" in out
     assert "With a draft in every round, whatever it costs" in out
+    assert "in turn; 3 answers at once" in " ".join(out.split())
     # Where the user's own options say how much is drafted, there is one way to draft.
     for own in (("--policy", "threshold"), ("--policy", "cost", "--tree", "2,1")):
         report = json.loads(verify("--json", *own).out)
@@ -157,7 +162,7 @@ def test_numbers_of_prompts_places_and_draws(verify: Verify, tmp_path: Path) -> 
     out = verify("--json", "--prompts", str(file), "--places", "3", "--draws", "100").out
     report = json.loads(out)
     # Evenly from the whole file, and counted from 1.
-    assert [result["prompt"] for result in report["greedy"]] == [1, 3]
+    assert [result["prompt"] for result in report["greedy"]] == [1, 3, 1, 3, 1]
     assert len(report["sampled"]) == 3
     assert {place["n_draws"] for place in report["sampled"]} == {100}
 
@@ -190,9 +195,22 @@ def test_a_defect_is_one_error_line_and_exit_code_11(
 
 def test_where_nothing_is_drafted_nothing_is_shown(verify: Verify) -> None:
     result = verify("--ngram-min", "40", "--ngram-max", "40", draft="ngram")
-    assert result.code == 0
     assert "so there was nothing to sample" in result.out
-    assert result.out.splitlines()[-1].startswith("Nothing was drafted, so nothing was checked")
+    last = "Nothing was drafted, so nothing was checked: greedy, several answers at once, sampled."
+    assert result.out.splitlines()[-1] == last
+    assert result.code == 11
+    assert "error: nothing was drafted, so nothing was checked: greedy," in result.err
+
+
+def test_a_draft_is_forced_however_unsure_it_is(verify: Verify, tiny_models: Path) -> None:
+    """Of this draft no token is as likely as a fixed draft's must be."""
+    write_tiny_model(tiny_models / "unsure.gguf", TinyConfig(logit_scale=0.01))
+    more = ("--check", "greedy", "--json")
+    forced = json.loads(verify(*more, "--policy", "cost", draft="unsure").out)["greedy"]
+    assert all(each["n_drafted"] > 0 for each in forced if each["way"] == "forced")
+    fixed = verify(*more, "--policy", "fixed", draft="unsure")
+    assert fixed.code == 11
+    assert json.loads(fixed.out)["verdict"] == "nothing drafted"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
@@ -212,7 +230,7 @@ def test_ctrl_c_shows_what_was_found_so_far(tiny_models: Path, tmp_path: Path) -
     report = json.loads(out)
     assert report["is_interrupted"]
     assert report["verdict"] == "interrupted"
-    assert len(report["greedy"]) == 3
+    assert len(report["greedy"]) == 3 + 3
     assert 0 < len(report["sampled"]) < 400
 
 
@@ -289,7 +307,7 @@ def test_prompts_longer_than_the_context_are_skipped(verify: Verify, tmp_path: P
     file = tmp_path / "prompts.jsonl"
     short, long = '{"prompt": "the cat is in"}', json.dumps({"prompt": "the cat is " * 300})
     file.write_text(f"{long}\n{short}\n", encoding="utf-8")
-    result = verify("--prompts", str(file), "-c", "256", "--ngram-min", "1", draft="ngram")
+    result = verify("--prompts", str(file), "-c", "256")
     assert result.code == 0, result.err
     assert result.err == ""
     assert "prompt 1 was skipped: the context has no room for its" in result.out

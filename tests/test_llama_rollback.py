@@ -46,6 +46,8 @@ WAYS: list[tuple[str, int | None, Rollback]] = [
     ("lfm2", None, "snapshots"),
     ("lfm2", 0, "states"),
     ("lfm2-window", None, "snapshots"),
+    ("lfm2-window", 2, "snapshots"),
+    ("lfm2-window", 0, "states"),
     ("qwen35", None, "snapshots"),
     ("qwen35", 2, "snapshots"),
     ("qwen35", 0, "states"),
@@ -78,7 +80,12 @@ def _opened(models: dict[str, LlamaModel]) -> Iterator[Opener]:
     backends = []
 
     def opened(
-        name: str, n_rollback: int | None = None, n_sequences: int = 1, n_batch: int = 256
+        name: str,
+        n_rollback: int | None = None,
+        n_sequences: int = 1,
+        n_batch: int = 256,
+        n_outputs: int = N_OUTPUTS,
+        n_branches: int = 1,
     ) -> LlamaBackend:
         backend = LlamaBackend(
             models[name],
@@ -86,8 +93,9 @@ def _opened(models: dict[str, LlamaModel]) -> Iterator[Opener]:
             n_ctx=256,
             clock=time.perf_counter,
             n_sequences=n_sequences,
-            n_outputs=N_OUTPUTS,
+            n_outputs=n_outputs,
             n_rollback=n_rollback,
+            n_branches=n_branches,
         )
         backends.append(backend)
         return backend
@@ -378,26 +386,39 @@ def test_a_long_run_of_rounds_repeats_few_rows(opened: Opener) -> None:
     assert backend.n_decoded_rows - n_new < 5 * n_rounds
 
 
-def test_a_window_that_is_no_longer_in_the_cache_is_an_error(
-    opened: Opener, expected: Expected
-) -> None:
-    """One sequence keeps all; where another one's cells become free, the next tokens are put
-    there and go on over what has left the window of its sequence's end."""
-    backend = opened("gemma3", n_sequences=3)
-    decode_together(backend, TEXT)
-    backend.remove(0, 15)
-    assert_same("gemma3", decode(backend, [50]), expected("gemma3", [*TEXT[:15], 50]))
-
-    backend.remove(0)
-    decode_together(backend, DRAFT, sequence=1)
-    decode_together(backend, TEXT, sequence=0)
-    backend.remove(1)
+def free_cells_before(backend: LlamaBackend, sequence: int) -> None:
+    """Decode `TEXT` in a sequence, with free cells before it, and then a text in sequence 2, which uses them.
+    llama.cpp would also use those of the first sequence that have left the window of its end."""
+    decode_together(backend, DRAFT, sequence=3)
+    decode_together(backend, TEXT, sequence=sequence)
+    backend.remove(3)
     decode_together(backend, TEXT[:20], sequence=2)
-    backend.remove(0, len(TEXT) - 1)
-    assert_same("gemma3", decode(backend, [50]), expected("gemma3", [*TEXT[:-1], 50]))
-    with pytest.raises(RollbackError, match=r"sequence 0 cannot go back to position 10: its sl"):
-        backend.remove(0, 10)
-    assert backend.length(0) == len(TEXT)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "lfm2-window"])
+def test_other_texts_do_not_use_the_cells_of_a_sliding_window(
+    opened: Opener, expected: Expected, name: str
+) -> None:
+    backend = opened(name, n_sequences=4)
+    free_cells_before(backend, sequence=0)
+    n_decoded = backend.n_decoded_rows
+    backend.remove(0, 10)
+    assert_same(name, decode(backend, [50]), expected(name, [*TEXT[:10], 50]))
+    n_repeated = backend.n_decoded_rows - n_decoded - 1
+    assert n_repeated == (0 if backend.rollback == "cells" else 10)
+
+
+def test_a_branch_that_lost_its_window_is_refused(opened: Opener, expected: Expected) -> None:
+    """Cells of branches are kept for as long as no branch is longer than the window."""
+    backend = opened("gemma3", n_sequences=4, n_branches=2)
+    free_cells_before(backend, sequence=1)
+    with pytest.raises(RollbackError, match=r"sequence 1 cannot go back to position 10: its sl"):
+        backend.remove(1, 10)
+    with pytest.raises(RollbackError, match=r"sequence 1 cannot go back to position 10: its sl"):
+        backend.copy(1, 0, 0, 10)
+    assert backend.length(1) == len(TEXT)
+    backend.remove(1, len(TEXT) - 1)
+    assert_same("gemma3", decode(backend, [50], 1), expected("gemma3", [*TEXT[:-1], 50]))
 
 
 @pytest.mark.parametrize("name", ["mamba", "jamba", "qwen35"])

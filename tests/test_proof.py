@@ -26,7 +26,10 @@ from specgen.backend.llama import LlamaBackend
 from specgen.backend.tree_batch import Slot, keep_path
 from specgen.core.draft import Draft
 from specgen.core.text_state import TextState
+from specgen.engine.answer import Answer
+from specgen.engine.engine import Engine
 from specgen.engine.generation import Generation
+from specgen.engine.prompts import Prompt
 from specgen.engine.session import DraftSource, Session, SessionOptions
 from specgen.errors import PromptError
 from specgen.options import (
@@ -38,13 +41,16 @@ from specgen.options import (
 )
 from specgen.proof import (
     BUGS,
+    N_AT_ONCE,
     Difference,
+    DraftingPlan,
     GreedyResult,
     PlainAnswers,
     ProofReport,
     SampledPlan,
     SampledResult,
     UncheckedPrompt,
+    check_at_once,
     check_greedy,
     check_sampled,
     evenly_chosen,
@@ -57,6 +63,7 @@ from specgen.proof.exact import Exact
 from specgen.proof.memo_backend import MemoBackend
 from specgen.proof.rows import movement
 from specgen.testing.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny.config import Architecture
 from tests.virtual_time import VirtualTime
 
 PROMPT = "".join(map(chr, range(32, 127))) + " the cat is in the else for with that it be not self"
@@ -65,7 +72,13 @@ PROMPTS = tuple(PROMPT[start:] for start in (0, 9, 30, 60))
 EXACT = ContextOptions(n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32")
 #: Of the target's logits, of the draft's noise, and the seed of the weights: 40 to 85 % accepted.
 PAIRS = ((3.0, 0.05, 0), (4.0, 0.05, 1), (3.0, 0.1, 2))
-NGRAM_BUGS = [bug.name for bug in BUGS.values() if not bug.needs_draws]
+#: As `specgen run` drafts by default. N-grams of one token: tiny models repeat nothing longer.
+BY_COST = DraftOptions(ngram_min=1)
+#: Those that an answer alone shows.
+SINGLE_BUGS = [bug.name for bug in BUGS.values() if not bug.needs_several]
+NGRAM_BUGS = [name for name in SINGLE_BUGS if not BUGS[name].needs_draws]
+#: Architectures with a sliding window: its cells alone, and beside a recurrent state.
+WINDOWED: tuple[Architecture, ...] = ("gemma3", "lfm2")
 #: At temperature 0 only one token is likely enough.
 GREEDY_BUGS = [name for name in NGRAM_BUGS if name != "lenient"]
 
@@ -83,6 +96,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ends = TinyConfig(logit_scale=2.5, control_scale=1.0, unprintable_scale=0.0)
     write_tiny_model(folder / "target ends.gguf", ends)
     write_tiny_model(folder / "draft ends.gguf", ends.draft(0.05))
+    for architecture in WINDOWED:
+        window = TinyConfig(architecture=architecture, sliding_window=8, unprintable_scale=0.0)
+        write_tiny_model(folder / f"target {architecture}.gguf", window)
+        write_tiny_model(folder / f"draft {architecture}.gguf", TinyConfig(seed=5))
     return folder
 
 
@@ -132,11 +149,18 @@ def greedy(session: Session, bug: str | None = None) -> list[GreedyResult]:
     return list(check_greedy(session, prompts, bug=BUGS[bug] if bug else None))
 
 
+def at_once(
+    session: Session, bug: str | None = None, way: DraftingPlan | None = None
+) -> list[GreedyResult]:
+    prompts = [session.prompt(prompt, chat=False) for prompt in PROMPTS]
+    return list(check_at_once(session, prompts, bug=BUGS[bug] if bug else None, way=way))
+
+
 # --- known bugs
 
 
 @pytest.mark.parametrize("pair", range(len(PAIRS)))
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", SINGLE_BUGS)
 def test_a_known_bug_fails_the_default_plan(models: Path, bug: str, pair: int) -> None:
     with opened(models, pair) as session:
         # At a place or another of the default three: where the truncated lists of target and
@@ -183,10 +207,81 @@ def test_greedy_texts_show_the_bugs_that_need_no_draws(
         assert all(result.n_rows == result.n_tokens for result in results)
 
 
-# --- as `specgen run` drafts by default: costs decide, and n-grams draft beside the model
+# --- several answers at once
 
-#: N-grams of one token: tiny models repeat nothing longer.
-BY_COST = DraftOptions(ngram_min=1)
+
+@pytest.mark.parametrize("bug", [None, *GREEDY_BUGS])
+def test_answers_at_once_show_bugs_too(models: Path, bug: str | None) -> None:
+    with opened(models, 1, drafting=BY_COST, temperature=0.0) as session:
+        results = at_once(session, bug, ways_to_draft(BY_COST)[-1])
+    assert len(results) == len(PROMPTS) > N_AT_ONCE
+    assert all(result.n_drafted and result.n_at_once == N_AT_ONCE for result in results)
+    assert any(result.is_defect for result in results) == (bug is not None)
+    if bug is None:
+        assert all(result.n_rows == result.n_tokens for result in results)
+
+
+@pytest.mark.parametrize("architecture", WINDOWED)
+def test_answers_at_once_with_a_sliding_window_pass(models: Path, architecture: str) -> None:
+    with opened(models, architecture, drafting=BY_COST, temperature=0.0) as session:
+        results = at_once(session, way=ways_to_draft(BY_COST)[-1])
+    assert all(result.n_drafted and not result.is_defect for result in results)
+
+
+@pytest.mark.parametrize("bug", [bug.name for bug in BUGS.values() if bug.needs_several])
+def test_some_bugs_show_in_answers_at_once_only(models: Path, bug: str) -> None:
+    way = ways_to_draft(BY_COST)[-1]
+    with opened(models, "lfm2", drafting=BY_COST, temperature=0.0) as session:
+        assert any(result.is_defect for result in at_once(session, bug, way))
+        session.change_drafting(way.drafting)
+        assert not any(result.is_defect for result in greedy(session, bug))
+
+
+def test_a_rollback_of_another_answer_is_a_defect(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rejected tokens of the answer before are dropped, not its own: an answer alone is right."""
+    dropped: list[Slot] = []
+
+    def keep_other(backend: Backend, slot: Slot, draft: Draft, path: Sequence[int]) -> None:
+        keep_path(backend, slot, draft, path)
+        if len(path) < len(draft) and dropped and dropped[-1] != slot:
+            position = backend.length(dropped[-1].first) - 1
+            if position > 1:
+                backend.remove(dropped[-1].first, position)
+                batch = Batch()
+                batch.add(draft.tokens[-1], position, (dropped[-1].first,), False)
+                backend.decode(batch)
+        dropped.append(slot)
+
+    monkeypatch.setattr(specgen.engine.loop, "keep_path", keep_other)
+    with opened(models, 1, drafting=BY_COST, temperature=0.0) as session:
+        way = ways_to_draft(BY_COST)[-1]
+        assert any(result.is_defect for result in at_once(session, way=way))
+        dropped.clear()
+        session.change_drafting(way.drafting)
+        assert not any(result.is_defect for result in greedy(session))
+
+
+def test_few_prompts_are_repeated_and_short_ones_lengthened(models: Path) -> None:
+    drafting = DraftOptions(policy="fixed", p_min=0.0)
+    with opened(models, "lfm2", drafting=drafting, temperature=0.0) as session:
+        asked: list[Prompt] = []
+        submit = Engine.submit
+
+        def noted(engine: Engine, prompt: Prompt, **more: Any) -> Answer:
+            asked.append(prompt)
+            return submit(engine, prompt, **more)
+
+        prompt = session.prompt("the cat", chat=False)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Engine, "submit", noted)
+            results = list(check_at_once(session, [prompt]))
+    assert [result.prompt for result in results] == [1] * N_AT_ONCE
+    assert [each.tokens[8:] for each in asked] == [prompt.tokens] * N_AT_ONCE
+
+
+# --- as `specgen run` drafts by default: costs decide, and n-grams draft beside the model
 
 
 @pytest.fixture
@@ -219,7 +314,7 @@ def test_what_runs_by_default_fits(models: Path, costs: VirtualTime, pair: int, 
 HIDES_ITSELF = "picky-policy"
 
 
-@pytest.mark.parametrize("bug", [name for name in BUGS if name != HIDES_ITSELF])
+@pytest.mark.parametrize("bug", [name for name in SINGLE_BUGS if name != HIDES_ITSELF])
 def test_a_known_bug_shows_in_what_runs_by_default(
     models: Path, costs: VirtualTime, bug: str
 ) -> None:
@@ -232,13 +327,13 @@ def test_a_known_bug_shows_in_what_runs_by_default(
     assert min(depth.test.p_value for depth in result.depths) < 1e-6
 
 
-@pytest.mark.parametrize("bug", [None, *BUGS])
+@pytest.mark.parametrize("bug", [None, *SINGLE_BUGS])
 def test_drafts_by_turns_show_every_bug(models: Path, bug: str | None) -> None:
     """Whatever costs say, the model draws, and n-grams go on behind it."""
     results = []
     for pair in range(len(PAIRS)):
         with opened(models, pair, seed=-1) as session:
-            _, forced = ways_to_draft(replace(BY_COST, p_min=0.0))
+            _, forced = ways_to_draft(BY_COST)
             prompt = session.prompt(PROMPT, chat=False)
             planted = BUGS[bug] if bug else None
             result = check_sampled(session, prompt, SampledPlan(), seed=1, bug=planted, way=forced)
@@ -577,8 +672,9 @@ def test_interrupted_checks_end_without_a_result(models: Path) -> None:
         assert (
             check_sampled(session, prompt, SampledPlan(), seed=0, interrupted=lambda: True) is None
         )
-        assert list(check_greedy(session, [prompt], interrupted=lambda: True)) == []
-        assert list(check_greedy(session, [])) == []
+        for check in (check_greedy, check_at_once):
+            assert list(check(session, [prompt], interrupted=lambda: True)) == []
+            assert list(check(session, [])) == []
 
 
 # --- prompts and reports
@@ -612,11 +708,20 @@ def test_verdicts() -> None:
         3,
         SamplerOptions(logit_bias=((1, -math.inf),)),
         None,
-        "both",
-        (equal,),
+        "greedy",
+        (equal, replace(equal, n_at_once=3)),
         (),
     )
     assert report.verdict == "lossless"
+    assert replace(report, greedy=(equal,)).undrafted == ["several answers at once"]
+    assert replace(report, check="both").undrafted == ["sampled"]
+    costs = tuple(replace(each, way="cost") for each in report.greedy)
+    forced = tuple(replace(each, way="forced") for each in report.greedy)
+    unforced = tuple(replace(each, n_drafted=0) for each in forced)
+    assert replace(report, greedy=costs + forced).verdict == "lossless"
+    assert replace(report, greedy=costs + unforced).verdict == "nothing drafted"
+    undrafted = tuple(replace(each, n_drafted=0) for each in costs)
+    assert replace(report, greedy=undrafted + forced).verdict == "lossless"
     assert replace(report, is_interrupted=True).verdict == "interrupted"
     assert replace(report, greedy=(replace(equal, n_drafted=0),)).verdict == "nothing drafted"
     assert replace(report, greedy=(replace(equal, moved_by=1.0),)).verdict == "defect"

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     )
 
 _CHECKS = "Checks"
+#: How many of the prompts are answered again, several at once.
+_N_AT_ONCE_PROMPTS = 6
 #: The temperature of sampled checks if none is given: llama.cpp's default.
 _TEMPERATURE = 0.8
 
@@ -151,9 +153,9 @@ def verify(
 
     It drafts as `specgen run` does with the same options; if costs decide how much, each check is made
     again with a draft in every round. Greedy: answers with and without drafts are compared token by
-    token; a difference is traced to a near-tie and rounding in batches, or is a defect. Sampled: samples
-    are tested against the target's exact distribution. Exit code 0 means that no defect was found,
-    11 that one was.
+    token; a difference is traced to a near-tie and rounding in batches, or is a defect. Some prompts are
+    answered again, three at once. Sampled: samples are tested against the target's exact distribution.
+    Exit code 0 means that no defect was found, 11 that one was, or that nothing was drafted.
     """
     from specgen.proof import BUGS, SampledPlan, split_level, ways_to_draft
 
@@ -194,6 +196,11 @@ def verify(
             hint=None
             if report.seeded_bug
             else "please report it, with the command and the two models' names",
+        )
+    if report.undrafted:
+        raise DefectError(
+            f"nothing was drafted, so nothing was checked: {', '.join(report.undrafted)}",
+            hint="use other --prompts, or options that draft more (--draft-p-min 0, --ngram-min 1)",
         )
     return 0
 
@@ -238,13 +245,14 @@ class _Job:
         self._skipped: dict[int, UncheckedPrompt] = {}
 
     def greedy(self, n_prompts: int) -> tuple[GreedyResult, ...]:
-        from specgen.proof import PlainAnswers, check_greedy, evenly_chosen
+        from specgen.proof import PlainAnswers, check_at_once, check_greedy, evenly_chosen
 
         sampler = replace(self._options.sampler, temperature=0.0, xtc_probability=0.0)
         results: list[GreedyResult] = []
         with self._open(sampler) as session:
             chosen = evenly_chosen(enumerate(self._prompts, 1), n_prompts)
             answers = PlainAnswers()
+            fitting: dict[int, Prompt] = {}
             for way in self._ways:
                 session.change_drafting(way.drafting)
                 prompts = {n: self._prompt(session, n, text, 0) for n, text in chosen}
@@ -262,6 +270,18 @@ class _Job:
                 for number, result in zip(fitting, checked, strict=False):
                     results.append(replace(result, prompt=number))
                     self._progress("greedy", len(results), n_all)
+            # The last way drafts most, and is loaded.
+            some = evenly_chosen(fitting.items(), _N_AT_ONCE_PROMPTS)
+            checked = check_at_once(
+                session,
+                [prompt for _, prompt in some],
+                interrupted=self._stop,
+                bug=self._bug,
+                answers=answers,
+                way=self._ways[-1],
+                progress=lambda done, total: self._progress("greedy, at once", done, total),
+            )
+            results += [replace(each, prompt=some[each.prompt - 1][0]) for each in checked]
         return tuple(results)
 
     def sampled(self, plan: SampledPlan, n_places: int) -> tuple[SampledResult, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from specgen.backend.llama import LlamaBackend, LlamaModel
+from specgen.backend.llama.context_opening import n_native_sequences
 from specgen.engine.draft_stack import CONTEXT_STEP, DraftStack
 from specgen.engine.model_costs import ModelCosts
 from specgen.errors import PromptError
@@ -44,10 +45,13 @@ class SessionContexts:
 
     @property
     def n_sequences_max(self) -> int:
-        """The most sequences of a context that one answer needs."""
+        """The most of llama.cpp's sequences that one answer needs in a context."""
         draft = self.drafts.model
-        n_draft = self.n_rows_max + 1 if draft is not None and draft.branches else 1
-        return max(self.n_branches_max, n_draft)
+        n_target = n_native_sequences(self.target, self.n_branches_max)
+        if draft is None:
+            return n_target
+        n_branches = self.n_rows_max + 1 if draft.branches else 1
+        return max(n_target, n_native_sequences(draft.model, n_branches))
 
     def n_ctx_for(self, n_prompt: int, max_tokens: int | None = None) -> int:
         """Return the size of the target's context in tokens, for a prompt and an answer of `max_tokens`
@@ -83,6 +87,7 @@ class SessionContexts:
                 n_sequences=self.n_branches_max * n_parts,
                 n_outputs=self.n_rows_max * n_parts,
                 n_rollback=self.n_rows_max - 1,
+                n_branches=self.n_branches_max,
             )
             stack.callback(target.close)
             draft = None

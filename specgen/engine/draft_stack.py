@@ -167,14 +167,16 @@ class DraftStack:
         n_outputs = 1 if draft.helper is None else 1 + LONGEST_GUESS
         if draft.branches:
             n_outputs = min(n_rows, _WIDEST)
+        n_branches = n_rows + 1 if draft.branches else 1
         return LlamaBackend(
             draft.model,
             self._context_options(draft.model.path),
             n_ctx=n_ctx * n_parts,
             clock=self._clock,
-            n_sequences=(n_rows + 1 if draft.branches else 1) * n_parts,
+            n_sequences=n_branches * n_parts,
             n_outputs=n_outputs * n_parts,
             n_rollback=n_outputs - 1,
+            n_branches=n_branches,
         )
 
     def _open(

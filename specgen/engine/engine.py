@@ -55,7 +55,8 @@ class Engine:
     that they have; while costs are measured, `KeyboardInterrupt` is raised. `estimate_gain` allows a few
     decodes at the end of each answer to measure the cost of plain decoding. With `learn_alone`, the
     acceptance statistics that an answer adds are dropped with it, so that drafts of an answer never depend
-    on the text of another one.
+    on the text of another one. `prepare` is called with each answer and its generation before the prompt is
+    read, and may change the generation.
 
     Several threads may use the engine: one at a time steps it, for the answers of all. An answer that
     fails or is cancelled ends alone. Raises `MemoryLimitError` if the contexts do not fit into memory.
@@ -70,6 +71,7 @@ class Engine:
         interrupted: Callable[[], bool] = lambda: False,
         estimate_gain: bool = False,
         learn_alone: bool = False,
+        prepare: Callable[[Answer, Generation], None] = lambda _answer, _generation: None,
     ) -> None:
         if n_parallel < 1:
             raise UsageError(f"{n_parallel} answers at once: give 1 or more")
@@ -91,6 +93,7 @@ class Engine:
         self._places = Places(n_parallel)
         self._estimates_gain = estimate_gain
         self._learn_alone = learn_alone
+        self._prepare = prepare
         self._resources = contextlib.ExitStack()
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
@@ -131,6 +134,11 @@ class Engine:
     def n_parallel(self) -> int:
         """The most answers that are generated at once."""
         return len(self._places)
+
+    @property
+    def target(self) -> LlamaBackend:
+        """The target's context, in which the answers are generated. Nobody else may decode in it."""
+        return self._target
 
     @property
     def n_ctx(self) -> int:
@@ -375,6 +383,7 @@ class Engine:
                 index=answer.index,
                 learns_alone=self._learn_alone,
             )
+            self._prepare(answer, place.generation)
             events: list[Event] = [self._prompt_event(answer)]
             while self._notices:
                 message = self._notices.popleft()

@@ -1,10 +1,11 @@
 """The checks of `specgen verify`: does drafting change the answers?
 
-`greedy` compares texts. `sampled` tests draws against the target's exact distribution. Both compare rows
+`greedy` compares texts, and `at_once` those of answers that are made at once. `sampled` tests draws against the target's exact distribution. Both compare rows
 of logits (`rows`). `statistics` has the mathematics. `specgen.testing.bugs` has known bugs, which the
 checks must find.
 """
 
+from specgen.proof.at_once import N_AT_ONCE, check_at_once
 from specgen.proof.drafting_plans import DraftingPlan, WayName, ways_to_draft
 from specgen.proof.greedy import (
     Choice,
@@ -21,6 +22,7 @@ from specgen.testing.bugs import BUGS, Bug
 
 __all__ = [
     "BUGS",
+    "N_AT_ONCE",
     "OWN_PROMPTS",
     "Bug",
     "Choice",
@@ -34,6 +36,7 @@ __all__ = [
     "SampledResult",
     "UncheckedPrompt",
     "WayName",
+    "check_at_once",
     "check_greedy",
     "check_sampled",
     "evenly_chosen",

@@ -38,13 +38,14 @@ class DraftingPlan:
 
 def ways_to_draft(drafting: DraftOptions) -> list[DraftingPlan]:
     """Return how `specgen run` drafts with these options. If costs could decide that nothing is drafted,
-    add a plan that always drafts."""
+    add a plan that always drafts, however unsure the draft is."""
     ways = [DraftingPlan(drafting)]
     if drafting.is_by_cost:
         shortest, longest = drafting.ngrams_of
         forced = replace(
             drafting,
             policy="fixed",
+            p_min=0.0,
             ngrams=drafting.adds_ngrams,
             ngram_min=shortest,
             ngram_max=longest,

@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specgen.arrays import Logits
+from specgen.core.tally import Tally
 from specgen.core.text_state import Shaper, TextState
 from specgen.engine.loop import Loop
 from specgen.engine.measurements import measure_if_costs_decide
 from specgen.engine.prompts import Prompt
 from specgen.engine.session import Session
+from specgen.events import Event
 from specgen.proof.drafting_plans import DraftingPlan, WayName
 from specgen.proof.loop_events import check_drafting, drafted_by, tokens_told
 from specgen.proof.rows import batches_move, drafting_batch_sizes, is_moved, movement, plain_rows
@@ -79,7 +81,8 @@ class Difference:
 class GreedyResult:
     """The result of one prompt; `prompt` counts from 1.
 
-    `way` names what decided how much was drafted. `drafted_by` has the number of verified tokens that
+    `n_at_once` is the number of answers that were made at once in one cache. `way` names what decided how
+    much was drafted. `drafted_by` has the number of verified tokens that
     each drafter proposed.
 
     `n_tokens` tokens of plain decoding were compared; `difference` is None if all are equal. `n_rows`
@@ -100,6 +103,7 @@ class GreedyResult:
     exact_rows: bool = False
     way: WayName = "fixed"
     drafted_by: Mapping[str, int] = field(default_factory=dict)
+    n_at_once: int = 1
 
     @property
     def is_moved(self) -> bool:
@@ -132,7 +136,9 @@ class PlainAnswers:
 
     def of(self, session: Session, loop: Loop, prompt: Prompt, n_ctx: int) -> PlainAnswer:
         """Return the answer to a prompt. If it is not kept, `loop` decodes it; the cache must be empty."""
-        key = prompt.tokens, n_ctx
+        # A larger context changes nothing, if the answer has room in this one.
+        n_most = len(prompt.tokens) + session.options.generation.max_tokens
+        key = prompt.tokens, min(n_ctx, n_most)
         if key in self._kept:
             return self._kept[key]
         plain = session.generation(prompt, n_ctx, None, 0, plain=True)
@@ -171,55 +177,100 @@ def check_greedy(
     session.change_drafting(way.drafting)
     answers = answers if answers is not None else PlainAnswers()
     n_ctx = max(session.context_size(len(prompt.tokens)) for prompt in prompts)
-    by_batches = 0.0
-    # True until batches alone move a row: the kernels may not compute all of a model, or its cache type.
-    exact = session.target_model.has_equal_rows
+    comparison = Comparison(session, n_ctx, way)
     with session.contexts(n_ctx) as (target, draft), session.helper_contexts(n_ctx) as helpers:
         measure_if_costs_decide(session, target, draft)
         drafts = [*([] if draft is None else [draft]), *helpers]
+        if bug is not None:
+            bug.plant_in_cache(target)
         for number, prompt in enumerate(prompts, 1):
             loop = Loop(target, session.clock, interrupted)
             target.remove(0)
             plain = answers.of(session, loop, prompt, n_ctx)
-            expected = plain.tokens
             if interrupted():
                 return
 
             for backend in (target, *drafts):
                 backend.remove(0)
             fast = session.generation(prompt, n_ctx, draft, 0, helpers=helpers)
-            watch = _Watch(session.settings.sampler, fast.state, expected, plain.rows)
+            watch = Watch(session.settings.sampler, fast.state, plain)
             fast.shaper = watch
             way.prepare(fast)
             if bug is not None:
                 bug.plant(fast)
             events = list(loop.run(fast))
             check_drafting(events)
-            loses_bonus = bug is not None and bug.loses_bonus
-            found = list(tokens_told(events, loses_bonus=loses_bonus))
             if interrupted():
                 return
-            moved_by = max(watch.moved_by.values(), default=0.0)
-            # The rows are further away than batches have moved rows so far: measure it for this prompt.
-            if is_moved(moved_by, by_batches, exact=exact):
-                here = batches_move(session, n_ctx, prompt.tokens, expected[:-1], plain.rows)
-                by_batches = max(by_batches, here)
-                exact = exact and by_batches == 0.0
-            yield GreedyResult(
-                prompt=number,
-                n_tokens=len(expected),
-                n_drafted=fast.tally.n_drafted,
-                n_accepted=fast.tally.n_accepted,
-                n_rows=len(watch.moved_by),
-                moved_by=moved_by,
-                batches_move=by_batches,
-                difference=_difference(
-                    session, n_ctx, prompt.tokens, expected, found, watch, by_batches, exact=exact
-                ),
-                exact_rows=exact,
-                way=way.name,
-                drafted_by=dict(drafted_by(events)),
+            yield comparison.result(number, prompt, plain, watch, fast.tally, events, bug)
+
+
+class Comparison:
+    """Compares speculative answers with plain ones. How far batches alone move rows is measured when rows
+    have moved further than that was found to be before. `measure` does more for this than `batches_move`.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        n_ctx: int,
+        way: DraftingPlan,
+        measure: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._session = session
+        self._n_ctx = n_ctx
+        self._way = way
+        self._measure = measure
+        self._by_batches = 0.0
+        # True until batches alone move a row: the kernels may not compute all of a model, or its cache type.
+        self._exact = session.target_model.has_equal_rows
+
+    def result(
+        self,
+        number: int,
+        prompt: Prompt,
+        plain: PlainAnswer,
+        watch: Watch,
+        tally: Tally,
+        events: Sequence[Event],
+        bug: Bug | None = None,
+        n_at_once: int = 1,
+    ) -> GreedyResult:
+        """Return the result of a prompt, from the events of its speculative answer."""
+        loses_bonus = bug is not None and bug.loses_bonus
+        found = list(tokens_told(events, loses_bonus=loses_bonus))
+        expected = plain.tokens
+        moved_by = max(watch.moved_by.values(), default=0.0)
+        # The rows are further away than batches have moved rows so far: measure it for this prompt.
+        if is_moved(moved_by, self._by_batches, exact=self._exact):
+            here = batches_move(
+                self._session, self._n_ctx, prompt.tokens, expected[:-1], plain.rows
             )
+            self._by_batches = max(self._by_batches, here, self._measure())
+            self._exact = self._exact and self._by_batches == 0.0
+        return GreedyResult(
+            prompt=number,
+            n_tokens=len(expected),
+            n_drafted=tally.n_drafted,
+            n_accepted=tally.n_accepted,
+            n_rows=len(watch.moved_by),
+            moved_by=moved_by,
+            batches_move=self._by_batches,
+            difference=_difference(
+                self._session,
+                self._n_ctx,
+                prompt.tokens,
+                expected,
+                found,
+                watch,
+                self._by_batches,
+                exact=self._exact,
+            ),
+            exact_rows=self._exact,
+            way=self._way.name,
+            drafted_by=dict(drafted_by(events)),
+            n_at_once=n_at_once,
+        )
 
 
 class _Keeper(Shaper):
@@ -237,7 +288,7 @@ class _Keeper(Shaper):
         return super().distribution(logits, path)
 
 
-class _Watch(Shaper):
+class Watch(Shaper):
     """A shaper that compares the rows of the speculative run with plain decoding's, while the text is
     the same, and records the target's choices."""
 
@@ -245,13 +296,12 @@ class _Watch(Shaper):
         self,
         sampler: Sampler,
         state: TextState,
-        expected: Sequence[int],
-        rows: dict[int, Logits],
+        plain: PlainAnswer,
     ) -> None:
         super().__init__(sampler, state)
         self._n_prompt = len(state.tokens)
-        self._expected = list(expected)
-        self._rows = rows
+        self._expected = plain.tokens
+        self._rows = plain.rows
         #: By position in the answer: the distance of the row from plain decoding's, and the choice.
         self.moved_by: dict[int, float] = {}
         self.choices: dict[int, int] = {}
@@ -277,7 +327,7 @@ def _difference(
     prompt: Sequence[int],
     expected: Sequence[int],
     found: Sequence[int],
-    watch: _Watch,
+    watch: Watch,
     by_batches: float,
     *,
     exact: bool,

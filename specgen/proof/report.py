@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -52,10 +53,21 @@ class ProofReport:
         return greedy or any(result.is_defect for result in self.sampled)
 
     @property
-    def n_drafted(self) -> int:
-        """The number of drafted tokens that were verified; if it is 0, nothing was shown."""
-        greedy = sum(result.n_drafted for result in self.greedy)
-        return greedy + sum(result.n_drafted for result in self.sampled)
+    def undrafted(self) -> list[str]:
+        """The checks in which nothing was drafted, so that they showed nothing. Where costs decide, that is
+        no fault: each check is made again with a draft in every round."""
+        alone = [result for result in self.greedy if result.n_at_once == 1]
+        at_once = [result for result in self.greedy if result.n_at_once > 1]
+        checks: dict[str, Sequence[GreedyResult | SampledResult]] = {}
+        if self.check != "sampled":
+            checks |= {"greedy": alone, "several answers at once": at_once}
+        if self.check != "greedy":
+            checks["sampled"] = self.sampled
+        return [
+            name
+            for name, results in checks.items()
+            if not any(result.n_drafted for result in results if result.way != "cost")
+        ]
 
     @property
     def verdict(self) -> ProofVerdict:
@@ -63,21 +75,21 @@ class ProofReport:
             return "defect"
         if self.is_interrupted:
             return "interrupted"
-        return "lossless" if self.n_drafted else "nothing drafted"
+        return "nothing drafted" if self.undrafted else "lossless"
 
 
 def to_json_object(report: ProofReport) -> dict[str, Any]:
     """Return the report as a JSON-ready dict; infinities and NaN become null.
 
     - `verdict`: "lossless" (no defect found), "defect", "interrupted" (no defect found until
-      then) or "nothing drafted" (so nothing was shown).
+      then) or "nothing drafted" (in one of the checks, so that it showed nothing).
     - `target`, `draft`: file names, or "ngram". `verifier`, `draft_max`, `sampler`: the
       settings, as `SamplerOptions` names them. `check`: "both", "greedy" or "sampled".
       `seeded_bug`: the name of the bug that was built in, or null. `is_interrupted`.
     - `skipped`: `prompt` and `reason` of the prompts that were not used. Prompts are counted from
       1, in the order of their file.
     - `greedy`: for each way to draft and prompt the fields of `GreedyResult` (`prompt`, `way`,
-      `n_tokens`, `n_drafted`, `drafted_by`, `n_accepted`, `n_rows`, `moved_by`, `batches_move`,
+      `n_at_once` (1, and then again some prompts with several answers at once), `n_tokens`, `n_drafted`, `drafted_by`, `n_accepted`, `n_rows`, `moved_by`, `batches_move`,
       `exact_rows`) and `is_defect`; `difference` is null or the fields of `Difference` and
       `is_defect`, its `plain` and `speculative` those of `Choice`.
     - `sampled`: for each way to draft and position the fields of `SampledResult` (`prompt`, `way`,

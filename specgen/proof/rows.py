@@ -17,6 +17,7 @@ import numpy as np
 
 from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
+from specgen.engine.slots import Part
 
 if TYPE_CHECKING:
     from specgen.engine.session import Session
@@ -87,6 +88,34 @@ def batches_move(
     )
 
 
+def batches_at_once_move(
+    session: Session,
+    n_ctx: int,
+    texts: Sequence[tuple[Sequence[int], Sequence[int], Mapping[int, Logits]]],
+) -> float:
+    """Return the largest movement that batches of several answers cause in their rows. `texts` are prompts
+    and answers that are decoded side by side in one cache, without drafts, and the rows of the answers by
+    plain decoding alone, as in `batches_move`."""
+    moved = 0.0
+    for n_rows in {1, drafting_batch_sizes(session)[-1]}:
+        with session.contexts(n_ctx, drafts=False, n_parts=len(texts)) as (target, _):
+            slots = [Part(number, len(texts)).slot(target) for number in range(len(texts))]
+            for slot, (prompt, _answer, alone) in zip(slots, texts, strict=True):
+                for _, row in decode(target, prompt, 0, 1, slot.first):
+                    moved = max(moved, movement(row, alone[0]) if 0 in alone else 0.0)
+            longest = max(len(answer) for _, answer, _ in texts)
+            for start in range(0, longest, n_rows):
+                batch = Batch()
+                expected: list[Logits | None] = []
+                for slot, (prompt, answer, alone) in zip(slots, texts, strict=True):
+                    for index in range(start, min(start + n_rows, len(answer))):
+                        batch.add(answer[index], len(prompt) + index, (slot.first,), True)
+                        expected.append(alone.get(index + 1))
+                for row, other in zip(target.decode(batch), expected, strict=True):
+                    moved = max(moved, movement(row, other) if other is not None else 0.0)
+    return moved
+
+
 def plain_rows(
     session: Session,
     n_ctx: int,
@@ -108,16 +137,16 @@ def plain_rows(
 
 
 def decode(
-    backend: Backend, tokens: Sequence[int], position: int, n_outputs: int
+    backend: Backend, tokens: Sequence[int], position: int, n_outputs: int, sequence: int = 0
 ) -> Iterator[tuple[int, Logits]]:
-    """Decode tokens, the first of them at `position`, in as many batches as they need. Yield the number of
+    """Decode tokens of a sequence, the first of them at `position`, in as many batches as they need. Yield the number of
     tokens before a row and the row, for the last `n_outputs` tokens of the last batch."""
     for start in range(0, len(tokens), backend.n_batch):
         end = min(start + backend.n_batch, len(tokens))
         batch = Batch()
         for index in range(start, end):
             wants_logits = end == len(tokens) and index >= end - n_outputs
-            batch.add(tokens[index], position + index, (0,), wants_logits)
+            batch.add(tokens[index], position + index, (sequence,), wants_logits)
         logits = backend.decode(batch)
         yield from zip(
             range(position + end - len(logits) + 1, position + end + 1), logits, strict=True

@@ -66,9 +66,10 @@ def _print(console: Console, text: str | Text, *, indent: int = 0, style: str = 
 def _print_greedy(report: ProofReport, console: Console) -> None:
     console.print()
     _print(console, "Greedy: the same text with and without drafts?", style=_HEADING)
-    for way in dict.fromkeys(result.way for result in report.greedy):
-        results = [result for result in report.greedy if result.way == way]
-        _print(console, _WAYS[way], indent=2)
+    for way, n_at_once in dict.fromkeys((each.way, each.n_at_once) for each in report.greedy):
+        results = [each for each in report.greedy if (each.way, each.n_at_once) == (way, n_at_once)]
+        how = f"; {n_at_once} answers at once, as `specgen batch` and `serve` make them"
+        _print(console, _WAYS[way] + (how if n_at_once > 1 else ""), indent=2)
         _print_greedy_results(results, console)
 
 
@@ -218,7 +219,8 @@ def _verdict(report: ProofReport) -> Text:
     if report.verdict == "interrupted":
         return Text("Interrupted: no defect in what was checked.", "bold")
     if report.verdict == "nothing drafted":
-        return Text("Nothing was drafted, so nothing was checked; try other prompts.", "bold")
+        checks = ", ".join(report.undrafted)
+        return Text(f"Nothing was drafted, so nothing was checked: {checks}.", _DEFECT)
     return Text("Lossless: no defect found.", "bold green")
 
 

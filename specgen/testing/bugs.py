@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from specgen.backend.llama import LlamaBackend
 from specgen.core.draft import ROOT, Draft
 from specgen.core.verifiers import MatchVerifier, Target, Verdict, Verifier
 from specgen.drafters import Drafter, Drafting, WrappedDrafter
@@ -33,6 +34,18 @@ class Bug:
     policy: Callable[[Policy], Policy] | None = None
     #: Whether the text loses what comes after a wholly accepted draft.
     loses_bonus: bool = False
+    #: Changes the target's context. The bug shows only if several answers are made at once.
+    cache: Callable[[LlamaBackend], None] | None = None
+
+    @property
+    def needs_several(self) -> bool:
+        """Whether the bug needs several answers at once to show."""
+        return self.cache is not None
+
+    def plant_in_cache(self, target: LlamaBackend) -> None:
+        """Build the bug into the target's context, before anything is decoded there."""
+        if self.cache is not None:
+            self.cache(target)
 
     def plant(self, generation: Generation) -> None:
         """Build the bug into a generation."""
@@ -158,6 +171,12 @@ class _WrongRow(MatchVerifier):
         return super().verify(draft, shifted, rng)
 
 
+def _without_guards(target: LlamaBackend) -> None:
+    """Leave the cells of a sliding window to llama.cpp, which gives those outside the window to another
+    text. After a rollback they are inside again."""
+    target._cache._guards = {}  # noqa: SLF001 - what is broken on purpose has no interface
+
+
 #: By name.
 BUGS: Mapping[str, Bug] = MappingProxyType(
     {
@@ -217,6 +236,12 @@ BUGS: Mapping[str, Bug] = MappingProxyType(
                 "drafted tokens kept if they are likely enough",
                 needs_draws=False,
                 verifier=_Lenient,
+            ),
+            Bug(
+                "lost-window",
+                "cells of a sliding window given to another text, though a rollback needs them",
+                needs_draws=False,
+                cache=_without_guards,
             ),
         )
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from specgen.backend.llama.library import forget_log, last_error, llama_cpp
@@ -15,6 +15,11 @@ class Cache:
 
     `name` is the model's name, for messages. `n_window` is the number of tokens that layers with a
     sliding window see; 0 if there are none. `call` makes native calls that may wait for workers.
+
+    llama.cpp gives cells that are outside the sliding window of their sequence's end to any sequence that
+    asks for some, even if others are free. A rollback moves the end back, and may then need them. But
+    llama.cpp never takes a cell that belongs to two sequences. So `guards` names a second sequence for
+    each sequence whose cells must stay; it always has the same cells, and nothing else uses it.
     """
 
     def __init__(
@@ -23,11 +28,13 @@ class Cache:
         context: Any,
         n_window: int = 0,
         call: Callable[..., Any] = lambda function, *arguments: function(*arguments),
+        guards: Mapping[int, int] | None = None,
     ) -> None:
         self.name = name
         self.call = call
         self.context = context
         self.n_window = n_window
+        self._guards = guards or {}
         self._memory = llama_cpp.llama_get_memory(context)
 
     def __bool__(self) -> bool:
@@ -38,24 +45,41 @@ class Cache:
         """Return the position after the last token of a sequence."""
         return int(llama_cpp.llama_memory_seq_pos_max(self._memory, sequence)) + 1
 
+    def with_guards(self, sequences: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the sequences that a row of these sequences belongs to in the cache."""
+        if not self._guards:
+            return sequences
+        guards = (self._guards[each] for each in sequences if each in self._guards)
+        return (*sequences, *guards)
+
     def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
         """Let cells of `source` belong to `destination` too. No data moves."""
-        llama_cpp.llama_memory_seq_cp(self._memory, source, destination, start, end)
+        for each in self.with_guards((destination,)):
+            llama_cpp.llama_memory_seq_cp(self._memory, source, each, start, end)
 
     def remove(self, sequence: int, start: int = 0) -> None:
         """Drop a sequence's cells from `start` on. Raise `RollbackError` if llama.cpp cannot."""
-        if not llama_cpp.llama_memory_seq_rm(self._memory, sequence, start, -1):
-            raise RollbackError(
-                f"{self.name}: the cache cannot drop sequence {sequence} from position {start} on"
-            )
+        for each in self.with_guards((sequence,)):
+            if not llama_cpp.llama_memory_seq_rm(self._memory, each, start, -1):
+                raise RollbackError(
+                    f"{self.name}: the cache cannot drop sequence {sequence} from position {start} on"
+                )
+
+    def drop_guard(self, sequence: int) -> None:
+        """Let a sequence have no guard, until `renew_guard`."""
+        if sequence in self._guards:
+            llama_cpp.llama_memory_seq_rm(self._memory, self._guards[sequence], 0, -1)
+
+    def renew_guard(self, sequence: int) -> None:
+        """Let a sequence's guard have the same cells as the sequence, after `drop_guard`."""
+        if sequence in self._guards:
+            guard = self._guards[sequence]
+            llama_cpp.llama_memory_seq_cp(self._memory, sequence, guard, 0, -1)
 
     def check_window(self, sequence: int, start: int) -> None:
-        """Raise `RollbackError` if, after a removal from `start` on, a token decoded at `start` would
-        miss a part of its sliding window. Call it before the removal.
-
-        Even a cache with room for all tokens reuses cells that are outside the window of their
-        sequence's end, if it finds no free cell before them. This happens when several sequences share
-        the cache, or when branches have left gaps.
+        """Raise `RollbackError` if a token decoded at `start` would miss a part of its sliding window.
+        Only a sequence without a guard can have lost cells. Call it before a removal from `start` on, and
+        before cells up to `start` are copied. It sees nothing in a model with a recurrent state.
         """
         first = int(llama_cpp.llama_memory_seq_pos_min(self._memory, sequence))
         if self.n_window and first > max(0, start + 1 - self.n_window):
@@ -157,6 +181,8 @@ class SavedStates:
 
     def restore(self, sequence: int, position: int) -> None:
         size = self._sizes[sequence]
+        # llama.cpp frees the cells of the sliding window, and restores them elsewhere.
+        self._cache.drop_guard(sequence)
         forget_log()
         read = int(
             self._cache.call(
@@ -174,6 +200,7 @@ class SavedStates:
                 f"could not be restored ({read} of {size} bytes): {last_error()}"
             )
         self._cache.remove(sequence, position)  # the later attention cells of a hybrid model
+        self._cache.renew_guard(sequence)
         self._cache.check_length(sequence, position)
 
     def forget(self, sequence: int) -> None:

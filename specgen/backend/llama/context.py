@@ -31,7 +31,9 @@ class LlamaBackend:
     `n_ctx` is in tokens. `n_sequences` is the number of sequence ids. `n_outputs` is the most rows of
     logits that one batch may want; memory is allocated for them. `n_rollback` is the most rows of a
     batch that are likely to be dropped again (None: `n_outputs` - 1); models with a recurrent state may
-    keep a snapshot for each. `on_tensor` is a native callback that sees the computed tensors; its owner
+    keep a snapshot for each. If each text has several sequences, its own and then those of its branches,
+    `n_branches` is their number: a model with a sliding window then keeps what a rollback needs for the
+    texts' own sequences only. `on_tensor` is a native callback that sees the computed tensors; its owner
     must keep it alive. `clock` gives seconds and is read before and after each decode. Raises
     `MemoryLimitError` if the cache does not fit, `UsageError` if the options exclude each other,
     `ModelFileError` if the model has no KV cache, `BackendError` otherwise.
@@ -49,6 +51,7 @@ class LlamaBackend:
         n_sequences: int = 1,
         n_outputs: int = 1,
         n_rollback: int | None = None,
+        n_branches: int = 1,
         on_tensor: Any = None,
     ) -> None:
         self._model = model
@@ -62,18 +65,20 @@ class LlamaBackend:
         self._n_decoded_rows = 0
         self._n_vocab = model.vocabulary.n_tokens
 
-        size = ContextSize(n_ctx, max(self._n_batch, n_outputs), n_outputs, n_sequences)
+        n_rows = max(self._n_batch, n_outputs)
+        size = ContextSize(n_ctx, n_rows, n_outputs, n_sequences, n_branches)
         if n_rollback is None:
             n_rollback = n_outputs - 1
-        self._handle, self._n_snapshots = open_context(model, options, size, n_rollback, on_tensor)
+        context = open_context(model, options, size, n_rollback, on_tensor)
+        self._handle, self._n_snapshots = context.handle, context.n_snapshots
         model.hold()
-        self._cache = Cache(model.name, self._handle, model.n_window, model.call)
+        self._cache = Cache(model.name, self._handle, model.n_window, model.call, context.guards)
         if not self._cache:
             self.close()
             raise ModelFileError(
                 f"{model.path}: the model has no KV cache, so it cannot generate text"
             )
-        self._rows = _RowBuffers(size.n_rows, n_sequences, n_outputs)
+        self._rows = _RowBuffers(size.n_rows, n_sequences, n_outputs, self._cache.with_guards)
         self._logits = np.empty((n_outputs, 0), np.float32)
         self._logits_address = 0
         #: The tokens of each sequence; not used for models with a recurrent state (see `Rewinder`).
@@ -87,7 +92,7 @@ class LlamaBackend:
                 self._cache,
                 copies,
                 self._decode_rows,
-                n_rows=size.n_rows,
+                n_rows=n_rows,
                 n_snapshots=self._n_snapshots,
             )
 
@@ -249,6 +254,8 @@ class LlamaBackend:
                 f"{self._model.name}: sequence {source} has a recurrent state, which sequence "
                 f"{destination} cannot share"
             )
+        if end > 0 and self._cache.n_window:
+            self._cache.check_window(source, end)
         self._cache.copy(source, destination, start, end)
         shared = self._texts[source]
         if start <= len(self._texts[destination]):
@@ -289,15 +296,23 @@ _DECODE_ERRORS = {
 
 
 class _RowBuffers:
-    """The arrays that llama.cpp's batch points to, allocated once."""
+    """The arrays that llama.cpp's batch points to, allocated once. `with_guards` is that of `Cache`."""
 
-    def __init__(self, n_rows: int, n_sequences: int, n_outputs: int) -> None:
+    def __init__(
+        self,
+        n_rows: int,
+        n_sequences: int,
+        n_outputs: int,
+        with_guards: Callable[[tuple[int, ...]], tuple[int, ...]],
+    ) -> None:
         self._n_outputs = n_outputs
+        self._with_guards = with_guards
         # Plain ctypes arrays: NumPy is slower for the few numbers of a round.
         self._tokens = (ctypes.c_int32 * n_rows)()
         self._positions = (ctypes.c_int32 * n_rows)()
         self._n_sequences = (ctypes.c_int32 * n_rows)()
-        self._sequences = [(ctypes.c_int32 * n_sequences)() for _ in range(n_rows)]
+        n_most = len(with_guards(tuple(range(n_sequences))))
+        self._sequences = [(ctypes.c_int32 * n_most)() for _ in range(n_rows)]
         self._wants_logits = (ctypes.c_int8 * n_rows)()
         #: The current content of `_sequences`. The next batch mostly needs the same, so nothing is written.
         self._written: list[tuple[int, ...]] = [()] * n_rows
@@ -337,9 +352,9 @@ class _RowBuffers:
         struct.pack_into(f"{n}?", self._wants_logits, 0, *batch.wants_logits)
         for row, sequences in enumerate(batch.sequences):
             if sequences != self._written[row]:
-                n_written = len(sequences)
-                struct.pack_into(f"{n_written}i", self._sequences[row], 0, *sequences)
-                self._n_sequences[row] = n_written
+                native = self._with_guards(sequences)
+                struct.pack_into(f"{len(native)}i", self._sequences[row], 0, *native)
+                self._n_sequences[row] = len(native)
                 self._written[row] = sequences
         self.native.n_tokens = n
         return n_wanted

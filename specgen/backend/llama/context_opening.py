@@ -29,7 +29,25 @@ class ContextSize:
     #: The most rows of a batch, and the most of them that may want logits.
     n_rows: int
     n_outputs: int
+    #: The sequences, and how many of them each text has: its own, then those of its branches.
     n_sequences: int
+    n_branches: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class OpenContext:
+    """A native context, the number of tokens that its snapshots go back, and the guards of its
+    sequences (see `Cache`)."""
+
+    handle: Any
+    n_snapshots: int
+    guards: dict[int, int]
+
+
+def n_native_sequences(model: LlamaModel, n_branches: int) -> int:
+    """Return the most of llama.cpp's sequences that a text with its branches needs: a copy of each
+    recurrent state (see `SharedStates`), and a guard if there is a sliding window (see `Cache`)."""
+    return n_branches * (2 if model.has_recurrent_state else 1) + (1 if model.n_window else 0)
 
 
 def open_context(
@@ -38,27 +56,34 @@ def open_context(
     size: ContextSize,
     n_rollback: int,
     on_tensor: Any = None,
-) -> tuple[Any, int]:
-    """Return a native context, and the number of tokens that its snapshots go back.
+) -> OpenContext:
+    """Open a native context.
 
     Snapshots of `n_rollback` tokens are used if the model's architecture supports them and they fit
     into memory; 0 asks for none. Without snapshots, a context for a model with a recurrent state has
-    twice as many sequences, for copies (see `SharedStates`). Raise `MemoryLimitError` if the context
+    twice as many sequences, for copies (see `SharedStates`). If the model has a sliding window and there
+    are several sequences, those of texts get guards. Those of branches get none: they are removed before
+    other rows are decoded, or do not become longer than a draft. Raise `MemoryLimitError` if the context
     does not fit, `UsageError` if its options exclude each other.
     """
     _check_cache_types(options)
+    is_guarded = model.n_window > 0 and size.n_sequences > 1
+    guarded = range(0, size.n_sequences, size.n_branches) if is_guarded else range(0)
     # llama.cpp aborts if the number of snapshots, plus one, reaches the number of rows in a batch.
     n_snapshots = min(n_rollback, size.n_rows - 2)
     if model.has_recurrent_state and n_snapshots > 0:
-        needed = _needed_bytes(model, options, size, size.n_sequences * (1 + n_snapshots))
+        n_sequences = size.n_sequences + len(guarded)
+        needed = _needed_bytes(model, options, size, n_sequences * (1 + n_snapshots))
         if needed <= _available_bytes(model, options):
-            handle = _make(model, options, size, size.n_sequences, n_snapshots, on_tensor)
+            handle = _make(model, options, size, n_sequences, n_snapshots, on_tensor)
             if handle and llama_cpp.llama_n_rs_seq(handle) == n_snapshots:
-                return handle, n_snapshots
+                guards = dict(zip(guarded, range(size.n_sequences, n_sequences), strict=True))
+                return OpenContext(handle, n_snapshots, guards)
             if handle:  # an architecture without snapshots
                 model.call(llama_cpp.llama_free, handle)
 
-    n_sequences = size.n_sequences * (2 if model.has_recurrent_state else 1)
+    first_guard = size.n_sequences * (2 if model.has_recurrent_state else 1)
+    n_sequences = first_guard + len(guarded)
     needed, available = (
         _needed_bytes(model, options, size, n_sequences),
         _available_bytes(model, options),
@@ -76,7 +101,7 @@ def open_context(
             f"{model.name}: llama.cpp cannot make a context of {size.n_ctx} tokens: {last_error()}",
             hint="use a smaller --ctx-size",
         )
-    return handle, 0
+    return OpenContext(handle, 0, dict(zip(guarded, range(first_guard, n_sequences), strict=True)))
 
 
 def _make(
@@ -146,4 +171,10 @@ def _available_bytes(model: LlamaModel, options: ContextOptions) -> float:
     return float(psutil.virtual_memory().available)
 
 
-__all__ = ["ContextSize", "default_threads", "open_context"]
+__all__ = [
+    "ContextSize",
+    "OpenContext",
+    "default_threads",
+    "n_native_sequences",
+    "open_context",
+]

@@ -14,12 +14,6 @@ There are three ways; the first one that is possible is used:
 A removal does none of this yet: it only changes the remembered text of the sequence. Before the
 sequence's next decode, the cache is made to agree with the text. Several removals therefore cost no more
 than one, and tokens that must be decoded again come before the new rows in the same batch.
-
-If layers have a sliding window, a sequence can lose cells that it needs when several sequences are
-decoded at the same time, or while the cache holds dropped tokens of other sequences (see
-`Cache.check_window`; llama-cpp-python 0.3.36 also loses cells that the first part of a batch needs, when
-it plans the later parts). For such models, sequences are decoded one after another, removals are
-carried out at once, and a decode of one sequence ends the snapshots of the others.
 """
 
 from __future__ import annotations
@@ -27,8 +21,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from specgen.arrays import Logits
 from specgen.backend.base import Batch
@@ -112,15 +104,11 @@ class Rewinder:
         if text.copied_at is not None and text.copied_at > start:
             self._copies.forget(sequence)
             text.copied_at = None
-        if self._cache.n_window:
-            self._agree(sequence)
 
     def decode(self, batch: Batch) -> Logits:
         """Decode a batch that continues the texts of its sequences, after any pending rollback. Raise
         `BackendError`; also `RollbackError`, a subclass, if the rollback fails."""
         n_rows = self._check(batch)
-        if self._cache.n_window and len(n_rows) > 1:
-            return self._decode_apart(batch, n_rows)
         for sequence in n_rows:
             self._agree(sequence)
         n_whole = Counter({s: n + self._texts[s].n_missing for s, n in n_rows.items()})
@@ -143,29 +131,6 @@ class Rewinder:
         logits = self._run(whole)
         for token, (sequence,) in zip(batch.tokens, batch.sequences, strict=True):
             self._texts[sequence].tokens.append(token)
-        return logits
-
-    def _decode_apart(self, batch: Batch, n_rows: Counter[int]) -> Logits:
-        """Decode the rows of each sequence separately. Return the logits in the order of the batch."""
-        parts: list[Logits] = []
-        order: list[int] = []
-        for sequence in n_rows:
-            text = self._text(sequence)
-            if text.checkpoint_due:  # decodes of the others will end this sequence's snapshots
-                text.checkpoint_due = False
-                self._agree(sequence)
-                self._copy(sequence)
-            part = Batch()
-            n_before = 0  # rows of logits
-            for index, (owner,) in enumerate(batch.sequences):
-                if owner == sequence:
-                    wants = batch.wants_logits[index]
-                    part.add(batch.tokens[index], batch.positions[index], (owner,), wants)
-                    if wants:
-                        order.append(n_before)
-                n_before += batch.wants_logits[index]
-            parts.append(self.decode(part).copy())
-        logits: Logits = np.concatenate(parts)[np.argsort(order)]
         return logits
 
     def _text(self, sequence: int) -> _Text:
@@ -264,7 +229,7 @@ class Rewinder:
             text.n_cached += n
             text.n_agreed = text.n_cached
             text.snapshots_from = text.n_cached - self._reach(n, n_rows)
-        if len(n_rows) > 1 or self._cache.n_window:
+        if len(n_rows) > 1:
             # llama.cpp moves the cells of a batch together. If this moves the cell of another sequence,
             # the state of that sequence moves too, but its snapshots do not.
             for sequence, text in self._texts.items():
