@@ -158,12 +158,8 @@ class ModelTrials:
         for attention in (True, False):
             part = self._run(file, folder, products=False, attention=attention)
             if part.end == "done" or part.n_steps >= plain.n_steps:
-                return KernelSupport(
-                    products=False, attention=attention, problem=whole.problem
-                )
-        return KernelSupport(
-            products=False, attention=False, problem=whole.problem, usable=False
-        )
+                return KernelSupport(products=False, attention=attention, problem=whole.problem)
+        return KernelSupport(products=False, attention=False, problem=whole.problem, usable=False)
 
     def _run(
         self,

@@ -92,21 +92,17 @@ class _Part:
         if file is None:
             self.handle = ggml("gguf_init_empty", ctypes.c_void_p)()
         else:
-            read = ggml(
-                "gguf_init_from_file", ctypes.c_void_p, ctypes.c_char_p, _InitParameters
-            )
+            read = ggml("gguf_init_from_file", ctypes.c_void_p, ctypes.c_char_p, _InitParameters)
             tensors = ctypes.c_void_p()
             forget_log()
-            self.handle = read(
-                os.fsencode(file), _InitParameters(True, ctypes.pointer(tensors))
-            )
+            self.handle = read(os.fsencode(file), _InitParameters(True, ctypes.pointer(tensors)))
             if not self.handle:
                 raise BackendError(f"{file}: not a GGUF file")
             self._tensors = tensors
             resources.callback(ggml("ggml_free", None, ctypes.c_void_p), tensors)
         resources.callback(ggml("gguf_free", None, ctypes.c_void_p), self.handle)
 
-    def keys(self) -> list[str]:
+    def names(self) -> list[str]:
         name = ggml("gguf_get_key", ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64)
         count = ggml("gguf_get_n_kv", ctypes.c_int64, ctypes.c_void_p)(self.handle)
         return [name(self.handle, index).decode("utf-8", "replace") for index in range(count)]
@@ -181,7 +177,9 @@ class _Part:
         while tensor:
             index = find(self.handle, name(tensor))
             described = (kind(self.handle, index), *shape(self.handle, index)[:4])
-            yield _Tensor(tensor, name(tensor).decode("utf-8", "replace"), described, n_bytes(tensor))
+            yield _Tensor(
+                tensor, name(tensor).decode("utf-8", "replace"), described, n_bytes(tensor)
+            )
             tensor = following(self._tensors, tensor)
 
 
@@ -200,7 +198,7 @@ def _skeleton(about: _Part, tensors: Sequence[_Tensor]) -> Skeleton | None:
     n_last = about.number(f"{architecture}.nextn_predict_layers")
     kept = _kept_layers(tensors, n_layers, n_last)
     n_tokens = about.length(_TOKENS) or 0
-    for key in about.keys():
+    for key in about.names():
         if key not in _KEPT and not key.startswith(f"{architecture}."):
             about.remove(key)
         elif about.length(key) == n_layers and len(kept) < n_layers:
