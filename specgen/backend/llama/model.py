@@ -12,7 +12,7 @@ from specgen.backend.llama.kernels import LLAMA_CPP, WORKERS, lacks_attention
 from specgen.backend.llama.library import llama_cpp
 from specgen.backend.llama.vocabulary import LlamaVocabulary
 from specgen.backend.llama.weights import lease_weights
-from specgen.errors import BackendError, ModelFileError
+from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.options import CacheType, Workers
 
 #: GGML's number of each KV cache type, and its bytes per value.
@@ -27,6 +27,9 @@ CACHE_TYPES: dict[CacheType, tuple[int, float]] = {
     "iq4_nl": (20, 18 / 32),
     "bf16": (30, 2.0),
 }
+#: Architectures with which llama.cpp computes a batch of several sequences wrong: it stores the state of one sequence
+#: in another one's cells (``plamo2``, which also ends the process then), or takes it from another one's row.
+_ONE_SEQUENCE = frozenset({"arwkv7", "plamo2", "rwkv6qwen2"})
 #: llama.cpp's LLAMA_POOLING_TYPE_UNSPECIFIED, as metadata give it.
 _UNSPECIFIED = ("-1", "4294967295")
 
@@ -130,6 +133,21 @@ class LlamaModel:
             llama_cpp.llama_model_is_recurrent(self.handle)
             or llama_cpp.llama_model_is_hybrid(self.handle)
         )
+
+    @property
+    def why_one_sequence(self) -> str | None:
+        """Why several sequences cannot be decoded at once; None if they can."""
+        architecture = self.metadata("general.architecture")
+        if architecture not in _ONE_SEQUENCE:
+            return None
+        return (
+            f"{self.name}: llama.cpp computes several sequences of this architecture ({architecture}) wrong"
+        )
+
+    def check_parallel(self, n_answers: int) -> None:
+        """Raise `UsageError` if the model cannot make so many answers at once."""
+        if n_answers > 1 and (why := self.why_one_sequence):
+            raise UsageError(why, hint="make one answer at a time: --parallel 1")
 
     @property
     def n_window(self) -> int:
