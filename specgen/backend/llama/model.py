@@ -140,9 +140,7 @@ class LlamaModel:
         architecture = self.metadata("general.architecture")
         if architecture not in _ONE_SEQUENCE:
             return None
-        return (
-            f"{self.name}: llama.cpp computes several sequences of this architecture ({architecture}) wrong"
-        )
+        return f"{self.name}: llama.cpp computes several sequences of this architecture ({architecture}) wrong"
 
     def check_parallel(self, n_answers: int) -> None:
         """Raise `UsageError` if the model cannot make so many answers at once."""
