@@ -380,9 +380,9 @@ bool has_float_rows(const ggml_tensor *tensor) {
 bool can_multiply(const ggml_tensor *op) {
     if (op->op != ggml_api.mul_mat && op->op != ggml_api.mul_mat_id) return false;
     const ggml_tensor *weights = op->src[0], *inputs = op->src[1];
+    if (weights->data == nullptr && !products_enabled) return false;  // llama.cpp asks: load here?
     if (!is_packed(weights) || !can_pack(weights) || !has_float_rows(inputs)) return false;
     if (cache_type(op) != CacheType::f32) return false;
-    if (weights->data == nullptr && !products_enabled) return false;  // llama.cpp asks: load here?
     return op->op == ggml_api.mul_mat ? weights->ne[2] == 1 : op->src[2] != nullptr;
 }
 

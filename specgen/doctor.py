@@ -132,7 +132,12 @@ def diagnose(
         config_folder=config_folder(),
         data_folder=data_folder(),
         models=found,
-        checks=(*checks, *_kernel_checks(kernels), *([problem] if problem else [])),
+        checks=(
+            *checks,
+            *_kernel_checks(kernels),
+            *_trial_checks(kernels, model, on_check),
+            *([problem] if problem else []),
+        ),
     )
 
 
@@ -159,6 +164,27 @@ def _kernel_checks(kernels: KernelStatus) -> list[Check]:
         error, message = BackendError.__name__, kernels.reason or ""
         return [Check(_KERNELS, passed=False, message=message, hint=kernels.hint, error=error)]
     return []
+
+
+def _trial_checks(
+    kernels: KernelStatus, model: Path | None, on_check: Callable[[str], None]
+) -> list[Check]:
+    """Try the kernels on a model anew, if they are used."""
+    from specgen.catalogue import cache_folder
+    from specgen.kernels import ModelTrials
+
+    if model is None or kernels.computes != "specgen" or kernels.path is None:
+        return []
+    name = f"{_KERNELS} on {model.name}"
+    on_check(name)
+    try:
+        problem = ModelTrials(kernels.path, cache_folder()).try_anew(model)
+    except OSError as error:
+        problem = f"the file cannot be read: {error.strerror}"
+    if not problem:
+        return [Check(name, passed=True, message="load it and decode")]
+    hint = "llama.cpp's own code computes this model; report this as a defect of specgen"
+    return [Check(name, passed=False, message=problem, hint=hint, error=BackendError.__name__)]
 
 
 def _models_on_disk() -> tuple[dict[str, Path], Check | None]:

@@ -58,10 +58,12 @@ def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Who computes in tests is who computes for users: specgen's kernels where they can be used, or
     what the user's own SPECGEN_KERNELS asks for. They have to be attached before any test loads a
     model. Returns the folder that has the result of their self-test."""
+    from specgen.backend.llama.kernels import ask_before_loading
     from specgen.kernels import choose_kernels, wanted_in
 
     folder = tmp_path_factory.mktemp("kernels")
     choose_kernels(wanted_in(_OWN_ENVIRONMENT), folder)
+    ask_before_loading(None)
     return folder
 
 
@@ -132,6 +134,8 @@ def _own_directories(_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("specgen.backend.llama.context_opening.default_threads", lambda: 1)
     # The kernels' self-test is made once: it takes a second.
     monkeypatch.setattr("specgen.kernels.choice.result_of", _remembered)
+    # Nor are the kernels tried on each of the tests' many models.
+    monkeypatch.setattr("specgen.kernels.choice._try_models", lambda _trials: None)
 
 
 @pytest.fixture

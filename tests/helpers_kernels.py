@@ -54,6 +54,9 @@ EXPORT void specgen_kernels_counts(uint64_t counts[4]) {
 #ifndef INCOMPLETE
 EXPORT void specgen_kernels_serve(void) {}
 EXPORT void specgen_kernels_enable(int products, int attention) {
+#ifdef PRODUCTS_DIE
+    if (products) abort();
+#endif
     enabled[0] = products;
     enabled[1] = attention;
 }

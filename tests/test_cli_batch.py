@@ -413,3 +413,42 @@ def test_calls_of_tools(specgen: Batch, models: Path, tmp_path: Path) -> None:
     refused = tmp_path / "refused.jsonl"
     assert specgen("batch", source, refused, draft="ngram").code != 0
     assert records(refused)["1"]["error"]["message"].startswith("tools: ")
+
+
+@pytest.fixture
+def one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models' architecture is one of those whose sequences llama.cpp cannot compute together."""
+    monkeypatch.setattr("specgen.backend.llama.model._ONE_SEQUENCE", frozenset({"llama"}))
+
+
+@pytest.mark.usefixtures("one_sequence")
+@pytest.mark.parametrize("draft", ["none", "draft"])
+def test_a_model_of_one_sequence_makes_one_answer_at_a_time(
+    specgen: Batch, tmp_path: Path, draft: str
+) -> None:
+    source = write(tmp_path / "in.jsonl", *PROMPTS)
+    out = tmp_path / "out.jsonl"
+    result = specgen("batch", source, out, "--parallel", "2", draft=draft)
+    assert result.code == 2
+    assert "target.gguf: llama.cpp computes several sequences of this architecture" in result.err
+    assert "--parallel 1" in result.err
+    result = specgen("batch", source, out, draft=draft)
+    assert result.code == 0
+    assert "(llama) wrong: answers are made one after the other" in result.err
+    assert "1 at once" in result.err
+    assert len(texts(out)) == len(PROMPTS)
+
+
+def test_a_draft_of_one_sequence_is_refused_for_several_answers(
+    specgen: Batch, tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specgen.backend.llama import LlamaModel
+
+    why = LlamaModel.why_one_sequence.fget  # type: ignore[attr-defined]
+    draft = property(lambda model: why(model) if model.name == "draft.gguf" else None)
+    monkeypatch.setattr("specgen.backend.llama.model._ONE_SEQUENCE", frozenset({"llama"}))
+    monkeypatch.setattr(LlamaModel, "why_one_sequence", draft)
+    source = write(tmp_path / "in.jsonl", *PROMPTS)
+    result = specgen("batch", source, tmp_path / "out.jsonl", "--parallel", "2")
+    assert result.code == 2
+    assert "error: draft.gguf: llama.cpp computes several sequences" in result.err

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from specgen.backend.llama import file_check
+from specgen.backend.llama import LlamaModel, file_check
 from specgen.backend.llama.checked_files import FILE_NAME, CheckedFiles
 from specgen.errors import ModelFileError
-from specgen.testing.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
 from tests.helpers_tiny import with_a_token_twice
 
 
@@ -48,6 +48,65 @@ def test_a_token_that_is_there_twice_is_refused(tmp_path: Path, folder: Path) ->
         with pytest.raises(ModelFileError, match=r"tokens \d+ and \d+ are both 'Ġthe'"):
             file_check.check_file(path)
     assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "metadata", "wrong"),
+    [
+        ("llama", {"llama.block_count": 0}, "llama.block_count is 0"),
+        ("llama", {"llama.block_count": 513}, "llama.block_count is 513"),
+        ("llama", {"llama.attention.layer_norm_rms_epsilon": -1.0}, "epsilon is -1"),
+        ("llama", {"llama.rope.freq_base": float("inf")}, "freq_base is inf"),
+        # llama.cpp would never finish the first batch.
+        ("llama", {"llama.rope.dimension_count": 0}, "rope.dimension_count is 0"),
+        ("lfm2", {"lfm2.rope.dimension_count": 0}, "rope.dimension_count is 0"),
+    ],
+)
+def test_metadata_that_llama_cpp_does_not_survive_is_refused(
+    tmp_path: Path,
+    architecture: Architecture,
+    metadata: dict[str, int | float | str],
+    wrong: str,
+) -> None:
+    config = TinyConfig(architecture=architecture)
+    path = write_tiny_model(tmp_path / "wrong.gguf", config, metadata=metadata)
+    with pytest.raises(ModelFileError, match=wrong):
+        file_check.check_file(path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "metadata"),
+    [
+        # Keys for parts and architectures that this model is not.
+        ("llama", {"llama.posnet.block_count": 0, "llama.convnext.block_count": 0}),
+        ("llama", {"bert.block_count": 0, "bert.attention.layer_norm_epsilon": -1.0}),
+        # llama.cpp's LLAMA_POOLING_TYPE_UNSPECIFIED, and none.
+        ("llama", {"llama.pooling_type": 0xFFFFFFFF}),
+        ("llama", {"llama.pooling_type": 0}),
+        # Nothing is rotated in these.
+        ("jamba", {"jamba.rope.dimension_count": 0}),
+        ("mamba2", {"mamba2.rope.dimension_count": 0}),
+    ],
+)
+def test_metadata_that_look_wrong_and_are_right_are_taken(
+    tmp_path: Path, architecture: Architecture, metadata: dict[str, int | float | str]
+) -> None:
+    config = TinyConfig(architecture=architecture)
+    path = write_tiny_model(tmp_path / "right.gguf", config, metadata=metadata)
+    LlamaModel(path).close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "hint"),
+    [("adapter", "a LoRA adapter", "merge"), ("mmproj", "images or sound", "belongs to")],
+)
+def test_a_file_that_is_a_part_of_a_model_is_called_that(
+    tmp_path: Path, kind: str, said: str, hint: str
+) -> None:
+    path = write_tiny_model(tmp_path / "part.gguf", TinyConfig(), metadata={"general.type": kind})
+    with pytest.raises(ModelFileError, match=said) as caught:
+        LlamaModel(path)
+    assert hint in (caught.value.hint or "")
 
 
 def test_a_file_is_read_once(model: Path, folder: Path, read: list[Path]) -> None:

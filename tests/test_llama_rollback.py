@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -564,3 +565,44 @@ def test_the_fake_shares_no_state() -> None:
         backend.copy(0, 1)
     with pytest.raises(BackendError, match="belongs to one"):
         backend.decode(Batch([1], [4], [(0, 1)], [False]))
+
+
+def test_a_deep_model_keeps_as_many_snapshots_as_its_graph_has_room_for(tmp_path: Path) -> None:
+    """llama.cpp ends the process if there are more."""
+    from tests.test_kernels import in_process
+
+    model = write_tiny_model(tmp_path / "model.gguf", TinyConfig(architecture="lfm2", n_layer=16))
+    program = """
+import json, sys
+from pathlib import Path
+from specgen.backend.base import Batch
+from specgen.backend.llama import LlamaBackend, LlamaModel
+from specgen.options import ContextOptions
+
+model = LlamaModel(Path(sys.argv[1]))
+options = ContextOptions(n_threads=1)
+wide, narrow = (
+    LlamaBackend(model, options, n_ctx=256, clock=lambda: 0.0, n_outputs=n) for n in (40, 4)
+)
+
+def decode(backend, tokens, start):
+    batch = Batch()
+    for place, token in enumerate(tokens, start):
+        batch.add(token, place, (0,), True)
+    return backend.decode(batch)
+
+text = list(range(10, 20))
+for n_rows in (1, 5, 30):
+    decode(wide, text, 0)
+    decode(wide, range(30, 30 + n_rows), len(text))
+    wide.remove(0, len(text))
+    after = decode(wide, [99], len(text))[0].copy()
+    wide.remove(0)
+    for start in range(0, len(text), 2):
+        decode(narrow, text[start:start + 2], start)
+    expected = decode(narrow, [99], len(text))[0]
+    assert abs(after - expected).max() < 1e-3 * abs(expected).max()
+    narrow.remove(0)
+print(json.dumps(wide.rollback))
+"""
+    assert in_process(program, str(model)) == "snapshots"

@@ -15,6 +15,7 @@ from llama_cpp.llama_speculative import LlamaDraftModel
 
 from specgen.adapters.draft_rounds import DraftRounds
 from specgen.backend.llama.file_check import remember_checks
+from specgen.backend.llama.kernels import support_for
 from specgen.catalogue import cache_folder, human_bytes
 from specgen.core.tally import Tally
 from specgen.errors import UsageError
@@ -80,6 +81,9 @@ class SpecgenDraft(LlamaDraftModel):
         sources = find_models(staged(str(target), [str(each) for each in drafts], None), quiet=True)
         remember_checks(cache_folder())
         choose_kernels(kernels, cache_folder())
+        if problem := support_for(sources.target).problem:  # the Llama of the target is not ours
+            choose_kernels("llama.cpp", cache_folder())
+            note(f"not using specgen's kernels: in a trial of {sources.target.name} {problem}")
         options = session_options(
             sources,
             SamplerOptions(),

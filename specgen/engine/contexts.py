@@ -78,6 +78,7 @@ class SessionContexts:
         self, n_ctx: int, *, drafts: bool, n_parts: int
     ) -> Iterator[tuple[LlamaBackend, LlamaBackend | None]]:
         """Open contexts as `Session.contexts` describes."""
+        self.target.check_parallel(n_parts)
         with contextlib.ExitStack() as stack:
             target = LlamaBackend(
                 self.target,

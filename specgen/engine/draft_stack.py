@@ -129,6 +129,16 @@ class DraftStack:
             return f"what {draft.model.name} drafts is translated, a chain at a time"
         return f"{draft.model.name} has a draft of its own, which drafts chains"
 
+    @property
+    def why_one_sequence(self) -> str | None:
+        """Why one of the models, or the target, cannot decode several sequences at once; None if all can."""
+        models = [self._target]
+        draft: DraftModel | str | None = self.model
+        while isinstance(draft, DraftModel):
+            models.append(draft.model)
+            draft = draft.helper
+        return next((why for model in models if (why := model.why_one_sequence)), None)
+
     @contextlib.contextmanager
     def contexts(
         self,
@@ -162,6 +172,7 @@ class DraftStack:
         fit, the draft sees the latest part of it."""
         if draft.has_own_vocabulary:  # it may need more tokens for the same text
             n_ctx = -(-n_ctx * 3 // 2 // CONTEXT_STEP) * CONTEXT_STEP
+        draft.model.check_parallel(n_parts)
         n_train = draft.model.n_ctx_train
         n_ctx = min(n_ctx, n_train) if n_train > 0 else n_ctx
         n_outputs = 1 if draft.helper is None else 1 + LONGEST_GUESS

@@ -47,11 +47,15 @@ def largest_engine(
     learn_alone: bool = False,
 ) -> Engine:
     """Return an engine for up to `n_parallel` answers of `n_ctx` tokens each. Unless the number
-    `is_fixed`, it is halved until the contexts fit into memory. `interrupted` and `learn_alone` are the
-    engine's. Raises `MemoryLimitError`."""
+    `is_fixed`, it is halved until the contexts fit into memory, and 1 for models that cannot make several
+    answers at once, with a notice. `interrupted` and `learn_alone` are the engine's. Raises
+    `MemoryLimitError`, `UsageError` if a fixed number is not possible."""
+    notice = None
+    if not is_fixed and n_parallel > 1 and (why := session.why_one_sequence):
+        n_parallel, notice = 1, f"{why}: answers are made one after the other"
     while True:
         try:
-            return Engine(
+            engine = Engine(
                 session,
                 n_parallel=n_parallel,
                 n_ctx=n_ctx,
@@ -61,4 +65,8 @@ def largest_engine(
         except MemoryLimitError:
             if is_fixed or n_parallel == 1:
                 raise
-        n_parallel //= 2
+            n_parallel //= 2
+            continue
+        if notice is not None:
+            engine.tell(notice)
+        return engine

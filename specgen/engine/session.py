@@ -195,6 +195,11 @@ class Session:
         return self._drafts.why_chains
 
     @property
+    def why_one_sequence(self) -> str | None:
+        """Why only one answer can be made at a time; None if several can."""
+        return self._drafts.why_one_sequence
+
+    @property
     def draft_source(self) -> DraftSource:
         return self._drafts.source
 

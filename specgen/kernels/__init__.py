@@ -3,7 +3,8 @@
 The kernels are a C++ library (`kernels/` in the source). It is compiled when specgen is installed, if
 there is a compiler and the kernels support the platform. The library is attached to llama.cpp for the
 whole process, before the first model is loaded, and only if it passed its self-test. A separate process
-runs this test (`specgen.kernels.self_test`), once on each machine.
+runs this test (`specgen.kernels.self_test`), once on each machine. Before a model is loaded, another
+process tries the kernels on it (`specgen.kernels.model_trial`), once for each model.
 """
 
 from specgen.kernels.choice import (
@@ -14,10 +15,12 @@ from specgen.kernels.choice import (
     library_path,
     wanted_in,
 )
+from specgen.kernels.model_support import ModelTrials
 
 __all__ = [
     "VARIABLE",
     "KernelStatus",
+    "ModelTrials",
     "choose_kernels",
     "examine_kernels",
     "library_path",

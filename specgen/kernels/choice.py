@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from specgen.errors import BackendError, UsageError
+from specgen.kernels.model_support import TRIAL_COMMAND, ModelTrials
 from specgen.kernels.test_results import CHILD_COMMAND, TestResult, result_of
 from specgen.options import KernelChoice
 
@@ -69,7 +70,11 @@ def wanted_in(environment: Mapping[str, str]) -> KernelChoice:
 
 
 def choose_kernels(
-    wanted: KernelChoice, cache: Path, *, child: Sequence[str] = CHILD_COMMAND
+    wanted: KernelChoice,
+    cache: Path,
+    *,
+    child: Sequence[str] = CHILD_COMMAND,
+    trial: Sequence[str] = TRIAL_COMMAND,
 ) -> KernelStatus:
     """Choose specgen's or llama.cpp's kernels for the models that this process loads from now on. Call
     this before the first model is loaded.
@@ -77,6 +82,9 @@ def choose_kernels(
     ``auto`` takes specgen's kernels if they pass their self-test. The result of the test is kept in
     `cache`; `child` is the command that runs it. Raise `UsageError` if specgen's kernels are required
     and cannot be used.
+
+    Each model is tried with them in a child process (`trial`) before it is loaded; see `ModelTrials`. What they
+    cannot compute, llama.cpp's own code computes, unless they are required.
     """
     if wanted == "llama.cpp":
         _switch_off()
@@ -84,6 +92,8 @@ def choose_kernels(
     status = _attached() or examine_kernels(cache, child=child)
     if status.computes == "specgen":
         status = _attach(status)
+        if status.path is not None:
+            _try_models(ModelTrials(status.path, cache, required=wanted == "specgen", child=trial))
     else:
         _switch_off()
     if wanted == "specgen" and status.computes != "specgen":
@@ -143,6 +153,12 @@ def _attach(status: KernelStatus) -> KernelStatus:
     except BackendError as error:  # the child process attached them, but this process may fail to
         return KernelStatus("llama.cpp", reason=error.message, hint=_LEAVE, path=status.path)
     return KernelStatus("specgen", attached.instructions, path=status.path)
+
+
+def _try_models(trials: ModelTrials) -> None:
+    from specgen.backend.llama import kernels
+
+    kernels.ask_before_loading(trials.support_for)
 
 
 def _switch_off() -> None:

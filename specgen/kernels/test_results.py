@@ -54,7 +54,7 @@ def result_of(
 ) -> TestResult:
     """Return the result of testing a library here: the remembered one if there is one, unless `anew`, else
     that of a new test. If the cache cannot be written, nothing is remembered."""
-    file, key = cache / FILE_NAME, _key(_circumstances(library))
+    file, key = cache / FILE_NAME, key_of(circumstances(library))
     known = None if anew else _parse(_read(file).get(key))
     if known is not None:
         return known
@@ -84,7 +84,7 @@ def run_test(
     return answer or TestResult("failed", "it gave no answer")
 
 
-def _circumstances(library: Path) -> dict[str, str]:
+def circumstances(library: Path) -> dict[str, str]:
     """Return everything that the result of a test depends on. This loads llama.cpp."""
     from specgen.backend.llama import build
     from specgen.backend.llama.kernels import ggml_version
@@ -109,8 +109,9 @@ def _cpu() -> str:
     return "\n".join(lines.get(name, "") for name in ("model name", "microcode", "flags"))
 
 
-def _key(circumstances: Mapping[str, str]) -> str:
-    text = json.dumps(circumstances, sort_keys=True)
+def key_of(about: Mapping[str, str]) -> str:
+    """Return the key of results in these circumstances."""
+    text = json.dumps(about, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -134,4 +135,4 @@ def _parse(value: Any) -> TestResult | None:
     return TestResult(value["outcome"], *texts)
 
 
-__all__ = ["CHILD_COMMAND", "TestResult", "result_of", "run_test"]
+__all__ = ["CHILD_COMMAND", "TestResult", "circumstances", "key_of", "result_of", "run_test"]

@@ -125,6 +125,7 @@ class SessionOpener:
         self._details = details
         self._loading = loading
         self._memory = open_memory()
+        self._noted: set[Path] = set()
 
     @property
     def draft(self) -> DraftSource | None:
@@ -156,7 +157,19 @@ class SessionOpener:
         if taken is not None:
             for note in (*(taken.measured if self._details else ()), taken.note):
                 self._note(note)
+        self._note_kernels(session)
         return session
+
+    def _note_kernels(self, session: Session) -> None:
+        """Say once of each model that specgen's kernels cannot compute it."""
+        for model in (session.target_model, session.draft_model):
+            if model is None or not model.kernel_problem or model.path in self._noted:
+                continue
+            self._noted.add(model.path)
+            self._note(
+                f"{model.name}: llama.cpp's own code computes this model, since specgen's kernels failed in a "
+                f"trial ({model.kernel_problem}); please report this (`specgen doctor -m` tries again)"
+            )
 
 
 def open_memory() -> Memory:

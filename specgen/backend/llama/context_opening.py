@@ -18,6 +18,8 @@ from specgen.options import ContextOptions
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 #: The memory that a context needs beside its cache: graph, scratch, one batch of activations.
 _CONTEXT_OVERHEAD_BYTES = 100 * 2**20
+#: Architectures with snapshots whose graphs have no room for any number of them.
+_SMALL_GRAPHS = frozenset({"lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ def open_context(
     is_guarded = model.n_window > 0 and size.n_sequences > 1
     guarded = range(0, size.n_sequences, size.n_branches) if is_guarded else range(0)
     # llama.cpp aborts if the number of snapshots, plus one, reaches the number of rows in a batch.
-    n_snapshots = min(n_rollback, size.n_rows - 2)
+    n_snapshots = min(n_rollback, size.n_rows - 2, _most_snapshots(model))
     if model.has_recurrent_state and n_snapshots > 0:
         n_sequences = size.n_sequences + len(guarded)
         needed = _needed_bytes(model, options, size, n_sequences * (1 + n_snapshots))
@@ -102,6 +104,14 @@ def open_context(
             hint="use a smaller --ctx-size",
         )
     return OpenContext(handle, 0, dict(zip(guarded, range(first_guard, n_sequences), strict=True)))
+
+
+def _most_snapshots(model: LlamaModel) -> int:
+    """Return how many snapshots fit into llama.cpp's graph: it aborts if there are more. A graph has room for 8
+    operators for each tensor, 1024 at least. A layer needs some 70, and 3 for each snapshot."""
+    if model.metadata("general.architecture") not in _SMALL_GRAPHS:
+        return 2**31
+    return max(8, (1024 // max(1, model.n_layer) - 70) // 3)
 
 
 def _make(

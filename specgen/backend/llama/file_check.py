@@ -6,19 +6,46 @@ from __future__ import annotations
 import ctypes
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from specgen.backend.llama.checked_files import CheckedFiles
-from specgen.backend.llama.library import forget_log, ggml_function
+from specgen.backend.llama.library import forget_log, ggml_function, llama_cpp
 from specgen.errors import ModelFileError
 
 _GGUF_MAGIC = b"GGUF"
 #: Types of values in gguf.h.
 _UINT32, _INT32, _FLOAT32, _STRING, _ARRAY = 4, 5, 6, 8, 9
 _TOKENS = "tokenizer.ggml.tokens"
-#: llama.cpp's LLAMA_MAX_LAYERS.
-_MOST_LAYERS = 512
+_ARCHITECTURE, _TYPE = "general.architecture", "general.type"
+#: Types of files that are not models, and what to do with each.
+_NO_MODELS = {
+    "adapter": (
+        "a LoRA adapter, not a model",
+        "merge it into its model with llama.cpp's llama-export-lora, and give the merged file",
+    ),
+    "mmproj": (
+        "an encoder of images or sound (mmproj), not a model",
+        "give the model that it belongs to",
+    ),
+}
+#: Keys of values that are neither negative nor infinite.
+_FINITE = (
+    "attention.layer_norm_epsilon",
+    "attention.layer_norm_rms_epsilon",
+    "attention.group_norm_epsilon",
+    "hyper_connection.epsilon",
+    "rope.freq_base",
+    "rope.freq_base_swa",
+    "rope.scaling.factor",
+)
+#: Keys of numbers of rotated dimensions.
+_ROTATED = ("rope.dimension_count", "rope.dimension_count_swa")
+#: llama.cpp's LLAMA_ROPE_TYPE_NONE.
+_NO_ROTATION = -1
+#: The key of the number of layers, and llama.cpp's LLAMA_MAX_LAYERS.
+_LAYERS, _MOST_LAYERS = "block_count", 512
 _AGAIN = "fetch or convert the model again"
 #: The most bytes of a token that a message shows.
 _SHOWN = 60
@@ -90,18 +117,26 @@ def _check_metadata(path: Path) -> None:
         _INT32: ggml_function("gguf_get_val_i32", ctypes.c_int32, pointer, key),
         _FLOAT32: ggml_function("gguf_get_val_f32", ctypes.c_float, pointer, key),
     }
+    text = ggml_function("gguf_get_val_str", ctypes.c_char_p, pointer, key)
     forget_log()
     metadata = read(os.fsencode(path), _InitParameters(no_alloc=True, context=None))
     if not metadata:  # llama.cpp says why when it loads the file
         return
     try:
+        values: dict[str, float] = {}
+        texts: dict[str, str] = {}
         for number in range(n_keys(metadata)):
             value_of = readers.get(kind(metadata, number))
             name = (key_name(metadata, number) or b"").decode("utf-8", "replace")
             if value_of is not None:
-                _check_value(path, name, value_of(metadata, number))
+                values[name] = value_of(metadata, number)
+            elif name in (_ARCHITECTURE, _TYPE) and kind(metadata, number) == _STRING:
+                texts[name] = text(metadata, number).decode("utf-8", "replace")
             elif name == _TOKENS and kind(metadata, number) == _ARRAY:
                 _check_tokens(path, metadata, number)
+        if (found := _NO_MODELS.get(texts.get(_TYPE, ""))) is not None:
+            raise ModelFileError(f"{path}: {found[0]}", hint=found[1])
+        _check_values(path, texts.get(_ARCHITECTURE, ""), values)
     finally:
         free(metadata)
     _checked.add(path)
@@ -126,16 +161,36 @@ def _check_tokens(path: Path, metadata: int, number: int) -> None:
             )
 
 
-def _check_value(path: Path, name: str, value: float) -> None:
-    is_wrong = False
-    if name.endswith(".block_count"):
-        is_wrong = not 1 <= value <= _MOST_LAYERS
-    elif name.endswith(("epsilon", ".rope.freq_base", ".rope.scaling.factor")):
-        is_wrong = not 0.0 <= value < float("inf")
-    elif name.endswith(".rope.dimension_count"):
-        is_wrong = value < 1  # llama.cpp would never finish its first batch
-    if is_wrong:
-        raise ModelFileError(f"{path}: damaged: {name} is {value:g}", hint=_AGAIN)
+def _check_values(path: Path, architecture: str, values: Mapping[str, float]) -> None:
+    """Raise `ModelFileError` if a value of the file's own architecture is wrong. (A file may have keys of other
+    architectures, or for a part of a model, which llama.cpp does not read.)"""
+    for key in (_LAYERS, *_FINITE, *_ROTATED):
+        name = f"{architecture}.{key}"
+        if (value := values.get(name)) is None:
+            continue
+        if key == _LAYERS:
+            is_wrong = not 1 <= value <= _MOST_LAYERS
+        elif key in _FINITE:
+            is_wrong = not 0.0 <= value < float("inf")
+        else:
+            is_wrong = value < 1 and _rotates(path)
+        if is_wrong:
+            raise ModelFileError(f"{path}: damaged: {name} is {value:g}", hint=_AGAIN)
+
+
+def _rotates(path: Path) -> bool:
+    """Return whether llama.cpp rotates anything in models of this architecture. If it rotates 0 dimensions, it
+    never finishes its first batch."""
+    params = llama_cpp.llama_model_default_params()
+    params.vocab_only = True
+    forget_log()
+    model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
+    if not model:  # llama.cpp says why when it loads the file
+        return False
+    try:
+        return int(llama_cpp.llama_model_rope_type(model)) != _NO_ROTATION
+    finally:
+        llama_cpp.llama_model_free(model)
 
 
 __all__ = ["check_file", "remember_checks"]

@@ -9,8 +9,10 @@ off for models that are loaded later.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,18 @@ class KernelCounts:
     n_attentions_left: int
 
 
+@dataclass(frozen=True, slots=True)
+class KernelSupport:
+    """Which of the kernels can compute a model."""
+
+    products: bool = True
+    attention: bool = True
+    #: Why not all of them can, as the rest of a sentence: "they died of SIGSEGV ..."; empty if they can.
+    problem: str = ""
+    #: Whether llama.cpp's own code can compute the model in a process with the kernels attached.
+    usable: bool = True
+
+
 class Kernels:
     """The library of kernels that this process attached to GGML; see `attach`."""
 
@@ -52,6 +66,8 @@ class Kernels:
         #: Their instruction set: ``avx2``, ``avx-vnni``, ``avx512-vnni`` or ``amx-int8``.
         self.instructions = _text(library.specgen_kernels_instructions())
         self._enabled = (True, True)
+        #: Whether a model of this process cannot have the kernels' attention, which is the same for all.
+        self.lacks_attention = False
 
     @property
     def computes_products(self) -> bool:
@@ -64,7 +80,8 @@ class Kernels:
 
     def enable(self, *, products: bool, attention: bool) -> None:
         """Switch the kernels on or off. `products` applies to models that are loaded from now on,
-        `attention` to all computation from now on."""
+        `attention` to all computation from now on, unless a model excluded it."""
+        attention = attention and not self.lacks_attention
         self._library.specgen_kernels_enable(int(products), int(attention))
         self._enabled = (products, attention)
 
@@ -80,6 +97,7 @@ class Kernels:
 
 
 _attached: Kernels | None = None
+_support_of: Callable[[Path], KernelSupport] | None = None
 
 
 def attach(path: Path) -> Kernels:
@@ -130,6 +148,41 @@ def computing() -> str:
     return f"specgen {_attached.instructions}"
 
 
+def ask_before_loading(support_of: Callable[[Path], KernelSupport] | None) -> None:
+    """From now on ask `support_of`, before a model file is loaded, which kernels can compute it. None: all
+    can."""
+    global _support_of  # noqa: PLW0603 - like the attached library, it holds for the process
+    _support_of = support_of
+
+
+def support_for(file: Path) -> KernelSupport:
+    """Return which of the kernels in use can compute a model file."""
+    if _attached is None or not _attached.computes_products or _support_of is None:
+        return KernelSupport()
+    return _support_of(file)
+
+
+@contextlib.contextmanager
+def loading_with(support: KernelSupport) -> Iterator[None]:
+    """Load a model within this context: kernels that cannot compute it are off. Attention, which is not
+    chosen by model, stays off."""
+    kernels = _attached
+    if kernels is None or not support.problem:
+        yield
+        return
+    kernels.lacks_attention |= not support.attention
+    kernels.enable(products=support.products, attention=kernels.computes_attention)
+    try:
+        yield
+    finally:
+        kernels.enable(products=True, attention=kernels.computes_attention)
+
+
+def lacks_attention() -> bool:
+    """Whether the kernels of this process leave attention to llama.cpp because of a model."""
+    return _attached is not None and _attached.lacks_attention
+
+
 def ggml_version() -> str:
     """Return the version of the GGML that llama.cpp is linked to; empty if it does not report one."""
     try:
@@ -159,9 +212,14 @@ __all__ = [
     "LLAMA_CPP",
     "WORKERS",
     "KernelCounts",
+    "KernelSupport",
     "Kernels",
+    "ask_before_loading",
     "attach",
     "attached",
     "computing",
     "ggml_version",
+    "lacks_attention",
+    "loading_with",
+    "support_for",
 ]

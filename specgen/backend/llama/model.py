@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from specgen.backend.llama.file_check import check_file
-from specgen.backend.llama.kernels import LLAMA_CPP, WORKERS, computing
+from specgen.backend.llama.kernels import LLAMA_CPP, WORKERS, lacks_attention
 from specgen.backend.llama.library import llama_cpp
 from specgen.backend.llama.vocabulary import LlamaVocabulary
 from specgen.backend.llama.weights import lease_weights
-from specgen.errors import BackendError, ModelFileError
+from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.options import CacheType, Workers
 
 #: GGML's number of each KV cache type, and its bytes per value.
@@ -27,6 +27,11 @@ CACHE_TYPES: dict[CacheType, tuple[int, float]] = {
     "iq4_nl": (20, 18 / 32),
     "bf16": (30, 2.0),
 }
+#: Architectures with which llama.cpp computes a batch of several sequences wrong: it stores the state of one sequence
+#: in another one's cells (``plamo2``, which also ends the process then), or takes it from another one's row.
+_ONE_SEQUENCE = frozenset({"arwkv7", "plamo2", "rwkv6qwen2"})
+#: llama.cpp's LLAMA_POOLING_TYPE_UNSPECIFIED, as metadata give it.
+_UNSPECIFIED = ("-1", "4294967295")
 
 
 class LlamaModel:
@@ -51,16 +56,14 @@ class LlamaModel:
         file = path if weights is None else weights
         check_file(file)
         self.path = path
-        #: The kernels that compute on the CPU, as `computing` names them; `WORKERS` if workers compute.
-        self.kernels = computing() if workers is None else WORKERS
         self._is_closed = False
         self._weights = lease_weights(
             file, n_gpu_layers, vocabulary_only=vocabulary_only, workers=workers
         )
+        #: The kernels that compute on the CPU, as `computing` names them; `WORKERS` if workers compute.
+        self.kernels = self._weights.kernels if workers is None else WORKERS
         try:
-            self._check_generates()
-            if self.vocabulary.kind == 0:
-                raise ModelFileError(f"{path}: the model has no vocabulary")
+            self._check_usable()
         except ModelFileError:
             self.close()
             raise
@@ -73,7 +76,12 @@ class LlamaModel:
     def has_equal_rows(self) -> bool:
         """Whether specgen's kernels compute on the CPU. A row then has the same bits in any batch, and
         after a prompt that was read in any pieces."""
-        return self.kernels not in (LLAMA_CPP, WORKERS)
+        return self.kernels not in (LLAMA_CPP, WORKERS) and not lacks_attention()
+
+    @property
+    def kernel_problem(self) -> str:
+        """Why specgen's kernels do not compute this model although they compute others; empty if they do."""
+        return self._weights.kernel_problem
 
     @property
     def is_remote(self) -> bool:
@@ -125,6 +133,19 @@ class LlamaModel:
             llama_cpp.llama_model_is_recurrent(self.handle)
             or llama_cpp.llama_model_is_hybrid(self.handle)
         )
+
+    @property
+    def why_one_sequence(self) -> str | None:
+        """Why several sequences cannot be decoded at once; None if they can."""
+        architecture = self.metadata("general.architecture")
+        if architecture not in _ONE_SEQUENCE:
+            return None
+        return f"{self.name}: llama.cpp computes several sequences of this architecture ({architecture}) wrong"
+
+    def check_parallel(self, n_answers: int) -> None:
+        """Raise `UsageError` if the model cannot make so many answers at once."""
+        if n_answers > 1 and (why := self.why_one_sequence):
+            raise UsageError(why, hint="make one answer at a time: --parallel 1")
 
     @property
     def n_window(self) -> int:
@@ -217,9 +238,11 @@ class LlamaModel:
         """Release the weights for a context that was freed."""
         self._weights.release()
 
-    def _check_generates(self) -> None:
+    def _check_usable(self) -> None:
+        """Raise `ModelFileError` if the model does not generate text."""
         architecture = self.metadata("general.architecture") or "unknown"
         pooling = self.metadata(f"{architecture}.pooling_type") or "0"
+        is_pooled = pooling not in ("0", *_UNSPECIFIED)
         causal = self.metadata(f"{architecture}.attention.causal") or "true"
         if llama_cpp.llama_model_has_encoder(self.handle):
             what = "an encoder-decoder or encoder-only model"
@@ -227,8 +250,10 @@ class LlamaModel:
             what = "a diffusion model"
         elif not llama_cpp.llama_model_has_decoder(self.handle):
             what = "a model without a decoder"
-        elif pooling != "0" or causal == "false":
+        elif is_pooled or causal == "false":
             what = "an embedding model"
+        elif self.vocabulary.kind == 0:
+            raise ModelFileError(f"{self.path}: the model has no vocabulary")
         else:
             return
         raise ModelFileError(

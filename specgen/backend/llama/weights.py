@@ -12,7 +12,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeAlias
 
-from specgen.backend.llama.kernels import computing
+from specgen.backend.llama.kernels import (
+    LLAMA_CPP,
+    KernelSupport,
+    computing,
+    loading_with,
+    support_for,
+)
 from specgen.backend.llama.library import forget_log, last_error, llama_cpp
 from specgen.backend.llama.remote_calls import RemoteCalls
 from specgen.backend.llama.rpc import remote_devices, spread
@@ -35,13 +41,22 @@ class LoadedWeights:
     """The native model of a file. `lease_weights` makes it. It counts its users, and is freed when the
     last one releases it."""
 
-    def __init__(self, key: _Key, handle: Any, remote: RemoteCalls | None = None) -> None:
+    def __init__(
+        self, key: _Key, handle: Any, kernel_problem: str, remote: RemoteCalls | None = None
+    ) -> None:
         self._key = key
         self._n_users = 1
+        #: Why specgen's kernels do not compute this model although they compute others; empty if they do.
+        self.kernel_problem = kernel_problem
         #: llama.cpp's pointer.
         self.handle = handle
         #: Makes the calls that may wait for workers; None if this machine has all layers.
         self.remote = remote
+
+    @property
+    def kernels(self) -> str:
+        """The kernels that the weights were loaded for, as `computing` names them."""
+        return self._key[5]
 
     @cached_property
     def vocabulary(self) -> LlamaVocabulary:
@@ -83,13 +98,14 @@ def lease_weights(
     `ModelFileError` if llama.cpp cannot load the file, `MemoryLimitError` if there is not enough memory,
     `OSError` if the file is gone, `WorkerLostError` if a worker does not answer."""
     about = file.stat()
+    support = KernelSupport() if vocabulary_only else support_for(file)
     key = (
         about.st_dev,
         about.st_ino,
         about.st_size,
         about.st_mtime_ns,
         n_gpu_layers,
-        computing(),
+        computing() if support.products else LLAMA_CPP,
         vocabulary_only,
         workers,
     )
@@ -103,12 +119,13 @@ def lease_weights(
     forget_log()
     remote: RemoteCalls | None = None
     if workers is None or vocabulary_only:
-        with _interrupt_between_tensors(params):
+        with loading_with(support), _interrupt_between_tensors(params):
             handle = llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
     else:
         _check_workers(workers, file, about.st_size)
         remote = RemoteCalls(workers.endpoints, workers.timeout_s)
-        handle = _load_onto(workers, remote, file, params)
+        with loading_with(support):
+            handle = _load_onto(workers, remote, file, params)
     if not handle:
         if remote is not None:
             remote.close()
@@ -123,7 +140,7 @@ def lease_weights(
             hint="if the download was cut short, fetch the file again; if the model is "
             "newer than this llama.cpp, upgrade specgen",
         )
-    weights = _loaded[key] = LoadedWeights(key, handle, remote)
+    weights = _loaded[key] = LoadedWeights(key, handle, support.problem, remote)
     return weights
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,20 +44,31 @@ _ROTATING = ("llama", "qwen2", "qwen3", "gemma3", "lfm2", "qwen35")
 
 
 def write_tiny_model(
-    path: str | os.PathLike[str], config: TinyConfig, *, keep_fraction: float = 1.0
+    path: str | os.PathLike[str],
+    config: TinyConfig,
+    *,
+    keep_fraction: float = 1.0,
+    metadata: Mapping[str, int | float | str] | None = None,
 ) -> Path:
     """Write the model to `path` and return it; a file of that name is replaced.
 
-    With `keep_fraction` under 1 only that share of the file is left, as by a broken download.
+    `metadata` is written in addition, as u32, f32 or text. With `keep_fraction` under 1 only that share of the file is left, as by a broken download.
     Raises ValueError for a configuration that no model can have.
     """
-    from gguf import GGUFWriter
+    from gguf import GGUFValueType, GGUFWriter
 
     check(config)
+    value_types = {
+        int: GGUFValueType.UINT32,
+        float: GGUFValueType.FLOAT32,
+        str: GGUFValueType.STRING,
+    }
     target = Path(path)
     vocabulary = tiny_vocabulary(config)
     writer = GGUFWriter(target, config.architecture)
     _add_metadata(writer, config, vocabulary)
+    for key, value in (metadata or {}).items():
+        writer.add_key_value(key, value, value_types[type(value)])
     for name, weights in tensors(config, vocabulary).items():
         _add_tensor(writer, config, name, weights)
     writer.write_header_to_file()
