@@ -30,8 +30,6 @@ KERNELS := hatch_build.py scripts/build_kernels.py $(wildcard kernels/*.cpp kern
 
 export PROMPT
 
-ARCHITECTURES_ARGS ?=
-
 .PHONY: help run peers rpc test architectures quick check lint format format-check types fuzz soak docs docs-check install clean FORCE
 
 help: ## List the targets
@@ -47,7 +45,7 @@ run: $(VENV)/.installed ## Answer PROMPT with the default pair of models, fetche
 test: $(VENV)/.installed-dev ## Run the test suite
 	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
-# Their makers need llama.cpp's source (77 MB) and write 1.4 GB, once.
+# What makes the models needs llama.cpp's source (77 MB), and writes 1.4 GB, once.
 architectures: $(VENV)/.installed-dev ## Check models of all architectures that llama.cpp runs (ARCHITECTURES_ARGS="--only lfm2 gpt-oss-moe")
 	@$(BIN)/python -m scripts.build_architectures $(VENV)/architectures
 	OMP_WAIT_POLICY=passive $(BIN)/python -m tests.architectures.run $(VENV)/architectures $(ARCHITECTURES_ARGS)

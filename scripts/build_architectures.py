@@ -42,7 +42,9 @@ TIMEOUT_S = 120
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Write models of all of llama.cpp's architectures.")
+    parser = argparse.ArgumentParser(
+        description="Write models of all of llama.cpp's architectures."
+    )
     parser.add_argument("folder", type=Path, help="where to")
     parser.add_argument(
         "--source", type=Path, help="an unpacked llama-cpp-python of the installed version"

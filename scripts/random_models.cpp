@@ -167,6 +167,9 @@ static void quantize(const char * from, const char * to) {
     llama_model_quantize_params params = llama_model_quantize_default_params();
     params.ftype = LLAMA_FTYPE_MOSTLY_Q4_K_M;
     params.nthread = 1;
+    // llama.cpp would quantise these, by which it then cannot multiply.
+    const llama_model_tensor_override exact[] = { { "ple_norm", GGML_TYPE_F32 }, { nullptr, GGML_TYPE_COUNT } };
+    params.tt_overrides = exact;
     if (llama_model_quantize(from, to, &params) != 0) {
         throw std::runtime_error("it cannot be quantised");
     }

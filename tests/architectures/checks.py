@@ -39,7 +39,8 @@ PROMPT = "".join(map(chr, range(32, 127))) + " the cat is in the else for with t
 PROMPTS = (PROMPT, "the cat is in the house of the", "a", PROMPT[20:70])
 BATCHES = (2, 3, 8, 16, 33)
 N_TOKENS = 20
-N_THREADS = 2
+#: Threads for texts, and for comparing rows: each computes a part of every row.
+N_THREADS, N_THREADS_ROWS = 1, 2
 #: Cells of the contexts of backends; of a full context.
 N_CTX, N_CTX_FULL = 256, 160
 
@@ -207,7 +208,7 @@ Opener: TypeAlias = Callable[[int], LlamaBackend]
 
 
 @contextmanager
-def _backends(subject: Subject) -> Iterator[Opener]:
+def _backends(subject: Subject, n_threads: int = N_THREADS) -> Iterator[Opener]:
     """Opens backends with so many sequences."""
     opened: list[LlamaBackend] = []
     loaded = LlamaModel(subject.path)
@@ -216,7 +217,7 @@ def _backends(subject: Subject) -> Iterator[Opener]:
         opened.append(
             LlamaBackend(
                 loaded,
-                ContextOptions(n_threads=N_THREADS),
+                ContextOptions(n_threads=n_threads),
                 n_ctx=N_CTX,
                 clock=time.perf_counter,
                 n_sequences=n_sequences,
@@ -277,7 +278,7 @@ def _movements(ours: Logits, theirs: Logits) -> float:
 def rows(subject: Subject) -> str:
     """Batch-invariance: a row has the same bits in batches of all sizes, and behind a prompt that
     was read in one piece. llama.cpp's own code does not promise it."""
-    with _backends(subject) as opened:
+    with _backends(subject, N_THREADS_ROWS) as opened:
         moved = _moved(opened(1))
     told = ", ".join(f"{how}: {by:.2g}" for how, by in moved.items())
     _require(not (subject.kernels and moved), told)

@@ -49,12 +49,8 @@ EXCEPTIONS: tuple[KnownException, ...] = (
     KnownException(("t5", "t5encoder"), ("load",), "an encoder, or with one"),
     KnownException(("dream", "llada", "llada-moe-moe", "rnd1-moe"), ("load",), "a diffusion model"),
     KnownException(("wavtokenizer-dec",), ("load",), "a decoder of sounds"),
-    KnownException(("plm",), ("load",), "llama.cpp aborts: the shape of its values (ggml_set_rows)"),
     KnownException(
-        ("qwen4exp-moe",),
-        ("load",),
-        "llama.cpp quantises `ple_norm_*.weight`, by which it cannot multiply",
-        kinds=("q4_k",),
+        ("plm",), ("load",), "llama.cpp aborts: the shape of its values (ggml_set_rows)"
     ),
     KnownException(("glm5-next-moe",), ("load",), "refused: rope.dimension_count is 0"),
 )

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +165,7 @@ def _cause(code: int, said: str) -> str:
 def unexpected(results: Iterable[Result]) -> Iterator[str]:
     """The checks that failed and are no known exceptions."""
     for result in results:
-        if not result.ok and not exception_for(
-            result.name, result.kind, result.by, result.check
-        ):
+        if not result.ok and not exception_for(result.name, result.kind, result.by, result.check):
             yield (
                 f"{result.name}, {result.kind}, computed by {result.by}: {result.check} fails: "
                 f"{result.detail}"
@@ -194,10 +192,20 @@ def _summary(results: Sequence[Result]) -> str:
 
 
 def keep(path: Path, version: str, results: Sequence[Result]) -> None:
-    """Write the results down, a line each."""
-    lines = [json.dumps({k: v for k, v in asdict(r).items() if v is not None}) for r in results]
-    head = json.dumps({"llama-cpp-python": version})
-    path.write_text("\n".join([head, *lines]) + "\n", encoding="utf-8")
+    """Write the results down, for scripts/models_page.py: a line for each file and who computed."""
+    lines = [json.dumps({"llama-cpp-python": version})]
+    for (name, kind, by), each in itertools.groupby(results, lambda r: (r.name, r.kind, r.by)):
+        found = list(each)
+        line = {
+            "name": name,
+            "type": kind,
+            "by": by,
+            "can_branch": any(result.can_branch for result in found),
+            "passed": [result.check for result in found if result.ok],
+            "failed": {result.check: result.detail for result in found if not result.ok},
+        }
+        lines.append(json.dumps(line))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _say(message: str) -> None:
