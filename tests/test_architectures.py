@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import pytest
 
-from scripts import build_architectures, build_kernels, build_rpc
+from scripts import build_architectures, build_kernels, build_rpc, models_page
 from specgen.backend.llama.kernels import Kernels
 from specgen.errors import ModelFileError
 from specgen.testing.tiny import Architecture, TensorType, TinyConfig, write_tiny_model
@@ -163,6 +163,31 @@ def test_the_exceptions_are_about_checks_that_there_are() -> None:
         assert each.reason
     assert exception_for("clip", "f32", "specgen", "make")
     assert not exception_for("llama", "f32", "specgen", "rows")
+
+
+# --- the page
+
+
+def test_the_page_says_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = (
+        KnownException(("b-moe",), ("rows", "fuzz"), "a reason", operator="mul_mat"),
+        KnownException(("c",), ("load",), "an encoder"),
+    )
+    monkeypatch.setattr(models_page, "EXCEPTIONS", known)
+    results = [
+        Result("a", "f32", "specgen", "load", True, "", can_branch=True),
+        *(Result("a", "f32", "specgen", check, True, "") for check in run.CHECKS[1:]),
+        Result("b-moe", "f32", "specgen", "load", True, "", can_branch=False),
+        *(Result("b-moe", "f32", "specgen", check, True, "") for check in ("model", "tree")),
+        Result("b-moe", "f32", "specgen", "rows", False, "moved"),
+        Result("c", "f32", "specgen", "load", False, "no"),
+    ]
+    run.keep(tmp_path / "found.jsonl", "1.2.3", results)
+    page = "\n".join(models_page.parts(tmp_path / "found.jsonl"))
+    assert "Of 2 shapes that generate text, 2 have" in page
+    assert "| a | yes | yes | n-gram, model, tree |  |" in page
+    assert "| b, with experts | yes | no | model | rows: a reason (`mul_mat`) |" in page
+    assert "| c | an encoder |" in page
 
 
 # --- the models

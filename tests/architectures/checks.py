@@ -30,7 +30,7 @@ from specgen.options import (
     parse_tree,
 )
 from specgen.proof import GreedyResult, check_greedy
-from specgen.proof.rows import ALWAYS_ALLOWED, SLACK, movement
+from specgen.proof.rows import SLACK, movement
 
 Kind: TypeAlias = Literal["f32", "q4_k"]
 
@@ -39,6 +39,9 @@ PROMPT = "".join(map(chr, range(32, 127))) + " the cat is in the else for with t
 PROMPTS = (PROMPT, "the cat is in the house of the", "a", PROMPT[20:70])
 BATCHES = (2, 3, 8, 16, 33)
 N_TOKENS = 20
+#: llama.cpp's own code may always move a row by this, beside what batches move it by: it reads
+#: activation functions (GELU) from tables of f16, and sums up values of an f16 cache in f16.
+ROUNDING = 0.03
 #: Threads for texts, and for comparing rows: each computes a part of every row.
 N_THREADS, N_THREADS_ROWS = 1, 2
 #: Cells of the contexts of backends; of a full context.
@@ -268,7 +271,7 @@ def _moved(backend: LlamaBackend) -> dict[str, float]:
 def _allowed(backend: LlamaBackend) -> float:
     """How far a row may move that rounding in batches moves; 0 where it moves none."""
     moved = _moved(backend)
-    return SLACK * max(moved.values()) + ALWAYS_ALLOWED if moved else 0.0
+    return SLACK * max(moved.values()) + ROUNDING if moved else 0.0
 
 
 def _movements(ours: Logits, theirs: Logits) -> float:
@@ -298,6 +301,11 @@ def _behind_a_prompt(backend: LlamaBackend, text: Sequence[int]) -> Logits:
         batch.add(text[position], position, (0,), True)
         found.append(backend.decode(batch)[0].copy())
     return np.array(found)
+
+
+def _moved_by(backend: LlamaBackend, text: Sequence[int], row: Logits) -> float:
+    """How far batches move the last row of this very text."""
+    return max(movement(_along(backend, text, size)[-1], row) for size in (1, *BATCHES))
 
 
 def fuzz(subject: Subject) -> str:
@@ -334,6 +342,10 @@ def fuzz(subject: Subject) -> str:
                 if n_round % 4 == 3:
                     expected = _along(fresh, texts[sequence], 16)[-1]
                     by = movement(found[row], expected)
+                    if by > allowed and not subject.kernels:
+                        # Some texts are moved further than others.
+                        moved = _moved_by(fresh, texts[sequence], expected)
+                        allowed = max(allowed, SLACK * moved + ROUNDING)
                     _require(
                         by <= allowed,
                         f"a row moved by {by:.2g} in round {n_round} ({allowed:.2g} allowed)",

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 KINDS = ("f32", "q4_k")
 WHO = ("specgen", "llama.cpp")
+CHECKS_WITH_DRAFTS = (
+    *("n-gram", "model", "wrong draft", "tree", "full context", "four sequences", "rows", "fuzz"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,48 @@ EXCEPTIONS: tuple[KnownException, ...] = (
         ("plm",), ("load",), "llama.cpp aborts: the shape of its values (ggml_set_rows)"
     ),
     KnownException(("glm5-next-moe",), ("load",), "refused: rope.dimension_count is 0"),
+    KnownException(
+        ("plamo2",),
+        ("four sequences", "fuzz"),
+        "llama.cpp is wrong for two sequences in a batch, or aborts",
+        operator="ssm_scan",
+    ),
+    KnownException(
+        ("arwkv7", "rwkv6qwen2"),
+        ("four sequences", "fuzz"),
+        "llama.cpp is wrong for two sequences of several tokens in a batch",
+        operator="token_shift",
+    ),
+    KnownException(
+        ("minicpm3",),
+        ("four sequences",),
+        "llama.cpp turns keys by the size of the whole context, which is that of all answers",
+        operator="rope factors",
+    ),
+    KnownException(
+        ("gemma3n",), ("rows",), "a 3-D product", operator="altup_proj", by=("specgen",)
+    ),
+    KnownException(("grok-moe",), ("rows",), "no flash attention", operator="kq", by=("specgen",)),
+    KnownException(("minimax-01-moe",), ("rows",), "its decay", operator="decay", by=("specgen",)),
+    KnownException(
+        ("bitnet",),
+        ("rows",),
+        "its output is the embedding, which is not packed",
+        operator="result_output",
+        kinds=("q4_k",),
+        by=("specgen",),
+    ),
+    KnownException(
+        ("chameleon",),
+        CHECKS_WITH_DRAFTS,
+        "llama.cpp forbids tokens of images in the first row of a batch only",
+        operator="img_logits",
+    ),
+    KnownException(
+        ("qwen3tts",),
+        ("wrong draft",),
+        "the random model says tokens that the draft's vocabulary has not",
+    ),
 )
 
 
