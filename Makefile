@@ -32,7 +32,7 @@ KERNELS := hatch_build.py scripts/build_kernels.py $(wildcard kernels/*.cpp kern
 
 export PROMPT
 
-.PHONY: help run peers rpc test quick check lint format format-check types fuzz soak docs docs-check install clean FORCE
+.PHONY: help run peers rpc test architectures quick check lint format format-check types fuzz soak docs docs-check install clean FORCE
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' Makefile | \
@@ -47,11 +47,17 @@ run: $(VENV)/.installed ## Answer PROMPT with the default pair of models, fetche
 test: $(VENV)/.installed-dev ## Run the test suite
 	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
+# What makes the models needs llama.cpp's source (77 MB), and writes 1.4 GB, once.
+architectures: $(VENV)/.installed-dev ## Check models of all architectures that llama.cpp runs (ARCHITECTURES_ARGS="--only lfm2 gpt-oss-moe")
+	@$(BIN)/python -m scripts.build_architectures $(VENV)/architectures
+	OMP_WAIT_POLICY=passive $(BIN)/python -m tests.architectures.run $(VENV)/architectures $(ARCHITECTURES_ARGS)
+
 quick: lint types ## Lint, types, and the tests that find most mistakes, in about a minute
 	$(BIN)/python -m pytest $(WORKERS) $(SLOW:%=--deselect tests/test_%) $(PYTEST_ARGS)
 
-check: lint format-check types docs-check ## What CI runs: lint, format, types, docs, then the tests
+check: lint format-check types docs-check ## What CI runs: lint, format, types, docs, the tests, some architectures
 	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory architectures ARCHITECTURES_ARGS=--part
 
 lint: $(VENV)/.installed-dev ## Look for mistakes in the code
 	$(BIN)/ruff check .

@@ -4,7 +4,8 @@
 - docs/events.md, docs/events.schema.json: from specgen/events.py, whose `#:` comments are the
   descriptions of the fields below them;
 - docs/exit-codes.md: from specgen/errors.py;
-- docs/benchmarks/: from the raw figures in benchmarks/results.
+- docs/benchmarks/: from the raw figures in benchmarks/results;
+- docs/models.md: from benchmarks/results/architectures.jsonl, which `make architectures` writes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from scripts import benchmark_pages
+from scripts import benchmark_pages, models_page
 from specgen import errors, events
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,6 +61,9 @@ def pages() -> dict[Path, str]:
         docs / "events.md": events_page(),
         docs / "events.schema.json": json.dumps(events_schema(), indent=2) + "\n",
         docs / "exit-codes.md": exit_codes_page(),
+        docs / "models.md": page(
+            "Models that run", "benchmarks/results/architectures.jsonl", *models_page.parts()
+        ),
         **{
             docs / "benchmarks" / name: page(title, "benchmarks/results", *parts)
             for name, (title, parts) in benchmark_pages.pages().items()

@@ -1,0 +1,120 @@
+"""The page docs/models.md: what works with each architecture, as `make architectures` found it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scripts.benchmark_tables import RESULTS, table
+from tests.architectures.exceptions import EXCEPTIONS
+
+FILE = RESULTS / "architectures.jsonl"
+#: The checks of texts, those with drafts that the table names, and the names there.
+TEXTS = ("n-gram", "model", "wrong draft", "tree", "full context", "four sequences", "fuzz")
+DRAFTS = {"n-gram": "n-gram", "model": "model", "tree": "tree"}
+
+
+@dataclass(slots=True)
+class Found:
+    """What the checks of an architecture found: for each, (type of the weights, who computed) where
+    it failed, and why."""
+
+    loads: bool = False
+    can_branch: bool = False
+    passed: set[str] = field(default_factory=set)
+    failed: dict[str, dict[tuple[str, str], str]] = field(default_factory=dict)
+
+    def add(self, line: Mapping[str, object]) -> None:
+        where = str(line["type"]), str(line["by"])
+        passed, failed = line["passed"], line["failed"]
+        assert isinstance(passed, list)
+        assert isinstance(failed, dict)
+        self.loads |= "load" in passed
+        self.can_branch |= bool(line["can_branch"])
+        self.passed |= set(passed)
+        for check, detail in failed.items():
+            self.failed.setdefault(check, {})[where] = detail
+
+
+def parts(file: Path = FILE) -> list[str]:
+    """The parts of the page below its title."""
+    head, *lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    found: dict[str, Found] = {}
+    for line in lines:
+        found.setdefault(line["name"], Found()).add(line)
+    loaded = {name: each for name, each in found.items() if each.loads}
+    exact = [name for name, each in loaded.items() if not _failing_texts(each)]
+    invariant = [name for name, each in loaded.items() if "rows" not in each.failed]
+    return [
+        (
+            f"What llama.cpp {head['llama-cpp-python']} (of llama-cpp-python) runs, specgen runs. "
+            "`make architectures` writes a small random model of each architecture, with llama.cpp's own "
+            "generator of test models, in F32 and in Q4_K_M, and checks each with specgen's kernels and with "
+            f"llama.cpp's own code. Of {len(loaded)} shapes that generate text, {len(exact)} have the texts of plain "
+            f"decoding in every check, and {len(invariant)} are batch-invariant with the kernels."
+        ),
+        (
+            "- **exact**: greedy texts are plain decoding's: with n-grams, with a draft that agrees, with one that "
+            "never does, with trees, up to a full context, and with four answers at once; and after random drafts "
+            "and removals in three sequences a row is that of a fresh decode. With llama.cpp's own code a "
+            "near-tie counts as equal ([what lossless means](lossless.md)).\n"
+            "- **batch-invariant**: with the kernels a row has the same bits in batches of 2, 3, 8, 16 and 33 rows as "
+            "alone. Where it has not, the operator is named that computes it otherwise.\n"
+            "- **drafts**: what drafts for it. Trees need sequences that share cells, so not a recurrent state: there a "
+            "draft does not branch. Layers of the model's own file that predict several tokens (MTP) do not "
+            "draft yet.\n"
+            "- `with experts` is the mixture of experts of an architecture."
+        ),
+        table([*_rows(loaded)]),
+        "## Not run",
+        "These generate no text, or llama.cpp cannot make or run the model that its tests describe.",
+        table([*_not_run(name for name, each in found.items() if not each.loads)]),
+    ]
+
+
+def _rows(loaded: Mapping[str, Found]) -> Iterator[Sequence[str]]:
+    yield "architecture", "exact", "batch-invariant", "drafts", "exceptions"
+    for name in sorted(loaded, key=_title):
+        each = loaded[name]
+        drafts = [
+            title
+            for check, title in DRAFTS.items()
+            if check in each.passed
+            and check not in each.failed
+            and (check != "tree" or each.can_branch)
+        ]
+        yield (
+            _title(name),
+            "no" if _failing_texts(each) else "yes",
+            "no" if "rows" in each.failed else "yes",
+            ", ".join(drafts),
+            "; ".join(_exceptions(name, each)),
+        )
+
+
+def _failing_texts(each: Found) -> set[str]:
+    return set(TEXTS) & set(each.failed)
+
+
+def _exceptions(name: str, each: Found) -> Iterator[str]:
+    """Why checks fail, with the checks that a known exception is about."""
+    for known in EXCEPTIONS:
+        checks = [check for check in known.checks if check in each.failed]
+        if name in known.names and checks:
+            operator = f" (`{known.operator}`)" if known.operator else ""
+            yield f"{', '.join(checks)}: {known.reason}{operator}"
+
+
+def _not_run(names: Iterable[str]) -> Iterator[Sequence[str]]:
+    yield "architecture", "why"
+    reasons = {name: known.reason for known in EXCEPTIONS for name in known.names}
+    for name in sorted(names, key=_title):
+        yield _title(name), reasons.get(name, "")
+
+
+def _title(name: str) -> str:
+    """As people write it: without the ending that the generator gives to mixtures of experts."""
+    title = name.removesuffix("-moe")
+    return title if title == name else f"{title}, with experts"

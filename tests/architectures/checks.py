@@ -1,0 +1,380 @@
+"""The checks of one architecture: the same for a random model of llama.cpp's and for a tiny one.
+
+With specgen's kernels texts and rows must be the very same; llama.cpp's own code may round a row
+differently in a batch, and then a row must be as near as batches alone leave rows, and a text may
+differ only where two tokens are that near (`specgen.proof`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from specgen.arrays import Logits
+from specgen.backend.base import Batch
+from specgen.backend.llama import LlamaBackend, LlamaModel
+from specgen.engine.engine import Engine
+from specgen.engine.session import DraftSource, Session, SessionOptions
+from specgen.events import FinishedEvent
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    GenerationOptions,
+    parse_tree,
+)
+from specgen.proof import GreedyResult, check_greedy
+from specgen.proof.rows import SLACK, movement
+
+Kind: TypeAlias = Literal["f32", "q4_k"]
+
+#: Whatever a random model says was said before, so that one token makes an n-gram.
+PROMPT = "".join(map(chr, range(32, 127))) + " the cat is in the else for with that it be not self"
+PROMPTS = (PROMPT, "the cat is in the house of the", "a", PROMPT[20:70])
+BATCHES = (2, 3, 8, 16, 33)
+N_TOKENS = 20
+#: llama.cpp's own code may always move a row by this, beside what batches move it by: it reads
+#: activation functions (GELU) from tables of f16, and sums up values of an f16 cache in f16.
+ROUNDING = 0.03
+#: Threads for texts, and for comparing rows: each computes a part of every row.
+N_THREADS, N_THREADS_ROWS = 1, 2
+#: Cells of the contexts of backends; of a full context.
+N_CTX, N_CTX_FULL = 256, 160
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model, and what drafts for it: `near` says much the same, `wrong` something else."""
+
+    path: Path
+    near: Path
+    wrong: Path
+    #: Whether specgen's kernels compute; else llama.cpp's own code.
+    kernels: bool
+
+
+class CheckFailedError(AssertionError):
+    """What is wrong, in a line."""
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise CheckFailedError(message)
+
+
+# --- texts
+
+
+@contextmanager
+def _session(subject: Subject, draft: DraftSource, tree: str = "off") -> Iterator[Session]:
+    context = ContextOptions(n_threads=N_THREADS)
+    options = SessionOptions(
+        target=subject.path,
+        draft=draft,
+        drafting=DraftOptions(
+            policy="fixed", max_tokens=4, p_min=0.0, ngram_min=1, ngram_max=3, tree=parse_tree(tree)
+        ),
+        generation=GenerationOptions(max_tokens=N_TOKENS, ignore_eos=True),
+        target_context=context,
+        draft_context=context,
+    )
+    with Session(options, time.perf_counter) as session:
+        yield session
+
+
+def load(subject: Subject) -> str:
+    """The model says something."""
+    with _session(subject, "none") as session:
+        *_, last = session.generate(session.prompt(PROMPT, chat=False))
+    assert isinstance(last, FinishedEvent)
+    _require(len(last.token_ids) == N_TOKENS, f"{len(last.token_ids)} tokens of {N_TOKENS}")
+    return ""
+
+
+def _greedy(session: Session, subject: Subject) -> str:
+    """Greedy text and the rows that it rests on are plain decoding's."""
+    (result,) = check_greedy(session, [session.prompt(PROMPT, chat=False)])
+    _require(result.n_drafted > 0, "nothing was drafted")
+    return _compared(result, subject)
+
+
+def _compared(result: GreedyResult, subject: Subject) -> str:
+    drafted = f"{result.n_accepted} of {result.n_drafted} drafted tokens accepted"
+    difference = result.difference
+    at = "" if difference is None else f"the text differs at token {difference.position}, "
+    if subject.kernels:
+        _require(difference is None, at + drafted)
+        # Rows that are not the same bits fail `rows`.
+        _require(not result.is_moved, f"a row moved by {result.moved_by:.2g}, {drafted}")
+        return drafted
+    if not result.is_defect:
+        return drafted + ("; a near-tie" if difference else "")
+    with _backends(subject) as opened:
+        allowed = _allowed(opened(1))
+    _require(difference is None or difference.was_chosen, at + drafted)
+    moved_by = max(result.moved_by, difference.moved_by if difference else 0.0)
+    _require(moved_by <= allowed, f"{at}a row moved by {moved_by:.2g}, {drafted}")
+    return drafted + ("; a near-tie" if difference else "")
+
+
+def ngram(subject: Subject) -> str:
+    """N-grams draft."""
+    with _session(subject, "ngram") as session:
+        return _greedy(session, subject)
+
+
+def model(subject: Subject) -> str:
+    """A model that says much the same drafts."""
+    with _session(subject, subject.near) as session:
+        return _greedy(session, subject)
+
+
+def wrong(subject: Subject) -> str:
+    """A model that says something else drafts."""
+    with _session(subject, subject.wrong) as session:
+        return _greedy(session, subject)
+
+
+def tree(subject: Subject) -> str:
+    """Drafts branch, where sequences can share cells."""
+    with _session(subject, subject.near, "3,2,1") as session:
+        return _greedy(session, subject)
+
+
+def full_context(subject: Subject) -> str:
+    """The answer goes on until the context is full."""
+    with _session(subject, subject.near) as session:
+        n_prompt = len(session.prompt(PROMPT, chat=False).tokens)
+        options = replace(
+            session.options,
+            generation=GenerationOptions(max_tokens=-1, ignore_eos=True),
+            target_context=replace(session.options.target_context, n_ctx=N_CTX_FULL),
+        )
+    with Session(options, time.perf_counter) as session:
+        prompt = session.prompt(PROMPT, chat=False)
+        (result,) = check_greedy(session, [prompt])
+        _require(result.n_tokens >= N_CTX_FULL - n_prompt, f"only {result.n_tokens} tokens")
+    return f"{result.n_tokens} tokens, {_compared(result, subject)}"
+
+
+def parallel(subject: Subject) -> str:
+    """Four answers at once, with drafts, are what each is alone."""
+    with _session(subject, "none") as session:
+        expected = [_tokens(session, prompt) for prompt in PROMPTS]
+    with _session(subject, subject.near) as session, Engine(session, n_parallel=4) as engine:
+        asked = [engine.submit(session.prompt(prompt, chat=False)) for prompt in PROMPTS]
+        list(engine.run())
+    n_ties = 0
+    for number, (answer, tokens) in enumerate(zip(asked, expected, strict=True)):
+        if answer.failure is not None:
+            raise answer.failure
+        assert answer.finished is not None
+        if tuple(answer.finished.token_ids) == tokens:
+            continue
+        at = _first_difference(answer.finished.token_ids, tokens)
+        what = f"answer {number} differs at token {at}"
+        _require(not subject.kernels, what)
+        with _session(subject, "none") as session:
+            prompt = session.prompt(PROMPTS[number], chat=False).tokens
+        text = (*prompt, *tokens[:at])
+        ours, theirs = tokens[at], answer.finished.token_ids[at]
+        with _backends(subject) as opened:
+            backend = opened(1)
+            row = _along(backend, text, 1)[-1]
+            gap = float(row[ours] - row[theirs]) / float(np.std(row))
+            _require(gap <= _allowed(backend), f"{what}, by {gap:.2g} deviations")
+        n_ties += 1
+    return f"{n_ties} near-ties" if n_ties else ""
+
+
+def _tokens(session: Session, prompt: str) -> tuple[int, ...]:
+    *_, last = session.generate(session.prompt(prompt, chat=False), estimate_gain=False)
+    assert isinstance(last, FinishedEvent)
+    return tuple(last.token_ids)
+
+
+def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)) - 1)
+
+
+# --- rows
+
+
+Opener: TypeAlias = Callable[[int], LlamaBackend]
+
+
+@contextmanager
+def _backends(subject: Subject, n_threads: int = N_THREADS) -> Iterator[Opener]:
+    """Opens backends with so many sequences."""
+    opened: list[LlamaBackend] = []
+    loaded = LlamaModel(subject.path)
+
+    def backend(n_sequences: int) -> LlamaBackend:
+        opened.append(
+            LlamaBackend(
+                loaded,
+                ContextOptions(n_threads=n_threads),
+                n_ctx=N_CTX,
+                clock=time.perf_counter,
+                n_sequences=n_sequences,
+                n_outputs=max(BATCHES),
+            )
+        )
+        return opened[-1]
+
+    try:
+        yield backend
+    finally:
+        for each in opened:
+            each.close()
+        loaded.close()
+
+
+def _random_text(n: int, seed: int = 0) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(3, 250, n)]
+
+
+def _along(backend: LlamaBackend, text: Sequence[int], size: int) -> Logits:
+    """The rows of a text, decoded in batches of `size`: float32[len(text), n_vocab]."""
+    backend.remove(0)
+    rows = []
+    for start in range(0, len(text), size):
+        batch = Batch()
+        for position in range(start, min(start + size, len(text))):
+            batch.add(text[position], position, (0,), True)
+        rows.append(backend.decode(batch).copy())
+    return np.concatenate(rows)
+
+
+def _moved(backend: LlamaBackend) -> dict[str, float]:
+    """How far each kind of batch moves rows of a random text; nothing where the bits are the same."""
+    text = _random_text(3 * max(BATCHES))
+    alone = _along(backend, text, 1)
+    _require(bool(np.isfinite(alone).all()), "rows are not finite")
+    ways = {f"batches of {size}": _along(backend, text, size) for size in BATCHES}
+    ways["behind a prompt"] = _behind_a_prompt(backend, text)
+    same = {how: alone[-len(found) :] for how, found in ways.items()}
+    return {
+        how: _movements(found, same[how])
+        for how, found in ways.items()
+        if not np.array_equal(found, same[how])
+    }
+
+
+def _allowed(backend: LlamaBackend) -> float:
+    """How far a row may move that rounding in batches moves; 0 where it moves none."""
+    moved = _moved(backend)
+    return SLACK * max(moved.values()) + ROUNDING if moved else 0.0
+
+
+def _movements(ours: Logits, theirs: Logits) -> float:
+    return max(movement(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def rows(subject: Subject) -> str:
+    """Batch-invariance: a row has the same bits in batches of all sizes, and behind a prompt that
+    was read in one piece. llama.cpp's own code does not promise it."""
+    with _backends(subject, N_THREADS_ROWS) as opened:
+        moved = _moved(opened(1))
+    told = ", ".join(f"{how}: {by:.2g}" for how, by in moved.items())
+    _require(not (subject.kernels and moved), told)
+    return told
+
+
+def _behind_a_prompt(backend: LlamaBackend, text: Sequence[int]) -> Logits:
+    """The last rows of a text, one by one; before them is one batch that wants no logits but one."""
+    n_prompt = len(text) - 8
+    backend.remove(0)
+    batch = Batch()
+    for position in range(n_prompt):
+        batch.add(text[position], position, (0,), position == n_prompt - 1)
+    found = [backend.decode(batch)[0].copy()]
+    for position in range(n_prompt, len(text)):
+        batch = Batch()
+        batch.add(text[position], position, (0,), True)
+        found.append(backend.decode(batch)[0].copy())
+    return np.array(found)
+
+
+def _moved_by(backend: LlamaBackend, text: Sequence[int], row: Logits) -> float:
+    """How far batches move the last row of this very text."""
+    return max(movement(_along(backend, text, size)[-1], row) for size in (1, *BATCHES))
+
+
+def fuzz(subject: Subject) -> str:
+    """Random drafts and removals in three sequences leave the caches as if the kept texts alone had
+    been decoded."""
+    chance = np.random.default_rng(1)
+    with _backends(subject) as opened:
+        fresh = opened(1)
+        allowed = _allowed(fresh)
+        backend = opened(3)
+        texts: list[list[int]] = [[], [], []]
+        n_rows = 0
+        for n_round in range(24):
+            together = [s for s in range(3) if chance.random() < 0.7] or [0]
+            batch = Batch()
+            before = [len(each) for each in texts]
+            for sequence in together:
+                if chance.random() < 0.1:
+                    backend.remove(sequence)
+                    texts[sequence] = []
+                    before[sequence] = 0
+                n_new = int(chance.integers(1, 8)) if texts[sequence] else 40
+                if texts[sequence]:
+                    backend.checkpoint(sequence)
+                for token in chance.integers(3, 250, n_new):
+                    wants = bool(texts[sequence]) and n_new < 40
+                    batch.add(int(token), len(texts[sequence]), (sequence,), wants)
+                    texts[sequence].append(int(token))
+                batch.wants_logits[-1] = True
+            found = backend.decode(batch).copy()
+            wanted = [i for i, wants in enumerate(batch.wants_logits) if wants]
+            last = {batch.sequences[i][0]: row for row, i in enumerate(wanted)}
+            for sequence, row in last.items():
+                if n_round % 4 == 3:
+                    expected = _along(fresh, texts[sequence], 16)[-1]
+                    by = movement(found[row], expected)
+                    if by > allowed and not subject.kernels:
+                        # Some texts are moved further than others.
+                        moved = _moved_by(fresh, texts[sequence], expected)
+                        allowed = max(allowed, SLACK * moved + ROUNDING)
+                    _require(
+                        by <= allowed,
+                        f"a row moved by {by:.2g} in round {n_round} ({allowed:.2g} allowed)",
+                    )
+                    n_rows += 1
+                if before[sequence]:  # the checkpoint
+                    kept = int(chance.integers(before[sequence], len(texts[sequence]) + 1))
+                    backend.remove(sequence, kept)
+                    del texts[sequence][kept:]
+    return f"{n_rows} rows"
+
+
+def can_branch(subject: Subject) -> bool:
+    """Whether trees are possible."""
+    with _backends(subject) as opened:
+        return opened(1).can_branch
+
+
+#: By name, in the order in which they are made; `load` is first: without it there is no other.
+CHECKS: MappingProxyType[str, Callable[[Subject], str]] = MappingProxyType(
+    {
+        "load": load,
+        "n-gram": ngram,
+        "model": model,
+        "wrong draft": wrong,
+        "tree": tree,
+        "full context": full_context,
+        "four sequences": parallel,
+        "rows": rows,
+        "fuzz": fuzz,
+    }
+)

@@ -1,0 +1,72 @@
+"""The checks of one architecture in a process of its own, as lines of JSON on stdout::
+
+    python -m tests.architectures.child '{"name": ..., "folder": ..., "wrong": ..., "cache": ..., "todo": [...]}'
+
+`todo` lists (type, who computes, check). Each line is about one of them: it begins, or this came of
+it. So whoever reads knows what a crash of llama.cpp ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+from specgen.errors import SpecgenError
+from specgen.kernels import choose_kernels
+from tests.architectures.checks import CHECKS, CheckFailedError, Subject, can_branch
+
+
+def main() -> None:
+    from specgen.backend.llama.kernels import attached
+
+    job: dict[str, Any] = json.loads(sys.argv[1])
+    folder, name = Path(job["folder"]), job["name"]
+    choose_kernels("auto", Path(job["cache"]))
+    kernels = attached()
+    not_loaded: set[tuple[str, str]] = set()
+    for kind, who, check in job["todo"]:
+        if (kind, who) in not_loaded:
+            continue
+        other = "f32" if kind == "q4_k" else "q4_k"
+        subject = Subject(
+            path=folder / f"{name}-{kind}.gguf",
+            near=folder / f"{name}-{other}.gguf",
+            wrong=Path(job["wrong"]),
+            kernels=who == "specgen",
+        )
+        if kernels is not None:
+            kernels.enable(products=subject.kernels, attention=subject.kernels)
+        elif subject.kernels:
+            raise SystemExit("specgen's kernels cannot be used here: `specgen doctor` says why")
+        _tell(kind, who, check)
+        started = time.perf_counter()
+        facts: dict[str, Any] = {}
+        try:
+            found = CHECKS[check](subject)
+            if check == "load":
+                facts["can_branch"] = can_branch(subject)
+            facts |= {"ok": True, "detail": found}
+        except (CheckFailedError, SpecgenError) as error:
+            facts |= {"ok": False, "detail": _shown(error, folder)}
+            if check == "load":
+                not_loaded.add((kind, who))
+        _tell(kind, who, check, seconds=round(time.perf_counter() - started, 2), **facts)
+
+
+def _shown(error: Exception, folder: Path) -> str:
+    message = error.message if isinstance(error, SpecgenError) else str(error)
+    return message.replace(f"{folder}{os.sep}", "")
+
+
+def _tell(kind: str, who: str, check: str, **facts: Any) -> None:
+    print(json.dumps({"type": kind, "by": who, "check": check, **facts}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

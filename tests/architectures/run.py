@@ -1,0 +1,216 @@
+"""Runs the checks over all architectures::
+
+    python -m tests.architectures.run FOLDER [--only NAME ...] [--results FILE]
+
+FOLDER holds the models that scripts/build_architectures.py wrote. Each architecture has a process
+of its own, so that an abort of llama.cpp ends one check and not the tier. Fails where a check fails
+that is no known exception (tests/architectures/exceptions.py), and where a known exception works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.architectures.exceptions import EXCEPTIONS, KINDS, WHO, exception_for
+
+#: In the order in which they are made (`tests.architectures.checks.CHECKS`).
+CHECKS = (
+    *("load", "n-gram", "model", "wrong draft", "tree", "full context", "four sequences"),
+    *("rows", "fuzz"),
+)
+#: Seconds without a word until a check counts as hanging.
+TIMEOUT_S = 300.0
+#: A few that have what others have not: sinks, experts, latent attention, windows, states.
+PART = (
+    *("llama", "gpt-oss-moe", "qwen3moe-moe", "qwen35moe-moe", "gemma3n", "gemma4", "lfm2"),
+    *("deepseek2-moe", "mamba2", "falcon-h1", "bitnet"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of a check. `kind` is the type of the weights, `by` whose code computed."""
+
+    name: str
+    kind: str
+    by: str
+    check: str
+    ok: bool
+    detail: str
+    #: Whether sequences can share cells: known by `load`.
+    can_branch: bool | None = None
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Check all architectures that llama.cpp runs.")
+    parser.add_argument("folder", type=Path, help="where the models are")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these alone")
+    parser.add_argument("--part", action="store_true", help="a few architectures, a telling part")
+    parser.add_argument("--results", type=Path, help="the file to keep what came of it in, as JSON")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    arguments = parser.parse_args(argv)
+    manifest = json.loads((arguments.folder / "models.json").read_text(encoding="utf-8"))
+    wanted = arguments.only or (list(PART) if arguments.part else list(manifest["models"]))
+    unknown = sorted(set(wanted) - set(manifest["models"]))
+    if unknown:
+        parser.error(f"there is no {', '.join(unknown)} in {arguments.folder}")
+    results: list[Result] = []
+    for name in wanted:
+        reason = manifest["models"][name]
+        for kind, who in itertools.product(KINDS, WHO) if reason else ():
+            results.append(Result(name, kind, who, "make", False, reason))
+    made = [name for name in wanted if not manifest["models"][name]]
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        ThreadPoolExecutor(arguments.jobs) as pool,
+    ):
+        found = pool.map(lambda name: list(results_of(name, arguments.folder, Path(cache))), made)
+        for name, each in zip(made, found, strict=True):
+            results += each
+            _say(f"{name}: {_summary(each)}")
+    failures = [*unexpected(results), *unnecessary(results)]
+    for failure in failures:
+        print(failure)
+    if arguments.results is not None:
+        keep(arguments.results, manifest["version"], results)
+    n_ok = sum(result.ok for result in results)
+    print(f"{len(wanted)} architectures, {n_ok} checks passed, {len(failures)} failures")
+    sys.exit(1 if failures else 0)
+
+
+def results_of(name: str, folder: Path, cache: Path) -> Iterator[Result]:
+    """Make all checks of an architecture; after a crash those that are left."""
+    todo = list(itertools.product(KINDS, WHO, CHECKS))
+    while todo:
+        begun, error = None, ""
+        for line in _lines(name, folder, cache, todo):
+            if isinstance(line, str):
+                error = line
+                continue
+            begun = (line["type"], line["by"], line["check"])
+            if "ok" in line:
+                # The checks that were passed over are those of a model that cannot be loaded.
+                del todo[: todo.index(begun) + 1]
+                can_branch = line.get("can_branch")
+                yield Result(name, *begun, line["ok"], line["detail"], can_branch)
+                begun = None
+        if not error:
+            return
+        if begun is None:
+            raise RuntimeError(f"{name}: the checks did not begin: {error}")
+        del todo[: todo.index(begun) + 1]
+        if begun[2] == "load":
+            todo = [each for each in todo if each[:2] != begun[:2]]
+        yield Result(name, *begun, False, error)
+
+
+def _lines(
+    name: str, folder: Path, cache: Path, todo: Sequence[tuple[str, str, str]]
+) -> Iterator[dict[str, Any] | str]:
+    """What a child process says; in the end, why it died, if it did."""
+    job = {
+        "name": name,
+        "folder": str(folder),
+        "wrong": str(folder / "other-seed" / "llama-f32.gguf"),
+        "cache": str(cache),
+        "todo": todo,
+    }
+    command = [sys.executable, "-m", "tests.architectures.child", json.dumps(job)]
+    environment = os.environ | {
+        "GGML_NO_BACKTRACE": "1",
+        "OMP_WAIT_POLICY": "passive",
+        "SPECGEN_CACHE": str(cache),
+    }
+    try:
+        ended = subprocess.run(
+            command,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=TIMEOUT_S,
+            env=environment,
+            check=False,
+        )
+        stdout, code, said = ended.stdout, ended.returncode, ended.stderr
+    except subprocess.TimeoutExpired as error:
+        stdout, code, said = _text(error.stdout), -1, f"it hung for {TIMEOUT_S:.0f} seconds"
+    yield from (json.loads(line) for line in stdout.splitlines() if line.endswith("}"))
+    if code:
+        yield _cause(code, said)
+
+
+def _text(output: bytes | str | None) -> str:
+    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+
+
+def _cause(code: int, said: str) -> str:
+    """Why a process ended, in a line."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    asserted = next((line for line in lines if "GGML_ASSERT" in line or "binary_op" in line), "")
+    last = asserted or (lines[-1] if lines else "")
+    return f"ended with {code}: {last.rpartition('/')[2][:160]}"
+
+
+def unexpected(results: Iterable[Result]) -> Iterator[str]:
+    """The checks that failed and are no known exceptions."""
+    for result in results:
+        if not result.ok and not exception_for(result.name, result.kind, result.by, result.check):
+            yield (
+                f"{result.name}, {result.kind}, computed by {result.by}: {result.check} fails: "
+                f"{result.detail}"
+            )
+
+
+def unnecessary(results: Sequence[Result]) -> Iterator[str]:
+    """The known exceptions that work now, as far as they were checked."""
+    checked = {result.name for result in results}
+    failed = {(r.name, r.kind, r.by, r.check) for r in results if not r.ok}
+    for each in EXCEPTIONS:
+        for name in sorted(set(each.names) & checked):
+            for check in each.checks:
+                if not any(
+                    (name, kind, who, check) in failed
+                    for kind, who in itertools.product(each.kinds, each.by)
+                ):
+                    yield f"{name}: {check} works: take it from the known exceptions"
+
+
+def _summary(results: Sequence[Result]) -> str:
+    failed = sorted({result.check for result in results if not result.ok})
+    return f"{len(results)} checks" + (f", failed: {', '.join(failed)}" if failed else "")
+
+
+def keep(path: Path, version: str, results: Sequence[Result]) -> None:
+    """Write the results down, for scripts/models_page.py: a line for each file and who computed."""
+    lines = [json.dumps({"llama-cpp-python": version})]
+    for (name, kind, by), each in itertools.groupby(results, lambda r: (r.name, r.kind, r.by)):
+        found = list(each)
+        line = {
+            "name": name,
+            "type": kind,
+            "by": by,
+            "can_branch": any(result.can_branch for result in found),
+            "passed": [result.check for result in found if result.ok],
+            "failed": {result.check: result.detail for result in found if not result.ok},
+        }
+        lines.append(json.dumps(line))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
