@@ -102,8 +102,10 @@ bool find_functions() {
            find(base, "ggml_type_name", ggml_api.type_name) &&
            find(base, "ggml_tensor_overhead", ggml_api.tensor_overhead) &&
            find(base, "ggml_nbytes", ggml_api.nbytes) &&
+           find(base, "ggml_row_size", ggml_api.row_size) &&
            find(base, "ggml_backend_buffer_init", ggml_api.buffer_init) &&
            find(cpu, "ggml_backend_cpu_reg", ggml_api.cpu_reg) &&
+           find(cpu, "ggml_get_type_traits_cpu", ggml_api.cpu_type) &&
            find(cpu, "_Z39ggml_backend_cpu_get_extra_buffer_typesv",
                 ggml_api.extra_buffer_types) &&
            find(cpu, "ggml_barrier", ggml_api.barrier) &&
@@ -129,11 +131,12 @@ bool check_ggml() {
         return false;
     }
     ggml_api.n_types = known->n_types;
-    int missing = 3;
+    int missing = 4;
     for (int op = 0; op < known->n_operators; op++) {
         const char *name = ggml_api.op_name(op);
         for (const auto &[wanted, number] : {std::pair{"MUL_MAT", &ggml_api.mul_mat},
                                              std::pair{"MUL_MAT_ID", &ggml_api.mul_mat_id},
+                                             std::pair{"SOFT_MAX", &ggml_api.soft_max},
                                              std::pair{"FLASH_ATTN_EXT",
                                                        &ggml_api.flash_attention}}) {
             if (std::strcmp(name, wanted) == 0) {

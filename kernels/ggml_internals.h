@@ -127,6 +127,15 @@ class extra_buffer_type {
 };
 }  // namespace ggml::cpu
 
+// What ggml's CPU backend tells of a type (public: ggml_type_traits_cpu).
+struct CpuType {
+    void (*from_float)(const float *values, void *row, int64_t n);
+    void (*dot)(int n, float *output, size_t, const void *row, size_t, const void *other, size_t,
+                int n_rows);
+    int other_type;  // of the other row of `dot`
+    int64_t most_rows;
+};
+
 // The functions of ggml's libraries that are called, found when the library is attached: nothing
 // of llama.cpp is needed to compile it.
 struct Ggml {
@@ -136,17 +145,19 @@ struct Ggml {
     const char *(*type_name)(int type);
     size_t (*tensor_overhead)();
     size_t (*nbytes)(const ggml_tensor *);
+    size_t (*row_size)(int type, int64_t n);
     ggml_backend_buffer *(*buffer_init)(ggml_backend_buffer_type *, ggml_backend_buffer_i, void *,
                                         size_t);
     // libggml-cpu
     ggml_backend_reg *(*cpu_reg)();
+    const CpuType *(*cpu_type)(int type);
     std::vector<ggml_backend_buffer_type *> &(*extra_buffer_types)();
     void (*barrier)(ggml_threadpool *);
     void (*chunk_set)(ggml_threadpool *, int);
     int (*chunk_add)(ggml_threadpool *, int);
 
     // Numbers of operators, which change from version to version.
-    int mul_mat, mul_mat_id, flash_attention;
+    int mul_mat, mul_mat_id, flash_attention, soft_max;
     int n_types;
 };
 extern Ggml ggml_api;

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specgen.arrays import Logits
 from specgen.backend.base import Batch
 from specgen.backend.llama.context import LlamaBackend
 from specgen.backend.llama.ggml_graph import copy_tensor, ggml
@@ -28,10 +29,14 @@ from specgen.options import ContextOptions
 #: The sizes of the batches that are compared: llama.cpp has code of its own for 2 and more rows, for 8
 #: and more, and for 32 and more.
 BATCH_SIZES = (2, 3, 8, 16, 33)
-#: Operators that compute nothing, or that store rows in the cache: their result is not a batch's rows.
-_NO_ROWS = frozenset({"NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "CPY", "SET_ROWS"})
-#: Where the numbers of elements lie in `ggml_tensor`.
-_SHAPE_OFFSET = 16
+#: The number of tokens before a batch.
+N_BEFORE = 5
+#: Operators that compute nothing, copy, or store rows in the cache: their rows may be others in a batch.
+_NO_ROWS = frozenset(
+    ("NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "CONT", "CPY", "GET_ROWS", "SET_ROWS")
+)
+#: Where `ggml_tensor` has the numbers of elements, and the addresses of an operator's sources.
+_SHAPE_OFFSET, _SOURCES_OFFSET = 16, 152
 
 Bytes = NDArray[np.uint8]
 
@@ -40,15 +45,18 @@ Bytes = NDArray[np.uint8]
 class UnequalOperator:
     """An operator with a row whose bits depend on the batch."""
 
-    #: GGML's name of it, for example ``MUL_MAT``.
+    #: GGML's name of it, for example ``MUL_MAT``; empty if none was found, though logits differ.
     operator: str
-    #: llama.cpp's name of its result, for example ``kq-0`` in block 0.
+    #: llama.cpp's names of its result and of its first source, for example ``kq-0`` and ``cache_k_l0``.
     tensor: str
+    source: str
     #: The number of rows in the batch.
     n_rows: int
 
     def __str__(self) -> str:
-        return f"{self.operator} ({self.tensor}), in a batch of {self.n_rows}"
+        if not self.operator:
+            return f"no single operator (in a batch of {self.n_rows})"
+        return f"{self.operator} of {self.source} ({self.tensor}, in a batch of {self.n_rows})"
 
 
 def find_unequal_operator(
@@ -57,40 +65,38 @@ def find_unequal_operator(
     tokens: Sequence[int],
     *,
     sizes: Sequence[int] = BATCH_SIZES,
-    n_before: int = 5,
 ) -> UnequalOperator | None:
-    """Return the first operator of the model with unequal rows; None if all rows are equal.
+    """Return the first operator with unequal rows; None if the logits of all rows are equal.
 
-    For each size a batch of that many tokens is decoded behind the `n_before` first ones, in a cache that
-    holds nothing else. Raise `ValueError` if there are too few tokens.
+    For each size a batch of that many tokens is decoded behind the first `N_BEFORE` ones. Raise
+    `ValueError` if there are too few tokens, `BackendError` if llama.cpp fails.
     """
-    if len(tokens) < n_before + max(sizes):
+    n_tokens = N_BEFORE + max(sizes)
+    if len(tokens) < n_tokens:
         raise ValueError(f"{len(tokens)} tokens for batches of up to {max(sizes)}")
-    n_ctx = n_before + max(sizes) + 1
-    options = replace(options, n_batch=max(options.n_batch, max(sizes)))
     recorder = _Recorder()
     backend = LlamaBackend(
         model,
-        options,
-        n_ctx=n_ctx,
+        replace(options, n_batch=max(options.n_batch, n_tokens)),
+        n_ctx=n_tokens,
         clock=time.perf_counter,
         n_outputs=max(sizes),
         n_rollback=0,
         on_tensor=recorder.native,
     )
     try:
-        alone = [
-            recorder.decode(backend, tokens[at : at + 1], at)
-            for at in range(n_before + max(sizes))
-        ][n_before:]
+        # The first time fills the cells: attention also computes scores for cells that a row does not see.
+        for _ in range(2):
+            alone = recorder.decode_one_by_one(backend, tokens[:n_tokens])[N_BEFORE:]
         for size in sizes:
-            backend.remove(0)
-            for at in range(n_before):
-                recorder.decode(backend, tokens[at : at + 1], at, keeps=False)
-            together = recorder.decode(backend, tokens[n_before : n_before + size], n_before)
-            found = _first_difference(alone[:size], together)
-            if found is not None:
-                return UnequalOperator(found.operator, found.name, size)
+            recorder.decode_one_by_one(backend, tokens[:N_BEFORE])
+            together = recorder.decode(backend, tokens[N_BEFORE : N_BEFORE + size], N_BEFORE)
+            rows = np.concatenate([one.logits for one in alone[:size]])
+            if not np.array_equal(together.logits, rows):
+                found = _first_difference([one.results for one in alone[:size]], together.results)
+                if found is None:
+                    return UnequalOperator("", "", "", size)
+                return UnequalOperator(found.operator, found.name, found.source, size)
         return None
     finally:
         backend.close()
@@ -103,8 +109,17 @@ class _Result:
 
     operator: str
     name: str
+    source: str
     shape: tuple[int, ...]
     data: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    """What llama.cpp computed for a batch: float32[n_rows, n_vocab], and the results of its operators."""
+
+    logits: Logits
+    results: list[_Result]
 
 
 class _Recorder:
@@ -112,7 +127,6 @@ class _Recorder:
 
     def __init__(self) -> None:
         self._results: list[_Result] = []
-        self._keeps = False
         self._failure: BackendError | None = None
         pointer = ctypes.c_void_p
         self._name = ggml("ggml_get_name", ctypes.c_char_p, pointer)
@@ -121,22 +135,25 @@ class _Recorder:
         self._is_contiguous = ggml("ggml_is_contiguous", ctypes.c_bool, pointer)
         self.native = llama_cpp.llama_cpp.ggml_backend_sched_eval_callback(self._on_tensor)
 
-    def decode(
-        self, backend: LlamaBackend, tokens: Sequence[int], at: int, *, keeps: bool = True
-    ) -> list[_Result]:
-        """Decode tokens from position `at` on, and return the results of all operators."""
-        self._results, self._keeps = [], keeps
+    def decode_one_by_one(self, backend: LlamaBackend, tokens: Sequence[int]) -> list[_Decoded]:
+        """Empty the cache, and decode each token alone."""
+        backend.remove(0)
+        return [self.decode(backend, [token], at) for at, token in enumerate(tokens)]
+
+    def decode(self, backend: LlamaBackend, tokens: Sequence[int], at: int) -> _Decoded:
+        """Decode a batch of tokens from position `at` on."""
+        self._results = []
         batch = Batch()
         for i, token in enumerate(tokens):
             batch.add(token, at + i, (0,), True)
-        backend.decode(batch)
+        logits = backend.decode(batch).copy()
         if self._failure is not None:
             raise self._failure
-        return self._results
+        return _Decoded(logits, self._results)
 
     def _on_tensor(self, tensor: Any, is_asked: bool, _data: Any) -> bool:
         operator = self._operator(tensor).decode()
-        if not self._keeps or operator in _NO_ROWS or not self._is_contiguous(tensor):
+        if operator in _NO_ROWS or not self._is_contiguous(tensor):
             return not is_asked
         if is_asked:
             return True
@@ -147,8 +164,11 @@ class _Recorder:
             self._failure = error
             return False
         shape = tuple((ctypes.c_int64 * 4).from_address(tensor + _SHAPE_OFFSET))
-        name = self._name(tensor).decode("utf-8", "replace")
-        self._results.append(_Result(operator, name, shape, data))
+        source = ctypes.c_void_p.from_address(tensor + _SOURCES_OFFSET).value
+        names = [
+            self._name(it).decode("utf-8", "replace") if it else "" for it in (tensor, source)
+        ]
+        self._results.append(_Result(operator, *names, shape, data))
         return True
 
 
@@ -156,12 +176,10 @@ def _first_difference(alone: Sequence[list[_Result]], together: list[_Result]) -
     """Return the first result of a batch with a row that is not what it is alone."""
     by_key = [_numbered(results) for results in alone]
     for key, result in _numbered(together).items():
-        rows = [results.get(key) for results in by_key]
-        for i, row in enumerate(rows):
-            if row is None:  # llama.cpp computes batches by another graph
-                continue
-            part = _row_of(result, row, i, len(rows))
-            if part is not None and not np.array_equal(part, row.data):
+        for i, results in enumerate(by_key):
+            row = results.get(key)  # None: llama.cpp computes batches by another graph
+            part = None if row is None else _row_of(result, row, i, len(by_key))
+            if row is not None and part is not None and not np.array_equal(part, row.data):
                 return result
     return None
 
@@ -190,4 +208,4 @@ def _row_of(result: _Result, row: _Result, i: int, n_rows: int) -> Bytes | None:
     return np.ascontiguousarray(parts[:, i]).reshape(-1)
 
 
-__all__ = ["BATCH_SIZES", "UnequalOperator", "find_unequal_operator"]
+__all__ = ["BATCH_SIZES", "N_BEFORE", "UnequalOperator", "find_unequal_operator"]
