@@ -229,7 +229,8 @@ EXPORTED void specgen_kernels_serve() {
     serve_packed(cpu->iface.get_device(cpu, 0));
 }
 
-// Whether weights loaded from now on are packed, and whether attention is computed by us.
+// Whether weights loaded from now on are packed, and whether attention and operators on tensors that
+// are not packed are computed by us.
 EXPORTED void specgen_kernels_enable(int products, int attention) {
     enable_operators(products != 0, attention != 0);
 }

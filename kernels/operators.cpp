@@ -455,7 +455,7 @@ struct Operators : ggml::cpu::extra_buffer_type {
         if (op->op == ggml_api.mul_mat_id && has_packed(op)) return &expert;
         check_readable(op);
         if (op->op == ggml_api.mul_mat || op->op == ggml_api.soft_max) {
-            return products_enabled && attention_enabled ? plain_operator(op) : nullptr;
+            return attention_enabled ? plain_operator(op) : nullptr;
         }
         if (op->op != ggml_api.flash_attention) return nullptr;
         if (attention_enabled && can_attend(op)) return &attention;

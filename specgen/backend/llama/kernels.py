@@ -62,8 +62,8 @@ class Kernels:
         return self._enabled[1]
 
     def enable(self, *, products: bool, attention: bool) -> None:
-        """Switch the kernels on or off. `products` applies to models that are loaded from now on,
-        `attention` to all computation from now on."""
+        """Switch the kernels on or off. `products` applies to models that are loaded from now on;
+        `attention` to all attention from now on, and to products of tensors that are not packed."""
         self._library.specgen_kernels_enable(int(products), int(attention))
         self._enabled = (products, attention)
 
