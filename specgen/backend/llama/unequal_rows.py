@@ -9,7 +9,6 @@ is the cause.
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,7 +29,7 @@ from specgen.options import ContextOptions
 #: and more, and for 32 and more.
 BATCH_SIZES = (2, 3, 8, 16, 33)
 #: The number of tokens before a batch.
-N_BEFORE = 5
+_N_BEFORE = 5
 #: Operators that compute nothing, copy, or store rows in the cache: their rows may be others in a batch.
 _NO_ROWS = frozenset(
     ("NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "CONT", "CPY", "GET_ROWS", "SET_ROWS")
@@ -68,10 +67,10 @@ def find_unequal_operator(
 ) -> UnequalOperator | None:
     """Return the first operator with unequal rows; None if the logits of all rows are equal.
 
-    For each size a batch of that many tokens is decoded behind the first `N_BEFORE` ones. Raise
+    For each size a batch of that many tokens is decoded behind the first `_N_BEFORE` ones. Raise
     `ValueError` if there are too few tokens, `BackendError` if llama.cpp fails.
     """
-    n_tokens = N_BEFORE + max(sizes)
+    n_tokens = _N_BEFORE + max(sizes)
     if len(tokens) < n_tokens:
         raise ValueError(f"{len(tokens)} tokens for batches of up to {max(sizes)}")
     recorder = _Recorder()
@@ -79,7 +78,7 @@ def find_unequal_operator(
         model,
         replace(options, n_batch=max(options.n_batch, n_tokens)),
         n_ctx=n_tokens,
-        clock=time.perf_counter,
+        clock=lambda: 0.0,
         n_outputs=max(sizes),
         n_rollback=0,
         on_tensor=recorder.native,
@@ -87,10 +86,10 @@ def find_unequal_operator(
     try:
         # The first time fills the cells: attention also computes scores for cells that a row does not see.
         for _ in range(2):
-            alone = recorder.decode_one_by_one(backend, tokens[:n_tokens])[N_BEFORE:]
+            alone = recorder.decode_one_by_one(backend, tokens[:n_tokens])[_N_BEFORE:]
         for size in sizes:
-            recorder.decode_one_by_one(backend, tokens[:N_BEFORE])
-            together = recorder.decode(backend, tokens[N_BEFORE : N_BEFORE + size], N_BEFORE)
+            recorder.decode_one_by_one(backend, tokens[:_N_BEFORE])
+            together = recorder.decode(backend, tokens[_N_BEFORE : _N_BEFORE + size], _N_BEFORE)
             rows = np.concatenate([one.logits for one in alone[:size]])
             if not np.array_equal(together.logits, rows):
                 found = _first_difference([one.results for one in alone[:size]], together.results)
@@ -100,6 +99,12 @@ def find_unequal_operator(
         return None
     finally:
         backend.close()
+
+
+def repeated(tokens: Sequence[int]) -> list[int]:
+    """Return as many tokens as `find_unequal_operator` needs: these, over and over."""
+    n_tokens = _N_BEFORE + max(BATCH_SIZES)
+    return (list(tokens) * n_tokens)[:n_tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +170,7 @@ class _Recorder:
             return False
         shape = tuple((ctypes.c_int64 * 4).from_address(tensor + _SHAPE_OFFSET))
         source = ctypes.c_void_p.from_address(tensor + _SOURCES_OFFSET).value
-        names = [
-            self._name(it).decode("utf-8", "replace") if it else "" for it in (tensor, source)
-        ]
+        names = [self._name(it).decode("utf-8", "replace") if it else "" for it in (tensor, source)]
         self._results.append(_Result(operator, *names, shape, data))
         return True
 
@@ -208,4 +211,4 @@ def _row_of(result: _Result, row: _Result, i: int, n_rows: int) -> Bytes | None:
     return np.ascontiguousarray(parts[:, i]).reshape(-1)
 
 
-__all__ = ["BATCH_SIZES", "N_BEFORE", "UnequalOperator", "find_unequal_operator"]
+__all__ = ["BATCH_SIZES", "UnequalOperator", "find_unequal_operator", "repeated"]
