@@ -48,4 +48,6 @@ const InstructionSet amx_int8_set = {
     [](const AttentionJob &job, int n_threads) { return vnni.attention_bytes(job, n_threads); },
     [](const AttentionJob &job, int thread, int n_threads, void *scratch, void (*barrier)(void *),
        void *argument) { vnni.attention(job, thread, n_threads, scratch, barrier, argument); },
+    [](const PlainProduct &product) { vnni.multiply_plain(product); },
+    [](const PlainSoftmax &job) { vnni.softmax(job); },
 };

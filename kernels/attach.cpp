@@ -112,11 +112,13 @@ bool find_functions() {
            find(base, "ggml_type_name", ggml_api.type_name) &&
            find(base, "ggml_tensor_overhead", ggml_api.tensor_overhead) &&
            find(base, "ggml_nbytes", ggml_api.nbytes) &&
+           find(base, "ggml_row_size", ggml_api.row_size) &&
            find(base, "ggml_backend_buffer_get_size", ggml_api.buffer_size) &&
            find(base, "ggml_backend_buffer_get_type", ggml_api.type_of_buffer) &&
            find(base, "ggml_backend_reg_dev_get", ggml_api.device_of) &&
            find(base, "ggml_backend_reg_get_proc_address", ggml_api.procedure_of) &&
            find(cpu, "ggml_backend_cpu_reg", ggml_api.cpu_reg) &&
+           find(cpu, "ggml_get_type_traits_cpu", ggml_api.cpu_type) &&
            find(base, "ggml_backend_buffer_init", ggml_api.buffer_init) &&
            find(cpu, "_Z39ggml_backend_cpu_get_extra_buffer_typesv",
                 ggml_api.extra_buffer_types) &&
@@ -142,11 +144,12 @@ bool check_ggml() {
                   ", not " + std::to_string(backend_api_version);
         return false;
     }
-    int missing = 3;
+    int missing = 4;
     for (int op = 0; op < n_ggml_operators; op++) {
         const char *name = ggml_api.op_name(op);
         for (const auto &[wanted, number] : {std::pair{"MUL_MAT", &ggml_api.mul_mat},
                                              std::pair{"MUL_MAT_ID", &ggml_api.mul_mat_id},
+                                             std::pair{"SOFT_MAX", &ggml_api.soft_max},
                                              std::pair{"FLASH_ATTN_EXT",
                                                        &ggml_api.flash_attention}}) {
             if (std::strcmp(name, wanted) == 0) {
@@ -238,7 +241,8 @@ EXPORTED void specgen_kernels_serve() {
     serve_packed(ggml_api.device_of(cpu, 0));
 }
 
-// Whether weights loaded from now on are packed, and whether attention is computed by us.
+// Whether weights loaded from now on are packed, and whether attention and operators on tensors that
+// are not packed are computed by us.
 EXPORTED void specgen_kernels_enable(int products, int attention) {
     enable_operators(products != 0, attention != 0);
 }

@@ -1,6 +1,7 @@
 // One attention operator of a graph (GGML_OP_FLASH_ATTN_EXT), as plain values.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 
@@ -36,3 +37,13 @@ struct AttentionJob {
     float max_bias;  // ALiBi: > 0 gives each head a slope of its own
     float softcap;   // > 0: scores become softcap * tanh(scores / softcap)
 };
+
+// ALiBi: the mask of head `head` is multiplied by this.
+static inline float alibi_slope(float max_bias, int64_t n_heads, int64_t head) {
+    if (max_bias <= 0) return 1.0f;
+    int64_t n = 1;  // the largest power of two among the heads
+    while (2 * n <= n_heads) n *= 2;
+    const float step = head < n ? max_bias : max_bias / 2;
+    const float base = powf(2.0f, -step / n);
+    return powf(base, head < n ? head + 1 : 2 * (head - n) + 1);
+}

@@ -24,14 +24,8 @@ inline const char *copy_mask(const char *mask, int64_t n, int16_t (&space)[cells
     return reinterpret_cast<const char *>(space);
 }
 
-// ALiBi: the mask of head `head` is multiplied by this.
 inline float slope_of(const AttentionJob &job, int64_t head) {
-    if (job.max_bias <= 0) return 1.0f;
-    int64_t n = 1;  // the largest power of two among the heads
-    while (2 * n <= job.n_heads) n *= 2;
-    const float step = head < n ? job.max_bias : job.max_bias / 2;
-    const float base = powf(2.0f, -step / n);
-    return powf(base, head < n ? head + 1 : 2 * (head - n) + 1);
+    return alibi_slope(job.max_bias, job.n_heads, head);
 }
 
 template <class V>

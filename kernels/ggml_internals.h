@@ -124,6 +124,15 @@ class extra_buffer_type {
 // The buffer types of a device beside its own; ggml_backend_reg_get_proc_address gives the function.
 using GetExtraTypes = ggml_backend_buffer_type **(*)(ggml_backend_device *);
 
+// What ggml's CPU backend tells of a type.
+struct ggml_type_traits_cpu {
+    void (*from_float)(const float *values, void *row, int64_t n);
+    void (*vec_dot)(int n, float *output, size_t, const void *row, size_t, const void *other, size_t,
+                    int n_rows);
+    int vec_dot_type;  // of the other row
+    int64_t nrows;     // the most that one call takes
+};
+
 // The functions of ggml's libraries that are called, found when the library is attached: nothing
 // of llama.cpp is needed to compile it.
 struct Ggml {
@@ -133,12 +142,14 @@ struct Ggml {
     const char *(*type_name)(int type);
     size_t (*tensor_overhead)();
     size_t (*nbytes)(const ggml_tensor *);
+    size_t (*row_size)(int type, int64_t n);
     size_t (*buffer_size)(ggml_backend_buffer *);
     ggml_backend_buffer_type *(*type_of_buffer)(ggml_backend_buffer *);
     ggml_backend_device *(*device_of)(ggml_backend_reg *, size_t);
     void *(*procedure_of)(ggml_backend_reg *, const char *);
     // Of libggml-cpu.
     ggml_backend_reg *(*cpu_reg)();
+    const ggml_type_traits_cpu *(*cpu_type)(int type);
 
     // Internal functions.
     ggml_backend_buffer *(*buffer_init)(ggml_backend_buffer_type *, ggml_backend_buffer_i, void *,
@@ -149,6 +160,6 @@ struct Ggml {
     int (*chunk_add)(ggml_threadpool *, int);
 
     // Numbers of operators, which change from version to version.
-    int mul_mat, mul_mat_id, flash_attention;
+    int mul_mat, mul_mat_id, flash_attention, soft_max;
 };
 extern Ggml ggml_api;

@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "attention_job.h"
+#include "plain_job.h"
 
 // The weight types that have a packed form. `none` is every other type of GGUF.
 enum class WeightType {
@@ -60,6 +61,11 @@ struct InstructionSet {
     // `barrier` returns when every thread has called it.
     void (*attention)(const AttentionJob &job, int thread, int n_threads, void *scratch,
                       void (*barrier)(void *), void *barrier_argument);
+
+    // --- tensors that are not packed, see plain_rows.h ---
+
+    void (*multiply_plain)(const PlainProduct &product);
+    void (*softmax)(const PlainSoftmax &job);
 };
 
 extern const InstructionSet avx2_set;

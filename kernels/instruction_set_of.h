@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "instruction_set.h"
+#include "plain_rows.h"
 #include "products.h"
 
 namespace {
@@ -21,7 +22,9 @@ constexpr InstructionSet instruction_set_of(const char *name) {
             P::multiply,
             [] {},
             Attention<V>::bytes,
-            Attention<V>::run};
+            Attention<V>::run,
+            PlainRows<V>::run,
+            PlainRows<V>::softmax};
 }
 
 }  // namespace

@@ -4,9 +4,9 @@
 #include <atomic>
 #include <cstring>
 
-#include "instruction_set.h"
-#include "weights.h"
-#include "worker_weights.h"
+#include "column_tiles.h"
+#include "plain_operators.h"
+#include "stacked_columns.h"
 
 namespace {
 
@@ -17,9 +17,6 @@ std::atomic<uint64_t> n_products{0}, n_attentions{0}, n_other_attentions{0};
 // second-level cache, and so does a chunk of groups.
 constexpr size_t panel_bytes = 768 << 10, chunk_bytes = 256 << 10;
 
-char *aligned(void *p) {
-    return reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(p) + 63) & ~uintptr_t{63});
-}
 size_t rounded_up(size_t bytes) { return (bytes + 63) & ~size_t{63}; }
 
 // How many groups of rows a thread takes at once: a chunk that fits the cache, and small enough that
@@ -27,33 +24,6 @@ size_t rounded_up(size_t bytes) { return (bytes + 63) & ~size_t{63}; }
 int64_t groups_of_chunk(int64_t n_groups, size_t group_bytes, int n_threads) {
     const int64_t fair = n_groups / (n_threads * 4) + 1;
     return std::min(fair, std::max<int64_t>(1, chunk_bytes / group_bytes));
-}
-
-// n columns as tiles of nearly equal size, none larger than the kernels take.
-struct Tiles {
-    Tiles(WeightType type, int64_t n_columns)
-        : most(kernels->max_columns(type, n_columns)), count((n_columns + most - 1) / most),
-          smaller(count ? n_columns / count : 0),
-          n_larger(count ? n_columns % count : 0) {}
-    int64_t first(int64_t tile) const { return tile * smaller + std::min(tile, n_larger); }
-    int size(int64_t tile) const { return static_cast<int>(smaller + (tile < n_larger)); }
-
-    int64_t most, count, smaller, n_larger;
-};
-
-// Prepare a part of a column: block `first_block` and the next ones.
-void prepare_blocks(WeightType type, const float *values, int64_t first_block, int64_t n_blocks,
-                    char *tile, int n_columns, int column) {
-    const int64_t inputs = kernels->inputs_per_block(type);
-    kernels->prepare(type, values + first_block * inputs, n_blocks * inputs,
-                     tile + kernels->column_bytes(type, inputs) * first_block * n_columns,
-                     n_columns, column);
-}
-
-// Weights in packed form; null if they have none.
-const char *packed(const ggml_tensor *weights) {
-    if (is_packed(weights)) return static_cast<const char *>(weights->data);
-    return packed_for_worker(weights);
 }
 
 // --- products ---
@@ -144,6 +114,90 @@ struct ProductTraits : ggml::cpu::tensor_traits {
             const int64_t group = i % n_chunks * groups, tile = i / n_chunks * panel_tiles;
             product.multiply(prepared, group, std::min(product.n_groups, group + groups), tile,
                              std::min(product.tiles.count, tile + panel_tiles));
+        }
+        kernels->finish();
+        return true;
+    }
+};
+
+// --- products with a stack of matrices (each head or slice has its own) ---
+
+struct StackProduct {
+    explicit StackProduct(const ggml_tensor *op)
+        : columns(op), type(weight_type(op->src[0])), n_inputs(op->src[0]->ne[0]),
+          n_rows(op->src[0]->ne[1]), tiles(type, columns.per_matrix),
+          column_bytes(kernels->column_bytes(type, n_inputs)),
+          group_bytes(kernels->group_bytes(type, n_inputs)),
+          n_groups((n_rows + kernels->rows_per_group - 1) / kernels->rows_per_group) {}
+
+    int64_t n_columns() const { return columns.n_matrices * columns.per_matrix; }
+    size_t work_bytes() const { return column_bytes * n_columns() + 64; }
+    char *prepared(char *work, int64_t matrix, int64_t tile) const {
+        return work + (matrix * columns.per_matrix + tiles.first(tile)) * column_bytes;
+    }
+
+    // Threads take whole tiles in turn, as Product does.
+    void prepare(char *work, int thread, int n_threads) const {
+        const int64_t n_blocks = n_inputs / kernels->inputs_per_block(type);
+        for (int64_t i = thread; i < columns.n_matrices * tiles.count; i += n_threads) {
+            const int64_t m = i / tiles.count, t = i % tiles.count;
+            for (int c = 0; c < tiles.size(t); c++) {
+                const char *column = columns.input(m, tiles.first(t) + c);
+                prepare_blocks(type, reinterpret_cast<const float *>(column), 0, n_blocks,
+                               prepared(work, m, t), tiles.size(t), c);
+            }
+        }
+    }
+
+    // One group of rows of one matrix, for all its columns.
+    void multiply(char *work, int64_t m, int64_t g) const {
+        float results[16 * 96];  // rows and columns of a tile of any instruction set
+        const int lanes = kernels->rows_per_group;
+        const int64_t row = g * lanes;
+        const int rows = static_cast<int>(std::min<int64_t>(lanes, n_rows - row));
+        const char *group = packed(columns.weights) + (m * n_groups + g) * group_bytes;
+        for (int64_t t = 0; t < tiles.count; t++) {
+            kernels->multiply(type, group, prepared(work, m, t), n_inputs, tiles.size(t), lanes,
+                              results, lanes);
+            for (int c = 0; c < tiles.size(t); c++) {
+                std::memcpy(columns.output(m, tiles.first(t) + c) + row, results + c * lanes,
+                            rows * sizeof(float));
+            }
+        }
+    }
+
+    StackedColumns columns;
+    WeightType type;
+    int64_t n_inputs, n_rows;
+    Tiles tiles;
+    size_t column_bytes, group_bytes;
+    int64_t n_groups;
+};
+
+struct StackTraits : ggml::cpu::tensor_traits {
+    bool work_size(int, const ggml_tensor *op, size_t &size) override {
+        size = StackProduct(op).work_bytes();
+        return true;
+    }
+
+    bool compute_forward(ggml_compute_params *params, ggml_tensor *op) override {
+        const StackProduct product(op);
+        char *work = aligned(params->wdata);
+        if (params->ith == 0) {
+            n_products++;
+            ggml_api.chunk_set(params->threadpool, params->nth);
+        }
+        product.prepare(work, params->ith, params->nth);
+        ggml_api.barrier(params->threadpool);
+
+        const int64_t total = product.columns.n_matrices * product.n_groups;
+        const int64_t groups = groups_of_chunk(total, product.group_bytes, params->nth);
+        const int64_t n_chunks = (total + groups - 1) / groups;
+        for (int64_t i = params->ith; i < n_chunks;
+             i = ggml_api.chunk_add(params->threadpool, 1)) {
+            for (int64_t g = i * groups; g < std::min(total, (i + 1) * groups); g++) {
+                product.multiply(work, g / product.n_groups, g % product.n_groups);
+            }
         }
         kernels->finish();
         return true;
@@ -383,7 +437,8 @@ bool can_multiply(const ggml_tensor *op) {
     if (weights->data == nullptr && !products_enabled) return false;  // llama.cpp asks: load here?
     if (!is_packed(weights) || !can_pack(weights) || !has_float_rows(inputs)) return false;
     if (cache_type(op) != CacheType::f32) return false;
-    return op->op == ggml_api.mul_mat ? weights->ne[2] == 1 : op->src[2] != nullptr;
+    return op->op == ggml_api.mul_mat ? StackedColumns::fit(weights, inputs)
+                                      : op->src[2] != nullptr;
 }
 
 // Whether the weights of a product are packed, so that it has to be computed here: llama.cpp asked
@@ -402,15 +457,24 @@ struct Operators : ggml::cpu::extra_buffer_type {
     }
 
     ggml::cpu::tensor_traits *get_tensor_traits(const ggml_tensor *op) override {
-        if (op->op == ggml_api.mul_mat && has_packed(op)) return &product;
+        if (op->op == ggml_api.mul_mat && has_packed(op)) {
+            const ggml_tensor *weights = op->src[0];
+            return weights->ne[2] * weights->ne[3] == 1
+                       ? static_cast<ggml::cpu::tensor_traits *>(&product)
+                       : &stack;
+        }
         if (op->op == ggml_api.mul_mat_id && has_packed(op)) return &expert;
         check_readable(op);
+        if (op->op == ggml_api.mul_mat || op->op == ggml_api.soft_max) {
+            return attention_enabled ? plain_operator(op) : nullptr;
+        }
         if (op->op != ggml_api.flash_attention) return nullptr;
         if (attention_enabled && can_attend(op)) return &attention;
         return &counting;
     }
 
     ProductTraits product;
+    StackTraits stack;
     ExpertTraits expert;
     AttentionTraits attention;
     CountingTraits counting;

@@ -6,7 +6,8 @@
 // What the CPU backend is given to ask about operators.
 ggml::cpu::extra_buffer_type *operators();
 
-// Whether weights that are loaded from now on are packed, and attention is computed, by us.
+// Whether weights that are loaded from now on are packed by us; whether we compute attention, and
+// operators on tensors that are not packed (plain_operators.h), from now on.
 void enable_operators(bool products, bool attention);
 
 struct OperatorCounts {

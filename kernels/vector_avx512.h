@@ -180,6 +180,26 @@ struct Avx512 {
         std::memcpy(&bits_of_half, p, 2);
         return _cvtsh_ss(bits_of_half);
     }
+    // Sums in double precision, of the lanes of two halves.
+    struct Doubles {
+        __m512d low, high;
+    };
+    static Doubles no_doubles() { return {_mm512_setzero_pd(), _mm512_setzero_pd()}; }
+    // sums + a * b, where each product (exact in double precision) is rounded to a multiple of 2^-36:
+    // adding 1.5 * 2^16 leaves no finer bits.
+    static Doubles add_rounded_products(Doubles sums, Floats a, Floats b) {
+        const __m512d large = _mm512_set1_pd(98304);
+        const auto products = [&](__m256 x, __m256 y) {
+            const __m512d sum = _mm512_fmadd_pd(_mm512_cvtps_pd(x), _mm512_cvtps_pd(y), large);
+            return _mm512_sub_pd(sum, large);
+        };
+        const __m512d low = products(_mm512_castps512_ps256(a), _mm512_castps512_ps256(b));
+        const __m512d high =
+            products(_mm512_extractf32x8_ps(a, 1), _mm512_extractf32x8_ps(b, 1));
+        return {_mm512_add_pd(sums.low, low), _mm512_add_pd(sums.high, high)};
+    }
+    static double sum(Doubles sums) { return _mm512_reduce_add_pd(_mm512_add_pd(sums.low, sums.high)); }
+
     // A signed byte for each lane.
     static Floats load_signed_bytes(const void *p) {
         return to_floats(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i *>(p))));

@@ -121,8 +121,13 @@ def diagnose(
 
     found, problem = _models_on_disk()
     on_check = on_check or (lambda _name: None)
-    build, checks = _decode_checks(model, child or CHILD_COMMAND, on_check)
+    child = child or CHILD_COMMAND
+    build, checks = _decode_checks(model, child, on_check)
     kernels = _kernels(build, on_check)
+    if model is not None and kernels.computes == "specgen":
+        name = f"rows of {model.name}"
+        on_check(name)
+        checks.append(_decode_check(name, [*child, "rows", os.fspath(model)], MODEL_TIMEOUT_S))
     return DoctorReport(
         version=__version__,
         machine=look_at_machine(),
@@ -312,6 +317,7 @@ def child_main(arguments: Sequence[str]) -> None:
         "build": _load,
         "tiny": _decode_tiny,
         "model": _decode_model,
+        "rows": _compare_rows,
     }
     try:
         answer = tasks[task](*rest)
@@ -357,6 +363,26 @@ def _decode_model(model: str, n_gpu_layers: str) -> dict[str, Any]:
     options = ContextOptions(n_gpu_layers=int(n_gpu_layers))
     together, one_by_one = _decode_both_ways(Path(model), options)
     return _agreement(len(together), {"single tokens": deviation(together, one_by_one)})
+
+
+def _compare_rows(model: str) -> dict[str, Any]:
+    """Say whether rows of a model have the same bits in any batch with specgen's kernels, or why not."""
+    from specgen.backend.llama import LlamaModel
+    from specgen.backend.llama.unequal_rows import find_unequal_operator, repeated
+    from specgen.catalogue import cache_folder
+    from specgen.kernels import choose_kernels
+
+    choose_kernels("specgen", cache_folder())
+    opened = LlamaModel(Path(model), n_gpu_layers=0)
+    try:
+        text = opened.vocabulary.tokenize(_TEXT, add_special=True, parse_special=False)
+        options = ContextOptions(n_gpu_layers=0)
+        why = opened.row_exception or find_unequal_operator(opened, options, repeated(text))
+    finally:
+        opened.close()
+    if why:
+        return {"message": f"they depend on their batch: {why}"}
+    return {"message": "they have the same bits in any batch, with specgen's kernels"}
 
 
 def _decode_both_ways(path: Path, options: ContextOptions) -> tuple[Logits, Logits]:

@@ -67,6 +67,23 @@ def test_the_report_is_alone_on_stdout(verify: Verify) -> None:
         assert result.out.splitlines()[-1] == "Lossless: no defect found."
 
 
+def test_why_rows_depend_on_their_batch(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "depend on their batch" not in verify("--check", "greedy").out
+    monkeypatch.setattr("specgen.backend.llama.LlamaModel.has_kernels", True)
+    monkeypatch.setattr("specgen.backend.llama.LlamaModel.row_exception", "of a SET")
+    result = verify("--check", "greedy")
+    assert "Rows of this model depend on their batch: of a SET" in result.out
+    assert json.loads(verify("--json", "--check", "sampled").out)["unequal_rows"] == "of a SET"
+
+
+def test_an_operator_that_was_not_known_is_named(
+    verify: Verify, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specgen.backend.llama.LlamaModel.has_kernels", True)
+    result = verify("--check", "greedy", "--kernels", "llama.cpp")
+    assert "MUL_MAT of blk.0.attn_q.weight (Qcur-0, in a batch of 2)" in result.out
+
+
 def test_verbose_shows_llama_cpps_log(verify: Verify) -> None:
     result = verify("--verbose", "--check", "greedy", "-N", "1")
     assert result.code == 0
@@ -85,7 +102,7 @@ def test_each_check_may_run_alone(verify: Verify) -> None:
 
 JSON_KEYS = {
     "": "verdict target draft verifier draft_max sampler seeded_bug check greedy sampled skipped "
-    "is_interrupted",
+    "is_interrupted unequal_rows",
     "greedy": "prompt way n_at_once n_tokens n_drafted drafted_by n_accepted n_rows moved_by batches_move "
     "difference exact_rows is_defect",
     "sampled": "prompt way n_prompt n_answer n_draws n_impossible n_rounds n_drafted drafted_by "

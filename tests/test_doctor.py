@@ -137,6 +137,9 @@ def test_a_model_of_ones_own_is_decoded_too(tmp_path: Path) -> None:
     assert report.healthy, report.checks
     (own,) = [check for check in report.checks if check.name == "own.gguf"]
     assert "24 tokens" in own.message
+    rows = [check.message for check in report.checks if check.name == "rows of own.gguf"]
+    same = "they have the same bits in any batch, with specgen's kernels"
+    assert rows == ([same] if report.kernels.computes == "specgen" else [])
 
 
 def test_a_model_that_does_not_generate_is_the_models_fault(tmp_path: Path) -> None:

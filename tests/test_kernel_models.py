@@ -14,7 +14,7 @@ from specgen.arrays import Logits
 from specgen.backend.base import Batch
 from specgen.backend.llama import LlamaBackend, LlamaModel
 from specgen.backend.llama.kernels import Kernels
-from specgen.options import CacheType, ContextOptions
+from specgen.options import CacheType, ContextOptions, FlashAttention
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.config import Architecture
 
@@ -68,18 +68,20 @@ def spread(one: Logits, other: Logits) -> float:
     return float(np.std(one - other) / np.std(other))
 
 
+@pytest.mark.parametrize("flash_attention", ["on", "off"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_kernels_change_no_more_than_rounding(
-    kernels: Kernels, tmp_path: Path, architecture: Architecture
+    kernels: Kernels, tmp_path: Path, architecture: Architecture, flash_attention: FlashAttention
 ) -> None:
     path = tiny(tmp_path, TinyConfig(architecture=architecture))
-    with_kernels = opened(path)
+    options = ContextOptions(n_threads=2, flash_attention=flash_attention)
+    with_kernels = opened(path, options)
     before = kernels.counts()
     ours = along(with_kernels, (1, 4, 7))
     after = kernels.counts()
     assert after.n_products > before.n_products
     kernels.enable(products=False, attention=False)
-    without = opened(path)
+    without = opened(path, options)
     theirs = along(without, (1, 4, 7))
     assert kernels.counts().n_products == after.n_products
     assert spread(ours, theirs) < 0.01
@@ -90,9 +92,10 @@ def test_kernels_change_no_more_than_rounding(
 
 @pytest.mark.parametrize("tensor_type", ["f32", "f16", "q8_0", "q4_0", "q5_1"])
 @pytest.mark.parametrize("architecture", ATTENTION_ONLY)
+@pytest.mark.parametrize("flash_attention", ["on", "off"])
 @pytest.mark.usefixtures("kernels")
 def test_rows_are_the_same_bits_in_any_batch(
-    tmp_path: Path, architecture: Architecture, tensor_type: str
+    tmp_path: Path, architecture: Architecture, tensor_type: str, flash_attention: FlashAttention
 ) -> None:
     config = TinyConfig(
         architecture=architecture,
@@ -101,7 +104,8 @@ def test_rows_are_the_same_bits_in_any_batch(
         n_head_kv=2,
         sliding_window=32 if architecture == "gemma3" else 0,
     )
-    backend = opened(tiny(tmp_path, config))
+    options = ContextOptions(n_threads=2, flash_attention=flash_attention)
+    backend = opened(tiny(tmp_path, config), options)
     alone = along(backend, (1,))
     for sizes in ((2,), (3, 8), (16,), (32,), (5, 1, 13)):
         assert np.array_equal(along(backend, sizes), alone), sizes
@@ -109,14 +113,23 @@ def test_rows_are_the_same_bits_in_any_batch(
     backend.model.close()
 
 
-@pytest.mark.parametrize("cache_type", ["f32", "f16", "bf16", "q8_0"])
+@pytest.mark.parametrize(
+    ("cache_type", "flash_attention"),
+    [(name, "on") for name in ("f32", "f16", "bf16", "q8_0")]
+    + [(name, "off") for name in ("f32", "f16", "bf16")],
+)
 @pytest.mark.usefixtures("kernels")
-def test_and_with_any_cache_and_number_of_threads(tmp_path: Path, cache_type: CacheType) -> None:
+def test_and_with_any_cache_and_number_of_threads(
+    tmp_path: Path, cache_type: CacheType, flash_attention: FlashAttention
+) -> None:
     path = tiny(tmp_path, TinyConfig(n_embd=128))
     expected = None
     for n_threads in (1, 2, 3):
         options = ContextOptions(
-            n_threads=n_threads, cache_type_k=cache_type, cache_type_v=cache_type
+            n_threads=n_threads,
+            cache_type_k=cache_type,
+            cache_type_v=cache_type,
+            flash_attention=flash_attention,
         )
         backend = opened(path, options)
         for sizes in ((1,), (4, 9)):
@@ -127,10 +140,14 @@ def test_and_with_any_cache_and_number_of_threads(tmp_path: Path, cache_type: Ca
         backend.model.close()
 
 
+@pytest.mark.parametrize("flash_attention", ["on", "off"])
 @pytest.mark.usefixtures("kernels")
-def test_trees_and_the_holes_that_they_leave(tmp_path: Path) -> None:
+def test_trees_and_the_holes_that_they_leave(
+    tmp_path: Path, flash_attention: FlashAttention
+) -> None:
     """The kept branch lies behind a refused one in the cache, and what follows fills the hole."""
-    backend = opened(tiny(tmp_path, TinyConfig(n_layer=3)))
+    options = ContextOptions(n_threads=2, flash_attention=flash_attention)
+    backend = opened(tiny(tmp_path, TinyConfig(n_layer=3)), options)
     alone = along(backend, (1,))
     backend.remove(0)
     decode(backend, TEXT[:50], range(50))

@@ -49,6 +49,7 @@ SAME_NAME(ggml_backend_buffer_type_i);
 SAME_NAME(ggml_backend_device);
 SAME_NAME(ggml_backend_reg);
 SAME_NAME(ggml_backend_reg_i);
+SAME_NAME(ggml_type_traits_cpu);
 SAME_NAME(ggml::cpu::tensor_traits);
 
 // Structures by name (their members are compared below), enumerations as integers of their size.
@@ -164,6 +165,12 @@ SAME_MEMBER(ggml_backend_reg, api_version);
 SAME_MEMBER(ggml_backend_reg, iface);
 SAME_MEMBER(ggml_backend_reg, context);
 
+SAME_SIZE(ggml_type_traits_cpu);
+SAME_MEMBER(ggml_type_traits_cpu, from_float);
+SAME_MEMBER(ggml_type_traits_cpu, vec_dot);
+SAME_MEMBER(ggml_type_traits_cpu, vec_dot_type);
+SAME_MEMBER(ggml_type_traits_cpu, nrows);
+
 // --- functions ---
 
 #define SAME_FUNCTION(member, function)                                     \
@@ -175,12 +182,14 @@ SAME_FUNCTION(op_name, ggml_op_name);
 SAME_FUNCTION(type_name, ggml_type_name);
 SAME_FUNCTION(tensor_overhead, ggml_tensor_overhead);
 SAME_FUNCTION(nbytes, ggml_nbytes);
+SAME_FUNCTION(row_size, ggml_row_size);
 SAME_FUNCTION(buffer_size, ggml_backend_buffer_get_size);
 SAME_FUNCTION(type_of_buffer, ggml_backend_buffer_get_type);
 SAME_FUNCTION(device_of, ggml_backend_reg_dev_get);
 SAME_FUNCTION(procedure_of, ggml_backend_reg_get_proc_address);
 SAME_FUNCTION(buffer_init, ggml_backend_buffer_init);
 SAME_FUNCTION(cpu_reg, ggml_backend_cpu_reg);
+SAME_FUNCTION(cpu_type, ggml_get_type_traits_cpu);
 SAME_FUNCTION(extra_buffer_types, ggml_backend_cpu_get_extra_buffer_types);
 SAME_FUNCTION(barrier, ggml_barrier);
 SAME_FUNCTION(chunk_set, ggml_threadpool_chunk_set);

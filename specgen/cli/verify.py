@@ -243,6 +243,7 @@ class _Job:
         self._seed = max(0, sampler.seed)
         #: By number.
         self._skipped: dict[int, UncheckedPrompt] = {}
+        self._unequal_rows = ""
 
     def greedy(self, n_prompts: int) -> tuple[GreedyResult, ...]:
         from specgen.proof import PlainAnswers, check_at_once, check_greedy, evenly_chosen
@@ -282,6 +283,7 @@ class _Job:
                 progress=lambda done, total: self._progress("greedy, at once", done, total),
             )
             results += [replace(each, prompt=some[each.prompt - 1][0]) for each in checked]
+            self._name_unequal_rows(session, [result.batches_move for result in results])
         return tuple(results)
 
     def sampled(self, plan: SampledPlan, n_places: int) -> tuple[SampledResult, ...]:
@@ -289,6 +291,7 @@ class _Job:
         with self._open(self._sampler) as session:
             for n_ways, way in enumerate(self._ways):
                 results += self._sampled(session, way, plan, n_places, n_places * n_ways)
+            self._name_unequal_rows(session, [result.rows.batches_move for result in results])
         return tuple(results)
 
     def _sampled(
@@ -322,6 +325,15 @@ class _Job:
                 results.append(result)
         return results
 
+    def _name_unequal_rows(self, session: Session, moved_by: list[float]) -> None:
+        """Learn why rows depend on their batch, if they do and it is not known yet."""
+        from specgen.proof.rows import unequal_rows
+
+        prompt = session.prompt(self._prompts[0], chat=self._chat).tokens
+        self._unequal_rows = self._unequal_rows or unequal_rows(
+            session, prompt, are_moved=any(moved_by)
+        )
+
     def report(
         self,
         check: ProofCheck,
@@ -350,6 +362,7 @@ class _Job:
             sampled=sampled,
             skipped=skipped,
             is_interrupted=self._stop(),
+            unequal_rows=self._unequal_rows,
         )
 
     def _open(self, sampler: SamplerOptions) -> Session:

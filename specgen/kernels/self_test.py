@@ -93,7 +93,16 @@ def _test_type(kernels: Kernels, type_name: str) -> None:
         operators.Matrix(weights) as plain,
         operators.Matrix(weights, operators.SPECGEN_BUFFER) as packed,
     ):
+        kernels.enable(products=True, attention=False)
         expected = operators.multiply(plain, tokens)
+        kernels.enable(products=True, attention=True)
+        unpacked = operators.multiply(plain, tokens, n_threads=2)
+        _compare(f"{what}, not packed", unpacked, expected)
+        _compare_rows(
+            f"{what}, not packed",
+            unpacked,
+            lambda row: operators.multiply(plain, tokens[row : row + 1])[0],
+        )
         n_before = kernels.counts().n_products
         computed = operators.multiply(packed, tokens, n_threads=2)
         if kernels.counts().n_products == n_before:

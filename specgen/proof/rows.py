@@ -51,6 +51,20 @@ def is_moved(by: float, by_batches: float, *, exact: bool = False) -> bool:
     return by > (0.0 if exact else SLACK * by_batches + ALWAYS_ALLOWED)
 
 
+def unequal_rows(session: Session, prompt: Sequence[int], *, are_moved: bool) -> str:
+    """Return why rows of the target depend on their batch although specgen's kernels compute: the reason
+    that is known of the model, or, if batches moved rows, the operator. Empty if they do not."""
+    from specgen.backend.llama.unequal_rows import find_unequal_operator, repeated
+
+    model = session.target_model
+    if not model.has_kernels:
+        return ""
+    if model.row_exception or not are_moved or not prompt:
+        return model.row_exception
+    context = session.options.target_context
+    return str(find_unequal_operator(model, context, repeated(prompt)) or "")
+
+
 def drafting_batch_sizes(session: Session) -> range:
     """Return the sizes of the batches that drafting decodes, from 1 up to `_MAX_ROWS`."""
     return range(1, min(session.n_rows_max, _MAX_ROWS) + 1)

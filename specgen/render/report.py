@@ -50,6 +50,9 @@ def print_report(report: ProofReport, console: Console) -> None:
         _print(
             console, "nothing was drafted in any answer, so there was nothing to sample", indent=2
         )
+    if report.unequal_rows:
+        console.print()
+        _print(console, f"Rows of this model depend on their batch: {report.unequal_rows}")
     console.print()
     console.print(_verdict(report))
 

@@ -99,7 +99,7 @@ def _check_kind(path: Path) -> None:
         )
 
 
-class _InitParameters(ctypes.Structure):
+class InitParameters(ctypes.Structure):
     """gguf_init_params of gguf.h."""
 
     _fields_ = (("no_alloc", ctypes.c_bool), ("context", ctypes.c_void_p))
@@ -107,7 +107,7 @@ class _InitParameters(ctypes.Structure):
 
 def _check_metadata(path: Path) -> None:
     pointer, key = ctypes.c_void_p, ctypes.c_int64
-    read = ggml_function("gguf_init_from_file", pointer, ctypes.c_char_p, _InitParameters)
+    read = ggml_function("gguf_init_from_file", pointer, ctypes.c_char_p, InitParameters)
     free = ggml_function("gguf_free", None, pointer)
     n_keys = ggml_function("gguf_get_n_kv", ctypes.c_int64, pointer)
     key_name = ggml_function("gguf_get_key", ctypes.c_char_p, pointer, key)
@@ -119,7 +119,7 @@ def _check_metadata(path: Path) -> None:
     }
     text = ggml_function("gguf_get_val_str", ctypes.c_char_p, pointer, key)
     forget_log()
-    metadata = read(os.fsencode(path), _InitParameters(no_alloc=True, context=None))
+    metadata = read(os.fsencode(path), InitParameters(no_alloc=True, context=None))
     if not metadata:  # llama.cpp says why when it loads the file
         return
     try:

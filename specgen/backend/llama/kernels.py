@@ -79,8 +79,9 @@ class Kernels:
         return self._enabled[1]
 
     def enable(self, *, products: bool, attention: bool) -> None:
-        """Switch the kernels on or off. `products` applies to models that are loaded from now on,
-        `attention` to all computation from now on, unless a model excluded it."""
+        """Switch the kernels on or off. `products` applies to models that are loaded from now on;
+        `attention` to all attention from now on, and to products of tensors that are not packed, unless a
+        model excluded it."""
         attention = attention and not self.lacks_attention
         self._library.specgen_kernels_enable(int(products), int(attention))
         self._enabled = (products, attention)

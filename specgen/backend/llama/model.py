@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from specgen.backend.llama.file_check import check_file
 from specgen.backend.llama.kernels import LLAMA_CPP, WORKERS, lacks_attention
 from specgen.backend.llama.library import llama_cpp
+from specgen.backend.llama.row_exceptions import row_exception
 from specgen.backend.llama.vocabulary import LlamaVocabulary
 from specgen.backend.llama.weights import lease_weights
 from specgen.errors import BackendError, ModelFileError, UsageError
@@ -56,6 +58,7 @@ class LlamaModel:
         file = path if weights is None else weights
         check_file(file)
         self.path = path
+        self._file = file
         self._is_closed = False
         self._weights = lease_weights(
             file, n_gpu_layers, vocabulary_only=vocabulary_only, workers=workers
@@ -74,14 +77,24 @@ class LlamaModel:
 
     @property
     def has_equal_rows(self) -> bool:
-        """Whether specgen's kernels compute on the CPU. A row then has the same bits in any batch, and
-        after a prompt that was read in any pieces."""
+        """Whether a row has the same bits in any batch, and after a prompt that was read in any pieces:
+        specgen's kernels compute on the CPU, and the model is no `row_exception`."""
+        return self.has_kernels and not self.row_exception
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether specgen's kernels compute on this machine's CPU."""
         return self.kernels not in (LLAMA_CPP, WORKERS) and not lacks_attention()
 
     @property
     def kernel_problem(self) -> str:
         """Why specgen's kernels do not compute this model although they compute others; empty if they do."""
         return self._weights.kernel_problem
+
+    @cached_property
+    def row_exception(self) -> str:
+        """Why rows of this model depend on their batch, whatever computes; empty if they need not."""
+        return row_exception(self._file, self.metadata("general.architecture") or "")
 
     @property
     def is_remote(self) -> bool:

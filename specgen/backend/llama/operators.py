@@ -231,13 +231,14 @@ class Matrix:
 def multiply(matrix: Matrix, activations: FloatArray, *, n_threads: int = 1) -> FloatArray:
     """MUL_MAT: multiply each row of float32[n_tokens, n_columns] with the matrix: float32[n_tokens, n_rows].
 
-    With leading dimensions, float32[a, b, n_tokens, n_columns], the same matrix is used for all. Raise
-    `ValueError` if the shapes do not fit, `BackendError` if GGML cannot compute the product.
+    With leading dimensions, float32[a, b, n_tokens, n_columns], the same matrix is used for all. Of a stack
+    of matrices, each is used for b / n_matrices tables of tokens. Raise `ValueError` if the shapes do not
+    fit, `BackendError` if GGML cannot compute the product.
     """
     activations = np.ascontiguousarray(activations, np.float32)
-    if len(matrix.weights.shape) != 2:
-        raise ValueError("the matrices of experts are for multiply_experts")
-    n_rows, n_columns = matrix.weights.shape
+    *stack, n_rows, n_columns = matrix.weights.shape
+    if stack and (activations.ndim < 3 or activations.shape[-3] % stack[0]):
+        raise ValueError(f"{stack[0]} matrices for {activations.shape}; see multiply_experts")
     if not 2 <= activations.ndim <= _MAX_DIMENSIONS or activations.shape[-1] != n_columns:
         raise ValueError(f"{activations.shape} times a matrix of {matrix.weights.shape}")
     product = ggml("ggml_mul_mat", ctypes.c_void_p, *3 * (ctypes.c_void_p,))
