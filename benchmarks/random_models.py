@@ -99,8 +99,8 @@ def write(shape: Shape, n_layers: int, tokenizer: GGUFReader, out: Path) -> None
     if shape.n_ff_shared:
         writer.add_expert_shared_feed_forward_length(shape.n_ff_shared)
     sizes = tensors(shape, n_layers, len(tokenizer.fields["tokenizer.ggml.tokens"].data))
-    for name, (dimensions, kind) in sizes.items():
-        raw = GGMLQuantizationType[kind]
+    for name, (dimensions, type_name) in sizes.items():
+        raw = GGMLQuantizationType[type_name]
         block, n_bytes = GGML_QUANT_SIZES[raw]
         stored = (*dimensions[:-1], dimensions[-1] // block * n_bytes)
         whole = int(np.prod(stored, dtype=np.int64))
@@ -109,8 +109,8 @@ def write(shape: Shape, n_layers: int, tokenizer: GGUFReader, out: Path) -> None
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     random = np.random.default_rng(0)
-    for name, (dimensions, kind) in sizes.items():
-        writer.write_tensor_data(weights(name, dimensions, kind, random))
+    for name, (dimensions, type_name) in sizes.items():
+        writer.write_tensor_data(weights(name, dimensions, type_name, random))
     writer.close()
 
 
