@@ -101,9 +101,8 @@ class ModelTrials:
         from specgen.backend.llama.skeleton import skeleton_of
 
         about = file.stat()
-        own_key = self._key(
-            f"{file.resolve()}\0{about.st_ino} {about.st_size} {about.st_mtime_ns}".encode()
-        )
+        version = f"\0{about.st_ino} {about.st_size} {about.st_mtime_ns}"
+        own_key = self._key(os.fsencode(file.resolve()) + version.encode())
         known = None if anew else self._remembered(own_key)
         if known is not None:
             return known
