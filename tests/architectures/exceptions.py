@@ -63,10 +63,30 @@ EXCEPTIONS: tuple[KnownException, ...] = (
         operator="ssm_scan",
     ),
     KnownException(
-        ("arwkv7", "rwkv6qwen2"),
+        ("arwkv7",),
         ("four sequences", "fuzz"),
         "llama.cpp is wrong for two sequences of several tokens in a batch",
         operator="token_shift",
+    ),
+    KnownException(
+        ("rwkv6qwen2",),
+        ("fuzz",),
+        "llama.cpp is wrong for two sequences of several tokens in a batch",
+        operator="token_shift",
+    ),
+    KnownException(
+        ("cogvlm",),
+        ("four sequences", "rows"),
+        "llama.cpp gives the first rows of a batch for those that want logits",
+        operator="inp_out_ids",
+        by=("specgen",),
+    ),
+    KnownException(
+        ("minimax-01-moe",),
+        ("four sequences", "fuzz"),
+        "llama.cpp's own code aborts for two sequences in a batch: a 4-D product",
+        operator="mul_mat",
+        by=("llama.cpp",),
     ),
     KnownException(
         ("minicpm3",),
