@@ -89,7 +89,7 @@ EXCEPTIONS: tuple[KnownException, ...] = (
         by=("llama.cpp",),
     ),
     KnownException(
-        ("minicpm3",),
+        ("minicpm3", "phimoe-moe"),
         ("four sequences",),
         "llama.cpp turns keys by the size of the whole context, which is that of all answers",
         operator="rope factors",
