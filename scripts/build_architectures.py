@@ -150,6 +150,8 @@ def write(generator: Path, name: str, seed: int, vocabulary: Path, folder: Path)
     for file in files:
         file.unlink(missing_ok=True)
     cause = next((line for line in said if "error" in line.lower()), said[-1] if said else "")
+    if "GGML_ASSERT" in cause:
+        return cause.rpartition("/")[2]
     return cause.rpartition("error loading model: ")[2] or f"it ended with {code}"
 
 
