@@ -105,33 +105,67 @@ struct PlainRows {
 
     // --- sums over cells ---
 
-    // A product whose sum is exact: each term is rounded to a multiple of 2^-36, and the sum of such
-    // multiples has no rounding below 2^17. (The columns are weights whose sum is 1, so that holds for
-    // all values of float16.) Terms that are 0 change nothing, whatever their number.
+    // Products whose sums do not depend on the order of their terms. Each sum starts at 1.5 * 2^18. So it
+    // has no bits below 2^-34, and a term is in effect rounded down to a multiple of that: always to the
+    // same one, which rounding to the nearest would not do for ties. This holds while the sum of all terms
+    // is below 2^17. (The columns are weights whose sum is 1, and values of float16 are below 2^16.) Terms
+    // that are 0 change nothing, whatever their number. Rounding each term by itself, and then adding it,
+    // takes three instructions for one.
+    static constexpr double start = 393216;
+    static constexpr int cell_rows = V::accumulators < 24 ? 2 : 4, cell_columns = 2;
+    using CellSums = Doubles[cell_rows][cell_columns];
+
+    // In a function of its own: the compiler moves arithmetic across a change of the rounding mode.
     template <CacheType type>
-    static void add_cells(const PlainProduct &product) {
-        constexpr int n_rows = 4;
-        for (int64_t row = 0; row < product.n_rows; row += n_rows) {
-            const char *rows[n_rows];
-            for (int r = 0; r < n_rows; r++) {
+    [[gnu::noinline]] static void add_cells(const char *const *rows, const char *const *columns,
+                                            int64_t n, CellSums &sums) {
+        for (int64_t i = 0; i < n; i += lanes) {
+            Floats weights[cell_columns];
+            bool any = false;
+            for (int c = 0; c < cell_columns; c++) {
+                weights[c] = load_padded<V, CacheType::f32>(columns[c], i, n);
+                any |= V::count(V::differ(weights[c], V::zero())) != 0;
+            }
+            if (!any) continue;
+            Doubles factors[cell_columns];
+            for (int c = 0; c < cell_columns; c++) factors[c] = V::to_doubles(weights[c]);
+#pragma GCC unroll 4
+            for (int r = 0; r < cell_rows; r++) {
+                const Doubles values = V::to_doubles(load_padded<V, type>(rows[r], i, n));
+#pragma GCC unroll 2
+                for (int c = 0; c < cell_columns; c++) {
+                    sums[r][c] = V::multiply_add_down(values, factors[c], sums[r][c]);
+                }
+            }
+        }
+    }
+
+    template <CacheType type>
+    static void weigh_cells(const PlainProduct &product) {
+        for (int64_t row = 0; row < product.n_rows; row += cell_rows) {
+            const char *rows[cell_rows];
+            for (int r = 0; r < cell_rows; r++) {
                 rows[r] = product.rows + smaller(row + r, product.n_rows - 1) * product.row_bytes;
             }
-            for (int64_t c = 0; c < product.n_columns; c++) {
-                const char *column = reinterpret_cast<const char *>(product.columns[c]);
-                Doubles sums[n_rows];
-                for (int r = 0; r < n_rows; r++) sums[r] = V::no_doubles();
-                for (int64_t i = 0; i < product.n_inputs; i += lanes) {
-                    const Floats weights =
-                        load_padded<V, CacheType::f32>(column, i, product.n_inputs);
-                    if (V::count(V::differ(weights, V::zero())) == 0) continue;
-#pragma GCC unroll 4
-                    for (int r = 0; r < n_rows; r++) {
-                        const Floats values = load_padded<V, type>(rows[r], i, product.n_inputs);
-                        sums[r] = V::add_rounded_products(sums[r], weights, values);
-                    }
+            for (int64_t column = 0; column < product.n_columns; column += cell_columns) {
+                const char *columns[cell_columns];
+                for (int c = 0; c < cell_columns; c++) {
+                    const int64_t at = smaller(column + c, product.n_columns - 1);
+                    columns[c] = reinterpret_cast<const char *>(product.columns[at]);
                 }
-                for (int r = 0; r < n_rows && row + r < product.n_rows; r++) {
-                    product.outputs[c][row + r] = static_cast<float>(V::sum(sums[r]));
+                CellSums sums;
+                for (auto &of_row : sums) {
+                    for (Doubles &sum : of_row) sum = V::all_doubles(start);
+                }
+                {
+                    const typename V::RoundingDown rounding;
+                    add_cells<type>(rows, columns, product.n_inputs, sums);
+                }
+                for (int c = 0; c < cell_columns && column + c < product.n_columns; c++) {
+                    for (int r = 0; r < cell_rows && row + r < product.n_rows; r++) {
+                        const Doubles sum = V::subtract(sums[r][c], V::all_doubles(start));
+                        product.outputs[column + c][row + r] = static_cast<float>(V::sum(sum));
+                    }
                 }
             }
         }
@@ -139,7 +173,7 @@ struct PlainRows {
 
     template <CacheType type>
     static void run(const PlainProduct &product) {
-        product.over_cells ? add_cells<type>(product) : multiply<type>(product);
+        product.over_cells ? weigh_cells<type>(product) : multiply<type>(product);
     }
 
     static void run(const PlainProduct &product) {

@@ -196,22 +196,26 @@ struct Avx2 {
         std::memcpy(&bits_of_half, p, 2);
         return _cvtsh_ss(bits_of_half);
     }
-    // Sums in double precision, of the lanes of two halves.
+    // The lanes in double precision, in two halves.
     struct Doubles {
         __m256d low, high;
     };
-    static Doubles no_doubles() { return {_mm256_setzero_pd(), _mm256_setzero_pd()}; }
-    // sums + a * b, where each product (exact in double precision) is rounded to a multiple of 2^-36:
-    // adding 1.5 * 2^16 leaves no finer bits.
-    static Doubles add_rounded_products(Doubles sums, Floats a, Floats b) {
-        const __m256d large = _mm256_set1_pd(98304);
-        const auto products = [&](__m128 x, __m128 y) {
-            const __m256d sum = _mm256_fmadd_pd(_mm256_cvtps_pd(x), _mm256_cvtps_pd(y), large);
-            return _mm256_sub_pd(sum, large);
-        };
-        const __m256d low = products(_mm256_castps256_ps128(a), _mm256_castps256_ps128(b));
-        const __m256d high = products(_mm256_extractf128_ps(a, 1), _mm256_extractf128_ps(b, 1));
-        return {_mm256_add_pd(sums.low, low), _mm256_add_pd(sums.high, high)};
+    static Doubles to_doubles(Floats a) {
+        return {_mm256_cvtps_pd(_mm256_castps256_ps128(a)),
+                _mm256_cvtps_pd(_mm256_extractf128_ps(a, 1))};
+    }
+    static Doubles all_doubles(double value) { return {_mm256_set1_pd(value), _mm256_set1_pd(value)}; }
+    // a * b + c, rounded once, downwards while a RoundingDown is alive.
+    struct RoundingDown {
+        const unsigned before = _mm_getcsr();
+        RoundingDown() { _mm_setcsr((before & ~unsigned{_MM_ROUND_MASK}) | _MM_ROUND_DOWN); }
+        ~RoundingDown() { _mm_setcsr(before); }
+    };
+    static Doubles multiply_add_down(Doubles a, Doubles b, Doubles c) {
+        return {_mm256_fmadd_pd(a.low, b.low, c.low), _mm256_fmadd_pd(a.high, b.high, c.high)};
+    }
+    static Doubles subtract(Doubles a, Doubles b) {
+        return {_mm256_sub_pd(a.low, b.low), _mm256_sub_pd(a.high, b.high)};
     }
     static double sum(Doubles sums) {
         double lanes_of[4];

@@ -180,23 +180,26 @@ struct Avx512 {
         std::memcpy(&bits_of_half, p, 2);
         return _cvtsh_ss(bits_of_half);
     }
-    // Sums in double precision, of the lanes of two halves.
+    // The lanes in double precision, in two halves.
     struct Doubles {
         __m512d low, high;
     };
-    static Doubles no_doubles() { return {_mm512_setzero_pd(), _mm512_setzero_pd()}; }
-    // sums + a * b, where each product (exact in double precision) is rounded to a multiple of 2^-36:
-    // adding 1.5 * 2^16 leaves no finer bits.
-    static Doubles add_rounded_products(Doubles sums, Floats a, Floats b) {
-        const __m512d large = _mm512_set1_pd(98304);
-        const auto products = [&](__m256 x, __m256 y) {
-            const __m512d sum = _mm512_fmadd_pd(_mm512_cvtps_pd(x), _mm512_cvtps_pd(y), large);
-            return _mm512_sub_pd(sum, large);
-        };
-        const __m512d low = products(_mm512_castps512_ps256(a), _mm512_castps512_ps256(b));
-        const __m512d high =
-            products(_mm512_extractf32x8_ps(a, 1), _mm512_extractf32x8_ps(b, 1));
-        return {_mm512_add_pd(sums.low, low), _mm512_add_pd(sums.high, high)};
+    static Doubles to_doubles(Floats a) {
+        return {_mm512_cvtps_pd(_mm512_castps512_ps256(a)),
+                _mm512_cvtps_pd(_mm512_extractf32x8_ps(a, 1))};
+    }
+    static Doubles all_doubles(double value) { return {_mm512_set1_pd(value), _mm512_set1_pd(value)}; }
+    // a * b + c, rounded once, downwards while a RoundingDown is alive.
+    struct RoundingDown {
+        ~RoundingDown() {}
+    };
+    static Doubles multiply_add_down(Doubles a, Doubles b, Doubles c) {
+        constexpr int down = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
+        return {_mm512_fmadd_round_pd(a.low, b.low, c.low, down),
+                _mm512_fmadd_round_pd(a.high, b.high, c.high, down)};
+    }
+    static Doubles subtract(Doubles a, Doubles b) {
+        return {_mm512_sub_pd(a.low, b.low), _mm512_sub_pd(a.high, b.high)};
     }
     static double sum(Doubles sums) { return _mm512_reduce_add_pd(_mm512_add_pd(sums.low, sums.high)); }
 

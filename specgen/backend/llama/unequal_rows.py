@@ -85,8 +85,8 @@ def find_unequal_operator(
     )
     try:
         # The first time fills the cells: attention also computes scores for cells that a row does not see.
-        for _ in range(2):
-            alone = recorder.decode_one_by_one(backend, tokens[:n_tokens])[_N_BEFORE:]
+        recorder.decode_one_by_one(backend, tokens[:n_tokens])
+        alone = recorder.decode_one_by_one(backend, tokens[:n_tokens])[_N_BEFORE:]
         for size in sizes:
             recorder.decode_one_by_one(backend, tokens[:_N_BEFORE])
             together = recorder.decode(backend, tokens[_N_BEFORE : _N_BEFORE + size], _N_BEFORE)
@@ -170,9 +170,14 @@ class _Recorder:
             return False
         shape = tuple((ctypes.c_int64 * 4).from_address(tensor + _SHAPE_OFFSET))
         source = ctypes.c_void_p.from_address(tensor + _SOURCES_OFFSET).value
-        names = [self._name(it).decode("utf-8", "replace") if it else "" for it in (tensor, source)]
-        self._results.append(_Result(operator, *names, shape, data))
+        self._results.append(
+            _Result(operator, self._name_of(tensor), self._name_of(source), shape, data)
+        )
         return True
+
+    def _name_of(self, tensor: Any) -> str:
+        name: bytes = self._name(tensor) if tensor else b""
+        return name.decode("utf-8", "replace")
 
 
 def _first_difference(alone: Sequence[list[_Result]], together: list[_Result]) -> _Result | None:
