@@ -115,28 +115,51 @@ struct PlainRows {
     static constexpr int cell_rows = V::accumulators < 24 ? 2 : 4, cell_columns = 2;
     using CellSums = Doubles[cell_rows][cell_columns];
 
+    template <class Column, class Row>
+    static void add_cells(CellSums &sums, Column column, Row row) {
+        Floats weights[cell_columns];
+        bool any = false;
+#pragma GCC unroll 2
+        for (int c = 0; c < cell_columns; c++) {
+            weights[c] = column(c);
+            any |= V::count(V::differ(weights[c], V::zero())) != 0;
+        }
+        if (!any) return;
+        Doubles factors[cell_columns];
+#pragma GCC unroll 2
+        for (int c = 0; c < cell_columns; c++) factors[c] = V::to_doubles(weights[c]);
+#pragma GCC unroll 4
+        for (int r = 0; r < cell_rows; r++) {
+            const Doubles values = V::to_doubles(row(r));
+#pragma GCC unroll 2
+            for (int c = 0; c < cell_columns; c++) {
+                sums[r][c] = V::multiply_add_down(values, factors[c], sums[r][c]);
+            }
+        }
+    }
+
     // In a function of its own: the compiler moves arithmetic across a change of the rounding mode.
     template <CacheType type>
     [[gnu::noinline]] static void add_cells(const char *const *rows, const char *const *columns,
-                                            int64_t n, CellSums &sums) {
-        for (int64_t i = 0; i < n; i += lanes) {
-            Floats weights[cell_columns];
-            bool any = false;
-            for (int c = 0; c < cell_columns; c++) {
-                weights[c] = load_padded<V, CacheType::f32>(columns[c], i, n);
-                any |= V::count(V::differ(weights[c], V::zero())) != 0;
-            }
-            if (!any) continue;
-            Doubles factors[cell_columns];
-            for (int c = 0; c < cell_columns; c++) factors[c] = V::to_doubles(weights[c]);
-#pragma GCC unroll 4
-            for (int r = 0; r < cell_rows; r++) {
-                const Doubles values = V::to_doubles(load_padded<V, type>(rows[r], i, n));
-#pragma GCC unroll 2
-                for (int c = 0; c < cell_columns; c++) {
-                    sums[r][c] = V::multiply_add_down(values, factors[c], sums[r][c]);
-                }
-            }
+                                            int64_t n, CellSums &results) {
+        CellSums sums;  // in registers
+        for (auto &of_row : sums) {
+            for (Doubles &sum : of_row) sum = V::all_doubles(start);
+        }
+        const auto floats = [](const char *row) { return reinterpret_cast<const float *>(row); };
+        int64_t i = 0;
+        for (; i + lanes <= n; i += lanes) {
+            add_cells(
+                sums, [&](int c) { return V::load_floats(floats(columns[c]) + i); },
+                [&](int r) { return load_cell<V, type>(rows[r], i); });
+        }
+        if (i < n) {
+            add_cells(
+                sums, [&](int c) { return load_rest<V, CacheType::f32>(columns[c], i, n); },
+                [&](int r) { return load_rest<V, type>(rows[r], i, n); });
+        }
+        for (int r = 0; r < cell_rows; r++) {
+            for (int c = 0; c < cell_columns; c++) results[r][c] = sums[r][c];
         }
     }
 
@@ -154,9 +177,6 @@ struct PlainRows {
                     columns[c] = reinterpret_cast<const char *>(product.columns[at]);
                 }
                 CellSums sums;
-                for (auto &of_row : sums) {
-                    for (Doubles &sum : of_row) sum = V::all_doubles(start);
-                }
                 {
                     const typename V::RoundingDown rounding;
                     add_cells<type>(rows, columns, product.n_inputs, sums);
