@@ -20,6 +20,7 @@ _CATEGORIES = {
 }
 #: Rows of a batch that have a column.
 _ROWS = ("1", "2", "4", "8", "12", "16", "32", "512")
+_FEW_ROWS = ("1", "2", "4", "8", "16", "512")
 
 
 def pages() -> dict[str, tuple[str, list[str]]]:
@@ -124,25 +125,73 @@ def _best(theirs: Sequence[Figures]) -> dict[str, float]:
 
 
 def _batches() -> list[str]:
-    lines = (RESULTS / "kernels.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [["model", "code", *_ROWS]]
-    named = ""
-    for entry in map(json.loads, lines):
-        model = entry["model"]
-        times = [tables.ms(entry["ms"][n]) for n in _ROWS]
-        rows.append(["" if model == named else model, entry["kernels"], *times])
-        if entry["kernels"] == "specgen":
-            ratios = [tables.number(entry["ms"][n] / entry["ms"]["1"]) for n in _ROWS[1:]]
-            rows.append(["", "ratio to one row", "", *ratios])
-        named = model
     return [
         (
             "`python benchmarks/costs.py MODEL... --turns 1` "
             f"({tables.raw('kernels.jsonl')}): milliseconds for a batch of n rows, 200 tokens in context, two "
             "threads; llama.cpp's own code and specgen's kernels take turns, each in its own process."
         ),
-        tables.table(rows),
+        tables.table(_costs("kernels.jsonl", _ROWS)),
+        "## Mixtures of experts",
+        (
+            "`python benchmarks/random_models.py SHAPE ...`, then `python benchmarks/costs.py MODEL... --turns 3` "
+            f"({tables.raw('experts.jsonl')}), Zen 5: random weights in the shapes of models that people run, with a few "
+            "of their layers. Their routers spread tokens evenly, so that a batch of eight rows reads the weights of four "
+            "times as many experts as one row (of Qwen3-30B-A3B's shape: 51 of 128 instead of 8). Then memory is the limit."
+        ),
+        tables.table(_costs("experts.jsonl", _FEW_ROWS)),
+        "## Types of weights",
+        (
+            "`python benchmarks/random_models.py dense ... --type TYPE`, then `costs.py --turns 3` "
+            f"({tables.raw('weight-types.jsonl')}), Zen 5: how many times as fast as llama.cpp's own code the kernels "
+            "compute a batch, for a dense model of one type of weights (four layers of the 1.5B's size)."
+        ),
+        tables.table(_times_as_fast("weight-types.jsonl")),
+        "## Long contexts",
+        (
+            "`python benchmarks/costs.py MODEL... --contexts 4000 16000 32000 --turns 1` "
+            f"({tables.raw('long-contexts.jsonl')}), Zen 5. The last columns are the seconds that reading the context took, "
+            "and the memory of the process without the file's pages."
+        ),
+        tables.table(_long_contexts()),
     ]
+
+
+def _costs(name: str, sizes: Sequence[str]) -> list[list[str]]:
+    """Milliseconds by rows, from what benchmarks/costs.py printed."""
+    rows = [["model", "code", *sizes]]
+    named = ""
+    for entry in _lines(name):
+        model = entry["model"]
+        times = [tables.ms(entry["ms"][n]) for n in sizes]
+        rows.append(["" if model == named else model, entry["kernels"], *times])
+        if entry["kernels"] == "specgen":
+            ratios = [tables.number(entry["ms"][n] / entry["ms"]["1"]) for n in sizes[1:]]
+            rows.append(["", "ratio to one row", "", *ratios])
+        named = model
+    return rows
+
+
+def _times_as_fast(name: str) -> list[list[str]]:
+    rows = [["type", *_FEW_ROWS]]
+    for entry in _lines(name):
+        if ratios := entry.get("times_as_fast"):
+            rows.append([entry["model"], *(tables.number(ratios[n]) for n in _FEW_ROWS)])
+    return rows
+
+
+def _long_contexts() -> list[list[str]]:
+    rows = [["model", "tokens", "code", *_FEW_ROWS[:-1], "context, s", "memory, MiB"]]
+    for entry in _lines("long-contexts.jsonl"):
+        times = [tables.ms(entry["ms"][n]) for n in _FEW_ROWS[:-1]]
+        whole = [f"{entry['context_s']:.0f}", f"{entry['anonymous_mib']:.0f}"]
+        rows.append([entry["model"], f"{entry['context']}", entry["kernels"], *times, *whole])
+    return rows
+
+
+def _lines(name: str) -> list[Figures]:
+    lines = (RESULTS / name).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 # --- several answers ----------------------------------------------------------------------------
