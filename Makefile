@@ -14,7 +14,7 @@ SEARCHES = 10
 # What `make quick` leaves out, four fifths of the time: real models, draws by the thousand, simulated
 # worlds, child processes, commands as a whole, and comparisons with llama.cpp case by case. (Files, or
 # the beginnings of tests' names.)
-SLOW = bench_peers.py build_kernels.py cli_batch.py cli_bench.py cli_chat.py cli_draft.py \
+SLOW = architectures.py::test_a_tiny bench_peers.py build_kernels.py cli_batch.py cli_bench.py cli_chat.py cli_draft.py \
 	cli_drafting.py cli_fim.py cli_run.py cli_trees.py cli_tune.py cli_verify.py doctor.py \
 	downloads.py kernels.py llama_dry.py llama_rollback.py llama_sampling.py \
 	long_runs.py lossless.py::test_sampled lossless.py::test_matching policy.py::test_in_the_long_run \

@@ -174,15 +174,13 @@ def unexpected(results: Iterable[Result]) -> Iterator[str]:
 
 def unnecessary(results: Sequence[Result]) -> Iterator[str]:
     """The known exceptions that work now, as far as they were checked."""
-    checked = {result.name for result in results}
+    checked = {(result.name, result.kind, result.by) for result in results}
     failed = {(r.name, r.kind, r.by, r.check) for r in results if not r.ok}
     for each in EXCEPTIONS:
-        for name in sorted(set(each.names) & checked):
-            for check in each.checks:
-                if not any(
-                    (name, kind, who, check) in failed
-                    for kind, who in itertools.product(each.kinds, each.by)
-                ):
+        for name in each.names:
+            where = {(name, *each_of) for each_of in itertools.product(each.kinds, each.by)}
+            for check in each.checks if where & checked else ():
+                if not any((*place, check) in failed for place in where):
                     yield f"{name}: {check} works: take it from the known exceptions"
 
 
