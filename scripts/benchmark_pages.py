@@ -173,11 +173,12 @@ def _costs(name: str, sizes: Sequence[str]) -> list[list[str]]:
 
 
 def _times_as_fast(name: str) -> list[list[str]]:
-    rows = [["type", *_FEW_ROWS]]
-    for entry in _lines(name):
-        if ratios := entry.get("times_as_fast"):
-            rows.append([entry["model"], *(tables.number(ratios[n]) for n in _FEW_ROWS)])
-    return rows
+    found = [entry for entry in _lines(name) if "times_as_fast" in entry]
+    rows = [
+        [entry["model"], *(tables.number(entry["times_as_fast"][n]) for n in _FEW_ROWS)]
+        for entry in found
+    ]
+    return [["type", *_FEW_ROWS], *rows]
 
 
 def _long_contexts() -> list[list[str]]:
