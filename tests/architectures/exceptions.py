@@ -55,7 +55,6 @@ EXCEPTIONS: tuple[KnownException, ...] = (
     KnownException(
         ("plm",), ("load",), "llama.cpp aborts: the shape of its values (ggml_set_rows)"
     ),
-    KnownException(("glm5-next-moe",), ("load",), "refused: rope.dimension_count is 0"),
     KnownException(
         ("plamo2",),
         ("four sequences", "fuzz"),
@@ -94,19 +93,7 @@ EXCEPTIONS: tuple[KnownException, ...] = (
         "llama.cpp turns keys by the size of the whole context, which is that of all answers",
         operator="rope factors",
     ),
-    KnownException(
-        ("gemma3n",), ("rows",), "a 3-D product", operator="altup_proj", by=("specgen",)
-    ),
-    KnownException(("grok-moe",), ("rows",), "no flash attention", operator="kq", by=("specgen",)),
-    KnownException(("minimax-01-moe",), ("rows",), "its decay", operator="decay", by=("specgen",)),
-    KnownException(
-        ("bitnet",),
-        ("rows",),
-        "its output is the embedding, which is not packed",
-        operator="result_output",
-        kinds=("q4_k",),
-        by=("specgen",),
-    ),
+    KnownException(("minimax-01-moe",), ("rows",), "its decay", operator="q_decay_exp", by=("specgen",)),
     KnownException(
         ("chameleon",),
         CHECKS_WITH_DRAFTS,
