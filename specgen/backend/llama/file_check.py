@@ -3,22 +3,17 @@ of llama.cpp end the process, or make it compute without end."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import stat
-from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from specgen.backend.llama.checked_files import CheckedFiles
-from specgen.backend.llama.library import forget_log, ggml_function, llama_cpp
-from specgen.errors import ModelFileError
+from specgen.backend.llama.gguf_metadata import GgufMetadata
+from specgen.backend.llama.library import forget_log, llama_cpp
+from specgen.errors import BackendError, ModelFileError
 
 _GGUF_MAGIC = b"GGUF"
-#: Types of values in gguf.h.
-_UINT32, _INT32, _FLOAT32, _STRING, _ARRAY = 4, 5, 6, 8, 9
-_TOKENS = "tokenizer.ggml.tokens"
-_ARCHITECTURE, _TYPE = "general.architecture", "general.type"
 #: Types of files that are not models, and what to do with each.
 _NO_MODELS = {
     "adapter": (
@@ -99,60 +94,23 @@ def _check_kind(path: Path) -> None:
         )
 
 
-class InitParameters(ctypes.Structure):
-    """gguf_init_params of gguf.h."""
-
-    _fields_ = (("no_alloc", ctypes.c_bool), ("context", ctypes.c_void_p))
-
-
 def _check_metadata(path: Path) -> None:
-    pointer, key = ctypes.c_void_p, ctypes.c_int64
-    read = ggml_function("gguf_init_from_file", pointer, ctypes.c_char_p, InitParameters)
-    free = ggml_function("gguf_free", None, pointer)
-    n_keys = ggml_function("gguf_get_n_kv", ctypes.c_int64, pointer)
-    key_name = ggml_function("gguf_get_key", ctypes.c_char_p, pointer, key)
-    kind = ggml_function("gguf_get_kv_type", ctypes.c_int, pointer, key)
-    readers: dict[int, Any] = {
-        _UINT32: ggml_function("gguf_get_val_u32", ctypes.c_uint32, pointer, key),
-        _INT32: ggml_function("gguf_get_val_i32", ctypes.c_int32, pointer, key),
-        _FLOAT32: ggml_function("gguf_get_val_f32", ctypes.c_float, pointer, key),
-    }
-    text = ggml_function("gguf_get_val_str", ctypes.c_char_p, pointer, key)
-    forget_log()
-    metadata = read(os.fsencode(path), InitParameters(no_alloc=True, context=None))
-    if not metadata:  # llama.cpp says why when it loads the file
-        return
-    try:
-        values: dict[str, float] = {}
-        texts: dict[str, str] = {}
-        for number in range(n_keys(metadata)):
-            value_of = readers.get(kind(metadata, number))
-            name = (key_name(metadata, number) or b"").decode("utf-8", "replace")
-            if value_of is not None:
-                values[name] = value_of(metadata, number)
-            elif name in (_ARCHITECTURE, _TYPE) and kind(metadata, number) == _STRING:
-                texts[name] = text(metadata, number).decode("utf-8", "replace")
-            elif name == _TOKENS and kind(metadata, number) == _ARRAY:
-                _check_tokens(path, metadata, number)
-        if (found := _NO_MODELS.get(texts.get(_TYPE, ""))) is not None:
+    with ExitStack() as resources:
+        try:
+            metadata = GgufMetadata(resources, path)
+        except BackendError:  # llama.cpp says why when it loads the file
+            return
+        if (found := _NO_MODELS.get(metadata.text("general.type"))) is not None:
             raise ModelFileError(f"{path}: {found[0]}", hint=found[1])
-        _check_values(path, texts.get(_ARCHITECTURE, ""), values)
-    finally:
-        free(metadata)
+        _check_tokens(path, metadata)
+        _check_values(path, metadata)
     _checked.add(path)
 
 
-def _check_tokens(path: Path, metadata: int, number: int) -> None:
+def _check_tokens(path: Path, metadata: GgufMetadata) -> None:
     """Raise `ModelFileError` if a token occurs twice. (Empty tokens may: llama.cpp names them.)"""
-    pointer, key = ctypes.c_void_p, ctypes.c_int64
-    kind = ggml_function("gguf_get_arr_type", ctypes.c_int, pointer, key)
-    count = ggml_function("gguf_get_arr_n", ctypes.c_size_t, pointer, key)
-    text = ggml_function("gguf_get_arr_str", ctypes.c_char_p, pointer, key, ctypes.c_size_t)
-    if kind(metadata, number) != _STRING:
-        return
     seen: dict[bytes, int] = {}
-    for token in range(count(metadata, number)):
-        spelling = text(metadata, number, token)
+    for token, spelling in enumerate(metadata.texts("tokenizer.ggml.tokens")):
         if spelling and seen.setdefault(spelling, token) != token:
             shown = spelling[:_SHOWN].decode("utf-8", "replace")
             raise ModelFileError(
@@ -161,12 +119,13 @@ def _check_tokens(path: Path, metadata: int, number: int) -> None:
             )
 
 
-def _check_values(path: Path, architecture: str, values: Mapping[str, float]) -> None:
+def _check_values(path: Path, metadata: GgufMetadata) -> None:
     """Raise `ModelFileError` if a value of the file's own architecture is wrong. (A file may have keys of other
     architectures, or for a part of a model, which llama.cpp does not read.)"""
+    architecture = metadata.text("general.architecture")
     for key in (_LAYERS, *_FINITE, *_ROTATED):
         name = f"{architecture}.{key}"
-        if (value := values.get(name)) is None:
+        if (value := metadata.value(name)) is None:
             continue
         if key == _LAYERS:
             is_wrong = not 1 <= value <= _MOST_LAYERS

@@ -6,14 +6,11 @@ those named here. `unequal_rows.find_unequal_operator` finds such an operator by
 
 from __future__ import annotations
 
-import ctypes
-import os
-import re
-from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
-from specgen.backend.llama.file_check import InitParameters
-from specgen.backend.llama.library import forget_log, ggml_function
+from specgen.backend.llama.gguf_metadata import GgufMetadata, parts_of
+from specgen.errors import BackendError
 
 #: By architecture.
 _ARCHITECTURES = {
@@ -32,15 +29,13 @@ _TILED_TYPES = {
     22: "iq2_s",
     29: "iq1_m",
 }
-_SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 
 
 def row_exception(path: Path, architecture: str) -> str:
     """Return why rows of a model depend on their batch, with the operator; empty if they do not."""
     if architecture in _ARCHITECTURES:
         return _ARCHITECTURES[architecture]
-    types = {kind for part in _parts(path) for name, kind in _tensors(part) if _is_multiplied(name)}
-    tiled = sorted(_TILED_TYPES[kind] for kind in types & set(_TILED_TYPES))
+    tiled = sorted(_TILED_TYPES[kind] for kind in _multiplied_types(path) & set(_TILED_TYPES))
     if not tiled:
         return ""
     return (
@@ -49,36 +44,16 @@ def row_exception(path: Path, architecture: str) -> str:
     )
 
 
-def _is_multiplied(name: str) -> bool:
-    """Whether a tensor is a matrix of a product. (Rows of the embeddings are only copied.)"""
-    return "token_embd" not in name
-
-
-def _parts(path: Path) -> list[Path]:
-    """Return the files of a model: its shards, or the one file."""
-    shard = _SHARD.fullmatch(path.name)
-    if shard is None:
-        return [path]
-    name = re.compile(re.escape(shard["stem"]) + rf"-\d{{5}}-of-{shard['count']}\.gguf")
-    return sorted(part for part in path.parent.iterdir() if name.fullmatch(part.name))
-
-
-def _tensors(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield the name and GGML's number of the type of each tensor; none if llama.cpp cannot read the file."""
-    pointer, index = ctypes.c_void_p, ctypes.c_int64
-    read = ggml_function("gguf_init_from_file", pointer, ctypes.c_char_p, InitParameters)
-    count = ggml_function("gguf_get_n_tensors", ctypes.c_int64, pointer)
-    name = ggml_function("gguf_get_tensor_name", ctypes.c_char_p, pointer, index)
-    kind = ggml_function("gguf_get_tensor_type", ctypes.c_int, pointer, index)
-    forget_log()
-    metadata = read(os.fsencode(path), InitParameters(no_alloc=True, context=None))
-    if not metadata:
-        return
-    try:
-        for i in range(count(metadata)):
-            yield (name(metadata, i) or b"").decode("utf-8", "replace"), kind(metadata, i)
-    finally:
-        ggml_function("gguf_free", None, pointer)(metadata)
+def _multiplied_types(path: Path) -> set[int]:
+    """Return the types of the matrices of a model's products; none if a file cannot be read. (Rows of the
+    embeddings are only copied.)"""
+    with ExitStack() as resources:
+        try:
+            parts = [GgufMetadata(resources, part) for part in parts_of(path)]
+        except BackendError:
+            return set()
+        tensors = [tensor for part in parts for tensor in part.tensors()]
+        return {tensor.type for tensor in tensors if "token_embd" not in tensor.name}
 
 
 __all__ = ["row_exception"]
