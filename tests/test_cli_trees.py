@@ -36,6 +36,7 @@ def test_trees_change_nothing(
     result = specgen(
         "verify", "-m", tiny_models / "target.gguf", "-md", source, "-t", "1", *QUICK,
         "--tree", shape, "--verifier", verifier, "--temp", "0.9", "--seed", "3",
+        "--ngram-min", "1",
     )  # fmt: skip
     assert result.code == 0, result.out
 

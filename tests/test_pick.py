@@ -401,7 +401,8 @@ def test_run_and_verify_take_a_partner_only_if_it_pays(
         assert note.endswith(
             "; drafting with n-grams; `specgen draft find` tries what is on this disk"
         )
-    assert "with drafts from n-grams" in specgen_(*verify)[0].replace("ngram", "n-grams")
+    drafting = ("--ngram-min", "1", "-N", "4")
+    assert "with drafts from ngram" in specgen_(*verify, *drafting)[0]
     # What the user names, or had measured, is his own.
     assert drafted_by("--draft", "draft") == ("draft.gguf", [])
     identity = identify(target)

@@ -93,7 +93,9 @@ EXCEPTIONS: tuple[KnownException, ...] = (
         "llama.cpp turns keys by the size of the whole context, which is that of all answers",
         operator="rope factors",
     ),
-    KnownException(("minimax-01-moe",), ("rows",), "its decay", operator="q_decay_exp", by=("specgen",)),
+    KnownException(
+        ("minimax-01-moe",), ("rows",), "its decay", operator="q_decay_exp", by=("specgen",)
+    ),
     KnownException(
         ("chameleon",),
         CHECKS_WITH_DRAFTS,
