@@ -134,10 +134,9 @@ def _batches() -> list[str]:
         tables.table(_costs("kernels.jsonl", _ROWS)),
         "## Mixtures of experts",
         (
-            "`python benchmarks/random_models.py SHAPE ...`, then `python benchmarks/costs.py MODEL... --turns 3` "
-            f"({tables.raw('experts.jsonl')}), Zen 5: random weights in the shapes of models that people run, with a few "
-            "of their layers. Their routers spread tokens evenly, so that a batch of eight rows reads the weights of four "
-            "times as many experts as one row (of Qwen3-30B-A3B's shape: 51 of 128 instead of 8). Then memory is the limit."
+            "`python benchmarks/random_models.py SHAPE ...`, then `python benchmarks/costs.py MODEL... --turns 2` "
+            f"({tables.raw('experts.jsonl')}), Zen 5: random weights in the shapes of models that people run, with 4 to 12 "
+            "of their layers. How many experts the rows of a batch share depends on the router, and here routers are random."
         ),
         tables.table(_costs("experts.jsonl", _FEW_ROWS)),
         "## Types of weights",
@@ -149,7 +148,7 @@ def _batches() -> list[str]:
         tables.table(_times_as_fast("weight-types.jsonl")),
         "## Long contexts",
         (
-            "`python benchmarks/costs.py MODEL... --contexts 4000 16000 32000 --turns 1` "
+            "`python benchmarks/costs.py MODEL... --contexts 4000 16000 --turns 1` "
             f"({tables.raw('long-contexts.jsonl')}), Zen 5. The last columns are the seconds that reading the context took, "
             "and the memory of the process without the file's pages."
         ),
