@@ -69,7 +69,7 @@ EXCEPTIONS: tuple[KnownException, ...] = (
     ),
     KnownException(
         ("rwkv6qwen2",),
-        ("fuzz",),
+        ("four sequences", "fuzz"),
         "llama.cpp is wrong for two sequences of several tokens in a batch",
         operator="token_shift",
     ),
