@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from specgen.atomic import replace_text
 from specgen.child import ChildDiedError, ChildError, ask_child
 from specgen.errors import BackendError, UsageError
-from specgen.kernels.test_results import circumstances, key_of
+from specgen.kernels.test_results import circumstances, key_of, read_results
 
 if TYPE_CHECKING:
     from specgen.backend.llama.kernels import KernelSupport
@@ -201,7 +201,7 @@ class ModelTrials:
 
     def _remembered(self, key: str) -> KernelSupport | None:
         if key not in self._known:
-            found = _parse(_read(self._file).get(key))
+            found = _parse(read_results(self._file).get(key))
             if found is None:
                 return None
             self._known[key] = found
@@ -211,7 +211,9 @@ class ModelTrials:
         self._known.update(dict.fromkeys(keys, support))
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            results = {key: value for key, value in _read(self._file).items() if key not in keys}
+            results = {
+                key: value for key, value in read_results(self._file).items() if key not in keys
+            }
             results.update(dict.fromkeys(keys, asdict(support)))
             latest = dict(list(results.items())[-_N_KEPT:])
             replace_text(self._file, json.dumps({"results": latest}, indent=1) + "\n")
@@ -224,16 +226,6 @@ class _Run:
     end: _End
     n_steps: int
     problem: str
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """Return the results in a file, by key; none if it is missing or damaged."""
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    results = document.get("results") if isinstance(document, dict) else None
-    return results if isinstance(results, dict) else {}
 
 
 def _parse(value: Any) -> KernelSupport | None:

@@ -55,13 +55,13 @@ def result_of(
     """Return the result of testing a library here: the remembered one if there is one, unless `anew`, else
     that of a new test. If the cache cannot be written, nothing is remembered."""
     file, key = cache / FILE_NAME, key_of(circumstances(library))
-    known = None if anew else _parse(_read(file).get(key))
+    known = None if anew else _parse(read_results(file).get(key))
     if known is not None:
         return known
     result = run_test(library, child=child)
     with contextlib.suppress(OSError):
         cache.mkdir(parents=True, exist_ok=True)
-        results = {name: value for name, value in _read(file).items() if name != key}
+        results = {name: value for name, value in read_results(file).items() if name != key}
         results[key] = asdict(result)
         latest = dict(list(results.items())[-_N_KEPT:])
         replace_text(file, json.dumps({"results": latest}, indent=1) + "\n")
@@ -115,7 +115,7 @@ def key_of(about: Mapping[str, str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_results(file: Path) -> dict[str, Any]:
     """Return the results in a file, by key; none if it is missing or damaged."""
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
@@ -135,4 +135,12 @@ def _parse(value: Any) -> TestResult | None:
     return TestResult(value["outcome"], *texts)
 
 
-__all__ = ["CHILD_COMMAND", "TestResult", "circumstances", "key_of", "result_of", "run_test"]
+__all__ = [
+    "CHILD_COMMAND",
+    "TestResult",
+    "circumstances",
+    "key_of",
+    "read_results",
+    "result_of",
+    "run_test",
+]
