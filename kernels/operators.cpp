@@ -331,7 +331,7 @@ struct ExpertTraits : ggml::cpu::tensor_traits {
         ggml_api.barrier(params->threadpool);
 
         // The matrices of the experts that have pairs, as if they were one. (A token uses a few of many:
-        // turns for the others would cost a sixth of its time.)
+        // turns for the others took a third of its time, 14.9 instead of 9.5 ms with 8 of 128 experts.)
         const int64_t n_groups = used[0] * product.n_groups;
         const int64_t groups = groups_of_chunk(n_groups, product.group_bytes, params->nth);
         for (int64_t i = params->ith; i * groups < n_groups;

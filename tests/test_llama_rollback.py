@@ -64,9 +64,8 @@ DRAFT = [7, 77, 177, 8, 88, 188]
 Opener: TypeAlias = Callable[..., LlamaBackend]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, LlamaModel]]:
-    folder = tmp_path_factory.mktemp("models")
+def loaded_models(folder: Path) -> Iterator[dict[str, LlamaModel]]:
+    """Yield a model of each of `CONFIGS`, written to a folder, and close them all."""
     loaded = {
         name: LlamaModel(write_tiny_model(folder / f"{name}.gguf", config), n_gpu_layers=0)
         for name, config in CONFIGS.items()
@@ -74,6 +73,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Llama
     yield loaded
     for model in loaded.values():
         model.close()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, LlamaModel]]:
+    yield from loaded_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(name="opened")

@@ -22,8 +22,7 @@ from specgen.backend.llama.library import llama_cpp
 from specgen.backend.tree_batch import Slot, keep_path, pack
 from specgen.core.draft import ROOT, Draft
 from specgen.engine.slots import Part
-from specgen.testing.tiny import write_tiny_model
-from tests.test_llama_rollback import CONFIGS, OPTIONS, WAYS
+from tests.test_llama_rollback import OPTIONS, WAYS, loaded_models
 
 N_TEXTS = 3
 #: The room for a text in the cache, which is filled to its end.
@@ -34,14 +33,7 @@ N_BRANCHES = 3
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, LlamaModel]]:
-    folder = tmp_path_factory.mktemp("models")
-    loaded = {
-        name: LlamaModel(write_tiny_model(folder / f"{name}.gguf", config), n_gpu_layers=0)
-        for name, config in CONFIGS.items()
-    }
-    yield loaded
-    for model in loaded.values():
-        model.close()
+    yield from loaded_models(tmp_path_factory.mktemp("models"))
 
 
 class Alone:
