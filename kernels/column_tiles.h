@@ -1,4 +1,4 @@
-// Columns of activations as the kernels take them: what all products with packed weights share.
+// Columns of activations as the kernels take them: what all products share.
 #pragma once
 
 #include <algorithm>
@@ -10,6 +10,10 @@
 
 inline char *aligned(void *p) {
     return reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(p) + 63) & ~uintptr_t{63});
+}
+
+inline bool has_float_rows(const ggml_tensor *tensor) {
+    return cache_type(tensor) == CacheType::f32 && tensor->nb[0] == sizeof(float);
 }
 
 // n columns as tiles of nearly equal size, none larger than the kernels take.

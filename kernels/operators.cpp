@@ -425,10 +425,6 @@ struct CountingTraits : ggml::cpu::tensor_traits {
 
 // --- which operators are ours ---
 
-bool has_float_rows(const ggml_tensor *tensor) {
-    return cache_type(tensor) == CacheType::f32 && tensor->nb[0] == sizeof(float);
-}
-
 // llama.cpp asks this of any operator that a tensor of the file may be used in: others have no second
 // source (attention sinks are asked about as a GGML_OP_SCALE).
 bool can_multiply(const ggml_tensor *op) {

@@ -28,10 +28,6 @@ bool is_float(CacheType type) {
     return type == CacheType::f32 || type == CacheType::f16 || type == CacheType::bf16;
 }
 
-bool has_float_rows(const ggml_tensor *tensor) {
-    return cache_type(tensor) == CacheType::f32 && tensor->nb[0] == sizeof(float);
-}
-
 // Rows of a matrix that a thread multiplies at a time: so many that each thread gets several pieces.
 int64_t rows_at_once(const StackedColumns &columns, int n_threads) {
     const int64_t fair = columns.weights->ne[1] * columns.n_matrices / (4 * n_threads);
