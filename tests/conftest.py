@@ -30,8 +30,11 @@ from specgen.kernels.test_results import (
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 from tests.helpers_cli import Cli, Specgen, in_process
 
-# How busy the machine is fails no test.
-_untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How busy the machine is fails no test. (Where the variable CI is set, Hypothesis itself loads a profile that
+# takes fixed examples: start from its default in both places.)
+_untimed = settings(
+    settings.get_profile("default"), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 #: `make fuzz` looks for examples that fail, other ones each time, and keeps what it finds in .hypothesis.
 settings.register_profile("search", _untimed, print_blob=True)
 #: All else takes the same examples each time.
