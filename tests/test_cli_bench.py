@@ -31,7 +31,7 @@ from specgen.options import (
     GenerationOptions,
     SamplerOptions,
 )
-from specgen.render.bench_tables import bench_lines, print_bench_tables
+from specgen.render.tables import bench_lines, print_bench_tables
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers_bench import foresight_of, report_of, result
 

@@ -247,7 +247,7 @@ def test_names_of_files_may_have_colons(
         (("a.txt:1:0",), 3, "no column 0"),
         (("missing.txt:1",), 3, "missing.txt: cannot be read"),
         ((".:1",), 3, "cannot be read"),
-        (("latin.txt:1",), 3, "latin.txt is not UTF-8: byte 0xe9 at offset"),
+        (("latin.txt:1",), 3, "latin.txt is not UTF-8: byte 0xe9 at offset 7 (line 2)"),
         (("a.txt:1", "--context-file", "latin.txt"), 3, "latin.txt is not UTF-8"),
         (("a.txt:1", "--prefix-file", "a.txt"), 2, "exclude each other"),
         ((), 2, "no gap"),

@@ -25,7 +25,7 @@ from specgen.proof import (
 )
 from specgen.proof.sampled import DepthResult, RowsResult
 from specgen.proof.statistics import Distance, GTest
-from specgen.render import print_report
+from specgen.render.verify_report import print_report
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers_cli import Result, Specgen, complaint, on_terminal, rest_of
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from specgen.errors import OutputError
 from specgen.events import CommittedEvent, Event
 from specgen.options import Show
+from specgen.render.base import Notes
 from specgen.render.live import LiveRenderer
-from specgen.render.notes import Notes
 from specgen.render.text import clean
 from tests.helpers_events import Script
 from tests.helpers_screen import Terminal, letters

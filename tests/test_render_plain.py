@@ -12,11 +12,10 @@ from rich.console import Console
 
 from specgen.errors import OutputError
 from specgen.options import Show
-from specgen.render.base import BaseRenderer, Renderer, Tee
-from specgen.render.notes import Notes
-from specgen.render.plain import ColourStreamRenderer, DumbTerminalRenderer, PlainRenderer
+from specgen.render.base import BaseRenderer, Notes, Renderer, Tee
+from specgen.render.marks import pens
+from specgen.render.streams import ColourStreamRenderer, DumbTerminalRenderer, PlainRenderer
 from specgen.render.text import clean
-from specgen.render.theme import pens
 from tests.helpers_events import Script
 from tests.test_render_text import TEXTS
 

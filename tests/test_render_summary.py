@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 
 from specgen.events import FinishedEvent
-from specgen.render import SummaryRenderer, print_summary
-from specgen.render.summary import by_depth, summary_items
+from specgen.render.summary import SummaryRenderer, by_depth, print_summary, summary_items
 from tests.helpers_events import Script
 from tests.helpers_screen import Terminal
 

@@ -210,7 +210,7 @@ def _answer(
 ) -> int:
     """Make the answers; return the exit code."""
     from specgen.engine.parallel import fastest_parallel, largest_engine
-    from specgen.render.batch_progress import batch_progress, batch_summary
+    from specgen.render.progress_bars import batch_progress, batch_summary
 
     is_silent = output.quiet or output.verbose
     with Interrupt() as stop, batch_progress(sys.stderr, quiet=is_silent) as report:

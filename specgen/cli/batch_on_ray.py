@@ -107,7 +107,7 @@ def answer_on_ray(
     from specgen.batch.on_ray import RayBatch
     from specgen.batch.ray_job import RayJob
     from specgen.batch.runner import Prompting
-    from specgen.render.batch_progress import batch_progress, batch_summary
+    from specgen.render.progress_bars import batch_progress, batch_summary
     from specgen.render.text import counted
 
     options = _with_threads(_absolute(work.options), cluster)

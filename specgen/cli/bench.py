@@ -248,13 +248,13 @@ def _write(report: BenchReport, json_file: Path | None, html_file: Path | None) 
     """Show the report, and write the files that were asked for. Raises `OutputError`."""
     from specgen.bench.html import to_html
     from specgen.bench.report import to_json_object
-    from specgen.render.bench_tables import bench_lines, print_bench_tables
+    from specgen.render.tables import bench_lines, print_bench_tables
 
     document = json.dumps(to_json_object(report), indent=1, ensure_ascii=False)
     if json_file == STDIO:
         print(document)
     elif sys.stdout.isatty():
-        from specgen.render import make_console
+        from specgen.render.select import make_console
 
         print_bench_tables(report, make_console(sys.stdout, os.environ))
     else:

@@ -269,7 +269,7 @@ def _help() -> str:
 def _show_thought(talk: Chat) -> None:
     """Print the thinking block of the last answer, dim on a terminal. Raises `UsageError` if there is
     none."""
-    from specgen.render import make_console
+    from specgen.render.select import make_console
     from specgen.render.text import clean
     from specgen.render.thoughts import thought_of
 
@@ -286,8 +286,9 @@ def _show_figures(talk: Chat) -> None:
     """Print figures of the last answer, and of all answers of this run."""
     from rich.text import Text
 
-    from specgen.render import make_console, print_summary
-    from specgen.render.notes import say
+    from specgen.render.base import say
+    from specgen.render.select import make_console
+    from specgen.render.summary import print_summary
     from specgen.render.text import counted
 
     if talk.finished is None or talk.prompt is None:

@@ -193,13 +193,13 @@ def save_best(search: Search) -> Search:
 
 def show_search(search: Search, *, as_json: bool) -> None:
     """Print the ranking."""
-    from specgen.render.draft_table import draft_lines, print_draft_table
+    from specgen.render.tables import draft_lines, print_draft_table
     from specgen.selection.draft_search import to_json_object
 
     if as_json:
         print(json.dumps(to_json_object(search), indent=2, ensure_ascii=False))
     elif sys.stdout.isatty():
-        from specgen.render import make_console
+        from specgen.render.select import make_console
 
         print_draft_table(search, make_console(sys.stdout, os.environ))
     else:

@@ -70,7 +70,7 @@ def make_opener(drafts: Sequence[DraftChoice], output: Output) -> SessionOpener:
         if output.quiet or output.verbose or not sys.stderr.isatty():
             yield lambda _what: None
             return
-        from specgen.render import make_console
+        from specgen.render.select import make_console
 
         with make_console(sys.stderr, os.environ).status(f"loading {name}") as status:
             yield status.update

@@ -49,7 +49,7 @@ class Output:
 
     def renderer(self, *, folds: bool = False) -> Renderer:
         """Return a new renderer for one answer; with `folds` a thinking block becomes a line."""
-        from specgen.render import make_renderer
+        from specgen.render.select import make_renderer
 
         return make_renderer(
             stdout=sys.stdout,
@@ -66,7 +66,7 @@ class Output:
     @contextlib.contextmanager
     def measuring(self) -> Iterator[tuple[Progress, Interrupt]]:
         """Yield what shows the progress of a measurement, and what ends it at a signal."""
-        from specgen.render.progress_bar import progress_bar
+        from specgen.render.progress_bars import progress_bar
 
         with progress_bar(quiet=self.quiet or self.verbose) as progress, Interrupt() as stop:
             yield progress, stop

@@ -132,8 +132,8 @@ def _keep(session: Session, tuning: Tuning | None) -> str:
 
 
 def _show(tuning: Tuning, *, as_json: bool) -> None:
-    from specgen.render import make_console
-    from specgen.render.advice import print_advice
+    from specgen.render.select import make_console
+    from specgen.render.tables import print_advice
     from specgen.selection.advice import to_json_object
 
     if as_json:

@@ -362,7 +362,8 @@ class _Job:
 
 def _show(report: ProofReport, *, json: bool) -> None:
     from specgen.proof import to_json_object
-    from specgen.render import make_console, print_report
+    from specgen.render.select import make_console
+    from specgen.render.verify_report import print_report
 
     if json:
         print(json_module.dumps(to_json_object(report), ensure_ascii=False))

@@ -10,8 +10,12 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
+from rich.console import Console, RenderableType
+from rich.text import Text
+
 from specgen.errors import OutputError
-from specgen.events import Event
+from specgen.events import Event, NoticeEvent
+from specgen.render.text import clean, clean_line
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -112,4 +116,26 @@ def output_errors() -> Iterator[None]:
         raise OutputError(f"the answer could not be written: {reason}", hint) from error
 
 
-__all__ = ["BaseRenderer", "Renderer", "Tee", "output_errors"]
+class Notes:
+    """Prints `note: ...` for a notice; with `verbose` also its detail, indented."""
+
+    def __init__(self, console: Console, *, verbose: bool = False) -> None:
+        self._console = console
+        self._verbose = verbose
+
+    def show(self, event: NoticeEvent) -> None:
+        encoding = self._console.encoding
+        message = clean_line(event.message, encoding)
+        say(self._console, Text.assemble(("note:", "bold"), " ", message))
+        if self._verbose:
+            for line in clean(event.detail, encoding).splitlines():
+                say(self._console, Text(f"  {line}"))
+
+
+def say(console: Console, what: RenderableType) -> None:
+    """Print something that is not the answer.
+
+    It is wrapped only on a terminal. Errors of printing are ignored, so that they do not end an answer.
+    """
+    with contextlib.suppress(OSError):
+        console.print(what, soft_wrap=not console.is_terminal, highlight=False)

@@ -1,14 +1,22 @@
-"""The mark of each piece of text: accepted, rejected, corrected, and so on.
+"""The mark of each piece of text (accepted, rejected, corrected, and so on), and its style.
 
-This module combines the three events of a round, so that views need not know how a draft's tree relates to
-the text.
+`RoundReader` combines the events of a round, so that views need not know how a draft's tree relates to the text.
+The colours are the terminal's own sixteen, so that they suit dark and light backgrounds. The attributes mean the
+same without colours: accepted tokens are underlined, tokens that the target chose itself are bold, and a bonus
+token is both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
+
+from rich.color import ColorSystem
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
 
 from specgen.events import (
     CommittedEvent,
@@ -97,4 +105,53 @@ def _position(branch: RejectedBranch, verified: VerifiedEvent, drafted: DraftedE
     return verified.accepted.index(parent) + 1 if parent in verified.accepted else n_accepted
 
 
-__all__ = ["LEGEND", "MARKS", "Mark", "Round", "RoundReader", "Run"]
+#: By mark.
+STYLES: Mapping[str, Style] = MappingProxyType(
+    {
+        "accepted": Style(color="green", underline=True),
+        "corrected": Style(color="magenta", bold=True),
+        "bonus": Style(color="cyan", bold=True, underline=True),
+        "plain": Style.null(),
+        "forced": Style(color="blue"),
+        "rejected": Style(color="red", strike=True),
+        "aside": Style(color="red", dim=True),
+    }
+)
+
+#: The style of text that is not the answer: the status line, labels of the summary.
+FAINT = Style(dim=True)
+
+#: Escape codes before and after a stretch of text.
+Pen: TypeAlias = tuple[str, str]
+#: By mark; besides these, "faint" for what is not the answer.
+Pens: TypeAlias = Mapping[str, Pen]
+
+
+def pens(console: Console, *, forced: bool = False) -> Pens:
+    """Return the escape codes for each mark on this console; none if it has none, unless `forced`.
+
+    Without colours (NO_COLOR) the attributes stay, and rejected text is also dimmed: not every terminal
+    strikes text through.
+    """
+    styles: dict[str, Style] = {**STYLES, "faint": FAINT}
+    if console.no_color:
+        styles["rejected"] += FAINT
+        styles = {mark: style.without_color for mark, style in styles.items()}
+    plain = console.color_system is None and not forced
+    found = {"": ("", "")}
+    for mark, style in styles.items():
+        coded = style.render("\0", color_system=None if plain else ColorSystem.STANDARD)
+        before, _, after = coded.partition("\0")
+        found[mark] = (before, after)
+    return MappingProxyType(found)
+
+
+def coded(text: str, pen: Pen) -> str:
+    """Return text with its codes; nothing for an empty text."""
+    before, after = pen
+    return f"{before}{text}{after}" if text else ""
+
+
+def legend() -> Text:
+    """Return the names of the marks, each in its own style."""
+    return Text("  ").join(Text(mark, STYLES[mark]) for mark in LEGEND)

@@ -8,13 +8,16 @@ from typing import BinaryIO, TextIO
 from rich.console import Console
 
 from specgen.options import Show
-from specgen.render.base import Renderer, Tee
-from specgen.render.jsonl import JsonlRenderer
+from specgen.render.base import Notes, Renderer, Tee
 from specgen.render.live import LiveRenderer
-from specgen.render.notes import Notes
-from specgen.render.plain import ColourStreamRenderer, DumbTerminalRenderer, PlainRenderer
+from specgen.render.marks import pens
+from specgen.render.streams import (
+    ColourStreamRenderer,
+    DumbTerminalRenderer,
+    JsonlRenderer,
+    PlainRenderer,
+)
 from specgen.render.summary import SummaryRenderer
-from specgen.render.theme import pens
 
 
 class TerminalConsole(Console):

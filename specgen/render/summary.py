@@ -9,10 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from specgen.events import Event, FinishedEvent, PromptEvent
-from specgen.render.base import BaseRenderer
-from specgen.render.notes import say
+from specgen.render.base import BaseRenderer, say
+from specgen.render.marks import FAINT, legend
 from specgen.render.text import can_encode, clean_line, counted
-from specgen.render.theme import FAINT, legend
 
 _BARS = "▁▂▃▄▅▆▇█"
 #: Below this width labels are above their texts.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from specgen.render.flow import Flow
-from specgen.render.layout import Row
 from specgen.render.marks import Run
+from specgen.render.rows import Flow, Row
 from specgen.render.text import counted
 
 _BEGIN, _END = "<think>", "</think>"

@@ -118,7 +118,8 @@ def takes_options(*tables: Table, **options: Any) -> Callable[[Command], Command
         @functools.wraps(command)
         def whole(**values: Any) -> int:
             given: dict[str, dict[str, Any]] = {name: {} for name in groups}
-            for parameter, (name, member) in members.items():
+            for parameter in members.keys() & values.keys():
+                name, member = members[parameter]
                 given[name][member] = values.pop(parameter)
             made = {name: group(**given[name]) for name, group in groups.items()}
             return command(**values, **made)
