@@ -370,7 +370,7 @@ def test_a_group_without_some_options_keeps_their_defaults() -> None:
 
 
 def test_two_options_of_one_spelling_are_an_error_when_a_command_is_defined() -> None:
-    with pytest.raises(TypeError, match="command has two options named -k, --top-k"):
+    with pytest.raises(TypeError, match="command has two options named --top-k, -k"):
 
         @takes_options(sampler=sampling, other=Option("-k", "--top-k", "-k"))
         def command(*, sampler: SamplerOptions, other: int = 3) -> int:

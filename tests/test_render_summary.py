@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specgen.events import FinishedEvent
+from specgen.events import FinishedEvent, ReasonCount
 from specgen.render.summary import SummaryRenderer, by_depth, print_summary, summary_items
 from tests.helpers_events import Script
 from tests.helpers_screen import Terminal
@@ -40,6 +40,20 @@ def test_what_it_says() -> None:
         "time": "8.00 s, draft 25%, target 74%, specgen under 1%",
         "end": "the model ended the text",
     }
+
+
+def test_why_little_was_drafted() -> None:
+    event = finished(
+        n_rounds=52,
+        undrafted=(
+            ReasonCount("nothing_found", "nothing found", 20),
+            ReasonCount("cost", "a row costs 0.7 of a token", 14),
+        ),
+    )
+    assert items(event)["reasons"] == (
+        "34 of 52 rounds drafted nothing: nothing found (20), a row costs 0.7 of a token (14)"
+    )
+    assert "reasons" not in items(dataclasses.replace(event, n_rounds=68))
 
 
 def test_an_empty_answer() -> None:

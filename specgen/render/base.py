@@ -8,7 +8,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -21,9 +21,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Renderer(Protocol):
-    """Shows the events of one generation. Used as a context manager."""
+class Renderer(ABC):
+    """Shows the events of one generation. Used as a context manager; it closes only once, however its `with` block
+    ends."""
 
+    _closed = False
+
+    @abstractmethod
     def handle(self, event: Event) -> None:
         """Show one event. Everything visible of it is written when this returns.
 
@@ -34,33 +38,11 @@ class Renderer(Protocol):
 
     def close(self) -> None:
         """Finish the output and leave the terminal as it was; further calls do nothing."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
-
-
-class BaseRenderer(ABC):
-    """A renderer that closes only once, however its `with` block ends."""
-
-    _closed = False
-
-    @abstractmethod
-    def handle(self, event: Event) -> None:
-        """Show one event."""
-
-    def close(self) -> None:
         if not self._closed:
             self._closed = True
             self._finish()
 
-    @abstractmethod
-    def _finish(self) -> None:
+    def _finish(self) -> None:  # noqa: B027 - some have nothing to finish
         """Close the renderer: `close` calls this the first time."""
 
     def __enter__(self) -> Self:
@@ -78,7 +60,7 @@ class BaseRenderer(ABC):
             self.close()
 
 
-class Tee(BaseRenderer):
+class Tee(Renderer):
     """Hands every event to several renderers, in order."""
 
     def __init__(self, renderers: Sequence[Renderer]) -> None:

@@ -17,7 +17,7 @@ from specgen.events import (
     VerifiedEvent,
 )
 from specgen.options import Show
-from specgen.render.base import BaseRenderer, Notes, output_errors
+from specgen.render.base import Notes, Renderer, output_errors
 from specgen.render.marks import LEGEND, Round, RoundReader, Run, coded, pens
 from specgen.render.rows import Cell, Flow, Row, append_cells, row_codes, wrap
 from specgen.render.text import can_encode, clean_line
@@ -105,7 +105,7 @@ _MOVING_ROWS = 3
 _MOST_MOVING_ROWS = 12
 
 
-class LiveRenderer(BaseRenderer):
+class LiveRenderer(Renderer):
     """Shows one generation on a terminal that understands escape codes.
 
     Text that can no longer change is printed and scrolls away. Below it, the end of the text is repainted in
@@ -158,7 +158,7 @@ class LiveRenderer(BaseRenderer):
 
     def _add(self, completed: Round, event: CommittedEvent) -> None:
         self._fit()
-        runs = completed.runs(with_rejected=self._show == "all")
+        runs = completed.runs(shows_all=self._show == "all")
         if self._show == "none":
             runs = (Run(text, "plain") for text, _ in runs)
         if self._thought is not None:

@@ -28,11 +28,10 @@ from specgen.events import (
     VerifiedEvent,
 )
 
-#: The origin of a piece of text; ``faint`` marks text that is not the answer.
+#: The origin of a piece of text; ``faint`` marks text that is not the answer,
+#: such as the reason of a round.
 Mark: TypeAlias = TokenKind | Literal["rejected", "aside", "faint"]
 
-#: In the order of a legend.
-MARKS: tuple[Mark, ...] = ("accepted", "corrected", "bonus", "plain", "forced", "rejected", "aside")
 #: The marks of a legend: all except those that only grammars cause.
 LEGEND: tuple[Mark, ...] = ("accepted", "corrected", "bonus", "plain", "rejected")
 
@@ -51,21 +50,29 @@ class Round:
     pieces: tuple[Piece, ...]
     #: (index of the piece that took its place, text) for each rejected branch of the draft.
     rejected: tuple[tuple[int, str], ...]
+    #: Why the round drafted what it drafted, in words; empty if the round before had the same reason.
+    reason: str = ""
 
-    def runs(self, *, with_rejected: bool) -> Iterator[Run]:
-        """Yield the text in order, and with `with_rejected` each rejected branch at its place. A branch is
-        struck out if it was the only one and no drafted token took its place; otherwise it is in brackets, so
-        that the text stays legible."""
+    def runs(self, *, shows_all: bool) -> Iterator[Run]:
+        """Yield the text in order, and with `shows_all` each rejected branch at its place, and the reason at the end
+        of the round's last line. A branch is struck out if it was the only one and no drafted token took its place;
+        otherwise it is in brackets, so that the text stays legible."""
         for index, piece in enumerate(self.pieces):
             lost = [text for place, text in self.rejected if place == index and text]
-            if with_rejected and lost:
+            if shows_all and lost:
                 if len(lost) == 1 and piece.kind != "accepted":
                     yield Run(lost[0], "rejected")
                 else:
                     notes = "|".join(text.replace("\n", "\\n") for text in lost)
                     yield Run(f"[{notes}]", "aside")
-            if piece.text:
-                yield Run(piece.text, piece.kind)
+            has_reason = shows_all and self.reason and index == len(self.pieces) - 1
+            line = piece.text.rstrip("\n") if has_reason else piece.text
+            if line:
+                yield Run(line, piece.kind)
+            if has_reason:
+                yield Run(f" [{self.reason}]", "faint")
+            if line != piece.text:
+                yield Run(piece.text.removeprefix(line), piece.kind)
 
 
 class RoundReader:
@@ -74,6 +81,8 @@ class RoundReader:
     def __init__(self) -> None:
         self._drafted: DraftedEvent | None = None
         self._verified: VerifiedEvent | None = None
+        #: The name of the last reason.
+        self._reason: str | None = None
 
     def read(self, event: Event) -> Round | None:
         """Return the round at its last event; None at the others."""
@@ -90,7 +99,9 @@ class RoundReader:
                     (_position(branch, verified, drafted), branch.text)
                     for branch in verified.rejected
                 )
-            return Round(event.pieces, rejected)
+            reason = event.reason_text or "" if event.reason != self._reason else ""
+            self._reason = event.reason or self._reason
+            return Round(event.pieces, rejected, reason)
         return None
 
 
@@ -105,6 +116,8 @@ def _position(branch: RejectedBranch, verified: VerifiedEvent, drafted: DraftedE
     return verified.accepted.index(parent) + 1 if parent in verified.accepted else n_accepted
 
 
+#: The style of text that is not the answer: the status line, labels of the summary.
+FAINT = Style(dim=True)
 #: By mark.
 STYLES: Mapping[str, Style] = MappingProxyType(
     {
@@ -115,15 +128,13 @@ STYLES: Mapping[str, Style] = MappingProxyType(
         "forced": Style(color="blue"),
         "rejected": Style(color="red", strike=True),
         "aside": Style(color="red", dim=True),
+        "faint": FAINT,
     }
 )
 
-#: The style of text that is not the answer: the status line, labels of the summary.
-FAINT = Style(dim=True)
-
 #: Escape codes before and after a stretch of text.
 Pen: TypeAlias = tuple[str, str]
-#: By mark; besides these, "faint" for what is not the answer.
+#: By mark.
 Pens: TypeAlias = Mapping[str, Pen]
 
 
@@ -133,7 +144,7 @@ def pens(console: Console, *, forced: bool = False) -> Pens:
     Without colours (NO_COLOR) the attributes stay, and rejected text is also dimmed: not every terminal
     strikes text through.
     """
-    styles: dict[str, Style] = {**STYLES, "faint": FAINT}
+    styles: dict[str, Style] = dict(STYLES)
     if console.no_color:
         styles["rejected"] += FAINT
         styles = {mark: style.without_color for mark, style in styles.items()}

@@ -104,7 +104,7 @@ def _answer_renderer(
     if marked and environ.get("FORCE_COLOR") and not environ.get("NO_COLOR"):
         return ColourStreamRenderer(_binary(stdout), pens(console, forced=True), show, notes), True
     if terminal:
-        return DumbTerminalRenderer(_binary(stdout), console.encoding, notes), False
+        return DumbTerminalRenderer(_binary(stdout), notes, console.encoding), False
     return PlainRenderer(_binary(stdout), notes), False
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from abc import abstractmethod
 from typing import Any, BinaryIO
 
 from specgen.events import (
@@ -17,19 +18,23 @@ from specgen.events import (
     to_json_object,
 )
 from specgen.options import Show
-from specgen.render.base import BaseRenderer, Notes, output_errors
+from specgen.render.base import Notes, Renderer, output_errors
 from specgen.render.marks import Pens, RoundReader, coded
 from specgen.render.text import Cleaner, clean_line
 
 _SPACES = re.compile(r"(\s+)")
 
 
-class _StreamRenderer(BaseRenderer):
+class _StreamRenderer(Renderer):
     """Writes text to a binary stream with each round."""
 
-    def __init__(self, stream: BinaryIO, notes: Notes | None) -> None:
+    def __init__(
+        self, stream: BinaryIO, notes: Notes | None = None, encoding: str = "utf-8"
+    ) -> None:
         self._stream = stream
         self._notes = notes
+        self._encoding = encoding
+        self._cleaner = Cleaner(encoding)
 
     def handle(self, event: Event) -> None:
         if isinstance(event, NoticeEvent):
@@ -39,10 +44,11 @@ class _StreamRenderer(BaseRenderer):
         elif isinstance(event, FinishedEvent):
             self.close()
         else:
-            self._show_round(event)
+            self._put(self._text(event))
 
-    def _show_round(self, event: Event) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _text(self, event: Event) -> str:
+        """Return the text to write for an event."""
 
     def _make_room(self) -> None:
         """Make room for other output; called before something else is printed on the same terminal."""
@@ -50,24 +56,21 @@ class _StreamRenderer(BaseRenderer):
     def _put(self, text: str) -> None:
         if text:
             with output_errors():
-                self._stream.write(text.encode("utf-8", "replace"))
+                self._stream.write(text.encode(self._encoding, "replace"))
                 self._stream.flush()
 
     def _finish(self) -> None:
+        self._put(self._cleaner.finish())
         with output_errors():
             self._stream.flush()
 
 
 class PlainRenderer(_StreamRenderer):
-    """Writes the answer and nothing else: its characters in UTF-8, whatever the locale, with
-    no line feed added or changed. For pipes and files."""
+    """Writes the answer and nothing else: its characters in UTF-8, whatever the locale, with no line feed added or
+    changed. For pipes and files."""
 
-    def __init__(self, stream: BinaryIO, notes: Notes | None = None) -> None:
-        super().__init__(stream, notes)
-
-    def _show_round(self, event: Event) -> None:
-        if isinstance(event, CommittedEvent):
-            self._put(event.text)
+    def _text(self, event: Event) -> str:
+        return event.text if isinstance(event, CommittedEvent) else ""
 
 
 class DumbTerminalRenderer(_StreamRenderer):
@@ -76,38 +79,31 @@ class DumbTerminalRenderer(_StreamRenderer):
     Control characters are replaced by their signs, and the last line is ended.
     """
 
-    def __init__(self, stream: BinaryIO, encoding: str, notes: Notes | None = None) -> None:
-        super().__init__(stream, notes)
-        self._encoding = encoding
-        self._cleaner = Cleaner(encoding)
-        self._in_line = False
+    _in_line = False
 
-    def _show_round(self, event: Event) -> None:
-        if isinstance(event, CommittedEvent):
-            self._put_clean(self._cleaner.feed(event.text))
+    def _text(self, event: Event) -> str:
+        return self._cleaner.feed(event.text) if isinstance(event, CommittedEvent) else ""
 
     def _make_room(self) -> None:
         if self._in_line:
-            self._put_clean("\n")
+            self._put("\n")
 
-    def _put_clean(self, text: str) -> None:
+    def _put(self, text: str) -> None:
         if text:
             self._in_line = not text.endswith("\n")
-            with output_errors():
-                self._stream.write(text.encode(self._encoding, "replace"))
-                self._stream.flush()
+        super()._put(text)
 
     def _finish(self) -> None:
-        self._put_clean(self._cleaner.finish())
-        self._make_room()
         super()._finish()
+        self._make_room()
 
 
 class ColourStreamRenderer(_StreamRenderer):
-    """Writes the answer with colours but without moving the cursor: for FORCE_COLOR, when
-    something else than a terminal reads (a pager, the log of a build).
+    """Writes the answer with colours but without moving the cursor: for FORCE_COLOR, when something else than a
+    terminal reads (a pager, the log of a build).
 
-    Rejected text is shown only if `show` is ``all``: it could not be taken away again.
+    Rejected text, and the reasons of rounds, are shown only if `show` is ``all``: they could not be taken away
+    again.
     """
 
     def __init__(
@@ -117,14 +113,13 @@ class ColourStreamRenderer(_StreamRenderer):
         self._pens = pens
         self._show = show
         self._rounds = RoundReader()
-        self._cleaner = Cleaner()
 
-    def _show_round(self, event: Event) -> None:
+    def _text(self, event: Event) -> str:
         completed = self._rounds.read(event)
         if completed is None:
-            return
+            return ""
         parts: list[str] = []
-        for text, mark in completed.runs(with_rejected=self._show == "all"):
+        for text, mark in completed.runs(shows_all=self._show == "all"):
             pen = self._pens[mark]
             if mark == "rejected":
                 parts.append(coded(clean_line(text), pen))
@@ -134,18 +129,14 @@ class ColourStreamRenderer(_StreamRenderer):
                 part if part.isspace() else coded(part, pen)
                 for part in _SPACES.split(self._cleaner.feed(text))
             )
-        self._put("".join(parts))
-
-    def _finish(self) -> None:
-        self._put(self._cleaner.finish())
-        super()._finish()
+        return "".join(parts)
 
 
 #: Valid in JSON, but a terminal may obey these characters, and readers may take them for line breaks.
 _ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029]")
 
 
-class JsonlRenderer(BaseRenderer):
+class JsonlRenderer(Renderer):
     """Writes every event to a binary stream, as UTF-8; flushed with each round."""
 
     def __init__(self, stream: BinaryIO) -> None:

@@ -97,7 +97,7 @@ class FoldedThought:
         was_open = self._reader.is_open
         thoughts, answer = "", []
         for text, mark in runs:
-            if mark in ("rejected", "aside") and not self._reader.is_past:
+            if mark in ("rejected", "aside", "faint") and not self._reader.is_past:
                 continue
             thought, rest = self._reader.feed(text)
             thoughts += thought
