@@ -44,41 +44,19 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-#: The module of each public name.
+#: The public names of each module.
 _MODULES = {
-    "specgen.api": ("AnswerOptions", "Model", "load"),
-    "specgen.engine.chat_template": ("Message",),
-    "specgen.engine.engine": ("Answer", "Engine"),
-    "specgen.engine.prompts": ("Prompt",),
-    "specgen.engine.session": ("Session", "SessionOptions"),
-    "specgen.errors": (
-        "BackendError",
-        "FetchError",
-        "MemoryLimitError",
-        "ModelFileError",
-        "PairError",
-        "PromptError",
-        "SpecgenError",
-        "UnknownModelError",
-        "UsageError",
-    ),
-    "specgen.events": (
-        "CommittedEvent",
-        "DraftedEvent",
-        "FinishedEvent",
-        "NoticeEvent",
-        "PromptEvent",
-        "VerifiedEvent",
-    ),
-    "specgen.options": (
-        "ContextOptions",
-        "DraftOptions",
-        "GenerationOptions",
-        "SamplerOptions",
-        "TreeShape",
-    ),
+    "specgen.api": "AnswerOptions Model load",
+    "specgen.engine.chat_template": "Message",
+    "specgen.engine.engine": "Answer Engine",
+    "specgen.engine.prompts": "Prompt",
+    "specgen.engine.session": "Session SessionOptions",
+    "specgen.errors": "BackendError FetchError MemoryLimitError ModelFileError PairError PromptError "
+    "SpecgenError UnknownModelError UsageError",
+    "specgen.events": "CommittedEvent DraftedEvent FinishedEvent NoticeEvent PromptEvent VerifiedEvent",
+    "specgen.options": "ContextOptions DraftOptions GenerationOptions SamplerOptions TreeShape",
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
     "Answer",

@@ -206,7 +206,7 @@ def test_what_the_context_has_no_room_for(fim: Fim) -> None:
     found = fim("a.txt:60", "-c", "200", "--context-file", "b.txt")
     assert found.code == 0
     (note,) = found.err.splitlines()
-    assert note.startswith("note: left out, since the context has no room: the first ")
+    assert note.startswith("note: not read, since the context is too small (raise -c): the first ")
     assert note.endswith("tokens behind the gap, b.txt")
     assert fim("a.txt:60", "-c", "200", "-q").err == ""
 

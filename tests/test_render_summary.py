@@ -33,7 +33,7 @@ def printed(event: FinishedEvent, **options: Any) -> str:
 def test_what_it_says() -> None:
     event = finished(wall_s=8.0, draft_s=2.0, target_s=5.96, loop_s=0.04, tokens_per_s=12.345)
     assert items(event) == {
-        "answer": "8 tokens, 3 rounds, mean accepted length 2.67",
+        "answer": "8 tokens, 3 rounds, 2.67 tokens per pass of the target",
         "speed": "12.3 tokens/s, first token after 500 ms (12 prompt tokens)",
         "drafts": "acceptance rate 83%, 5 of 6 tokens accepted",
         "by depth": "██▅  100% 100% 50%",
@@ -165,7 +165,7 @@ def test_on_a_terminal_it_fits_the_window(columns: int) -> None:
     if columns >= 80:
         assert terminal.rows[:3] == [
             "",
-            "answer    8 tokens, 3 rounds, mean accepted length 2.67",
+            "answer    8 tokens, 3 rounds, 2.67 tokens per pass of the target",
             "speed     26.7 tokens/s, first token after 500 ms (12 prompt tokens)",
         ]
 

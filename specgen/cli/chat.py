@@ -331,7 +331,7 @@ def _opened(path: Path | None, output: Output) -> Iterator[tuple[Conversation, C
         return
     with ChatLog.opened(path) as (log, conversation, is_torn):
         if is_torn:
-            output.note(f"half a line at the end of {path} was dropped")
+            output.note(f"the incomplete last line of {path} was dropped")
         if conversation.turns:
             output.note(_greeting(conversation))
         yield conversation, log

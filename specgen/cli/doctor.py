@@ -89,7 +89,7 @@ def _status(console: Console) -> Iterator[Callable[[str], None]]:
     if not console.is_terminal or console.is_dumb_terminal:
         yield lambda _name: None
         return
-    with console.status("looking around") as line:
+    with console.status("checking this machine") as line:
         yield line.update
 
 

@@ -96,7 +96,7 @@ def learn(
     output=flags.loudness.without("verbose"),
 )
 def forget(*, target: str | None = None, output: Output) -> int:
-    """Delete the answers that --learn and --lookup-store kept, and what was learnt from them."""
+    """Delete the answers that --learn and --lookup-store kept, and the weights learnt from them."""
     from specgen.engine.kept_answers import read_answers
 
     learning, texts = data_folder() / "learning", cache_folder() / "texts"
@@ -113,8 +113,8 @@ def forget(*, target: str | None = None, output: Output) -> int:
     for folder in (*folders, *stores):
         _delete(folder)
     print(
-        f"deleted: kept answers: {n_answers}; what drafts learnt from them: {n_learnt}; texts to look "
-        f"up: {n_texts}; {human_bytes(n_bytes)} in all"
+        f"deleted: kept answers: {n_answers}; weights learnt from them: {n_learnt}; lookup texts: {n_texts}; "
+        f"{human_bytes(n_bytes)} in all"
     )
     return 0
 

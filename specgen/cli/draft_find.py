@@ -27,7 +27,7 @@ from specgen.selection.default_draft import name_of
 from specgen.selection.session_opening import find_target
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from specgen.cli.process import Interrupt
     from specgen.engine.session import Session, SessionOptions
@@ -94,14 +94,7 @@ def find(
         output.measuring() as (progress, stop),
     ):
         search = search_drafts(session, files or [], texts, chat, progress, stop)
-    if search is not None:
-        try:
-            if save and not search.is_interrupted:
-                search = save_best(search)
-        finally:  # show the measurements even if they cannot be saved
-            show_search(search, as_json=as_json)
-    for note in search_notes(search, save=save):
-        output.note(note)
+    show_search(search, output, save=save, as_json=as_json)
     return stop.exit_code
 
 
@@ -171,7 +164,28 @@ def search_drafts(
     return Search(target, baseline, by_speedup(tried), tuple(refused), is_interrupted=stop())
 
 
-def save_best(search: Search) -> Search:
+def show_search(
+    search: Search | None,
+    output: Output,
+    *,
+    save: bool,
+    as_json: bool,
+    on_saved: Callable[[Search], None] = lambda _search: None,
+) -> None:
+    """Save the best draft for the target if `save` is set, and print the ranking. `on_saved` gets the result before
+    it is printed."""
+    if search is not None:
+        try:
+            if save and not search.is_interrupted:
+                search = _save_best(search)
+                on_saved(search)
+        finally:  # show the measurements even if they cannot be saved
+            _print_search(search, as_json=as_json)
+    for note in _notes(search, save=save):
+        output.note(note)
+
+
+def _save_best(search: Search) -> Search:
     """Save the best draft for the target."""
     from specgen.catalogue import SavedDraft, identify, save_draft
 
@@ -191,7 +205,7 @@ def save_best(search: Search) -> Search:
     return replace(search, saved=best.draft)
 
 
-def show_search(search: Search, *, as_json: bool) -> None:
+def _print_search(search: Search, *, as_json: bool) -> None:
     """Print the ranking."""
     from specgen.render.tables import draft_lines, print_draft_table
     from specgen.selection.draft_search import to_json_object
@@ -207,7 +221,7 @@ def show_search(search: Search, *, as_json: bool) -> None:
             print(line)
 
 
-def search_notes(search: Search | None, *, save: bool) -> list[str]:
+def _notes(search: Search | None, *, save: bool) -> list[str]:
     """Return remarks about the ranking."""
     notes = []
     if search is not None:

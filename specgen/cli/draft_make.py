@@ -12,13 +12,7 @@ from typer import Option
 
 from specgen.catalogue import cache_folder
 from specgen.cli import flags
-from specgen.cli.draft_find import (
-    save_best,
-    search_drafts,
-    search_notes,
-    show_search,
-    trial_options,
-)
+from specgen.cli.draft_find import search_drafts, show_search, trial_options
 from specgen.cli.model_loading import log_shown, make_opener, opened, use_kernels
 from specgen.cli.output import Output
 from specgen.errors import UsageError
@@ -77,11 +71,11 @@ def data(
 ) -> int:
     """Let a target write the text that drafts are made from.
 
-    It answers prompts at temperature 0, many at once, and for each token its hidden state and
-    its likeliest tokens are kept, in the cache folder. What is there already is not made again:
-    the command may be interrupted and called again.
+    The target answers prompts at temperature 0, many at once. The cache folder keeps the hidden state
+    and the likeliest tokens of each token. Text that is there is not written again: run an
+    interrupted command again to resume.
 
-    The folder is printed.
+    It prints the folder.
     """
     path = find_target(target, quiet=output.quiet)
     own = trial_options(path, DraftOptions(), GenerationOptions(max_tokens=max_tokens), machine)
@@ -143,17 +137,16 @@ def make(
 ) -> int:
     """Make drafts for a target, and compare them with others.
 
-    First the target writes text (`specgen draft data`), then drafts are trained to say what it
-    said, then they are tried beside n-grams and the models on this disk, on prompts
-    that they did not learn from, as `specgen draft find` does. It may be interrupted; the text stays.
+    The target writes text (`specgen draft data`); drafts are trained on it, and compared with n-grams and
+    the models on this disk, on other prompts, as `specgen draft find` does. An interrupted command keeps
+    the text.
 
-    Decoder heads read the target's hidden state and guess the tokens behind the next one: they
-    need no model of their own, and about a millisecond a draft. A small model that is fitted to the
-    target (it needs `pip install 'specgen[train]'`) costs what it did before, and is right more often. The
-    target without some of its layers is for large targets only, of which half the layers say the
-    same: small ones need them all.
+    Decoder heads read the target's hidden state and predict the tokens behind the next one: they need no
+    model of their own, and about a millisecond per draft. A small model that is fitted to the target
+    (needs `pip install 'specgen[train]'`) is as fast as before, and agrees with the target more often. The
+    target without some of its layers can only draft for large targets: small ones need all their layers.
 
-    The ranking is printed as `specgen draft find` prints it.
+    It prints the ranking as `specgen draft find` does.
     """
     from specgen.proof import evenly_chosen
     from specgen.workshop.texts import is_held_back
@@ -171,22 +164,20 @@ def make(
             workshop = _workshop(session, wanted, progress, stop, output)
             made = workshop.make(kinds, small, minutes)
         if made is None:
-            output.note("interrupted; the same command goes on with the text there is")
+            output.note("interrupted: run it again to resume")
             return stop.exit_code
         held_back = [text for index, text in enumerate(wanted.prompts) if is_held_back(index)]
         judged = replace(own, generation=GenerationOptions(max_tokens=_JUDGED_TOKENS))
         with opener.open(judged) as session:
             texts = evenly_chosen(held_back, _N_JUDGED)
             search = search_drafts(session, made, texts, None, progress, stop)
-    if search is not None:
-        try:
-            if save and not search.is_interrupted:
-                search = save_best(search)
-                _delete_others(made, search, kind, output)
-        finally:  # show the measurements even if they cannot be saved
-            show_search(search, as_json=as_json)
-    for note in search_notes(search, save=save):
-        output.note(note)
+    show_search(
+        search,
+        output,
+        save=save,
+        as_json=as_json,
+        on_saved=lambda search: _delete_others(made, search, kind, output),
+    )
     return stop.exit_code
 
 
@@ -228,7 +219,7 @@ def _delete_others(
     for path in made:
         if path != search.saved and named is None:
             path.unlink(missing_ok=True)
-            output.note(f"{path.name} is not the best, and was deleted")
+            output.note(f"{path.name} is slower than the best draft, and was deleted")
 
 
 def _prompts(file: Path | None) -> list[str]:

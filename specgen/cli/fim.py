@@ -89,7 +89,9 @@ def fim(
     with opened(options, machine.kernels, output, sources.drafts) as session:
         infill = session.infill(_gap(found, context), _room(session))
         if infill.left_out:
-            output.note(f"left out, since the context has no room: {', '.join(infill.left_out)}")
+            output.note(
+                f"not read, since the context is too small (raise -c): {', '.join(infill.left_out)}"
+            )
         code = show_answer(session, infill.prompt, output, finished.append)
     if in_place and not code:
         found.write(finished[0].text)

@@ -43,7 +43,7 @@ class Interrupt:
 
     @property
     def exit_code(self) -> int:
-        """The exit code by which a shell reports the signal: 128 plus its number; 0 without a signal."""
+        """Return the exit code by which a shell reports the signal: 128 plus its number; 0 without a signal."""
         return 0 if self._received is None else 128 + self._received
 
     def __enter__(self) -> Interrupt:

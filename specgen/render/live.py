@@ -87,7 +87,7 @@ class Region:
 
 
 def _settled_codes(lines: Sequence[Line]) -> Iterator[str]:
-    """Rows that stay. Nothing is erased after them, since a row that turns out to be too long
+    """Yield rows that stay. Nothing is erased after them, since a row that turns out to be too long
     ends somewhere else; between joined ones it is the terminal that breaks the line."""
     for line in lines[:-1]:
         yield line.codes

@@ -54,7 +54,7 @@ class Cell(NamedTuple):
 
     @property
     def is_ideograph(self) -> bool:
-        """Whether it is so wide that a row may end before or after it without a space."""
+        """Return whether it is so wide that a row may end before or after it without a space."""
         return self.width > 1
 
 
@@ -129,12 +129,12 @@ def _is_exact(character: str) -> bool:
 
 
 def _is_jamo_tail(code: int) -> bool:
-    """A Hangul vowel or final consonant, drawn into the syllable before it."""
+    """Return whether this is a Hangul vowel or final consonant, drawn into the syllable before it."""
     return 0x1160 <= code <= 0x11FF or 0xD7B0 <= code <= 0xD7FB
 
 
 def _extended(cell: Cell, character: str) -> Cell | None:
-    """The cell with one more character, if that belongs to it (after Unicode's UAX #29)."""
+    """Return the cell with one more character, if that belongs to it (after Unicode's UAX #29)."""
     last = ord(cell.text[-1])
     if character < "\u0300" and last != _ZERO_WIDTH_JOINER:  # the usual case
         return None
@@ -147,7 +147,7 @@ def _extended(cell: Cell, character: str) -> Cell | None:
 
 
 def _belongs(character: str, text: str, last: int) -> bool:
-    """Whether a character belongs to a cell with this text and last code point."""
+    """Return whether a character belongs to a cell with this text and last code point."""
     code = ord(character)
     if _is_mark(character) or code in (0x200C, _ZERO_WIDTH_JOINER):
         return True
@@ -239,7 +239,7 @@ def wrap(cells: Sequence[Cell], columns: int, first_columns: int | None = None) 
 
 
 def _row_end(cells: Sequence[Cell], start: int, room: int, *, cut: bool) -> int:
-    """Index after the last cell of the row that begins at `start`.
+    """Return the index after the last cell of the row that begins at `start`.
 
     The row may take nothing when a word may not be cut (`cut`) and does not fit.
     """
@@ -312,7 +312,7 @@ class Flow:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The rows that were not handed out yet: at least one, which may be empty."""
+        """Return the rows that were not handed out yet: at least one, which may be empty."""
         return tuple(self._rows)
 
     def feed(self, runs: Iterable[Run]) -> None:

@@ -55,7 +55,7 @@ def make_renderer(
     verbose: bool = False,
     folds: bool = False,
 ) -> Renderer:
-    """The renderer of one generation.
+    """Return the renderer of one generation.
 
     The answer goes to `stdout`, notices and the summary to `stderr`. Text streams are taken
     for what they know about themselves; what is not for a capable terminal is written to

@@ -113,7 +113,7 @@ def _answer(finished: FinishedEvent) -> Iterator[str]:
     yield counted(finished.n_tokens, "token")
     yield counted(finished.n_rounds, "round")
     if finished.mean_accepted_length is not None:
-        yield f"mean accepted length {finished.mean_accepted_length:.2f}"
+        yield f"{finished.mean_accepted_length:.2f} tokens per pass of the target"
     if finished.n_forced:
         yield f"{finished.n_forced} forced by the grammar"
 

@@ -178,7 +178,7 @@ _ANSWER = panel(
         "--predict",
         "-n",
         min=-1,
-        help="The most tokens to generate; -1 is no limit but the end of the text or of the context.",
+        help="The most tokens to generate; -1 continues until the text ends or the context is full.",
     ),
     stop=Option(
         "--stop",
@@ -297,7 +297,8 @@ JSON_REPORT = Option("--json", help="Print a JSON object.")
         show=Option(
             "--show",
             help="On a terminal: accepted (coloured tokens; rejected ones vanish after their round), all "
-            "(coloured tokens; rejected ones stay), or none (plain text).",
+            "(rejected ones stay, and each round's reason to draft or not to draft is shown where it "
+            "changes), or none (plain text).",
         ),
         stats=Option(
             "--stats/--no-stats",
