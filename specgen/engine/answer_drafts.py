@@ -14,7 +14,7 @@ from specgen.calibration.acceptance import Chances
 from specgen.calibration.memory import Memory
 from specgen.core.last_hidden import LastHidden
 from specgen.core.text_state import TextState
-from specgen.drafters import CombinedDrafter, ConstrainedDrafter, Drafter
+from specgen.drafters import Drafter, Drafters
 from specgen.engine.answer_settings import AnswerSettings
 from specgen.engine.draft_model import MakeShaper
 from specgen.engine.draft_stack import DraftStack
@@ -58,17 +58,12 @@ class AnswerDrafts:
         *,
         part: Part,
         chances: ChancesOf,
-    ) -> tuple[Drafter | None, LastHidden | None]:
-        """Return the drafter of an answer to `prompt` (None: it is not drafted for), and the object
+    ) -> tuple[Drafters | None, LastHidden | None]:
+        """Return the drafters of an answer to `prompt` (None: it is not drafted for), and the object
         where the loop stores the target's hidden states (None: nothing drafts from them).
 
         `backends` are the contexts of the draft model, if there is one, and of its helpers. `ngrams`
         makes the n-gram drafter, which drafts alone or beside the model."""
-
-        def ngrams_within() -> Drafter:
-            """N-grams that propose only what the grammar allows."""
-            return ConstrainedDrafter(ngrams(), state) if state.has_grammar else ngrams()
-
         model, heads = self._drafts.model, self._drafts.heads
         hidden: LastHidden | None = None
         if model is not None and backends:
@@ -81,10 +76,10 @@ class AnswerDrafts:
             drafter = heads.drafter(hidden, state, rng, make_shaper, settings)
             merges = heads.merges(settings)
         else:
-            return (ngrams_within() if self._drafts.source == "ngram" else None), None
-        if settings.drafting.adds_ngrams:
-            drafter = CombinedDrafter(ngrams_within(), drafter, merges=merges)
-        return drafter, hidden
+            is_ngram = self._drafts.source == "ngram"
+            return (Drafters(ngrams(), state=state) if is_ngram else None), None
+        free = ngrams() if settings.drafting.adds_ngrams else None
+        return Drafters(free, drafter, merges=merges, state=state), hidden
 
     def model_drafter(
         self,

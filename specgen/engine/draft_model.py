@@ -17,6 +17,7 @@ from specgen.core.text_state import Shaper, TextState
 from specgen.core.verifiers import make_verifier
 from specgen.drafters import (
     Drafter,
+    Drafters,
     Guesses,
     ModelDrafter,
     PromptHeadSkipper,
@@ -240,15 +241,16 @@ class DraftModel:
         if helper is None or (helper != "ngram" and not backends):
             return None
         if helper == "ngram":
-            drafter: Drafter = known.ngrams(self.model.vocabulary)
+            drafters = Drafters(known.ngrams(self.model.vocabulary))
             name: Path | str = helper
         else:
             own_rng = np.random.default_rng(0)
             drafter = helper.drafter(
                 prompt, backends, state, own_rng, Shaper, known, settings.most_likely(), part=part
             )
+            drafters = Drafters(model=drafter)
             name = helper.model.path
-        return Guesses(drafter, known.policy(self.model.path, name))
+        return Guesses(drafters, known.policy(self.model.path, name))
 
     def _sampler(self, settings: AnswerSettings) -> Sampler:
         """Return the samplers that the model drafts with."""

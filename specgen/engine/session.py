@@ -20,7 +20,7 @@ from specgen.calibration.weight_copies import Comparison, Copies
 from specgen.core.last_hidden import LastHidden
 from specgen.core.text_state import Shaper, TextState
 from specgen.core.verifiers import make_verifier
-from specgen.drafters import Drafter
+from specgen.drafters import Drafter, Drafters
 from specgen.engine.answer_drafts import AnswerDrafts
 from specgen.engine.answer_settings import AnswerSettings
 from specgen.engine.chat_template import Message
@@ -434,10 +434,10 @@ class Session:
         # The draft has a random generator of its own, so that it cannot change the target's samples.
         target_seed, draft_seed = np.random.SeedSequence(seed).spawn(2)
         state = TextState(prompt.tokens, settings.grammar)
-        drafter: Drafter | None = None
+        drafters: Drafters | None = None
         hidden: LastHidden | None = None
         if not plain:
-            drafter, hidden = drafts.drafter(
+            drafters, hidden = drafts.drafter(
                 prompt,
                 () if draft is None else (draft, *helpers),
                 state,
@@ -452,7 +452,7 @@ class Session:
             vocabulary=self._target_model.vocabulary.showing(settings.generation.shown_controls),
             options=settings.generation,
             n_ctx=n_ctx,
-            drafter=drafter,
+            drafters=drafters,
             policy=drafts.policy(len(prompt.tokens), settings, chances),
             verifier=make_verifier(self.verifier_name(settings)),
             shaper=make_shaper(settings.sampler, state),
