@@ -126,7 +126,7 @@ def test_forced_colours_show_the_reason_of_a_round_if_all_is_shown() -> None:
     stream = io.BytesIO()
     script = Script().because("nothing_found", "nothing found").plain("a").plain("\n").finish()
     play(colour_stream(stream, "all"), script)
-    assert stream.getvalue().decode() == "a \x1b[2m[nothing\x1b[0m \x1b[2mfound]\x1b[0m\n"
+    assert stream.getvalue().decode() == "a\x1b[2m [nothing found]\x1b[0m\n"
 
 
 class Failing(io.RawIOBase):

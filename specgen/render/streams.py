@@ -121,7 +121,7 @@ class ColourStreamRenderer(_StreamRenderer):
         parts: list[str] = []
         for text, mark in completed.runs(shows_all=self._show == "all"):
             pen = self._pens[mark]
-            if mark == "rejected":
+            if mark in ("rejected", "faint"):
                 parts.append(coded(clean_line(text), pen))
                 continue
             # Codes do not reach over spaces and line ends, where they would underline them.

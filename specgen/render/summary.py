@@ -134,7 +134,7 @@ def _drafts(finished: FinishedEvent) -> Iterator[str]:
 
 def _undrafted(finished: FinishedEvent, n_rounds: int) -> str:
     """Return why rounds drafted nothing."""
-    reasons = ", ".join(f"{each.text} ({each.n_rounds})" for each in finished.undrafted)
+    reasons = "; ".join(f"{each.text} ({each.n_rounds})" for each in finished.undrafted)
     return f"{n_rounds} of {counted(finished.n_rounds, 'round')} drafted nothing: {reasons}"
 
 
