@@ -1,4 +1,4 @@
-"""Opens sessions and shows it: shared by the commands that load models."""
+"""Load models and show it: shared by the commands that load models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from specgen.selection.default_draft import DraftChoice
 from specgen.selection.session_opening import SessionOpener
 
 if TYPE_CHECKING:
-    from specgen.engine.session import Session, SessionOptions
+    from specgen.engine.models import Models
+    from specgen.options import SessionOptions
 
 
 def use_kernels(wanted: KernelChoice, *, quiet: bool) -> None:
@@ -53,7 +54,7 @@ def open_session(
     quiet: bool,
     verbose: bool = False,
     drafts: Sequence[DraftChoice] = (),
-) -> Session:
+) -> Models:
     """Load the models, as a `SessionOpener` does. Raises `ModelFileError`, `PairError`."""
     return make_opener(drafts, quiet=quiet, verbose=verbose).open(options)
 
