@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specgen.backend.llama import LlamaModel, file_check
-from specgen.backend.llama.checked_files import FILE_NAME, CheckedFiles
+from specgen.backend.llama.file_check import FILE_NAME, CheckedFiles
 from specgen.errors import ModelFileError
 from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
 from tests.helpers_tiny import with_a_token_twice

@@ -17,7 +17,6 @@ from specgen.arrays import Logits
 from specgen.backend.base import Batch
 from specgen.backend.llama import LlamaBackend, LlamaModel
 from specgen.calibration.memory import Memory
-from specgen.calibration.system_load import CoreTime
 from specgen.calibration.threads import (
     BATCH_ROWS,
     Threads,
@@ -26,6 +25,7 @@ from specgen.calibration.threads import (
     thread_counts,
     with_threads,
 )
+from specgen.calibration.timing import CoreTime
 from specgen.engine.measurements import is_pair_measured, measure_if_new
 from specgen.engine.models import Models
 from specgen.options import ContextOptions, SessionOptions

@@ -23,7 +23,7 @@ def use_kernels(wanted: KernelChoice, *, quiet: bool) -> None:
     there but cannot be used. From then on, a crash in native code is reported in a line. Raises `UsageError`
     if kernels that were asked for cannot be used."""
     from specgen.backend.llama.file_check import remember_checks
-    from specgen.backend.llama.native_end import end_with_a_line
+    from specgen.backend.llama.library import end_with_a_line
     from specgen.catalogue import cache_folder
     from specgen.kernels import choose_kernels
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specgen.calibration.system_load import core_time, share_of_others
+from specgen.calibration.timing import core_time, share_of_others
 from specgen.cli import flags
 from specgen.cli.flags.subset import without
 from specgen.cli.interrupt import Interrupt

@@ -6,8 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from specgen.backend.base import Backend
-from specgen.calibration.system_load import BUSY_SHARE, core_time, share_of_others
-from specgen.calibration.timing import MIN_SIZES, complete, is_measured, timed_batch_sizes
+from specgen.calibration.timing import (
+    BUSY_SHARE,
+    MIN_SIZES,
+    complete,
+    core_time,
+    is_measured,
+    share_of_others,
+    timed_batch_sizes,
+)
 from specgen.core.text_state import TextState
 from specgen.engine.agreement import N_KNOWN, N_TOKENS, TEXT, Walk, can_pay, sample_agreement
 from specgen.engine.drafter_factory import DrafterFactory

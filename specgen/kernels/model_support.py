@@ -2,7 +2,7 @@
 
 Kernels that are wrong for a model may end the process: when the model is loaded, when a context is made, or when a
 batch is decoded. So they are tried first in a child process (`specgen.kernels.model_trial`), on a skeleton of the
-model, which loads in a moment (`specgen.backend.llama.skeleton`). The result is remembered for the file, and for all
+model, which loads in a moment (`specgen.backend.llama.kernel_trial`). The result is remembered for the file, and for all
 models that differ from it in weights and vocabulary only.
 """
 
@@ -25,8 +25,8 @@ from specgen.errors import BackendError, UsageError
 from specgen.kernels.test_results import circumstances, key_of, read_results
 
 if TYPE_CHECKING:
+    from specgen.backend.llama.kernel_trial import Skeleton
     from specgen.backend.llama.kernels import KernelSupport
-    from specgen.backend.llama.skeleton import Skeleton
 
 #: How a trial ends: it is done, llama.cpp cannot load the file, its process died or hung, or the process was stopped
 #: by something else.
@@ -97,8 +97,8 @@ class ModelTrials:
 
     def _find(self, file: Path, *, anew: bool = False) -> KernelSupport:
         """Return the remembered result for a file, unless `anew`, else that of a trial."""
+        from specgen.backend.llama.kernel_trial import skeleton_of
         from specgen.backend.llama.kernels import KernelSupport
-        from specgen.backend.llama.skeleton import skeleton_of
 
         about = file.stat()
         version = f"\0{about.st_ino} {about.st_size} {about.st_mtime_ns}"

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,7 @@ class LlamaBackend:
         context = open_context(model, options, size, n_rollback, on_tensor)
         self._handle, self._n_snapshots = context.handle, context.n_snapshots
         model.hold()
+        self._decode_native = partial(model.call, _decode) if model.is_remote else _decode
         self._cache = Cache(model.name, self._handle, model.n_window, model.call, context.guards)
         if not self._cache:
             self.close()
@@ -191,10 +193,11 @@ class LlamaBackend:
         return logits, hidden
 
     def _decode_rows(self, batch: Batch) -> Logits:
-        self._model.check_open()
+        if self._model.is_closed:
+            self._model.check_open()
         n_wanted = self._rows.fill(batch)
         started = self._clock()
-        status: int = self._model.call(_decode, self._handle, self._rows.native)
+        status: int = self._decode_native(self._handle, self._rows.native)
         self._decode_s += self._clock() - started
         if status != 0:
             raise BackendError(
