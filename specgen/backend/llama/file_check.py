@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import stat
 from contextlib import ExitStack
 from pathlib import Path
 
 from specgen import __version__
-from specgen.atomic import replace_text
+from specgen.atomic import KeptResults
 from specgen.backend.llama.gguf_metadata import GgufMetadata
 from specgen.backend.llama.library import forget_log, llama_cpp
 from specgen.errors import BackendError, ModelFileError
@@ -170,27 +169,18 @@ class CheckedFiles:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._file = None if folder is None else folder / FILE_NAME
+        self._results = KeptResults(None if folder is None else folder / FILE_NAME, _N_KEPT)
 
     def has(self, path: Path) -> bool:
         """Return whether a file passed a check and has not changed since."""
-        if self._file is None:
-            return False
-        try:
-            return _key(path) in _read(self._file)
-        except OSError:
-            return False
+        with contextlib.suppress(OSError):
+            return _key(path) in self._results.read()
+        return False
 
     def add(self, path: Path) -> None:
         """Remember that a file passed the check."""
-        if self._file is None:
-            return
         with contextlib.suppress(OSError):
-            key = _key(path)
-            others = [known for known in _read(self._file) if known != key]
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            document = {"checked": [*others, key][-_N_KEPT:]}
-            replace_text(self._file, json.dumps(document, indent=1) + "\n")
+            self._results.add({_key(path): True})
 
 
 def _key(path: Path) -> str:
@@ -200,16 +190,6 @@ def _key(path: Path) -> str:
     name = os.fsencode(path.resolve())
     numbers = f"\0{about.st_ino} {about.st_size} {about.st_mtime_ns} {__version__}"
     return hashlib.sha256(name + numbers.encode()).hexdigest()
-
-
-def _read(file: Path) -> list[str]:
-    """Return the keys in a list; none if it is missing or damaged."""
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return []
-    keys = document.get("checked") if isinstance(document, dict) else None
-    return [key for key in keys if isinstance(key, str)] if isinstance(keys, list) else []
 
 
 #: The list that this process uses.
