@@ -214,7 +214,7 @@ def test_an_abandoned_generation_frees_its_contexts(models: Path) -> None:
         for event in stream:
             if isinstance(event, CommittedEvent):
                 break
-        stream.close()  # type: ignore[attr-defined]
+        stream.close()
         again = finished(list(generate(loaded, loaded.prompts.of_text(PROMPT, chat=False))))
     assert again.token_ids == plain_answer(models).token_ids
 

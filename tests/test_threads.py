@@ -25,9 +25,9 @@ from specgen.calibration.threads import (
     thread_counts,
     with_threads,
 )
-from specgen.calibration.timing import CoreTime
 from specgen.engine.measurements import is_pair_measured, measure_if_new
 from specgen.engine.models import Models
+from specgen.machine import CoreTime
 from specgen.options import ContextOptions, SessionOptions
 from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from specgen.engine.engine import generate
 from specgen.events import CommittedEvent, FinishedEvent, NoticeEvent
 
 if TYPE_CHECKING:
@@ -109,6 +108,8 @@ class SessionContender:
         return self._name
 
     def answer(self, prompt: str) -> Outcome:
+        from specgen.engine.engine import generate
+
         loaded = self._loaded
         begun = loaded.prompts.of_text(prompt, chat=self._chat, now=NOW)
         notices: list[str] = []
@@ -122,11 +123,13 @@ class SessionContender:
         return outcome_of(finished, tuple(notices))
 
     def warm_up(self, prompt: str) -> None:
+        from specgen.engine.engine import generate
+
         loaded = self._loaded
         begun = loaded.prompts.of_text(prompt, chat=self._chat, now=NOW)
         events = generate(loaded, begun, interrupted=self._interrupted, estimate_gain=False)
         # Closing the generator frees the contexts.
-        with contextlib.closing(events):  # type: ignore[type-var]
+        with contextlib.closing(events):
             for event in events:
                 if isinstance(event, CommittedEvent) and event.n_tokens >= _N_WARM_UP:
                     break

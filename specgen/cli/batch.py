@@ -29,7 +29,6 @@ from specgen.cli.flags.subset import without
 from specgen.cli.interrupt import Interrupt
 from specgen.cli.one_answer import with_grammar
 from specgen.cli.opening import log_shown, open_session, use_kernels
-from specgen.engine.engine import Engine
 from specgen.errors import BatchError, OutputError, PromptError, UsageError
 from specgen.json_values import as_json
 from specgen.options import (
@@ -292,6 +291,7 @@ def _answer(
     note: Callable[[str], None],
 ) -> int:
     """Make the answers; return the exit code."""
+    from specgen.engine.engine import Engine
     from specgen.engine.measurements import fastest_parallel
     from specgen.render.batch_progress import batch_progress, batch_summary
 

@@ -14,7 +14,6 @@ from specgen.cli import flags
 from specgen.cli.flags.subset import without
 from specgen.cli.one_answer import show_answer, with_grammar
 from specgen.cli.opening import log_shown, open_session, use_kernels
-from specgen.engine.infill import infill_prompt
 from specgen.errors import OutputError, PromptError, UsageError
 from specgen.options import Contexts, DraftOptions, GenerationOptions, Grammar, SamplerOptions
 from specgen.selection.model_choice import ModelChoice
@@ -116,6 +115,8 @@ def fim(
     """
     flags.check_loudness(quiet=quiet, verbose=verbose)
     generation = with_grammar(replace(answer, max_tokens=max_tokens), grammar, json=json)
+    from specgen.engine.infill import infill_prompt
+
     found = _find_place(place, prefix_file, suffix_file, in_place=in_place)
     context = [(str(path), _decode(_read(path), str(path))) for path in context_files or ()]
     if not found.prefix and not found.suffix and not context:

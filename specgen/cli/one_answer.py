@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specgen.cli.interrupt import Interrupt
-from specgen.engine.engine import generate
 from specgen.errors import UsageError
 from specgen.options import GenerationOptions, Grammar, Show
 
@@ -45,6 +44,7 @@ def show_answer(
     on_finished: Callable[[FinishedEvent], None] = lambda _finished: None,
 ) -> int:
     """Generate an answer and show it; return the exit code. `on_finished` gets its last event."""
+    from specgen.engine.engine import generate
     from specgen.events import FinishedEvent
     from specgen.render import make_renderer
 

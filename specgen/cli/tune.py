@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specgen.calibration.timing import core_time, share_of_others
 from specgen.cli import flags
 from specgen.cli.flags.subset import without
 from specgen.cli.interrupt import Interrupt
@@ -23,6 +22,7 @@ from specgen.errors import (
     PairError,
     UsageError,
 )
+from specgen.machine import core_time, share_of_others
 from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
 from specgen.render.progress_bar import progress_bar
 from specgen.selection.model_choice import ModelChoice

@@ -489,7 +489,7 @@ def generate(
     *,
     interrupted: Callable[[], bool] = lambda: False,
     estimate_gain: bool = True,
-) -> Iterator[Event]:
+) -> Generator[Event, None, None]:
     """Generate an answer to a prompt in contexts of its own, and yield its events; the last one is a
     `FinishedEvent`.
 

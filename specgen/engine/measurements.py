@@ -6,20 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from specgen.backend.base import Backend
-from specgen.calibration.timing import (
-    BUSY_SHARE,
-    MIN_SIZES,
-    complete,
-    core_time,
-    is_measured,
-    share_of_others,
-    timed_batch_sizes,
-)
+from specgen.calibration.timing import MIN_SIZES, complete, is_measured, timed_batch_sizes
 from specgen.core.text_state import TextState
 from specgen.engine.agreement import N_KNOWN, N_TOKENS, TEXT, Walk, can_pay, sample_agreement
 from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.models import MAX_SEQUENCES, Models
 from specgen.engine.prompts import Prompt, tokenize
+from specgen.machine import BUSY_SHARE, core_time, share_of_others
 
 #: Batch sizes to time for a draft model: drafted tokens, the tokens of the last round, a prompt.
 _DRAFT_SIZES = (1, 2, 3, 4, 8, 16, 64)

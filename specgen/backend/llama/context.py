@@ -65,7 +65,8 @@ class LlamaBackend:
         self.n_outputs = n_outputs
         self.decode_s = 0.0
         self.n_decoded_rows = 0
-        self.n_vocab = model.vocabulary.n_tokens
+        self.vocabulary: LlamaVocabulary = model.vocabulary
+        self.n_vocab = self.vocabulary.n_tokens
 
         n_rows = max(self.n_batch, n_outputs)
         size = ContextSize(n_ctx, n_rows, n_outputs, n_sequences, n_branches)
@@ -98,10 +99,6 @@ class LlamaBackend:
                 n_rows=n_rows,
                 n_snapshots=self._n_snapshots,
             )
-
-    @property
-    def vocabulary(self) -> LlamaVocabulary:
-        return self.model.vocabulary
 
     @property
     def rollback(self) -> Rollback:
