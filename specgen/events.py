@@ -169,6 +169,20 @@ class CommittedEvent:
     text: str
     #: Tokens of the answer so far.
     n_tokens: int
+    #: Why the round drafted what it drafted: a name of a closed list (docs/policies.md), and the reason in
+    #: words with its numbers. Null outside rounds.
+    reason: str | None = None
+    reason_text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReasonCount:
+    """The number of rounds that drafted nothing for one reason."""
+
+    #: A name of the closed list of reasons, and the reason in words, as it was in the last of the rounds.
+    reason: str
+    text: str
+    n_rounds: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +258,8 @@ class FinishedEvent:
     drafted_by_rank: tuple[int, ...] = ()
     #: How many of the prompt's tokens were in the target's cache already, from an answer before.
     n_cached_tokens: int = 0
+    #: Why rounds drafted nothing, the most frequent reason first.
+    undrafted: tuple[ReasonCount, ...] = ()
 
 
 Event: TypeAlias = (
@@ -276,6 +292,7 @@ __all__ = [
     "NoticeEvent",
     "Piece",
     "PromptEvent",
+    "ReasonCount",
     "RejectedBranch",
     "TokenKind",
     "TokenLogprob",

@@ -20,12 +20,14 @@ from specgen.core.text_state import Shaper, TextState
 from specgen.core.verifiers import AutoVerifier, Verifier
 from specgen.drafters import (
     Drafter,
+    Drafters,
     Drafting,
     ModelDrafter,
     SuffixDrafter,
     TranslatedDrafter,
     TreeModelDrafter,
     WrappedDrafter,
+    ready,
 )
 from specgen.drafters.translation import BeginningShaper, SharedShaper, Translation
 from specgen.engine.draft_models import Translated
@@ -34,7 +36,7 @@ from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
 from specgen.events import Event
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, parse_tree
-from specgen.policy import FixedPolicy, Policy, RoundReport
+from specgen.policy import FixedPolicy, Policy, RoundPlan, RoundResult
 from specgen.sampling import Distribution, Sampler, distribution
 from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, Language, random_language
 
@@ -65,14 +67,14 @@ class TreeDrafter:
     right: float
     rng: np.random.Generator
     name: str = "tree"
-    model_s: float = 0.0
 
     def price(self, n_context: int) -> Price:
         return FREE
 
-    def propose(
-        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-    ) -> Draft:
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        return ready(self.draft(context, plan.n_max))
+
+    def draft(self, context: Sequence[int], n_max: int) -> Draft:
         tokens: list[int] = []
         parents: list[int] = []
         n_leaves = 1
@@ -93,7 +95,7 @@ class TreeDrafter:
         n = len(tokens)
         return Draft(tuple(tokens), tuple(parents), ("tree",) * n, (None,) * n, (None,) * n)
 
-    def observe(self, report: RoundReport) -> None:
+    def observe(self, result: RoundResult) -> None:
         pass
 
     def rewind(self, n_tokens: int) -> None:
@@ -119,14 +121,14 @@ class SiblingDrafter:
     depth: int
     rng: np.random.Generator
     name: str = "siblings"
-    model_s: float = 0.0
 
     def price(self, n_context: int) -> Price:
         return FREE
 
-    def propose(
-        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-    ) -> Draft:
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        return ready(self.draft(context, plan.n_max))
+
+    def draft(self, context: Sequence[int], n_max: int) -> Draft:
         tokens: list[int] = []
         parents: list[int] = []
         distributions: list[Distribution | None] = []
@@ -148,7 +150,7 @@ class SiblingDrafter:
         n = len(tokens)
         return Draft(tuple(tokens), tuple(parents), ("s",) * n, (None,) * n, tuple(distributions))
 
-    def observe(self, report: RoundReport) -> None:
+    def observe(self, result: RoundResult) -> None:
         pass
 
     def rewind(self, n_tokens: int) -> None:
@@ -163,13 +165,11 @@ class FailingDrafter(WrappedDrafter):
         self._n_good = n_good
         self._error = error
 
-    def drafting(
-        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-    ) -> Drafting:
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         if self._n_good == 0:
             raise self._error
         self._n_good -= 1
-        return (yield from super().drafting(context, n_max, policy, n_drafted))
+        return (yield from super().propose(context, plan, n_drafted))
 
 
 class NonsenseDrafter(WrappedDrafter):
@@ -182,18 +182,16 @@ class NonsenseDrafter(WrappedDrafter):
         self._n_good = n_good
         self._nonsense = nonsense
 
-    def drafting(
-        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-    ) -> Drafting:
-        draft = yield from super().drafting(context, n_max, policy, n_drafted)
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        draft = yield from super().propose(context, plan, n_drafted)
         self._n_good -= 1
-        return draft if self._n_good >= 0 else cast(Draft, self._nonsense(draft, n_max))
+        return draft if self._n_good >= 0 else cast(Draft, self._nonsense(draft, plan.n_max))
 
 
 class DeafDrafter(WrappedDrafter):
     """Fails when it is told what became of its first draft."""
 
-    def observe(self, report: RoundReport) -> None:
+    def observe(self, result: RoundResult) -> None:
         raise ZeroDivisionError("told of a round")
 
 
@@ -201,17 +199,14 @@ class NoDrafter:
     """Never has a draft."""
 
     name = "nothing"
-    model_s = 0.0
 
     def price(self, n_context: int) -> Price:
         return FREE
 
-    def propose(
-        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-    ) -> Draft:
-        return NO_DRAFT
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        return ready(NO_DRAFT)
 
-    def observe(self, report: RoundReport) -> None:
+    def observe(self, result: RoundResult) -> None:
         pass
 
     def rewind(self, n_tokens: int) -> None:
@@ -240,8 +235,8 @@ class Setup:
 
     language: Language = field(default_factory=lambda: random_language(N_VOCAB, seed=7))
     vocabulary: FakeVocabulary = field(default_factory=lambda: FakeVocabulary.letters(N_VOCAB))
-    #: A drafter, or what makes one that sees the text.
-    drafter: Drafter | Callable[[TextState], Drafter] | None = None
+    #: A drafter, several, or what makes one that sees the text.
+    drafter: Drafter | Drafters | Callable[[TextState], Drafter | Drafters] | None = None
     sampler: SamplerOptions = GREEDY
     grammar: GrammarState | None = None
     drafting: DraftOptions = field(
@@ -264,7 +259,7 @@ class Setup:
             vocabulary=self.vocabulary,
             options=self.options,
             n_ctx=self.n_ctx,
-            drafter=self.drafter(state) if callable(self.drafter) else self.drafter,
+            drafters=drafters_of(self.drafter(state) if callable(self.drafter) else self.drafter),
             policy=(self.policy or FixedPolicy)(self.drafting),
             verifier=self.verifier or AutoVerifier(),
             shaper=Shaper(Sampler(self.sampler), state),
@@ -292,6 +287,13 @@ class Setup:
         events = list(loop.run(generation))
         events += loop.finish(generation, estimate_gain=False)
         return generation, events
+
+
+def drafters_of(drafter: Drafter | Drafters | None) -> Drafters | None:
+    """The drafters of a generation that has this one. N-grams cost nothing, and speak first."""
+    if drafter is None or isinstance(drafter, Drafters):
+        return drafter
+    return Drafters(drafter) if isinstance(drafter, SuffixDrafter) else Drafters(model=drafter)
 
 
 def model_drafter(

@@ -15,7 +15,7 @@ import numpy as np
 from specgen.arrays import ProbArray
 from specgen.calibration.cost_table import Price
 from specgen.core.draft import NO_DRAFT, Draft
-from specgen.policy import Policy, RoundReport
+from specgen.policy import Offer, Policy, RoundPlan, RoundResult
 
 #: A token that is never right.
 WRONG = -1
@@ -95,20 +95,31 @@ def run(world: World, policy: Policy, *, backlog_s: float = 0.0, seed: int = 0) 
     place, behind_s = 0, backlog_s
     while place < world.n_tokens:
         n_left = world.n_tokens - place
-        n_max = min(policy.room(n_left), n_left - 1)
-        draft, draft_s = NO_DRAFT, 0.0
+        whole, draft_s = NO_DRAFT, 0.0
         price = Price(world.draft_s, world.draft_s, behind_s)
-        if n_max >= 1 and policy.prospect("model", price) > 0.0:
+        plan = policy.plan(
+            Offer(n_left, n_left - 1, drafter="model", price=lambda _n, price=price: price)
+        )
+        if plan.n_max >= 1:
             draft_s, behind_s = behind_s, 0.0
-            draft, n_looks = _drafted(world, policy, place, n_max)
+            whole, n_looks = _drafted(world, plan, place)
             draft_s += n_looks * world.draft_s
             found.n_looks += n_looks
-        draft = policy.trim(draft)
+        draft = plan.stop.cut(whole)
         n_right = world.n_right(place, len(draft))
         target_s = world.target_s(len(draft) + 1)
         told = tuple(range(place, place + n_right + 1))
         policy.observe(
-            RoundReport(draft, tuple(range(n_right)), draft_s, target_s, len(draft) + 1, told)
+            RoundResult(
+                plan,
+                draft,
+                tuple(range(n_right)),
+                draft_s,
+                target_s,
+                len(draft) + 1,
+                told,
+                (whole,),
+            )
         )
         place += n_right + 1
         found.seconds += draft_s + target_s
@@ -118,22 +129,24 @@ def run(world: World, policy: Policy, *, backlog_s: float = 0.0, seed: int = 0) 
     return found
 
 
-def _drafted(world: World, policy: Policy, place: int, n_max: int) -> tuple[Draft, int]:
+def _drafted(world: World, plan: RoundPlan, place: int) -> tuple[Draft, int]:
     """What a model drafts, and how many decodes that took."""
     tokens: list[int] = []
     confidences: list[float] = []
+    looks: list[float] = []
     n_looks = 0
     while True:
         n_looks += 1
         at = place + len(tokens)
         confidence = float(world.confidences[at])
-        if not policy.wants_more(len(tokens), confidence, "model"):
+        looks.append(confidence)
+        if not plan.keeps(looks):
             break
         tokens.append(at if world.rights[at] else WRONG)
         confidences.append(confidence)
-        if len(tokens) == n_max or not policy.goes_on(len(tokens), "model"):
+        if len(tokens) == plan.n_max or not plan.looks(looks):
             break
-    return Draft.chain(tokens, "model", confidences), n_looks
+    return Draft.chain(tokens, "model", confidences, looks=looks), n_looks
 
 
 def text(

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from specgen.calibration.memory import Memory
 from specgen.core.draft import NO_DRAFT, Draft
 from specgen.core.tally import Tally
-from specgen.drafters import drafting_of
 from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.engine import Engine
 from specgen.engine.generation import Generation
@@ -18,7 +17,7 @@ from specgen.engine.prompts import Prompt
 from specgen.engine.proposing import propose_together
 from specgen.errors import BackendError, SpecgenError, UsageError
 from specgen.options import SessionOptions
-from specgen.policy import RoundReport
+from specgen.policy import Reason, RoundPlan, RoundResult
 
 #: The size in tokens of the contexts in which models are timed.
 _N_CTX_TIMED = 512
@@ -53,6 +52,8 @@ class DraftRounds:
         #: The present text, the last draft for it, and its costs.
         self._generation: Generation | None = None
         self._draft = NO_DRAFT
+        self._plan = RoundPlan(Reason("off"))
+        self._proposed: tuple[Draft, ...] = ()
         self._draft_s = 0.0
         #: The time at which the last draft was returned.
         self._handed_s = 0.0
@@ -144,10 +145,19 @@ class DraftRounds:
             generation.state.commit(token)
         draft, target_s = self._draft, self._clock() - self._handed_s
         path, n_rows = tuple(range(len(committed) - 1)), 1 + len(draft)
-        report = RoundReport(draft, path, self._draft_s, target_s, n_rows, tuple(committed))
-        generation.policy.observe(report)
-        if generation.drafter is not None:
-            generation.drafter.observe(report)
+        result = RoundResult(
+            self._plan,
+            draft,
+            path,
+            self._draft_s,
+            target_s,
+            n_rows,
+            tuple(committed),
+            self._proposed,
+        )
+        generation.policy.observe(result)
+        if generation.drafters is not None:
+            generation.drafters.observe(result)
         self.tally.n_rounds += 1
         self.tally.n_round_tokens += len(committed)
         self.tally.draft_s += self._draft_s
@@ -156,20 +166,20 @@ class DraftRounds:
             self.tally.add_draft(draft, path)
 
     def _propose(self, generation: Generation) -> Draft:
-        drafter, policy = generation.drafter, generation.policy
-        if drafter is None:
+        drafters = generation.drafters
+        if drafters is None:
             return NO_DRAFT
-        n_max = min(policy.room(generation.n_expected), generation.n_draftable)
-        if n_max < 1:
-            return NO_DRAFT
-        drafting = drafting_of(drafter, generation.tokens, n_max, policy)
+        offer = generation.offer(generation.policy.n_max)
+        self._plan = plan = generation.policy.plan(offer)
+        drafting = drafters.propose(generation.tokens, plan)
         (proposal,) = propose_together([drafting], self._clock)
+        self._proposed = offer.found, proposal.draft
         if proposal.error is not None:
             error = proposal.error
-            generation.drafter = None
+            generation.drafters = None
             what = error.message if isinstance(error, SpecgenError) else repr(error)
             self._note(f"drafting failed, going on without a draft: {what}")
-        return policy.trim(proposal.draft)
+        return plan.stop.cut(proposal.draft)
 
 
 def _refuse_recurrent(loaded: Models) -> None:

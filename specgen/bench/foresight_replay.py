@@ -11,8 +11,10 @@ from specgen.bench.contenders import NOW
 from specgen.bench.foresight import DrafterForesight, Schedule, best_schedule, run_lengths
 from specgen.bench.prompts import BenchPrompt
 from specgen.core.draft import ROOT, Draft
+from specgen.drafters import draft_alone
 from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.generation import Generation
+from specgen.policy import draft_up_to
 from specgen.selection.trial import Baseline, TargetAnswer, agreeing_path, measure_target
 
 if TYPE_CHECKING:
@@ -194,12 +196,12 @@ class _Drafts:
 
     def begin(self) -> bool:
         """Let the drafter read the prompt, which is not in the costs; return whether it has a model."""
-        drafter = self._generation.drafter
-        if drafter is None:
+        drafters = self._generation.drafters
+        if drafters is None:
             return False
         self._propose(1)
         self._generation.commit(self._tokens[0])
-        return drafter.model_s > 0.0
+        return drafters.model is not None
 
     def look(self, place: int) -> tuple[int, int]:
         """Draft after the first token and `place` others. Return the number of correct tokens plus one if a
@@ -209,7 +211,7 @@ class _Drafts:
         for token in self._tokens[n_done : 1 + place]:
             generation.commit(token)
         n_max = min(self._n_max, generation.n_draftable)
-        if n_max < 1 or generation.drafter is None:
+        if n_max < 1 or generation.drafters is None:
             return 0, 0
         self._n_looks += 1
         if self._n_looks % _EVERY == 1:
@@ -231,7 +233,9 @@ class _Drafts:
 
     def _propose(self, n_max: int) -> tuple[Draft, float]:
         generation = self._generation
-        assert generation.drafter is not None, "what drafts"
+        drafters = generation.drafters
+        assert drafters is not None, "what drafts"
         started = self._clock()
-        draft = generation.drafter.propose(generation.tokens, n_max, generation.policy)
-        return draft, self._clock() - started
+        found = drafters.look_up(generation.tokens, n_max)
+        draft = draft_alone(drafters.propose(generation.tokens, draft_up_to(n_max)))
+        return draft if len(draft) else found, self._clock() - started

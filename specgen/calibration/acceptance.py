@@ -17,10 +17,10 @@ import numpy as np
 from specgen.arrays import ProbArray
 
 #: Upper ends of the bins of confidence; the last bin ends at 1. Bins are finer where most tokens are.
-_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
-N_BINS = len(_EDGES) + 1
+BIN_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
+N_BINS = len(BIN_EDGES) + 1
 _MIDDLES = np.array(
-    [(low + high) / 2 for low, high in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True)]
+    [(low + high) / 2 for low, high in zip((0.0, *BIN_EDGES), (*BIN_EDGES, 1.0), strict=True)]
 )
 #: The prior count of confidences in each bin: a small model of a good family is sure of most tokens,
 #: and not at all sure of some.
@@ -177,8 +177,8 @@ class Chances:
         self.worths = self.counts.worths
         #: Counts the looks and judgements: each may change the chances, or how often each comes.
         self.version = 0
-        #: The chances that were computed since the last judgement, by bin.
-        self._by_bin: dict[int, float] = {}
+        #: The chances by bin, until the next judgement; None if they are not computed yet.
+        self._curve: tuple[float, ...] | None = None
 
     def for_new_text(self) -> Chances:
         """The chances in another text, which has its own deviation and shares the counts."""
@@ -199,11 +199,13 @@ class Chances:
 
     def chance(self, confidence: float) -> float:
         """The chance of a token with this confidence."""
-        return self._of_bin(bisect.bisect_left(_EDGES, confidence))
+        return self.curve()[_bin(confidence)]
 
-    def curve(self) -> ProbArray:
-        """The chances by bin: float64[N_BINS]."""
-        return np.array([self._of_bin(index) for index in range(N_BINS)])
+    def curve(self) -> tuple[float, ...]:
+        """Return the chances by bin of confidence, N_BINS of them."""
+        if self._curve is None:
+            self._curve = tuple(self._of_bin(index) for index in range(N_BINS))
+        return self._curve
 
     def frequencies(self) -> ProbArray:
         """The frequency of each bin of confidence in this text, summing to 1: float64[N_BINS]."""
@@ -214,7 +216,7 @@ class Chances:
 
     def mean(self) -> float:
         """The chance of a token whose confidence is not known yet."""
-        return float(self.curve() @ self.frequencies())
+        return float(np.array(self.curve()) @ self.frequencies())
 
     @property
     def n_judged(self) -> float:
@@ -234,27 +236,20 @@ class Chances:
         """Learn whether a token was accepted; all tokens before it were."""
         index = _bin(confidence)
         n_judged, n_accepted = self.counts.n_judged, self.counts.n_accepted
-        expected = self._of_bin(index)
+        expected = self.curve()[index]
         deviation = self._deviation + _TEXT_RATE * (accepted - expected)
         self._deviation = min(_MAX_DEVIATION, max(-_MAX_DEVIATION, deviation))
         # Only this bin fades: a bin that was not seen for long is not less known.
         n_judged[index] = n_judged.item(index) * _FADING + 1.0
         n_accepted[index] = n_accepted.item(index) * _FADING + accepted
         self.version += 1
-        self._by_bin.clear()
+        self._curve = None
 
     def _of_bin(self, index: int) -> float:
-        """The chance of a bin in this text."""
-        chance = self._by_bin.get(index)
-        if chance is None:
-            chance = self._by_bin[index] = _shifted(self._kept(index), self._deviation)
-        return chance
-
-    def _kept(self, index: int) -> float:
-        """The chance of a bin in all texts."""
+        """Return the chance of a bin in this text: that in all texts, shifted by the text's deviation."""
         counts = self.counts
         n_accepted = _N_START * self._start[index] + counts.n_accepted.item(index)
-        return n_accepted / (_N_START + counts.n_judged.item(index))
+        return _shifted(n_accepted / (_N_START + counts.n_judged.item(index)), self._deviation)
 
 
 def new_chances(origin: str, counts: AcceptanceCounts | None = None) -> Chances:
@@ -265,7 +260,7 @@ def new_chances(origin: str, counts: AcceptanceCounts | None = None) -> Chances:
 
 
 def _bin(confidence: float) -> int:
-    return bisect.bisect_left(_EDGES, confidence)
+    return bisect.bisect_left(BIN_EDGES, confidence)
 
 
 def _shifted(chance: float, log_odds: float) -> float:

@@ -24,11 +24,12 @@ _N_NEW = 3
 @dataclass(frozen=True, slots=True)
 class Price:
     """What drafting costs, in seconds: the first drafted token, each further one, and once the
-    reading of text that the drafter has not read yet, beyond the tokens of the last round."""
+    prefill: the `n_unread` tokens that the drafter has not read yet, beyond those of the last round."""
 
     first_s: float
     next_s: float
     backlog_s: float = 0.0
+    n_unread: int = 0
 
 
 #: The price of drafts that cost nothing worth counting.
@@ -100,8 +101,9 @@ class CostTable:
         if n_rows > 0 and seconds > 0.0:
             self._learn(n_rows, seconds / self._pace)
 
-    def observe(self, n_rows: int, seconds: float) -> None:
-        """Learn from a decode of `n_rows` rows."""
+    def observe(self, n_rows: int, seconds: float, n_sharing: int = 1) -> None:
+        """Learn from a decode of `n_rows` rows, in a round in which `n_sharing` sequences share decodes."""
+        self.n_sharing = n_sharing
         if n_rows <= 0 or not seconds > 0.0:
             return
         n_seen = self._n_observed.get(n_rows, 0)

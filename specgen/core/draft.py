@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specgen.sampling import Distribution
 
@@ -45,6 +45,9 @@ class Draft:
     probabilities: tuple[float | None, ...]
     distributions: tuple[Distribution | None, ...]
     walks: tuple[tuple[int, ...], ...] = ()
+    #: The largest probability that the drafter gave to any token at each of its looks, in their order. In a
+    #: chain, look i comes before its token i; if there is one more look, it ended the draft.
+    looks: tuple[float, ...] = field(default=(), compare=False)
     #: Whether the draft has one branch only. Most drafts do, and most methods are simple for these.
     is_chain: bool = field(init=False, repr=False, compare=False)
     #: The children of a tree's nodes, computed when they are first needed.
@@ -75,8 +78,9 @@ class Draft:
         origin: str,
         probabilities: Sequence[float | None] | None = None,
         distributions: Sequence[Distribution | None] | None = None,
+        looks: Sequence[float] = (),
     ) -> Draft:
-        """A draft with one branch."""
+        """Return a draft with one branch."""
         n = len(tokens)
         return cls(
             tokens=tuple(tokens),
@@ -84,6 +88,7 @@ class Draft:
             origins=(origin,) * n,
             probabilities=tuple(probabilities) if probabilities else (None,) * n,
             distributions=tuple(distributions) if distributions else (None,) * n,
+            looks=tuple(looks),
         )
 
     def __len__(self) -> int:
@@ -190,7 +195,7 @@ class Draft:
         """This chain with another draft behind its last node. Raises ValueError if one of them consists
         of independent walks, which cannot be a part of a longer draft."""
         if not len(other):
-            return self
+            return replace(self, looks=self.looks + other.looks) if other.looks else self
         if self.walks or other.walks:
             raise ValueError("independent walks cannot be a part of a longer draft")
         n = len(self)
@@ -200,6 +205,7 @@ class Draft:
             self.origins + other.origins,
             self.probabilities + other.probabilities,
             self.distributions + other.distributions,
+            looks=self.looks + other.looks,
         )
 
     def merged_with(self, other: Draft) -> Draft:
@@ -225,7 +231,12 @@ class Draft:
         if n == len(self):
             return self
         return Draft(
-            tuple(tokens), tuple(parents), tuple(origins), tuple(probabilities), (None,) * n
+            tuple(tokens),
+            tuple(parents),
+            tuple(origins),
+            tuple(probabilities),
+            (None,) * n,
+            looks=self.looks,
         )
 
     def first(self, n: int) -> Draft:
@@ -240,6 +251,7 @@ class Draft:
             self.origins[:n],
             self.probabilities[:n],
             self.distributions[:n],
+            looks=self.looks,
         )
 
     def only(self, nodes: Sequence[int]) -> Draft:
@@ -257,6 +269,7 @@ class Draft:
             tuple(self.probabilities[node] for node in nodes),
             tuple(self.distributions[node] for node in nodes),
             tuple(tuple(index[node] for node in walk) for walk in self.walks),
+            self.looks,
         )
 
     def _check_no_walks(self) -> None:

@@ -17,8 +17,6 @@ class GrowingTree:
 
     def __init__(self, origin: str) -> None:
         self.origin = origin
-        #: The number of tokens between the text and the root: of a draft that this tree continues.
-        self.n_before = 0
         self.tokens: list[int] = []
         self.parents: list[int] = []
         #: The drafter's probability of each token, and the distribution that it was drawn from.
@@ -30,8 +28,6 @@ class GrowingTree:
         self.ranks: list[int] = []
         #: Whether a node and all its ancestors are the first of their siblings.
         self.is_first_choice: list[bool] = []
-        #: The chances that the paths to the nodes are accepted, for the nodes that a policy has judged.
-        self.path_chances: list[float] = []
         #: The number of children of a node, or of `ROOT`; and the nodes that were not looked beyond
         #: and may have children.
         self._n_children: dict[int, int] = {}
@@ -92,6 +88,7 @@ class GrowingTree:
     def draft(self, walks: Sequence[Sequence[int]] = ()) -> Draft:
         """The whole tree as a draft; `walks` as in `Draft`."""
         n = len(self.tokens)
+        looks = (p for p, rank in zip(self.probabilities, self.ranks, strict=True) if rank == 0)
         return Draft(
             tuple(self.tokens),
             tuple(self.parents),
@@ -99,4 +96,5 @@ class GrowingTree:
             tuple(self.probabilities),
             tuple(self.distributions),
             tuple(tuple(walk) for walk in walks),
+            tuple(looks),
         )

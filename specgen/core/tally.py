@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specgen.core.draft import Draft
+from specgen.events import ReasonCount
 
 #: Fewer single-token rounds than this say too little about plain decoding.
 _MIN_PLAIN_SAMPLES = 3
@@ -25,6 +26,8 @@ class Tally:
     n_forced: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
+    #: Why rounds drafted nothing, by the reason's name.
+    undrafted: dict[str, ReasonCount] = field(default_factory=dict)
     drafted_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
     #: The same by a node's place among its siblings; all nodes of a chain have place 0.
@@ -50,6 +53,11 @@ class Tally:
         """Add a decode of the target after the prompt's, which committed `n_committed` tokens."""
         self.n_round_tokens += n_committed
         self.target_s_by_rows[n_rows].append(target_s)
+
+    def add_undrafted(self, reason: str, text: str) -> None:
+        """Add a round that drafted nothing, and why."""
+        n_before = self.undrafted[reason].n_rounds if reason in self.undrafted else 0
+        self.undrafted[reason] = ReasonCount(reason, text, n_before + 1)
 
     def add_draft(self, draft: Draft, accepted: Sequence[int]) -> None:
         """Add a verified draft and the nodes of it that became a part of the text."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -10,50 +10,9 @@ from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
 from specgen.calibration.cost_table import CostTable, Price
 from specgen.core.draft import Draft
-from specgen.policy import Policy, RoundReport
+from specgen.policy import RoundPlan, RoundResult
 
-__all__ = ["Ask", "AskingDrafter", "Drafter", "Drafting", "Price", "draft_alone", "drafting_of"]
-
-
-class Drafter(Protocol):
-    """Proposes drafts for one generation.
-
-    A drafter may fail; the loop then goes on without it. A drafter never changes the text, only
-    how soon the text comes. The code that opened its context also closes it.
-    """
-
-    @property
-    def name(self) -> str:
-        """Its name in the display and the statistics: the `origin` of its tokens."""
-        ...
-
-    @property
-    def model_s(self) -> float:
-        """Seconds spent in a model's decodes so far; 0 for a drafter without one."""
-        ...
-
-    def price(self, n_context: int) -> Price:
-        """What drafting would cost now, behind a text of `n_context` tokens."""
-        ...
-
-    def propose(
-        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-    ) -> Draft:
-        """A draft of at most n_max >= 1 tokens to follow `context`; it may be empty.
-
-        `context` holds all committed tokens, prompt and answer, followed by `n_drafted` tokens
-        that another drafter proposed. It is the caller's list: read it, do not keep it. It only
-        grows from call to call, unless `rewind` is called in between.
-        """
-        ...
-
-    def observe(self, report: RoundReport) -> None:
-        """Learn from the result of the last proposal."""
-        ...
-
-    def rewind(self, n_tokens: int) -> None:
-        """Forget all of the text but its first `n_tokens`; another text follows these."""
-        ...
+__all__ = ["Ask", "Drafter", "Drafting", "Price", "WrappedDrafter", "draft_alone", "ready"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,26 +30,45 @@ class Ask:
 Drafting: TypeAlias = Generator[Ask, Logits, Draft]
 
 
-class AskingDrafter(Drafter, Protocol):
-    """A drafter that needs a model's decodes. It asks for them, so that the decodes of several
-    sequences can become one batch."""
+class Drafter(Protocol):
+    """Proposes drafts for one sequence.
 
-    def drafting(
-        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-    ) -> Drafting:
-        """As `propose`, step by step."""
+    A drafter may fail; the loop then goes on without it. A drafter never changes the text, only
+    how soon the text comes. The code that opened its context also closes it.
+    """
+
+    @property
+    def name(self) -> str:
+        """Its name in the display and the statistics: the `origin` of its tokens."""
+        ...
+
+    def price(self, n_context: int) -> Price:
+        """Return what drafting would cost now, behind a text of `n_context` tokens."""
+        ...
+
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        """Draft at most `plan.n_max` >= 1 tokens to follow `context`, as far as `plan.keeps` and
+        `plan.looks` allow. The draft may be empty.
+
+        `context` holds all committed tokens, prompt and answer, followed by `n_drafted` tokens
+        that another drafter proposed. It is the caller's list: read it, do not keep it. It only
+        grows from call to call, unless `rewind` is called in between.
+        """
+        ...
+
+    def observe(self, result: RoundResult) -> None:
+        """Learn from the result of the last round."""
+        ...
+
+    def rewind(self, n_tokens: int) -> None:
+        """Forget all of the text but its first `n_tokens`; another text follows these."""
         ...
 
 
-def drafting_of(
-    drafter: Drafter, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-) -> Drafting:
-    """A draft of any drafter, step by step."""
-    # Whether it is an `AskingDrafter`: isinstance would take a hundred times as long.
-    drafting: Callable[..., Drafting] | None = getattr(drafter, "drafting", None)
-    if drafting is not None:
-        return (yield from drafting(context, n_max, policy, n_drafted))
-    return drafter.propose(context, n_max, policy, n_drafted)
+def ready(draft: Draft) -> Drafting:
+    """Return the drafting of a drafter that needs no decode: it is done already."""
+    yield from ()
+    return draft
 
 
 def draft_alone(drafting: Drafting) -> Draft:
@@ -105,3 +83,26 @@ def draft_alone(drafting: Drafting) -> Draft:
     except StopIteration as ended:
         draft: Draft = ended.value
         return draft
+
+
+class WrappedDrafter:
+    """Forwards every call to another drafter; subclasses override what differs."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self._inner = inner
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    def price(self, n_context: int) -> Price:
+        return self._inner.price(n_context)
+
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        return self._inner.propose(context, plan, n_drafted)
+
+    def observe(self, result: RoundResult) -> None:
+        self._inner.observe(result)
+
+    def rewind(self, n_tokens: int) -> None:
+        self._inner.rewind(n_tokens)

@@ -1,4 +1,4 @@
-"""N-grams and a model, drafting together."""
+"""The drafters of one sequence: what costs nothing looks up first, a model drafts as planned."""
 
 from __future__ import annotations
 
@@ -6,109 +6,116 @@ from collections.abc import Sequence
 
 from specgen.calibration.cost_table import FREE, Price
 from specgen.core.draft import NO_DRAFT, Draft
-from specgen.drafters.base import Drafter, Drafting, draft_alone, drafting_of
-from specgen.policy import Decided, Policy, RoundReport
+from specgen.core.text_state import TextState
+from specgen.drafters.base import Drafter, Drafting, draft_alone
+from specgen.policy import RoundPlan, RoundResult, draft_up_to
 
 
-class CombinedDrafter:
-    """In each round the drafter with the larger expected gain starts, and the other one may go on.
+class Drafters:
+    """A drafter that costs nothing, one that decodes, or both, for one sequence.
 
-    `free` drafts at no cost (n-grams), so its proposal is known before the choice. `model` has to
-    decode, so only its expected gain is known. Each may extend the other's draft: n-grams look
-    up a continuation of the text and the model's draft; the model may read the n-grams' proposal
-    and draft on from there. The accepted tokens of that proposal stay in the model's cache.
+    In each round `look_up` comes first: the proposal of `free` (n-grams) is known before the round is
+    planned. Then `propose` carries out the segments of the plan. Each drafter may go on behind the
+    other's draft: the model reads the found tokens and drafts behind them, or n-grams look up a
+    continuation of the text and the model's draft. Found tokens that were accepted stay in the model's
+    cache.
 
     With `merges`, n-gram tokens that differ from the model's become branches of its draft. This
-    is only for drafts that are not drawn at random.
+    is only for drafts that are not drawn at random. With `state`, nothing is found that its grammar
+    forbids.
     """
 
-    def __init__(self, free: Drafter, model: Drafter, *, merges: bool = False) -> None:
+    def __init__(
+        self,
+        free: Drafter | None = None,
+        model: Drafter | None = None,
+        *,
+        merges: bool = False,
+        state: TextState | None = None,
+    ) -> None:
+        self.free = free
+        self.model = model
         self._merges = merges
-        self._free = free
-        self._model = model
+        self._state = state
+        #: What the free drafter found in this round.
+        self._found = NO_DRAFT
         #: The tokens behind the text that the model was shown, and the text's length then.
         self._shown: tuple[int, ...] = ()
         self._n_text = 0
-        #: The drafter that made the last draft; None if both did.
-        self._sole: Drafter | None = None
 
     @property
     def name(self) -> str:
-        return f"{self._free.name}+{self._model.name}"
+        """The names of the drafters."""
+        return "+".join(each.name for each in (self.free, self.model) if each is not None)
 
     @property
-    def model_s(self) -> float:
-        return self._free.model_s + self._model.model_s
+    def model_name(self) -> str | None:
+        """The name of the drafter that decodes; None if there is none."""
+        return None if self.model is None else self.model.name
+
+    def look_up(self, context: Sequence[int], n_max: int, n_drafted: int = 0) -> Draft:
+        """Begin a round, and return what the free drafter finds to follow the text; at most `n_max` tokens.
+        The last `n_drafted` tokens of `context` are drafted too."""
+        self._take_back(context)
+        self._found = self._free_draft(context, n_max, n_drafted)
+        return self._found
 
     def price(self, n_context: int) -> Price:
-        return FREE
+        """Return the price of the drafter that decodes, behind a text of `n_context` tokens."""
+        return FREE if self.model is None else self.model.price(n_context)
 
-    def propose(
-        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-    ) -> Draft:
-        return draft_alone(self.drafting(context, n_max, policy, n_drafted))
-
-    def drafting(
-        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-    ) -> Drafting:
-        self._take_back(context)
-        proposed = self._free.propose(context, n_max, policy)
-        found = policy.trim(proposed)
-        prospect = policy.prospect(self._model.name, self._model.price(len(context)))
-        if len(found) and policy.worth(found) >= prospect:
-            self._sole = self._free
-            return (yield from self._extended_by_model(context, found, n_max, policy))
-        self._sole = self._model
-        if prospect <= 0.0:
-            return NO_DRAFT
-        draft = yield from drafting_of(self._model, context, n_max, Decided(policy))
-        draft = self._extended_by_ngrams(context, draft, n_max, policy)
-        if self._merges and len(draft) and len(proposed):
-            return policy.trim(draft.merged_with(proposed)).first(n_max)
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        """Draft as planned; see `Drafter.propose`. `look_up` was called for this round."""
+        found = plan.found
+        if self.model is None or plan.n_max < 1:
+            return found
+        if len(found):
+            self._shown, self._n_text = found.tokens, len(context)
+            text = [*context, *found.tokens]
+            more = yield from self.model.propose(text, plan, n_drafted + len(found))
+            return found.followed_by(more)
+        draft = yield from self.model.propose(context, plan, n_drafted)
+        if not plan.extends or not len(draft):
+            return draft
+        draft = self._extended(context, draft, plan.n_max, n_drafted)
+        if self._merges and len(self._found):
+            return plan.stop.cut(draft.merged_with(self._found)).first(plan.n_max)
         return draft
 
-    def observe(self, report: RoundReport) -> None:
-        if self._sole is not None:
-            self._sole.observe(report)
+    def observe(self, result: RoundResult) -> None:
+        """Let the drafters learn from a round."""
+        for drafter in (self.free, self.model):
+            if drafter is not None:
+                drafter.observe(result)
 
     def rewind(self, n_tokens: int) -> None:
-        self._free.rewind(n_tokens)
-        self._model.rewind(min(n_tokens, self._n_text) if self._shown else n_tokens)
+        """Forget all of the text but its first `n_tokens`; another text follows these."""
+        if self.free is not None:
+            self.free.rewind(n_tokens)
+        if self.model is not None:
+            self.model.rewind(min(n_tokens, self._n_text) if self._shown else n_tokens)
         self._shown = ()
 
-    def _extended_by_model(
-        self, context: Sequence[int], found: Draft, n_max: int, policy: Policy
-    ) -> Drafting:
-        n_room = n_max - len(found)
-        if n_room < 1 or not found.is_chain:
+    def _free_draft(self, context: Sequence[int], n_max: int, n_drafted: int = 0) -> Draft:
+        if self.free is None or n_max < 1:
+            return NO_DRAFT
+        found = draft_alone(self.free.propose(context, draft_up_to(n_max), n_drafted))
+        if self._state is None or not len(found):
             return found
-        n_text = len(context) + len(found)
-        if policy.prospect(self._model.name, self._model.price(n_text), found) <= 0.0:
-            return found
-        self._shown, self._n_text = found.tokens, len(context)
-        behind = Decided(policy, n_after=len(found))
-        text = [*context, *found.tokens]
-        more = yield from drafting_of(self._model, text, n_room, behind, len(found))
-        self._sole = None
-        return found.followed_by(more)
+        return self._state.within_grammar(found, context[len(context) - n_drafted :])
 
-    def _extended_by_ngrams(
-        self, context: Sequence[int], draft: Draft, n_max: int, policy: Policy
-    ) -> Draft:
-        n_room = n_max - len(draft)
-        if n_room < 1 or not len(draft) or not draft.is_chain or draft.walks:
+    def _extended(self, context: Sequence[int], draft: Draft, n_max: int, n_drafted: int) -> Draft:
+        """Return the model's draft with what the free drafter finds behind it."""
+        if self.free is None or not draft.is_chain or draft.walks:
             return draft
-        if policy.prospect(self._free.name, FREE, draft) <= 0.0:
-            return draft
-        more = self._free.propose([*context, *draft.tokens], n_room, policy, len(draft))
-        self._free.rewind(len(context))
-        if len(more):
-            self._sole = None
+        n_room, n_drafted = n_max - len(draft), n_drafted + len(draft)
+        more = self._free_draft([*context, *draft.tokens], n_room, n_drafted)
+        self.free.rewind(len(context))
         return draft.followed_by(more)
 
     def _take_back(self, context: Sequence[int]) -> None:
         """Let the model forget the tokens that it was shown and that did not become text."""
-        if not self._shown:
+        if not self._shown or self.model is None:
             return
         n_same = 0
         for shown, token in zip(self._shown, context[self._n_text :], strict=False):
@@ -116,5 +123,5 @@ class CombinedDrafter:
                 break
             n_same += 1
         if n_same < len(self._shown):
-            self._model.rewind(self._n_text + n_same)
+            self.model.rewind(self._n_text + n_same)
         self._shown = ()

@@ -13,10 +13,10 @@ from typing import Protocol
 import numpy as np
 
 from specgen.arrays import Logits
-from specgen.core.draft import ROOT
+from specgen.core.draft import ROOT, Draft
 from specgen.core.growing_tree import GrowingTree
 from specgen.options import TreeShape
-from specgen.policy import Policy, TreePolicy
+from specgen.policy import RoundPlan, WhilePaying
 from specgen.sampling import Distribution, NoTokenAllowedError
 
 #: The guesses to consider for a place, if the shape does not ask for more; and, where costs decide, the
@@ -57,7 +57,11 @@ class Growth(Protocol):
         ...
 
     def frontier(self, tree: GrowingTree, n_most: int) -> list[int]:
-        """The nodes to look beyond next, at most `n_most`; none ends the tree."""
+        """Return the nodes to look beyond next, at most `n_most`; none ends the tree."""
+        ...
+
+    def cut(self, draft: Draft) -> Draft:
+        """Return the nodes of the finished tree that are proposed."""
         ...
 
 
@@ -78,6 +82,61 @@ def look(
     return Look(tuple((token, probability * scale) for token, probability in likeliest))
 
 
+class DraftedChain:
+    """A chain of tokens that a drafter drafts one by one, from a row of logits for each: the likeliest
+    tokens or, with `draws`, tokens drawn from the distributions that `shaper` makes of the rows. `before`
+    are the tokens that another drafter drafted."""
+
+    def __init__(
+        self,
+        plan: RoundPlan,
+        shaper: DraftShaper,
+        rng: np.random.Generator,
+        before: Sequence[int],
+        *,
+        draws: bool,
+    ) -> None:
+        self._plan = plan
+        self._shaper = shaper
+        self._rng = rng
+        self._before = before
+        self._draws = draws
+        self.tokens: list[int] = []
+        self._looks: list[float] = []
+        self._probabilities: list[float | None] = []
+        self._distributions: list[Distribution | None] = []
+
+    def takes(self, row: Logits) -> bool:
+        """Draft the next token from its row of logits, float32[n_vocab]; return False if none is
+        drafted. Whether one is depends on the row, and not on the token that is drawn."""
+        plan, path = self._plan, [*self._before, *self.tokens]
+        top = None
+        if plan.needs_confidence:
+            top = self._shaper.top_probability(row, path)
+        self._looks.append(1.0 if top is None else top)
+        if not plan.keeps(self._looks):
+            return False
+        try:
+            source = self._shaper.distribution(row, path)
+        except NoTokenAllowedError:  # no token, or none that the models share
+            return False
+        token = source.draw(self._rng)
+        self._probabilities.append(source.probability(token) if self._draws else top)
+        self._distributions.append(source if self._draws else None)
+        self.tokens.append(token)
+        return True
+
+    def goes_on(self) -> bool:
+        """Return whether another look is worth its cost."""
+        return self._plan.looks(self._looks)
+
+    def draft(self, origin: str) -> Draft:
+        """Return the chain as a draft; `origin` is the drafter's name."""
+        return Draft.chain(
+            self.tokens, origin, self._probabilities, self._distributions, self._looks
+        )
+
+
 class IsEnd(Protocol):
     """Whether a token ends the text."""
 
@@ -91,42 +150,58 @@ def n_guesses(shape: TreeShape) -> int:
 
 def growth(
     shape: TreeShape,
-    policy: Policy,
+    plan: RoundPlan,
     n_max: int,
     n_deepest: int | None,
     rng: np.random.Generator,
     is_end: IsEnd,
     seconds: Callable[[int], float],
 ) -> Growth:
-    """The growth of a tree of this shape, to at most `n_max` nodes on `n_deepest` levels;
+    """Return the growth of a tree of this shape, to at most `n_max` nodes on `n_deepest` levels;
     `seconds(n)` is the time of a look beyond n nodes."""
     n_deepest = n_max if n_deepest is None else min(n_max, n_deepest)
     if shape.kind == "walks":
         return Walks(shape, n_max, n_deepest, rng, is_end)
     if shape.kind == "levels":
         return Levels(shape, n_max, n_deepest, rng, is_end)
-    assert isinstance(policy, TreePolicy), "costs decide how far a tree grows"
-    return Worthwhile(policy, seconds, n_deepest, is_end)
+    assert isinstance(plan.stop, WhilePaying), "costs decide how far a tree grows"
+    return Worthwhile(plan.stop, seconds, n_max, n_deepest, is_end)
 
 
-@dataclass(slots=True)
 class Worthwhile:
-    """Growth for as long as a policy finds it worthwhile: the policy sees all likely tokens, chooses
-    the nodes to look beyond, and later picks the nodes to verify."""
+    """Growth for as long as it is worthwhile by the plan: all likely tokens are added, the likeliest
+    paths are followed, and the nodes that are worth a row are verified."""
 
-    policy: TreePolicy
-    seconds: Callable[[int], float]
-    n_deepest: int
-    is_end: IsEnd
-    walks: tuple[tuple[int, ...], ...] = ()
+    walks: Sequence[Sequence[int]] = ()
+
+    def __init__(
+        self,
+        stop: WhilePaying,
+        seconds: Callable[[int], float],
+        n_max: int,
+        n_deepest: int,
+        is_end: IsEnd,
+    ) -> None:
+        self._stop = stop
+        self._seconds = seconds
+        self._n_max = n_max
+        self._n_deepest = n_deepest
+        self._is_end = is_end
+        #: For each node, the chance that it and all before it are accepted.
+        self._chances: list[float] = []
 
     def take(self, tree: GrowingTree, node: int, look: Look) -> None:
+        before = self._stop.before if node == ROOT else self._chances[node]
         for rank, (token, probability) in enumerate(look.guesses):
             if rank == 0 or probability >= _LEAST:
-                tree.add(node, token, probability, is_end=self.is_end(token))
+                tree.add(node, token, probability, is_end=self._is_end(token))
+                self._chances.append(before * self._stop.chance_of_guess(rank, probability))
 
     def frontier(self, tree: GrowingTree, n_most: int) -> list[int]:
-        return self.policy.frontier(tree, self.n_deepest, n_most, self.seconds)
+        return self._stop.frontier(tree, self._chances, self._n_deepest, n_most, self._seconds)
+
+    def cut(self, draft: Draft) -> Draft:
+        return self._stop.cut_behind(draft).first(self._n_max)  # the likeliest come first
 
 
 @dataclass(slots=True)
@@ -160,6 +235,9 @@ class Levels:
             return []
         n_levels = min(self.shape.n_levels, self.n_deepest)
         return tree.open_nodes(n_levels - 1)[:n_most]
+
+    def cut(self, draft: Draft) -> Draft:
+        return draft
 
 
 class Walks:
@@ -202,3 +280,6 @@ class Walks:
 
     def frontier(self, tree: GrowingTree, n_most: int) -> list[int]:
         return tree.open_nodes(self._n_levels - 1)[:n_most]
+
+    def cut(self, draft: Draft) -> Draft:
+        return draft

@@ -12,10 +12,18 @@ from specgen.calibration.cost_table import CostTable, Price
 from specgen.core.draft import NO_DRAFT, ROOT, Draft
 from specgen.core.growing_tree import GrowingTree
 from specgen.core.last_hidden import LastHidden
-from specgen.drafters.growth import DraftShaper, IsEnd, Look, growth, look, n_guesses
+from specgen.drafters.base import Drafting, ready
+from specgen.drafters.growth import (
+    DraftedChain,
+    DraftShaper,
+    IsEnd,
+    Look,
+    growth,
+    look,
+    n_guesses,
+)
 from specgen.options import TreeShape
-from specgen.policy import Policy, RoundReport, TreePolicy
-from specgen.sampling import Distribution, NoTokenAllowedError
+from specgen.policy import RoundPlan, RoundResult
 
 #: The most tokens behind those that the target has read: its own next token, and tokens that a
 #: grammar or another drafter added.
@@ -66,77 +74,48 @@ class HeadsDrafter:
         self._n_guesses = n_guesses(shape)
         #: A row of the target's logits, in which tokens that are not frequent stay at minus infinity.
         self._row = np.full(heads.weights.n_vocab, -np.inf, np.float32)
-        self._model_s = 0.0
 
     @property
     def name(self) -> str:
         return "heads"
 
-    @property
-    def model_s(self) -> float:
-        return self._model_s
-
     def price(self, n_context: int) -> Price:
         look_s = self._seconds(1)
         return Price(look_s, look_s)
 
-    def propose(
-        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-    ) -> Draft:
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         found = self._last.before(len(context))
         if found is None or len(context) - found[0] > _MOST_UNREAD:
-            return NO_DRAFT
+            return ready(NO_DRAFT)
         n_read, state = found
         unread = context[n_read:]
-        if policy.prospect(self.name, self.price(len(context))) <= 0.0:
-            return NO_DRAFT
-        before_s = self._heads.compute_s
         states = self._heads.begin(state, unread[0])
         for token in unread[1:]:
             states = self._heads.advance(states, [token])
         before = context[len(context) - n_drafted :]
         grow = self._tree if self._branches else self._chain
-        draft = grow(states, before, n_max, policy)
-        self._model_s += self._heads.compute_s - before_s
-        return draft
+        return ready(grow(states, before, plan))
 
-    def observe(self, report: RoundReport) -> None:
+    def observe(self, result: RoundResult) -> None:
         pass
 
     def rewind(self, n_tokens: int) -> None:
         self._last.rewind(n_tokens)
 
-    def _chain(self, states: Hidden, before: Sequence[int], n_max: int, policy: Policy) -> Draft:
-        tokens: list[int] = []
-        probabilities: list[float | None] = []
-        distributions: list[Distribution | None] = []
-        n_max = n_max if self._n_deepest is None else min(n_max, self._n_deepest)
-        while True:
-            row, path = self._rows(states)[0], [*before, *tokens]
-            top = None
-            if policy.needs_confidence:
-                top = self._shaper.top_probability(self._whole(row), path)
-            if not policy.wants_more(len(tokens), 1.0 if top is None else top, self.name):
-                break
-            try:
-                source = self._shaper.distribution(self._whole(row), path)
-            except NoTokenAllowedError:
-                break
-            token = source.draw(self._rng)
-            probabilities.append(source.probability(token) if self._draws else top)
-            distributions.append(source if self._draws else None)
-            tokens.append(token)
-            if len(tokens) == n_max or self._is_end(token):
-                break
-            if not policy.goes_on(len(tokens), self.name):
+    def _chain(self, states: Hidden, before: Sequence[int], plan: RoundPlan) -> Draft:
+        n_max = plan.n_max if self._n_deepest is None else min(plan.n_max, self._n_deepest)
+        chain = DraftedChain(plan, self._shaper, self._rng, before, draws=self._draws)
+        while chain.takes(self._whole(self._rows(states)[0])):
+            token = chain.tokens[-1]
+            if len(chain.tokens) == n_max or self._is_end(token) or not chain.goes_on():
                 break
             states = self._heads.advance(states, [token])
-        return Draft.chain(tokens, self.name, probabilities, distributions)
+        return chain.draft(self.name)
 
-    def _tree(self, states: Hidden, before: Sequence[int], n_max: int, policy: Policy) -> Draft:
+    def _tree(self, states: Hidden, before: Sequence[int], plan: RoundPlan) -> Draft:
         tree = GrowingTree(self.name)
         growing = growth(
-            self._shape, policy, n_max, self._n_deepest, self._rng, self._is_end, self._seconds
+            self._shape, plan, plan.n_max, self._n_deepest, self._rng, self._is_end, self._seconds
         )
         growing.take(tree, ROOT, self._look(self._rows(states)[0], before))
         behind = {ROOT: states}
@@ -149,11 +128,7 @@ class HeadsDrafter:
                 behind[node] = reached[index : index + 1]
                 tree.look_beyond(node)
                 growing.take(tree, node, self._look(row, (*before, *tree.path(node))))
-        draft = tree.draft(growing.walks)
-        if self._shape.is_fixed:
-            return draft
-        assert isinstance(policy, TreePolicy)
-        return policy.pick(tree, draft).first(n_max)  # the likeliest come first
+        return growing.cut(tree.draft(growing.walks))
 
     def _look(self, row: Logits, path: Sequence[int]) -> Look:
         return look(self._whole(row), self._shaper, path, self._n_guesses, draws=self._draws)

@@ -9,12 +9,11 @@ import numpy as np
 from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
 from specgen.calibration.cost_table import FREE, CostTable, Price
-from specgen.core.draft import NO_DRAFT, Draft
-from specgen.drafters.base import Ask, Drafting, draft_alone
-from specgen.drafters.growth import DraftShaper
+from specgen.core.draft import NO_DRAFT
+from specgen.drafters.base import Ask, Drafting
+from specgen.drafters.growth import DraftedChain, DraftShaper
 from specgen.drafters.staged import Guesses
-from specgen.policy import Policy, RoundReport
-from specgen.sampling import Distribution, NoTokenAllowedError
+from specgen.policy import RoundPlan, RoundResult
 
 #: Tokens at the beginning of the text that a sliding window keeps: attention rests on the first
 #: few tokens, whatever they are (Xiao et al., arXiv:2309.17453).
@@ -81,11 +80,6 @@ class ModelDrafter:
     def name(self) -> str:
         return "model"
 
-    @property
-    def model_s(self) -> float:
-        guesses_s = self._guesses.model_s if self._guesses is not None else 0.0
-        return self._backend.decode_s + guesses_s
-
     def price(self, n_context: int) -> Price:
         if not self._costs:
             return FREE
@@ -95,52 +89,29 @@ class ModelDrafter:
         next_s = self._costs.share_s(1)
         if self._guesses is not None:
             next_s = self._guesses.token_s(next_s)
-        return Price(first_s, next_s, max(0.0, self._costs.share_s(n_behind) - first_s))
+        prefill_s = max(0.0, self._costs.share_s(n_behind) - first_s)
+        return Price(first_s, next_s, prefill_s, n_behind - n_usual)
 
-    def propose(
-        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-    ) -> Draft:
-        return draft_alone(self.drafting(context, n_max, policy, n_drafted))
-
-    def drafting(
-        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-    ) -> Drafting:
-        if policy.prospect(self.name, self.price(len(context))) <= 0.0:
-            return NO_DRAFT
-        n_max = self._make_room(len(context), n_max)
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        n_max = self._make_room(len(context), plan.n_max)
         if n_max < 1:
             return NO_DRAFT
         row = yield from self._catch_up(context)
         self._backend.checkpoint(self._sequence)
         before = list(context[len(context) - n_drafted :])
-        tokens: list[int] = []
-        probabilities: list[float | None] = []
-        distributions: list[Distribution | None] = []
-        while True:
-            row = row[: self._n_shared_tokens]
-            path, top = before + tokens, None
-            if policy.needs_confidence:
-                top = self._shaper.top_probability(row, path)
-            if not policy.wants_more(len(tokens), 1.0 if top is None else top, self.name):
+        chain = DraftedChain(plan, self._shaper, self._rng, before, draws=self._draws)
+        while chain.takes(row[: self._n_shared_tokens]):
+            tokens = chain.tokens
+            if len(tokens) == n_max or self._backend.vocabulary.is_end(tokens[-1]):
                 break
-            try:
-                source = self._shaper.distribution(row, path)
-            except NoTokenAllowedError:  # no token, or none that the models share
-                break
-            token = source.draw(self._rng)
-            probabilities.append(source.probability(token) if self._draws else top)
-            distributions.append(source if self._draws else None)
-            tokens.append(token)
-            if len(tokens) == n_max or self._backend.vocabulary.is_end(token):
-                break
-            if not policy.goes_on(len(tokens), self.name):
+            if not chain.goes_on():
                 break
             row = yield from self._row_after(tokens, context, n_max, n_drafted)
         if self._guesses is not None:
-            self._guesses.settle(tokens)
-        return Draft.chain(tokens, self.name, probabilities, distributions)
+            self._guesses.settle(chain.tokens)
+        return chain.draft(self.name)
 
-    def observe(self, report: RoundReport) -> None:
+    def observe(self, result: RoundResult) -> None:
         pass
 
     def rewind(self, n_tokens: int) -> None:

@@ -13,9 +13,10 @@ from typing import Final, NamedTuple
 
 from specgen.calibration.cost_table import FREE, Price
 from specgen.core.draft import NO_DRAFT, ROOT, Draft
+from specgen.drafters.base import Drafting, ready
 from specgen.drafters.lookup.array import MAX_MATCH, Match, SuffixArray
 from specgen.drafters.lookup.automaton import Cursor, SuffixAutomaton
-from specgen.policy import Policy, RoundReport
+from specgen.policy import RoundPlan, RoundResult
 
 #: The origins of nodes that are drafted from the text itself, and from corpora.
 TEXT_ORIGIN: Final = "ngram"
@@ -88,16 +89,13 @@ class SuffixDrafter:
     def name(self) -> str:
         return TEXT_ORIGIN
 
-    @property
-    def model_s(self) -> float:
-        return 0.0
-
     def price(self, n_context: int) -> Price:
         return FREE
 
-    def propose(
-        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-    ) -> Draft:
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        return ready(self._look_up_text(context, plan.n_max))
+
+    def _look_up_text(self, context: Sequence[int], n_max: int) -> Draft:
         text = self._text
         for token in context[len(text) :]:
             text.extend(token)
@@ -192,7 +190,7 @@ class SuffixDrafter:
         followers = islice(text.followers(cursor).items(), _MAX_FOLLOWERS)
         return [(token, text.count(state), text.end(state)) for token, state in followers]
 
-    def observe(self, report: RoundReport) -> None:
+    def observe(self, result: RoundResult) -> None:
         pass
 
     def rewind(self, n_tokens: int) -> None:

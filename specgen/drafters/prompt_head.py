@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specgen.calibration.cost_table import Price
-from specgen.drafters.base import Drafter, Drafting
-from specgen.drafters.wrapped import WrappedDrafter
-from specgen.policy import Policy
+from specgen.drafters.base import Drafter, Drafting, WrappedDrafter
+from specgen.policy import RoundPlan
 
 
 class PromptHeadSkipper(WrappedDrafter):
@@ -26,13 +25,11 @@ class PromptHeadSkipper(WrappedDrafter):
     def price(self, n_context: int) -> Price:
         return self._inner.price(n_context - len(self._head))
 
-    def drafting(
-        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-    ) -> Drafting:
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         text, head = self._text, self._head
         text.extend(context[len(text) : head.start])
         text.extend(context[len(text) + len(head) :])
-        return (yield from super().drafting(text, n_max, policy, n_drafted))
+        return self._inner.propose(text, plan, n_drafted)
 
     def rewind(self, n_tokens: int) -> None:
         n_left_out = len(range(self._head.start, min(self._head.stop, n_tokens)))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 
 from specgen.arrays import Logits
-from specgen.core.draft import NO_DRAFT
-from specgen.drafters.base import Ask, Drafter, drafting_of
-from specgen.policy import Policy, RoundReport
+from specgen.core.draft import NO_DRAFT, Draft
+from specgen.drafters.base import Ask, Drafting
+from specgen.drafters.combined import Drafters
+from specgen.policy import Offer, Policy, RoundPlan, RoundResult, draft_up_to
 
 
 class Guesses:
@@ -21,12 +22,13 @@ class Guesses:
     section 3.2.)
     """
 
-    def __init__(self, drafter: Drafter, policy: Policy) -> None:
-        self._drafter = drafter
+    def __init__(self, drafters: Drafters, policy: Policy) -> None:
+        self._drafters = drafters
         self._policy = policy
         #: The last guess, which follows the first `_n_before` drafted tokens; and whether its result
         #: is still to be reported.
         self._guess = NO_DRAFT
+        self._plan: RoundPlan = draft_up_to(0)
         self._n_before = 0
         self._is_open = False
         self._draft_s = self._decode_s = 0.0
@@ -36,34 +38,31 @@ class Guesses:
         self._shown: tuple[int, ...] = ()
         self._n_text = 0
 
-    @property
-    def model_s(self) -> float:
-        """Seconds in a model's decodes so far."""
-        return self._drafter.model_s
-
     def token_s(self, plain_s: float) -> float:
-        """Seconds for a drafted token; `plain_s` are those without guesses."""
+        """Return the seconds for a drafted token; `plain_s` are those without guesses."""
         return plain_s if self._token_s is None else min(plain_s, self._token_s)
 
     def after(
-        self, context: Sequence[int], drafted: Sequence[int], n_room: int, n_before: int = 0
+        self, context: Sequence[int], drafted: Sequence[int], n_room: int, n_before: int
     ) -> Generator[Ask, Logits, Sequence[int]]:
-        """Guess at most `n_room` tokens that follow the draft. The last `n_before` tokens of the
-        context are drafted too, by another drafter."""
+        """Guess at most `n_room` tokens that follow the draft. The last `n_before` tokens of the context
+        are drafted too, by another drafter."""
         self._guess, self._n_before = NO_DRAFT, len(drafted)
         self._is_open = True
         self._draft_s = 0.0
-        n_max = min(self._policy.room(n_room + 1), n_room)
-        if n_max >= 1:
-            text = [*context, *drafted]
-            self._take_back(text)
-            before_s = self._drafter.model_s
-            n_drafted = n_before + len(drafted)
-            guess = yield from drafting_of(self._drafter, text, n_max, self._policy, n_drafted)
-            guess = self._policy.trim(guess)
-            self._guess = guess if guess.is_chain else NO_DRAFT
-            self._draft_s = self._drafter.model_s - before_s
-            self._shown, self._n_text = tuple(drafted), len(context)
+        n_max = min(self._policy.n_max, n_room)
+        text = [*context, *drafted]
+        self._take_back(text)
+        drafters, n_text, n_drafted = self._drafters, len(text), n_before + len(drafted)
+        found = drafters.look_up(text, n_max, n_drafted)
+        self._plan = plan = self._policy.plan(
+            Offer(
+                n_room + 1, n_max, found, drafters.model_name, lambda n: drafters.price(n_text + n)
+            )
+        )
+        guess = plan.stop.cut((yield from self._timed(drafters.propose(text, plan, n_drafted))))
+        self._guess = guess if guess.is_chain else NO_DRAFT
+        self._shown, self._n_text = tuple(drafted), len(context)
         return self._guess.tokens
 
     def decoded(self, seconds: float) -> None:
@@ -75,32 +74,47 @@ class Guesses:
         if not self._is_open:
             return
         self._is_open = False
-        told = tuple(drafted[self._n_before :])
+        added = tuple(drafted[self._n_before :])
         n_right = 0
-        for guessed, token in zip(self._guess.tokens, told, strict=False):
+        for guessed, token in zip(self._guess.tokens, added, strict=False):
             if guessed != token:
                 break
             n_right += 1
-        guess = self._guess.first(max(len(told), n_right))
-        report = RoundReport(
+        guess = self._guess.first(max(len(added), n_right))
+        result = RoundResult(
+            self._plan,
             guess,
             tuple(range(n_right)),
             self._draft_s,
             self._decode_s,
             0,  # the draft model's decodes are in its cost table already
-            told[: n_right + 1],
+            added[: n_right + 1],
+            (guess,),
         )
-        self._policy.observe(report)
-        self._drafter.observe(report)
+        self._policy.observe(result)
+        self._drafters.observe(result)
         token_s = (self._draft_s + self._decode_s) / max(1, n_right + 1)
         before = self._token_s
         self._token_s = token_s if before is None else before + 0.1 * (token_s - before)
 
     def rewind(self, n_tokens: int) -> None:
         """Forget all of the text but its first `n_tokens`."""
-        self._drafter.rewind(min(n_tokens, self._n_text) if self._shown else n_tokens)
+        self._drafters.rewind(min(n_tokens, self._n_text) if self._shown else n_tokens)
         self._shown = ()
         self._is_open = False
+
+    def _timed(self, drafting: Drafting) -> Drafting:
+        """Carry out a drafting, and count the seconds of its decodes."""
+        logits: Logits | None = None
+        while True:
+            try:
+                ask = next(drafting) if logits is None else drafting.send(logits)
+            except StopIteration as ended:
+                draft: Draft = ended.value
+                return draft
+            before_s = ask.backend.decode_s
+            logits = yield ask
+            self._draft_s += ask.backend.decode_s - before_s
 
     def _take_back(self, text: Sequence[int]) -> None:
         """Let the drafter forget the tokens that it was shown and that did not become text."""
@@ -110,5 +124,5 @@ class Guesses:
                 break
             n_same += 1
         if n_same < len(self._shown):
-            self._drafter.rewind(self._n_text + n_same)
+            self._drafters.rewind(self._n_text + n_same)
         self._shown = ()

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from specgen.calibration.cost_table import Price
-from specgen.core.draft import NO_DRAFT, ROOT
-from specgen.drafters.base import Drafter, Drafting
+from specgen.core.draft import NO_DRAFT
+from specgen.drafters.base import Drafter, Drafting, WrappedDrafter
 from specgen.drafters.translation import BeginningShaper, DraftText, SharedShaper, Translation
 from specgen.drafters.translation.unicode import n_unfinished
-from specgen.drafters.wrapped import WrappedDrafter
-from specgen.policy import Decided, Policy, RoundReport
+from specgen.policy import RoundPlan, RoundResult
 
 #: Bytes of the text before a draft that the target's tokenizer is shown with it.
 _BEFORE = 32
@@ -48,21 +47,15 @@ class TranslatedDrafter(WrappedDrafter):
         self._beginning = shaper if isinstance(shaper, BeginningShaper) else None
         self._shared = shaper if isinstance(shaper, SharedShaper) else None
         self._holds_back = holds_back and self._beginning is not None
-        #: The last draft as the inner drafter made it, the bytes of the text that it begins with, and
-        #: how many tokens of the text the inner drafter has seen.
+        #: The last draft as the inner drafter made it, and how many tokens of the text it has seen.
         self._drafted = NO_DRAFT
-        self._held_back = b""
         self._n_seen = 0
 
     def price(self, n_context: int) -> Price:
         n_new = n_context - self._text.n_followed
         return self._inner.price(len(self._text.tokens) + n_new)
 
-    def drafting(
-        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-    ) -> Drafting:
-        if policy.prospect(self.name, self.price(len(context))) <= 0.0:
-            return NO_DRAFT
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         text = self._text
         text.follow(context, self._drafted)
         self._drafted = NO_DRAFT
@@ -74,39 +67,22 @@ class TranslatedDrafter(WrappedDrafter):
         self._n_seen = len(text.tokens)
         if not text.tokens:
             return NO_DRAFT
-        self._held_back = text.held_back
         if self._beginning is None:
             if self._shared is not None:
                 self._shared.before = context[len(context) - n_drafted :]
-            self._drafted = yield from super().drafting(text.tokens, n_max, Decided(policy))
-            return self._translation.shared.translate(self._drafted)
-        self._beginning.beginning = self._held_back
+            self._drafted = yield from self._inner.propose(text.tokens, plan)
+            draft = self._translation.shared.translate(self._drafted)
+            return replace(draft, looks=self._drafted.looks)
+        self._beginning.beginning = held_back = text.held_back
         # The tokens that are held back are drafted again first.
-        behind = Decided(policy, n_own=n_held_back)
-        self._drafted = yield from super().drafting(text.tokens, n_max + n_held_back, behind)
-        return self._translation.strings.translate(
-            self._drafted, text.last_bytes(_BEFORE), self._held_back
-        ).first(n_max)
+        self._drafted = yield from self._inner.propose(text.tokens, plan.behind(n_held_back))
+        draft = self._translation.strings.translate(
+            self._drafted, text.last_bytes(_BEFORE), held_back
+        ).first(plan.n_max)
+        return replace(draft, looks=self._drafted.looks[n_held_back:])
 
-    def observe(self, report: RoundReport) -> None:
-        """Tell the inner drafter which of its own tokens were accepted whole."""
-        if not len(report.draft):
-            self._inner.observe(report)
-            return
-        target, draft = self._translation.target, self._translation.draft
-        accepted = [report.draft.tokens[node] for node in report.path]
-        data = self._held_back + b"".join(map(target.token_bytes, accepted))
-        is_ended = bool(accepted) and target.is_end(accepted[-1])
-        path: list[int] = []
-        children = list(self._drafted.children(ROOT))
-        while children:
-            child = children.pop(0)
-            piece = draft.token_bytes(self._drafted.tokens[child])
-            if data.startswith(piece) if piece else is_ended and not data:
-                data = data[len(piece) :]
-                path.append(child)
-                children = list(self._drafted.children(child))
-        self._inner.observe(replace(report, draft=self._drafted, path=tuple(path)))
+    def observe(self, result: RoundResult) -> None:
+        """Nothing that drafts in another vocabulary learns from the target's tokens."""
 
     def rewind(self, n_tokens: int) -> None:
         self._text.rewind(n_tokens)

@@ -16,7 +16,7 @@ from specgen.drafters.base import Ask, Drafting
 from specgen.drafters.growth import DraftShaper, Growth, Look, growth, look, n_guesses
 from specgen.drafters.model import N_USUAL, ModelDrafter
 from specgen.options import TreeShape
-from specgen.policy import Policy, TreePolicy
+from specgen.policy import RoundPlan
 
 
 class TreeModelDrafter(ModelDrafter):
@@ -82,13 +82,9 @@ class TreeModelDrafter(ModelDrafter):
         # Most tokens that became text since the last tree are in the cache: by far the usual case.
         return super().price(max(self._n_agreed, min(n_context, self._n_agreed + N_USUAL)))
 
-    def drafting(
-        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-    ) -> Drafting:
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         self._settle(context)
-        if policy.prospect(self.name, self.price(len(context))) <= 0.0:
-            return NO_DRAFT
-        n_max = self._make_room(len(context), n_max)
+        n_max = self._make_room(len(context), plan.n_max)
         if n_max < 1:
             return NO_DRAFT
         tree = self._tree = GrowingTree(self.name)
@@ -98,7 +94,7 @@ class TreeModelDrafter(ModelDrafter):
         if found is None or self._n_agreed < len(context):
             row = yield from self._catch_up(context)
             found = self._look(row, before)
-        growing = self._growth(policy, n_max)
+        growing = self._growth(plan, n_max)
         growing.take(tree, ROOT, found)
         self._looks[ROOT] = found
         self._branches.begin()
@@ -112,11 +108,7 @@ class TreeModelDrafter(ModelDrafter):
                 tree.look_beyond(node)
                 self._looks[node] = found
                 growing.take(tree, node, found)
-        draft = tree.draft(growing.walks)
-        if self._shape.is_fixed:
-            return draft
-        assert isinstance(policy, TreePolicy)
-        return policy.pick(tree, draft).first(n_max)  # the likeliest come first
+        return growing.cut(tree.draft(growing.walks))
 
     def rewind(self, n_tokens: int) -> None:
         if self._looks:
@@ -128,9 +120,9 @@ class TreeModelDrafter(ModelDrafter):
         """The most nodes of a frontier: each needs a branch and a row of logits."""
         return min(self._branches.n_free, self._backend.n_outputs)
 
-    def _growth(self, policy: Policy, n_max: int) -> Growth:
+    def _growth(self, plan: RoundPlan, n_max: int) -> Growth:
         is_end = self._backend.vocabulary.is_end
-        return growth(self._shape, policy, n_max, self._n_deepest, self._rng, is_end, self._seconds)
+        return growth(self._shape, plan, n_max, self._n_deepest, self._rng, is_end, self._seconds)
 
     def _seconds(self, n_rows: int) -> float:
         return self._costs.share_s(n_rows) if self._costs else 0.0

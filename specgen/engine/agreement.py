@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from specgen.backend.base import Backend, Batch
 from specgen.calibration.acceptance import Chances, new_chances
 from specgen.calibration.cost_table import CostTable
-from specgen.core.draft import Draft
 from specgen.core.text_state import TextState
-from specgen.drafters import Drafter
-from specgen.options import DraftOptions
-from specgen.policy import Decided, FixedPolicy
+from specgen.drafters import Drafter, draft_alone
+from specgen.policy import draft_up_to
 
 #: Prose and code as a model may write them. Tokens that are easy and hard to predict have about the
 #: proportions that they have in an answer.
@@ -73,7 +71,7 @@ class Walk:
         self._drafter = drafter
         self._state = state
         self._chances = chances
-        self._policy = _Asking(_N_TRANSLATED if is_translated else 1)
+        self._plan = draft_up_to(_N_TRANSLATED if is_translated else 1, needs_confidence=True)
         self._n_places = self._n_agreed = 0
 
     @property
@@ -86,9 +84,10 @@ class Walk:
         token there. Places must ascend. Raises what the drafter raises."""
         for token in tokens[len(self._state.tokens) : place]:
             self._state.commit(token)
-        draft, sure = self._policy.ask(self._drafter, self._state.tokens)
-        if sure is None:
+        draft = draft_alone(self._drafter.propose(self._state.tokens, self._plan))
+        if not draft.looks:
             return
+        sure = draft.looks[0]
         origin = draft.origins[0] if len(draft) else self._drafter.name
         chances = self._chances.setdefault(origin, new_chances(origin))
         chances.see(sure)
@@ -151,28 +150,3 @@ def can_pay(target: CostTable, draft: CostTable, n_max: int) -> bool:
         return False
     plain_s, token_s = target.seconds(1), draft.seconds(1)
     return any(target.seconds(n + 1) + n * token_s < (n + 1) * plain_s for n in range(1, n_max + 1))
-
-
-class _Asking(Decided):
-    """Lets a drafter propose `n_max` tokens at each place, and keeps its confidence in the first."""
-
-    def __init__(self, n_max: int) -> None:
-        super().__init__(FixedPolicy(DraftOptions(policy="fixed", max_tokens=n_max, p_min=0.0)))
-        self._n_max = n_max
-        self._confidence: float | None = None
-
-    def ask(self, drafter: Drafter, text: Sequence[int]) -> tuple[Draft, float | None]:
-        """Return the drafter's proposal and its confidence in the first token; None if it never
-        asked whether to draft one."""
-        self._confidence = None
-        draft = drafter.propose(text, self._n_max, self)
-        return draft, self._confidence
-
-    @property
-    def needs_confidence(self) -> bool:
-        return True
-
-    def wants_more(self, n_drafted: int, confidence: float, origin: str = "model") -> bool:
-        if n_drafted == 0:
-            self._confidence = confidence
-        return super().wants_more(n_drafted, confidence, origin)

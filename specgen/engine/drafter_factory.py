@@ -19,9 +19,8 @@ from specgen.core.last_hidden import LastHidden
 from specgen.core.text_state import Shaper, TextState
 from specgen.core.verifiers import make_verifier
 from specgen.drafters import (
-    CombinedDrafter,
-    ConstrainedDrafter,
     Drafter,
+    Drafters,
     Guesses,
     HeadsDrafter,
     ModelDrafter,
@@ -94,17 +93,17 @@ class DrafterFactory:
         # The draft has a random generator of its own, so that it cannot change the target's samples.
         target_seed, draft_seed = rng.spawn(2)
         state = TextState(prompt.tokens, settings.grammar)
-        drafter: Drafter | None = None
+        drafters: Drafters | None = None
         hidden: LastHidden | None = None
         if not plain:
             parts = _Parts(models, self._chances_of, prompt, state, make_shaper, settings, slot)
             backends = () if draft is None else (draft, *helpers)
-            drafter, hidden = parts.drafter(backends, np.random.default_rng(draft_seed))
+            drafters, hidden = parts.drafters(backends, np.random.default_rng(draft_seed))
         return Generation(
             vocabulary=models.target.vocabulary.showing(settings.generation.shown_controls),
             options=settings.generation,
             n_ctx=n_ctx,
-            drafter=drafter,
+            drafters=drafters,
             policy=self._policy(len(prompt.tokens), settings),
             verifier=make_verifier(settings.verifier),
             shaper=make_shaper(settings.sampler, state),
@@ -179,10 +178,10 @@ class _Parts:
     slot: Slot = field(default_factory=Slot)
     branches: bool = True
 
-    def drafter(
+    def drafters(
         self, backends: Sequence[Backend], rng: np.random.Generator
-    ) -> tuple[Drafter | None, LastHidden | None]:
-        """Return the drafter (None: nothing drafts), and the object where the loop stores the target's
+    ) -> tuple[Drafters | None, LastHidden | None]:
+        """Return the drafters (None: nothing drafts), and the object where the loop stores the target's
         hidden states (None: nothing drafts from them). `backends` are the contexts of the draft model, if
         there is one, and of its helpers."""
         main, heads = self.models.drafts.main, self.models.drafts.heads
@@ -195,10 +194,10 @@ class _Parts:
             drafter = self._of_heads(heads, hidden, rng)
             merges = heads.merges(self.settings)
         else:
-            return (self._ngrams() if self.models.drafts.source == "ngram" else None), None
-        if self.settings.drafting.adds_ngrams:
-            drafter = CombinedDrafter(self._ngrams(), drafter, merges=merges)
-        return drafter, hidden
+            is_ngram = self.models.drafts.source == "ngram"
+            return (Drafters(self._ngrams(), state=self.state) if is_ngram else None), None
+        free = self._ngrams() if self.settings.drafting.adds_ngrams else None
+        return Drafters(free, drafter, merges=merges, state=self.state), hidden
 
     def of_model(
         self, draft: DraftModel, backends: Sequence[Backend], rng: np.random.Generator
@@ -283,16 +282,16 @@ class _Parts:
         helper, path = draft.helper, draft.model.path
         if helper is None or (helper != "ngram" and not backends):
             return None
-        drafter: Drafter = SuffixDrafter(*DraftOptions().ngrams_of)
+        drafters = Drafters(SuffixDrafter(*DraftOptions().ngrams_of))
         key: Path | str = "ngram"
         if isinstance(helper, DraftModel):
             settings = self.settings.most_likely()
             parts = replace(self, prompt=prompt, state=state, settings=settings, make_shaper=Shaper)
-            drafter = parts.of_model(helper, backends, np.random.default_rng(0))
+            drafters = Drafters(model=parts.of_model(helper, backends, np.random.default_rng(0)))
             key = helper.model.path
         chances = self.chances_of(path, key, "guesses")
         costs = self.models.costs.table(path, len(self.prompt.tokens))
-        return Guesses(drafter, guess_policy(costs, chances))
+        return Guesses(drafters, guess_policy(costs, chances))
 
     def _of_heads(
         self, heads: HeadsDraft, last: LastHidden, rng: np.random.Generator
@@ -320,18 +319,16 @@ class _Parts:
         )
 
     def _ngrams(self) -> Drafter:
-        """Return a drafter from n-grams of the text and of the lookup texts, which proposes only what the
-        grammar allows."""
+        """Return a drafter from n-grams of the text and of the lookup texts."""
         drafting = self.models.options.drafting
         n_children, n_deepest = 1, None
         if self.models.n_branches_max > 1:
             n_children, n_deepest = _N_NGRAM_BRANCHES, drafting.tree_depth
             if drafting.tree.is_fixed:
                 n_children, n_deepest = max(drafting.tree.numbers), drafting.tree.n_levels
-        ngrams = SuffixDrafter(
+        return SuffixDrafter(
             *drafting.ngrams_of, self.models.corpora, n_children=n_children, n_deepest=n_deepest
         )
-        return ConstrainedDrafter(ngrams, self.state) if self.state.has_grammar else ngrams
 
 
 def guess_policy(costs: CostTable, chances: MutableMapping[str, Chances]) -> Policy:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
 from specgen.backend.base import Vocabulary
 from specgen.backend.tree_batch import Slot
+from specgen.calibration.cost_table import ALONE, Others
 from specgen.core.last_hidden import LastHidden
 from specgen.core.tally import Tally
 from specgen.core.text_state import Shaper, TextState
 from specgen.core.text_stream import TextStream
 from specgen.core.verifiers import Verifier
-from specgen.drafters.base import Drafter
+from specgen.drafters import Drafters
 from specgen.errors import SpecgenError
 from specgen.events import FinishedEvent, FinishReason
 from specgen.options import GenerationOptions
-from specgen.policy import Policy
+from specgen.policy import Offer, Policy
 
 #: The expected number of tokens of an answer that has just begun. (In replays of 31 answers on three
 #: pairs, 8 to 16 gave the best geometric mean; in replays of 75 answers, 4 to 8. For a short answer, a
@@ -30,13 +32,13 @@ class Generation:
     """The state of one answer. The loop changes it. `n_ctx` is the most tokens that may be decoded,
     prompt and answer together. `state` begins with the prompt.
 
-    `drafter` is None for plain decoding, and becomes None when drafting fails.
+    `drafters` is None for plain decoding, and becomes None when drafting fails.
     """
 
     vocabulary: Vocabulary
     options: GenerationOptions
     n_ctx: int
-    drafter: Drafter | None
+    drafters: Drafters | None
     policy: Policy
     verifier: Verifier
     #: The target's samplers over `state`.
@@ -56,6 +58,8 @@ class Generation:
     read_since_s: float | None = None
     #: Whether the prompt is read, and the first token committed.
     is_started: bool = False
+    #: Why nothing drafts, while `drafters` is None.
+    why_undrafted: Literal["off", "failed"] = "off"
     #: The number of its rows in the last round's batch.
     n_rows: int = 1
     #: The target's hidden states at the end of the tokens that it has read; None if no drafter needs them.
@@ -114,6 +118,22 @@ class Generation:
         tend to go on for longer, but no more than there is room for."""
         n = max(_N_EXPECTED, self.n_answer)
         return min(n, self.n_draftable + 1)
+
+    def offer(self, n_most: int, others: Others = ALONE) -> Offer:
+        """Return what is known before a round of at most `n_most` drafted tokens. The drafter that costs
+        nothing looks up now. There must be `drafters`."""
+        drafters, n_text = self.drafters, len(self.tokens)
+        assert drafters is not None, "something drafts"
+        n_most = min(n_most, self.policy.n_max, self.n_draftable)
+        found = drafters.look_up(self.tokens, n_most)
+        return Offer(
+            self.n_expected,
+            n_most,
+            found,
+            drafters.model_name,
+            lambda n_found: drafters.price(n_text + n_found),
+            others,
+        )
 
     def commit(self, token: int) -> str:
         """Add the target's next token, and return the text that may now be shown.
@@ -177,6 +197,7 @@ class Generation:
             target_s=tally.target_s,
             loop_s=tally.loop_s,
             wall_s=tally.wall_s,
+            undrafted=tuple(sorted(tally.undrafted.values(), key=lambda each: -each.n_rounds)),
             plain_tokens_per_s=plain_tokens_per_s,
             estimated_speedup=speedup,
             estimate=how if plain_tokens_per_s else None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,8 +18,9 @@ from specgen.backend.base import Backend, Batch, HiddenBackend
 from specgen.backend.tree_batch import keep_path, pack
 from specgen.calibration.cost_table import Others
 from specgen.core.draft import NO_DRAFT, ROOT, Draft
+from specgen.core.text_state import TextState
 from specgen.core.verifiers import Verdict
-from specgen.drafters import Drafting, drafting_of
+from specgen.drafters import Drafters
 from specgen.engine.generation import Generation
 from specgen.engine.proposing import propose_together, refuse_nonsense
 from specgen.engine.round_events import (
@@ -37,7 +39,7 @@ from specgen.events import (
     TokenKind,
     VerifiedEvent,
 )
-from specgen.policy import RoundReport
+from specgen.policy import Reason, ReasonName, RoundPlan, RoundResult
 from specgen.sampling import Distribution, NoTokenAllowedError
 
 #: Single-token decodes timed by `plain_token_s`.
@@ -136,21 +138,22 @@ class Loop:
             return [event for generation in active for event in self._interrupt(generation)]
         round_started = self._clock()
         events: list[Event] = []
-        drafts, draft_s = self._propose(active, events)
+        drafting = self._propose(active, events)
 
         target_s, n_rows = self._target.decode_s, self._target.n_decoded_rows
         batch = Batch()
-        for generation, draft in zip(active, drafts, strict=True):
-            n_room = self._target.n_batch // len(active) - len(draft)
+        for generation, drafted in zip(active, drafting, strict=True):
+            n_room = self._target.n_batch // len(active) - len(drafted.draft)
             pending = self._pending(generation, n_room)
-            pack(batch, self._target, generation.slot, pending, draft)
+            pack(batch, self._target, generation.slot, pending, drafted.draft)
         logits, hidden = self._decode_round(batch, active)
         target_s = self._target.decode_s - target_s
         # More rows than the batch has, if tokens were decoded again to restore a recurrent state.
         n_rows = self._target.n_decoded_rows - n_rows
 
         first_row = 0
-        for generation, draft, (model_s, propose_s) in zip(active, drafts, draft_s, strict=True):
+        for generation, drafted in zip(active, drafting, strict=True):
+            draft = drafted.draft
             rows = logits[first_row : first_row + 1 + len(draft)]
             first_row += len(rows)
             tally = generation.tally
@@ -162,22 +165,28 @@ class Loop:
                 generation.failure = error
                 continue
             tally.n_rounds += 1
-            events += self._commit(generation, draft, verdict, rows)
+            events += self._commit(generation, draft, verdict, rows, drafted.plan.reason)
             if generation.hidden is not None and hidden is not None:
                 # The row of the last accepted node, whose logits chose the next token.
                 last_row = first_row - len(rows) + 1 + (verdict.path[-1] if verdict.path else ROOT)
                 generation.hidden.take(hidden[last_row], n_tokens + len(verdict.path))
-            told = tuple(generation.tokens[n_tokens:])
-            report = RoundReport(
-                draft, verdict.path, propose_s, target_s, n_rows, told, len(active)
+            result = RoundResult(
+                drafted.plan,
+                draft,
+                verdict.path,
+                drafted.seconds,
+                target_s,
+                n_rows,
+                committed=tuple(generation.tokens[n_tokens:]),
+                proposed=drafted.proposed,
             )
-            generation.policy.observe(report)
-            self._tell_drafter(generation, report, events)
+            generation.policy.observe(result)
+            self._tell_drafters(generation, result, events)
             n_committed = len(generation.tokens) - tally.n_forced - n_before
             tally.add_decode(n_committed, n_rows, target_s)
             # The generations in a batch share its time equally.
             tally.target_s += target_s / len(active)
-            tally.draft_s += model_s
+            tally.draft_s += drafted.model_s
         wall_s = self._clock() - round_started
         for generation in active:
             generation.tally.wall_s += wall_s / len(active)
@@ -264,62 +273,82 @@ class Loop:
             position = len(tokens) - 1
         return tokens[position:]
 
-    def _propose(
-        self, active: Sequence[Generation], events: list[Event]
-    ) -> tuple[list[Draft], list[tuple[float, float]]]:
-        """Return a draft for each generation, and for each the seconds of the model's decodes and of all
-        drafting. If a drafter fails, drafting ends, but the answer goes on."""
-        n_others = len(active) - 1
-        # How much the others will draft is not known yet: about as much as in the last round.
-        n_all_rows = sum(generation.n_rows for generation in active)
-        drafting: list[Generation] = []
-        draftings: list[Drafting] = []
-        asked: list[tuple[int, float]] = []
-        for generation in active:
-            drafter, policy = generation.drafter, generation.policy
-            if drafter is None:
-                continue
-            others = Others(n_others, n_all_rows - generation.n_rows)
-            n_max = min(
-                policy.room(generation.n_expected, others),
-                generation.n_draftable,
-                self._target.n_outputs // len(active) - 1,
-            )
-            if n_max >= 1:
-                drafting.append(generation)
-                asked.append((n_max, drafter.model_s if generation.hidden is not None else 0.0))
-                draftings.append(drafting_of(drafter, generation.tokens, n_max, policy))
-        drafts = dict.fromkeys(map(id, active), NO_DRAFT)
-        draft_s = dict.fromkeys(map(id, active), (0.0, 0.0))
-        proposals = propose_together(draftings, self._clock)
-        for generation, proposal, (n_max, before_s) in zip(drafting, proposals, asked, strict=True):
+    def _propose(self, active: Sequence[Generation], events: list[Event]) -> list[_Drafted]:
+        """Plan a draft for each generation and make the drafts together. If a drafter fails, drafting ends
+        for its generation, but the answer goes on."""
+        drafting = [self._plan(generation, active, events) for generation in active]
+        planned = [
+            (generation, drafted, drafted.drafters.propose(generation.tokens, drafted.plan))
+            for generation, drafted in zip(active, drafting, strict=True)
+            if drafted.drafters is not None
+        ]
+        proposals = propose_together([proposed for _, _, proposed in planned], self._clock)
+        for (generation, drafted, _), proposal in zip(planned, proposals, strict=True):
             started = self._clock()
+            plan = drafted.plan
+            n_most = len(plan.found) + plan.n_max
             if proposal.error is None:
-                refuse_nonsense(proposal, n_max, self._target.n_vocab)
-            draft = proposal.draft
-            if generation.hidden is not None and generation.drafter is not None:
-                proposal.model_s += generation.drafter.model_s - before_s  # heads ask for no decode
+                refuse_nonsense(proposal, n_most, self._target.n_vocab)
             if proposal.error is not None:
-                generation.drafter = None
-                events.append(self._drafting_failed(generation, proposal.error))
-            if not draft.is_drawn:  # sampled drafts obey the grammar already, and stay whole
-                draft = generation.state.within_grammar(draft)
-            drafts[id(generation)] = draft = generation.policy.trim(draft)
-            generation.n_rows = 1 + len(draft)
+                self._fail(generation, drafted, proposal.error, events)
+            else:
+                drafted.take(proposal.draft, generation.state)
+            generation.n_rows = 1 + len(drafted.draft)
+            # Heads ask for no decode: all their drafting is the draft model's time.
             seconds = proposal.seconds + self._clock() - started
-            draft_s[id(generation)] = proposal.model_s, seconds
-        return list(drafts.values()), list(draft_s.values())
+            drafted.model_s = proposal.model_s if generation.hidden is None else seconds
+            drafted.seconds += seconds
+        for generation, drafted in zip(active, drafting, strict=True):
+            if not len(drafted.draft):
+                reason = drafted.plan.reason
+                generation.tally.add_undrafted(reason.name, str(reason))
+        return drafting
 
-    def _tell_drafter(
-        self, generation: Generation, report: RoundReport, events: list[Event]
+    def _plan(
+        self, generation: Generation, active: Sequence[Generation], events: list[Event]
+    ) -> _Drafted:
+        """Return what the generation's free drafter finds, and its plan of the round."""
+        drafters = generation.drafters
+        if drafters is None:
+            return _Drafted(RoundPlan(Reason(generation.why_undrafted)))
+        started = self._clock()
+        # How much the others will draft is not known yet: about as much as in the last round.
+        n_other_rows = sum(each.n_rows for each in active) - generation.n_rows
+        others = Others(len(active) - 1, n_other_rows)
+        try:
+            offer = generation.offer(self._target.n_outputs // len(active) - 1, others)
+            plan = generation.policy.plan(offer)
+        except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
+            drafted = _Drafted(RoundPlan(Reason("failed")))
+            self._fail(generation, drafted, error, events)
+            return drafted
+        is_planned = len(plan.found) + plan.n_max > 0
+        return _Drafted(
+            plan,
+            drafters=drafters if is_planned else None,
+            proposed=(offer.found,),
+            seconds=self._clock() - started,
+        )
+
+    def _tell_drafters(
+        self, generation: Generation, result: RoundResult, events: list[Event]
     ) -> None:
-        if generation.drafter is None:
+        if generation.drafters is None:
             return
         try:
-            generation.drafter.observe(report)
+            generation.drafters.observe(result)
         except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
-            generation.drafter = None
-            events.append(self._drafting_failed(generation, error))
+            self._end_drafting(generation, error, events)
+
+    def _fail(
+        self, generation: Generation, drafted: _Drafted, error: Exception, events: list[Event]
+    ) -> None:
+        drafted.plan, drafted.draft = replace(drafted.plan, reason=Reason("failed")), NO_DRAFT
+        self._end_drafting(generation, error, events)
+
+    def _end_drafting(self, generation: Generation, error: Exception, events: list[Event]) -> None:
+        generation.drafters, generation.why_undrafted = None, "failed"
+        events.append(self._drafting_failed(generation, error))
 
     def _drafting_failed(self, generation: Generation, error: Exception) -> NoticeEvent:
         what = error.message if isinstance(error, SpecgenError) else repr(error)
@@ -352,7 +381,12 @@ class Loop:
         return verdict
 
     def _commit(
-        self, generation: Generation, draft: Draft, verdict: Verdict, logits: Logits
+        self,
+        generation: Generation,
+        draft: Draft,
+        verdict: Verdict,
+        logits: Logits,
+        reason: Reason | None = None,
     ) -> list[Event]:
         """Commit the accepted path, the target's token, and the tokens that the grammar forces after it,
         up to the end of the answer. Keep the accepted path in the cache. Return the events."""
@@ -391,8 +425,35 @@ class Loop:
                     next_kind=own_kind,
                 )
             )
-        events.append(committed(generation, now_s, pieces))
+        events.append(committed(generation, now_s, pieces, reason))
         return events
+
+
+@dataclass(slots=True)
+class _Drafted:
+    """The drafting of one generation in a round."""
+
+    plan: RoundPlan
+    #: What the free drafter found, and what the plan's drafters proposed.
+    proposed: tuple[Draft, ...] = ()
+    #: Those that carry out the plan; None if it drafts nothing.
+    drafters: Drafters | None = None
+    #: What is verified.
+    draft: Draft = NO_DRAFT
+    #: Seconds of the draft model's decodes, and of all drafting.
+    model_s: float = 0.0
+    seconds: float = 0.0
+
+    def take(self, draft: Draft, state: TextState) -> None:
+        """Take what was drafted, as far as the grammar allows it and it is worth verifying."""
+        self.proposed += (draft,)
+        allowed = draft
+        if not draft.is_drawn:  # sampled drafts obey the grammar already, and stay whole
+            allowed = state.within_grammar(draft)
+        self.draft = self.plan.stop.cut(allowed)
+        if not len(self.draft):
+            name: ReasonName = "grammar" if len(draft) and not len(allowed) else "unsure"
+            self.plan = replace(self.plan, reason=Reason(name))
 
 
 def _commit_forced(generation: Generation) -> list[Piece]:

@@ -43,10 +43,9 @@ def propose_together(draftings: Sequence[Drafting], clock: Callable[[], float]) 
     while waiting := [proposal for proposal in proposals if proposal.ask is not None]:
         asked = _first_batch(waiting)
         backend = id(asked[0][1].backend)
+        # The largest number of the round: most of its decodes serve that many sequences.
         most[backend] = max(len(asked), most.get(backend, 0))
-        for _, ask in asked:  # the round's largest number: most of its decodes have that many
-            ask.costs.n_sharing = most[backend]
-        _decode_together(asked, clock)
+        _decode_together(asked, most[backend], clock)
     return proposals
 
 
@@ -94,7 +93,9 @@ def _first_batch(waiting: Sequence[Proposal]) -> list[tuple[Proposal, Ask]]:
     return found
 
 
-def _decode_together(asked: Sequence[tuple[Proposal, Ask]], clock: Callable[[], float]) -> None:
+def _decode_together(
+    asked: Sequence[tuple[Proposal, Ask]], n_sharing: int, clock: Callable[[], float]
+) -> None:
     """Decode the rows that several drafts need in one batch, and resume each draft with its logits."""
     backend, costs = asked[0][1].backend, asked[0][1].costs
     batch = asked[0][1].batch
@@ -110,7 +111,7 @@ def _decode_together(asked: Sequence[tuple[Proposal, Ask]], clock: Callable[[], 
     logits: Logits | None = None
     try:
         logits = backend.decode(batch)
-        costs.observe(len(batch), backend.decode_s - before_s)
+        costs.observe(len(batch), backend.decode_s - before_s, n_sharing)
     except Exception as raised:  # noqa: BLE001 - it is raised again in each drafter
         error = raised
     model_s, seconds = backend.decode_s - before_s, clock() - started

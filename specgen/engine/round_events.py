@@ -17,6 +17,7 @@ from specgen.events import (
     TokenKind,
     TokenLogprob,
 )
+from specgen.policy import Reason
 from specgen.sampling.logprobs import log_probabilities, most_likely
 
 
@@ -47,8 +48,10 @@ def with_logprobs(generation: Generation, piece: Piece, row: Logits) -> Piece:
     )
 
 
-def committed(generation: Generation, now_s: float, pieces: Sequence[Piece]) -> CommittedEvent:
-    """Return the event of pieces that became part of the answer."""
+def committed(
+    generation: Generation, now_s: float, pieces: Sequence[Piece], reason: Reason | None = None
+) -> CommittedEvent:
+    """Return the event of pieces that became part of the answer; `reason` is that of the round's plan."""
     return CommittedEvent(
         sequence=generation.index,
         time_s=now_s,
@@ -56,6 +59,8 @@ def committed(generation: Generation, now_s: float, pieces: Sequence[Piece]) -> 
         pieces=tuple(pieces),
         text="".join(piece.text for piece in pieces),
         n_tokens=generation.n_answer,
+        reason=None if reason is None else reason.name,
+        reason_text=None if reason is None else str(reason),
     )
 
 

@@ -1,18 +1,32 @@
 """How much is worth drafting: a fixed length, a bound on the probability, or measured costs."""
 
-from specgen.policy.base import Policy, RoundReport, TreePolicy
 from specgen.policy.cost_aware import CostAwarePolicy
-from specgen.policy.fixed import FixedPolicy
-from specgen.policy.threshold import ThresholdPolicy
-from specgen.policy.wrapped import Decided, WrappedPolicy
+from specgen.policy.fixed import FixedPolicy, ThresholdPolicy
+from specgen.policy.plan import (
+    REASONS,
+    Offer,
+    Policy,
+    Reason,
+    ReasonName,
+    RoundPlan,
+    RoundResult,
+    Stop,
+    draft_up_to,
+)
+from specgen.policy.while_paying import WhilePaying
 
 __all__ = [
+    "REASONS",
     "CostAwarePolicy",
-    "Decided",
     "FixedPolicy",
+    "Offer",
     "Policy",
-    "RoundReport",
+    "Reason",
+    "ReasonName",
+    "RoundPlan",
+    "RoundResult",
+    "Stop",
     "ThresholdPolicy",
-    "TreePolicy",
-    "WrappedPolicy",
+    "WhilePaying",
+    "draft_up_to",
 ]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specgen.calibration.acceptance import Chances, origin_of_rank
 from specgen.core.draft import ROOT, Draft
-from specgen.policy.base import RoundReport
+from specgen.policy.plan import RoundResult
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class _Waiting:
     node: int = ROOT
 
     def holds(self, other: Draft) -> bool:
-        """Whether another draft is a part of this one, from the reached node on."""
+        """Return whether another draft is a part of this one, from the reached node on."""
         found = {ROOT: self.node}
         for node, (parent, token) in enumerate(zip(other.parents, other.tokens, strict=True)):
             for child in self.draft.children(found[parent]):
@@ -32,22 +32,13 @@ class _Waiting:
         return True
 
     def step(self, token: int) -> bool:
-        """Go to the child with the text's next token; False if there is none, or if it has no
+        """Go to the child with the text's next token; return False if there is none, or if it has no
         children."""
         for child in self.draft.children(self.node):
             if self.draft.tokens[child] == token:
                 self.node = child
                 return bool(self.draft.children(child))
         return False
-
-
-@dataclass(slots=True)
-class _Untaken:
-    """The part of an unverified draft that was expected to pay, and the seconds that verifying it
-    would have saved so far."""
-
-    waiting: _Waiting
-    saved_s: float
 
 
 @dataclass(slots=True)
@@ -59,17 +50,29 @@ class DraftOutcomes:
     """
 
     chances: Callable[[str], Chances]
-    #: The model's largest probability before each node of this round's draft, by node.
-    confidences: dict[int, float] = field(default_factory=dict)
     _waiting: dict[str, _Waiting] = field(default_factory=dict)
-    _untaken: dict[str, _Untaken] = field(default_factory=dict)
 
-    def begin_round(self) -> None:
-        """Begin a round: forget the confidences of the last one."""
-        self.confidences.clear()
+    def observe(self, result: RoundResult) -> None:
+        """Count the looks and the judged tokens of a round."""
+        for draft in result.proposed:
+            if result.plan.drafter is not None:
+                seen = self.chances(result.plan.drafter)
+                for confidence in draft.looks:
+                    seen.see(confidence)
+            self._wait_for(draft)
+        draft = result.draft
+        if draft.is_drawn and draft.is_chain:
+            self._judge_draws(result)
+        for key in list(self._waiting):
+            waiting = self._waiting[key]
+            for token in result.committed:
+                self._judge_children(waiting, token)
+                if not waiting.step(token):
+                    del self._waiting[key]
+                    break
 
-    def wait_for(self, draft: Draft) -> None:
-        """Remember a draft without drawn tokens, whether or not it will be verified."""
+    def _wait_for(self, draft: Draft) -> None:
+        """Remember a draft without drawn tokens, whether or not it was verified."""
         if not len(draft) or draft.is_drawn:
             return
         waiting = self._waiting.get(draft.origins[0])
@@ -77,47 +80,19 @@ class DraftOutcomes:
             return  # the same draft, shortened
         self._waiting[draft.origins[0]] = _Waiting(draft, draft.ranks())
 
-    def is_following(self, origin: str) -> bool:
-        """Whether an unverified draft of this drafter is being followed."""
-        return origin in self._untaken
-
-    def follow(self, draft: Draft, cost_s: float) -> None:
-        """Find out what an unverified draft would have saved; verifying it would have cost `cost_s`."""
-        self._untaken[draft.origins[0]] = _Untaken(_Waiting(draft, []), -cost_s)
-
-    def observe(self, report: RoundReport, token_s: float) -> Iterator[tuple[str, float]]:
-        """Count the results of a round; a token is worth `token_s` seconds. For each followed draft
-        that has come to its end, yields the origin and the seconds that it would have saved."""
-        if report.draft.is_drawn and report.draft.is_chain:
-            self._judge_draws(report)
-        for key in list(self._waiting):
-            waiting = self._waiting[key]
-            for token in report.committed:
-                self._judge_children(waiting, token)
-                if not waiting.step(token):
-                    del self._waiting[key]
-                    break
-        for origin in list(self._untaken):
-            untaken = self._untaken[origin]
-            for token in report.committed:
-                before = untaken.waiting.node
-                goes_on = untaken.waiting.step(token)
-                untaken.saved_s += token_s if untaken.waiting.node != before else 0.0
-                if not goes_on:
-                    del self._untaken[origin]
-                    yield origin, untaken.saved_s
-                    break
-
-    def _judge_draws(self, report: RoundReport) -> None:
+    def _judge_draws(self, result: RoundResult) -> None:
         """Count which of the judged tokens of a drawn chain were accepted.
 
         They are counted by the model's confidence before the draw, which shows what to expect of
         them, and not by the probability of the drawn token."""
-        draft, n_accepted = report.draft, len(report.path)
+        draft, n_accepted = result.draft, len(result.path)
+        looks = iter(draft.looks)
         for node in range(min(n_accepted + 1, len(draft))):
-            if draft.distributions[node] is not None and node in self.confidences:
-                chances = self.chances(draft.origins[node])
-                chances.judge(self.confidences[node], accepted=node < n_accepted)
+            if draft.distributions[node] is not None:
+                confidence = next(looks, None)
+                if confidence is not None:
+                    chances = self.chances(draft.origins[node])
+                    chances.judge(confidence, accepted=node < n_accepted)
 
     def _judge_children(self, waiting: _Waiting, token: int) -> None:
         """Count, for each token that was proposed here, whether it is the text's token."""

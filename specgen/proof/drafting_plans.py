@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from specgen.calibration.acceptance import NGRAM_ORIGINS
-from specgen.calibration.cost_table import ALONE, Others, Price
-from specgen.core.draft import NO_DRAFT, Draft
-from specgen.drafters import CombinedDrafter
+from specgen.core.draft import Draft
 from specgen.engine.generation import Generation
 from specgen.options import DraftOptions, PolicyName
-from specgen.policy import Policy, WrappedPolicy
+from specgen.policy import Offer, Policy, Reason, RoundPlan, RoundResult
 
 WayName: TypeAlias = Literal[PolicyName, "forced"]
 
@@ -32,7 +29,8 @@ class DraftingPlan:
 
     def prepare(self, generation: Generation) -> None:
         """Let a generation draft this way."""
-        if self.is_forced and isinstance(generation.drafter, CombinedDrafter):
+        drafters = generation.drafters
+        if self.is_forced and drafters is not None and drafters.free and drafters.model:
             generation.policy = ByTurns(generation.policy)
 
 
@@ -54,7 +52,7 @@ def ways_to_draft(drafting: DraftOptions) -> list[DraftingPlan]:
     return ways
 
 
-class ByTurns(WrappedPolicy):
+class ByTurns:
     """Lets a model and n-grams begin the draft in turn. In half of the rounds the other one continues
     after one or two tokens.
 
@@ -62,41 +60,45 @@ class ByTurns(WrappedPolicy):
     """
 
     def __init__(self, inner: Policy) -> None:
-        super().__init__(inner)
+        self._inner = inner
+        self.n_max = inner.n_max
         self._n_rounds = 0
 
-    @property
-    def _model_begins(self) -> bool:
-        return self._n_rounds % 2 == 0
-
-    @property
-    def _other_goes_on(self) -> bool:
-        return self._n_rounds % 4 < 2
-
-    @property
-    def _n_first(self) -> int:
-        """The number of tokens by the first drafter, if the other one continues."""
-        return 1 + self._n_rounds // 4 % 2
-
-    def room(self, n_left: int, others: Others = ALONE) -> int:
+    def plan(self, offer: Offer) -> RoundPlan:
         self._n_rounds += 1
-        return super().room(n_left, others)
+        n_max = min(self.n_max, offer.n_most)
+        if n_max < 1 or offer.drafter is None:
+            return self._inner.plan(offer)
+        model_begins, other_goes_on = self._n_rounds % 2 == 0, self._n_rounds % 4 < 2
+        #: The number of tokens by the first drafter, if the other one continues.
+        n_first = min(n_max, 1 + self._n_rounds // 4 % 2) if other_goes_on else n_max
+        reason = Reason("fixed")
+        if model_begins or not len(offer.found):
+            stop = UpTo(n_first)
+            return RoundPlan(reason, n_max, stop=stop, extends=other_goes_on, drafter=offer.drafter)
+        found = offer.found.first(n_first)
+        n_behind = n_max - len(found) if other_goes_on and found.is_chain else 0
+        return RoundPlan(reason, n_behind, found, drafter=offer.drafter)
 
-    def prospect(self, origin: str, price: Price, after: Draft = NO_DRAFT) -> float:
-        if len(after):
-            return 1.0 if self._other_goes_on else 0.0
-        # Otherwise the model begins only if n-grams find nothing.
-        return math.inf if self._model_begins else 0.5
+    def observe(self, result: RoundResult) -> None:
+        self._inner.observe(result)
 
-    def worth(self, draft: Draft) -> float:
-        return 1.0 if len(draft) else 0.0
+    def finish(self) -> None:
+        self._inner.finish()
 
-    def wants_more(self, n_drafted: int, confidence: float, origin: str = "model") -> bool:
-        if self._model_begins and self._other_goes_on and n_drafted >= self._n_first:
-            return False
-        return super().wants_more(n_drafted, confidence, origin)
 
-    def trim(self, draft: Draft) -> Draft:
-        kept = super().trim(draft)
-        begins = not self._model_begins and set(kept.origins) <= set(NGRAM_ORIGINS)
-        return kept.first(self._n_first) if begins and self._other_goes_on else kept
+@dataclass(frozen=True, slots=True)
+class UpTo:
+    """Stops a draft after `n` tokens, however sure it is."""
+
+    n: int
+    needs_confidence: bool = False
+
+    def keeps(self, confidences: Sequence[float]) -> bool:
+        return len(confidences) <= self.n
+
+    def looks(self, confidences: Sequence[float]) -> bool:
+        return len(confidences) < self.n
+
+    def cut(self, draft: Draft) -> Draft:
+        return draft

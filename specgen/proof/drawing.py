@@ -6,26 +6,29 @@ from collections import Counter
 from dataclasses import replace
 
 from specgen.backend.base import Backend
-from specgen.calibration.cost_table import ALONE, Others
 from specgen.core.tally import Tally
 from specgen.core.text_state import TextMark
-from specgen.drafters import Drafter
 from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
-from specgen.policy import Policy, WrappedPolicy
+from specgen.policy import Offer, Policy, RoundPlan
 from specgen.proof.loop_events import check_drafting, drafted_by, tokens_told
 from specgen.testing.bugs import Bug
 
 
-class _UpTo(WrappedPolicy):
+class _UpTo:
     """A policy that limits drafts to a length, which is set anew for each draw."""
 
     def __init__(self, inner: Policy) -> None:
-        super().__init__(inner)
+        self._inner = inner
         self.limit = 1
+        self.observe, self.finish = inner.observe, inner.finish
 
-    def room(self, n_left: int, others: Others = ALONE) -> int:
-        return min(self.limit, super().room(n_left, others))
+    @property
+    def n_max(self) -> int:
+        return min(self.limit, self._inner.n_max)
+
+    def plan(self, offer: Offer) -> RoundPlan:
+        return self._inner.plan(replace(offer, n_most=min(self.limit, offer.n_most)))
 
 
 class Drawer:
@@ -71,9 +74,8 @@ class Drawer:
         self._policy.limit = 1 + self._policy.limit % self._n_lengths
         self._generation.state.rewind(place)
         self._target.remove(0, place.n_tokens - 1)
-        drafter: Drafter | None = self._generation.drafter
-        if drafter is not None:
-            drafter.rewind(place.n_tokens)
+        if self._generation.drafters is not None:
+            self._generation.drafters.rewind(place.n_tokens)
         once = replace(self._generation, tally=Tally(), finish_reason=None)
         told: list[int] = []
         while len(told) < self._depth and not once.is_finished:

@@ -23,12 +23,13 @@ from specgen.backend.base import Backend, Batch
 from specgen.backend.llama import LlamaBackend
 from specgen.calibration.timing import time_batch, timed_batch_sizes
 from specgen.core.draft import NO_DRAFT, ROOT, Draft
+from specgen.drafters import draft_alone
 from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
 from specgen.engine.measurements import measure_if_new
 from specgen.errors import PromptError
-from specgen.policy import Decided, Policy, RoundReport
+from specgen.policy import Reason, RoundPlan, RoundResult, draft_up_to
 from specgen.selection.outlook import rows_s
 
 if TYPE_CHECKING:
@@ -212,21 +213,23 @@ def replay(
     `generation` must be at the end of its prompt; afterwards it is at the end of the answer. `clock`
     returns seconds and is read around each proposal.
     """
-    drafter, policy = generation.drafter, generation.policy
+    drafters, policy = generation.drafters, generation.policy
     tokens = answer.tokens
     n_drafted = n_accepted = n_rounds = n_drafts = 0
     draft_s = target_s = 0.0
 
-    def propose(n_max: int, policy: Policy) -> tuple[Draft, float]:
-        n_max = min(n_max, generation.n_draftable)
-        if drafter is None or n_max < 1:
-            return NO_DRAFT, 0.0
+    def propose(plan: RoundPlan | None = None) -> _Proposed:
+        if drafters is None:
+            return _Proposed(RoundPlan(Reason("off")))
         started = clock()
-        draft = drafter.propose(generation.tokens, n_max, policy)
-        return policy.trim(draft), clock() - started
+        offer = generation.offer(policy.n_max)
+        plan = plan or policy.plan(offer)
+        draft = draft_alone(drafters.propose(generation.tokens, plan))
+        return _Proposed(plan, plan.stop.cut(draft), (offer.found, draft), clock() - started)
 
-    def commit(draft: Draft, seconds: float) -> int:
+    def commit(proposed: _Proposed) -> int:
         """End a round, and return the number of accepted tokens."""
+        draft = proposed.draft
         done = len(generation.tokens) - generation.n_prompt
         path = agreeing_path(draft, tokens[done:])
         for token in tokens[done : done + len(path) + 1]:
@@ -237,25 +240,34 @@ def replay(
                 generation.hidden.take(answer.hidden[last], generation.n_prompt + last)
         n_rows = 1 + len(draft)
         told = tuple(tokens[done : done + len(path) + 1])
-        report = RoundReport(draft, path, seconds, baseline.rows_s(n_rows), n_rows, told)
-        policy.observe(report)
-        if drafter is not None:
-            drafter.observe(report)
+        result = RoundResult(
+            proposed.plan,
+            draft,
+            path,
+            proposed.seconds,
+            baseline.rows_s(n_rows),
+            n_rows,
+            told,
+            proposed.whole,
+        )
+        policy.observe(result)
+        if drafters is not None:
+            drafters.observe(result)
         return len(path)
 
     # In a real answer, the prompt's round has no draft, and the draft model decodes the prompt in the next
     # round. Here it decodes the prompt before, for a proposal that is not used. So the rounds have only
     # costs that grow with the answer.
-    _, start_s = propose(min(1, policy.room(generation.n_expected)), Decided(policy))
-    commit(NO_DRAFT, 0.0)
+    start_s = propose(draft_up_to(1)).seconds
+    commit(_Proposed(RoundPlan(Reason("plain decode"))))
     while len(generation.tokens) - generation.n_prompt < len(tokens):
-        draft, seconds = propose(policy.room(generation.n_expected), policy)
+        proposed = propose()
         n_rounds += 1
-        n_drafts += len(draft) > 0
-        n_drafted += len(draft)
-        draft_s += seconds
-        target_s += baseline.rows_s(1 + len(draft))
-        n_accepted += commit(draft, seconds)
+        n_drafts += len(proposed.draft) > 0
+        n_drafted += len(proposed.draft)
+        draft_s += proposed.seconds
+        target_s += baseline.rows_s(1 + len(proposed.draft))
+        n_accepted += commit(proposed)
     policy.finish()
     n_tokens = len(tokens) - 1
     plain_s = n_tokens * baseline.token_s
@@ -270,6 +282,16 @@ def replay(
         plain_s=plain_s,
         n_drafts=n_drafts,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Proposed:
+    """The drafting of a replayed round: its plan, the draft to verify, all that was proposed, and seconds."""
+
+    plan: RoundPlan
+    draft: Draft = NO_DRAFT
+    whole: tuple[Draft, ...] = ()
+    seconds: float = 0.0
 
 
 def summarise(replays: Sequence[Replay], plain_token_s: float) -> DraftFigures:

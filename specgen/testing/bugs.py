@@ -17,7 +17,7 @@ from specgen.core.draft import ROOT, Draft
 from specgen.core.verifiers import MatchVerifier, Target, Verdict, Verifier
 from specgen.drafters import Drafter, Drafting, WrappedDrafter
 from specgen.engine.generation import Generation
-from specgen.policy import Policy, WrappedPolicy
+from specgen.policy import Offer, Policy, RoundPlan, Stop
 from specgen.sampling import Distribution
 
 
@@ -51,8 +51,9 @@ class Bug:
         """Build the bug into a generation."""
         if self.verifier is not None:
             generation.verifier = self.verifier(generation.verifier)
-        if self.drafter is not None and generation.drafter is not None:
-            generation.drafter = self.drafter(generation.drafter)
+        drafters = generation.drafters
+        if self.drafter is not None and drafters is not None and drafters.model is not None:
+            drafters.model = self.drafter(drafters.model)
         if self.policy is not None:
             generation.policy = self.policy(generation.policy)
 
@@ -61,10 +62,8 @@ class _TopToken(WrappedDrafter):
     """Drafts the most likely token and says that it was drawn (the ratio test on an argmax
     draft)."""
 
-    def drafting(
-        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-    ) -> Drafting:
-        draft = yield from super().drafting(context, n_max, policy, n_drafted)
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        draft = yield from super().propose(context, plan, n_drafted)
         if not len(draft) or draft.distributions[0] is None:
             return draft
         top = draft.drawn_from(0).mode
@@ -72,11 +71,35 @@ class _TopToken(WrappedDrafter):
         return replace(draft.first(1), tokens=(top,))
 
 
-class _Picky(WrappedPolicy):
+class _Picky:
     """Drops drawn tokens that turned out unlikely, and what stands behind them."""
 
-    def trim(self, draft: Draft) -> Draft:
-        kept = super().trim(draft)
+    def __init__(self, inner: Policy) -> None:
+        self._inner = inner
+        self.n_max = inner.n_max
+        self.observe, self.finish = inner.observe, inner.finish
+
+    def plan(self, offer: Offer) -> RoundPlan:
+        plan = self._inner.plan(offer)
+        return replace(plan, stop=_PickyStop(plan.stop))
+
+
+@dataclass(frozen=True)
+class _PickyStop:
+    inner: Stop
+
+    @property
+    def needs_confidence(self) -> bool:
+        return self.inner.needs_confidence
+
+    def keeps(self, confidences: Sequence[float]) -> bool:
+        return self.inner.keeps(confidences)
+
+    def looks(self, confidences: Sequence[float]) -> bool:
+        return self.inner.looks(confidences)
+
+    def cut(self, draft: Draft) -> Draft:
+        kept = self.inner.cut(draft)
         for node, source in enumerate(kept.distributions if kept.is_chain else ()):
             if source is not None and source.probability(kept.tokens[node]) < 0.5:
                 return kept.first(node)
