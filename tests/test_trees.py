@@ -26,7 +26,7 @@ from specgen.core.verifiers import (
     Verifier,
 )
 from specgen.drafters import CombinedDrafter, Drafter, SuffixDrafter, TreeModelDrafter
-from specgen.engine.draft_model import guess_sampling
+from specgen.engine.drafter_factory import guess_sampling
 from specgen.engine.loop import Loop
 from specgen.events import DraftedEvent
 from specgen.options import (

@@ -96,16 +96,16 @@ def chat(
         from specgen.workshop.online.learner import Learner
 
         conversation, log = stack.enter_context(_opened(path, output))
-        session = stack.enter_context(opened(options, machine.kernels, output, sources.drafts))
-        check_template(session)
+        loaded = stack.enter_context(opened(options, machine.kernels, output, sources.drafts))
+        check_template(loaded)
         view = _View(output)
         engine = stack.enter_context(
-            Engine(session, interrupted=view.interrupted, estimate_gain=stats or output.json)
+            Engine(loaded, interrupted=view.interrupted, estimate_gain=stats or output.json)
         )
-        stack.callback(session.memory.save)
+        stack.callback(loaded.memory.save)
         now = datetime.datetime.now().astimezone()
-        talk = Chat(session, engine, conversation, log, now=now)
-        learner = stack.enter_context(Learner(session, engine, engine.tell))
+        talk = Chat(loaded, engine, conversation, log, now=now)
+        learner = stack.enter_context(Learner(loaded, engine, engine.tell))
         _begin(talk, system, text)
         return _talk(talk, view, learner)
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from specgen.cli.process import Interrupt
-    from specgen.engine.session import Session, SessionOptions
-    from specgen.options import DraftSource
+    from specgen.engine.models import Models
+    from specgen.options import DraftSource, SessionOptions
     from specgen.progress import Progress
     from specgen.selection.draft_search import Search
 
@@ -90,10 +90,10 @@ def find(
         saved_draft(identity)  # a damaged file is reported now, not after minutes
     options = trial_options(path, drafting, answer, machine)
     with (
-        opened(options, machine.kernels, output) as session,
+        opened(options, machine.kernels, output) as loaded,
         output.measuring() as (progress, stop),
     ):
-        search = search_drafts(session, files or [], texts, chat, progress, stop)
+        search = search_drafts(loaded, files or [], texts, chat, progress, stop)
     show_search(search, output, save=save, as_json=as_json)
     return stop.exit_code
 
@@ -101,9 +101,9 @@ def find(
 def trial_options(
     target: Path, drafting: DraftOptions, answer: GenerationOptions, machine: Contexts
 ) -> SessionOptions:
-    """Return the options of a session in which drafts are tried."""
+    """Return the options with which drafts are tried."""
     from specgen.catalogue import cache_folder
-    from specgen.engine.session import SessionOptions
+    from specgen.options import SessionOptions
 
     return SessionOptions(
         target=target,
@@ -117,7 +117,7 @@ def trial_options(
 
 
 def search_drafts(
-    session: Session,
+    loaded: Models,
     named: Sequence[Path],
     texts: Sequence[str],
     chat: bool | None,
@@ -131,11 +131,11 @@ def search_drafts(
     from specgen.selection.draft_search import Search, Tried, by_speedup
     from specgen.selection.trial import measure_target, plain_figures, try_draft
 
-    target = session.options.target
+    target = loaded.options.target
     known = [path for path in map(locate, load_registry().models.values()) if path is not None]
     candidates, refused = find_candidates(named, known, target)
     baseline = measure_target(
-        session,
+        loaded,
         texts,
         chat=chat,
         hidden=any(map(is_heads_file, candidates)),
@@ -153,8 +153,8 @@ def search_drafts(
             progress(what, done, total)
 
         try:
-            session.change_draft(draft)
-            figures = try_draft(session, baseline, interrupted=stop, progress=show)
+            loaded.change_draft(draft)
+            figures = try_draft(loaded, baseline, interrupted=stop, progress=show)
         except (BackendError, MemoryLimitError, ModelFileError, PairError) as error:
             refused.append(Refused(Path(draft), error.message.removeprefix(f"{draft}: ")))
             continue

@@ -30,7 +30,7 @@ from specgen.workshop.making import (
 
 if TYPE_CHECKING:
     from specgen.cli.process import Interrupt
-    from specgen.engine.session import Session
+    from specgen.engine.models import Models
     from specgen.progress import Progress
     from specgen.selection.draft_search import Search
 
@@ -81,10 +81,10 @@ def data(
     own = trial_options(path, DraftOptions(), GenerationOptions(max_tokens=max_tokens), machine)
     wanted = TextWanted(_prompts(prompts), n_tokens, max_tokens, parallel)
     with (
-        opened(own, machine.kernels, output) as session,
+        opened(own, machine.kernels, output) as loaded,
         output.measuring() as (progress, stop),
     ):
-        workshop = _workshop(session, wanted, progress, stop, output)
+        workshop = _workshop(loaded, wanted, progress, stop, output)
         n_have = workshop.write_text()
     if n_have < n_tokens and not stop():
         output.note(f"{n_have} tokens: there are no more prompts")
@@ -160,17 +160,17 @@ def make(
     wanted = TextWanted(_prompts(prompts), n_tokens, max_tokens, parallel)
     with log_shown(output), output.measuring() as (progress, stop):
         opener = make_opener((), output)
-        with opener.open(own) as session:
-            workshop = _workshop(session, wanted, progress, stop, output)
+        with opener.open(own) as loaded:
+            workshop = _workshop(loaded, wanted, progress, stop, output)
             made = workshop.make(kinds, small, minutes)
         if made is None:
             output.note("interrupted: run it again to resume")
             return stop.exit_code
         held_back = [text for index, text in enumerate(wanted.prompts) if is_held_back(index)]
         judged = replace(own, generation=GenerationOptions(max_tokens=_JUDGED_TOKENS))
-        with opener.open(judged) as session:
+        with opener.open(judged) as loaded:
             texts = evenly_chosen(held_back, _N_JUDGED)
-            search = search_drafts(session, made, texts, None, progress, stop)
+            search = search_drafts(loaded, made, texts, None, progress, stop)
     show_search(
         search,
         output,
@@ -230,12 +230,12 @@ def _prompts(file: Path | None) -> list[str]:
 
 
 def _workshop(
-    session: Session, wanted: TextWanted, progress: Progress, stop: Interrupt, output: Output
+    loaded: Models, wanted: TextWanted, progress: Progress, stop: Interrupt, output: Output
 ) -> Workshop:
     from specgen.selection.outlook import expected_speedup
 
     return Workshop(
-        session,
+        loaded,
         wanted,
         cache_folder(),
         clock=time.monotonic,

@@ -20,7 +20,7 @@ from specgen.selection.session_opening import find_models, session_options
 
 if TYPE_CHECKING:
     from specgen.engine.infill import Gap
-    from specgen.engine.session import Session
+    from specgen.engine.models import Models
     from specgen.events import FinishedEvent
 
 #: FILE:LINE or FILE:LINE:COLUMN; a file's name may have colons too.
@@ -79,6 +79,8 @@ def fim(
     Repetitions of the text around the gap, and of other files of the project, draft too.
     """
     output.check(answer)
+    from specgen.engine.infill import infill_prompt
+
     found = _find_place(place, prefix_file, suffix_file, in_place=in_place)
     context = [(str(path), decoded(read_bytes(path), str(path))) for path in context_files or ()]
     if not found.prefix and not found.suffix and not context:
@@ -86,13 +88,15 @@ def fim(
     sources = find_models(models, quiet=output.quiet)
     options = session_options(sources, sampling, drafting, answer, machine, learn=learn)
     finished: list[FinishedEvent] = []
-    with opened(options, machine.kernels, output, sources.drafts) as session:
-        infill = session.infill(_gap(found, context), _room(session))
+    with opened(options, machine.kernels, output, sources.drafts) as loaded:
+        infill = infill_prompt(
+            loaded.target, loaded.drafts.own_vocabulary, _gap(found, context), _room(loaded)
+        )
         if infill.left_out:
             output.note(
                 f"not read, since the context is too small (raise -c): {', '.join(infill.left_out)}"
             )
-        code = show_answer(session, infill.prompt, output, finished.append)
+        code = show_answer(loaded, infill.prompt, output, finished.append)
     if in_place and not code:
         found.write(finished[0].text)
         if finished[0].finish_reason != "stop":
@@ -197,13 +201,11 @@ def _gap(place: _Place, context: list[tuple[str, str]]) -> Gap:
     )
 
 
-def _room(session: Session) -> int:
+def _room(loaded: Models) -> int:
     """Return the most tokens of the prompt. The far ends of a long file matter little, and take long to read.
     Raises `UsageError` if the middle needs the whole context."""
-    from specgen.engine.contexts import usual_n_ctx
-
-    n_ctx = usual_n_ctx(session.options, session.target_model)
-    max_tokens = session.options.generation.max_tokens
+    n_ctx = loaded.usual_n_ctx
+    max_tokens = loaded.options.generation.max_tokens
     n_room = n_ctx - (max_tokens if max_tokens >= 0 else n_ctx // 4)
     if n_room < n_ctx // 4:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Loads models for the commands, and shows that it does."""
+"""Load models for the commands, and show it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from specgen.selection.default_draft import DraftChoice
 from specgen.selection.session_opening import SessionOpener
 
 if TYPE_CHECKING:
-    from specgen.engine.session import Session, SessionOptions
+    from specgen.engine.models import Models
+    from specgen.options import SessionOptions
 
 
 @contextlib.contextmanager
@@ -24,12 +25,12 @@ def opened(
     kernels: KernelChoice,
     output: Output,
     drafts: Sequence[DraftChoice] = (),
-) -> Iterator[Session]:
+) -> Iterator[Models]:
     """Load the models, as a `SessionOpener` does; close them at the end. Raises `ModelFileError`,
     `PairError`, and `UsageError` if kernels that were asked for cannot be used."""
     use_kernels(kernels, output)
-    with log_shown(output), make_opener(drafts, output).open(options) as session:
-        yield session
+    with log_shown(output), make_opener(drafts, output).open(options) as loaded:
+        yield loaded
 
 
 def use_kernels(wanted: KernelChoice, output: Output) -> None:
@@ -37,7 +38,7 @@ def use_kernels(wanted: KernelChoice, output: Output) -> None:
     there but cannot be used. From then on, a crash in native code is reported in a line. Raises `UsageError`
     if kernels that were asked for cannot be used."""
     from specgen.backend.llama.file_check import remember_checks
-    from specgen.backend.llama.native_end import end_with_a_line
+    from specgen.backend.llama.library import end_with_a_line
     from specgen.catalogue import cache_folder
     from specgen.kernels import choose_kernels
 

@@ -14,7 +14,8 @@ from specgen.errors import UsageError
 from specgen.options import GenerationOptions, Show
 
 if TYPE_CHECKING:
-    from specgen.engine.session import Prompt, Session
+    from specgen.engine.models import Models
+    from specgen.engine.prompts import Prompt
     from specgen.events import FinishedEvent
     from specgen.progress import Progress
     from specgen.render.base import Renderer
@@ -73,23 +74,27 @@ class Output:
 
 
 def show_answer(
-    session: Session,
+    loaded: Models,
     prompt: Prompt,
     output: Output,
     on_finished: Callable[[FinishedEvent], None] = lambda _finished: None,
 ) -> int:
     """Generate an answer and show it; return the exit code. `on_finished` gets its last event."""
+    from specgen.engine.engine import generate
     from specgen.events import FinishedEvent
 
     interrupt = Interrupt()
     finish_reason = ""
     with interrupt, output.renderer() as renderer:
-        for event in session.generate(
-            prompt, interrupted=interrupt, estimate_gain=output.has_summary or output.json
+        for event in generate(
+            loaded,
+            prompt,
+            interrupted=interrupt,
+            estimate_gain=output.has_summary or output.json,
         ):
             renderer.handle(event)
             if isinstance(event, FinishedEvent):
                 finish_reason = event.finish_reason
                 on_finished(event)
-    session.memory.save()
+    loaded.memory.save()
     return interrupt.exit_code if finish_reason == "interrupted" else 0

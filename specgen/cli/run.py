@@ -60,6 +60,6 @@ def run(
     text = read_prompt(argument, option, file)
     sources = find_models(models, quiet=output.quiet)
     options = session_options(sources, sampling, drafting, answer, machine, learn=learn)
-    with opened(options, machine.kernels, output, sources.drafts) as session:
-        prompt = session.prompt(text, chat=template.chat, system=template.system)
-        return show_answer(session, prompt, output)
+    with opened(options, machine.kernels, output, sources.drafts) as loaded:
+        prompt = loaded.prompts.of_text(text, chat=template.chat, system=template.system)
+        return show_answer(loaded, prompt, output)

@@ -78,17 +78,17 @@ def serve(
     sources = find_models(models, quiet=output.quiet)
     options = session_options(sources, sampling, drafting, answer, machine, learn=learn)
     with contextlib.ExitStack() as stack:
-        from specgen.engine.parallel import largest_engine
+        from specgen.engine.engine import Engine
         from specgen.server.addresses import bound_socket, url_of
         from specgen.server.run import serve as answer_requests
         from specgen.workshop.online.learner import Learner
 
         bound = stack.enter_context(bound_socket(server.host, server.port, limits.client_s))
-        session = stack.enter_context(opened(options, machine.kernels, output, sources.drafts))
-        stack.callback(session.memory.save)
+        loaded = stack.enter_context(opened(options, machine.kernels, output, sources.drafts))
+        stack.callback(loaded.memory.save)
         with Interrupt() as stop:
-            engine = largest_engine(
-                session,
+            engine = Engine.largest(
+                loaded,
                 parallel or _N_PARALLEL,
                 None,
                 is_fixed=parallel is not None,
@@ -100,13 +100,13 @@ def serve(
             return stop.exit_code
         output.note(
             f"{engine.n_parallel} answers at once, contexts of {engine.n_ctx} tokens; "
-            f"draft: {session.draft_name}"
+            f"draft: {loaded.drafts.name}"
         )
         for notice in engine.take_notices():
             output.note(notice)
-        learner = stack.enter_context(Learner(session, engine, output.note))
+        learner = stack.enter_context(Learner(loaded, engine, output.note))
         answer_requests(
-            session,
+            loaded,
             engine,
             server,
             bound,

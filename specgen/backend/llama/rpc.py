@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specgen.backend.build import REINSTALL
+from specgen.backend.build import LIBRARY, REINSTALL, version_of
 from specgen.backend.llama.library import forget_log, ggml_function, last_error, llama_cpp
 from specgen.backend.llama.remote_calls import RemoteCalls
-from specgen.backend.rpc_build import LIBRARY, version_of
 from specgen.errors import BackendError, UsageError
 from specgen.options import Workers
 
