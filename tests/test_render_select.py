@@ -188,7 +188,7 @@ def test_on_a_real_terminal(screen_of_a_run: list[str]) -> None:
     words = " ".join(shown).split()
     assert words == [word for number in range(40) for word in (f"word{number}", "and")]
     assert "note: all is well" in screen_of_a_run
-    assert screen_of_a_run[end + 1] == "answer    80 tokens, 40 rounds, mean accepted"
+    assert screen_of_a_run[end + 1] == "answer    80 tokens, 40 rounds, 2.00 tokens per"
     assert screen_of_a_run[-2:] == [
         "legend    accepted  corrected  bonus  plain",
         "          rejected",
