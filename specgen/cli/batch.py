@@ -18,20 +18,12 @@ from specgen.cli import flags
 from specgen.cli.batch_on_ray import BatchWork, answer_on_ray, ray_options
 from specgen.cli.batch_restart import with_workers
 from specgen.cli.inputs import STDIO, read_bytes
-from specgen.cli.model_loading import opened
+from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
 from specgen.errors import BatchError, OutputError, UsageError
 from specgen.json_values import as_json
-from specgen.options import (
-    Contexts,
-    DraftOptions,
-    GenerationOptions,
-    SamplerOptions,
-    SessionOptions,
-)
-from specgen.selection.model_choice import ModelChoice
-from specgen.selection.session_opening import find_models, session_options
+from specgen.options import SessionOptions
 
 if TYPE_CHECKING:
     from specgen.batch.lines import Line
@@ -97,20 +89,15 @@ if TYPE_CHECKING:
         help="The file that results are appended to; - is standard output.",
         show_default=False,
     ),
-    models=flags.models,
     template=flags.template,
-    answer=flags.answer.without("logprobs"),
-    sampling=flags.sampling,
-    drafting=flags.drafting,
-    machine=flags.machine,
-    learn=flags.LEARN,
+    setup=flags.setup.without("answer_logprobs"),
     output=flags.loudness,
 )
 def batch(
     *,
     source: Path,
     destination: Path,
-    models: ModelChoice,
+    setup: Setup,
     parallel: int | None = None,
     retry_errors: bool = False,
     allow_mixed: bool = False,
@@ -119,11 +106,6 @@ def batch(
     cpus_per_worker: float | None = None,
     gpus_per_worker: float | None = None,
     template: flags.Template,
-    answer: GenerationOptions,
-    sampling: SamplerOptions,
-    drafting: DraftOptions,
-    machine: Contexts,
-    learn: bool = False,
     output: Output,
 ) -> int:
     """Answer each line of a file, many at once; run it again to resume.
@@ -138,13 +120,14 @@ def batch(
     from specgen.batch.lines import read_lines
 
     name = "standard input" if source == STDIO else str(source)
-    lines = read_lines(read_bytes(source), name, sampling, answer)
-    cluster = ray_options(ray, machine, (cpus_per_worker, gpus_per_worker), patience_s=host_timeout)
-    sources = find_models(models, quiet=output.quiet)
-    options = session_options(sources, sampling, drafting, answer, machine, learn=learn)
+    lines = read_lines(read_bytes(source), name, setup.sampling, setup.answer)
+    cluster = ray_options(
+        ray, setup.machine, (cpus_per_worker, gpus_per_worker), patience_s=host_timeout
+    )
+    sources, options = setup.find(output)
     settings = _settings(options, template)
     work = BatchWork(
-        options, sources.drafts, machine.kernels, template.chat, template.system, parallel
+        options, sources.drafts, setup.machine.kernels, template.chat, template.system, parallel
     )
 
     def answer_lines(todo: Sequence[Line], results: Results) -> tuple[int, int]:
@@ -172,7 +155,7 @@ def batch(
         code = 0
         if todo:
             code, n_failed = with_workers(
-                machine.target.workers,
+                setup.machine.target.workers,
                 lambda: answer_lines(todo, results),
                 n_missing=len(todo),
                 can_restart=STDIO not in (source, destination),

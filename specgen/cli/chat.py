@@ -16,13 +16,10 @@ from typer import Option
 
 from specgen.cli import flags
 from specgen.cli.inputs import decoded, read_bytes
-from specgen.cli.model_loading import opened
+from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
 from specgen.errors import OutputError, SpecgenError, UsageError, WorkerLostError
-from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
-from specgen.selection.model_choice import ModelChoice
-from specgen.selection.session_opening import find_models, session_options
 
 if TYPE_CHECKING:
     from specgen.chat.chat import Chat
@@ -52,12 +49,7 @@ if TYPE_CHECKING:
             show_default="not kept",
         ),
     ),
-    models=flags.models,
-    answer=flags.answer,
-    sampling=flags.sampling,
-    drafting=flags.drafting,
-    machine=flags.machine,
-    learn=flags.LEARN,
+    setup=flags.setup,
     stats=Option(
         "--stats/--no-stats",
         help="Print a summary on standard error after each answer.",
@@ -67,15 +59,10 @@ if TYPE_CHECKING:
 )
 def chat(
     *,
-    models: ModelChoice,
+    setup: Setup,
     system: str | None = None,
     files: list[Path] | None = None,
     name: str | None = None,
-    answer: GenerationOptions,
-    sampling: SamplerOptions,
-    drafting: DraftOptions,
-    machine: Contexts,
-    learn: bool = False,
     stats: bool = False,
     output: Output,
 ) -> int:
@@ -84,19 +71,18 @@ def chat(
     Each turn decodes only what is new. In a pipe each line is a message, and only answers go to
     standard output. The message /help lists the commands, such as /undo and /save.
     """
-    output.check(answer)
+    output.check(setup.answer)
     output = replace(output, stats=stats)
     path = None if name is None else _session_file(name)
     text = "".join(map(_file_text, files or ()))
-    sources = find_models(models, quiet=output.quiet)
-    options = session_options(sources, sampling, drafting, answer, machine, learn=learn)
+    sources, options = setup.find(output)
     with contextlib.ExitStack() as stack:
         from specgen.chat.chat import Chat, check_template
         from specgen.engine.engine import Engine
         from specgen.workshop.online.learner import Learner
 
         conversation, log = stack.enter_context(_opened(path, output))
-        loaded = stack.enter_context(opened(options, machine.kernels, output, sources.drafts))
+        loaded = stack.enter_context(opened(options, setup.machine.kernels, output, sources.drafts))
         check_template(loaded)
         view = _View(output)
         engine = stack.enter_context(

@@ -11,12 +11,9 @@ from typer import Argument, Option
 
 from specgen.cli import flags
 from specgen.cli.inputs import STDIO, decoded, decoded_with_mark, read_bytes
-from specgen.cli.model_loading import opened
+from specgen.cli.model_loading import Setup
 from specgen.cli.output import Output, show_answer
 from specgen.errors import OutputError, PromptError, UsageError
-from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
-from specgen.selection.model_choice import ModelChoice
-from specgen.selection.session_opening import find_models, session_options
 
 if TYPE_CHECKING:
     from specgen.engine.infill import Gap
@@ -50,12 +47,7 @@ _BOM = "\ufeff"
         "characters) count from 1.",
         show_default=False,
     ),
-    models=flags.models,
-    answer=flags.answer.but(max_tokens=256),
-    sampling=flags.sampling,
-    drafting=flags.drafting,
-    machine=flags.machine,
-    learn=flags.LEARN,
+    setup=flags.setup.but(answer_max_tokens=256),
     output=flags.output,
 )
 def fim(
@@ -65,12 +57,7 @@ def fim(
     suffix_file: Path | None = None,
     context_files: list[Path] | None = None,
     in_place: bool = False,
-    models: ModelChoice,
-    answer: GenerationOptions,
-    sampling: SamplerOptions,
-    drafting: DraftOptions,
-    machine: Contexts,
-    learn: bool = False,
+    setup: Setup,
     output: Output,
 ) -> int:
     """Fill a gap in a file, or between two texts, and print the middle.
@@ -78,17 +65,15 @@ def fim(
     The model must be trained for fill-in-the-middle, like Qwen2.5-Coder, StarCoder2 and Codestral.
     Repetitions of the text around the gap, and of other files of the project, draft too.
     """
-    output.check(answer)
+    output.check(setup.answer)
     from specgen.engine.infill import infill_prompt
 
     found = _find_place(place, prefix_file, suffix_file, in_place=in_place)
     context = [(str(path), decoded(read_bytes(path), str(path))) for path in context_files or ()]
     if not found.prefix and not found.suffix and not context:
         raise PromptError("there is no text before or after the gap", hint="give some text")
-    sources = find_models(models, quiet=output.quiet)
-    options = session_options(sources, sampling, drafting, answer, machine, learn=learn)
     finished: list[FinishedEvent] = []
-    with opened(options, machine.kernels, output, sources.drafts) as loaded:
+    with setup.opened(output) as loaded:
         infill = infill_prompt(
             loaded.target, loaded.drafts.own_vocabulary, _gap(found, context), _room(loaded)
         )

@@ -7,16 +7,52 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specgen.cli.output import Output
-from specgen.options import KernelChoice
+from specgen.options import (
+    Contexts,
+    DraftOptions,
+    GenerationOptions,
+    KernelChoice,
+    SamplerOptions,
+)
 from specgen.selection.default_draft import DraftChoice
-from specgen.selection.session_opening import SessionOpener
+from specgen.selection.model_choice import ModelChoice
+from specgen.selection.session_opening import SessionOpener, find_models, session_options
 
 if TYPE_CHECKING:
     from specgen.engine.models import Models
     from specgen.options import SessionOptions
+    from specgen.selection.resolve import Sources
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What the options say about models, and about how they answer."""
+
+    models: ModelChoice
+    answer: GenerationOptions
+    sampling: SamplerOptions
+    drafting: DraftOptions
+    machine: Contexts
+    learn: bool = False
+
+    def find(self, output: Output) -> tuple[Sources, SessionOptions]:
+        """Return the files of the models, fetched if necessary, and the options to load them with."""
+        sources = find_models(self.models, quiet=output.quiet)
+        options = session_options(
+            sources, self.sampling, self.drafting, self.answer, self.machine, learn=self.learn
+        )
+        return sources, options
+
+    @contextlib.contextmanager
+    def opened(self, output: Output) -> Iterator[Models]:
+        """Find and load the models; close them at the end. Raises what `opened` raises."""
+        sources, options = self.find(output)
+        with opened(options, self.machine.kernels, output, sources.drafts) as loaded:
+            yield loaded
 
 
 @contextlib.contextmanager

@@ -8,13 +8,10 @@ from dataclasses import replace
 from typer import Option
 
 from specgen.cli import flags
-from specgen.cli.model_loading import opened
+from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
 from specgen.errors import UsageError
-from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
-from specgen.selection.model_choice import ModelChoice
-from specgen.selection.session_opening import find_models, session_options
 from specgen.server.options import Limits, ServerOptions
 
 #: The default number of answers at once, if the memory has room for as many.
@@ -38,28 +35,18 @@ _N_PARALLEL = 4
             "then depends a little on what other users wrote.",
         ),
     ),
-    models=flags.models,
     server=flags.server,
     limits=flags.limits,
-    answer=flags.answer.without("logprobs"),
-    sampling=flags.sampling,
-    drafting=flags.drafting,
-    machine=flags.machine,
-    learn=flags.LEARN,
+    setup=flags.setup.without("answer_logprobs"),
     output=flags.loudness,
 )
 def serve(
     *,
-    models: ModelChoice,
+    setup: Setup,
     parallel: int | None = None,
     learn_across: bool = False,
     server: ServerOptions,
     limits: Limits,
-    answer: GenerationOptions,
-    sampling: SamplerOptions,
-    drafting: DraftOptions,
-    machine: Contexts,
-    learn: bool = False,
     output: Output,
 ) -> int:
     """Serve OpenAI's API and llama.cpp's over HTTP, several answers at once.
@@ -69,14 +56,13 @@ def serve(
     soon as the current answers are finished.
     """
     _check_installed()
-    if learn and not learn_across:
+    if setup.learn and not learn_across:
         raise UsageError(
             "--learn uses one user's texts to draft for the others",
             hint="if that is acceptable, add --learn-across-requests",
         )
     server = replace(server, limits=limits)
-    sources = find_models(models, quiet=output.quiet)
-    options = session_options(sources, sampling, drafting, answer, machine, learn=learn)
+    sources, options = setup.find(output)
     with contextlib.ExitStack() as stack:
         from specgen.engine.engine import Engine
         from specgen.server.addresses import bound_socket, url_of
@@ -84,7 +70,7 @@ def serve(
         from specgen.workshop.online.learner import Learner
 
         bound = stack.enter_context(bound_socket(server.host, server.port, limits.client_s))
-        loaded = stack.enter_context(opened(options, machine.kernels, output, sources.drafts))
+        loaded = stack.enter_context(opened(options, setup.machine.kernels, output, sources.drafts))
         stack.callback(loaded.memory.save)
         with Interrupt() as stop:
             engine = Engine.largest(

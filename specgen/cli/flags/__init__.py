@@ -17,6 +17,7 @@ from specgen.cli.flags.groups import group, panel, takes_options, utf8
 from specgen.cli.flags.machine import KERNELS, machine
 from specgen.cli.flags.sampling import sampling
 from specgen.cli.flags.server import limits, server
+from specgen.cli.model_loading import Setup
 from specgen.cli.output import Output
 from specgen.errors import UsageError
 from specgen.options import GenerationOptions, Grammar
@@ -40,6 +41,7 @@ __all__ = [
     "panel",
     "sampling",
     "server",
+    "setup",
     "takes_options",
     "target",
     "template",
@@ -284,6 +286,19 @@ LEARN = Option(
     "them. Without it nothing is kept.",
     rich_help_panel="Learning",
 )
+
+#: The options of commands that load models and answer with them.
+setup = group(
+    Setup,
+    {
+        "models": models,
+        "answer": answer,
+        "sampling": sampling,
+        "drafting": drafting,
+        "machine": machine,
+        "learn": LEARN,
+    },
+)(Setup)
 
 # --- output
 

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
 import typer
@@ -37,10 +37,16 @@ class Group:
     parameters: tuple[inspect.Parameter, ...]
     #: The parameters that `make` takes as tuples.
     tuples: frozenset[str] = frozenset()
+    #: Groups among the parameters of `make`: the option `top_k` of the group `sampling` is `sampling_top_k` here.
+    groups: Mapping[str, Group] = dataclasses.field(default_factory=dict)
 
     def __call__(self, **values: Any) -> Any:
         for name in self.tuples & values.keys():
             values[name] = tuple(values[name] or ())
+        for name, inner in self.groups.items():
+            names = {f"{name}_{each.name}": each.name for each in inner.parameters}
+            given = {names[each]: values.pop(each) for each in names.keys() & values.keys()}
+            values[name] = inner(**given)
         return self.make(**values)
 
     def without(self, *names: str) -> Group:
@@ -75,24 +81,10 @@ def group(fields_of: type[Any], *tables: Table) -> Callable[[Callable[..., Any]]
 
     Options that are not parameters of the function are fields of the dataclass `fields_of`. They have the
     field's type and default, and the function receives them as keywords. A field that is a tuple is an option
-    that may be given several times.
+    that may be given several times. A table may have other groups.
     """
-
-    def decorate(make: Callable[..., Any]) -> Group:
-        own, tuples = _parameters(make), set()
-        fields = _fields(fields_of)
-        parameters = []
-        for name, option in {
-            name: each for table in tables for name, each in table.items()
-        }.items():
-            kind, default = own[name] if name in own else fields[name]
-            if typing.get_origin(kind) is tuple:
-                kind, default = list[typing.get_args(kind)[0]] | None, None  # type: ignore[misc]
-                tuples.add(name)
-            parameters.append(_parameter(name, kind, default, option))
-        return Group(make, tuple(parameters), frozenset(tuples))
-
-    return decorate
+    declared = {name: each for table in tables for name, each in table.items()}
+    return lambda make: _group(make, _fields(fields_of) | _parameters(make), declared)
 
 
 def takes_options(*tables: Table, **options: Any) -> Callable[[Command], Command]:
@@ -101,35 +93,42 @@ def takes_options(*tables: Table, **options: Any) -> Callable[[Command], Command
     The spellings must be unique: this is checked when the command is defined.
     """
     declared = {name: each for table in (*tables, options) for name, each in table.items()}
-    groups = {name: each for name, each in declared.items() if isinstance(each, Group)}
 
     def decorate(command: Command) -> Command:
-        members: dict[str, tuple[str, str]] = {}  # the group and the name in it, by parameter
-        parameters: list[inspect.Parameter] = []
-        for name, (kind, default) in _parameters(command).items():
-            if name not in groups:
-                parameters.append(_parameter(name, kind, default, declared[name]))
-                continue
-            for member in groups[name].parameters:
-                parameters.append(member.replace(name=f"{name}_{member.name}"))
-                members[parameters[-1].name] = name, member.name
-        _check_spellings(command.__name__, parameters)
+        own = _parameters(command)
+        made = _group(command, own, {name: declared[name] for name in own})
+        _check_spellings(command.__name__, made.parameters)
 
         @functools.wraps(command)
         def whole(**values: Any) -> int:
-            given: dict[str, dict[str, Any]] = {name: {} for name in groups}
-            for parameter in members.keys() & values.keys():
-                name, member = members[parameter]
-                given[name][member] = values.pop(parameter)
-            made = {name: group(**given[name]) for name, group in groups.items()}
-            return command(**values, **made)
+            code: int = made(**values)
+            return code
 
-        whole.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        whole.__annotations__ = {each.name: each.annotation for each in parameters}
+        whole.__signature__ = inspect.Signature(made.parameters)  # type: ignore[attr-defined]
+        whole.__annotations__ = {each.name: each.annotation for each in made.parameters}
         del whole.__wrapped__  # typer would inspect the wrapped function instead
         return whole
 
     return decorate
+
+
+def _group(
+    make: Callable[..., Any], known: Mapping[str, tuple[Any, Any]], declared: Table
+) -> Group:
+    """Return the group of the declared options, whose types and defaults are known."""
+    parameters: list[inspect.Parameter] = []
+    tuples = set()
+    for name, option in declared.items():
+        if isinstance(option, Group):
+            parameters += (each.replace(name=f"{name}_{each.name}") for each in option.parameters)
+            continue
+        kind, default = known[name]
+        if typing.get_origin(kind) is tuple:
+            kind, default = list[typing.get_args(kind)[0]] | None, None  # type: ignore[misc]
+            tuples.add(name)
+        parameters.append(_parameter(name, kind, default, option))
+    groups = {name: each for name, each in declared.items() if isinstance(each, Group)}
+    return Group(make, tuple(parameters), frozenset(tuples), groups)
 
 
 def _parameter(name: str, kind: Any, default: Any, option: Any) -> inspect.Parameter:
@@ -156,7 +155,7 @@ def _fields(dataclass: type[Any]) -> dict[str, tuple[Any, Any]]:
     return {each.name: (hints[each.name], each.default) for each in dataclasses.fields(dataclass)}
 
 
-def _check_spellings(command: str, parameters: list[inspect.Parameter]) -> None:
+def _check_spellings(command: str, parameters: Sequence[inspect.Parameter]) -> None:
     options = [parameter.annotation.__metadata__[0] for parameter in parameters]
     spellings = [name for each in options for name in (each.default, *(each.param_decls or ()))]
     twice = {name for name in spellings if isinstance(name, str) and spellings.count(name) > 1}
