@@ -177,7 +177,7 @@ def loading_with(support: KernelSupport) -> Iterator[None]:
 
 
 def lacks_attention() -> bool:
-    """Whether the kernels of this process leave attention to llama.cpp because of a model."""
+    """Return whether the kernels of this process leave attention to llama.cpp because of a model."""
     return _attached is not None and _attached.lacks_attention
 
 
