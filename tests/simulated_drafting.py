@@ -97,7 +97,9 @@ def run(world: World, policy: Policy, *, backlog_s: float = 0.0, seed: int = 0) 
         n_left = world.n_tokens - place
         whole, draft_s = NO_DRAFT, 0.0
         price = Price(world.draft_s, world.draft_s, behind_s)
-        plan = policy.plan(Offer(n_left, n_left - 1, drafter="model", price=lambda _n, price=price: price))
+        plan = policy.plan(
+            Offer(n_left, n_left - 1, drafter="model", price=lambda _n, price=price: price)
+        )
         if plan.n_max >= 1:
             draft_s, behind_s = behind_s, 0.0
             whole, n_looks = _drafted(world, plan, place)

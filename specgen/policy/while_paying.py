@@ -43,6 +43,8 @@ class WhilePaying:
     p_min: float = 0.0
     n_before: int = 0
     before: float = 1.0
+    #: In a trial, a chain of so many tokens is drafted and verified, whatever is expected of it.
+    n_tried: int | None = None
     needs_confidence: bool = True
 
     def token_s(self, origin: str) -> float:
@@ -68,12 +70,16 @@ class WhilePaying:
         return chance if rank == 0 else _SECOND * chance
 
     def keeps(self, confidences: Sequence[float]) -> bool:
+        if self.n_tried is not None:
+            return len(confidences) <= self.n_tried
         if confidences[-1] < self.p_min or self.rule is None:
             return False
         n_drafted = self.n_before + len(confidences) - 1
         return self.rule.takes(n_drafted, self._path_chance(confidences)) > 0.0
 
     def looks(self, confidences: Sequence[float]) -> bool:
+        if self.n_tried is not None:
+            return len(confidences) < self.n_tried
         if self.rule is None:
             return False
         n_drafted = self.n_before + len(confidences)
@@ -82,6 +88,8 @@ class WhilePaying:
     def cut(self, draft: Draft) -> Draft:
         if not len(draft):
             return draft
+        if self.n_tried is not None:
+            return draft if draft.is_chain or draft.is_drawn else draft.only(draft.first_children())
         if draft.is_chain:
             # A token that was drawn at random is not dropped because of what it is.
             return draft.first(max(draft.n_drawn, self._best_length(draft)))
@@ -99,6 +107,8 @@ class WhilePaying:
 
     def cut_behind(self, draft: Draft) -> Draft:
         """Return the nodes worth verifying of a tree that follows the found tokens, likeliest first."""
+        if self.n_tried is not None:
+            return self.cut(draft)
         chances = [self.before * chance for chance in self.path_chances(draft)]
         token_s, extra_s = self.token_s(self.origin), self._extra_behind(self.n_before)
         return draft.only(best_nodes(chances, token_s, extra_s)[0])
@@ -121,6 +131,10 @@ class WhilePaying:
             for node in tree.open_nodes(n_deepest - 1)
             if tree.ranks[node] > 0 or tree.probabilities[node] >= self.p_min
         ]
+        if (n := self.n_tried) is not None:
+            return [
+                node for node in nodes if tree.is_first_choice[node] and tree.depths[node] < n - 1
+            ]
         if self.rule is None:
             return []
         nodes.sort(key=chances.__getitem__, reverse=True)

@@ -1,4 +1,4 @@
-"""Whether to begin with a model, by what it has to read, what it seems to be worth, and earlier texts."""
+"""When a draft model starts in a text, and the account of what drafting saved or lost there."""
 
 import pytest
 from hypothesis import given
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from specgen.calibration.acceptance import TextWorths
 from specgen.calibration.cost_table import Price
-from specgen.policy.beginning import worth_of_beginning
+from specgen.policy.account import Account, prefill_limit_s, worth_of_starting
 
 PLAIN_S = 0.05
 
@@ -17,23 +17,17 @@ def promise(
     worths: TextWorths | None = None,
     n_looks: int = 0,
     *,
-    could_pay: bool = True,
     horizon: float = 40.0,
     elapsed: float = 100.0,
 ) -> float:
-    """What it promises to begin, all in plain tokens' time."""
+    """What it promises to start, all in plain tokens' time; nothing where the prefill is too long."""
     price = Price(0.2 * PLAIN_S, 0.2 * PLAIN_S, backlog * PLAIN_S)
-    worth_s = worth_of_beginning(
-        value * PLAIN_S,
-        price,
-        worths or TextWorths(start=value),
-        n_looks,
-        could_pay=lambda: could_pay,
-        plain_s=PLAIN_S,
-        horizon=horizon,
-        elapsed_s=elapsed * PLAIN_S,
+    worths = worths or TextWorths(start=value)
+    worth_s = worth_of_starting(
+        value * PLAIN_S, price, worths, n_looks, plain_s=PLAIN_S, n_rounds=horizon
     )
-    return worth_s / PLAIN_S
+    limit_s = prefill_limit_s(price, worths, PLAIN_S, elapsed * PLAIN_S)
+    return (min(worth_s, 0.0) if price.backlog_s > limit_s else worth_s) / PLAIN_S
 
 
 def after(worth: float, n_texts: int = 30) -> TextWorths:
@@ -48,9 +42,9 @@ def test_what_pays_and_has_nothing_to_read_begins() -> None:
     assert promise() > 0.0
 
 
-def test_what_could_not_pay_if_it_were_always_right_does_not_begin() -> None:
-    assert promise(-0.1) > 0.0  # this text may be better than it seems
-    assert promise(-0.1, could_pay=False) < 0.0
+def test_a_text_may_be_better_than_it_seems() -> None:
+    assert promise(-0.1) > 0.0
+    assert promise(-2.0) <= 0.0
 
 
 def test_no_more_is_read_than_may_be_lost_or_than_the_answer_took_so_far() -> None:
@@ -64,7 +58,9 @@ def test_no_more_is_read_than_may_be_lost_or_than_the_answer_took_so_far() -> No
 
 def test_what_paid_in_nearly_every_text_may_read_more() -> None:
     def reads_at_most(worths: TextWorths) -> int:
-        return max(n for n in range(60) if promise(0.5, n, worths, elapsed=11.25) > 0.0)
+        return max(
+            n for n in range(60) if promise(0.5, n, worths, horizon=60.0, elapsed=11.25) > 0.0
+        )
 
     differing = TextWorths(start=0.5)
     for _ in range(15):
@@ -88,15 +84,6 @@ def test_where_texts_differ_one_that_looks_bad_is_given_a_chance() -> None:
     assert promise(-0.2, 2.0, alike) <= 0.0 < promise(-0.2, 2.0, differing)
 
 
-def test_of_the_first_texts_there_is_more_to_learn() -> None:
-    def reads_at_most(n_texts: int) -> float:
-        return max(n / 4 for n in range(120) if promise(0.2, n / 4, after(0.2, n_texts)) > 0.0)
-
-    limits = [reads_at_most(n_texts) for n_texts in (1, 5, 30)]
-    assert limits == sorted(limits, reverse=True)
-    assert limits[0] > 1.3 * limits[-1]
-
-
 @given(
     st.floats(-1.0, 2.0), st.floats(0.0, 40.0), st.integers(0, 60), st.floats(1.0, 400.0), st.data()
 )
@@ -112,3 +99,61 @@ def test_more_to_read_and_less_to_come_never_speak_for_beginning(
 @pytest.mark.parametrize("n_looks", [0, 3, 500])
 def test_nothing_is_promised_for_less_than_a_plain_round_gains(n_looks: int) -> None:
     assert promise(-2.0, n_looks=n_looks) <= 0.0
+
+
+def test_a_drafter_that_lost_too_much_waits_and_longer_each_time() -> None:
+    account = Account()
+    waits = []
+    for _ in range(3):
+        while not account.is_put_aside("model"):
+            account.begin_round()
+            account.observe("model", 2.0, 1, 1.0)
+        n = 0
+        while account.is_put_aside("model"):
+            account.begin_round()
+            account.observe(None, 1.0, 1, 1.0)
+            n += 1
+        waits.append(n)
+    assert waits == [16, 32, 64]
+    assert not account.is_put_aside("ngram")
+
+
+def test_what_was_saved_covers_a_part_of_what_is_lost() -> None:
+    def rounds_until_aside(n_saved: int) -> int:
+        account = Account()
+        for _ in range(n_saved):
+            account.observe("model", 1.0, 2, 1.0)
+        n = 0
+        while not account.is_put_aside("model"):
+            account.observe("model", 2.0, 1, 1.0)
+            n += 1
+        return n
+
+    assert rounds_until_aside(0) == 5
+    assert rounds_until_aside(4) == 9
+    assert rounds_until_aside(50) == 13
+
+
+def test_trials_take_a_hundredth_of_the_time() -> None:
+    account = Account()
+    assert not account.allows_trial(0.5)
+    for _ in range(100):
+        account.observe(None, 1.0, 1, 1.0)
+    assert account.allows_trial(1.0)
+    account.observe("model", 1.9, 1, 1.0, is_trial=True)
+    assert not account.allows_trial(0.5)
+    assert not account.is_put_aside("model")
+
+
+def test_the_recent_time_of_a_token_follows_the_rounds() -> None:
+    account = Account()
+    assert account.token_s is None
+    for _ in range(60):
+        account.observe("model", 1.0, 4, 1.0)
+    assert account.token_s == pytest.approx(0.25, abs=0.01)
+    assert account.left_by_ngrams == 1.0
+    assert account.n_rounds_left(40) == pytest.approx(0.75 * 10, abs=0.4)
+    for _ in range(60):
+        account.observe("ngram", 1.0, 2, 1.0)
+    assert account.token_s == pytest.approx(0.5, abs=0.05)
+    assert account.left_by_ngrams < 0.05
