@@ -15,7 +15,7 @@ from specgen.core.text_state import Shaper, TextState
 from specgen.drafters import Drafter, Drafters, Guesses, ModelDrafter, SuffixDrafter
 from specgen.events import DraftedEvent, DraftNode, Event, NoticeEvent
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
-from specgen.policy import FixedPolicy, Offer, Reason, RoundPlan
+from specgen.policy import FixedPolicy, Offer, Reason, RoundPlan, RoundResult
 from specgen.policy.plan import Whole
 from specgen.sampling import Sampler
 from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
@@ -259,6 +259,30 @@ def test_guesses_change_what_is_decoded_at_once_and_nothing_that_is_drafted(
     assert n_right > 0 or make is not staged_by_a_model or noise > 0.0
     # What was guessed wrongly was read for nothing, the rest would have been read anyway.
     assert guessed.n_decoded_rows >= backend.n_decoded_rows
+
+
+def test_guesses_that_are_not_taken_are_compared_with_what_is_drafted() -> None:
+    """So a policy learns that they would have been right, and takes them."""
+    results: list[RoundResult] = []
+
+    class Declining(FixedPolicy):
+        def plan(self, offer: Offer) -> RoundPlan:
+            return RoundPlan(Reason("acceptance"))
+
+        def observe(self, result: RoundResult) -> None:
+            results.append(result)
+
+    def declined(models: Models, state: TextState) -> Drafter:
+        policy = Declining(DraftOptions(policy="fixed"))
+        return models.model(state, Guesses(Drafters(SuffixDrafter(1, 8)), policy))
+
+    models = Models(noise=0.0)
+    setup(models, declined, 6).run()
+    found = [(draft, result) for result in results for draft in result.proposed if len(draft)]
+    assert any(draft.tokens == result.committed for draft, result in found)
+    for draft, result in found:
+        assert len(draft) == len(result.committed) == 1
+        assert not len(result.draft)
 
 
 def drafts(events: Sequence[Event]) -> list[tuple[DraftNode, ...]]:
