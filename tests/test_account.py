@@ -157,3 +157,51 @@ def test_the_recent_time_of_a_token_follows_the_rounds() -> None:
         account.observe("ngram", 1.0, 2, 1.0)
     assert account.token_s == pytest.approx(0.5, abs=0.05)
     assert account.left_by_ngrams < 0.05
+
+
+def rounds(*done: tuple[float, int], by: str | None = None) -> Account:
+    """The account after rounds of so many plain tokens' time that added so many tokens."""
+    account = Account()
+    for round_s, n_tokens in done:
+        account.observe(by, round_s, n_tokens, 1.0)
+    return account
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 10.0), st.integers(1, 17)), min_size=1, max_size=80))
+def test_the_recent_time_lies_between_the_rounds_and_plain_decoding(
+    done: list[tuple[float, int]],
+) -> None:
+    account = rounds(*done)
+    times = [1.0, *(round_s / n_tokens for round_s, n_tokens in done)]
+    assert account.token_s is not None
+    assert min(times) * 0.999 <= account.token_s <= max(times) * 1.001
+    assert 1.0 <= account.tokens_a_round <= max(n_tokens for _, n_tokens in done)
+
+
+def test_a_few_rounds_change_it_at_first_and_few_later() -> None:
+    early, late = rounds(*[(1.6, 4)] * 4), rounds(*[(1.0, 1)] * 60, *[(1.6, 4)] * 4)
+    assert early.token_s is not None
+    assert late.token_s is not None
+    assert early.token_s < 0.6 < late.token_s < 0.9
+
+
+def test_when_a_model_starts_it_follows_as_at_first() -> None:
+    account = rounds(*[(1.0, 1)] * 60)
+    for _ in range(4):
+        account.observe("model", 1.6, 4, 1.0)
+    assert account.token_s == pytest.approx(rounds(*[(1.6, 4)] * 4).token_s)
+
+
+def test_seconds_and_tokens_are_averaged_apart() -> None:
+    # A long round of one token weighs as much as it took, not as one of two equal paces.
+    assert rounds(*[(10.0, 1), (1.0, 10)] * 200).token_s == pytest.approx(11.0 / 11, rel=0.1)
+
+
+def test_a_model_is_left_the_rounds_in_which_no_n_grams_draft() -> None:
+    account = Account()
+    for number in range(200):
+        account.observe("ngram" if number % 4 else None, 1.0, 2, 1.0)
+    assert account.left_by_ngrams == pytest.approx(0.25, abs=0.05)
+    for _ in range(12):
+        account.observe("model", 1.0, 1, 1.0)
+    assert account.left_by_ngrams > 0.7
