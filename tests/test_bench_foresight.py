@@ -139,7 +139,7 @@ def test_what_is_accepted_at_each_place_is_what_a_draft_from_there_has_right(nam
     assert found.first_s >= 0.0
     assert found.next_s >= 0.0
     for place, n_accepted in enumerate(found.accepted[:-1]):
-        setup.drafter = drafter = drafters()[name]()
+        setup.drafter = drafters()[name]()
         fresh = setup.generation()
         for token in tokens[: 1 + place]:
             fresh.commit(token)
