@@ -37,7 +37,7 @@ from specgen.options import (
     parse_tree,
 )
 from specgen.policy import CostAwarePolicy, Offer, RoundPlan, RoundResult, WhilePaying, draft_up_to
-from specgen.policy.while_paying import best_nodes
+from specgen.policy.stopping import best_nodes
 from specgen.sampling import Distribution, Sampler
 from specgen.testing.fake_backend import FakeVocabulary, Language, noisy, random_language
 from tests.exact_distributions import Fate, all_fates

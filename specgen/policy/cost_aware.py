@@ -19,8 +19,7 @@ from specgen.policy.account import (
 )
 from specgen.policy.draft_outcomes import DraftOutcomes
 from specgen.policy.plan import Offer, Reason, RoundPlan, RoundResult
-from specgen.policy.stopping import KnownRule, StoppingRule, row_bucket
-from specgen.policy.while_paying import WhilePaying
+from specgen.policy.stopping import KnownRule, StoppingRule, WhilePaying, row_bucket
 
 #: If no costs were measured, this many plain decodes are observed before anything is drafted.
 _N_FIRST = 2
