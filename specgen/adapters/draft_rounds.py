@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from specgen.calibration.memory import Memory
 from specgen.core.draft import NO_DRAFT, Draft
 from specgen.core.tally import Tally
+from specgen.drafters.base import propose_together
 from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.engine import Engine
 from specgen.engine.generation import Generation
 from specgen.engine.measurements import is_pair_measured
 from specgen.engine.models import Models
 from specgen.engine.prompts import Prompt
-from specgen.engine.proposing import propose_together
 from specgen.errors import BackendError, SpecgenError, UsageError
 from specgen.options import SessionOptions
 from specgen.policy import Reason, RoundPlan, RoundResult

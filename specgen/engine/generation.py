@@ -12,8 +12,7 @@ from specgen.backend.tree_batch import Branches
 from specgen.calibration.cost_table import ALONE, Others
 from specgen.core.last_hidden import LastHidden
 from specgen.core.tally import Tally
-from specgen.core.text_state import Shaper, TextState
-from specgen.core.text_stream import TextStream
+from specgen.core.text_state import Shaper, TextState, TextStream
 from specgen.core.verifiers import Verifier
 from specgen.drafters import Drafters
 from specgen.errors import SpecgenError

@@ -21,8 +21,8 @@ from specgen.core.draft import NO_DRAFT, ROOT, Draft
 from specgen.core.text_state import TextState
 from specgen.core.verifiers import Verdict
 from specgen.drafters import Drafters
+from specgen.drafters.base import propose_together, refuse_nonsense
 from specgen.engine.generation import Generation
-from specgen.engine.proposing import propose_together, refuse_nonsense
 from specgen.engine.round_events import (
     committed,
     draft_nodes,
