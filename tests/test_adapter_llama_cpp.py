@@ -288,7 +288,7 @@ def test_policy_and_drafter_learn_from_each_round(
     with opened_rounds(models, models / "good.gguf") as rounds:
         draft = rounds.next(prompt)
         assert len(draft) == 4
-        generation = rounds._generation
+        generation = rounds._sequence
         assert generation is not None
         reports: list[Any] = []
         monkeypatch.setattr(generation.policy, "observe", reports.append)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,9 +22,9 @@ from specgen.core.text_state import Shaper, TextState
 from specgen.core.verifiers import BlockVerifier, MatchVerifier, ResidualVerifier, Verifier
 from specgen.drafters import Drafter, Drafters, Drafting, ready
 from specgen.engine.engine import generate
-from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
 from specgen.engine.models import Models
+from specgen.engine.sequence import Sequence
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
 from specgen.options import (
     ContextOptions,
@@ -58,7 +59,7 @@ AGAINST_REPETITION = {
 Rules: TypeAlias = dict[int, dict[int, int]]
 
 
-def run_of(tokens: Sequence[int], first: int, last: int) -> Rules:
+def run_of(tokens: abc.Sequence[int], first: int, last: int) -> Rules:
     """Rules that force these tokens, from one state to another; between them 1000, 1001, ..."""
     states = [first, *(1000 * first + 1000 + i for i in range(len(tokens) - 1)), last]
     return {
@@ -120,10 +121,10 @@ class GrammarTrees:
     def price(self, n_context: int) -> Price:
         return FREE
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         return ready(self.draft(context, plan.n_max))
 
-    def draft(self, context: Sequence[int], n_max: int) -> Draft:
+    def draft(self, context: abc.Sequence[int], n_max: int) -> Draft:
         tokens: list[int] = []
         parents: list[int] = []
         texts: dict[int, tuple[int, ...]] = {ROOT: ()}
@@ -185,7 +186,7 @@ DRAFTERS: dict[str, DrafterOf] = {
 @dataclass
 class Run:
     setup: Setup
-    generation: Generation
+    generation: Sequence
     events: list[Event]
 
     @property
@@ -201,7 +202,7 @@ def run(
     *,
     n_draft: int = 5,
     max_tokens: int = 60,
-    stop: Sequence[str] = (),
+    stop: abc.Sequence[str] = (),
     n_ctx: int = 256,
     n_batch: int = 20,
     seed: int = 0,
@@ -674,7 +675,7 @@ def test_without_the_path_the_grammar_would_be_broken(monkeypatch: pytest.Monkey
     """The same for the masks inside drafts."""
     original = Shaper.distribution
 
-    def blind(self: Shaper, logits: Logits, path: Sequence[int] = ()) -> Distribution:
+    def blind(self: Shaper, logits: Logits, path: abc.Sequence[int] = ()) -> Distribution:
         return original(self, logits)
 
     monkeypatch.setattr(Shaper, "distribution", blind)

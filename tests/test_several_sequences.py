@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from typing import cast
 
 import numpy as np
@@ -26,8 +26,8 @@ from specgen.drafters import (
     ready,
 )
 from specgen.engine.drafter_factory import guess_sampling
-from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
+from specgen.engine.sequence import Sequence
 from specgen.errors import BackendError
 from specgen.events import NoticeEvent
 from specgen.options import DraftOptions, GenerationOptions, parse_tree
@@ -54,14 +54,14 @@ SHAPE = parse_tree("2,2,1")
 COSTS = {1: 1.0, 2: 1.2, 4: 1.5, 8: 2.0, 16: 3.0}
 
 
-def started(loop: Loop, setups: Sequence[Setup]) -> list[Generation]:
+def started(loop: Loop, setups: abc.Sequence[Setup]) -> list[Sequence]:
     generations = [setup.generation(index) for index, setup in enumerate(setups)]
     for generation in generations:
         loop.start(generation)
     return generations
 
 
-def finish(loop: Loop, generations: Sequence[Generation]) -> None:
+def finish(loop: Loop, generations: abc.Sequence[Sequence]) -> None:
     while not all(generation.is_finished for generation in generations):
         loop.round(generations)
 
@@ -108,7 +108,7 @@ class AlwaysRight(NoDrafter):
 
     name = "ngram"
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         text = tuple(context)
         for _ in range(min(plan.n_max, 4)):
             text = (*text, int(LANGUAGE(text).argmax()))
@@ -122,7 +122,7 @@ def test_a_drafter_that_is_always_right_is_followed_beside_others(n_sequences: i
     the batch of all, it would seem to lose by drafting, and put its drafter aside."""
     table = {n: 0.85 + 0.15 * n for n in range(1, 60)}
 
-    def seconds(drafters: Drafters | None) -> tuple[float, list[Generation]]:
+    def seconds(drafters: Drafters | None) -> tuple[float, list[Sequence]]:
         setup = Setup(
             drafter=drafters,
             policy=lambda options: CostAwarePolicy(options, CostTable(table)),

@@ -10,8 +10,8 @@ the tests pool the outcomes) with probability 0.99.
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, abc
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -39,8 +39,8 @@ from specgen.drafters import (
 )
 from specgen.drafters.translation import SharedTokens, Translation
 from specgen.engine.draft_models import Translated
-from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
+from specgen.engine.sequence import Sequence
 from specgen.events import CommittedEvent, Event, NoticeEvent
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.policy import RoundPlan, draft_up_to
@@ -127,10 +127,10 @@ class Pair:
             seed=self.seed,
         )
 
-    def plain(self) -> Generation:
+    def plain(self) -> Sequence:
         return self.setup().run()[0]
 
-    def run(self) -> tuple[Generation, list[Event], Watched]:
+    def run(self) -> tuple[Sequence, list[Event], Watched]:
         setup = self.setup()
         watched: list[Watched] = []
 
@@ -174,7 +174,7 @@ class Watched(WrappedDrafter):
         self.n_drafted = self.n_accepted = self.n_rounds = 0
         self.n_redecoded = self.n_proposals = self.n_slides = 0
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         text = self.inner._text
         cached, n_before = self.backend.text(0), self.backend.n_decoded_rows
         n_skipped = self.inner._inner._n_skipped  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ _N_EXPECTED = 8
 
 
 @dataclass(slots=True)
-class Generation:
+class Sequence:
     """The state of one answer. The loop changes it. `n_ctx` is the most tokens that may be decoded,
     prompt and answer together. `state` begins with the prompt.
 
@@ -75,7 +75,7 @@ class Generation:
     def __post_init__(self) -> None:
         self.n_prompt = len(self.state.tokens)
         if not self.n_prompt:
-            raise ValueError("a generation needs at least one prompt token")
+            raise ValueError("a sequence needs at least one prompt token")
         self.text = TextStream(self.options.stop)
         if self.options.max_tokens == 0:
             self.finish_reason = "length"
