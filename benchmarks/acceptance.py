@@ -38,13 +38,15 @@ import numpy as np
 from benchmarks.answers import answer, begin
 from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
+from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.loop import Loop
-from specgen.engine.session import Session, SessionOptions
+from specgen.engine.models import Models
 from specgen.options import (
     ContextOptions,
     DraftOptions,
     GenerationOptions,
     SamplerOptions,
+    SessionOptions,
     VerifierName,
 )
 from specgen.proof import evenly_chosen, read_prompts
@@ -109,9 +111,9 @@ def run(
 ) -> dict[str, object]:
     """Generate an answer to each prompt and count."""
     n_tokens = n_rounds = n_drafted = n_accepted = 0
-    with Session(options(arguments, temperature, verifier), time.perf_counter) as session:
+    with Models(options(arguments, temperature, verifier), time.perf_counter) as loaded:
         for prompt in prompts:
-            found = answer(session, prompt)
+            found = answer(loaded, prompt)
             n_tokens += found.n_tokens
             n_rounds += found.n_rounds
             n_drafted += found.n_drafted
@@ -137,14 +139,14 @@ def measure(
     sampler = Sampler(chosen.sampler)
     sweep = {f"temperature x {t}": Sampler(at(chosen.sampler, t)) for t in RELATIVE_TEMPERATURES}
     sweep |= {f"top-k {k}": Sampler(replace(chosen.sampler, top_k=k)) for k in TOP_K}
-    with Session(chosen, time.perf_counter) as session:
+    with Models(chosen, time.perf_counter) as loaded:
         for number, prompt in enumerate(prompts):
-            begun = begin(session, prompt)
+            begun = begin(loaded, prompt)
             n_prompt = len(begun.tokens)
-            n_ctx = session.context_size(n_prompt)
-            with session.contexts(n_ctx) as (target, draft):
+            n_ctx = loaded.context_size(n_prompt)
+            with loaded.contexts(n_ctx) as (target, draft):
                 assert draft is not None
-                generation = session.generation(begun, n_ctx, None, number, plain=True)
+                generation = DrafterFactory(loaded).sequence(begun, n_ctx, None, number, plain=True)
                 loop = Loop(target, time.perf_counter)
                 loop.start(generation)
                 while generation.finish_reason is None:

@@ -29,9 +29,9 @@ from specgen.adapters.llama_cpp import SpecgenDraft
 from specgen.backend.llama.context_opening import default_threads
 from specgen.bench.contenders import NOW
 from specgen.catalogue import cache_folder
-from specgen.engine.session import Session, SessionOptions
+from specgen.engine.models import Models
 from specgen.kernels import choose_kernels
-from specgen.options import ContextOptions
+from specgen.options import ContextOptions, SessionOptions
 from specgen.proof import evenly_chosen, read_prompts
 
 PLAIN, LOOKUP = "Llama", "LlamaPromptLookupDecoding"
@@ -55,10 +55,10 @@ def main() -> None:
     ways = [PLAIN, LOOKUP, "ngram", *map(str, asked.draft)]
     runs: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     texts: list[list[int]] = []
-    with Session(SessionOptions(asked.target), time.perf_counter, vocabulary_only=True) as session:
+    with Models(SessionOptions(asked.target), time.perf_counter, vocabulary_only=True) as loaded:
         chosen = evenly_chosen(read_prompts(asked.prompts), asked.count)
-        prompts = [session.prompt(prompt, now=NOW).tokens for prompt in chosen]
-        is_end = session.target_model.vocabulary.is_end
+        prompts = [loaded.prompts.of_text(prompt, now=NOW).tokens for prompt in chosen]
+        is_end = loaded.target.vocabulary.is_end
         for turn in range(asked.turns):
             for way in ways:
                 with _opened(way, asked) as (llama, draft):

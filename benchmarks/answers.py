@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from specgen.bench.contenders import NOW
-from specgen.engine.session import Prompt, Session
+from specgen.engine.engine import generate
+from specgen.engine.models import Models
+from specgen.engine.prompts import Prompt
 from specgen.events import FinishedEvent
 from specgen.options import DraftOptions, DraftSource, parse_tree
 
@@ -40,13 +42,13 @@ def read_setting(setting: str) -> tuple[DraftSource, DraftOptions]:
     return draft, DraftOptions(**changes)
 
 
-def begin(session: Session, prompt: str) -> Prompt:
+def begin(loaded: Models, prompt: str) -> Prompt:
     """The prompt in the model's chat template; as it is for a model without one."""
-    return session.prompt(prompt, now=NOW)
+    return loaded.prompts.of_text(prompt, now=NOW)
 
 
-def answer(session: Session, prompt: str, *, estimate_gain: bool = False) -> FinishedEvent:
+def answer(loaded: Models, prompt: str, *, estimate_gain: bool = False) -> FinishedEvent:
     """Generate an answer to a prompt."""
-    *_, last = session.generate(begin(session, prompt), estimate_gain=estimate_gain)
+    *_, last = generate(loaded, begin(loaded, prompt), estimate_gain=estimate_gain)
     assert isinstance(last, FinishedEvent)
     return last

@@ -30,9 +30,9 @@ from specgen.batch.runner import Batch, Prompting
 from specgen.calibration.memory import Memory
 from specgen.catalogue import cache_folder
 from specgen.engine.engine import Engine
-from specgen.engine.session import Session, SessionOptions
+from specgen.engine.models import Models
 from specgen.kernels import choose_kernels
-from specgen.options import DraftSource, GenerationOptions, SamplerOptions
+from specgen.options import DraftSource, GenerationOptions, SamplerOptions, SessionOptions
 from specgen.proof import evenly_chosen, read_prompts
 
 N_AT_ONCE = (1, 2, 4, 8)
@@ -104,11 +104,11 @@ def _specgen(
     generation = GenerationOptions(max_tokens=asked.max_tokens)
     options = SessionOptions(asked.target, draft, generation=generation)
     lines = "\n".join(json.dumps({"prompt": prompt}) for prompt in prompts).encode()
-    with Session(options, time.perf_counter, memory) as session:
+    with Models(options, time.perf_counter, memory) as loaded:
         kept = Kept()
         prompting = Prompting(None, None, datetime.datetime.now().astimezone())
-        job = Batch(session, prompting, kept, {}, wall_clock=time.time)
-        with Engine(session, n_parallel=n, n_ctx=asked.ctx_size) as engine:
+        job = Batch(loaded, prompting, kept, {}, wall_clock=time.time)
+        with Engine(loaded, n_parallel=n, n_ctx=asked.ctx_size) as engine:
             started = time.perf_counter()
             tasks = job.prepare(read_lines(lines, "prompts", SamplerOptions(), generation))
             job.run(engine, tasks)

@@ -20,11 +20,11 @@ from typing import Any
 from specgen.calibration.memory import Memory
 from specgen.catalogue import cache_folder
 from specgen.engine.chat_template import Message
-from specgen.engine.engine import Engine
-from specgen.engine.session import Session, SessionOptions
+from specgen.engine.engine import Engine, generate
+from specgen.engine.models import Models
 from specgen.events import FinishedEvent
 from specgen.kernels import choose_kernels
-from specgen.options import DraftSource, GenerationOptions
+from specgen.options import DraftSource, GenerationOptions, SessionOptions
 
 QUESTIONS = (
     "Write a Python function that counts the words of a text file.",
@@ -56,17 +56,17 @@ def main() -> None:
     memory = Memory()
     turns: list[dict[str, Any]] = []
     with (
-        Session(options, time.perf_counter, memory) as session,
-        Session(plain_options, time.perf_counter, memory) as plain,
-        Engine(session, n_ctx=asked.ctx_size) as engine,
+        Models(options, time.perf_counter, memory) as loaded,
+        Models(plain_options, time.perf_counter, memory) as plain,
+        Engine(loaded, n_ctx=asked.ctx_size) as engine,
     ):
         messages: list[Message] = []
         for question in QUESTIONS:
             messages.append(Message("user", question))
-            prompt = session.conversation(messages)
-            kept = engine.submit(prompt)
+            prompt = loaded.prompts.of_messages(messages)
+            kept = engine.insert(prompt)
             *_, finished = engine.stream(kept)
-            *_, anew = plain.generate(plain.conversation(messages), estimate_gain=False)
+            *_, anew = generate(plain, plain.prompts.of_messages(messages), estimate_gain=False)
             assert isinstance(finished, FinishedEvent)
             assert isinstance(anew, FinishedEvent)
             turns.append(

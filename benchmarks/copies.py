@@ -24,8 +24,9 @@ from benchmarks.replays import Told, parser_of_answers, read_answers
 from specgen.backend.llama import default_threads, requantize
 from specgen.catalogue import cache_folder
 from specgen.engine.measurements import agreement_walk
-from specgen.engine.session import Session, SessionOptions
+from specgen.engine.models import Models
 from specgen.kernels import choose_kernels, wanted_in
+from specgen.options import SessionOptions
 
 #: Tokens before the batches that are timed.
 N_CONTEXT = 200
@@ -57,13 +58,13 @@ def main() -> None:
 def agreement(target: Path, draft: Path, answers: Sequence[Told]) -> dict[str, float]:
     """At how many places of the answers a draft says what they say."""
     n_places = n_agreed = 0
-    with Session(SessionOptions(target, draft), time.perf_counter) as session:
+    with Models(SessionOptions(target, draft), time.perf_counter) as loaded:
         for number, told in enumerate(answers, 1):
-            prompt = begin(session, told.prompt.text)
+            prompt = begin(loaded, told.prompt.text)
             tokens = [*prompt.tokens, *told.tokens]
-            with session.contexts(session.context_size(len(tokens))) as (_, drafting):
+            with loaded.contexts(loaded.context_size(len(tokens))) as (_, drafting):
                 assert drafting is not None, "the session's draft"
-                walk = agreement_walk(session, prompt, drafting)
+                walk = agreement_walk(loaded, prompt, drafting)
                 for place in range(len(prompt.tokens), len(tokens)):
                     walk.look(tokens, place, tokens[place])
             n_places += walk.found.n_places

@@ -34,11 +34,12 @@ import requests
 
 from specgen.calibration.memory import Memory
 from specgen.catalogue import cache_folder
-from specgen.engine.infill import Gap
-from specgen.engine.session import Session, SessionOptions
+from specgen.engine.engine import generate
+from specgen.engine.infill import Gap, infill_prompt
+from specgen.engine.models import Models
 from specgen.events import FinishedEvent
 from specgen.kernels import choose_kernels
-from specgen.options import DraftSource, GenerationOptions
+from specgen.options import DraftSource, GenerationOptions, SessionOptions
 
 N_LINES = range(5, 21)
 #: Characters around a gap, at most: some 650 tokens.
@@ -140,16 +141,16 @@ def _specgen(
     drafts |= {path.name: path for path in asked.draft}
     for name, draft in drafts.items():
         options = SessionOptions(asked.target, draft, generation=generation)
-        session = stack.enter_context(Session(options, time.perf_counter, memory))
-        _fill(session, first, "")
-        if session.was_busy:  # what is measured then may say that no draft pays
+        loaded = stack.enter_context(Models(options, time.perf_counter, memory))
+        _fill(loaded, first, "")
+        if loaded.costs.was_busy:  # what is measured then may say that no draft pays
             sys.exit(f"other work slowed the measurement of {name!r}: run it on an idle machine")
-        yield name, partial(_fill, session)
+        yield name, partial(_fill, loaded)
 
 
-def _fill(session: Session, gap: Gap, cut: str) -> dict[str, Any]:
-    prompt = session.infill(gap, N_CTX).prompt
-    *_, finished = session.generate(prompt, estimate_gain=False)
+def _fill(loaded: Models, gap: Gap, cut: str) -> dict[str, Any]:
+    prompt = infill_prompt(loaded.target, loaded.drafts.own_vocabulary, gap, N_CTX).prompt
+    *_, finished = generate(loaded, prompt, estimate_gain=False)
     assert isinstance(finished, FinishedEvent)
     return {
         "gap": gap.name,

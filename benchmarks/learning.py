@@ -35,9 +35,10 @@ import numpy as np
 from specgen.backend.llama import LlamaModel
 from specgen.backend.llama.kernels import computing
 from specgen.catalogue import cache_folder, identify
+from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.engine import Engine
 from specgen.engine.kept_answers import last_number
-from specgen.engine.session import Session
+from specgen.engine.models import Models
 from specgen.events import FinishedEvent
 from specgen.json_values import as_json
 from specgen.kernels import choose_kernels
@@ -81,15 +82,15 @@ def prompts() -> list[str]:
 def opened(options: SessionOptions) -> Iterator[Engine]:
     """An engine with a session, and a memory of its own."""
     with (
-        Session(options, time.perf_counter, open_memory()) as session,
-        Engine(session, estimate_gain=False, n_ctx=2048) as engine,
+        Models(options, time.perf_counter, open_memory()) as loaded,
+        Engine(loaded, estimate_gain=False, n_ctx=2048) as engine,
     ):
         yield engine
 
 
 def ask(engine: Engine, prompt: str) -> FinishedEvent:
     """The summary of an answer."""
-    *_, last = engine.stream(engine.submit(prompt))
+    *_, last = engine.stream(engine.insert(prompt))
     assert isinstance(last, FinishedEvent)
     return last
 
@@ -240,8 +241,8 @@ def _answer_and_learn(
     first = len(lessons) * N_BLOCK
     if last_number(folder) == first:
         with (
-            Session(kept, time.perf_counter, open_memory()) as session,
-            Engine(session, n_parallel=N_BLOCK, n_ctx=1024) as engine,
+            Models(kept, time.perf_counter, open_memory()) as loaded,
+            Engine(loaded, n_parallel=N_BLOCK, n_ctx=1024) as engine,
         ):
             engine.answers(asked[first : first + N_BLOCK])
     lessons.append(asdict(lesson(folder, options.target, Path(options.draft), minutes)))
@@ -283,10 +284,10 @@ def _replay(arms: dict[str, SessionOptions], asked: Sequence[str]) -> dict[str, 
     plain = replace(arms["without"], draft="none")
     n_ctx = 1024
     with (
-        Session(plain, time.perf_counter) as session,
-        Engine(session, n_parallel=len(asked), n_ctx=n_ctx) as engine,
+        Models(plain, time.perf_counter) as loaded,
+        Engine(loaded, n_parallel=len(asked), n_ctx=n_ctx) as engine,
     ):
-        asked_for = [engine.submit(prompt) for prompt in asked]
+        asked_for = [engine.insert(prompt) for prompt in asked]
         list(engine.run())
     answers = []
     for prompt, done in zip(asked, asked_for, strict=True):
@@ -296,15 +297,15 @@ def _replay(arms: dict[str, SessionOptions], asked: Sequence[str]) -> dict[str, 
     found: dict[str, list[Replay]] = {}
     for arm, options in arms.items():
         with (
-            Session(options, time.perf_counter, vocabulary_only=True) as session,
-            session.draft_contexts(n_ctx) as (context,),
+            Models(options, time.perf_counter, vocabulary_only=True) as loaded,
+            loaded.draft_contexts(n_ctx) as (context,),
         ):
             found[arm] = []
             for answer in answers:
                 context.remove(0)
-                begun = answered_prompt(session, baseline, answer)
-                generation = session.generation(begun, n_ctx, context, 0)
-                found[arm].append(replay(generation, answer, baseline, session.clock))
+                begun = answered_prompt(loaded, baseline, answer)
+                generation = DrafterFactory(loaded).sequence(begun, n_ctx, context, 0)
+                found[arm].append(replay(generation, answer, baseline, loaded.clock))
     return {
         "figures": compared(found),
         "texts": [done.text for done in asked_for],

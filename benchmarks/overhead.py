@@ -29,14 +29,16 @@ import numpy as np
 from benchmarks import answers
 from specgen.calibration.cost_table import CostTable
 from specgen.calibration.memory import Memory
-from specgen.engine.session import DraftSource, Session, SessionOptions
+from specgen.engine.models import Models
 from specgen.events import FinishedEvent
 from specgen.options import (
     ContextOptions,
     DraftOptions,
+    DraftSource,
     GenerationOptions,
     PolicyName,
     SamplerOptions,
+    SessionOptions,
     parse_tree,
 )
 from specgen.testing.tiny import TinyConfig, write_tiny_model
@@ -145,8 +147,8 @@ def answer(
         target_context=context,
         draft_context=context,
     )
-    with Session(options, time.perf_counter, MadeUpMemory(target)) as session:
-        return answers.answer(session, PROMPT)
+    with Models(options, time.perf_counter, MadeUpMemory(target)) as loaded:
+        return answers.answer(loaded, PROMPT)
 
 
 if __name__ == "__main__":

@@ -32,10 +32,10 @@ import numpy as np
 
 from specgen.backend.llama import default_threads
 from specgen.catalogue import cache_folder, identify
-from specgen.engine.session import Session, SessionOptions
+from specgen.engine.models import Models
 from specgen.kernels import choose_kernels, wanted_in
 from specgen.machine import look_at_machine
-from specgen.options import ContextOptions
+from specgen.options import ContextOptions, SessionOptions
 from specgen.selection.outlook import WORTH, expected_speedup
 from specgen.workshop.made_files import pruned_file, text_folder
 from specgen.workshop.pruned.evaluations import Blocks, Evaluations
@@ -83,7 +83,7 @@ def main() -> None:
 def curve(asked: argparse.Namespace) -> dict[str, object]:
     """The best set that was found of each size, and what a draft without it would gain."""
     until_s = time.monotonic() + 60.0 * asked.minutes
-    with judging(asked) as (session, text, judged):
+    with judging(asked) as (loaded, text, judged):
         n_before, started_s = len(judged.known), time.monotonic()
         best = {}
         for size in asked.sizes:
@@ -95,7 +95,7 @@ def curve(asked: argparse.Namespace) -> dict[str, object]:
             best[size] = search(
                 judged,
                 lambda _n, agreement: agreement,
-                session.target_model.n_layer,
+                loaded.target.n_layer,
                 is_over=is_enough,
                 progress=_tell,
                 sizes=[size],
@@ -115,15 +115,15 @@ def curve(asked: argparse.Namespace) -> dict[str, object]:
             if answer.prompt_tokens not in seen
         ]
         held_back = judged_texts(others, _N_HELD_BACK, held_back=True)
-        costs = PrunedCosts(session, folder, expected_speedup)
+        costs = PrunedCosts(loaded, folder, expected_speedup)
         for size, blocks in {0: frozenset[int](), **best}.items():
             if blocks is None:
                 continue
             file = folder / "curve.gguf"
             write_pruned(asked.target, blocks, file, default_threads())
-            with session.contexts(256, drafts=False) as (own, _):
-                cost = timed_share(session, own, file)
-            agreement = agreement_of(file, session, held_back)
+            with loaded.contexts(256, drafts=False) as (own, _):
+                cost = timed_share(loaded, own, file)
+            agreement = agreement_of(file, loaded, held_back)
             file.unlink()
             figures.append(
                 {
@@ -138,9 +138,9 @@ def curve(asked: argparse.Namespace) -> dict[str, object]:
             )
             print(figures[-1], file=sys.stderr)
         return {
-            "target": session.target_model.name,
-            "n_layer": session.target_model.n_layer,
-            "kernels": session.target_model.kernels,
+            "target": loaded.target.name,
+            "n_layer": loaded.target.n_layer,
+            "kernels": loaded.target.kernels,
             "n_sets_judged": len(judged.known),
             "n_places": asked.places,
             "set_s": took_s,
@@ -152,8 +152,8 @@ def curve(asked: argparse.Namespace) -> dict[str, object]:
 
 def compare(asked: argparse.Namespace) -> dict[str, object]:
     """The best of some ways to search, after so many sets."""
-    with judging(asked) as (session, _, judged):
-        n_layer, sizes = session.target_model.n_layer, [asked.size]
+    with judging(asked) as (loaded, _, judged):
+        n_layer, sizes = loaded.target.n_layer, [asked.size]
         value: Speedup = _agreement
         if asked.size == 0:
             sizes, value = list(range(1, n_layer // 2 + 1)), _expected(n_layer)
@@ -184,7 +184,7 @@ def compare(asked: argparse.Namespace) -> dict[str, object]:
                 found.setdefault(name, []).append(agreement.best_after(sizes, value))
                 print(name, seed, found[name][-1], file=sys.stderr)
         return {
-            "target": session.target_model.name,
+            "target": loaded.target.name,
             "n_layer": n_layer,
             "size": asked.size,
             "n_places": asked.places,
@@ -286,23 +286,23 @@ def pays() -> dict[str, dict[str, float | None]]:
 
 
 @contextlib.contextmanager
-def judging(asked: argparse.Namespace) -> Iterator[tuple[Session, TargetText, Evaluations]]:
+def judging(asked: argparse.Namespace) -> Iterator[tuple[Models, TargetText, Evaluations]]:
     """A target with its text, and what was judged of it so far."""
     context = ContextOptions(n_threads=asked.threads)
     options = SessionOptions(
         target=asked.target, draft="none", target_context=context, draft_context=context
     )
-    with Session(options, time.perf_counter) as session:
-        model = session.target_model
+    with Models(options, time.perf_counter) as loaded:
+        model = loaded.target
         check_prunable(model)
         text = TargetText(pruned_folder(asked.target) / "text", model.n_embd)
         texts = judged_texts(text.answers, asked.places, held_back=False)
         record = pruned_folder(asked.target) / "curve.judged"
         with (
-            Judge(model, session.costs.context_options(), texts, session.clock) as judge,
+            Judge(model, loaded.costs.context_options(), texts, loaded.clock) as judge,
             Evaluations.opened(record, f"{asked.places} places", judge.agreement) as judged,
         ):
-            yield session, text, judged
+            yield loaded, text, judged
 
 
 def pruned_folder(target: Path) -> Path:

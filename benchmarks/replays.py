@@ -44,11 +44,12 @@ from specgen.bench.prompts import BenchPrompt, first_of_each, read_bench_prompts
 from specgen.calibration.cost_table import CostTable
 from specgen.calibration.memory import Memory
 from specgen.calibration.timing import MIN_SIZES
+from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.loop import Loop
 from specgen.engine.measurements import measure_if_new
-from specgen.engine.session import Session, SessionOptions
+from specgen.engine.models import Models
 from specgen.events import FinishedEvent
-from specgen.options import GenerationOptions
+from specgen.options import GenerationOptions, SessionOptions
 from specgen.proof.memo_backend import MemoBackend
 from specgen.testing.fake_backend import FakeBackend
 
@@ -177,26 +178,26 @@ class Entrant:
         options = SessionOptions(
             target, draft, drafting=drafting, generation=GenerationOptions(max_tokens=n)
         )
-        self._session = Session(options, self._clock, Memory())
+        self._loaded = Models(options, self._clock, Memory())
         self.found: list[dict[str, Any]] = []
-        tables = [self._session.costs.table()]
+        tables = [self._loaded.costs.table()]
         if isinstance(draft, Path):
-            tables.append(self._session.costs.table(draft))
-        n_known = max(self._session.n_rows_max, MIN_SIZES)
+            tables.append(self._loaded.costs.table(draft))
+        n_known = max(self._loaded.n_rows_max, MIN_SIZES)
         for table, known in zip(tables, costs, strict=False):
             for n_rows in range(1, n_known + 1):
                 table.start(n_rows, known.seconds(n_rows))
         if drafting.is_by_cost:
-            with self._session.contexts(256) as (context, drafts):
-                measure_if_new(self._session, context, drafts)
-        self._known_first = copy.deepcopy(vars(self._session.memory))
+            with self._loaded.contexts(256) as (context, drafts):
+                measure_if_new(self._loaded, context, drafts)
+        self._known_first = copy.deepcopy(vars(self._loaded.memory))
 
     def close(self) -> None:
-        self._session.close()
+        self._loaded.close()
 
     def rehearse(self, told: Told, real: Backend, draft: MemoBackend | None, n: int) -> None:
         """Forget what was learnt, and make an answer n times without counting it."""
-        vars(self._session.memory).update(copy.deepcopy(self._known_first))
+        vars(self._loaded.memory).update(copy.deepcopy(self._known_first))
         for _ in range(n):
             self.replay(told, real, draft)
             self.found.pop()
@@ -207,21 +208,21 @@ class Entrant:
         if draft is not None:
             for sequence in range(draft.n_sequences):
                 draft.remove(sequence)
-        session, clock = self._session, self._clock
-        prompt = begin(session, told.prompt.text)
-        vocabulary = session.target_model.vocabulary
+        loaded, clock = self._loaded, self._clock
+        prompt = begin(loaded, told.prompt.text)
+        vocabulary = loaded.target.vocabulary
         end = (vocabulary.end_tokens()[0],) if told.ended else ()
         said = FakeBackend(
             vocabulary,  # type: ignore[arg-type]
             Script((*prompt.tokens, *told.tokens, *end), vocabulary.n_tokens),
             n_ctx=real.n_ctx,
             n_batch=real.n_batch,
-            n_outputs=session.n_rows_max,
-            n_sequences=session.n_branches_max,
+            n_outputs=loaded.n_rows_max,
+            n_sequences=loaded.n_branches_max,
         )
         target = cast(Backend, Timed(said, self._costs[0], clock))
         drafting = None if draft is None else cast(Backend, Timed(draft, self._costs[1], clock))
-        generation = session.generation(prompt, real.n_ctx, drafting, seed=1)
+        generation = DrafterFactory(loaded).sequence(prompt, real.n_ctx, drafting, seed=1)
         loop = Loop(target, clock)
         list(loop.run(generation))
         assert tuple(generation.answer) == told.tokens, "the recorded answer"
@@ -335,10 +336,10 @@ def main() -> None:
             next(iter(drafts), "none"),
             generation=GenerationOptions(max_tokens=asked.max_tokens),
         )
-        session = stack.enter_context(Session(options, Clock()))
+        loaded = stack.enter_context(Models(options, Clock()))
         for number, told in enumerate(answers, 1):
-            n_ctx = session.context_size(len(begin(session, told.prompt.text).tokens))
-            with session.contexts(n_ctx) as (real, draft):
+            n_ctx = loaded.context_size(len(begin(loaded, told.prompt.text).tokens))
+            with loaded.contexts(n_ctx) as (real, draft):
                 memo = None if draft is None else MemoBackend(draft)
                 for entrant in entrants:
                     drafting = memo if entrant.draft in drafts else None

@@ -38,10 +38,18 @@ from specgen.backend.llama import LlamaBackend
 from specgen.calibration.memory import Memory
 from specgen.calibration.timing import begin, time_batch
 from specgen.catalogue import cache_folder
-from specgen.engine.session import Session, SessionOptions
+from specgen.engine.engine import generate
+from specgen.engine.models import Models
 from specgen.events import FinishedEvent
 from specgen.kernels import choose_kernels
-from specgen.options import ContextOptions, DraftOptions, DraftSource, GenerationOptions, Workers
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    DraftSource,
+    GenerationOptions,
+    SessionOptions,
+    Workers,
+)
 from specgen.proof import evenly_chosen, read_prompts
 
 DELAYS_MS = (0.0, 1.0, 5.0, 20.0)
@@ -203,12 +211,12 @@ def _measure(
 ) -> None:
     """Add what is missing to the report, and write it after each prompt."""
     with contextlib.ExitStack() as stack:
-        sessions: dict[tuple[float, DraftSource], Session] = {}
+        sessions: dict[tuple[float, DraftSource], Models] = {}
         for delay_ms in DELAYS_MS:
             memory = Memory()
             for draft in ("none", options.draft):
-                session = Session(_with_draft(options, draft), time.perf_counter, memory)
-                sessions[delay_ms, draft] = stack.enter_context(session)
+                loaded = Models(_with_draft(options, draft), time.perf_counter, memory)
+                sessions[delay_ms, draft] = stack.enter_context(loaded)
             if str(delay_ms) not in report["decodes"]:
                 network.delay.value = delay_ms / 1000
                 with sessions[delay_ms, "none"].contexts(512) as (target, _):
@@ -216,9 +224,9 @@ def _measure(
                 _write(report, file)
         for prompt in prompts[_n_done(report) :]:
             runs = []
-            for (delay_ms, draft), session in sessions.items():
+            for (delay_ms, draft), loaded in sessions.items():
                 network.delay.value = delay_ms / 1000
-                run = _answer(session, prompt)
+                run = _answer(loaded, prompt)
                 runs.append({"delay_ms": delay_ms, "is_plain": draft == "none", **run})
                 print({**runs[-1], "text": "", "costs_s": ""}, file=sys.stderr)
             for run in runs:
@@ -268,10 +276,10 @@ def _decodes(target: LlamaBackend, network: Network) -> list[dict[str, Any]]:
     return found
 
 
-def _answer(session: Session, prompt: str) -> dict[str, Any]:
-    *_, finished = session.generate(session.prompt(prompt), estimate_gain=False)
+def _answer(loaded: Models, prompt: str) -> dict[str, Any]:
+    *_, finished = generate(loaded, loaded.prompts.of_text(prompt), estimate_gain=False)
     assert isinstance(finished, FinishedEvent)
-    known = session.costs.table().known
+    known = loaded.costs.table().known
     return {
         "n_tokens": finished.n_tokens,
         "n_rounds": finished.n_rounds,
@@ -283,7 +291,7 @@ def _answer(session: Session, prompt: str) -> dict[str, Any]:
         "draft_s": round(finished.draft_s, 3),
         "target_s": round(finished.target_s - finished.prompt_s, 3),
         "own_s": round(finished.loop_s, 3),
-        "costs_s": {n_rows: round(session.costs.table().seconds(n_rows), 4) for n_rows in known},
+        "costs_s": {n_rows: round(loaded.costs.table().seconds(n_rows), 4) for n_rows in known},
         "text": finished.text,
     }
 

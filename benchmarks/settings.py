@@ -24,9 +24,9 @@ from pathlib import Path
 from benchmarks.answers import answer, read_setting
 from specgen.bench.prompts import first_of_each, read_bench_prompts
 from specgen.catalogue import cache_folder
-from specgen.engine.session import Session, SessionOptions
+from specgen.engine.models import Models
 from specgen.kernels import choose_kernels, wanted_in
-from specgen.options import ContextOptions, GenerationOptions, SamplerOptions
+from specgen.options import ContextOptions, GenerationOptions, SamplerOptions, SessionOptions
 
 
 def main() -> int:
@@ -89,7 +89,7 @@ def main() -> int:
     return 0
 
 
-def open_session(arguments: argparse.Namespace, setting: str) -> Session:
+def open_session(arguments: argparse.Namespace, setting: str) -> Models:
     draft, drafting = read_setting(setting)
     options = SessionOptions(
         target=arguments.target,
@@ -100,7 +100,7 @@ def open_session(arguments: argparse.Namespace, setting: str) -> Session:
         target_context=ContextOptions(n_threads=arguments.threads),
         draft_context=ContextOptions(n_threads=arguments.threads),
     )
-    return Session(options, time.perf_counter)
+    return Models(options, time.perf_counter)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ from typing import Any
 from specgen.calibration.memory import Memory
 from specgen.catalogue import cache_folder
 from specgen.engine.engine import Engine
-from specgen.engine.session import Session, SessionOptions
+from specgen.engine.models import Models
 from specgen.kernels import choose_kernels
-from specgen.options import DraftSource, GenerationOptions
+from specgen.options import DraftSource, GenerationOptions, SessionOptions
 from specgen.proof import evenly_chosen, read_prompts
 
 N_AT_ONCE = (1, 2, 4, 8)
@@ -51,9 +51,9 @@ def main() -> None:
             options = SessionOptions(
                 asked.target, draft, generation=GenerationOptions(max_tokens=asked.max_tokens)
             )
-            with Session(options, time.perf_counter, memory) as session:
+            with Models(options, time.perf_counter, memory) as loaded:
                 for n in N_AT_ONCE:
-                    run = _answers(session, prompts, n, asked.ctx_size)
+                    run = _answers(loaded, prompts, n, asked.ctx_size)
                     texts = texts or run["texts"]
                     run["n_equal"] = sum(
                         a == b for a, b in zip(run.pop("texts"), texts, strict=True)
@@ -79,14 +79,14 @@ def _drafts(models: list[Path]) -> Iterator[tuple[str, DraftSource]]:
         yield path.name, path
 
 
-def _answers(session: Session, prompts: list[str], n: int, n_ctx: int) -> dict[str, Any]:
+def _answers(loaded: Models, prompts: list[str], n: int, n_ctx: int) -> dict[str, Any]:
     """Make all answers, n at once; figures, and the texts."""
-    with Engine(session, n_parallel=n, n_ctx=n_ctx) as engine:
-        started = session.clock()
-        asked = [engine.submit(prompt) for prompt in prompts]
+    with Engine(loaded, n_parallel=n, n_ctx=n_ctx) as engine:
+        started = loaded.clock()
+        asked = [engine.insert(prompt) for prompt in prompts]
         for _ in engine.run():
             pass
-        seconds = session.clock() - started
+        seconds = loaded.clock() - started
     done = [answer.finished for answer in asked if answer.finished is not None]
     prompt_s = sum(finished.prompt_s for finished in done)
     n_tokens = sum(finished.n_tokens for finished in done)

@@ -18,12 +18,14 @@ from pathlib import Path
 from specgen.bench.prompts import own_prompts, read_bench_prompts
 from specgen.calibration.cost_table import CostTable
 from specgen.calibration.memory import Memory
-from specgen.engine.session import Session, SessionOptions
+from specgen.engine.engine import generate
+from specgen.engine.models import Models
 from specgen.events import FinishedEvent
 from specgen.options import (
     DraftOptions,
     GenerationOptions,
     SamplerOptions,
+    SessionOptions,
     VerifierName,
     parse_tree,
 )
@@ -93,15 +95,15 @@ def main() -> None:
         )
         memory = Memory()
         n_tokens = n_rounds = n_drafted = 0
-        with Session(options, time.perf_counter, memory) as session:
+        with Models(options, time.perf_counter, memory) as loaded:
             if drafting.policy == "cost":
-                free(session.costs.table(), drafting.n_max, 1e-4)
-                table = session.costs.table(asked.draft)
+                free(loaded.costs.table(), drafting.n_max, 1e-4)
+                table = loaded.costs.table(asked.draft)
                 free(table, drafting.n_max, 0.0)
                 for n_rows in table.known:
                     table.start(n_rows, 1e-6)
             for prompt in prompts[: asked.count]:
-                for event in session.generate(session.prompt(prompt.text)):
+                for event in generate(loaded, loaded.prompts.of_text(prompt.text)):
                     if isinstance(event, FinishedEvent) and event.mean_accepted_length is not None:
                         n_tokens += round(event.mean_accepted_length * event.n_rounds)
                         n_rounds += event.n_rounds

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts import build_kernels, build_peers, ggml_source
-from specgen.backend.rpc_build import LIBRARY, STAMP, version_of
+from specgen.backend.build import LIBRARY, STAMP, version_of
 from specgen.errors import FetchError
 
 FOLDER = Path(__file__).resolve().parent.parent / "specgen" / "backend" / "llama"

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specgen.api import AnswerOptions, Model, load
     from specgen.engine.chat_template import Message
-    from specgen.engine.engine import Answer, Engine
+    from specgen.engine.engine import Engine
+    from specgen.engine.models import Models
     from specgen.engine.prompts import Prompt
-    from specgen.engine.session import Session, SessionOptions
+    from specgen.engine.request import Request
     from specgen.errors import (
         BackendError,
         FetchError,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         DraftOptions,
         GenerationOptions,
         SamplerOptions,
+        SessionOptions,
         TreeShape,
     )
 
@@ -48,9 +50,10 @@ __version__ = "0.1.0"
 _MODULES = {
     "specgen.api": ("AnswerOptions", "Model", "load"),
     "specgen.engine.chat_template": ("Message",),
-    "specgen.engine.engine": ("Answer", "Engine"),
+    "specgen.engine.engine": ("Engine",),
+    "specgen.engine.models": ("Models",),
     "specgen.engine.prompts": ("Prompt",),
-    "specgen.engine.session": ("Session", "SessionOptions"),
+    "specgen.engine.request": ("Request",),
     "specgen.errors": (
         "BackendError",
         "FetchError",
@@ -75,13 +78,13 @@ _MODULES = {
         "DraftOptions",
         "GenerationOptions",
         "SamplerOptions",
+        "SessionOptions",
         "TreeShape",
     ),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
-    "Answer",
     "AnswerOptions",
     "BackendError",
     "CommittedEvent",
@@ -96,13 +99,14 @@ __all__ = [
     "Message",
     "Model",
     "ModelFileError",
+    "Models",
     "NoticeEvent",
     "PairError",
     "Prompt",
     "PromptError",
     "PromptEvent",
+    "Request",
     "SamplerOptions",
-    "Session",
     "SessionOptions",
     "SpecgenError",
     "TreeShape",

@@ -17,9 +17,10 @@ from specgen.backend.llama.file_check import remember_checks
 from specgen.catalogue import cache_folder
 from specgen.constrain.json_schema import schema_grammar
 from specgen.engine.chat_template import Message
-from specgen.engine.engine import Answer, Engine
+from specgen.engine.engine import Engine
+from specgen.engine.models import Models
 from specgen.engine.prompts import Prompt
-from specgen.engine.session import Session
+from specgen.engine.request import Request
 from specgen.errors import UsageError
 from specgen.events import CommittedEvent, Event
 from specgen.kernels import choose_kernels
@@ -110,11 +111,11 @@ def load(
         Contexts(context or ContextOptions(), draft_context or ContextOptions(), kernels),
     )
     with contextlib.ExitStack() as on_error:
-        session = SessionOpener(sources.drafts, clock=time.perf_counter, note=note).open(options)
-        on_error.callback(session.close)
-        engine = Engine(session, n_parallel=n_parallel, n_ctx=n_ctx)
+        loaded = SessionOpener(sources.drafts, clock=time.perf_counter, note=note).open(options)
+        on_error.callback(loaded.close)
+        engine = Engine(loaded, n_parallel=n_parallel, n_ctx=n_ctx)
         on_error.pop_all()
-    return Model(session, engine)
+    return Model(loaded, engine)
 
 
 class Model:
@@ -124,8 +125,8 @@ class Model:
     methods may be called from several threads; one thread at a time decodes, for the answers of all.
     """
 
-    def __init__(self, session: Session, engine: Engine) -> None:
-        self._session = session
+    def __init__(self, loaded: Models, engine: Engine) -> None:
+        self._loaded = loaded
         self._engine = engine
 
     def __enter__(self) -> Model:
@@ -138,8 +139,8 @@ class Model:
         """Free the contexts and the weights, and save what was learnt about the models. Answers that are
         not done fail. May be called twice."""
         self._engine.close()
-        self._session.memory.save()
-        self._session.close()
+        self._loaded.memory.save()
+        self._loaded.close()
 
     @property
     def engine(self) -> Engine:
@@ -149,14 +150,14 @@ class Model:
     @property
     def target(self) -> str:
         """The target's file name."""
-        return self._session.target_model.name
+        return self._loaded.target.name
 
     @property
     def draft(self) -> str:
         """The draft: a model's file name, ``ngram`` or ``none``."""
-        return self._session.draft_name
+        return self._loaded.drafts.name
 
-    def generate(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Answer:
+    def generate(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Request:
         """Return one whole answer, with its `text`, and its figures in `finished`. Raise the error that
         ends it early, and `PromptError` or `UsageError` if the prompt or the options are not valid."""
         answer = self.submit(prompt, **options)
@@ -176,7 +177,7 @@ class Model:
 
     def generate_all(
         self, prompts: Iterable[Asked], **options: Unpack[AnswerOptions]
-    ) -> list[Answer]:
+    ) -> list[Request]:
         """Return the answers to several prompts, in their order; up to `n_parallel` are made at once. If
         an answer fails, its `failure` has the error, and the other answers are still made."""
         answers = [self.submit(prompt, **options) for prompt in prompts]
@@ -184,25 +185,25 @@ class Model:
             self._engine.step()
         return answers
 
-    def submit(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Answer:
+    def submit(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Request:
         """Ask for an answer. It is made by `engine.step`, or while the caller waits for any other answer."""
         system, chat = options.get("system"), options.get("chat")
         if isinstance(prompt, str):
-            prompt = self._session.prompt(prompt, chat=chat, system=system)
+            prompt = self._loaded.prompts.of_text(prompt, chat=chat, system=system)
         elif system is not None or chat is not None:
             raise UsageError("system and chat need a prompt that is a text")
         elif not isinstance(prompt, Prompt):
-            prompt = self._session.conversation(prompt)
-        return self._engine.submit(
+            prompt = self._loaded.prompts.of_messages(prompt)
+        return self._engine.insert(
             prompt, sampling=self._sampling(options), generation=self._generation(options)
         )
 
-    def cancel(self, answer: Answer) -> None:
+    def cancel(self, answer: Request) -> None:
         """End an answer at the next step. It keeps the text that it has until then."""
         self._engine.cancel(answer)
 
     def _sampling(self, options: AnswerOptions) -> SamplerOptions:
-        sampling = options.get("sampling", self._session.options.sampler)
+        sampling = options.get("sampling", self._loaded.options.sampler)
         if "temperature" in options:
             sampling = replace(sampling, temperature=options["temperature"])
         if "seed" in options:
@@ -210,7 +211,7 @@ class Model:
         return sampling
 
     def _generation(self, options: AnswerOptions) -> GenerationOptions:
-        generation = self._session.options.generation
+        generation = self._loaded.options.generation
         if "max_tokens" in options:
             generation = replace(generation, max_tokens=options["max_tokens"])
         if "stop" in options:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 #: The ending of the names of new files. A file whose process was killed keeps it.
 NEW = ".new"
@@ -38,3 +40,31 @@ def replace_text(path: Path, text: str) -> None:
     """Replace a file by a JSON text in UTF-8. Raise `OSError`. File names that are not UTF-8 contain lone
     surrogates; these are written as escapes, which JSON reads back."""
     replace_bytes(path, text.encode("utf-8", "backslashreplace"))
+
+
+class KeptResults:
+    """Results of tests in a JSON file, by key: the latest `n_kept` of them. None as the file keeps nothing.
+    If the file is damaged or cannot be written, its results are not known."""
+
+    def __init__(self, file: Path | None, n_kept: int) -> None:
+        self._file = file
+        self._n_kept = n_kept
+
+    def read(self) -> dict[str, Any]:
+        """Return the results by key."""
+        document: object = None
+        if self._file is not None:
+            with contextlib.suppress(OSError, ValueError, RecursionError):
+                document = json.loads(self._file.read_text(encoding="utf-8"))
+        results = document.get("results") if isinstance(document, dict) else None
+        return results if isinstance(results, dict) else {}
+
+    def add(self, new: Mapping[str, Any]) -> None:
+        """Write new results, which are JSON values, behind those that the file has by now."""
+        if self._file is None:
+            return
+        with contextlib.suppress(OSError):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            known = {key: value for key, value in self.read().items() if key not in new}
+            latest = dict([*known.items(), *new.items()][-self._n_kept :])
+            replace_text(self._file, json.dumps({"results": latest}, indent=1) + "\n")

@@ -12,7 +12,7 @@ import numpy as np
 
 from specgen.arrays import Logits
 from specgen.backend.base import Batch
-from specgen.backend.tree_batch import Slot
+from specgen.backend.tree_batch import Branches
 from specgen.calibration.cost_table import FREE, CostTable, Price
 from specgen.constrain.grammar import GrammarState
 from specgen.core.draft import NO_DRAFT, ROOT, Draft
@@ -30,7 +30,8 @@ from specgen.drafters import (
     ready,
 )
 from specgen.drafters.translation import BeginningShaper, SharedShaper, Translation
-from specgen.engine.draft_model import Translated, draft_sampling, guess_sampling
+from specgen.engine.draft_models import Translated
+from specgen.engine.drafter_factory import draft_sampling, guess_sampling
 from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
 from specgen.events import Event
@@ -264,7 +265,7 @@ class Setup:
             shaper=Shaper(Sampler(self.sampler), state),
             state=state,
             rng=np.random.default_rng(self.seed),
-            slot=Slot(first=index * self.n_branches, n_branches=self.n_branches),
+            slot=Branches(first=index * self.n_branches, n_branches=self.n_branches),
             index=index,
         )
 

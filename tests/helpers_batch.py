@@ -14,7 +14,7 @@ from typing import Any
 from specgen.batch.line_worker import WorkerJob
 from specgen.batch.lines import Line, read_lines
 from specgen.batch.runner import Prompting
-from specgen.engine.session import Session
+from specgen.engine.models import Models
 from specgen.options import ContextOptions, GenerationOptions, SamplerOptions, SessionOptions
 
 PROMPTING = Prompting(None, None, datetime(2026, 1, 1, tzinfo=timezone.utc))
@@ -75,14 +75,14 @@ def wait_for_results(out: Path, n: int, process: subprocess.Popen[str]) -> None:
         time.sleep(0.005)
 
 
-def open_tiny(path: Path) -> Session:
+def open_tiny(path: Path) -> Models:
     options = SessionOptions(
         path,
         draft="ngram",
         target_context=ContextOptions(n_threads=1),
         generation=GenerationOptions(max_tokens=20),
     )
-    return Session(options, time.perf_counter)
+    return Models(options, time.perf_counter)
 
 
 def worker_job(path: Path, *, parallel: int = 2, largest: Sequence[Line] = ()) -> WorkerJob:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specgen.backend.llama.decoder_heads import write_heads
-from specgen.engine.session import Session, SessionOptions
-from specgen.options import ContextOptions, GenerationOptions
+from specgen.engine.models import Models
+from specgen.options import ContextOptions, GenerationOptions, SessionOptions
 from specgen.workshop.heads import TrainedHeads, train_heads
 from specgen.workshop.texts import TargetText, write_text
 
@@ -24,7 +24,7 @@ def prompts(n: int = 80) -> list[str]:
     return ["".join(rng.choices("abcdefgh ", k=24)) + str(number) for number in range(n)]
 
 
-def opened(target: Path) -> Session:
+def opened(target: Path) -> Models:
     """A target without a draft."""
     context = ContextOptions(n_threads=1)
     options = SessionOptions(
@@ -34,13 +34,13 @@ def opened(target: Path) -> Session:
         target_context=context,
         draft_context=context,
     )
-    return Session(options, time.perf_counter)
+    return Models(options, time.perf_counter)
 
 
-def written(session: Session, folder: Path, texts: Sequence[str], n_tokens: int = N_TOKENS) -> int:
+def written(loaded: Models, folder: Path, texts: Sequence[str], n_tokens: int = N_TOKENS) -> int:
     """Let a target write into a folder."""
     return write_text(
-        session,
+        loaded,
         texts,
         folder,
         n_tokens=n_tokens,
@@ -51,12 +51,12 @@ def written(session: Session, folder: Path, texts: Sequence[str], n_tokens: int 
     )
 
 
-def trained(session: Session, folder: Path) -> TrainedHeads | None:
+def trained(loaded: Models, folder: Path) -> TrainedHeads | None:
     """Heads by the text in a folder."""
-    model = session.target_model
+    model = loaded.target
     return train_heads(
         TargetText(folder, model.n_embd),
-        session.options.target,
+        loaded.options.target,
         name=model.name,
         n_vocab=model.vocabulary.n_tokens,
         vocabulary=model.vocabulary.digest(),
@@ -69,9 +69,9 @@ def trained(session: Session, folder: Path) -> TrainedHeads | None:
 
 def make_heads(target: Path, path: Path, folder: Path) -> TrainedHeads:
     """Write heads for a target to `path`, by way of a text in `folder`."""
-    with opened(target) as session:
-        written(session, folder, prompts())
-        made = trained(session, folder)
+    with opened(target) as loaded:
+        written(loaded, folder, prompts())
+        made = trained(loaded, folder)
     assert made is not None
     write_heads(path, made.weights)
     return made

@@ -15,7 +15,7 @@ import openai
 
 from specgen.calibration.memory import Memory
 from specgen.engine.engine import Engine
-from specgen.engine.session import Session
+from specgen.engine.models import Models
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -42,7 +42,7 @@ class Running:
     """A server that is running."""
 
     url: str
-    session: Session
+    loaded: Models
     engine: Engine
     http: httpx.Client
     server: DrainingServer
@@ -86,7 +86,7 @@ def session_of(
     sampler: SamplerOptions | None = None,
     drafting: DraftOptions = FIXED,
     clock: Callable[[], float] = time.perf_counter,
-) -> Session:
+) -> Models:
     """A session whose rows are exact."""
     options = SessionOptions(
         target=target,
@@ -97,12 +97,12 @@ def session_of(
         target_context=EXACT,
         draft_context=EXACT,
     )
-    return Session(options, clock, Memory())
+    return Models(options, clock, Memory())
 
 
 @contextlib.contextmanager
 def running(
-    session: Session,
+    loaded: Models,
     options: ServerOptions | None = None,
     *,
     n_parallel: int = 4,
@@ -113,13 +113,13 @@ def running(
     """Run a server in a thread of this process; it closes the session at the end."""
     options = options or ServerOptions(port=0)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(session)
-        engine = Engine(session, n_parallel=n_parallel, n_ctx=n_ctx, learn_alone=learn_alone)
+        stack.enter_context(loaded)
+        engine = Engine(loaded, n_parallel=n_parallel, n_ctx=n_ctx, learn_alone=learn_alone)
         bound = stack.enter_context(
             bound_socket(options.host, options.port, options.limits.client_s)
         )
         server = stack.enter_context(
-            http_server(session, engine, options, between_answers=between_answers)
+            http_server(loaded, engine, options, between_answers=between_answers)
         )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
@@ -128,7 +128,7 @@ def running(
             keys = {"Authorization": f"Bearer {options.api_keys[0]}"} if options.api_keys else {}
             url = url_of(bound)
             with httpx.Client(base_url=url, headers=keys, timeout=PATIENCE_S) as http:
-                yield Running(url, session, engine, http, server, thread)
+                yield Running(url, loaded, engine, http, server, thread)
         finally:
             server.should_exit = True
             thread.join()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from specgen.backend.rpc_build import LIBRARY
+from specgen.backend.build import LIBRARY
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "passive"}

@@ -404,9 +404,9 @@ def test_ctrl_c_while_drafting_harms_no_later_text(
 
 def test_of_the_target_only_the_vocabulary_is_loaded(models: Path) -> None:
     with opened_rounds(models, models / "good.gguf") as rounds:
-        assert rounds._session.target_model.n_embd == 0
-        assert rounds._session.draft_model is not None
-        assert rounds._session.draft_model.n_embd > 0
+        assert rounds._loaded.target.n_embd == 0
+        assert rounds._loaded.drafts.model is not None
+        assert rounds._loaded.drafts.model.n_embd > 0
 
 
 def test_after_its_end_it_drafts_nothing(models: Path) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specgen.calibration.system_load import CoreTime, core_time, of_counts, share_of_others
 from specgen.calibration.threads import Threads, ThreadTimes
 from specgen.calibration.weight_copies import Comparison
 from specgen.engine.agreement import Agreement
+from specgen.machine import CoreTime, core_time, of_counts, share_of_others
 from specgen.options import DraftSource
 from specgen.render.advice import print_advice
 from specgen.selection.advice import (

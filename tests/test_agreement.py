@@ -26,10 +26,18 @@ from specgen.engine.agreement import (
     greedy_tokens,
     sample_agreement,
 )
+from specgen.engine.drafter_factory import DrafterFactory
+from specgen.engine.engine import generate
 from specgen.engine.measurements import measure_if_new
-from specgen.engine.session import Session, SessionOptions
+from specgen.engine.models import Models
 from specgen.events import FinishedEvent, NoticeEvent
-from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    GenerationOptions,
+    SamplerOptions,
+    SessionOptions,
+)
 from specgen.sampling import Sampler
 from specgen.testing.fake_backend import (
     FakeBackend,
@@ -194,9 +202,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def session(
+def loaded(
     models: Path, draft: str, memory: Memory | None = None, name: str = "target", **changes: object
-) -> Session:
+) -> Models:
     context = ContextOptions(n_threads=1, flash_attention="off")
     drafting = DraftOptions(**{"policy": "cost", "max_tokens": 4, **changes})  # type: ignore[arg-type]
     options = SessionOptions(
@@ -207,10 +215,10 @@ def session(
         target_context=context,
         draft_context=context,
     )
-    return Session(options, time.perf_counter, memory)
+    return Models(options, time.perf_counter, memory)
 
 
-def fill(opened: Session, target_s: dict[int, float], draft_s: float) -> None:
+def fill(opened: Models, target_s: dict[int, float], draft_s: float) -> None:
     """Let a session know what decodes cost."""
     draft = opened.options.draft
     assert isinstance(draft, Path)
@@ -220,7 +228,7 @@ def fill(opened: Session, target_s: dict[int, float], draft_s: float) -> None:
         opened.costs.table(draft).start(size, draft_s)
 
 
-def sampled(opened: Session) -> Chances | None:
+def sampled(opened: Models) -> Chances | None:
     fill(opened, GOOD, 0.01)
     with opened.contexts(256) as (target_backend, draft_backend):
         measure_if_new(opened, target_backend, draft_backend)
@@ -230,7 +238,7 @@ def sampled(opened: Session) -> Chances | None:
         # And of use: a prompt can be decoded in them.
         for backend in (target_backend, draft_backend):
             assert len(list(greedy_tokens(backend, [1, 2, 3], 3))) == 1
-    return opened.chances().get("model")
+    return DrafterFactory(opened).chances().get("model")
 
 
 @pytest.mark.parametrize("name", ["target", "mamba"])
@@ -238,7 +246,7 @@ def sampled(opened: Session) -> Chances | None:
 def test_a_session_knows_a_draft_before_the_first_answer(
     models: Path, name: str, draft: str
 ) -> None:
-    with session(models, draft, name=name) as opened:
+    with loaded(models, draft, name=name) as opened:
         found = sampled(opened)
     assert found is not None
     assert found.n_judged >= N_KNOWN
@@ -250,10 +258,10 @@ def test_a_session_knows_a_draft_before_the_first_answer(
 
 
 def test_a_draft_with_another_vocabulary_is_judged_by_its_translation(models: Path) -> None:
-    with session(models, "respelled") as opened:
-        assert opened.is_translated
+    with loaded(models, "respelled") as opened:
+        assert opened.drafts.own_vocabulary is not None
         alike = sampled(opened)
-    with session(models, "respelled", name="other") as opened:
+    with loaded(models, "respelled", name="other") as opened:
         other = sampled(opened)
     assert alike is not None
     assert other is not None
@@ -272,7 +280,7 @@ def test_samplers_make_no_difference_to_agreement(models: Path) -> None:
         target_context=context,
         draft_context=context,
     )
-    with Session(options, time.perf_counter) as opened:
+    with Models(options, time.perf_counter) as opened:
         found = sampled(opened)
         assert found is not None
         assert found.counts.n_accepted.sum() == pytest.approx(found.n_judged)
@@ -280,11 +288,11 @@ def test_samplers_make_no_difference_to_agreement(models: Path) -> None:
 
 def test_what_is_known_is_not_looked_at_again(models: Path) -> None:
     memory = Memory()
-    with session(models, "itself", memory) as opened:
+    with loaded(models, "itself", memory) as opened:
         first = sampled(opened)
         assert first is not None
         n_judged = first.n_judged
-    with session(models, "itself", memory) as opened:
+    with loaded(models, "itself", memory) as opened:
         again = sampled(opened)
         assert again is first
         assert again.n_judged == n_judged
@@ -293,13 +301,13 @@ def test_what_is_known_is_not_looked_at_again(models: Path) -> None:
 
 
 def test_what_could_not_matter_is_not_looked_at(models: Path) -> None:
-    with session(models, "itself", policy="fixed") as opened:
+    with loaded(models, "itself", policy="fixed") as opened:
         assert sampled(opened) is None
-    with session(models, "itself") as opened:
+    with loaded(models, "itself") as opened:
         fill(opened, GOOD, 5.0)
         with opened.contexts(256) as contexts:
             assert measure_if_new(opened, *contexts) == 0.0
-        assert "model" not in opened.chances()
+        assert "model" not in DrafterFactory(opened).chances()
 
 
 def test_the_text_is_long_enough_for_any_vocabulary() -> None:
@@ -308,9 +316,9 @@ def test_the_text_is_long_enough_for_any_vocabulary() -> None:
 
 def test_an_answer_is_the_same_with_and_without_the_look(models: Path) -> None:
     def run(memory: Memory) -> tuple[tuple[int, ...], list[str]]:
-        with session(models, "other", memory) as opened:
+        with loaded(models, "other", memory) as opened:
             fill(opened, GOOD, 0.01)
-            events = list(opened.generate(opened.prompt("def add(a, b):", chat=False)))
+            events = list(generate(opened, opened.prompts.of_text("def add(a, b):", chat=False)))
         assert isinstance(events[-1], FinishedEvent)
         notices = [event.message for event in events if isinstance(event, NoticeEvent)]
         return events[-1].token_ids, notices

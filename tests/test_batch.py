@@ -23,7 +23,7 @@ from specgen.batch.results import (
 )
 from specgen.batch.runner import Tally
 from specgen.engine.chat_template import Message
-from specgen.engine.slots import n_common
+from specgen.engine.prefix_cache import n_common
 from specgen.errors import OutputError, PromptError, UsageError
 from specgen.json_lines import to_line
 from specgen.openai_format.request import Request

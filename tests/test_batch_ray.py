@@ -26,7 +26,7 @@ from specgen.batch.ray_actor import ActorRegistry
 from specgen.batch.ray_job import RayJob
 from specgen.batch.results import result_of
 from specgen.batch.runner import Batch, Task
-from specgen.engine.session import Session
+from specgen.engine.models import Models
 from specgen.errors import BackendError, ModelFileError
 from tests.helpers_batch import (
     PATIENCE_S,
@@ -315,7 +315,7 @@ def cluster() -> Iterator[tuple[str, list[int]]]:
         process.communicate()
 
 
-def open_and_die(path: Path) -> Session:
+def open_and_die(path: Path) -> Models:
     """In an actor: a session that ends the process at a line that says so."""
     plain = Batch._submit
 

@@ -31,12 +31,14 @@ from specgen.bench.peers import (
     sampler_flags,
 )
 from specgen.bench.prompt_lookup import CountingDrafter, LookupJob, run_lookup
-from specgen.engine.session import Session, SessionOptions
+from specgen.engine.engine import generate
+from specgen.engine.models import Models
 from specgen.options import (
     ContextOptions,
     DraftOptions,
     GenerationOptions,
     SamplerOptions,
+    SessionOptions,
 )
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
@@ -345,9 +347,9 @@ class TestLookup:
             generation=GenerationOptions(max_tokens=24),
             target_context=context,
         )
-        with Session(options, time.perf_counter) as session:
-            prompt = session.prompt("the sum is the sum is the sum", chat=False)
-            *_, finished = session.generate(prompt)
+        with Models(options, time.perf_counter) as loaded:
+            prompt = loaded.prompts.of_text("the sum is the sum is the sum", chat=False)
+            *_, finished = generate(loaded, prompt)
         task = LookupJob(str(path), prompt.tokens, 24, 1, flash_attention=False)
         result = run_lookup(task)
         assert result is not None
@@ -396,10 +398,10 @@ def test_the_real_programs_read_prompts_as_specgen_does(
         generation=GenerationOptions(max_tokens=24),
         target_context=context,
     )
-    with Session(options, time.perf_counter) as session:
-        prompt = session.prompt("say 'a\\nb' and  the sum is the sum\n", chat=chat)
-        *_, finished = session.generate(prompt)
-        task = PeerJob(path, peer_prompt(session, prompt), 24, 1, path, target_context=context)
+    with Models(options, time.perf_counter) as loaded:
+        prompt = loaded.prompts.of_text("say 'a\\nb' and  the sum is the sum\n", chat=chat)
+        *_, finished = generate(loaded, prompt)
+        task = PeerJob(path, peer_prompt(loaded, prompt), 24, 1, path, target_context=context)
     for setting in (PLAIN, *SETTINGS):
         result = run_peer(find_program(setting.program), setting, task)
         assert result is not None, setting.name

@@ -20,7 +20,7 @@ from specgen.chat.conversation import Change, Conversation, Turn
 from specgen.chat.log import ChatLog
 from specgen.engine.chat_template import Message
 from specgen.engine.engine import Engine
-from specgen.engine.session import Session
+from specgen.engine.models import Models
 from specgen.errors import OutputError, PromptError, UsageError
 from specgen.options import DraftOptions, GenerationOptions, SessionOptions
 from specgen.render.thoughts import ThoughtReader, is_thinking, thought_of
@@ -287,8 +287,8 @@ def test_neither_target_nor_draft_reads_again_what_was_said(models: Path, draft:
         generation=GenerationOptions(max_tokens=40),
         drafting=DraftOptions(policy="fixed", max_tokens=4, ngram_min=1),
     )
-    with Session(options, time.perf_counter) as session, Engine(session, n_ctx=2048) as engine:
-        talk = Chat(session, engine, Conversation(), now=NOW)
+    with Models(options, time.perf_counter) as loaded, Engine(loaded, n_ctx=2048) as engine:
+        talk = Chat(loaded, engine, Conversation(), now=NOW)
         (backend,) = engine._drafts
         for turn in range(6):
             n_rows = backend.n_decoded_rows

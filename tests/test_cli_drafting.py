@@ -148,7 +148,7 @@ def decodes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     decode = LlamaBackend.decode
 
     def noted(self: LlamaBackend, batch: Any) -> Any:
-        found.setdefault(self._model.name, []).append(len(batch))
+        found.setdefault(self.model.name, []).append(len(batch))
         return decode(self, batch)
 
     monkeypatch.setattr(LlamaBackend, "decode", noted)

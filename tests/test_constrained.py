@@ -20,11 +20,19 @@ from specgen.core.draft import ROOT, Draft
 from specgen.core.text_state import Shaper, TextState
 from specgen.core.verifiers import BlockVerifier, MatchVerifier, ResidualVerifier, Verifier
 from specgen.drafters import Drafter, Drafters, Drafting, ready
+from specgen.engine.engine import generate
 from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
-from specgen.engine.session import Session, SessionOptions
+from specgen.engine.models import Models
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
-from specgen.options import ContextOptions, DraftOptions, GenerationOptions, Grammar, SamplerOptions
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    GenerationOptions,
+    Grammar,
+    SamplerOptions,
+    SessionOptions,
+)
 from specgen.policy import RoundPlan, RoundResult
 from specgen.sampling import Distribution, NoTokenAllowedError
 from specgen.testing.fake_backend import FakeVocabulary, Language, noisy, random_language
@@ -703,8 +711,10 @@ def test_long_forced_runs_on_tiny_models(tmp_path: Path, architecture: Architect
         sampler = SamplerOptions(temperature=temperature, top_p=1.0, min_p=0.0, seed=4)
         for draft in ("none", "ngram", tmp_path / "draft.gguf"):
             changed = replace(options, sampler=sampler, draft=draft)
-            with Session(changed, time.perf_counter) as session:
-                texts[str(draft)] = list(session.generate(session.prompt("a", chat=False)))[-1]  # type: ignore[assignment]
+            with Models(changed, time.perf_counter) as loaded:
+                texts[str(draft)] = list(generate(loaded, loaded.prompts.of_text("a", chat=False)))[
+                    -1
+                ]  # type: ignore[assignment]
         for other in texts.values():
             assert other.token_ids == texts["none"].token_ids
         assert texts["none"].n_forced > 40

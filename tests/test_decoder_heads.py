@@ -21,12 +21,20 @@ from specgen.backend.llama.decoder_heads import (
 )
 from specgen.backend.llama.operators import FloatArray, dequantize
 from specgen.core.last_hidden import LastHidden
-from specgen.engine.engine import Engine
+from specgen.engine.drafter_factory import DrafterFactory
+from specgen.engine.engine import Engine, generate
 from specgen.engine.loop import Loop
-from specgen.engine.session import Session, SessionOptions
+from specgen.engine.models import Models
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.events import FinishedEvent
-from specgen.options import ContextOptions, DraftOptions, GenerationOptions, Grammar, SamplerOptions
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    GenerationOptions,
+    Grammar,
+    SamplerOptions,
+    SessionOptions,
+)
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.workshop.heads import _Adam, _Network
 from tests.helpers_heads import make_heads, opened, prompts, trained, written
@@ -44,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def session(
+def loaded(
     folder: Path,
     draft: Path | None = None,
     drafting: DraftOptions | None = None,
@@ -52,7 +60,7 @@ def session(
     target: str = "t.gguf",
     grammar: str | None = None,
     sampler: SamplerOptions | None = None,
-) -> Session:
+) -> Models:
     options = SessionOptions(
         target=folder / target,
         draft=draft or folder / "heads.gguf",
@@ -64,7 +72,7 @@ def session(
         target_context=CONTEXT,
         draft_context=CONTEXT,
     )
-    return Session(options, time.perf_counter)
+    return Models(options, time.perf_counter)
 
 
 # --- what they compute --------------------------------------------------------------------------
@@ -198,13 +206,13 @@ def test_parts_that_do_not_go_together_are_refused(
 def test_heads_of_another_model_are_refused(folder: Path, tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "other.gguf", TinyConfig(tokenizer="spm"))
     with pytest.raises(PairError, match=r"heads.gguf: made for t.gguf, not for other.gguf"):
-        session(tmp_path, folder / "heads.gguf", target="other.gguf")
+        loaded(tmp_path, folder / "heads.gguf", target="other.gguf")
 
 
 def test_a_recurrent_target_has_no_heads(folder: Path, tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "mamba.gguf", TinyConfig(architecture="mamba"))
     with pytest.raises(PairError, match="recurrent state"):
-        session(tmp_path, folder / "heads.gguf", target="mamba.gguf")
+        loaded(tmp_path, folder / "heads.gguf", target="mamba.gguf")
 
 
 def test_nothing_drafts_for_heads(folder: Path) -> None:
@@ -212,7 +220,7 @@ def test_nothing_drafts_for_heads(folder: Path) -> None:
         target=folder / "t.gguf", draft=folder / "heads.gguf", helpers=("ngram",)
     )
     with pytest.raises(UsageError, match="decoder heads take no draft of their own"):
-        Session(options, time.perf_counter)
+        Models(options, time.perf_counter)
 
 
 # --- drafting -----------------------------------------------------------------------------------
@@ -235,11 +243,11 @@ def test_hidden_states_are_kept_for_a_text_that_goes_back() -> None:
 @pytest.mark.parametrize("grammar", [None, 'root ::= ("ab" [c-h] "---" [a-h]){12}'])
 def test_the_loop_leaves_the_state_behind_what_was_read(folder: Path, grammar: str | None) -> None:
     """After each round it is the state that a decode of the text alone gives."""
-    with session(folder, grammar=grammar) as speculative:
-        prompt = speculative.prompt(PROMPT)
+    with loaded(folder, grammar=grammar) as speculative:
+        prompt = speculative.prompts.of_text(PROMPT)
         with speculative.contexts(512) as (target, _), speculative.contexts(512) as (alone, _):
             loop = Loop(target, time.perf_counter)
-            generation = speculative.generation(prompt, 512, None, 0)
+            generation = DrafterFactory(speculative).sequence(prompt, 512, None, 0)
             loop.start(generation)
             last = generation.hidden
             assert last is not None
@@ -280,12 +288,12 @@ def test_the_text_is_that_of_plain_decoding(
         verifier="match",
     )
     sampler = SamplerOptions(temperature=temperature, seed=4)
-    with session(folder, drafting=drafting, sampler=sampler) as speculative:
-        prompt = speculative.prompt(PROMPT)
-        *_, fast = speculative.generate(prompt)
-    with session(folder, drafting=drafting, sampler=sampler) as plain:
+    with loaded(folder, drafting=drafting, sampler=sampler) as speculative:
+        prompt = speculative.prompts.of_text(PROMPT)
+        *_, fast = generate(speculative, prompt)
+    with loaded(folder, drafting=drafting, sampler=sampler) as plain:
         plain.change_draft("none")
-        *_, slow = plain.generate(plain.prompt(PROMPT))
+        *_, slow = generate(plain, plain.prompts.of_text(PROMPT))
     assert isinstance(fast, FinishedEvent)
     assert isinstance(slow, FinishedEvent)
     assert fast.token_ids == slow.token_ids
@@ -294,22 +302,22 @@ def test_the_text_is_that_of_plain_decoding(
 
 
 def test_answers_at_once_are_what_they_are_alone(folder: Path) -> None:
-    with session(folder) as speculative:
+    with loaded(folder) as speculative:
         texts = [f"{PROMPT} {letter}" for letter in "abcdef"]
         with Engine(speculative, n_parallel=3, n_ctx=256) as engine:
             together = engine.answers(texts)
         for text, said in zip(texts, together, strict=True):
-            *_, alone = speculative.generate(speculative.prompt(text))
+            *_, alone = generate(speculative, speculative.prompts.of_text(text))
             assert isinstance(alone, FinishedEvent)
             assert alone.text == said
 
 
 def test_heads_draft_behind_n_grams_and_before_them(folder: Path) -> None:
     drafting = DraftOptions(policy="fixed", max_tokens=6, p_min=0.0, ngrams=True, ngram_min=1)
-    with session(folder, drafting=drafting) as speculative:
-        *_, last = speculative.generate(speculative.prompt(PROMPT * 3))
+    with loaded(folder, drafting=drafting) as speculative:
+        *_, last = generate(speculative, speculative.prompts.of_text(PROMPT * 3))
         speculative.change_draft("none")
-        *_, plain = speculative.generate(speculative.prompt(PROMPT * 3))
+        *_, plain = generate(speculative, speculative.prompts.of_text(PROMPT * 3))
     assert isinstance(last, FinishedEvent)
     assert isinstance(plain, FinishedEvent)
     assert last.token_ids == plain.token_ids

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from specgen.backend.base import Batch
 from specgen.backend.llama import LlamaBackend
 from specgen.calibration.memory import Memory
-from specgen.engine.engine import Answer, Engine
+from specgen.engine.engine import Engine, generate
+from specgen.engine.models import Models
+from specgen.engine.prefix_cache import Slot, n_common
 from specgen.engine.prompts import Prompt
-from specgen.engine.session import Session, SessionOptions
-from specgen.engine.slots import Part, n_common
+from specgen.engine.request import Request
 from specgen.errors import BackendError, PromptError, UsageError
 from specgen.events import CommittedEvent, DraftedEvent, FinishedEvent, PromptEvent
 from specgen.options import (
@@ -28,6 +29,7 @@ from specgen.options import (
     GenerationOptions,
     Grammar,
     SamplerOptions,
+    SessionOptions,
     TreeShape,
 )
 from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
@@ -88,7 +90,7 @@ def opened(
     drafter: str = "draft",
     sampler: SamplerOptions | None = None,
     tree: TreeShape | None = None,
-) -> Session:
+) -> Models:
     draft: DraftSource = "ngram" if drafter == "ngram" else models / f"{kind} {drafter}.gguf"
     drafting = DraftOptions(ngram_min=1, translate="auto")
     options = SessionOptions(
@@ -100,17 +102,17 @@ def opened(
         target_context=EXACT,
         draft_context=EXACT,
     )
-    return Session(options, clock)
+    return Models(options, clock)
 
 
-def alone(session: Session) -> list[str]:
+def alone(loaded: Models) -> list[str]:
     """The answers, each in contexts of its own, plainly."""
-    with Session(replace(session.options, draft="none"), session.clock, Memory()) as plain:
+    with Models(replace(loaded.options, draft="none"), loaded.clock, Memory()) as plain:
         return [text_of(plain, prompt) for prompt in PROMPTS]
 
 
-def text_of(session: Session, prompt: str) -> str:
-    *_, last = session.generate(session.prompt(prompt), estimate_gain=False)
+def text_of(loaded: Models, prompt: str) -> str:
+    *_, last = generate(loaded, loaded.prompts.of_text(prompt), estimate_gain=False)
     assert isinstance(last, FinishedEvent)
     return last.text
 
@@ -124,10 +126,10 @@ def text_of(session: Session, prompt: str) -> str:
 def test_answers_at_once_are_what_they_are_alone(
     models: Path, costs: VirtualTime, kind: str, drafter: str, n_parallel: int
 ) -> None:
-    with opened(models, costs, kind, drafter) as session:
-        expected = alone(session)
-        with Engine(session, n_parallel=n_parallel, n_ctx=N_CTX) as engine:
-            asked = [engine.submit(prompt) for prompt in (*PROMPTS, *PROMPTS)]
+    with opened(models, costs, kind, drafter) as loaded:
+        expected = alone(loaded)
+        with Engine(loaded, n_parallel=n_parallel, n_ctx=N_CTX) as engine:
+            asked = [engine.insert(prompt) for prompt in (*PROMPTS, *PROMPTS)]
             events = list(engine.run())
     assert [answer.text for answer in asked] == expected * 2
     if kind == "attention":
@@ -143,23 +145,23 @@ def test_with_trees_and_seeds_too(
     shape = TreeShape("auto") if tree == "auto" else TreeShape("levels", (2, 2, 1))
     if sampler.temperature and shape.is_fixed:
         pytest.skip("drawn trees keep no seed's text")
-    with opened(models, costs, sampler=sampler, tree=shape) as session:
-        expected = alone(session)
-        with Engine(session, n_parallel=4, n_ctx=N_CTX) as engine:
+    with opened(models, costs, sampler=sampler, tree=shape) as loaded:
+        expected = alone(loaded)
+        with Engine(loaded, n_parallel=4, n_ctx=N_CTX) as engine:
             assert engine.answers(PROMPTS) == expected
             # And once more, in caches that hold them.
             assert engine.answers(PROMPTS) == expected
 
 
 def test_each_answer_has_its_own_options(models: Path, costs: VirtualTime) -> None:
-    with opened(models, costs, sampler=SAMPLED) as session:
-        expected = alone(session)
-        with Engine(session, n_parallel=3, n_ctx=N_CTX) as engine:
-            own = session.options.generation
-            short = engine.submit(PROMPTS[0], generation=replace(own, max_tokens=5))
+    with opened(models, costs, sampler=SAMPLED) as loaded:
+        expected = alone(loaded)
+        with Engine(loaded, n_parallel=3, n_ctx=N_CTX) as engine:
+            own = loaded.options.generation
+            short = engine.insert(PROMPTS[0], generation=replace(own, max_tokens=5))
             until = replace(own, stop=(expected[0][3:6],))
-            stopped = engine.submit(PROMPTS[0], generation=until)
-            other = engine.submit(PROMPTS[0], sampling=replace(SAMPLED, seed=8))
+            stopped = engine.insert(PROMPTS[0], generation=until)
+            other = engine.insert(PROMPTS[0], sampling=replace(SAMPLED, seed=8))
             list(engine.run())
     assert expected[0].startswith(short.text)
     assert short.finished is not None
@@ -171,11 +173,11 @@ def test_each_answer_has_its_own_options(models: Path, costs: VirtualTime) -> No
 @pytest.mark.parametrize("drafter", ["ngram", "draft"])
 def test_an_answer_may_do_without_drafts(models: Path, costs: VirtualTime, drafter: str) -> None:
     """And the next one drafts again, its draft's cache behind by what was said meanwhile."""
-    with opened(models, costs, drafter=drafter) as session:
-        expected = alone(session)[0]
-        with Engine(session, n_parallel=2, n_ctx=N_CTX) as engine:
+    with opened(models, costs, drafter=drafter) as loaded:
+        expected = alone(loaded)[0]
+        with Engine(loaded, n_parallel=2, n_ctx=N_CTX) as engine:
             for wanted in ((True, False), (False, False), (True, True)):
-                asked = [engine.submit(PROMPTS[0], draft=drafts) for drafts in wanted]
+                asked = [engine.insert(PROMPTS[0], draft=drafts) for drafts in wanted]
                 events = list(engine.run())
                 for answer, drafts in zip(asked, wanted, strict=True):
                     assert answer.text == expected
@@ -201,24 +203,24 @@ def test_each_answer_has_its_own_samplers_and_grammar(models: Path, costs: Virtu
         for sampling, grammar in zip(samplings, grammars, strict=True)
     ]
     expected = []
-    with opened(models, costs) as session:
+    with opened(models, costs) as loaded:
         for sampling, generation in asked_for:
-            options = replace(session.options, sampler=sampling, generation=generation)
-            with Session(replace(options, draft="none"), session.clock, Memory()) as plain:
+            options = replace(loaded.options, sampler=sampling, generation=generation)
+            with Models(replace(options, draft="none"), loaded.clock, Memory()) as plain:
                 expected.append(text_of(plain, PROMPTS[0]))
         assert len(set(expected)) == len(expected)
-        with Engine(session, n_parallel=3, n_ctx=N_CTX) as engine:
+        with Engine(loaded, n_parallel=3, n_ctx=N_CTX) as engine:
             asked = [
-                engine.submit(PROMPTS[0], sampling=sampling, generation=generation)
+                engine.insert(PROMPTS[0], sampling=sampling, generation=generation)
                 for sampling, generation in asked_for
             ]
             list(engine.run())
             with pytest.raises(UsageError, match="grammar"):
-                engine.submit(
+                engine.insert(
                     PROMPTS[0], generation=GenerationOptions(grammar=Grammar("gbnf", "root = x"))
                 )
             with pytest.raises(UsageError, match="no token 5000"):
-                engine.submit(PROMPTS[0], sampling=SamplerOptions(logit_bias=((5000, 1.0),)))
+                engine.insert(PROMPTS[0], sampling=SamplerOptions(logit_bias=((5000, 1.0),)))
             assert engine.is_idle
     assert [answer.text for answer in asked] == expected
     drafted = [answer.finished.n_drafted for answer in asked if answer.finished]
@@ -230,17 +232,17 @@ def test_each_answer_has_its_own_samplers_and_grammar(models: Path, costs: Virtu
 
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_conversation_decodes_what_is_new(models: Path, costs: VirtualTime, kind: str) -> None:
-    with opened(models, costs, kind) as session:
-        prompt = session.prompt(LONG)
-        more = session.prompt(" and so on").tokens
-        with Engine(session, n_parallel=2, n_ctx=N_CTX * 2) as engine:
+    with opened(models, costs, kind) as loaded:
+        prompt = loaded.prompts.of_text(LONG)
+        more = loaded.prompts.of_text(" and so on").tokens
+        with Engine(loaded, n_parallel=2, n_ctx=N_CTX * 2) as engine:
             for turn in range(4):
-                backends = (engine._target, *engine._drafts)
+                backends = (engine.target, *engine._drafts)
                 n_before = [backend.n_decoded_rows for backend in backends]
-                answer = engine.submit(prompt)
+                answer = engine.insert(prompt)
                 list(engine.run())
                 n_rows = [b.n_decoded_rows - n for b, n in zip(backends, n_before, strict=True)]
-                *_, last = session.generate(prompt, estimate_gain=False)
+                *_, last = generate(loaded, prompt, estimate_gain=False)
                 assert isinstance(last, FinishedEvent)
                 assert answer.text == last.text
                 assert answer.finished is not None
@@ -254,10 +256,10 @@ def test_a_conversation_decodes_what_is_new(models: Path, costs: VirtualTime, ki
 
 
 def test_what_another_answer_has_read_is_not_read_again(models: Path, costs: VirtualTime) -> None:
-    with opened(models, costs) as session:
-        expected = [text_of(session, LONG + more) for more in ("x", "y", "z")]
-        with Engine(session, n_parallel=3, n_ctx=N_CTX) as engine:
-            asked = [engine.submit(LONG + more) for more in ("x", "y", "z")]
+    with opened(models, costs) as loaded:
+        expected = [text_of(loaded, LONG + more) for more in ("x", "y", "z")]
+        with Engine(loaded, n_parallel=3, n_ctx=N_CTX) as engine:
+            asked = [engine.insert(LONG + more) for more in ("x", "y", "z")]
             list(engine.run())
             assert [answer.text for answer in asked] == expected
     cached = [a.finished.n_cached_tokens for a in asked if a.finished is not None]
@@ -265,22 +267,21 @@ def test_what_another_answer_has_read_is_not_read_again(models: Path, costs: Vir
     assert min(cached[1:]) >= len(LONG) - 2
 
 
-def test_a_place_whose_text_goes_on_is_taken(models: Path, costs: VirtualTime) -> None:
+def test_a_slot_whose_text_goes_on_is_taken(models: Path, costs: VirtualTime) -> None:
     with (
-        opened(models, costs) as session,
-        Engine(session, n_parallel=2, n_ctx=N_CTX) as engine,
+        opened(models, costs) as loaded,
+        Engine(loaded, n_parallel=2, n_ctx=N_CTX) as engine,
     ):
         (first,) = engine.answers([LONG])
         engine.answers(["other things"])
-        for place in engine._places:  # one of each
-            slot = place.part.slot(engine._target)
-            assert engine._target.length(slot.first) > 0
-        again = engine.submit(LONG + first + " and")
+        for slot in engine.slots:  # one of each
+            assert engine.target.length(slot.branches(engine.target).first) > 0
+        again = engine.insert(LONG + first + " and")
         list(engine.run())
         assert again.finished is not None
         assert again.finished.n_cached_tokens > len(LONG)
         # The other text is still there.
-        other = engine.submit("other things")
+        other = engine.insert("other things")
         list(engine.run())
         assert other.finished is not None
         assert other.finished.n_cached_tokens == other.finished.n_prompt_tokens - 1
@@ -289,29 +290,30 @@ def test_a_place_whose_text_goes_on_is_taken(models: Path, costs: VirtualTime) -
 @settings(max_examples=60)
 @given(
     texts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=2, max_size=12),
-    n_parts=st.integers(1, 4),
+    n_slots=st.integers(1, 4),
     data=st.data(),
 )
-def test_a_part_holds_the_beginning_of_its_text_and_nothing_else(
-    texts: list[list[int]], n_parts: int, data: st.DataObject
+def test_a_slot_holds_the_prefix_of_its_text_and_nothing_else(
+    texts: list[list[int]], n_slots: int, data: st.DataObject
 ) -> None:
     language = random_language(N_VOCAB, seed=1)
     backend = FakeBackend(
-        FakeVocabulary.letters(N_VOCAB), language, n_ctx=100, n_sequences=2 * n_parts
+        FakeVocabulary.letters(N_VOCAB), language, n_ctx=100, n_sequences=2 * n_slots
     )
     for text in texts:
-        part = Part(data.draw(st.integers(0, n_parts - 1)), n_parts)
-        slot = part.slot(backend)
-        held = [backend.text(Part(n, n_parts).slot(backend).first) for n in range(n_parts)]
-        n = part.share_prefix(backend, text)
+        slots = [Slot(number, n_slots) for number in range(n_slots)]
+        slot = slots[data.draw(st.integers(0, n_slots - 1))]
+        own = slot.branches(backend)
+        held = [backend.text(each.branches(backend).first) for each in slots]
+        n = slot.share_prefix(backend, text)
         assert n == max(n_common(other, text[:-1]) for other in held)
-        assert list(backend.text(slot.first)) == text[:n]
-        for number, before in enumerate(held):
-            if number != part.number:
-                assert backend.text(Part(number, n_parts).slot(backend).first) == before
+        assert list(backend.text(own.first)) == text[:n]
+        for each, before in zip(slots, held, strict=True):
+            if each is not slot:
+                assert backend.text(each.branches(backend).first) == before
         batch = Batch()
         for position in range(n, len(text)):
-            batch.add(text[position], position, (slot.first,), position == len(text) - 1)
+            batch.add(text[position], position, (own.first,), position == len(text) - 1)
         (row,) = backend.decode(batch)
         assert row.tolist() == language(tuple(text)).tolist()
 
@@ -323,9 +325,9 @@ def test_a_part_holds_the_beginning_of_its_text_and_nothing_else(
 def expected(models: Path) -> Callable[[int], str]:
     @cache
     def text(number: int) -> str:
-        with opened(models, lambda: 0.0, drafter="ngram") as session:
-            options = replace(session.options, draft="none")
-        with Session(options, lambda: 0.0) as plain:
+        with opened(models, lambda: 0.0, drafter="ngram") as loaded:
+            options = replace(loaded.options, draft="none")
+        with Models(options, lambda: 0.0) as plain:
             return text_of(plain, PROMPTS[number])
 
     return text
@@ -359,13 +361,13 @@ def test_answers_come_and_go_at_any_time(
         clock = VirtualTime(
             patch, lambda name, n: (0.01 if "draft" in name else 0.1) * (1 + n / 40)
         )
-        with opened(models, clock, drafter=drafter) as session:
-            asked: list[tuple[int, Answer]] = []
+        with opened(models, clock, drafter=drafter) as loaded:
+            asked: list[tuple[int, Request]] = []
             broken: set[int] = set()
-            with Engine(session, n_parallel=n_parallel, n_ctx=N_CTX) as engine:
+            with Engine(loaded, n_parallel=n_parallel, n_ctx=N_CTX) as engine:
                 for act, number in acts:
                     if act == "submit":
-                        asked.append((number, engine.submit(PROMPTS[number])))
+                        asked.append((number, engine.insert(PROMPTS[number])))
                     elif act == "cancel" and asked:
                         engine.cancel(asked[number % len(asked)][1])
                     elif act == "step":
@@ -387,9 +389,9 @@ def test_answers_come_and_go_at_any_time(
 def break_round(engine: Engine) -> set[int]:
     """Let the next round fail; returns which answers were in it."""
     busy = {
-        place.answer.index
-        for place in engine._places
-        if place.answer is not None and not place.answer.is_cancelled
+        slot.request.index
+        for slot in engine.slots
+        if slot.request is not None and not slot.request.is_cancelled
     }
     if not busy:
         return set()
@@ -399,7 +401,7 @@ def break_round(engine: Engine) -> set[int]:
 
     waiting, engine._waiting = engine._waiting, type(engine._waiting)()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(engine._target), "decode", fail)
+        patch.setattr(type(engine.target), "decode", fail)
         with pytest.raises(BackendError):
             engine.step()
     engine._waiting = waiting
@@ -407,10 +409,10 @@ def break_round(engine: Engine) -> set[int]:
 
 
 def test_a_stream_has_the_events_of_its_answer(models: Path, costs: VirtualTime) -> None:
-    with opened(models, costs) as session:
-        expected = alone(session)
-        with Engine(session, n_parallel=2, n_ctx=N_CTX) as engine:
-            first, second = engine.submit(PROMPTS[0]), engine.submit(PROMPTS[1])
+    with opened(models, costs) as loaded:
+        expected = alone(loaded)
+        with Engine(loaded, n_parallel=2, n_ctx=N_CTX) as engine:
+            first, second = engine.insert(PROMPTS[0]), engine.insert(PROMPTS[1])
             for number, answer in ((0, first), (1, second)):
                 events = list(engine.stream(answer))
                 assert {event.sequence for event in events} == {number}
@@ -424,15 +426,15 @@ def test_a_stream_has_the_events_of_its_answer(models: Path, costs: VirtualTime)
 def test_answers_are_asked_for_and_cancelled_from_other_threads(
     models: Path, costs: VirtualTime
 ) -> None:
-    asked: list[tuple[int, Answer]] = []
-    with opened(models, costs, drafter="ngram") as session:
-        expected = alone(session)
-        prompts = [session.prompt(prompt) for prompt in PROMPTS]
-        with Engine(session, n_parallel=3, n_ctx=N_CTX) as engine:
+    asked: list[tuple[int, Request]] = []
+    with opened(models, costs, drafter="ngram") as loaded:
+        expected = alone(loaded)
+        prompts = [loaded.prompts.of_text(prompt) for prompt in PROMPTS]
+        with Engine(loaded, n_parallel=3, n_ctx=N_CTX) as engine:
 
             def ask(first: int) -> None:
                 for number in range(first, first + 8):
-                    answer = engine.submit(prompts[number % len(prompts)])
+                    answer = engine.insert(prompts[number % len(prompts)])
                     asked.append((number % len(prompts), answer))
                     if number % 5 == 0:
                         engine.cancel(answer)
@@ -457,20 +459,20 @@ def test_answers_are_asked_for_and_cancelled_from_other_threads(
 
 
 def test_what_has_no_room_is_refused(models: Path, costs: VirtualTime) -> None:
-    with opened(models, costs) as session:
+    with opened(models, costs) as loaded:
         for n_parallel in (0, -1, 257):
             with pytest.raises(UsageError, match="answers at once"):
-                Engine(session, n_parallel=n_parallel)
-        with Engine(session, n_ctx=N_CTX) as engine:
+                Engine(loaded, n_parallel=n_parallel)
+        with Engine(loaded, n_ctx=N_CTX) as engine:
             with pytest.raises(PromptError, match="the context has 256"):
-                engine.submit("x " * 400)
+                engine.insert("x " * 400)
             assert engine.is_idle
             assert engine.step() == []
 
 
 def test_a_text_before_it_is_there_is_a_mistake(models: Path, costs: VirtualTime) -> None:
-    with opened(models, costs) as session, Engine(session, n_ctx=N_CTX) as engine:
-        answer = engine.submit("a")
+    with opened(models, costs) as loaded, Engine(loaded, n_ctx=N_CTX) as engine:
+        answer = engine.insert("a")
         with pytest.raises(RuntimeError, match="answer 0 is not done"):
             _ = answer.text
     with pytest.raises(BackendError, match="the engine is closed"):
@@ -486,12 +488,12 @@ def test_a_long_prompt_is_read_beside_the_others_rounds(
 ) -> None:
     monkeypatch.setattr("specgen.engine.engine._N_READ_BESIDE", 8)
     monkeypatch.setattr("specgen.backend.llama.LlamaModel.has_equal_rows", True)
-    with opened(models, costs, kind) as session:
-        expected = alone(session)
-        with Engine(session, n_parallel=2, n_ctx=N_CTX) as engine:
-            first = engine.submit(PROMPTS[0])
+    with opened(models, costs, kind) as loaded:
+        expected = alone(loaded)
+        with Engine(loaded, n_parallel=2, n_ctx=N_CTX) as engine:
+            first = engine.insert(PROMPTS[0])
             engine.step()
-            second = engine.submit(PROMPTS[1])
+            second = engine.insert(PROMPTS[1])
             between = 0
             while not (second.events or second.is_done) or len(second.events) == 1:
                 said = sum(isinstance(event, CommittedEvent) for event in first.events)
@@ -510,32 +512,32 @@ def test_a_prompt_that_is_being_read_can_be_cancelled(
 ) -> None:
     monkeypatch.setattr("specgen.engine.engine._N_READ_BESIDE", 8)
     monkeypatch.setattr("specgen.backend.llama.LlamaModel.has_equal_rows", True)
-    with opened(models, costs) as session, Engine(session, n_parallel=2, n_ctx=N_CTX) as engine:
-        first = engine.submit(PROMPTS[0])
+    with opened(models, costs) as loaded, Engine(loaded, n_parallel=2, n_ctx=N_CTX) as engine:
+        first = engine.insert(PROMPTS[0])
         engine.step()
-        second = engine.submit(PROMPTS[1])
+        second = engine.insert(PROMPTS[1])
         engine.step()
         engine.cancel(second)
         engine.step()
         assert second.finished is not None
         assert second.finished.finish_reason == "interrupted"
         assert second.text == ""
-        third = engine.submit(PROMPTS[1])
+        third = engine.insert(PROMPTS[1])
         list(engine.run())
-        assert [first.text, third.text] == alone(session)[:2]
+        assert [first.text, third.text] == alone(loaded)[:2]
 
 
 # --- what is drafted for one answer
 
 
-def drafted_lengths(answer: Answer) -> set[int]:
+def drafted_lengths(answer: Request) -> set[int]:
     return {len(event.nodes) for event in answer.events if isinstance(event, DraftedEvent)}
 
 
 def test_an_answer_may_ask_for_shorter_drafts(models: Path, costs: VirtualTime) -> None:
-    with opened(models, costs) as session, Engine(session, n_ctx=N_CTX) as engine:
+    with opened(models, costs) as loaded, Engine(loaded, n_ctx=N_CTX) as engine:
         free, short, none = (
-            engine.submit(PROMPTS[0], n_drafted_max=n_most) for n_most in (None, 2, 0)
+            engine.insert(PROMPTS[0], n_drafted_max=n_most) for n_most in (None, 2, 0)
         )
         list(engine.run())
         assert max(drafted_lengths(free)) > 2
@@ -547,9 +549,9 @@ def test_an_answer_may_ask_for_shorter_drafts(models: Path, costs: VirtualTime) 
 
 def test_an_answer_may_ask_for_another_verifier(models: Path, costs: VirtualTime) -> None:
     sampler = replace(SAMPLED, seed=-1)
-    with opened(models, costs, sampler=sampler) as session:
-        with Engine(session, n_ctx=N_CTX) as engine:
-            asked = [engine.submit(PROMPTS[0], verifier=name) for name in ("match", "block")]
+    with opened(models, costs, sampler=sampler) as loaded:
+        with Engine(loaded, n_ctx=N_CTX) as engine:
+            asked = [engine.insert(PROMPTS[0], verifier=name) for name in ("match", "block")]
             list(engine.run())
         named = [
             event.verifier
@@ -563,11 +565,11 @@ def test_an_answer_may_ask_for_another_verifier(models: Path, costs: VirtualTime
 def test_fixed_shapes_have_no_length_of_their_own(models: Path, costs: VirtualTime) -> None:
     shape = TreeShape("levels", (2, 2, 1))
     with (
-        opened(models, costs, tree=shape) as session,
-        Engine(session, n_ctx=N_CTX) as engine,
+        opened(models, costs, tree=shape) as loaded,
+        Engine(loaded, n_ctx=N_CTX) as engine,
         pytest.raises(UsageError, match="fixed shape 2,2,1"),
     ):
-        engine.submit(PROMPTS[0], n_drafted_max=2)
+        engine.insert(PROMPTS[0], n_drafted_max=2)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -576,11 +578,11 @@ def test_what_is_learnt_alone_is_forgotten(models: Path, costs: VirtualTime, dra
 
     def drafts(before: tuple[str, ...], *, learn_alone: bool) -> list[object]:
         with (
-            opened(models, costs, drafter=drafter) as session,
-            Engine(session, n_ctx=N_CTX, learn_alone=learn_alone) as engine,
+            opened(models, costs, drafter=drafter) as loaded,
+            Engine(loaded, n_ctx=N_CTX, learn_alone=learn_alone) as engine,
         ):
             engine.answers(before)
-            answer = engine.submit(PROMPTS[1])
+            answer = engine.insert(PROMPTS[1])
             list(engine.run())
         return [event.nodes for event in answer.events if isinstance(event, DraftedEvent)]
 

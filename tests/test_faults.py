@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from specgen.calibration.memory import Memory
-from specgen.engine.engine import Engine
-from specgen.engine.session import Session, SessionOptions
+from specgen.engine.engine import Engine, generate
+from specgen.engine.models import Models
 from specgen.errors import MemoryLimitError
-from specgen.options import ContextOptions, DraftOptions, GenerationOptions
+from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
 
 ROOT = Path(__file__).parent.parent
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
@@ -153,7 +153,7 @@ def test_a_cache_that_vanishes_while_it_is_in_use_changes_nothing(
         cache=cache,
     )
     memory = Memory(cache / "learnt.json")
-    with Session(options, time.perf_counter, memory) as session, Engine(session) as engine:
+    with Models(options, time.perf_counter, memory) as loaded, Engine(loaded) as engine:
         (before,) = engine.answers([PROMPT])
         memory.save()
         files = [path for path in cache.rglob("*") if path.is_file()]
@@ -168,6 +168,6 @@ def test_a_cache_that_vanishes_while_it_is_in_use_changes_nothing(
         (after,) = engine.answers([PROMPT])
         memory.save()
     assert after == before
-    with Session(options, time.perf_counter, Memory(cache / "learnt.json")) as session:
-        *_, again = session.generate(session.prompt(PROMPT))
+    with Models(options, time.perf_counter, Memory(cache / "learnt.json")) as loaded:
+        *_, again = generate(loaded, loaded.prompts.of_text(PROMPT))
     assert getattr(again, "text", None) == before

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specgen.backend.llama import LlamaModel, file_check
-from specgen.backend.llama.checked_files import FILE_NAME, CheckedFiles
+from specgen.backend.llama.file_check import FILE_NAME, CheckedFiles
 from specgen.errors import ModelFileError
 from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
 from tests.helpers_tiny import with_a_token_twice
@@ -129,7 +129,7 @@ def test_a_file_that_changed_is_read_again(model: Path, folder: Path, read: list
 
 @pytest.mark.parametrize(
     "damaged",
-    [b"", b"\xff\x00", b"[" * 100_000, b"[]", b'{"checked": 1}', b'{"checked": [null, {}, "a"]}'],
+    [b"", b"\xff\x00", b"[" * 100_000, b"[]", b'{"results": 1}', b'{"results": [null, {}, "a"]}'],
 )
 def test_a_damaged_list_is_made_anew(
     model: Path, folder: Path, read: list[Path], damaged: bytes
@@ -158,7 +158,7 @@ def test_the_latest_files_are_remembered(tmp_path: Path) -> None:
         checked.add(file)
     assert not checked.has(files[0])
     assert checked.has(files[-1])
-    assert len(json.loads((tmp_path / "cache" / FILE_NAME).read_text())["checked"]) == 256
+    assert len(json.loads((tmp_path / "cache" / FILE_NAME).read_text())["results"]) == 256
     assert not CheckedFiles().has(files[-1])
     files[-1].unlink()
     assert not checked.has(files[-1])

@@ -21,7 +21,7 @@ from specgen.arrays import BoolArray
 from specgen.backend.llama import LlamaModel, LlamaVocabulary
 from specgen.backend.llama.grammar import LlamaGrammar
 from specgen.backend.llama.library import llama_cpp
-from specgen.backend.llama.utf8 import BOUNDARY, INVALID, utf8_state
+from specgen.backend.llama.token_table import BOUNDARY, INVALID, utf8_state
 from specgen.constrain.gbnf import read_gbnf
 from specgen.constrain.grammar import GrammarState
 from specgen.errors import UsageError

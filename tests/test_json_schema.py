@@ -21,7 +21,8 @@ from specgen.backend.llama import LlamaModel, LlamaVocabulary
 from specgen.constrain.grammar import GrammarState
 from specgen.constrain.json_schema import schema_grammar
 from specgen.constrain.llguidance_grammar import LlguidanceGrammar
-from specgen.engine.session import Session
+from specgen.engine.engine import generate
+from specgen.engine.models import Models
 from specgen.errors import BackendError, UsageError
 from specgen.events import FinishedEvent
 from specgen.options import (
@@ -340,8 +341,8 @@ def test_drafts_change_nothing(model: Path, tmp_path: Path, temperature: float) 
     )
     answers: list[FinishedEvent] = []
     for source in ("none", "ngram", draft):
-        with Session(replace(options, draft=source), time.perf_counter) as session:
-            *_, last = session.generate(session.prompt("the cat"))
+        with Models(replace(options, draft=source), time.perf_counter) as loaded:
+            *_, last = generate(loaded, loaded.prompts.of_text("the cat"))
         assert isinstance(last, FinishedEvent)
         answers.append(last)
     assert len({answer.token_ids for answer in answers}) == 1

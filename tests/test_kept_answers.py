@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from specgen.engine.engine import generate
 from specgen.engine.kept_answers import (
     ANSWERS,
     MAX_PROMPT_TOKENS,
@@ -28,7 +29,7 @@ from specgen.engine.learnt_weights import (
     state_file,
     write_learnt,
 )
-from specgen.engine.session import Session
+from specgen.engine.models import Models
 from specgen.errors import OutputError
 from specgen.events import FinishedEvent, NoticeEvent
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
@@ -139,7 +140,7 @@ def test_two_processes_keep_all_answers_of_both(tmp_path: Path) -> None:
 # --- sessions
 
 
-def opened(models: Path, learning: Path | None, draft: str = "draft") -> Session:
+def opened(models: Path, learning: Path | None, draft: str = "draft") -> Models:
     context = ContextOptions(n_threads=1)
     options = SessionOptions(
         models / "target.gguf",
@@ -150,22 +151,22 @@ def opened(models: Path, learning: Path | None, draft: str = "draft") -> Session
         draft_context=context,
         learning=learning,
     )
-    return Session(options, time.perf_counter)
+    return Models(options, time.perf_counter)
 
 
 def test_a_session_keeps_its_answers_and_goes_on_if_it_cannot(
     tiny_models: Path, tmp_path: Path
 ) -> None:
-    with opened(tiny_models, tmp_path / "kept") as session:
-        prompt = session.prompt("a cat")
-        *_, finished = session.generate(prompt)
+    with opened(tiny_models, tmp_path / "kept") as loaded:
+        prompt = loaded.prompts.of_text("a cat")
+        *_, finished = generate(loaded, prompt)
     assert isinstance(finished, FinishedEvent)
     (answer,) = read_answers(tmp_path / "kept")
     assert answer.prompt_tokens == prompt.tokens
     assert answer.tokens == finished.token_ids
     (tmp_path / "file").touch()
-    with opened(tiny_models, tmp_path / "file" / "kept") as session:
-        events = list(session.generate(prompt))
+    with opened(tiny_models, tmp_path / "file" / "kept") as loaded:
+        events = list(generate(loaded, prompt))
     notices = [event.message for event in events if isinstance(event, NoticeEvent)]
     assert any("the answer is not kept" in message for message in notices)
     assert isinstance(events[-1], FinishedEvent)
@@ -173,8 +174,8 @@ def test_a_session_keeps_its_answers_and_goes_on_if_it_cannot(
 
 
 def test_nothing_is_kept_unless_asked_for(tiny_models: Path, tmp_path: Path) -> None:
-    with opened(tiny_models, None) as session:
-        list(session.generate(session.prompt("a cat")))
+    with opened(tiny_models, None) as loaded:
+        list(generate(loaded, loaded.prompts.of_text("a cat")))
     assert not list(tmp_path.iterdir())
     assert not Path(os.environ["SPECGEN_DATA"]).exists()
 
@@ -196,10 +197,10 @@ def test_a_draft_drafts_from_what_it_learnt_and_the_text_stays(
     taught(tmp_path, draft, tiny_models / "draft.gguf")
     found = {}
     for learning in (None, tmp_path):
-        with opened(tiny_models, learning, "bad") as session:
-            assert (session.learnt_draft is not None) == (learning is not None)
-            assert session.draft_name == "bad.gguf"
-            events = list(session.generate(session.prompt("a cat")))
+        with opened(tiny_models, learning, "bad") as loaded:
+            assert (loaded.drafts.learnt is not None) == (learning is not None)
+            assert loaded.drafts.name == "bad.gguf"
+            events = list(generate(loaded, loaded.prompts.of_text("a cat")))
         found[learning] = events[-1]
         said = [event.message for event in events if isinstance(event, NoticeEvent)]
         is_told = any("bad.gguf drafts with what it learnt from 12 answers" in m for m in said)
@@ -225,9 +226,9 @@ def test_what_was_learnt_and_is_damaged_is_not_used(
         (tmp_path / "w.gguf").unlink()
     else:
         write_learnt(tmp_path, draft, Learnt(f"../{tmp_path.name}/w.gguf"))
-    with opened(tiny_models, tmp_path) as session:
-        assert session.learnt_draft is None
-        *_, finished = session.generate(session.prompt("a cat"))
+    with opened(tiny_models, tmp_path) as loaded:
+        assert loaded.drafts.learnt is None
+        *_, finished = generate(loaded, loaded.prompts.of_text("a cat"))
     assert isinstance(finished, FinishedEvent)
     assert finished.n_accepted > 0
 

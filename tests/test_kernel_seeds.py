@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from specgen.calibration.memory import Memory
-from specgen.engine.session import Session
+from specgen.engine.engine import generate
+from specgen.engine.models import Models
 from specgen.events import FinishedEvent
 from specgen.options import (
     DraftOptions,
@@ -61,9 +62,9 @@ def texts(models: Path, draft: DraftSource, samplers: str, drafting: DraftOption
             drafting=drafting,
             generation=GenerationOptions(max_tokens=24),
         )
-        with Session(options, time.perf_counter, memory) as session:
-            prompt = session.prompt(PROMPT, chat=False)
-            *_, last = session.generate(prompt, estimate_gain=False)
+        with Models(options, time.perf_counter, memory) as loaded:
+            prompt = loaded.prompts.of_text(PROMPT, chat=False)
+            *_, last = generate(loaded, prompt, estimate_gain=False)
         assert isinstance(last, FinishedEvent)
         n_accepted += last.n_accepted
         found.append(last.text)

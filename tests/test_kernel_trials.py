@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from specgen.backend.llama import LlamaModel
-from specgen.backend.llama.kernel_trial import try_kernels
+from specgen.backend.llama.kernel_trial import skeleton_of, try_kernels
 from specgen.backend.llama.kernels import Kernels, KernelSupport, ask_before_loading
-from specgen.backend.llama.skeleton import skeleton_of
 from specgen.child import ChildTimeoutError, ask_child
 from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.kernels import choice, model_support

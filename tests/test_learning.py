@@ -20,10 +20,10 @@ import pytest
 
 from specgen.backend.llama import LlamaModel, requantize
 from specgen.catalogue import identify
-from specgen.engine.engine import Engine
+from specgen.engine.engine import Engine, generate
 from specgen.engine.kept_answers import ANSWERS, KeptAnswer, KeptAnswers, read_answers
 from specgen.engine.learnt_weights import Learnt, learnt_weights, read_learnt, write_learnt
-from specgen.engine.session import Session
+from specgen.engine.models import Models
 from specgen.errors import UsageError
 from specgen.events import FinishedEvent, NoticeEvent
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
@@ -51,7 +51,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def opened(models: Path, learning: Path | None, n_tokens: int = 48) -> Session:
+def opened(models: Path, learning: Path | None, n_tokens: int = 48) -> Models:
     context = ContextOptions(n_threads=1)
     options = SessionOptions(
         models / "target.gguf",
@@ -62,14 +62,14 @@ def opened(models: Path, learning: Path | None, n_tokens: int = 48) -> Session:
         draft_context=context,
         learning=learning,
     )
-    return Session(options, time.perf_counter)
+    return Models(options, time.perf_counter)
 
 
 @pytest.fixture(scope="module")
 def answered(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with 40 answers of the target."""
     folder = tmp_path_factory.mktemp("answered")
-    with opened(models, folder) as session, Engine(session, n_parallel=4) as engine:
+    with opened(models, folder) as loaded, Engine(loaded, n_parallel=4) as engine:
         engine.answers(prompts(40))
     assert len(read_answers(folder)) == 40
     return folder
@@ -187,8 +187,8 @@ def test_what_is_better_on_the_latest_answers_is_used(models: Path, folder: Path
     assert names(folder) == [learnt.weights]
     texts, accepted = [], []
     for learning in (None, folder):
-        with opened(models, learning) as session:
-            *_, finished = session.generate(session.prompt(prompts(41)[-1]))
+        with opened(models, learning) as loaded:
+            *_, finished = generate(loaded, loaded.prompts.of_text(prompts(41)[-1]))
         assert isinstance(finished, FinishedEvent)
         texts.append(finished.text)
         accepted.append(finished.n_accepted)
@@ -292,37 +292,37 @@ def test_what_a_killed_lesson_left_is_deleted(models: Path, folder: Path) -> Non
 # --- beside answers
 
 
-def in_use(session: Session) -> Path | None:
+def in_use(loaded: Models) -> Path | None:
     """The weights that the draft learnt and drafts from."""
-    return session.learnt_draft
+    return loaded.drafts.learnt
 
 
 def test_a_draft_is_loaded_again_between_answers_only(models: Path, tmp_path: Path) -> None:
-    with opened(models, tmp_path) as session:
+    with opened(models, tmp_path) as loaded:
         plain = [
             event.text
             for text in prompts(3)
-            for event in session.generate(session.prompt(text))
+            for event in generate(loaded, loaded.prompts.of_text(text))
             if isinstance(event, FinishedEvent)
         ]
-    with opened(models, tmp_path) as session, Engine(session) as engine:
-        first = engine.submit(prompts(3)[0])
+    with opened(models, tmp_path) as loaded, Engine(loaded) as engine:
+        first = engine.insert(prompts(3)[0])
         engine.step()
         write_tiny_model(tmp_path / "w.gguf", CONFIG.draft(0.01))
         write_learnt(tmp_path, models / "draft.gguf", Learnt("w.gguf", n_answers=3))
         assert not engine.reload_draft()
-        assert in_use(session) is None
+        assert in_use(loaded) is None
         list(engine.run())
         assert engine.reload_draft()
-        assert in_use(session) == tmp_path / "w.gguf"
+        assert in_use(loaded) == tmp_path / "w.gguf"
         engine.tell("news")
-        second = engine.submit(prompts(3)[1])
+        second = engine.insert(prompts(3)[1])
         events = list(engine.stream(second))
         assert [e.message for e in events if isinstance(e, NoticeEvent)] == ["news"]
         write_learnt(tmp_path, models / "draft.gguf", Learnt())
         assert engine.reload_draft()
-        assert in_use(session) is None
-        third = engine.submit(prompts(3)[2])
+        assert in_use(loaded) is None
+        third = engine.insert(prompts(3)[2])
         list(engine.run())
     assert [first.text, second.text, third.text] == plain
 
@@ -354,17 +354,17 @@ _WAITS = "sys.stdin.buffer.read()"
 @contextlib.contextmanager
 def learning(
     models: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, does: str
-) -> Iterator[tuple[Engine, Learner, list[str], Session]]:
+) -> Iterator[tuple[Engine, Learner, list[str], Models]]:
     monkeypatch.setattr(learner_module, "check_library", lambda: None)
     code = _CHILD.format(root=str(ROOT), does=does)
     monkeypatch.setattr(learner_module, "_COMMAND", (sys.executable, "-c", code))
     said: list[str] = []
     with (
-        opened(models, folder) as session,
-        Engine(session) as engine,
-        Learner(session, engine, said.append) as learner,
+        opened(models, folder) as loaded,
+        Engine(loaded) as engine,
+        Learner(loaded, engine, said.append) as learner,
     ):
-        yield engine, learner, said, session
+        yield engine, learner, said, loaded
 
 
 def until(happened: Callable[[], bool], look: Callable[[], None] = lambda: None) -> None:
@@ -379,7 +379,7 @@ def until(happened: Callable[[], bool], look: Callable[[], None] = lambda: None)
 def test_a_lesson_begins_when_there_are_enough_answers_and_its_draft_is_used(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with learning(models, tmp_path, monkeypatch, _SAYS) as (engine, learner, said, session):
+    with learning(models, tmp_path, monkeypatch, _SAYS) as (engine, learner, said, loaded):
         for text in prompts(NEW_ANSWERS):
             learner.between_answers(begins=True)
             assert learner._child is None
@@ -387,9 +387,9 @@ def test_a_lesson_begins_when_there_are_enough_answers_and_its_draft_is_used(
         learner.between_answers()
         assert learner._child is not None
         until(lambda: bool(said), learner.between_answers)
-        assert session.learnt_draft == tmp_path / "w.gguf"
+        assert loaded.drafts.learnt == tmp_path / "w.gguf"
         assert "draft.gguf drafts with what it learnt from 9 answers from now on" in said[0]
-        answer = engine.submit("abc")
+        answer = engine.insert("abc")
         *_, finished = engine.stream(answer)
         assert isinstance(finished, FinishedEvent)
         assert finished.acceptance_rate == 1.0  # it is the target itself
@@ -468,17 +468,17 @@ def test_a_lesson_that_fails_ends_learning_and_nothing_else(
 def test_what_is_learnt_or_forgotten_elsewhere_counts_too(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with learning(models, tmp_path, monkeypatch, _WAITS) as (engine, learner, said, session):
+    with learning(models, tmp_path, monkeypatch, _WAITS) as (engine, learner, said, loaded):
         learner.between_answers()
         assert said == []
         write_tiny_model(tmp_path / "w.gguf", CONFIG)
         write_learnt(tmp_path, models / "draft.gguf", Learnt("w.gguf"))
         learner.between_answers(begins=True)
-        assert in_use(session) == tmp_path / "w.gguf"
+        assert in_use(loaded) == tmp_path / "w.gguf"
         shutil.rmtree(tmp_path)
         learner.between_answers(begins=True)
         learner.between_answers()
-        assert in_use(session) is None
+        assert in_use(loaded) is None
         assert engine.answers(["abc"])
     assert said == [
         "draft.gguf drafts with what it learnt elsewhere from now on",
@@ -595,7 +595,7 @@ def test_a_servers_draft_learns_between_its_answers(models: Path, tmp_path: Path
         target_context=EXACT,
         draft_context=EXACT,
     )
-    with Session(options, time.perf_counter) as session, Engine(session) as engine:
+    with Models(options, time.perf_counter) as loaded, Engine(loaded) as engine:
         plain = engine.answers(prompts(6))
     told: list[bool] = []
     n_loaded = 0
@@ -609,7 +609,7 @@ def test_a_servers_draft_learns_between_its_answers(models: Path, tmp_path: Path
             write_learnt(tmp_path, models / "draft.gguf", Learnt(f"w{n_loaded}.gguf"))
             assert server.engine.reload_draft()
 
-    taught = Session(replace(options, learning=tmp_path), time.perf_counter)
+    taught = Models(replace(options, learning=tmp_path), time.perf_counter)
     with running(taught, between_answers=between_answers) as server:
 
         def ask(text: str) -> str:

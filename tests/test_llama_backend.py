@@ -22,7 +22,7 @@ from specgen.backend.base import Batch
 from specgen.backend.llama import LlamaBackend, LlamaModel, weights
 from specgen.backend.llama.kernels import Kernels
 from specgen.backend.llama.library import llama_cpp
-from specgen.backend.tree_batch import Slot, keep_path, pack
+from specgen.backend.tree_batch import Branches, keep_path, pack
 from specgen.core.draft import ROOT, Draft
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, UsageError
 from specgen.options import ContextOptions
@@ -76,7 +76,7 @@ def test_a_trees_logits_equal_those_of_its_paths(model: LlamaModel) -> None:
     backend = context(model)
     decode(backend, TEXT[:-1])
     batch = Batch()
-    pack(batch, backend, Slot(0, 8), TEXT[-1:], TREE)
+    pack(batch, backend, Branches(0, 8), TEXT[-1:], TREE)
     assert len(batch) == 1 + len(TREE)
     logits = backend.decode(batch).copy()
     assert logits.shape == (7, model.vocabulary.n_tokens)
@@ -109,7 +109,7 @@ def test_keeping_a_path_leaves_the_cache_as_if_it_alone_had_been_decoded(
     other = decode(backend, [8], sequence=7)
     decode(backend, TEXT[:-1], sequence=first)
     batch = Batch()
-    slot = Slot(first, 4)
+    slot = Branches(first, 4)
     pack(batch, backend, slot, TEXT[-1:], TREE)
     backend.decode(batch)
     keep_path(backend, slot, TREE, path)

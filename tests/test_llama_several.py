@@ -19,9 +19,9 @@ from specgen.backend.base import Batch
 from specgen.backend.llama import LlamaBackend, LlamaModel
 from specgen.backend.llama.context_opening import n_native_sequences
 from specgen.backend.llama.library import llama_cpp
-from specgen.backend.tree_batch import Slot, keep_path, pack
+from specgen.backend.tree_batch import Branches, keep_path, pack
 from specgen.core.draft import ROOT, Draft
-from specgen.engine.slots import Part
+from specgen.engine.prefix_cache import Slot
 from tests.test_llama_rollback import OPTIONS, WAYS, loaded_models
 
 N_TEXTS = 3
@@ -61,8 +61,8 @@ class Alone:
 class Text:
     """One of the texts: its tokens, the last of which the cache does not hold yet."""
 
-    slot: Slot
-    part: Part
+    slot: Branches
+    part: Slot
     tokens: list[int] = field(default_factory=list)
 
 
@@ -74,8 +74,8 @@ class Several:
         self._backend = backend
         self._alone = alone
         self._rng = np.random.default_rng(seed)
-        parts = [Part(number, N_TEXTS) for number in range(N_TEXTS)]
-        self._texts = [Text(part.slot(backend), part) for part in parts]
+        parts = [Slot(number, N_TEXTS) for number in range(N_TEXTS)]
+        self._texts = [Text(part.branches(backend), part) for part in parts]
         for text in self._texts:
             self.begin(text)
 

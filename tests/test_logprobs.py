@@ -19,14 +19,17 @@ from specgen.arrays import Logits
 from specgen.backend.base import Batch
 from specgen.core.text_state import TextState
 from specgen.core.verifiers import MatchVerifier, Verifier
-from specgen.engine.session import DraftSource, Session, SessionOptions
+from specgen.engine.engine import generate
+from specgen.engine.models import Models
 from specgen.events import CommittedEvent, Event, Piece, to_json_object
 from specgen.options import (
     ContextOptions,
     DraftOptions,
+    DraftSource,
     GenerationOptions,
     Grammar,
     SamplerOptions,
+    SessionOptions,
 )
 from specgen.sampling.logprobs import log_probabilities, most_likely
 from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
@@ -217,12 +220,12 @@ def answer(
         target_context=context,
         draft_context=context,
     )
-    with Session(options, time.perf_counter) as session:
-        events = list(session.generate(session.prompt(TEXT, chat=False)))
+    with Models(options, time.perf_counter) as loaded:
+        events = list(generate(loaded, loaded.prompts.of_text(TEXT, chat=False)))
         pieces = pieces_of(events)
-        prompt = session.prompt(TEXT, chat=False).tokens
+        prompt = loaded.prompts.of_text(TEXT, chat=False).tokens
         rows = []
-        with session.contexts(256, drafts=False) as (target, _):
+        with loaded.contexts(256, drafts=False) as (target, _):
             batch = Batch()
             for position, token in enumerate(prompt):
                 batch.add(token, position, (0,), position == len(prompt) - 1)

@@ -31,16 +31,18 @@ from pathlib import Path
 
 import pytest
 
-from specgen.engine.engine import Engine
+from specgen.engine.engine import Engine, generate
 from specgen.engine.learnt_weights import Learnt, write_learnt
-from specgen.engine.session import DraftSource, Session, SessionOptions
+from specgen.engine.models import Models
 from specgen.events import FinishedEvent
 from specgen.options import (
     ContextOptions,
     DraftOptions,
+    DraftSource,
     GenerationOptions,
     Grammar,
     SamplerOptions,
+    SessionOptions,
     TranslateMode,
     VerifierName,
 )
@@ -166,7 +168,7 @@ def let_learn(folder: Path, config: TinyConfig) -> None:
     write_learnt(folder / "learning", folder / f"{BROADEST} draft.gguf", Learnt("w.gguf"))
 
 
-def session(
+def loaded(
     models: Path,
     cache: str,
     drafter: str,
@@ -174,7 +176,7 @@ def session(
     samplers: str,
     seed: int = 0,
     translate: TranslateMode = "off",
-) -> Session:
+) -> Models:
     has_learnt = drafter == "learnt"
     words: dict[str, DraftSource] = {"ngram": "ngram", "none": "none"}
     name = "draft" if has_learnt else drafter
@@ -204,7 +206,7 @@ def session(
         draft_context=context,
         learning=models / "learning" if has_learnt else None,
     )
-    return Session(options, time.perf_counter)
+    return Models(options, time.perf_counter)
 
 
 with_every_drafter = pytest.mark.parametrize(("cache", "drafter"), DRAFTED)
@@ -217,16 +219,16 @@ with_every_verifier = pytest.mark.parametrize("verifier", VERIFIERS)
 def test_greedy_text_is_that_of_plain_decoding(
     models: Path, cache: str, drafter: str, verifier: VerifierName, samplers: str
 ) -> None:
-    with session(models, cache, drafter, verifier, samplers) as opened:
-        prompt = opened.prompt(PROMPT, chat=False)
+    with loaded(models, cache, drafter, verifier, samplers) as opened:
+        prompt = opened.prompts.of_text(PROMPT, chat=False)
         (result,) = check_greedy(opened, [prompt])
     assert result.difference is None
     assert result.n_drafted > 0
 
 
-def said(session: Session) -> FinishedEvent:
+def said(loaded: Models) -> FinishedEvent:
     """What a session says after the prompt."""
-    *_, last = session.generate(session.prompt(PROMPT, chat=False))
+    *_, last = generate(loaded, loaded.prompts.of_text(PROMPT, chat=False))
     assert isinstance(last, FinishedEvent)
     return last
 
@@ -247,7 +249,7 @@ def test_auto_judges_as_the_verifier_for_that_kind_of_draft(
     for seed in range(5):
         ends = []
         for name in ("auto", same):
-            with session(models, BROADEST, drafter, name, samplers, seed, translate) as opened:
+            with loaded(models, BROADEST, drafter, name, samplers, seed, translate) as opened:
                 ends.append(said(opened))
         auto, other = ends
         assert auto.n_drafted > 0
@@ -272,8 +274,8 @@ def test_sampled_text_fits_the_targets_distribution(
     models: Path, cache: str, drafter: str, verifier: VerifierName, samplers: str
 ) -> None:
     plan = SampledPlan(depth=DEPTH, level=LEVEL, n_draws=N_DRAWS)
-    with session(models, cache, drafter, verifier, samplers) as opened:
-        prompt = opened.prompt(PROMPT, chat=False)
+    with loaded(models, cache, drafter, verifier, samplers) as opened:
+        prompt = opened.prompts.of_text(PROMPT, chat=False)
         result = check_sampled(opened, prompt, plan, seed=5)
     assert result is not None
     assert result.fits, [depth.test for depth in result.depths]
@@ -288,10 +290,10 @@ def test_sampled_text_fits_the_targets_distribution(
 @pytest.mark.parametrize("samplers", SAMPLED)
 def test_matching_keeps_a_seeds_text(models: Path, cache: str, drafter: str, samplers: str) -> None:
     for seed in range(3):
-        with session(models, cache, drafter, "match", samplers, seed) as opened:
+        with loaded(models, cache, drafter, "match", samplers, seed) as opened:
             fast = said(opened)
             plain_options = replace(opened.options, draft="none")
-        with Session(plain_options, time.perf_counter) as opened:
+        with Models(plain_options, time.perf_counter) as opened:
             plain = said(opened)
         assert fast.token_ids == plain.token_ids
 
@@ -305,8 +307,8 @@ def test_matching_keeps_a_seeds_text(models: Path, cache: str, drafter: str, sam
 def test_greedy_text_with_translated_drafts_is_that_of_plain_decoding(
     models: Path, cache: str, translate: TranslateMode, samplers: str
 ) -> None:
-    with session(models, cache, "respelled", "auto", samplers, translate=translate) as opened:
-        prompt = opened.prompt(PROMPT, chat=False)
+    with loaded(models, cache, "respelled", "auto", samplers, translate=translate) as opened:
+        prompt = opened.prompts.of_text(PROMPT, chat=False)
         (result,) = check_greedy(opened, [prompt])
     assert result.difference is None
     if (translate, samplers) != ("string", "greedy, grammar"):
@@ -320,8 +322,8 @@ def test_sampled_text_with_translated_drafts_fits_the_targets_distribution(
     models: Path, cache: str, translate: TranslateMode, verifier: VerifierName, samplers: str
 ) -> None:
     plan = SampledPlan(depth=DEPTH, level=LEVEL, n_draws=N_DRAWS)
-    with session(models, cache, "respelled", verifier, samplers, translate=translate) as opened:
-        prompt = opened.prompt(PROMPT, chat=False)
+    with loaded(models, cache, "respelled", verifier, samplers, translate=translate) as opened:
+        prompt = opened.prompts.of_text(PROMPT, chat=False)
         result = check_sampled(opened, prompt, plan, seed=5)
     assert result is not None
     assert result.fits, [depth.test for depth in result.depths]
@@ -338,12 +340,10 @@ def test_sampled_text_with_translated_drafts_fits_the_targets_distribution(
 def test_matching_translated_drafts_keeps_a_seeds_text(
     models: Path, translate: TranslateMode, samplers: str
 ) -> None:
-    with session(
-        models, "attention", "respelled", "match", samplers, translate=translate
-    ) as opened:
+    with loaded(models, "attention", "respelled", "match", samplers, translate=translate) as opened:
         fast = said(opened)
         plain_options = replace(opened.options, draft="none")
-    with Session(plain_options, time.perf_counter) as opened:
+    with Models(plain_options, time.perf_counter) as opened:
         plain = said(opened)
     assert fast.token_ids == plain.token_ids
 
@@ -356,9 +356,9 @@ def test_matching_translated_drafts_keeps_a_seeds_text(
 def test_greedy_text_with_a_draft_that_learnt_is_that_of_plain_decoding(
     models: Path, verifier: VerifierName, samplers: str
 ) -> None:
-    with session(models, BROADEST, "learnt", verifier, samplers) as opened:
-        assert opened.learnt_draft is not None
-        (result,) = check_greedy(opened, [opened.prompt(PROMPT, chat=False)])
+    with loaded(models, BROADEST, "learnt", verifier, samplers) as opened:
+        assert opened.drafts.learnt is not None
+        (result,) = check_greedy(opened, [opened.prompts.of_text(PROMPT, chat=False)])
     assert result.difference is None
     assert result.n_drafted > 0
 
@@ -368,9 +368,9 @@ def test_sampled_text_with_a_draft_that_learnt_fits_the_targets_distribution(
     models: Path, verifier: VerifierName, samplers: str
 ) -> None:
     plan = SampledPlan(depth=DEPTH, level=LEVEL, n_draws=N_DRAWS)
-    with session(models, BROADEST, "learnt", verifier, samplers) as opened:
-        assert opened.learnt_draft is not None
-        result = check_sampled(opened, opened.prompt(PROMPT, chat=False), plan, seed=5)
+    with loaded(models, BROADEST, "learnt", verifier, samplers) as opened:
+        assert opened.drafts.learnt is not None
+        result = check_sampled(opened, opened.prompts.of_text(PROMPT, chat=False), plan, seed=5)
     assert result is not None
     assert result.fits, [depth.test for depth in result.depths]
     assert not result.rows.is_defect, result.rows
@@ -384,18 +384,18 @@ def test_a_draft_that_learns_between_answers_keeps_a_seeds_text(
     models: Path, samplers: str
 ) -> None:
     """The target's cache holds the beginning, the draft's nothing."""
-    with session(models, BROADEST, "none", "match", samplers, 3) as opened:
+    with loaded(models, BROADEST, "none", "match", samplers, 3) as opened:
         plain = said(opened)
     with (
-        session(models, BROADEST, "learnt", "match", samplers, 3) as opened,
+        loaded(models, BROADEST, "learnt", "match", samplers, 3) as opened,
         Engine(opened) as engine,
     ):
-        prompt = opened.prompt(PROMPT, chat=False)
+        prompt = opened.prompts.of_text(PROMPT, chat=False)
         found = []
         for noise in (0.3, 0.05, 0.6):
             let_learn(models, TinyConfig(logit_scale=2.0, unprintable_scale=0.0).draft(noise))
             assert engine.reload_draft()
-            answer = engine.submit(prompt)
+            answer = engine.insert(prompt)
             list(engine.run())
             assert answer.finished is not None
             found.append(answer.finished)

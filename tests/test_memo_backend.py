@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from specgen.arrays import Logits
 from specgen.backend import Batch
-from specgen.backend.tree_batch import Slot, keep_path, pack
+from specgen.backend.tree_batch import Branches, keep_path, pack
 from specgen.core.draft import NO_DRAFT, ROOT, Draft
 from specgen.engine.loop import Loop
 from specgen.errors import BackendError
@@ -82,7 +82,7 @@ class Twins:
         self.plain = fake()
         self.inner = fake()
         self.memo = MemoBackend(self.inner, n_bytes_max=n_bytes_max)
-        self.slots = [Slot(0, 4), Slot(4, 4)]
+        self.slots = [Branches(0, 4), Branches(4, 4)]
         #: Of each slot: the text, whose last token is not decoded yet.
         self.texts = [[0], [0]]
 
@@ -188,7 +188,7 @@ def test_rounds_that_are_repeated_are_not_decoded() -> None:
             prefill(memo, context[:-1])
             rng, text = np.random.default_rng(seed), list(context)
             for _ in range(3):
-                batch, slot, draft = Batch(), Slot(0, 4), random_tree(rng, 5, 4)
+                batch, slot, draft = Batch(), Branches(0, 4), random_tree(rng, 5, 4)
                 pack(batch, memo, slot, text[memo.length(0) :], draft)
                 memo.decode(batch)
                 path = draft.path(int(rng.integers(len(draft))))
@@ -294,9 +294,9 @@ def test_an_accepted_branch_is_not_decoded_again() -> None:
     memo.decode(chain([0, 1]))
     draft = Draft((2, 3), (ROOT, ROOT), ("t",) * 2, (None,) * 2, (None,) * 2)
     batch = Batch()
-    pack(batch, memo, Slot(0, 2), [2], draft)
+    pack(batch, memo, Branches(0, 2), [2], draft)
     memo.decode(batch)
-    keep_path(memo, Slot(0, 2), draft, [1])
+    keep_path(memo, Branches(0, 2), draft, [1])
     memo.decode(chain([0], 4))
     assert inner.decoded == [0, 1, 2, 2, 3, 0]
     assert inner.text(0) == (0, 1, 2, 3, 0)

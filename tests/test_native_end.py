@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from specgen import cli
-from specgen.backend.llama.checked_files import CheckedFiles
-from specgen.backend.llama.native_end import asserted
+from specgen.backend.llama.file_check import CheckedFiles
+from specgen.backend.llama.library import asserted
 from specgen.catalogue import cache_folder
 from specgen.errors import BackendError, MemoryLimitError
 from specgen.testing.tiny import TinyConfig, write_tiny_model
@@ -21,7 +21,7 @@ from tests.helpers_tiny import with_a_token_twice
 ROOT = Path(__file__).parent.parent
 TRUNCATED = """
 import mmap, sys
-from specgen.backend.llama.native_end import end_with_a_line
+from specgen.backend.llama.library import end_with_a_line
 end_with_a_line(sys.stdout.flush)
 print("what was said so far")
 with open(sys.argv[1], "r+b") as file:
@@ -32,20 +32,20 @@ with open(sys.argv[1], "r+b") as file:
 #: A context of GGML for which there is no memory.
 NO_MEMORY = """
 import ctypes, resource
-from specgen.backend.llama.library import ggml_function
-from specgen.backend.llama.native_end import end_with_a_line
+from specgen.backend.llama.library import ggml
+from specgen.backend.llama.library import end_with_a_line
 end_with_a_line()
 class Parameters(ctypes.Structure):
     _fields_ = [("size", ctypes.c_size_t), ("buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
 limit = 2**36
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-ggml_function("ggml_init", ctypes.c_void_p, Parameters)(Parameters(2 * limit, None, False))
+ggml("ggml_init", ctypes.c_void_p, Parameters)(Parameters(2 * limit, None, False))
 """
 #: A model of which nothing is left, behind its first answer; some of it is read by other threads.
 MODEL_TRUNCATED = """
 import os, sys
 import specgen
-from specgen.backend.llama.native_end import end_with_a_line
+from specgen.backend.llama.library import end_with_a_line
 from specgen.options import ContextOptions
 end_with_a_line(sys.stdout.flush)
 with specgen.load(sys.argv[1], "none", context=ContextOptions(n_threads=2)) as model:

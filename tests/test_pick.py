@@ -18,9 +18,9 @@ from specgen.calibration.memory import Memory
 from specgen.calibration.timing import timed_batch_sizes
 from specgen.catalogue import SavedDraft, identify, memory_file, save_draft, saved_drafts_file
 from specgen.cli.opening import make_opener
-from specgen.engine.session import DraftSource, Session, SessionOptions
+from specgen.engine.models import Models
 from specgen.errors import BackendError, MemoryLimitError
-from specgen.options import ContextOptions, DraftOptions
+from specgen.options import ContextOptions, DraftOptions, DraftSource, SessionOptions
 from specgen.selection.default_draft import DraftChoice
 from specgen.selection.outlook import Costs, known_costs, measure_costs, outlook
 from specgen.selection.pick import Taken, refusal, take_first
@@ -77,9 +77,9 @@ def options(models: Path, **drafting: int) -> SessionOptions:
 
 
 @pytest.fixture
-def session(tiny_models: Path) -> Iterator[Session]:
-    with Session(options(tiny_models), time.perf_counter) as session:
-        yield session
+def loaded(tiny_models: Path) -> Iterator[Models]:
+    with Models(options(tiny_models), time.perf_counter) as loaded:
+        yield loaded
 
 
 @pytest.fixture
@@ -92,11 +92,11 @@ def choices(tiny_models: Path) -> tuple[DraftChoice, ...]:
 
 
 def test_a_model_that_pays_is_taken_with_what_it_promises(
-    session: Session, choices: tuple[DraftChoice, ...], measured: Measured
+    loaded: Models, choices: tuple[DraftChoice, ...], measured: Measured
 ) -> None:
-    taken = take_first(session, choices)
+    taken = take_first(loaded, choices)
     assert taken.draft == choices[0].draft
-    assert session.draft_name == "draft.gguf"
+    assert loaded.drafts.name == "draft.gguf"
     assert taken.note == f"drafting with the partner (about x{outlook(CHEAP).speedup:.2f} expected)"
     assert taken.measured == (
         "target.gguf decodes 1, 2, 3, 4 rows in 30.0, 31.0, 32.0, 33.0 ms, draft.gguf a token in 1.0 ms",
@@ -105,11 +105,11 @@ def test_a_model_that_pays_is_taken_with_what_it_promises(
 
 
 def test_a_model_that_is_too_slow_gives_way_to_the_next(
-    session: Session, choices: tuple[DraftChoice, ...], measured: Measured
+    loaded: Models, choices: tuple[DraftChoice, ...], measured: Measured
 ) -> None:
     measured.costs = {"draft.gguf": SLOW_DRAFT}
-    taken = take_first(session, choices)
-    assert session.draft_name == "bad.gguf"
+    taken = take_first(loaded, choices)
+    assert loaded.drafts.name == "bad.gguf"
     expected = outlook(SLOW_DRAFT)
     assert taken.note == (
         "not drafting with draft.gguf: on this machine a batch of 2 costs 1.0 tokens and a "
@@ -122,32 +122,32 @@ def test_a_model_that_is_too_slow_gives_way_to_the_next(
 
 
 def test_a_model_that_is_known_to_be_too_slow_is_not_loaded_again(
-    session: Session,
+    loaded: Models,
     choices: tuple[DraftChoice, ...],
     measured: Measured,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     measured.costs = {"draft.gguf": SLOW_DRAFT}
-    first = take_first(session, choices)
-    loaded: list[object] = []
-    change_draft = Session.change_draft
+    first = take_first(loaded, choices)
+    tried: list[object] = []
+    change_draft = Models.change_draft
 
-    def noted(self: Session, source: DraftSource) -> None:
-        loaded.append(source)
+    def noted(self: Models, source: DraftSource) -> None:
+        tried.append(source)
         change_draft(self, source)
 
-    monkeypatch.setattr(Session, "change_draft", noted)
-    assert take_first(session, choices) == first
-    assert loaded == [choices[1].draft]
+    monkeypatch.setattr(Models, "change_draft", noted)
+    assert take_first(loaded, choices) == first
+    assert tried == [choices[1].draft]
     assert measured.asked == ["draft.gguf", "bad.gguf"]
 
 
 def test_where_batches_are_too_dear_no_other_model_is_tried(
-    session: Session, choices: tuple[DraftChoice, ...], measured: Measured
+    loaded: Models, choices: tuple[DraftChoice, ...], measured: Measured
 ) -> None:
     measured.costs = {"draft.gguf": DEAR}
-    taken = take_first(session, choices)
-    assert (taken.draft, session.draft_name) == ("ngram", "ngram")
+    taken = take_first(loaded, choices)
+    assert (taken.draft, loaded.drafts.name) == ("ngram", "ngram")
     assert taken.note == (
         "not drafting with draft.gguf: on this machine a batch of 2 costs 2.0 tokens, too much "
         f"for any draft model to save time (this one: about x{outlook(DEAR).speedup:.2f}); "
@@ -166,38 +166,38 @@ def test_a_gain_too_small_to_count_on_is_said_to_be_one() -> None:
 
 
 def test_what_was_measured_for_the_target_is_not_checked(
-    session: Session, choices: tuple[DraftChoice, ...], measured: Measured
+    loaded: Models, choices: tuple[DraftChoice, ...], measured: Measured
 ) -> None:
     measured.costs = {"draft.gguf": DEAR}
     saved = dataclasses.replace(choices[0], is_measured=True)
-    taken = take_first(session, (saved, *choices[1:]))
+    taken = take_first(loaded, (saved, *choices[1:]))
     assert (taken.draft, taken.note) == (saved.draft, saved.why)
     assert measured.asked == []
     assert taken.measured == ()
 
 
 def test_n_grams_and_drafts_of_no_token_are_not_checked(
-    session: Session, tiny_models: Path, choices: tuple[DraftChoice, ...], measured: Measured
+    loaded: Models, tiny_models: Path, choices: tuple[DraftChoice, ...], measured: Measured
 ) -> None:
-    assert take_first(session, choices[2:]).note == "drafting with n-grams; search"
-    with Session(options(tiny_models, max_tokens=0), time.perf_counter) as idle:
+    assert take_first(loaded, choices[2:]).note == "drafting with n-grams; search"
+    with Models(options(tiny_models, max_tokens=0), time.perf_counter) as idle:
         assert take_first(idle, choices).draft == choices[0].draft
     assert measured.asked == []
 
 
 @pytest.mark.parametrize("error", [MemoryLimitError("no room"), BackendError("broken")])
 def test_a_draft_whose_context_cannot_be_had_gives_way_to_the_next(
-    session: Session,
+    loaded: Models,
     choices: tuple[DraftChoice, ...],
     measured: Measured,
     error: Exception,
 ) -> None:
     measured.costs = {"draft.gguf": error}
-    taken = take_first(session, choices)
-    assert session.draft_name == "bad.gguf"
+    taken = take_first(loaded, choices)
+    assert loaded.drafts.name == "bad.gguf"
     assert taken.note.startswith(f"{error}; drafting with the general one (")
-    assert take_first(session, choices[:1]) == Taken("none", f"{error}; not drafting", ())
-    assert session.draft_name == "none"
+    assert take_first(loaded, choices[:1]) == Taken("none", f"{error}; not drafting", ())
+    assert loaded.drafts.name == "none"
 
 
 # --- the real measurement, and what is kept of it
@@ -228,8 +228,8 @@ def test_a_pair_is_measured_once(
 ) -> None:
     def measures(changed: SessionOptions) -> bool:
         memory = Memory(memory_file(), {"cpu": "x"})
-        with Session(changed, time.perf_counter, memory) as session:
-            take_first(session, choices[:1])
+        with Models(changed, time.perf_counter, memory) as loaded:
+            take_first(loaded, choices[:1])
         memory.save()
         return n_decodes() > 0
 
@@ -259,15 +259,15 @@ def test_a_pair_is_measured_once(
 def test_two_drafts_for_a_target_have_its_batches_measured_once(
     tiny_models: Path, choices: tuple[DraftChoice, ...], n_decodes: Callable[[], int]
 ) -> None:
-    with Session(options(tiny_models), time.perf_counter) as session:
+    with Models(options(tiny_models), time.perf_counter) as loaded:
         for choice, models in ((choices[0], 2), (choices[1], 1)):
             path = Path(choice.draft)
-            session.change_draft(path)
-            costs = measure_costs(session, path)
+            loaded.change_draft(path)
+            costs = measure_costs(loaded, path)
             assert costs is not None
             # Of seven sizes of the draft's and four of the target's, three times each.
             assert n_decodes() == (4 + 7 * 3) + (4 + 4 * 3) * (models - 1)
-            assert known_costs(session, path) == costs
+            assert known_costs(loaded, path) == costs
             assert n_decodes() == 0
 
 
@@ -277,9 +277,9 @@ def test_a_longer_draft_has_its_batches_measured_too(
     """What three rows cost says little of seventeen."""
     memory, path = Memory(), Path(choices[0].draft)
     for n_max in (2, 16):
-        with Session(options(tiny_models, max_tokens=n_max), time.perf_counter, memory) as session:
-            session.change_draft(path)
-            costs = measure_costs(session, path)
+        with Models(options(tiny_models, max_tokens=n_max), time.perf_counter, memory) as loaded:
+            loaded.change_draft(path)
+            costs = measure_costs(loaded, path)
             assert costs is not None
             assert max(costs.batch_s) == n_max + 1
             assert n_decodes() > 0
@@ -297,8 +297,8 @@ def test_a_memory_that_cannot_be_written_is_measured_again_without_a_word(
     monkeypatch.setenv("SPECGEN_CACHE", str(file))
     for _ in range(2):
         memory = Memory(memory_file())
-        with Session(options(tiny_models), time.perf_counter, memory) as session:
-            take_first(session, choices)
+        with Models(options(tiny_models), time.perf_counter, memory) as loaded:
+            take_first(loaded, choices)
         memory.save()
         assert n_decodes() > 0
     assert file.read_text(encoding="utf-8") == ""
@@ -308,10 +308,10 @@ def test_a_memory_that_cannot_be_written_is_measured_again_without_a_word(
 def test_the_sizes_that_a_round_may_have_are_measured(tiny_models: Path, n_max: int) -> None:
     draft = tiny_models / "other.gguf"  # another vocabulary
     own = dataclasses.replace(options(tiny_models, max_tokens=n_max), draft=draft)
-    with Session(own, time.perf_counter) as session:
-        assert known_costs(session, draft) is None
-        found = measure_costs(session, draft)
-        assert found == known_costs(session, draft)
+    with Models(own, time.perf_counter) as loaded:
+        assert known_costs(loaded, draft) is None
+        found = measure_costs(loaded, draft)
+        assert found == known_costs(loaded, draft)
     assert found is not None
     assert set(found.batch_s) == set(timed_batch_sizes(n_max + 1))
     assert all(seconds > 0.0 for seconds in (*found.batch_s.values(), found.draft_token_s))
@@ -329,8 +329,8 @@ def test_later_sessions_have_the_draft_of_the_first_and_are_not_checked_again(
     measured.costs = {"draft.gguf": SLOW_DRAFT}
     opener = make_opener(choices, quiet=False, verbose=True)
     for _ in range(2):
-        with opener.open(options(tiny_models)) as session:
-            assert session.draft_name == "bad.gguf"
+        with opener.open(options(tiny_models)) as loaded:
+            assert loaded.drafts.name == "bad.gguf"
     assert opener.draft == choices[1].draft
     assert measured.asked == ["draft.gguf", "bad.gguf"]
     notes = capsys.readouterr().err.splitlines()

@@ -15,8 +15,11 @@ from specgen.backend.llama import LlamaModel
 from specgen.calibration.cost_table import CostTable
 from specgen.drafters import PromptHeadSkipper, draft_alone
 from specgen.engine.chat_template import Message
+from specgen.engine.drafter_factory import DrafterFactory
+from specgen.engine.engine import generate
 from specgen.engine.loop import Loop
-from specgen.engine.session import Prompt, Session, SessionOptions
+from specgen.engine.models import Models
+from specgen.engine.prompts import Prompt
 from specgen.errors import UsageError
 from specgen.events import Event, FinishedEvent
 from specgen.options import (
@@ -24,6 +27,7 @@ from specgen.options import (
     DraftOptions,
     GenerationOptions,
     SamplerOptions,
+    SessionOptions,
     parse_tree,
 )
 from specgen.policy import FixedPolicy, draft_up_to
@@ -59,9 +63,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def opened(
-    models: Path, target: str = "target", draft: str = "draft", **changes: object
-) -> Session:
+def opened(models: Path, target: str = "target", draft: str = "draft", **changes: object) -> Models:
     context = ContextOptions(n_threads=1, flash_attention="off")
     drafting = DraftOptions(policy="fixed", max_tokens=4, p_min=0.0, ngrams=False)
     options = SessionOptions(
@@ -72,7 +74,7 @@ def opened(
         target_context=context,
         draft_context=context,
     )
-    return Session(dataclasses.replace(options, **changes), time.perf_counter)  # type: ignore[arg-type]
+    return Models(dataclasses.replace(options, **changes), time.perf_counter)  # type: ignore[arg-type]
 
 
 def said(model: LlamaModel, tokens: Sequence[int]) -> str:
@@ -84,21 +86,21 @@ def said(model: LlamaModel, tokens: Sequence[int]) -> str:
 
 @pytest.mark.parametrize("text", ["Hi", "  Hi\n", "an <|im_start|> within"])
 def test_the_templates_own_turn_is_the_head(models: Path, text: str) -> None:
-    with opened(models, draft="none") as session:
-        prompt = session.prompt(text, now=NOW)
+    with opened(models, draft="none") as loaded:
+        prompt = loaded.prompts.of_text(text, now=NOW)
         head = [prompt.tokens[place] for place in prompt.head]
-        assert said(session.target_model, head) == HEAD
+        assert said(loaded.target, head) == HEAD
         assert prompt.text.startswith(HEAD)
         rest = prompt.without_head()
-        assert said(session.target_model, rest.tokens) == prompt.text[len(HEAD) :]
+        assert said(loaded.target, rest.tokens) == prompt.text[len(HEAD) :]
         assert not rest.head
 
 
 def test_a_beginning_of_text_is_not_of_the_head(models: Path) -> None:
-    with opened(models, "bos", "none") as session:
-        prompt = session.prompt("Hi", now=NOW)
+    with opened(models, "bos", "none") as loaded:
+        prompt = loaded.prompts.of_text("Hi", now=NOW)
         assert prompt.head.start == 1
-        assert said(session.target_model, [prompt.tokens[place] for place in prompt.head]) == HEAD
+        assert said(loaded.target, [prompt.tokens[place] for place in prompt.head]) == HEAD
 
 
 @pytest.mark.parametrize("text", ["You are", "im_start", "system", "tiny.", "<|im_end|>"])
@@ -106,33 +108,33 @@ def test_a_prompt_that_stands_in_the_head_is_no_reason_to_leave_it_out(
     models: Path, text: str
 ) -> None:
     """Where the prompt begins is not known for sure there: all is read."""
-    with opened(models, draft="none") as session:
-        assert not session.prompt(text, now=NOW).head
+    with opened(models, draft="none") as loaded:
+        assert not loaded.prompts.of_text(text, now=NOW).head
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n\t"])
 def test_a_prompt_without_words_is_read_whole(models: Path, text: str) -> None:
-    with opened(models, draft="none") as session:
-        assert not session.conversation([Message("user", text)], now=NOW).head
+    with opened(models, draft="none") as loaded:
+        assert not loaded.prompts.of_messages([Message("user", text)], now=NOW).head
 
 
 @pytest.mark.parametrize("target", ["bare", "no turns", "draft"])
 def test_prompts_without_such_a_turn_are_read_whole(models: Path, target: str) -> None:
-    with opened(models, target, "none") as session:
-        prompt = session.prompt("Hi", now=NOW)
+    with opened(models, target, "none") as loaded:
+        prompt = loaded.prompts.of_text("Hi", now=NOW)
         assert not prompt.head
         assert prompt.without_head().tokens == prompt.tokens
 
 
 def test_a_system_message_goes_with_the_template_only(models: Path) -> None:
-    with opened(models) as session, pytest.raises(UsageError, match="to be used as it is"):
-        session.prompt("Hi", chat=False, system="You are tiny.", now=NOW)
+    with opened(models) as loaded, pytest.raises(UsageError, match="to be used as it is"):
+        loaded.prompts.of_text("Hi", chat=False, system="You are tiny.", now=NOW)
 
 
 def test_a_system_message_that_was_asked_for_is_read(models: Path) -> None:
-    with opened(models, draft="none") as session:
-        assert not session.prompt("Hi", system="You are tiny.", now=NOW).head
-        assert not session.prompt("Hi", chat=False).head
+    with opened(models, draft="none") as loaded:
+        assert not loaded.prompts.of_text("Hi", system="You are tiny.", now=NOW).head
+        assert not loaded.prompts.of_text("Hi", chat=False).head
 
 
 # --- a drafter that does not read it
@@ -175,11 +177,15 @@ def test_it_costs_what_has_to_be_read() -> None:
     assert drafter.price(50).backlog_s < plain.price(50).backlog_s
 
 
-def answered(session: Session, prompt: Prompt) -> tuple[tuple[int, ...], list[int]]:
+def answered(loaded: Models, prompt: Prompt) -> tuple[tuple[int, ...], list[int]]:
     """An answer's tokens, and how many tokens the draft models' caches hold at its end."""
-    with session, session.contexts(256) as (target, draft), session.helper_contexts(256) as helpers:
+    with (
+        loaded,
+        loaded.contexts(256) as (target, draft),
+        loaded.draft_contexts(256, helpers_only=True) as helpers,
+    ):
         loop = Loop(target, time.perf_counter)
-        generation = session.generation(prompt, 256, draft, seed=1, helpers=helpers)
+        generation = DrafterFactory(loaded).sequence(prompt, 256, draft, seed=1, helpers=helpers)
         loop.start(generation)
         while not generation.is_finished:
             loop.round([generation])
@@ -204,11 +210,11 @@ def test_answers_are_the_same_and_the_head_is_not_read(
         tree=parse_tree(tree),
         verifier="match",
     )
-    session = opened(models, sampler=sampler, drafting=drafting)
-    prompt = session.prompt("the sum of", now=NOW)
-    fast, [n_cached] = answered(session, prompt)
-    session = opened(models, sampler=sampler, drafting=drafting)
-    whole, [n_cached_whole] = answered(session, replace(prompt, head=range(0)))
+    loaded = opened(models, sampler=sampler, drafting=drafting)
+    prompt = loaded.prompts.of_text("the sum of", now=NOW)
+    fast, [n_cached] = answered(loaded, prompt)
+    loaded = opened(models, sampler=sampler, drafting=drafting)
+    whole, [n_cached_whole] = answered(loaded, replace(prompt, head=range(0)))
     plain, _ = answered(opened(models, draft="none", sampler=sampler), prompt)
     assert fast == whole == plain
     # The last round's draft has up to four tokens.
@@ -223,9 +229,9 @@ def test_a_drafts_own_draft_reads_what_the_draft_does(
 ) -> None:
     """The head is left out once, not once for each stage."""
     always = FixedPolicy(DraftOptions(policy="fixed", max_tokens=2, p_min=0.0))
-    monkeypatch.setattr("specgen.engine.model_costs.KnownOfAnswer.policy", lambda *_: always)
+    monkeypatch.setattr("specgen.engine.drafter_factory.guess_policy", lambda *_: always)
     plain = opened(models, draft="none")
-    prompt = plain.prompt("the sum of", now=NOW)
+    prompt = plain.prompts.of_text("the sum of", now=NOW)
     expected, _ = answered(plain, prompt)
     n_read = len(prompt.tokens) + len(expected) - len(prompt.head)
     for helper in ("ngram", models / "draft.gguf", models / "spm.gguf"):
@@ -242,19 +248,19 @@ def test_a_draft_with_another_vocabulary_does_not_read_its_own_head(tmp_path: Pa
     )
     draft = replace(TARGET.draft(0.02), tokenizer="spm", n_vocab=None, add_bos=True)
     other = write_tiny_model(tmp_path / "draft.gguf", draft)
-    session = opened(tmp_path)
+    loaded = opened(tmp_path)
     assert (target.parent, other.name) == (tmp_path, "draft.gguf")
-    prompt = session.prompt("the sum of", now=NOW)
+    prompt = loaded.prompts.of_text("the sum of", now=NOW)
     assert prompt.draft_tokens is not None
-    assert session.draft_model is not None
-    told = said(session.draft_model, prompt.draft_tokens)
+    assert loaded.drafts.model is not None
+    told = said(loaded.drafts.model, prompt.draft_tokens)
     assert "You are tiny" not in told
     assert told.startswith("<s>")
     assert "user\nthe sum of" in told
-    fast = texts(list(session.generate(prompt)))
-    session.close()
+    fast = texts(list(generate(loaded, prompt)))
+    loaded.close()
     plain = opened(tmp_path, draft="none")
-    assert fast == texts(list(plain.generate(prompt)))
+    assert fast == texts(list(generate(plain, prompt)))
     plain.close()
 
 

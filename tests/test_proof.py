@@ -23,21 +23,24 @@ import specgen.engine.loop
 from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
 from specgen.backend.llama import LlamaBackend
-from specgen.backend.tree_batch import Slot, keep_path
+from specgen.backend.tree_batch import Branches, keep_path
 from specgen.core.draft import Draft
-from specgen.core.text_state import TextState
-from specgen.engine.answer import Answer
+from specgen.core.text_state import Shaper, TextState
+from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.engine import Engine
 from specgen.engine.generation import Generation
+from specgen.engine.models import Models
 from specgen.engine.prompts import Prompt
-from specgen.engine.session import DraftSource, Session, SessionOptions
+from specgen.engine.request import Request
 from specgen.errors import PromptError
 from specgen.options import (
     ContextOptions,
     DraftOptions,
+    DraftSource,
     GenerationOptions,
     Grammar,
     SamplerOptions,
+    SessionOptions,
 )
 from specgen.proof import (
     BUGS,
@@ -113,7 +116,7 @@ def opened(
     max_tokens: int = 40,
     clock: Callable[[], float] = time.perf_counter,
     **sampler: object,
-) -> Session:
+) -> Models:
     draft: DraftSource = "ngram" if ngram else models / f"draft {pair}.gguf"
     if drafting is None:
         # N-grams of one token: tiny models repeat nothing longer.
@@ -131,29 +134,27 @@ def opened(
         target_context=EXACT,
         draft_context=EXACT,
     )
-    return Session(options, clock)
+    return Models(options, clock)
 
 
-def sampled(
-    session: Session, bug: str | None = None, seed: int = 1, **plan: object
-) -> SampledResult:
-    prompt = session.prompt(PROMPT, chat=False)
+def sampled(loaded: Models, bug: str | None = None, seed: int = 1, **plan: object) -> SampledResult:
+    prompt = loaded.prompts.of_text(PROMPT, chat=False)
     wanted = replace(SampledPlan(), **plan)  # type: ignore[arg-type]
-    result = check_sampled(session, prompt, wanted, seed=seed, bug=BUGS[bug] if bug else None)
+    result = check_sampled(loaded, prompt, wanted, seed=seed, bug=BUGS[bug] if bug else None)
     assert result is not None
     return result
 
 
-def greedy(session: Session, bug: str | None = None) -> list[GreedyResult]:
-    prompts = [session.prompt(prompt, chat=False) for prompt in PROMPTS]
-    return list(check_greedy(session, prompts, bug=BUGS[bug] if bug else None))
+def greedy(loaded: Models, bug: str | None = None) -> list[GreedyResult]:
+    prompts = [loaded.prompts.of_text(prompt, chat=False) for prompt in PROMPTS]
+    return list(check_greedy(loaded, prompts, bug=BUGS[bug] if bug else None))
 
 
 def at_once(
-    session: Session, bug: str | None = None, way: DraftingPlan | None = None
+    loaded: Models, bug: str | None = None, way: DraftingPlan | None = None
 ) -> list[GreedyResult]:
-    prompts = [session.prompt(prompt, chat=False) for prompt in PROMPTS]
-    return list(check_at_once(session, prompts, bug=BUGS[bug] if bug else None, way=way))
+    prompts = [loaded.prompts.of_text(prompt, chat=False) for prompt in PROMPTS]
+    return list(check_at_once(loaded, prompts, bug=BUGS[bug] if bug else None, way=way))
 
 
 # --- known bugs
@@ -162,10 +163,10 @@ def at_once(
 @pytest.mark.parametrize("pair", range(len(PAIRS)))
 @pytest.mark.parametrize("bug", SINGLE_BUGS)
 def test_a_known_bug_fails_the_default_plan(models: Path, bug: str, pair: int) -> None:
-    with opened(models, pair) as session:
+    with opened(models, pair) as loaded:
         # At a place or another of the default three: where the truncated lists of target and
         # draft happen to hold the same tokens, subtracting them by index is right.
-        results = (sampled(session, bug, seed=seed) for seed in (1, 2, 3))
+        results = (sampled(loaded, bug, seed=seed) for seed in (1, 2, 3))
         result = next(result for result in results if not result.fits)
     # Not by a hair: other seeds and other machines find it too.
     assert min(depth.test.p_value for depth in result.depths) < 1e-6
@@ -175,8 +176,8 @@ def test_a_known_bug_fails_the_default_plan(models: Path, bug: str, pair: int) -
 @pytest.mark.parametrize("pair", range(len(PAIRS)))
 @pytest.mark.parametrize("verifier", ["auto", "residual"])
 def test_without_a_bug_the_default_plan_passes(models: Path, pair: int, verifier: str) -> None:
-    with opened(models, pair, drafting=DraftOptions(policy="fixed", verifier=verifier)) as session:  # type: ignore[arg-type]
-        result = sampled(session, seed=pair + 1)
+    with opened(models, pair, drafting=DraftOptions(policy="fixed", verifier=verifier)) as loaded:  # type: ignore[arg-type]
+        result = sampled(loaded, seed=pair + 1)
     assert not result.is_defect
     assert result.is_tested
     assert 0.4 <= result.n_accepted / result.n_drafted <= 0.9
@@ -186,8 +187,8 @@ def test_without_a_bug_the_default_plan_passes(models: Path, pair: int, verifier
 
 @pytest.mark.parametrize("bug", [None, *NGRAM_BUGS])
 def test_n_gram_drafts_show_the_bugs_that_need_no_draws(models: Path, bug: str | None) -> None:
-    with opened(models, 2, ngram=True) as session:
-        result = sampled(session, bug)
+    with opened(models, 2, ngram=True) as loaded:
+        result = sampled(loaded, bug)
     assert result.is_tested
     assert result.is_defect == (bug is not None)
 
@@ -198,8 +199,8 @@ def test_greedy_texts_show_the_bugs_that_need_no_draws(
     models: Path, bug: str | None, ngram: bool
 ) -> None:
     drafting = DraftOptions(policy="fixed", p_min=0.0, ngram_min=1)
-    with opened(models, 1, ngram=ngram, temperature=0.0, drafting=drafting) as session:
-        results = greedy(session, bug)
+    with opened(models, 1, ngram=ngram, temperature=0.0, drafting=drafting) as loaded:
+        results = greedy(loaded, bug)
     assert all(result.n_drafted for result in results)
     assert any(result.is_defect for result in results) == (bug is not None)
     if bug is None:
@@ -212,8 +213,8 @@ def test_greedy_texts_show_the_bugs_that_need_no_draws(
 
 @pytest.mark.parametrize("bug", [None, *GREEDY_BUGS])
 def test_answers_at_once_show_bugs_too(models: Path, bug: str | None) -> None:
-    with opened(models, 1, drafting=BY_COST, temperature=0.0) as session:
-        results = at_once(session, bug, ways_to_draft(BY_COST)[-1])
+    with opened(models, 1, drafting=BY_COST, temperature=0.0) as loaded:
+        results = at_once(loaded, bug, ways_to_draft(BY_COST)[-1])
     assert len(results) == len(PROMPTS) > N_AT_ONCE
     assert all(result.n_drafted and result.n_at_once == N_AT_ONCE for result in results)
     assert any(result.is_defect for result in results) == (bug is not None)
@@ -223,27 +224,27 @@ def test_answers_at_once_show_bugs_too(models: Path, bug: str | None) -> None:
 
 @pytest.mark.parametrize("architecture", WINDOWED)
 def test_answers_at_once_with_a_sliding_window_pass(models: Path, architecture: str) -> None:
-    with opened(models, architecture, drafting=BY_COST, temperature=0.0) as session:
-        results = at_once(session, way=ways_to_draft(BY_COST)[-1])
+    with opened(models, architecture, drafting=BY_COST, temperature=0.0) as loaded:
+        results = at_once(loaded, way=ways_to_draft(BY_COST)[-1])
     assert all(result.n_drafted and not result.is_defect for result in results)
 
 
 @pytest.mark.parametrize("bug", [bug.name for bug in BUGS.values() if bug.needs_several])
 def test_some_bugs_show_in_answers_at_once_only(models: Path, bug: str) -> None:
     way = ways_to_draft(BY_COST)[-1]
-    with opened(models, "lfm2", drafting=BY_COST, temperature=0.0) as session:
-        assert any(result.is_defect for result in at_once(session, bug, way))
-        session.change_drafting(way.drafting)
-        assert not any(result.is_defect for result in greedy(session, bug))
+    with opened(models, "lfm2", drafting=BY_COST, temperature=0.0) as loaded:
+        assert any(result.is_defect for result in at_once(loaded, bug, way))
+        loaded.change_drafting(way.drafting)
+        assert not any(result.is_defect for result in greedy(loaded, bug))
 
 
 def test_a_rollback_of_another_answer_is_a_defect(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rejected tokens of the answer before are dropped, not its own: an answer alone is right."""
-    dropped: list[Slot] = []
+    dropped: list[Branches] = []
 
-    def keep_other(backend: Backend, slot: Slot, draft: Draft, path: Sequence[int]) -> None:
+    def keep_other(backend: Backend, slot: Branches, draft: Draft, path: Sequence[int]) -> None:
         keep_path(backend, slot, draft, path)
         if len(path) < len(draft) and dropped and dropped[-1] != slot:
             position = backend.length(dropped[-1].first) - 1
@@ -255,28 +256,28 @@ def test_a_rollback_of_another_answer_is_a_defect(
         dropped.append(slot)
 
     monkeypatch.setattr(specgen.engine.loop, "keep_path", keep_other)
-    with opened(models, 1, drafting=BY_COST, temperature=0.0) as session:
+    with opened(models, 1, drafting=BY_COST, temperature=0.0) as loaded:
         way = ways_to_draft(BY_COST)[-1]
-        assert any(result.is_defect for result in at_once(session, way=way))
+        assert any(result.is_defect for result in at_once(loaded, way=way))
         dropped.clear()
-        session.change_drafting(way.drafting)
-        assert not any(result.is_defect for result in greedy(session))
+        loaded.change_drafting(way.drafting)
+        assert not any(result.is_defect for result in greedy(loaded))
 
 
 def test_few_prompts_are_repeated_and_short_ones_lengthened(models: Path) -> None:
     drafting = DraftOptions(policy="fixed", p_min=0.0)
-    with opened(models, "lfm2", drafting=drafting, temperature=0.0) as session:
+    with opened(models, "lfm2", drafting=drafting, temperature=0.0) as loaded:
         asked: list[Prompt] = []
-        submit = Engine.submit
+        submit = Engine.insert
 
-        def noted(engine: Engine, prompt: Prompt, **more: Any) -> Answer:
+        def noted(engine: Engine, prompt: Prompt, **more: Any) -> Request:
             asked.append(prompt)
             return submit(engine, prompt, **more)
 
-        prompt = session.prompt("the cat", chat=False)
+        prompt = loaded.prompts.of_text("the cat", chat=False)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Engine, "submit", noted)
-            results = list(check_at_once(session, [prompt]))
+            results = list(check_at_once(loaded, [prompt]))
     assert [result.prompt for result in results] == [1] * N_AT_ONCE
     assert [each.tokens[8:] for each in asked] == [prompt.tokens] * N_AT_ONCE
 
@@ -299,9 +300,9 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
 @pytest.mark.parametrize("seed", [-1, 0])
 def test_what_runs_by_default_fits(models: Path, costs: VirtualTime, pair: int, seed: int) -> None:
     """Without a seed a chain is drawn; with one, drafts are matched, and trees."""
-    with opened(models, pair, drafting=BY_COST, clock=costs, seed=seed) as session:
-        assert session.verifier_name() == ("auto" if seed < 0 else "match")
-        result = sampled(session)
+    with opened(models, pair, drafting=BY_COST, clock=costs, seed=seed) as loaded:
+        assert loaded.settings.verifier == ("auto" if seed < 0 else "match")
+        result = sampled(loaded)
     assert result.way == "cost"
     assert not result.is_defect
     assert result.is_tested
@@ -320,8 +321,8 @@ def test_a_known_bug_shows_in_what_runs_by_default(
 ) -> None:
     def results() -> Iterator[SampledResult]:
         for pair in range(len(PAIRS)):
-            with opened(models, pair, drafting=BY_COST, clock=costs, seed=-1) as session:
-                yield from (sampled(session, bug, seed=seed) for seed in (1, 2, 3))
+            with opened(models, pair, drafting=BY_COST, clock=costs, seed=-1) as loaded:
+                yield from (sampled(loaded, bug, seed=seed) for seed in (1, 2, 3))
 
     result = next(result for result in results() if not result.fits)
     assert min(depth.test.p_value for depth in result.depths) < 1e-6
@@ -332,11 +333,11 @@ def test_drafts_by_turns_show_every_bug(models: Path, bug: str | None) -> None:
     """Whatever costs say, the model draws, and n-grams go on behind it."""
     results = []
     for pair in range(len(PAIRS)):
-        with opened(models, pair, seed=-1) as session:
+        with opened(models, pair, seed=-1) as loaded:
             _, forced = ways_to_draft(BY_COST)
-            prompt = session.prompt(PROMPT, chat=False)
+            prompt = loaded.prompts.of_text(PROMPT, chat=False)
             planted = BUGS[bug] if bug else None
-            result = check_sampled(session, prompt, SampledPlan(), seed=1, bug=planted, way=forced)
+            result = check_sampled(loaded, prompt, SampledPlan(), seed=1, bug=planted, way=forced)
         assert result is not None
         assert result.way == "forced"
         assert set(result.drafted_by) == {"model", "ngram"}
@@ -353,8 +354,8 @@ def test_drafts_by_turns_show_every_bug(models: Path, bug: str | None) -> None:
 def test_greedy_texts_show_bugs_in_what_runs_by_default(
     models: Path, costs: VirtualTime, bug: str | None
 ) -> None:
-    with opened(models, 1, drafting=BY_COST, clock=costs, temperature=0.0, seed=-1) as session:
-        results = greedy(session, bug)
+    with opened(models, 1, drafting=BY_COST, clock=costs, temperature=0.0, seed=-1) as loaded:
+        results = greedy(loaded, bug)
     assert {result.way for result in results} == {"cost"}
     assert any(result.is_defect for result in results) == (bug is not None)
     if bug is None:
@@ -370,22 +371,22 @@ def test_every_stage_of_a_staged_draft_takes_part(
 ) -> None:
     seconds = {"target 1.gguf": 0.1, "draft 1.gguf": 0.04, "draft 0.gguf": 0.001}
     clock = VirtualTime(monkeypatch, lambda name, n: seconds[name] * (1.0 + 0.03 * (n - 1)))
-    with opened(models, 1, drafting=BY_COST, temperature=0.0) as session:
-        staged = replace(session.options, helpers=(models / "draft 0.gguf",))
+    with opened(models, 1, drafting=BY_COST, temperature=0.0) as loaded:
+        staged = replace(loaded.options, helpers=(models / "draft 0.gguf",))
     used: list[str] = []
-    with Session(staged, clock) as session:
-        contexts = session.helper_contexts
+    with Models(staged, clock) as loaded:
+        contexts = loaded.draft_contexts
 
         @contextlib.contextmanager
-        def noted(n_ctx: int) -> Iterator[tuple[LlamaBackend, ...]]:
-            with contexts(n_ctx) as backends:
+        def noted(n_ctx: int, *, helpers_only: bool) -> Iterator[tuple[LlamaBackend, ...]]:
+            with contexts(n_ctx, helpers_only=helpers_only) as backends:
                 yield backends
                 used.extend(b.model.name for b in backends if b.decode_s > 0.0)
 
-        session.helper_contexts = noted  # type: ignore[method-assign, assignment]
-        assert not any(result.is_defect for result in greedy(session))
-        prompt = session.prompt(PROMPT, chat=False)
-        check_sampled(session, prompt, SampledPlan(n_draws=200), seed=0)
+        loaded.draft_contexts = noted  # type: ignore[method-assign, assignment]
+        assert not any(result.is_defect for result in greedy(loaded))
+        prompt = loaded.prompts.of_text(PROMPT, chat=False)
+        check_sampled(loaded, prompt, SampledPlan(n_draws=200), seed=0)
     assert used == ["draft 0.gguf"] * 2
 
 
@@ -393,25 +394,25 @@ def test_two_ways_to_draft_are_compared_with_one_plain_answer(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n_plain = 0
-    generation = Session.generation
+    sequence = DrafterFactory.sequence
 
-    def counted(self: Session, *rest: Any, **more: Any) -> Generation:
+    def counted(self: DrafterFactory, *rest: Any, **more: Any) -> Generation:
         nonlocal n_plain
         n_plain += bool(more.get("plain"))
-        return generation(self, *rest, **more)
+        return sequence(self, *rest, **more)
 
-    monkeypatch.setattr(Session, "generation", counted)
+    monkeypatch.setattr(DrafterFactory, "sequence", counted)
     answers = PlainAnswers()
     fixed = DraftOptions(policy="fixed", p_min=0.0)
-    with opened(models, 1, drafting=fixed, temperature=0.0) as session:
-        prompts = [session.prompt(prompt, chat=False) for prompt in PROMPTS]
+    with opened(models, 1, drafting=fixed, temperature=0.0) as loaded:
+        prompts = [loaded.prompts.of_text(prompt, chat=False) for prompt in PROMPTS]
         for length in (2, 5):
-            session.change_drafting(replace(fixed, max_tokens=length))
-            results = list(check_greedy(session, prompts, answers=answers))
+            loaded.change_drafting(replace(fixed, max_tokens=length))
+            results = list(check_greedy(loaded, prompts, answers=answers))
             assert all(result.n_drafted and not result.is_defect for result in results)
         assert n_plain == len(PROMPTS)
         # What there is no memory for is decoded again.
-        list(check_greedy(session, prompts, answers=PlainAnswers(1)))
+        list(check_greedy(loaded, prompts, answers=PlainAnswers(1)))
         assert n_plain == 2 * len(PROMPTS)
 
 
@@ -439,15 +440,15 @@ def dirty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("dirty_cache")
 def test_a_cache_that_keeps_what_was_refused_is_a_defect(models: Path) -> None:
     drafting = DraftOptions(policy="fixed", p_min=0.0)
-    with opened(models, 1, drafting=drafting, temperature=0.0) as session:
-        results = greedy(session)
+    with opened(models, 1, drafting=drafting, temperature=0.0) as loaded:
+        results = greedy(loaded)
     assert min(result.moved_by for result in results) > 0.02
     assert all(result.is_moved for result in results)
     differences = [result.difference for result in results if result.difference is not None]
     assert differences
     assert all(difference.is_defect for difference in differences)
-    with opened(models, 1, drafting=drafting) as session:
-        result = sampled(session, n_draws=300)
+    with opened(models, 1, drafting=drafting) as loaded:
+        result = sampled(loaded, n_draws=300)
     assert result.rows.is_defect
     assert result.is_defect
 
@@ -455,7 +456,7 @@ def test_a_cache_that_keeps_what_was_refused_is_a_defect(models: Path) -> None:
 def test_a_wrong_branch_that_is_kept_is_a_defect(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def keep_wrong(backend: Backend, slot: Slot, draft: Draft, path: Sequence[int]) -> None:
+    def keep_wrong(backend: Backend, slot: Branches, draft: Draft, path: Sequence[int]) -> None:
         keep_path(backend, slot, draft, path)
         if len(path) < len(draft):
             position = backend.length(slot.first) - 1
@@ -466,11 +467,11 @@ def test_a_wrong_branch_that_is_kept_is_a_defect(
 
     monkeypatch.setattr(specgen.engine.loop, "keep_path", keep_wrong)
     drafting = DraftOptions(policy="fixed", p_min=0.0)
-    with opened(models, 1, drafting=drafting, temperature=0.0) as session:
-        assert all(result.is_defect for result in greedy(session))
-    with opened(models, 1, drafting=drafting) as session:
+    with opened(models, 1, drafting=drafting, temperature=0.0) as loaded:
+        assert all(result.is_defect for result in greedy(loaded))
+    with opened(models, 1, drafting=drafting) as loaded:
         # The rows are those of the wrong text, so the draws do not fit.
-        assert not sampled(session).fits
+        assert not sampled(loaded).fits
 
 
 # --- near-ties
@@ -499,8 +500,8 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 def test_rounding_in_batches_is_no_defect(models: Path, rounding: Callable[[float], None]) -> None:
     rounding(0.05)
     drafting = DraftOptions(policy="fixed", p_min=0.0)
-    with opened(models, 1, drafting=drafting, temperature=0.0, max_tokens=100) as session:
-        results = greedy(session)
+    with opened(models, 1, drafting=drafting, temperature=0.0, max_tokens=100) as loaded:
+        results = greedy(loaded)
     differences = [result.difference for result in results if result.difference is not None]
     assert differences
     assert not any(result.is_defect for result in results)
@@ -511,8 +512,8 @@ def test_rounding_in_batches_is_no_defect(models: Path, rounding: Callable[[floa
         assert difference.moved_by == pytest.approx(0.05 / 3.0, rel=0.3)  # the logits' spread is 3
         assert difference.plain.plain_logit > difference.speculative.plain_logit
         assert difference.plain.speculative_logit <= difference.speculative.speculative_logit
-    with opened(models, 1, drafting=drafting) as session:
-        result = sampled(session, n_draws=300)
+    with opened(models, 1, drafting=drafting) as loaded:
+        result = sampled(loaded, n_draws=300)
     assert not result.rows.is_defect
     assert result.rows.moved_by == pytest.approx(result.rows.batches_move, rel=0.3)
 
@@ -523,8 +524,8 @@ def test_a_dirty_cache_is_a_defect_beside_rounding_too(
 ) -> None:
     rounding(0.05)
     drafting = DraftOptions(policy="fixed", p_min=0.0)
-    with opened(models, 1, drafting=drafting, temperature=0.0) as session:
-        assert any(result.is_defect for result in greedy(session))
+    with opened(models, 1, drafting=drafting, temperature=0.0) as loaded:
+        assert any(result.is_defect for result in greedy(loaded))
 
 
 def test_movement_ignores_what_is_added_to_all_logits_alike() -> None:
@@ -539,10 +540,10 @@ def test_movement_ignores_what_is_added_to_all_logits_alike() -> None:
 class Exactly:
     """`Exact` of a session after the prompt, and its brute-force counterpart."""
 
-    def __init__(self, session: Session, cache: Backend, prompt: Sequence[int], depth: int) -> None:
+    def __init__(self, loaded: Models, cache: Backend, prompt: Sequence[int], depth: int) -> None:
         self.memo = MemoBackend(cache)
-        self.state: TextState = session.text(prompt)
-        self.shaper = session.shaper(self.state)
+        self.state: TextState = TextState(prompt, loaded.settings.grammar)
+        self.shaper = Shaper(loaded.settings.sampler, self.state)
         self.exact = Exact(self.memo, self.shaper, self.state, depth)
         self._prompt, self._depth, self._cache = prompt, depth, cache
 
@@ -573,17 +574,17 @@ def exactly(models: Path) -> Iterator[Callable[..., Exactly]]:
     def make(
         depth: int, pair: object = 0, grammar: str | None = None, **sampler: object
     ) -> Exactly:
-        session = opened(models, pair, grammar=grammar, **sampler)  # type: ignore[arg-type]
-        prompt = session.prompt("the cat", chat=False).tokens
-        contexts = session.contexts(256, drafts=False)
+        loaded = opened(models, pair, grammar=grammar, **sampler)  # type: ignore[arg-type]
+        prompt = loaded.prompts.of_text("the cat", chat=False).tokens
+        contexts = loaded.contexts(256, drafts=False)
         target, _ = contexts.__enter__()
-        sessions.append((session, contexts))
-        return Exactly(session, target, prompt, depth)
+        sessions.append((loaded, contexts))
+        return Exactly(loaded, target, prompt, depth)
 
     yield make
-    for session, contexts in sessions:
+    for loaded, contexts in sessions:
         contexts.__exit__(None, None, None)
-        session.close()
+        loaded.close()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
@@ -638,9 +639,9 @@ def test_what_a_grammar_forces_is_certain(exactly: Callable[..., Exactly]) -> No
 
 def test_a_large_vocabulary_without_truncation_takes_little_memory(models: Path) -> None:
     drafting = DraftOptions(policy="fixed", p_min=0.0)
-    with opened(models, "large", drafting=drafting, top_k=0, top_p=1.0, min_p=0.0) as session:
+    with opened(models, "large", drafting=drafting, top_k=0, top_p=1.0, min_p=0.0) as loaded:
         tracemalloc.start()
-        result = sampled(session, n_draws=1000, depth=2)
+        result = sampled(loaded, n_draws=1000, depth=2)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert not result.is_defect
@@ -651,8 +652,8 @@ def test_a_large_vocabulary_without_truncation_takes_little_memory(models: Path)
 
 
 def test_a_place_where_only_one_thing_can_be_said_tests_nothing(models: Path) -> None:
-    with opened(models, 1, top_k=1) as session:
-        result = sampled(session, n_draws=200)
+    with opened(models, 1, top_k=1) as loaded:
+        result = sampled(loaded, n_draws=200)
     assert result.fits
     assert not result.is_tested
     assert all(depth.test.n_cells == 1 for depth in result.depths)
@@ -661,20 +662,20 @@ def test_a_place_where_only_one_thing_can_be_said_tests_nothing(models: Path) ->
 
 def test_where_nothing_is_drafted_there_is_no_place(models: Path) -> None:
     drafting = DraftOptions(policy="fixed", ngram_min=30, ngram_max=30)
-    with opened(models, 1, ngram=True, drafting=drafting) as session:
-        prompt = session.prompt(PROMPT, chat=False)
-        assert check_sampled(session, prompt, SampledPlan(), seed=0) is None
+    with opened(models, 1, ngram=True, drafting=drafting) as loaded:
+        prompt = loaded.prompts.of_text(PROMPT, chat=False)
+        assert check_sampled(loaded, prompt, SampledPlan(), seed=0) is None
 
 
 def test_interrupted_checks_end_without_a_result(models: Path) -> None:
-    with opened(models, 1) as session:
-        prompt = session.prompt(PROMPT, chat=False)
+    with opened(models, 1) as loaded:
+        prompt = loaded.prompts.of_text(PROMPT, chat=False)
         assert (
-            check_sampled(session, prompt, SampledPlan(), seed=0, interrupted=lambda: True) is None
+            check_sampled(loaded, prompt, SampledPlan(), seed=0, interrupted=lambda: True) is None
         )
         for check in (check_greedy, check_at_once):
-            assert list(check(session, [prompt], interrupted=lambda: True)) == []
-            assert list(check(session, [])) == []
+            assert list(check(loaded, [prompt], interrupted=lambda: True)) == []
+            assert list(check(loaded, [])) == []
 
 
 # --- prompts and reports

@@ -20,7 +20,8 @@ from specgen.arrays import Logits
 from specgen.backend.base import Batch
 from specgen.backend.llama import LlamaBackend, LlamaModel, requantize
 from specgen.backend.llama.skipped_blocks import SkippingBackend
-from specgen.engine.session import Session
+from specgen.engine.engine import generate
+from specgen.engine.models import Models
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, OutputError, UsageError
 from specgen.json_lines import locked
 from specgen.options import ContextOptions
@@ -49,8 +50,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def folder(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
-    with opened(target) as session:
-        written(session, folder, prompts(20), 10**6)
+    with opened(target) as loaded:
+        written(loaded, folder, prompts(20), 10**6)
     return folder
 
 
@@ -337,7 +338,7 @@ def test_one_process_judges_at_a_time(tmp_path: Path) -> None:
 
 
 def made(
-    session: Session,
+    loaded: Models,
     folder: Path,
     output: Path,
     *,
@@ -345,7 +346,7 @@ def made(
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Pruned | None:
     return make_pruned(
-        session,
+        loaded,
         TargetText(folder, N_EMBD),
         output,
         expected=expected_speedup,
@@ -361,10 +362,10 @@ def test_the_draft_is_the_target_without_blocks_and_drafts_exactly(
 ) -> None:
     output = tmp_path / "made" / "pruned.gguf"
     calls = itertools.count()
-    with opened(target) as session:
-        assert made(session, folder, output, interrupted=lambda: next(calls) > 3) is None
+    with opened(target) as loaded:
+        assert made(loaded, folder, output, interrupted=lambda: next(calls) > 3) is None
         assert not output.exists()
-        found = made(session, folder, output)
+        found = made(loaded, folder, output)
         assert found is not None
         assert found.n_layer == N_LAYER
         assert 0.0 < found.agreement < 1.0
@@ -373,25 +374,25 @@ def test_the_draft_is_the_target_without_blocks_and_drafts_exactly(
         assert list(output.parent.glob("*.gguf")) == [output], "what was timed is gone"
         with closing(LlamaModel(output)) as model:
             assert model.n_layer == N_LAYER - len(found.left_out)
-        plain = [list(session.generate(session.prompt(text)))[-1] for text in prompts(3)]
-        session.change_draft(output)
-        drafted = [list(session.generate(session.prompt(text)))[-1] for text in prompts(3)]
+        plain = [list(generate(loaded, loaded.prompts.of_text(text)))[-1] for text in prompts(3)]
+        loaded.change_draft(output)
+        drafted = [list(generate(loaded, loaded.prompts.of_text(text)))[-1] for text in prompts(3)]
     assert [e.token_ids for e in drafted] == [e.token_ids for e in plain]  # type: ignore[union-attr]
 
 
 def test_too_little_time_is_told_before_it_is_lost(
     target: Path, folder: Path, tmp_path: Path
 ) -> None:
-    with opened(target) as session, pytest.raises(UsageError, match="sets are judged at least"):
-        made(session, folder, tmp_path / "pruned.gguf", seconds=1e-3)
+    with opened(target) as loaded, pytest.raises(UsageError, match="sets are judged at least"):
+        made(loaded, folder, tmp_path / "pruned.gguf", seconds=1e-3)
 
 
 def test_costs_are_those_of_the_bytes(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(making, "timed_share", lambda *_: 0.2)
-    with opened(target) as session:
-        costs = making.PrunedCosts(session, tmp_path, expected_speedup)
+    with opened(target) as loaded:
+        costs = making.PrunedCosts(loaded, tmp_path, expected_speedup)
     assert not list(tmp_path.iterdir())
     # Two of six blocks were timed.
     assert costs.cost(4) == pytest.approx(0.2)

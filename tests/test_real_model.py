@@ -11,9 +11,17 @@ import pytest
 
 from specgen.backend.base import Batch
 from specgen.backend.llama import LlamaBackend
-from specgen.engine.session import DraftSource, Session, SessionOptions
+from specgen.engine.engine import generate
+from specgen.engine.models import Models
 from specgen.events import FinishedEvent
-from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    DraftSource,
+    GenerationOptions,
+    SamplerOptions,
+    SessionOptions,
+)
 from specgen.proof import check_greedy
 
 pytestmark = pytest.mark.real_model
@@ -43,9 +51,9 @@ def options(path: Path, **changes: object) -> SessionOptions:
 
 
 def answer(options: SessionOptions, prompt: str, system: str | None = None) -> FinishedEvent:
-    with Session(options, time.perf_counter) as session:
-        begun = session.prompt(prompt, chat=True, system=system, now=NOW)
-        *_, last = session.generate(begun)
+    with Models(options, time.perf_counter) as loaded:
+        begun = loaded.prompts.of_text(prompt, chat=True, system=system, now=NOW)
+        *_, last = generate(loaded, begun)
     assert isinstance(last, FinishedEvent)
     return last
 
@@ -59,11 +67,11 @@ def assert_equal_or_tied(
         return
     pairs = enumerate(zip(plain.token_ids, fast.token_ids, strict=False))
     position, (ours, theirs) = next((i, pair) for i, pair in pairs if len(set(pair)) == 2)
-    with Session(options(path), time.perf_counter) as session:
-        begun = session.prompt(prompt, chat=True, now=NOW)
+    with Models(options(path), time.perf_counter) as loaded:
+        begun = loaded.prompts.of_text(prompt, chat=True, now=NOW)
         tokens = [*begun.tokens, *plain.token_ids[:position]]
         backend = LlamaBackend(
-            session.target_model,
+            loaded.target,
             options(path).target_context,
             n_ctx=len(tokens),
             clock=time.perf_counter,
@@ -93,10 +101,10 @@ def test_greedy_answers_are_those_of_plain_decoding(smollm2: Path, prompt: str) 
 
 def rounds_alike(path: Path) -> bool:
     """Whether a row's logits are the same in a batch and alone, on this processor."""
-    with Session(options(path), time.perf_counter) as session:
-        tokens = session.prompt(PROMPTS[0], chat=False).tokens
+    with Models(options(path), time.perf_counter) as loaded:
+        tokens = loaded.prompts.of_text(PROMPTS[0], chat=False).tokens
         backend = LlamaBackend(
-            session.target_model,
+            loaded.target,
             options(path).target_context,
             n_ctx=len(tokens),
             clock=time.perf_counter,
@@ -141,10 +149,10 @@ LOG = "".join(
 @pytest.mark.parametrize("draft", ["ngram", "itself"])
 def test_text_beyond_a_sliding_window_is_that_of_plain_decoding(gemma3: Path, draft: str) -> None:
     source: DraftSource = "ngram" if draft == "ngram" else gemma3
-    with Session(options(gemma3, draft=source), time.perf_counter) as session:
-        prompt = session.prompt(LOG, chat=False)
+    with Models(options(gemma3, draft=source), time.perf_counter) as loaded:
+        prompt = loaded.prompts.of_text(LOG, chat=False)
         assert len(prompt.tokens) > 600, "longer than the window of 512 tokens"
-        (result,) = check_greedy(session, [prompt])
+        (result,) = check_greedy(loaded, [prompt])
     assert result.n_drafted > 0
     assert result.n_accepted > 0
     # Batches move this model's logits, so that a near-tie may part the texts; nothing else may.

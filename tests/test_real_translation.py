@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from specgen.engine.models import Models
 from specgen.engine.prompts import Prompt
-from specgen.engine.session import Session, SessionOptions
 from specgen.options import (
     ContextOptions,
     DraftOptions,
     GenerationOptions,
     SamplerOptions,
+    SessionOptions,
     TranslateMode,
     VerifierName,
 )
@@ -50,7 +51,7 @@ def opened(
     n_tokens: int = 16,
     temperature: float = 0.0,
     verifier: VerifierName = "auto",
-) -> Session:
+) -> Models:
     context = ContextOptions(n_threads=1)
     options = SessionOptions(
         target=pair[0],
@@ -63,12 +64,12 @@ def opened(
         target_context=context,
         draft_context=context,
     )
-    return Session(options, time.perf_counter)
+    return Models(options, time.perf_counter)
 
 
-def stray_prompt(session: Session) -> Prompt:
+def stray_prompt(loaded: Models) -> Prompt:
     """Bytes that are no UTF-8, as a model may well say them: in tokens of single bytes."""
-    vocabulary = session.target_model.vocabulary
+    vocabulary = loaded.target.vocabulary
     by_bytes = {vocabulary.token_bytes(token): token for token in range(vocabulary.n_tokens)}
     pieces = [bytes((byte,)) for byte in STRAY]
     tokens = [by_bytes[piece] for piece in pieces if piece in by_bytes]
@@ -79,9 +80,9 @@ def stray_prompt(session: Session) -> Prompt:
 def test_greedy_text_is_that_of_plain_decoding(
     pair: tuple[Path, Path], translate: TranslateMode
 ) -> None:
-    with opened(pair, translate) as session:
-        prompts = [session.prompt(text, chat=False) for text in TEXTS.values()]
-        results = list(check_greedy(session, [*prompts, stray_prompt(session)]))
+    with opened(pair, translate) as loaded:
+        prompts = [loaded.prompts.of_text(text, chat=False) for text in TEXTS.values()]
+        results = list(check_greedy(loaded, [*prompts, stray_prompt(loaded)]))
     assert len(results) == len(TEXTS) + 1
     assert sum(result.n_accepted for result in results) > 20
     for name, result in zip((*TEXTS, "stray bytes"), results, strict=True):
@@ -97,8 +98,8 @@ def test_sampled_text_is_distributed_as_the_targets(
     # Six tests at a level of 1e-5 each: a correct specgen would fail here once in ten thousand
     # times, were the seeds drawn anew.
     plan = SampledPlan(depth=3, level=1e-5, n_draws=800)
-    with opened((smollm2, gemma3), translate, temperature=0.8, verifier=verifier) as session:
-        result = check_sampled(session, session.prompt(TEXTS["prose"]), plan, seed=3)
+    with opened((smollm2, gemma3), translate, temperature=0.8, verifier=verifier) as loaded:
+        result = check_sampled(loaded, loaded.prompts.of_text(TEXTS["prose"]), plan, seed=3)
     assert result is not None
     assert result.fits, [depth.test for depth in result.depths]
     assert not result.rows.is_defect
@@ -107,14 +108,14 @@ def test_sampled_text_is_distributed_as_the_targets(
 
 def test_the_answer_in_chat_is_drafted_as_chat(smollm2: Path, gemma3: Path) -> None:
     """The draft's own template opens the turn; one without a template gets paragraphs."""
-    with opened((smollm2, gemma3), "string") as session:
-        prompt = session.prompt("Why is the sky blue?", system="Be brief.")
+    with opened((smollm2, gemma3), "string") as loaded:
+        prompt = loaded.prompts.of_text("Why is the sky blue?", system="Be brief.")
         assert prompt.draft_tokens is not None
-        assert session.draft_model is not None
-        vocabulary = session.draft_model.vocabulary
+        assert loaded.drafts.model is not None
+        vocabulary = loaded.drafts.model.vocabulary
         text = b"".join(map(vocabulary.token_bytes, prompt.draft_tokens))
         assert text == b"Be brief.\n\nWhy is the sky blue?\n\n"
         assert prompt.draft_tokens[0] == vocabulary.special_tokens()["bos"]
-    with opened((gemma3, smollm2), "string") as session:
-        prompt = session.prompt("Why is the sky blue?")
+    with opened((gemma3, smollm2), "string") as loaded:
+        prompt = loaded.prompts.of_text("Why is the sky blue?")
         assert prompt.draft_tokens is None  # the target has no template: text is continued

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from specgen.engine.engine import Engine
-from specgen.engine.session import Session
+from specgen.engine.models import Models
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -140,12 +140,12 @@ def test_draws_fit_the_reference(
     )
     counted: collections.Counter[tuple[int, ...]] = collections.Counter()
     n_accepted = 0
-    with Session(options, time.perf_counter) as session:
-        begun = session.prompt_of_tokens(prompt)
-        with Engine(session, n_parallel=8, n_ctx=128) as engine:
+    with Models(options, time.perf_counter) as loaded:
+        begun = loaded.prompts.of_tokens(prompt)
+        with Engine(loaded, n_parallel=8, n_ctx=128) as engine:
             for start in range(0, N_DRAWS, N_AT_ONCE):
                 answers = [
-                    engine.submit(begun, sampling=replace(options.sampler, seed=start + number))
+                    engine.insert(begun, sampling=replace(options.sampler, seed=start + number))
                     for number in range(N_AT_ONCE)
                 ]
                 collections.deque(engine.run(), maxlen=0)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from specgen.engine.engine import generate
 from specgen.events import FinishedEvent
 from specgen.options import DraftOptions, DraftSource, SamplerOptions
 from specgen.testing.tiny import TinyConfig, write_tiny_model
@@ -56,7 +57,7 @@ def expected(models: Path) -> dict[tuple[str, int | None], str]:
         sampler = SamplerOptions() if seed is None else SamplerOptions(temperature=0.9, seed=seed)
         with session_of(models / "target.gguf", "none", sampler=sampler) as plain:
             for prompt in PROMPTS:
-                *_, last = plain.generate(plain.prompt(prompt, chat=False))
+                *_, last = generate(plain, plain.prompts.of_text(prompt, chat=False))
                 assert isinstance(last, FinishedEvent)
                 found[prompt, seed] = last.text
     return found

@@ -12,6 +12,7 @@ import openai
 import pytest
 from llm.default_plugins.openai_models import Chat
 
+from specgen.engine.engine import generate
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.config import CHATML_TEMPLATE, INFILL_TOKENS
 from tests.helpers_server import Running, running, session_of, wait_until
@@ -44,8 +45,8 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 
 def said(server: Running, prompt: Any) -> str:
     """What the target alone answers."""
-    with session_of(server.session.options.target, "none") as plain:
-        *_, last = plain.generate(prompt)
+    with session_of(server.loaded.options.target, "none") as plain:
+        *_, last = generate(plain, prompt)
         text: str = last.text  # type: ignore[union-attr]
         return text
 
@@ -62,7 +63,9 @@ def test_a_chat(server: Running, client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="any", messages=MESSAGES)
     (choice,) = answer.choices
     assert choice.message.role == "assistant"
-    assert choice.message.content == said(server, server.session.prompt(MESSAGES[0]["content"]))
+    assert choice.message.content == said(
+        server, server.loaded.prompts.of_text(MESSAGES[0]["content"])
+    )
     assert choice.finish_reason in ("stop", "length")
     assert answer.usage is not None
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
@@ -92,7 +95,7 @@ def test_usage_in_a_chunk_of_its_own(client: openai.OpenAI) -> None:
 
 def test_a_completion(server: Running, client: openai.OpenAI) -> None:
     answer = client.completions.create(model="any", prompt=PROMPT, max_tokens=12)
-    expected = said(server, server.session.prompt(PROMPT, chat=False))
+    expected = said(server, server.loaded.prompts.of_text(PROMPT, chat=False))
     assert answer.choices[0].text
     assert expected.startswith(answer.choices[0].text)
     chunks = list(client.completions.create(model="any", prompt=PROMPT, max_tokens=12, stream=True))
@@ -387,7 +390,7 @@ def llm_model(server: Running) -> Iterator[Any]:
 @pytest.mark.parametrize("streams", [True, False])
 def test_llm_is_a_client_too(server: Running, llm_model: Any, streams: bool) -> None:
     response = llm_model.prompt(MESSAGES[0]["content"], stream=streams, key="none", temperature=0)
-    assert response.text() == said(server, server.session.prompt(MESSAGES[0]["content"]))
+    assert response.text() == said(server, server.loaded.prompts.of_text(MESSAGES[0]["content"]))
     usage = response.usage()
     assert usage.input
     assert usage.output

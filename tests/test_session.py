@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from specgen.backend.llama.library import llama_cpp
-from specgen.engine.session import DraftSource, Session, SessionOptions
+from specgen.engine.engine import generate
+from specgen.engine.models import Models
 from specgen.errors import (
     BackendError,
     MemoryLimitError,
@@ -20,7 +21,14 @@ from specgen.errors import (
     UsageError,
 )
 from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent, PromptEvent
-from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    DraftSource,
+    GenerationOptions,
+    SamplerOptions,
+    SessionOptions,
+)
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
@@ -79,8 +87,8 @@ def options(
 
 
 def run(options: SessionOptions, prompt: str = PROMPT) -> list[Event]:
-    with Session(options, time.perf_counter) as session:
-        return list(session.generate(session.prompt(prompt, chat=False)))
+    with Models(options, time.perf_counter) as loaded:
+        return list(generate(loaded, loaded.prompts.of_text(prompt, chat=False)))
 
 
 def finished(events: list[Event]) -> FinishedEvent:
@@ -201,13 +209,13 @@ def test_a_larger_context_than_trained_is_noted(models: Path) -> None:
 
 
 def test_an_abandoned_generation_frees_its_contexts(models: Path) -> None:
-    with Session(options(models, draft="good"), time.perf_counter) as session:
-        stream = session.generate(session.prompt(PROMPT, chat=False))
+    with Models(options(models, draft="good"), time.perf_counter) as loaded:
+        stream = generate(loaded, loaded.prompts.of_text(PROMPT, chat=False))
         for event in stream:
             if isinstance(event, CommittedEvent):
                 break
-        stream.close()  # type: ignore[attr-defined]
-        again = finished(list(session.generate(session.prompt(PROMPT, chat=False))))
+        stream.close()
+        again = finished(list(generate(loaded, loaded.prompts.of_text(PROMPT, chat=False))))
     assert again.token_ids == plain_answer(models).token_ids
 
 
@@ -237,15 +245,15 @@ def test_weights_are_freed_after_the_contexts_of_an_abandoned_answer(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     freed = Freed(monkeypatch)
-    session = Session(options(models, draft="good"), time.perf_counter)
-    stream = session.generate(session.prompt(PROMPT, chat=False))
+    loaded = Models(options(models, draft="good"), time.perf_counter)
+    stream = generate(loaded, loaded.prompts.of_text(PROMPT, chat=False))
     next(stream)
-    session.close()
+    loaded.close()
     assert freed.models == []
     del stream
     gc.collect()
     assert len(freed.contexts) == len(set(freed.models)) == len(freed.models) == 2
-    session.close()
+    loaded.close()
     assert len(freed.models) == 2
 
 
@@ -255,29 +263,29 @@ def test_an_answer_does_not_go_on_in_a_closed_session(
     models: Path, monkeypatch: pytest.MonkeyPatch, draft: str, n_events: int
 ) -> None:
     freed = Freed(monkeypatch)
-    session = Session(options(models, draft=draft), time.perf_counter)
-    prompt = session.prompt(PROMPT, chat=False)
-    stream = session.generate(prompt)
+    loaded = Models(options(models, draft=draft), time.perf_counter)
+    prompt = loaded.prompts.of_text(PROMPT, chat=False)
+    stream = generate(loaded, prompt)
     for _ in range(n_events):
         next(stream)
-    session.close()
+    loaded.close()
     with pytest.raises(BackendError, match=r"target\.gguf is closed"):
         list(stream)
     assert len(freed.contexts) == len(freed.models) == (2 if draft == "good" else 1)
     with pytest.raises(BackendError, match="closed"):
-        next(session.generate(prompt))
+        next(generate(loaded, prompt))
     with pytest.raises(BackendError, match="closed"):
-        session.prompt(PROMPT, chat=False)
+        loaded.prompts.of_text(PROMPT, chat=False)
 
 
 def test_an_answer_goes_on_when_its_draft_is_replaced(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     freed = Freed(monkeypatch)
-    with Session(options(models, draft="good"), time.perf_counter) as session:
-        stream = session.generate(session.prompt(PROMPT, chat=False))
+    with Models(options(models, draft="good"), time.perf_counter) as loaded:
+        stream = generate(loaded, loaded.prompts.of_text(PROMPT, chat=False))
         before = [next(stream) for _ in range(6)]
-        session.change_draft("none")
+        loaded.change_draft("none")
         assert freed.models == []
         assert finished([*before, *stream]).token_ids == plain_answer(models).token_ids
         assert len(freed.models) == 1
@@ -288,17 +296,17 @@ def test_an_answer_goes_on_when_its_draft_is_replaced(
 
 
 def test_the_models_own_template_writes_the_prompt(models: Path) -> None:
-    with Session(options(models, target="chat"), time.perf_counter) as session:
-        prompt = session.prompt("Hi", system="Be brief.", now=NOW)
+    with Models(options(models, target="chat"), time.perf_counter) as loaded:
+        prompt = loaded.prompts.of_text("Hi", system="Be brief.", now=NOW)
         assert prompt.text == (
             "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
             "<|im_start|>assistant\n"
         )
-        is_end = session.target_model.vocabulary.is_end
+        is_end = loaded.target.vocabulary.is_end
         assert sum(map(is_end, prompt.tokens)) == 2
-    with Session(options(models), time.perf_counter) as session:
-        assert session.prompt("Hi", now=NOW).text == "Hi"
+    with Models(options(models), time.perf_counter) as loaded:
+        assert loaded.prompts.of_text("Hi", now=NOW).text == "Hi"
         with pytest.raises(UsageError, match="--chat needs a chat template"):
-            session.prompt("Hi", chat=True)
+            loaded.prompts.of_text("Hi", chat=True)
         with pytest.raises(UsageError, match="--system needs a chat template"):
-            session.prompt("Hi", system="Be brief.")
+            loaded.prompts.of_text("Hi", system="Be brief.")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
-from specgen.backend.tree_batch import Slot
+from specgen.backend.tree_batch import Branches
 from specgen.calibration.acceptance import Chances
 from specgen.calibration.cost_table import BatchShare, CostTable, Others
 from specgen.core.draft import Draft
@@ -25,7 +25,7 @@ from specgen.drafters import (
     TreeModelDrafter,
     ready,
 )
-from specgen.engine.draft_model import guess_sampling
+from specgen.engine.drafter_factory import guess_sampling
 from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
 from specgen.errors import BackendError
@@ -202,7 +202,7 @@ def tree_drafters(backend: FakeBackend, n: int) -> list[TreeModelDrafter]:
             draws=False,
             n_shared_tokens=N_VOCAB,
             shape=SHAPE,
-            slot=Slot(number * n_each, n_each),
+            slot=Branches(number * n_each, n_each),
         )
         for number in range(n)
     ]

@@ -17,7 +17,6 @@ from specgen.arrays import Logits
 from specgen.backend.base import Batch
 from specgen.backend.llama import LlamaBackend, LlamaModel
 from specgen.calibration.memory import Memory
-from specgen.calibration.system_load import CoreTime
 from specgen.calibration.threads import (
     BATCH_ROWS,
     Threads,
@@ -27,8 +26,9 @@ from specgen.calibration.threads import (
     with_threads,
 )
 from specgen.engine.measurements import is_pair_measured, measure_if_new
-from specgen.engine.session import Session, SessionOptions
-from specgen.options import ContextOptions
+from specgen.engine.models import Models
+from specgen.machine import CoreTime
+from specgen.options import ContextOptions, SessionOptions
 from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
 
 # --- which are tried
@@ -214,8 +214,8 @@ def test_a_session_takes_what_was_kept_for_each_model(tiny_models: Path) -> None
     def threads(context: ContextOptions) -> list[tuple[int, int]]:
         options = SessionOptions(target, draft, target_context=context, draft_context=context)
         with (
-            Session(options, time.perf_counter, memory) as session,
-            session.contexts(64) as (target_backend, draft_backend),
+            Models(options, time.perf_counter, memory) as loaded,
+            loaded.contexts(64) as (target_backend, draft_backend),
         ):
             assert draft_backend is not None
             return [target_backend.threads, draft_backend.threads]
@@ -230,16 +230,16 @@ def test_a_session_takes_what_was_kept_for_each_model(tiny_models: Path) -> None
 def test_costs_are_those_of_the_threads_that_are_taken(tiny_models: Path) -> None:
     memory = Memory()
     options = SessionOptions(tiny_models / "target.gguf", "none")
-    with Session(options, time.perf_counter, memory) as session:
-        before = session.costs.table()
+    with Models(options, time.perf_counter, memory) as loaded:
+        before = loaded.costs.table()
         before.start(1, 0.5)
         memory.keep_threads(options.target, options.target_context, Threads(77, 78))
-        assert not session.costs.table()
-        session.costs.table().start(1, 0.25)
+        assert not loaded.costs.table()
+        loaded.costs.table().start(1, 0.25)
         named = ContextOptions(n_threads=77, n_threads_batch=78)
         assert memory.costs(options.target, named, 0, 1).known == {1: 0.25}
-        session.costs.forget()
-        assert not session.costs.table()
+        loaded.costs.forget()
+        assert not loaded.costs.table()
         assert before.known == {1: 0.5}
 
 
@@ -255,14 +255,14 @@ def test_what_a_busy_machine_costs_holds_for_now_and_is_not_kept(
     monkeypatch.setattr("specgen.engine.measurements.core_time", lambda: next(times))
     options = SessionOptions(tiny_models / "target.gguf", draft)
     memory = Memory(file)
-    with Session(options, time.perf_counter, memory) as session, session.contexts(64) as contexts:
-        assert measure_if_new(session, *contexts) > 0.0
-        assert is_pair_measured(session, draft)
-        assert session.was_busy == (share_of_others > 0.25)
-        assert measure_if_new(session, *contexts) == 0.0
+    with Models(options, time.perf_counter, memory) as loaded, loaded.contexts(64) as contexts:
+        assert measure_if_new(loaded, *contexts) > 0.0
+        assert is_pair_measured(loaded, draft)
+        assert loaded.costs.was_busy == (share_of_others > 0.25)
+        assert measure_if_new(loaded, *contexts) == 0.0
     memory.save()
-    with Session(options, time.perf_counter, Memory(file)) as session:
-        assert is_pair_measured(session, draft) == (share_of_others <= 0.25)
+    with Models(options, time.perf_counter, Memory(file)) as loaded:
+        assert is_pair_measured(loaded, draft) == (share_of_others <= 0.25)
 
 
 def test_threads_are_kept_by_model_and_machine(tmp_path: Path, tiny_models: Path) -> None:

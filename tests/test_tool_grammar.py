@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specgen.engine.session import Session
+from specgen.engine.engine import generate
+from specgen.engine.models import Models
 from specgen.events import FinishedEvent
 from specgen.openai_format.request import Request, read_request, with_call_form
 from specgen.openai_format.tool_calls import message_of
@@ -57,8 +58,8 @@ def answers(
         options = SessionOptions(
             target=target, draft="ngram", sampler=sampler, generation=asked.generation
         )
-        with Session(options, lambda: 0.0) as session:
-            *_, last = session.generate(session.prompt("the cat"))
+        with Models(options, lambda: 0.0) as loaded:
+            *_, last = generate(loaded, loaded.prompts.of_text("the cat"))
         assert isinstance(last, FinishedEvent)
         found.append(last)
     return found
@@ -88,11 +89,14 @@ def test_a_call_may_begin_with_a_control_token(tmp_path: Path) -> None:
     target = write_tiny_model(tmp_path / "target.gguf", TinyConfig(control_tokens=controls))
     hidden = replace(shown, shown_controls=())
     options = SessionOptions(target=target, draft="none", generation=hidden)
-    with Session(options, lambda: 0.0) as session:
-        mark = session.target_model.vocabulary.control_token(*controls)
+    with Models(options, lambda: 0.0) as loaded:
+        mark = loaded.target.vocabulary.control_token(*controls)
         allowed = [
             settings.grammar is not None and bool(settings.grammar.allows(np.array([mark]))[0])
-            for settings in (session.answer_settings(), session.answer_settings(generation=shown))
+            for settings in (
+                loaded.settings,
+                loaded.settings.changed(loaded.target, generation=shown),
+            )
         ]
     assert allowed == [False, True]
 

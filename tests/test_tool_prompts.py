@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from specgen.backend.llama import LlamaModel
 from specgen.engine.chat_template import Message, ToolCall, render
-from specgen.engine.session import Session
+from specgen.engine.models import Models
 from specgen.options import ContextOptions, SessionOptions
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
@@ -87,12 +87,12 @@ def options(target: Path, draft: Path | Literal["none"]) -> SessionOptions:
 def test_a_file_may_have_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
     config = TinyConfig(chat_template=CHATML_TEMPLATE, tool_template=TEMPLATE)
     target = write_tiny_model(tmp_path / "target.gguf", config)
-    with Session(options(target, "none"), lambda: 0.0) as session:
+    with Models(options(target, "none"), lambda: 0.0) as loaded:
         asked = TURNS[:2]
-        with_tools = session.conversation(asked, now=NOW, tools=TOOLS).text
+        with_tools = loaded.prompts.of_messages(asked, now=NOW, tools=TOOLS).text
         assert with_tools == rendered(TEMPLATE, asked, TOOLS)
-        assert session.conversation(TURNS, now=NOW).text == rendered(TEMPLATE, TURNS)
-        assert session.conversation(asked, now=NOW).text == rendered(CHATML_TEMPLATE, asked)
+        assert loaded.prompts.of_messages(TURNS, now=NOW).text == rendered(TEMPLATE, TURNS)
+        assert loaded.prompts.of_messages(asked, now=NOW).text == rendered(CHATML_TEMPLATE, asked)
 
 
 def test_a_draft_with_another_vocabulary_reads_the_tools_too(tmp_path: Path) -> None:
@@ -100,12 +100,12 @@ def test_a_draft_with_another_vocabulary_reads_the_tools_too(tmp_path: Path) -> 
     target = write_tiny_model(tmp_path / "target.gguf", config)
     other = replace(config.draft(0.02), tokenizer="spm", n_vocab=None)
     draft = write_tiny_model(tmp_path / "draft.gguf", other)
-    with Session(options(target, draft), lambda: 0.0) as session:
-        prompt = session.conversation(TURNS[1:2], now=NOW, tools=TOOLS)
+    with Models(options(target, draft), lambda: 0.0) as loaded:
+        prompt = loaded.prompts.of_messages(TURNS[1:2], now=NOW, tools=TOOLS)
         assert not prompt.head
         assert prompt.draft_tokens is not None
-        assert session.draft_model is not None
-        assert '"name": "weather"' in said(session.draft_model, prompt.draft_tokens)
+        assert loaded.drafts.model is not None
+        assert '"name": "weather"' in said(loaded.drafts.model, prompt.draft_tokens)
 
 
 def said(model: LlamaModel, tokens: Sequence[int]) -> str:

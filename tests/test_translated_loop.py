@@ -38,7 +38,7 @@ from specgen.drafters import (
     draft_alone,
 )
 from specgen.drafters.translation import SharedTokens, Translation
-from specgen.engine.draft_model import Translated
+from specgen.engine.draft_models import Translated
 from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
 from specgen.events import CommittedEvent, Event, NoticeEvent

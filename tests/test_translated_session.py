@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from specgen.drafters import draft_alone
+from specgen.engine.drafter_factory import DrafterFactory
+from specgen.engine.engine import generate
+from specgen.engine.models import Models
 from specgen.engine.prompts import Prompt
-from specgen.engine.session import Session, SessionOptions
 from specgen.errors import PairError
 from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.options import (
@@ -20,6 +22,7 @@ from specgen.options import (
     DraftOptions,
     GenerationOptions,
     SamplerOptions,
+    SessionOptions,
     TranslateMode,
 )
 from specgen.policy import draft_up_to
@@ -72,7 +75,7 @@ def opened(
     translate: TranslateMode = "auto",
     sampler: SamplerOptions = SamplerOptions(),
     **generation: object,
-) -> Session:
+) -> Models:
     # f32 and no flash attention: rows are then equal in batches of every shape.
     context = ContextOptions(
         n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32"
@@ -86,12 +89,12 @@ def opened(
         target_context=context,
         draft_context=context,
     )
-    return Session(options, time.perf_counter)
+    return Models(options, time.perf_counter)
 
 
-def run(session: Session, text: str = TEXTS["English"]) -> tuple[PromptEvent, FinishedEvent]:
-    with session:
-        return outcome(list(session.generate(session.prompt(text, chat=False))))
+def run(loaded: Models, text: str = TEXTS["English"]) -> tuple[PromptEvent, FinishedEvent]:
+    with loaded:
+        return outcome(list(generate(loaded, loaded.prompts.of_text(text, chat=False))))
 
 
 def outcome(events: list[Event]) -> tuple[PromptEvent, FinishedEvent]:
@@ -120,8 +123,8 @@ def test_a_draft_with_another_vocabulary_opens(models: Path) -> None:
 def test_the_other_vocabulary_may_be_refused(models: Path) -> None:
     with pytest.raises(PairError):
         opened(models, translate="off")
-    with opened(models, draft="bpe draft", translate="off") as session:
-        assert session.draft_name == "bpe draft.gguf"
+    with opened(models, draft="bpe draft", translate="off") as loaded:
+        assert loaded.drafts.name == "bpe draft.gguf"
 
 
 @pytest.mark.parametrize("translate", ["auto", "string", "tokens", "off"])
@@ -212,8 +215,8 @@ def test_stop_strings_and_ends_are_exact(models: Path, translate: TranslateMode)
 # --- what the draft is told
 
 
-def draft_text(session: Session, tokens: tuple[int, ...]) -> str:
-    draft = session.draft_model
+def draft_text(loaded: Models, tokens: tuple[int, ...]) -> str:
+    draft = loaded.drafts.model
     assert draft is not None
     vocabulary = draft.vocabulary
     said = (
@@ -223,10 +226,10 @@ def draft_text(session: Session, tokens: tuple[int, ...]) -> str:
 
 
 def prompt_of(models: Path, draft: str, **changes: object) -> tuple[Prompt, str]:
-    with opened(models, "chat", draft) as session:
-        prompt = session.prompt("Hi", now=NOW, **changes)  # type: ignore[arg-type]
+    with opened(models, "chat", draft) as loaded:
+        prompt = loaded.prompts.of_text("Hi", now=NOW, **changes)  # type: ignore[arg-type]
         assert prompt.draft_tokens is not None
-        return prompt, draft_text(session, prompt.draft_tokens)
+        return prompt, draft_text(loaded, prompt.draft_tokens)
 
 
 def test_a_conversation_is_told_in_the_drafts_own_template(models: Path) -> None:
@@ -247,10 +250,10 @@ def test_a_draft_without_a_template_is_told_paragraphs(models: Path, draft: str)
 
 
 def test_text_that_is_continued_is_translated(models: Path) -> None:
-    with opened(models, "chat", "chat draft") as session:
-        assert session.prompt("Hi", chat=False).draft_tokens is None
-    with opened(models, "chat", "bpe draft") as session:
-        assert session.prompt("Hi", now=NOW).draft_tokens is None
+    with opened(models, "chat", "chat draft") as loaded:
+        assert loaded.prompts.of_text("Hi", chat=False).draft_tokens is None
+    with opened(models, "chat", "bpe draft") as loaded:
+        assert loaded.prompts.of_text("Hi", now=NOW).draft_tokens is None
 
 
 @pytest.mark.parametrize("translate", ["string", "tokens"])
@@ -258,10 +261,10 @@ def test_text_that_is_continued_is_translated(models: Path) -> None:
 def test_answers_in_a_conversation_are_exact(
     models: Path, draft: str, translate: TranslateMode
 ) -> None:
-    def answer(session: Session) -> FinishedEvent:
-        with session:
-            prompt = session.prompt("the cat is", system="in", now=NOW)
-            return outcome(list(session.generate(prompt)))[1]
+    def answer(loaded: Models) -> FinishedEvent:
+        with loaded:
+            prompt = loaded.prompts.of_text("the cat is", system="in", now=NOW)
+            return outcome(list(generate(loaded, prompt)))[1]
 
     fast = answer(opened(models, "chat", draft, translate=translate))
     assert fast.token_ids == answer(opened(models, "chat", "none")).token_ids
@@ -270,15 +273,15 @@ def test_answers_in_a_conversation_are_exact(
 
 def test_the_draft_of_a_draft_of_the_same_weights_says_the_same(models: Path) -> None:
     """A translation back and forth leaves the text what it is: see the draft's own cache."""
-    with opened(models, "target", "draft") as session:
-        prompt = session.prompt("the cat is é 中", chat=False)
-        with session.contexts(256) as (_, draft):
+    with opened(models, "target", "draft") as loaded:
+        prompt = loaded.prompts.of_text("the cat is é 中", chat=False)
+        with loaded.contexts(256) as (_, draft):
             assert draft is not None
-            generation = session.generation(prompt, 256, draft, 1)
+            generation = DrafterFactory(loaded).sequence(prompt, 256, draft, 1)
             assert generation.drafters is not None
             drafter = generation.drafters.model
             assert drafter is not None
             draft_alone(drafter.propose(generation.tokens, draft_up_to(4)))
             told = drafter._text.tokens  # type: ignore[attr-defined]
-            assert draft_text(session, tuple(told)) == "<s>the cat is é 中"
+            assert draft_text(loaded, tuple(told)) == "<s>the cat is é 中"
             assert draft.length(0) == len(told) + len(drafter._drafted) - 1  # type: ignore[attr-defined]

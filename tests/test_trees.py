@@ -27,7 +27,7 @@ from specgen.core.verifiers import (
 )
 from specgen.drafters import Drafter, Drafters, SuffixDrafter, TreeModelDrafter, draft_alone
 from specgen.drafters.growth import Growth, Look, growth
-from specgen.engine.draft_model import guess_sampling
+from specgen.engine.drafter_factory import guess_sampling
 from specgen.engine.loop import Loop
 from specgen.events import DraftedEvent
 from specgen.options import (

@@ -13,10 +13,17 @@ from hypothesis import strategies as st
 
 from specgen.calibration.memory import Memory
 from specgen.engine.agreement import Agreement
+from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.measurements import is_pair_measured, measure_if_new
-from specgen.engine.session import Session, SessionOptions
+from specgen.engine.models import Models
 from specgen.errors import ModelFileError, PairError, PromptError
-from specgen.options import ContextOptions, DraftOptions, DraftSource, GenerationOptions
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    DraftSource,
+    GenerationOptions,
+    SessionOptions,
+)
 from specgen.selection.outlook import Costs, known_costs, outlook
 from specgen.selection.trial import Baseline, DraftFigures, measure_target
 from specgen.selection.tuning import (
@@ -45,9 +52,9 @@ def _quick_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def session(
+def loaded(
     folder: Path, context: ContextOptions = ONE_THREAD, memory: Memory | None = None, **changes: int
-) -> Iterator[Session]:
+) -> Iterator[Models]:
     options = SessionOptions(
         folder / "target.gguf",
         "none",
@@ -56,7 +63,7 @@ def session(
         target_context=context,
         draft_context=context,
     )
-    with Session(options, time.perf_counter, memory) as opened:
+    with Models(options, time.perf_counter, memory) as opened:
         yield opened
 
 
@@ -81,7 +88,7 @@ class Stop:
 
 def test_the_draft_is_tried_alone_and_with_n_grams_beside_all_else(tiny_models: Path) -> None:
     draft, bad = tiny_models / "draft.gguf", tiny_models / "bad.gguf"
-    with session(tiny_models) as opened:
+    with loaded(tiny_models) as opened:
         tuning = Tuner(opened).run(draft, [bad, draft], PROMPTS)
     assert tuning is not None
     assert ways(tuning) == [
@@ -113,7 +120,7 @@ def test_the_draft_is_tried_alone_and_with_n_grams_beside_all_else(tiny_models: 
 def test_agreement_is_counted_at_every_place_of_the_answers(tiny_models: Path) -> None:
     rates = {}
     for name in ("target", "draft", "bad"):
-        with session(tiny_models) as opened:
+        with loaded(tiny_models) as opened:
             tuning = Tuner(opened).run(tiny_models / f"{name}.gguf", [], PROMPTS)
         assert tuning is not None
         assert tuning.draft is not None
@@ -128,7 +135,7 @@ def test_agreement_is_counted_at_every_place_of_the_answers(tiny_models: Path) -
 
 def test_without_a_draft_n_grams_and_others_are_tried(tiny_models: Path) -> None:
     bad = tiny_models / "bad.gguf"
-    with session(tiny_models) as opened:
+    with loaded(tiny_models) as opened:
         tuning = Tuner(opened).run(None, [bad], PROMPTS)
     assert tuning is not None
     assert tuning.draft is None
@@ -141,7 +148,7 @@ def test_an_own_draft_that_cannot_draft_is_an_error_another_one_is_refused(
     broken = tmp_path / "broken.gguf"
     broken.write_bytes((tiny_models / "draft.gguf").read_bytes()[:5000])
     bert = tiny_models / "bert.gguf"
-    with session(tiny_models) as opened:
+    with loaded(tiny_models) as opened:
         for wrong in (broken, bert):
             with pytest.raises((ModelFileError, PairError)):
                 Tuner(opened).run(wrong, [], PROMPTS)
@@ -157,7 +164,7 @@ def test_an_own_draft_that_cannot_draft_is_an_error_another_one_is_refused(
 def test_prompts_without_room_are_left_out_and_none_at_all_is_an_error(tiny_models: Path) -> None:
     context = ContextOptions(n_ctx=256, n_threads=1, flash_attention="off")
     too_long = "too long " * 400
-    with session(tiny_models, context) as opened:
+    with loaded(tiny_models, context) as opened:
         tuning = Tuner(opened).run(None, [], (PROMPTS[0], too_long))
         assert tuning is not None
         assert tuning.baseline.skipped == (2,)
@@ -168,7 +175,7 @@ def test_prompts_without_room_are_left_out_and_none_at_all_is_an_error(tiny_mode
 def test_it_is_told_what_is_going_on(tiny_models: Path) -> None:
     told: list[tuple[str, int, int]] = []
     draft = tiny_models / "draft.gguf"
-    with session(tiny_models, ContextOptions(flash_attention="off")) as opened:
+    with loaded(tiny_models, ContextOptions(flash_attention="off")) as opened:
         Tuner(opened, progress=lambda *what: told.append(what)).run(draft, [], PROMPTS)
     assert list(dict.fromkeys(what for what, _, _ in told)) == [
         "threads for target.gguf",
@@ -188,7 +195,7 @@ def test_it_is_told_what_is_going_on(tiny_models: Path) -> None:
 def test_costs_chances_and_threads_are_known_afterwards(tiny_models: Path) -> None:
     target, draft = tiny_models / "target.gguf", tiny_models / "draft.gguf"
     memory, context = Memory(), ContextOptions(flash_attention="off")
-    with session(tiny_models, context, memory) as opened:
+    with loaded(tiny_models, context, memory) as opened:
         tuning = Tuner(opened).run(draft, [], PROMPTS)
     assert tuning is not None
     assert tuning.threads is not None
@@ -196,14 +203,14 @@ def test_costs_chances_and_threads_are_known_afterwards(tiny_models: Path) -> No
     assert tuning.draft.threads is not None
     assert memory.threads(target, context) == tuning.threads.chosen
     assert memory.threads(draft, context) == tuning.draft.threads.chosen
-    with session(tiny_models, context, memory) as opened:
+    with loaded(tiny_models, context, memory) as opened:
         opened.change_draft(draft)
         assert is_pair_measured(opened, draft)
         assert known_costs(opened, draft) is not None
         taken = opened.costs.context_options()
         chosen = tuning.threads.chosen
         assert (taken.n_threads, taken.n_threads_batch) == (chosen.n_single, chosen.n_batch)
-        judged = opened.chances()["model"].n_judged
+        judged = DrafterFactory(opened).chances()["model"].n_judged
         assert judged > 0.9 * tuning.draft.agreement.n_places
         # Nothing is left to measure.
         with opened.contexts(256) as contexts:
@@ -216,7 +223,7 @@ def test_numbers_of_threads_that_are_named_are_not_looked_for(
 ) -> None:
     memory = Memory()
     context = ContextOptions(flash_attention="off", **named)  # type: ignore[arg-type]
-    with session(tiny_models, context, memory) as opened:
+    with loaded(tiny_models, context, memory) as opened:
         tuning = Tuner(opened).run(None, [], PROMPTS[:1])
     assert tuning is not None
     assert tuning.threads is None
@@ -225,7 +232,7 @@ def test_numbers_of_threads_that_are_named_are_not_looked_for(
 
 def test_what_was_known_of_the_costs_is_measured_anew(tiny_models: Path) -> None:
     draft, memory = tiny_models / "draft.gguf", Memory()
-    with session(tiny_models, memory=memory) as opened:
+    with loaded(tiny_models, memory=memory) as opened:
         for size in (1, 2, 3, 4, 5):
             opened.costs.table().start(size, 1e6)
             opened.costs.table(draft).start(size, 1e6)
@@ -245,7 +252,7 @@ def test_it_can_be_interrupted_at_any_time(tiny_models: Path) -> None:
     draft, bad = tiny_models / "draft.gguf", tiny_models / "bad.gguf"
 
     def run(stop: Callable[[], bool]) -> Tuning | None:
-        with session(tiny_models) as opened:
+        with loaded(tiny_models) as opened:
             return Tuner(opened, interrupted=stop).run(draft, [bad], PROMPTS)
 
     never = Stop(10**9)
@@ -266,13 +273,13 @@ def test_it_can_be_interrupted_at_any_time(tiny_models: Path) -> None:
 def test_an_interruption_while_threads_are_compared_chooses_none(tiny_models: Path) -> None:
     target, memory, context = tiny_models / "target.gguf", Memory(), ContextOptions()
     stop = Stop(3)
-    with session(tiny_models, context, memory) as opened:
+    with loaded(tiny_models, context, memory) as opened:
         assert Tuner(opened, interrupted=stop).run(None, [], PROMPTS) is None
     assert memory.threads(target, context) is None
 
 
 def test_an_interruption_while_batches_are_timed_ends_it(tiny_models: Path) -> None:
-    with session(tiny_models) as opened:
+    with loaded(tiny_models) as opened:
         never = Stop(10**9)
         assert measure_target(opened, PROMPTS[:1], interrupted=never) is not None
         stop = Stop(never.n_asked - 1)

@@ -10,7 +10,7 @@ import pytest
 
 from specgen.backend.llama import LlamaModel
 from specgen.backend.llama.kernels import Kernels
-from specgen.backend.llama.row_exceptions import row_exception
+from specgen.backend.llama.model import row_exception
 from specgen.backend.llama.unequal_rows import UnequalOperator, find_unequal_operator, repeated
 from specgen.options import ContextOptions
 from specgen.testing.tiny import TinyConfig, write_tiny_model

@@ -20,10 +20,11 @@ from specgen.backend.llama import LlamaBackend, LlamaModel, requantize
 from specgen.calibration import weight_copies as copies
 from specgen.calibration.memory import Memory
 from specgen.calibration.weight_copies import Comparison, Copies, distance_on
-from specgen.engine.session import Session, SessionOptions
+from specgen.engine.engine import generate
+from specgen.engine.models import Models
 from specgen.errors import BackendError, MemoryLimitError
 from specgen.events import CommittedEvent, PromptEvent
-from specgen.options import ContextOptions, DraftOptions, GenerationOptions
+from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers_cli import Cli, events_of
 
@@ -458,9 +459,9 @@ def session_options(tmp_path: Path, draft: Path, **drafting: object) -> SessionO
     )
 
 
-def answer(session: Session) -> tuple[str | None, str]:
+def answer(loaded: Models) -> tuple[str | None, str]:
     """The type of the weights that drafted, and the text."""
-    events = list(session.generate(session.prompt(PROMPT), estimate_gain=False))
+    events = list(generate(loaded, loaded.prompts.of_text(PROMPT), estimate_gain=False))
     told = next(event for event in events if isinstance(event, PromptEvent))
     return told.draft_weights, "".join(e.text for e in events if isinstance(e, CommittedEvent))
 
@@ -471,20 +472,20 @@ def test_a_session_drafts_from_the_copy_and_says_the_same(
     memory = Memory()
     options = session_options(tmp_path, draft)
     told: list[str] = []
-    with Session(options, time.perf_counter, memory, told.append) as session:
+    with Models(options, time.perf_counter, memory, told.append) as loaded:
         assert told == ["comparing draft.gguf with a copy in Q4_0"]
-        assert [copied.model for copied in session.copied] == ["draft.gguf"]
-        assert session.costs.context_options(draft).weights == "q4_0"
-        assert session.costs.context_options().weights is None
-        table = session.costs.table(draft)
-        with_copy = answer(session)
-    with Session(options, time.perf_counter, memory) as session:
-        assert session.copied == []
-        assert answer(session) == with_copy
+        assert [copied.model for copied in loaded.drafts.copied] == ["draft.gguf"]
+        assert loaded.costs.context_options(draft).weights == "q4_0"
+        assert loaded.costs.context_options().weights is None
+        table = loaded.costs.table(draft)
+        with_copy = answer(loaded)
+    with Models(options, time.perf_counter, memory) as loaded:
+        assert loaded.drafts.copied == []
+        assert answer(loaded) == with_copy
     own_options = session_options(tmp_path, draft, weights="own")
-    with Session(own_options, time.perf_counter, memory) as session:
-        assert session.costs.table(draft) is not table, "other weights have other costs"
-        own = answer(session)
+    with Models(own_options, time.perf_counter, memory) as loaded:
+        assert loaded.costs.table(draft) is not table, "other weights have other costs"
+        own = answer(loaded)
     assert with_copy[0] == "q4_0"
     assert own[0] is None
     assert with_copy[1] == own[1] != ""
@@ -496,16 +497,16 @@ def test_tuning_compares_anew(
     memory = Memory()
     options = session_options(tmp_path, draft)
     takes(1.0, 2.0)
-    with Session(options, time.perf_counter, memory) as session:
-        assert session.copied == []
-        assert len(session.compared) == 1
+    with Models(options, time.perf_counter, memory) as loaded:
+        assert loaded.drafts.copied == []
+        assert len(loaded.drafts.compared) == 1
         takes(2.0, 1.0)
-        session.change_draft(draft)
-        assert len(session.compared) == 1, "it is known"
-        session.costs.forget_weights(draft)
-        session.change_draft(draft)
-        assert len(session.copied) == 1
-        assert session.costs.context_options(draft).weights == "q4_0"
+        loaded.change_draft(draft)
+        assert len(loaded.drafts.compared) == 1, "it is known"
+        loaded.costs.forget_weights(draft)
+        loaded.change_draft(draft)
+        assert len(loaded.drafts.copied) == 1
+        assert loaded.costs.context_options(draft).weights == "q4_0"
 
 
 def test_a_damaged_copy_is_thrown_away(
@@ -513,19 +514,19 @@ def test_a_damaged_copy_is_thrown_away(
 ) -> None:
     memory = Memory()
     options = session_options(tmp_path, draft)
-    with Session(options, time.perf_counter, memory) as session:
-        copy = session.copied[0].copy
-        expected = answer(session)[1]
+    with Models(options, time.perf_counter, memory) as loaded:
+        copy = loaded.drafts.copied[0].copy
+        expected = answer(loaded)[1]
     copy.write_bytes(b"GGUF" + bytes(100))
-    with Session(options, time.perf_counter, memory) as session:
-        assert session.copied == [] or session.copied[0].copy.is_file()
-        assert answer(session)[1] == expected
+    with Models(options, time.perf_counter, memory) as loaded:
+        assert loaded.drafts.copied == [] or loaded.drafts.copied[0].copy.is_file()
+        assert answer(loaded)[1] == expected
 
 
 def test_a_session_that_keeps_nothing_makes_none(
     tmp_path: Path, draft: Path, takes: Callable[[float, float], None]
 ) -> None:
     options = replace(session_options(tmp_path, draft), cache=None)
-    with Session(options, time.perf_counter) as session:
-        assert session.copied == []
-        assert answer(session)[0] is None
+    with Models(options, time.perf_counter) as loaded:
+        assert loaded.drafts.copied == []
+        assert answer(loaded)[0] is None

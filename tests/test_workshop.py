@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from specgen.backend.base import Batch
-from specgen.engine.session import Session
+from specgen.engine.engine import generate
+from specgen.engine.models import Models
 from specgen.errors import ModelFileError, OutputError, UsageError
 from specgen.json_lines import locked
 from specgen.testing.tiny import TinyConfig, write_tiny_model
@@ -26,14 +27,14 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def folder(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
-    with opened(target) as session:
-        assert written(session, folder, prompts(20), 10**6) == 20 * N_ANSWER
+    with opened(target) as loaded:
+        assert written(loaded, folder, prompts(20), 10**6) == 20 * N_ANSWER
     return folder
 
 
-def rows_of(session: Session, tokens: list[int], n_before: int) -> tuple[np.ndarray, np.ndarray]:
+def rows_of(loaded: Models, tokens: list[int], n_before: int) -> tuple[np.ndarray, np.ndarray]:
     """Logits and hidden states of a text's last rows, decoded in one batch."""
-    with session.contexts(512, drafts=False) as (backend, _):
+    with loaded.contexts(512, drafts=False) as (backend, _):
         before = tokens[:n_before]
         backend.decode(Batch(before, list(range(n_before)), [(0,)] * n_before, [False] * n_before))
         logits, hidden = [], []
@@ -49,16 +50,16 @@ def test_text_is_what_the_target_says_with_what_it_thought(target: Path, folder:
     text = TargetText(folder, N_EMBD)
     assert [answer.prompt for answer in text.answers] == prompts(20)
     assert [answer.is_held_back for answer in text.answers] == [is_held_back(i) for i in range(20)]
-    with opened(target) as session:
+    with opened(target) as loaded:
         for index in (0, 13):
             answer = text.answers[index]
-            prompt = session.prompt(answer.prompt)
+            prompt = loaded.prompts.of_text(answer.prompt)
             assert answer.prompt_tokens == prompt.tokens
-            *_, last = session.generate(prompt)
+            *_, last = generate(loaded, prompt)
             assert getattr(last, "token_ids", ()) == answer.tokens
             n = len(prompt.tokens)
             tokens = [*prompt.tokens, *answer.tokens]
-            logits, hidden = rows_of(session, tokens[:-1], n - 1)
+            logits, hidden = rows_of(loaded, tokens[:-1], n - 1)
             np.testing.assert_allclose(text.hidden(index), hidden, atol=0.02, rtol=0.01)
             likeliest, probabilities = text.top(index)
             assert likeliest.shape == probabilities.shape == (N_ANSWER, N_TOP)
@@ -75,9 +76,9 @@ def test_what_is_there_is_not_made_again(target: Path, folder: Path, tmp_path: P
     copy.mkdir()
     for name in ("answers.jsonl", "hidden.f16", "top.bin"):
         (copy / name).write_bytes((folder / name).read_bytes())
-    with opened(target) as session:
-        assert written(session, copy, prompts(20), 10) == 20 * N_ANSWER
-        assert written(session, copy, prompts(22), 21 * N_ANSWER) == 21 * N_ANSWER
+    with opened(target) as loaded:
+        assert written(loaded, copy, prompts(20), 10) == 20 * N_ANSWER
+        assert written(loaded, copy, prompts(22), 21 * N_ANSWER) == 21 * N_ANSWER
     whole = TargetText(folder, N_EMBD)
     again = TargetText(copy, N_EMBD)
     assert again.answers[:20] == whole.answers
@@ -91,8 +92,8 @@ def test_other_prompts_are_another_text(target: Path, folder: Path, tmp_path: Pa
     for name in ("answers.jsonl", "hidden.f16", "top.bin"):
         (copy / name).write_bytes((folder / name).read_bytes())
     own = [*prompts(23)[20:], prompts(20)[13]]
-    with opened(target) as session:
-        assert written(session, copy, own, 4 * N_ANSWER) == 4 * N_ANSWER
+    with opened(target) as loaded:
+        assert written(loaded, copy, own, 4 * N_ANSWER) == 4 * N_ANSWER
     mine, whole = TargetText(copy, N_EMBD, own), TargetText(copy, N_EMBD)
     assert [answer.prompt for answer in mine.answers] == [prompts(20)[13], *own[:3]]
     assert mine.n_tokens == 4 * N_ANSWER
@@ -115,8 +116,8 @@ def test_after_a_kill_the_next_one_goes_on(
     whole = TargetText(folder, N_EMBD)
     n_left = len(TargetText(copy, N_EMBD).answers)
     assert n_left == 19
-    with opened(target) as session:
-        written(session, copy, prompts(20), 10**6)
+    with opened(target) as loaded:
+        written(loaded, copy, prompts(20), 10**6)
     again = TargetText(copy, N_EMBD)
     assert again.answers == whole.answers
     for index in range(20):
@@ -137,11 +138,11 @@ def test_a_damaged_line_is_told(folder: Path, tmp_path: Path) -> None:
 def test_one_process_writes_at_a_time(target: Path, tmp_path: Path) -> None:
     held = OutputError("held")
     with (
-        opened(target) as session,
+        opened(target) as loaded,
         locked(tmp_path / "lock", held),
         pytest.raises(OutputError, match="another process is writing there"),
     ):
-        written(session, tmp_path, prompts(1))
+        written(loaded, tmp_path, prompts(1))
 
 
 def test_the_size_is_told_beforehand(folder: Path) -> None:
@@ -162,8 +163,8 @@ def test_rows_of_a_model_are_its_tensors(target: Path) -> None:
 
 
 def test_too_little_text_is_refused(target: Path, folder: Path) -> None:
-    with opened(target) as session, pytest.raises(UsageError, match="too few"):
-        trained(session, folder)
+    with opened(target) as loaded, pytest.raises(UsageError, match="too few"):
+        trained(loaded, folder)
 
 
 def test_the_packages_prompts_are_many_and_different() -> None:

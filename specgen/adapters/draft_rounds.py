@@ -9,11 +9,12 @@ from specgen.calibration.memory import Memory
 from specgen.core.draft import NO_DRAFT, Draft
 from specgen.core.tally import Tally
 from specgen.drafters.base import propose_together
+from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.engine import Engine
 from specgen.engine.generation import Generation
 from specgen.engine.measurements import is_pair_measured
+from specgen.engine.models import Models
 from specgen.engine.prompts import Prompt
-from specgen.engine.session import Session
 from specgen.errors import BackendError, SpecgenError, UsageError
 from specgen.options import SessionOptions
 from specgen.policy import Reason, RoundPlan, RoundResult
@@ -60,12 +61,12 @@ class DraftRounds:
         self._resources = contextlib.ExitStack()
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
-            session = Session(options, clock, memory, vocabulary_only=True)
-            self._session = self._resources.enter_context(session)
-            _refuse_recurrent(session)
-            if options.drafting.is_by_cost and not is_pair_measured(session, session.draft_path):
+            loaded = Models(options, clock, memory, vocabulary_only=True)
+            self._loaded = self._resources.enter_context(loaded)
+            _refuse_recurrent(loaded)
+            if options.drafting.is_by_cost and not is_pair_measured(loaded, loaded.drafts.path):
                 _measure(options, memory, clock)
-            self._contexts = self._resources.enter_context(session.draft_contexts(n_ctx))
+            self._contexts = self._resources.enter_context(loaded.draft_contexts(n_ctx))
             on_error.pop_all()
 
     def __enter__(self) -> DraftRounds:
@@ -83,12 +84,12 @@ class DraftRounds:
     @property
     def n_vocab(self) -> int:
         """The number of tokens in the target's vocabulary."""
-        return self._session.target_model.vocabulary.n_tokens
+        return self._loaded.target.vocabulary.n_tokens
 
     @property
     def draft_name(self) -> str:
         """The drafter: a model's file name, ``ngram`` or ``none``."""
-        return self._session.draft_name
+        return self._loaded.drafts.name
 
     def next(self, text: Sequence[int]) -> list[int]:
         """Return a draft, which may be empty, to follow a text of at least one token.
@@ -127,7 +128,7 @@ class DraftRounds:
         """Begin a new text. The caches keep the beginning that they share with it."""
         self._end_text()
         draft = self._contexts[0] if self._contexts else None
-        self._generation = generation = self._session.generation(
+        self._generation = generation = DrafterFactory(self._loaded).sequence(
             Prompt("", tuple(text)), _UNLIMITED, draft, seed=0, helpers=self._contexts[1:]
         )
         return generation
@@ -135,7 +136,7 @@ class DraftRounds:
     def _end_text(self) -> None:
         if self._generation is not None:
             self._generation.policy.finish()
-            self._session.keep_text(self._generation.tokens)
+            self._loaded.keep_text(self._generation.tokens)
         self._generation, self._draft = None, NO_DRAFT
 
     def _observe(self, generation: Generation, committed: Sequence[int]) -> None:
@@ -181,8 +182,8 @@ class DraftRounds:
         return plan.stop.cut(proposal.draft)
 
 
-def _refuse_recurrent(session: Session) -> None:
-    target = session.target_model
+def _refuse_recurrent(loaded: Models) -> None:
+    target = loaded.target
     if target.has_recurrent_state:
         raise UsageError(
             f"{target.name} has a recurrent state, and Llama cannot roll back rejected drafts there",
@@ -192,7 +193,7 @@ def _refuse_recurrent(session: Session) -> None:
 
 def _measure(options: SessionOptions, memory: Memory, clock: Callable[[], float]) -> None:
     """Time the models as every engine does when it opens, and keep the result in `memory`."""
-    with Session(options, clock, memory) as session, Engine(session, n_ctx=_N_CTX_TIMED):
+    with Models(options, clock, memory) as loaded, Engine(loaded, n_ctx=_N_CTX_TIMED):
         memory.save()
 
 

@@ -6,7 +6,9 @@ is not, or cannot be, loaded.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 #: The version of llama-cpp-python that specgen needs, as pyproject.toml has it.
 REQUIRED_VERSION = "0.3.36"
@@ -68,4 +70,30 @@ class Build:
         return parts
 
 
-__all__ = ["REBUILD", "REINSTALL", "REQUIRED_VERSION", "Build", "Device"]
+# --- the RPC backend ------------------------------------------------------------------------------
+
+#: The library in `specgen/backend/llama/`, and the file beside it that says what it was built for.
+LIBRARY = "libspecgen-rpc.so"
+STAMP = "libspecgen-rpc.json"
+
+
+def version_of(library: Path) -> str | None:
+    """Return the version of llama-cpp-python that the library was built for; None if unknown."""
+    try:
+        stamp = json.loads(library.with_name(STAMP).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    version = stamp.get("version") if isinstance(stamp, dict) else None
+    return version if isinstance(version, str) else None
+
+
+__all__ = [
+    "LIBRARY",
+    "REBUILD",
+    "REINSTALL",
+    "REQUIRED_VERSION",
+    "STAMP",
+    "Build",
+    "Device",
+    "version_of",
+]

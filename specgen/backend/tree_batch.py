@@ -1,6 +1,6 @@
 """Draft trees as rows of a batch and sequences of the cache.
 
-Each generation owns a *slot*: consecutive sequence ids, the first of which holds the committed
+Each text owns consecutive sequence ids of a cache (`Branches`), the first of which holds the committed
 text. A tree with b leaves needs b sequences, one for each branch. All of them share the cells of the
 committed text (no data moves). A node's row belongs to every branch that contains the node. A row
 therefore attends to its own ancestors and to nothing else: tree attention by sequence ids.
@@ -16,21 +16,23 @@ from specgen.core.draft import ROOT, Draft
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """The sequence ids of one generation: `first` to `first + n_branches`, exclusive."""
+class Branches:
+    """The sequence ids of one text in a cache: `first` to `first + n_branches`, exclusive."""
 
     first: int = 0
     n_branches: int = 1
 
-    def branches(self, n: int) -> tuple[int, ...]:
+    def of_leaves(self, n: int) -> tuple[int, ...]:
         """Return the sequences for a tree with n leaves, at least the one of the committed text.
-        Raise `ValueError` if the slot has fewer."""
+        Raise `ValueError` if there are fewer."""
         if n > self.n_branches:
             raise ValueError(f"the draft has {n} branches, the slot room for {self.n_branches}")
         return tuple(range(self.first, self.first + max(1, n)))
 
 
-def pack(batch: Batch, backend: Backend, slot: Slot, pending: Sequence[int], draft: Draft) -> None:
+def pack(
+    batch: Batch, backend: Backend, slot: Branches, pending: Sequence[int], draft: Draft
+) -> None:
     """Add a generation's rows to a batch: its pending tokens, then its draft.
 
     `pending` are the committed tokens that the cache does not hold yet, at least one. The last of
@@ -41,7 +43,7 @@ def pack(batch: Batch, backend: Backend, slot: Slot, pending: Sequence[int], dra
     if len(draft):
         backend.checkpoint(slot.first)
     leaves = draft.leaves()
-    branches = slot.branches(len(leaves))
+    branches = slot.of_leaves(len(leaves))
     for branch in branches[1:]:
         backend.copy(slot.first, branch)
 
@@ -63,7 +65,7 @@ def pack(batch: Batch, backend: Backend, slot: Slot, pending: Sequence[int], dra
         batch.add(draft.tokens[node], position, tuple(passing[node]), True)
 
 
-def keep_path(backend: Backend, slot: Slot, draft: Draft, path: Sequence[int]) -> None:
+def keep_path(backend: Backend, slot: Branches, draft: Draft, path: Sequence[int]) -> None:
     """Keep one path of the tree in the cache after a decode, and drop the rest of the tree.
 
     `path` are nodes from the root down; it may be empty. Raise `RollbackError` if the cache cannot
@@ -72,7 +74,7 @@ def keep_path(backend: Backend, slot: Slot, draft: Draft, path: Sequence[int]) -
     if len(path) == len(draft):
         return  # a chain, kept whole
     leaves = draft.leaves()
-    branches = slot.branches(len(leaves))
+    branches = slot.of_leaves(len(leaves))
     length = backend.length(slot.first)
     if len(branches) == 1:
         backend.remove(slot.first, length - len(draft) + len(path))

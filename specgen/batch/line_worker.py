@@ -15,8 +15,8 @@ from typing import Any
 from specgen.batch.lines import Line
 from specgen.batch.runner import Batch, Prompting, Tally, Task
 from specgen.engine.engine import Engine
-from specgen.engine.parallel import fastest_parallel, largest_engine
-from specgen.engine.session import Session
+from specgen.engine.measurements import fastest_parallel
+from specgen.engine.models import Models
 from specgen.errors import BackendError
 
 #: The number of lines that are taken at once if `parallel` is not given.
@@ -31,7 +31,7 @@ class WorkerJob:
     has the lines that probably need most room: the caches are made large enough for them.
     """
 
-    open_session: Callable[[], Session]
+    open_session: Callable[[], Models]
     prompting: Prompting
     settings: Mapping[str, Any]
     parallel: int | None
@@ -52,7 +52,7 @@ class LineWorker:
     """Answers lines in a separate thread. Use it as a context manager.
 
     The results are those of `Batch`. A line that needs larger caches waits until no answer is in the caches,
-    and they are made anew. Raises what opening the session raises.
+    and they are made anew. Raises what opening the models raises.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class LineWorker:
         self._too_large: deque[Task] = deque()
         self._replies: dict[str, Future[Answered]] = {}
         self._is_over = False
-        self._session = job.open_session()
+        self._loaded = job.open_session()
         self._engine: Engine | None = None
         self._n_ctx = 0
-        self._batch = Batch(self._session, job.prompting, self, job.settings, wall_clock=time.time)
+        self._batch = Batch(self._loaded, job.prompting, self, job.settings, wall_clock=time.time)
         self._told = Tally()
         tasks = [self._batch.task(line) for line in job.largest]
         largest = [task.n_ctx for task in tasks if isinstance(task, Task)]
@@ -82,7 +82,7 @@ class LineWorker:
             try:
                 self._engine_for(max(largest))
             except BaseException:
-                self._session.close()
+                self._loaded.close()
                 raise
         self._thread = threading.Thread(target=self._run, name="specgen-lines", daemon=True)
 
@@ -101,7 +101,7 @@ class LineWorker:
             self._changed.notify()
         self._thread.join()
         with contextlib.ExitStack() as stack:
-            stack.callback(self._session.close)
+            stack.callback(self._loaded.close)
             if self._engine is not None:
                 self._engine.close()
 
@@ -177,7 +177,7 @@ class LineWorker:
                 (tasks if task.n_ctx <= self._n_ctx else self._too_large).append(task)
 
         self._batch.run(engine, tasks, lambda: self._is_over, add)
-        self._session.memory.save()
+        self._loaded.memory.save()
         return not self._is_over
 
     def _next(self) -> tuple[deque[Task], bool]:
@@ -212,9 +212,9 @@ class LineWorker:
         if self._parallel is not None:
             n_parallel = self._parallel
         else:
-            n_parallel = fastest_parallel(self._session, N_AT_ONCE)
-        self._engine = largest_engine(
-            self._session, n_parallel, n_ctx, is_fixed=self._parallel is not None
+            n_parallel = fastest_parallel(self._loaded, N_AT_ONCE)
+        self._engine = Engine.largest(
+            self._loaded, n_parallel, n_ctx, is_fixed=self._parallel is not None
         )
         self._n_ctx = n_ctx
         return self._engine

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specgen.engine.slots import n_common
+from specgen.engine.prefix_cache import n_common
 
 #: Prompts are neighbours if they share this many tokens more than all prompts do: decoding these tokens only
 #: once is worth more than the order of the lines.

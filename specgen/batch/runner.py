@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from specgen.batch.lines import Line, LineError
 from specgen.batch.order import order_by_prefix
 from specgen.batch.results import Results, result_of
-from specgen.engine.engine import Answer, Engine
+from specgen.engine.engine import Engine
+from specgen.engine.models import Models
 from specgen.engine.prompts import Prompt, template_of
-from specgen.engine.session import Session
+from specgen.engine.request import Request as EngineRequest
 from specgen.errors import PromptError, SpecgenError, UsageError
 from specgen.events import CommittedEvent, Event, NoticeEvent, Piece
 from specgen.openai_format.request import Request, with_call_form
@@ -33,17 +34,19 @@ class Prompting:
     system: str | None
     now: datetime.datetime
 
-    def prompt(self, session: Session, request: Request) -> Prompt:
+    def prompt(self, loaded: Models, request: Request) -> Prompt:
         """Return the prompt of a request. Raises `UsageError`, `PromptError`."""
         if request.kind == "chat":
-            return session.conversation(
+            return loaded.prompts.of_messages(
                 request.messages, now=self.now, tools=request.tool_definitions
             )
         if request.tokens is not None:
-            return session.prompt_of_tokens(request.tokens)
+            return loaded.prompts.of_tokens(request.tokens)
         if request.kind == "completion":
-            return session.prompt(request.text, chat=False)
-        return session.prompt(request.text, chat=self.chat, system=self.system, now=self.now)
+            return loaded.prompts.of_text(request.text, chat=False)
+        return loaded.prompts.of_text(
+            request.text, chat=self.chat, system=self.system, now=self.now
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ class Batch:
 
     def __init__(
         self,
-        session: Session,
+        loaded: Models,
         prompting: Prompting,
         results: Results,
         settings: Mapping[str, Any],
@@ -97,14 +100,14 @@ class Batch:
         wall_clock: Callable[[], float],
         note: Callable[[str], None] = lambda _text: None,
     ) -> None:
-        self._session = session
+        self._loaded = loaded
         self._prompting = prompting
         self._results = results
         self._settings = settings
         self._wall_clock = wall_clock
         self._note = note
         self.tally = Tally()
-        self._in_making: dict[int, tuple[Task, Answer, list[Piece]]] = {}
+        self._in_making: dict[int, tuple[Task, EngineRequest, list[Piece]]] = {}
 
     def prepare(
         self, lines: Sequence[Line], interrupted: Callable[[], bool] = lambda: False
@@ -128,12 +131,12 @@ class Batch:
         request = line.request
         if isinstance(request, LineError):
             return request
-        session = self._session
+        loaded = self._loaded
         try:
-            template = template_of(session.target_model, has_tools=True)
+            template = template_of(loaded.target, has_tools=True)
             request = with_call_form(request, template)
-            prompt = self._prompting.prompt(session, request)
-            n_ctx = session.context_size(len(prompt.tokens), request.generation.max_tokens)
+            prompt = self._prompting.prompt(loaded, request)
+            n_ctx = loaded.context_size(len(prompt.tokens), request.generation.max_tokens)
         except (PromptError, UsageError) as error:
             return _line_error(error)
         return Task(line, request, np.array(prompt.tokens, np.int32), n_ctx)
@@ -162,9 +165,9 @@ class Batch:
 
     def _submit(self, engine: Engine, task: Task) -> None:
         try:
-            prompt = self._prompting.prompt(self._session, task.request)
+            prompt = self._prompting.prompt(self._loaded, task.request)
             generation = _ending_within(task.request.generation, task.n_ctx, len(prompt.tokens))
-            answer = engine.submit(prompt, sampling=task.request.sampling, generation=generation)
+            answer = engine.insert(prompt, sampling=task.request.sampling, generation=generation)
         except (PromptError, UsageError) as error:
             self._fail(task.line, _line_error(error))
         else:
@@ -203,7 +206,7 @@ class Batch:
                     pieces,
                     identity=digest,
                     created=int(self._wall_clock()),
-                    model=self._session.target_model.name,
+                    model=self._loaded.target.name,
                     has_logprobs=task.request.generation.logprobs is not None,
                     parser=task.request.parser(),
                 )

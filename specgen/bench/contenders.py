@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from specgen.events import CommittedEvent, FinishedEvent, NoticeEvent
 
 if TYPE_CHECKING:
-    from specgen.engine.session import Session
+    from specgen.engine.models import Models
 
 #: The date for chat templates that write one, fixed so that prompts do not change between runs.
 NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
@@ -88,18 +88,18 @@ class Contender(Protocol):
 
 
 class SessionContender:
-    """A session with its models and options as a contender. It does not close the session."""
+    """Loaded models with their options as a contender. It does not close them."""
 
     def __init__(
         self,
         name: str,
-        session: Session,
+        loaded: Models,
         *,
         chat: bool | None = None,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         self._name = name
-        self._session = session
+        self._loaded = loaded
         self._chat = chat
         self._interrupted = interrupted
 
@@ -108,11 +108,13 @@ class SessionContender:
         return self._name
 
     def answer(self, prompt: str) -> Outcome:
-        session = self._session
-        begun = session.prompt(prompt, chat=self._chat, now=NOW)
+        from specgen.engine.engine import generate
+
+        loaded = self._loaded
+        begun = loaded.prompts.of_text(prompt, chat=self._chat, now=NOW)
         notices: list[str] = []
         finished: FinishedEvent | None = None
-        for event in session.generate(begun, interrupted=self._interrupted, estimate_gain=False):
+        for event in generate(loaded, begun, interrupted=self._interrupted, estimate_gain=False):
             if isinstance(event, NoticeEvent):
                 notices.append(event.message)
             elif isinstance(event, FinishedEvent):
@@ -121,11 +123,13 @@ class SessionContender:
         return outcome_of(finished, tuple(notices))
 
     def warm_up(self, prompt: str) -> None:
-        session = self._session
-        begun = session.prompt(prompt, chat=self._chat, now=NOW)
-        events = session.generate(begun, interrupted=self._interrupted, estimate_gain=False)
+        from specgen.engine.engine import generate
+
+        loaded = self._loaded
+        begun = loaded.prompts.of_text(prompt, chat=self._chat, now=NOW)
+        events = generate(loaded, begun, interrupted=self._interrupted, estimate_gain=False)
         # Closing the generator frees the contexts.
-        with contextlib.closing(events):  # type: ignore[type-var]
+        with contextlib.closing(events):
             for event in events:
                 if isinstance(event, CommittedEvent) and event.n_tokens >= _N_WARM_UP:
                     break

@@ -12,13 +12,14 @@ from specgen.bench.foresight import DrafterForesight, Schedule, best_schedule, r
 from specgen.bench.prompts import BenchPrompt
 from specgen.core.draft import ROOT, Draft
 from specgen.drafters import draft_alone
+from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.generation import Generation
 from specgen.policy import draft_up_to
 from specgen.selection.trial import Baseline, TargetAnswer, agreeing_path, measure_target
 
 if TYPE_CHECKING:
-    from specgen.engine.session import Session, SessionOptions
-    from specgen.options import DraftSource
+    from specgen.engine.models import Models
+    from specgen.options import DraftSource, SessionOptions
     from specgen.progress import Progress
 
 #: Every fourth look also times a draft of a single token.
@@ -74,7 +75,7 @@ def foresight_options(options: SessionOptions, n_max: int) -> SessionOptions:
 
 
 def foresee(
-    session: Session,
+    loaded: Models,
     target: str,
     drafts: Mapping[str, DraftSource],
     groups: Sequence[tuple[str, ...]],
@@ -86,12 +87,12 @@ def foresee(
 ) -> Foresight | None:
     """Find the best way for these prompts with each group of drafts; groups name the drafts.
 
-    The session has `foresight_options`; its draft is changed. Prompts that do not fit the context are left
+    The models have `foresight_options`; their draft is changed. Prompts that do not fit the context are left
     out. None if interrupted. Raises `PromptError` if no prompt fits; `ModelFileError`, `PairError`,
     `MemoryLimitError`, `BackendError`.
     """
     baseline = measure_target(
-        session,
+        loaded,
         [prompt.text for prompt in prompts],
         chat=chat,
         interrupted=interrupted,
@@ -105,18 +106,18 @@ def foresee(
     by_draft: dict[str, list[DrafterForesight]] = {}
     for name, source in drafts.items():
         found: list[DrafterForesight] = []
-        session.change_draft(source)
-        with session.contexts(baseline.n_ctx) as (_, draft):
+        loaded.change_draft(source)
+        with loaded.contexts(baseline.n_ctx) as (_, draft):
             for answer in baseline.answers:
                 progress(f"foresight: {name}", len(found), len(baseline.answers))
                 if interrupted():
                     return None
                 if draft is not None:
                     draft.remove(0)
-                prompt = session.prompt(answer.prompt, chat=chat, now=NOW)
-                generation = session.generation(prompt, baseline.n_ctx, draft, 0)
+                prompt = loaded.prompts.of_text(answer.prompt, chat=chat, now=NOW)
+                generation = DrafterFactory(loaded).sequence(prompt, baseline.n_ctx, draft, 0)
                 found.append(
-                    foresee_drafter(generation, answer, session.n_rows_max - 1, session.clock)
+                    foresee_drafter(generation, answer, loaded.n_rows_max - 1, loaded.clock)
                 )
         by_draft[name] = found
     return _foresight(target, baseline, numbers, by_draft, groups)

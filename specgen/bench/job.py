@@ -76,7 +76,7 @@ class Job:
     def foresee(self, field: Field) -> None:
         """Compute the best speeds, if there is a draft and a temperature of 0."""
         from specgen.bench.foresight_replay import foresee, foresight_options
-        from specgen.engine.session import Session
+        from specgen.engine.models import Models
 
         plan, groups = self._plan, self._plan.groups(field)
         if self._is_over or 0.0 not in plan.temperatures or not groups:
@@ -89,9 +89,9 @@ class Job:
         options = foresight_options(plan.options(field), plan.n_max)
         skipped = {skip.prompt for skip in self._runs.skipped if skip.target == field.name}
         prompts = [prompt for prompt in self._prompts if prompt.number not in skipped]
-        with self._keeping_what_there_is(), Session(options, time.perf_counter) as session:
+        with self._keeping_what_there_is(), Models(options, time.perf_counter) as loaded:
             found = foresee(
-                session,
+                loaded,
                 field.name,
                 drafts,
                 groups,

@@ -13,7 +13,7 @@ from specgen.bench.contenders import SessionContender
 from specgen.bench.peer_contenders import peers_of
 from specgen.bench.plan import PLAIN, Field, Plan, Stages
 from specgen.bench.runs import Lineup
-from specgen.engine.session import Session
+from specgen.engine.models import Models
 
 if TYPE_CHECKING:
     from specgen.bench.contenders import Contender
@@ -27,11 +27,11 @@ def lineups(
 ) -> Iterator[list[Lineup]]:
     """Yield a lineup for each temperature, with its models loaded until the end.
 
-    Each contender has a session with its own weights: if llama.cpp repacks weights for the CPU, or keeps them
+    Each contender has models with weights of its own: if llama.cpp repacks weights for the CPU, or keeps them
     on a GPU, each takes memory. Raises `ModelFileError`, `PairError`.
     """
     n_contenders = len(plan.temperatures) * (1 + len(field.drafts) * len(plan.ways))
-    opened: list[Session] = []
+    opened: list[Models] = []
     with contextlib.ExitStack() as stack:
 
         def contender(
@@ -44,11 +44,11 @@ def lineups(
                 drafting=drafting,
                 sampler=replace(options.sampler, temperature=temperature),
             )
-            # Each session learns its own costs and acceptance rates and keeps them for all prompts: no
+            # Each contender learns its own costs and acceptance rates and keeps them for all prompts: no
             # contender gains or loses by the others.
-            session = stack.enter_context(Session(options, time.perf_counter))
-            opened.append(session)
-            return SessionContender(name, session, chat=plan.chat, interrupted=interrupted)
+            loaded = stack.enter_context(Models(options, time.perf_counter))
+            opened.append(loaded)
+            return SessionContender(name, loaded, chat=plan.chat, interrupted=interrupted)
 
         found: list[Lineup] = []
         for temperature in plan.temperatures:
@@ -58,12 +58,12 @@ def lineups(
                 for name, draft in field.drafts.items()
                 for way in plan.ways
             ]
-            session = opened[-1 - len(others)]
+            loaded = opened[-1 - len(others)]
             drafts = _same_vocabulary(field, opened)
             for against in plan.against:
                 others += peers_of(
                     against,
-                    session,
+                    loaded,
                     drafts,
                     folder=plan.peers,
                     chat=plan.chat,
@@ -73,9 +73,13 @@ def lineups(
         yield found
 
 
-def _same_vocabulary(field: Field, sessions: Sequence[Session]) -> dict[str, Path]:
+def _same_vocabulary(field: Field, sessions: Sequence[Models]) -> dict[str, Path]:
     """Return the draft models with the target's vocabulary, by name: llama.cpp refuses others."""
-    own = {session.options.draft for session in sessions if not session.is_translated}
+    own = {
+        loaded.options.draft
+        for loaded in sessions
+        if not (loaded.drafts.own_vocabulary is not None)
+    }
     firsts = {stages[0]: name for name, stages in field.drafts.items() if len(stages) == 1}
     return {
         firsts.get(draft, draft.name): draft

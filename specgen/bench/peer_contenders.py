@@ -20,7 +20,8 @@ from specgen.bench.peers import (
 from specgen.bench.prompt_lookup import LookupJob, run_lookup
 
 if TYPE_CHECKING:
-    from specgen.engine.session import Prompt, Session
+    from specgen.engine.models import Models
+    from specgen.engine.prompts import Prompt
 
 #: llama.cpp in its usual settings, in all settings known here, or llama-cpp-python's prompt lookup.
 Against: TypeAlias = Literal["llama.cpp", "llama.cpp-all", "llama-cpp-python"]
@@ -38,19 +39,19 @@ _LOOKUP_LENGTHS = (2, 10)
 
 
 class _OtherProgram:
-    """A contender that answers without specgen. The session gives prompts and options; it is not closed, and
+    """A contender that answers without specgen. The models give prompts and options; they are not closed, and
     its models are not used."""
 
     def __init__(
         self,
         name: str,
-        session: Session,
+        loaded: Models,
         *,
         chat: bool | None,
         interrupted: Callable[[], bool],
     ) -> None:
         self.name = name
-        self._session = session
+        self._loaded = loaded
         self._chat = chat
         self._interrupted = interrupted
 
@@ -58,7 +59,7 @@ class _OtherProgram:
         """Do nothing: every run loads the models and warms them up before its clock starts."""
 
     def _begun(self, prompt: str) -> Prompt:
-        return self._session.prompt(prompt, chat=self._chat, now=NOW)
+        return self._loaded.prompts.of_text(prompt, chat=self._chat, now=NOW)
 
 
 class PeerContender(_OtherProgram):
@@ -70,22 +71,22 @@ class PeerContender(_OtherProgram):
         program: Path,
         setting: PeerSetting,
         draft: Path | None,
-        session: Session,
+        loaded: Models,
         *,
         chat: bool | None,
         interrupted: Callable[[], bool],
     ) -> None:
-        super().__init__(name, session, chat=chat, interrupted=interrupted)
+        super().__init__(name, loaded, chat=chat, interrupted=interrupted)
         self._program = program
         self._setting = setting
         self._draft = draft
 
     def answer(self, prompt: str) -> Outcome:
-        options = self._session.options
+        options = self._loaded.options
         begun = self._begun(prompt)
         job = PeerJob(
             target=options.target,
-            prompt=peer_prompt(self._session, begun),
+            prompt=peer_prompt(self._loaded, begun),
             n_tokens=options.generation.max_tokens,
             n_threads=options.target_context.n_threads or default_threads(),
             draft=self._draft,
@@ -104,16 +105,16 @@ class LookupContender(_OtherProgram):
         self,
         name: str,
         n_drafted_max: int,
-        session: Session,
+        loaded: Models,
         *,
         chat: bool | None,
         interrupted: Callable[[], bool],
     ) -> None:
-        super().__init__(name, session, chat=chat, interrupted=interrupted)
+        super().__init__(name, loaded, chat=chat, interrupted=interrupted)
         self._n_drafted_max = n_drafted_max
 
     def answer(self, prompt: str) -> Outcome:
-        options = self._session.options
+        options = self._loaded.options
         begun = self._begun(prompt)
         job = LookupJob(
             target=str(options.target),
@@ -129,7 +130,7 @@ class LookupContender(_OtherProgram):
 
 def peers_of(
     against: Against,
-    session: Session,
+    loaded: Models,
     drafts: Mapping[str, Path],
     *,
     folder: Path | None,
@@ -142,10 +143,10 @@ def peers_of(
     program is missing.
     """
     if against == "llama-cpp-python":
-        if not session.options.sampler.greedy:
+        if not loaded.options.sampler.greedy:
             return []
         return [
-            LookupContender(f"{against} lookup {n}", n, session, chat=chat, interrupted=interrupted)
+            LookupContender(f"{against} lookup {n}", n, loaded, chat=chat, interrupted=interrupted)
             for n in _LOOKUP_LENGTHS
         ]
     found: list[PeerContender | LookupContender] = []
@@ -160,7 +161,7 @@ def peers_of(
             name = f"llama.cpp {setting.name}{suffix}"
             found.append(
                 PeerContender(
-                    name, program, setting, draft, session, chat=chat, interrupted=interrupted
+                    name, program, setting, draft, loaded, chat=chat, interrupted=interrupted
                 )
             )
     return found

@@ -34,7 +34,8 @@ from specgen.errors import SpecgenError
 from specgen.options import ContextOptions, SamplerOptions
 
 if TYPE_CHECKING:
-    from specgen.engine.session import Prompt, Session
+    from specgen.engine.models import Models
+    from specgen.engine.prompts import Prompt
 
 #: If it is set, programs are searched in this folder only.
 PEERS_VARIABLE = "SPECGEN_PEERS"
@@ -123,9 +124,9 @@ class PeerPrompt:
     ends: tuple[str, ...] = ()
 
 
-def peer_prompt(session: Session, prompt: Prompt) -> PeerPrompt:
-    """Return a session's prompt for another program."""
-    vocabulary = session.target_model.vocabulary
+def peer_prompt(loaded: Models, prompt: Prompt) -> PeerPrompt:
+    """Return a prompt for another program."""
+    vocabulary = loaded.target.vocabulary
     bos = vocabulary.control_text(vocabulary.special_tokens()["bos"])
     ends = tuple(filter(None, map(vocabulary.control_text, vocabulary.end_tokens())))
     return PeerPrompt(prompt.text, len(prompt.tokens), bos if vocabulary.add_bos else "", ends)

@@ -24,7 +24,7 @@ from specgen.selection.session_opening import find_models
 if TYPE_CHECKING:
     from specgen.bench.peer_contenders import Against
     from specgen.calibration.memory import Memory
-    from specgen.engine.session import SessionOptions
+    from specgen.options import SessionOptions
 
 #: The name of plain decoding.
 PLAIN = "plain"
@@ -71,7 +71,7 @@ class Plan:
     def options(self, field: Field, draft: Stages = ("none",)) -> SessionOptions:
         """Return the session options with the first policy and temperature."""
         from specgen.catalogue import cache_folder
-        from specgen.engine.session import SessionOptions
+        from specgen.options import SessionOptions
 
         return SessionOptions(
             target=field.target,

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from specgen.batch.lines import Line
     from specgen.batch.results import Earlier, Results
     from specgen.batch.runner import Batch
-    from specgen.engine.session import Session
+    from specgen.engine.models import Models
 
 _BATCH = "Batch"
 _STDIO = Path("-")
@@ -273,16 +273,16 @@ def _answer_here(
     use_kernels(work.kernels, quiet=quiet)
     with (
         log_shown(verbose),
-        open_session(work.options, quiet=quiet, verbose=verbose, drafts=work.drafts) as session,
+        open_session(work.options, quiet=quiet, verbose=verbose, drafts=work.drafts) as loaded,
     ):
         prompting = Prompting(work.chat, work.system, datetime.datetime.now().astimezone())
-        job = Batch(session, prompting, results, settings, wall_clock=time.time, note=note)
-        code = _answer(session, job, lines, work.parallel, quiet=quiet or verbose, note=note)
+        job = Batch(loaded, prompting, results, settings, wall_clock=time.time, note=note)
+        code = _answer(loaded, job, lines, work.parallel, quiet=quiet or verbose, note=note)
         return code, job.tally.n_errors
 
 
 def _answer(
-    session: Session,
+    loaded: Models,
     job: Batch,
     lines: Sequence[Line],
     parallel: int | None,
@@ -291,22 +291,23 @@ def _answer(
     note: Callable[[str], None],
 ) -> int:
     """Make the answers; return the exit code."""
-    from specgen.engine.parallel import fastest_parallel, largest_engine
+    from specgen.engine.engine import Engine
+    from specgen.engine.measurements import fastest_parallel
     from specgen.render.batch_progress import batch_progress, batch_summary
 
     with Interrupt() as stop, batch_progress(sys.stderr, quiet=quiet) as report:
         tasks = job.prepare(lines, stop)
         if tasks and not stop():
-            n_parallel = parallel or fastest_parallel(session, len(tasks), stop)
+            n_parallel = parallel or fastest_parallel(loaded, len(tasks), stop)
             n_ctx = max(task.n_ctx for task in tasks)
             started = time.perf_counter()
-            with largest_engine(
-                session, n_parallel, n_ctx, is_fixed=parallel is not None, interrupted=stop
+            with Engine.largest(
+                loaded, n_parallel, n_ctx, is_fixed=parallel is not None, interrupted=stop
             ) as engine:
                 try:
                     job.run(engine, tasks, stop, report)
                 finally:
-                    session.memory.save()
+                    loaded.memory.save()
                     if job.tally.n_answers:
                         seconds = time.perf_counter() - started
                         where = f"{engine.n_parallel} at once"

@@ -21,7 +21,7 @@ from specgen.selection.default_draft import DraftChoice
 if TYPE_CHECKING:
     from specgen.batch.lines import Line
     from specgen.batch.results import Results
-    from specgen.engine.session import Session
+    from specgen.engine.models import Models
 
 #: The number of longest lines that are tokenized to find out how large the caches have to be.
 _N_LARGEST = 8
@@ -84,7 +84,7 @@ def ray_options(
 
 def open_on_node(
     options: SessionOptions, drafts: Sequence[DraftChoice], kernels: KernelChoice
-) -> Session:
+) -> Models:
     """Load the models in an actor. Files that are made, and what is learnt, stay on the node."""
     from specgen.catalogue import cache_folder
     from specgen.cli.opening import open_session, use_kernels

@@ -113,18 +113,18 @@ def chat(
 
         conversation, log = stack.enter_context(_opened(path, quiet=quiet))
         stack.enter_context(log_shown(verbose))
-        session = stack.enter_context(
+        loaded = stack.enter_context(
             open_session(options, quiet=quiet, verbose=verbose, drafts=sources.drafts)
         )
-        check_template(session)
+        check_template(loaded)
         view = _View(show=show, stats=stats, json=json, quiet=quiet, verbose=verbose)
         engine = stack.enter_context(
-            Engine(session, interrupted=view.interrupted, estimate_gain=stats or json)
+            Engine(loaded, interrupted=view.interrupted, estimate_gain=stats or json)
         )
-        stack.callback(session.memory.save)
+        stack.callback(loaded.memory.save)
         now = datetime.datetime.now().astimezone()
-        talk = Chat(session, engine, conversation, log, now=now)
-        learner = stack.enter_context(Learner(session, engine, engine.tell))
+        talk = Chat(loaded, engine, conversation, log, now=now)
+        learner = stack.enter_context(Learner(loaded, engine, engine.tell))
         _begin(talk, system, text)
         return _talk(talk, view, learner)
 

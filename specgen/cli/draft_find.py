@@ -30,8 +30,8 @@ from specgen.selection.session_opening import find_target
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specgen.engine.session import Session, SessionOptions
-    from specgen.options import DraftSource
+    from specgen.engine.models import Models
+    from specgen.options import DraftSource, SessionOptions
     from specgen.selection.draft_search import Search
 
 
@@ -100,11 +100,11 @@ def find(
     use_kernels(machine.kernels, quiet=quiet)
     with (
         log_shown(verbose),
-        open_session(options, quiet=quiet, verbose=verbose) as session,
+        open_session(options, quiet=quiet, verbose=verbose) as loaded,
         progress_bar(quiet=quiet or verbose) as progress,
         Interrupt() as stop,
     ):
-        search = search_drafts(session, files or [], texts, chat, progress, stop)
+        search = search_drafts(loaded, files or [], texts, chat, progress, stop)
     if search is not None:
         try:
             if save and not search.is_interrupted:
@@ -119,9 +119,9 @@ def find(
 def trial_options(
     target: Path, drafting: DraftOptions, answer: GenerationOptions, machine: Contexts
 ) -> SessionOptions:
-    """Return the options of a session in which drafts are tried."""
+    """Return the options with which drafts are tried."""
     from specgen.catalogue import cache_folder
-    from specgen.engine.session import SessionOptions
+    from specgen.options import SessionOptions
 
     return SessionOptions(
         target=target,
@@ -135,7 +135,7 @@ def trial_options(
 
 
 def search_drafts(
-    session: Session,
+    loaded: Models,
     named: Sequence[Path],
     texts: Sequence[str],
     chat: bool | None,
@@ -149,11 +149,11 @@ def search_drafts(
     from specgen.selection.draft_search import Search, Tried, by_speedup
     from specgen.selection.trial import measure_target, plain_figures, try_draft
 
-    target = session.options.target
+    target = loaded.options.target
     known = [path for path in map(locate, load_registry().models.values()) if path is not None]
     candidates, refused = find_candidates(named, known, target)
     baseline = measure_target(
-        session,
+        loaded,
         texts,
         chat=chat,
         hidden=any(map(is_heads_file, candidates)),
@@ -171,8 +171,8 @@ def search_drafts(
             progress(what, done, total)
 
         try:
-            session.change_draft(draft)
-            figures = try_draft(session, baseline, interrupted=stop, progress=show)
+            loaded.change_draft(draft)
+            figures = try_draft(loaded, baseline, interrupted=stop, progress=show)
         except (BackendError, MemoryLimitError, ModelFileError, PairError) as error:
             refused.append(Refused(Path(draft), _reason(error, draft)))
             continue

@@ -31,7 +31,7 @@ from specgen.workshop.making import (
 )
 
 if TYPE_CHECKING:
-    from specgen.engine.session import Session
+    from specgen.engine.models import Models
     from specgen.progress import Progress
     from specgen.selection.draft_search import Search
 
@@ -97,11 +97,11 @@ def data(
     wanted = TextWanted(_prompts(prompts), n_tokens, max_tokens, parallel)
     with (
         log_shown(verbose),
-        open_session(own, quiet=quiet, verbose=verbose) as session,
+        open_session(own, quiet=quiet, verbose=verbose) as loaded,
         progress_bar(quiet=quiet or verbose) as progress,
         Interrupt() as stop,
     ):
-        workshop = _workshop(session, wanted, progress, stop, quiet=quiet)
+        workshop = _workshop(loaded, wanted, progress, stop, quiet=quiet)
         n_have = workshop.write_text()
     if n_have < n_tokens and not stop():
         note(f"{n_have} tokens: there are no more prompts", quiet=quiet)
@@ -185,17 +185,17 @@ def make(
         progress_bar(quiet=quiet or verbose) as progress,
         Interrupt() as stop,
     ):
-        with open_session(own, quiet=quiet, verbose=verbose) as session:
-            workshop = _workshop(session, wanted, progress, stop, quiet=quiet)
+        with open_session(own, quiet=quiet, verbose=verbose) as loaded:
+            workshop = _workshop(loaded, wanted, progress, stop, quiet=quiet)
             made = workshop.make(kinds, small, minutes)
         if made is None:
             note("interrupted; the same command goes on with the text there is", quiet=quiet)
             return stop.exit_code
         held_back = [text for index, text in enumerate(wanted.prompts) if is_held_back(index)]
         judged = replace(own, generation=GenerationOptions(max_tokens=_JUDGED_TOKENS))
-        with open_session(judged, quiet=quiet, verbose=verbose) as session:
+        with open_session(judged, quiet=quiet, verbose=verbose) as loaded:
             texts = evenly_chosen(held_back, _N_JUDGED)
-            search = search_drafts(session, made, texts, None, progress, stop)
+            search = search_drafts(loaded, made, texts, None, progress, stop)
     if search is not None:
         try:
             if save and not search.is_interrupted:
@@ -257,12 +257,12 @@ def _prompts(file: Path | None) -> list[str]:
 
 
 def _workshop(
-    session: Session, wanted: TextWanted, progress: Progress, stop: Interrupt, *, quiet: bool
+    loaded: Models, wanted: TextWanted, progress: Progress, stop: Interrupt, *, quiet: bool
 ) -> Workshop:
     from specgen.selection.outlook import expected_speedup
 
     return Workshop(
-        session,
+        loaded,
         wanted,
         cache_folder(),
         clock=time.monotonic,

@@ -21,7 +21,7 @@ from specgen.selection.session_opening import find_models, session_options
 
 if TYPE_CHECKING:
     from specgen.engine.infill import ContextFile, Gap
-    from specgen.engine.session import Session
+    from specgen.engine.models import Models
     from specgen.events import FinishedEvent
 
 _GAP = "Gap"
@@ -115,6 +115,8 @@ def fim(
     """
     flags.check_loudness(quiet=quiet, verbose=verbose)
     generation = with_grammar(replace(answer, max_tokens=max_tokens), grammar, json=json)
+    from specgen.engine.infill import infill_prompt
+
     found = _find_place(place, prefix_file, suffix_file, in_place=in_place)
     context = [(str(path), _decode(_read(path), str(path))) for path in context_files or ()]
     if not found.prefix and not found.suffix and not context:
@@ -125,14 +127,16 @@ def fim(
     finished: list[FinishedEvent] = []
     with (
         log_shown(verbose),
-        open_session(options, quiet=quiet, verbose=verbose, drafts=sources.drafts) as session,
+        open_session(options, quiet=quiet, verbose=verbose, drafts=sources.drafts) as loaded,
     ):
-        infill = session.infill(_gap(found, context), _room(session))
+        infill = infill_prompt(
+            loaded.target, loaded.drafts.own_vocabulary, _gap(found, context), _room(loaded)
+        )
         if infill.left_out and not quiet:
             left_out = ", ".join(infill.left_out)
             print(f"note: left out, since the context has no room: {left_out}", file=sys.stderr)
         code = show_answer(
-            session,
+            loaded,
             infill.prompt,
             show=show,
             stats=stats if stats is not None else not (json or quiet),
@@ -249,13 +253,11 @@ def _gap(place: _Place, context: list[tuple[str, str]]) -> Gap:
     )
 
 
-def _room(session: Session) -> int:
+def _room(loaded: Models) -> int:
     """Return the most tokens of the prompt. The far ends of a long file matter little, and take long to read.
     Raises `UsageError` if the middle needs the whole context."""
-    from specgen.engine.contexts import usual_n_ctx
-
-    n_ctx = usual_n_ctx(session.options, session.target_model)
-    max_tokens = session.options.generation.max_tokens
+    n_ctx = loaded.usual_n_ctx
+    max_tokens = loaded.options.generation.max_tokens
     n_room = n_ctx - (max_tokens if max_tokens >= 0 else n_ctx // 4)
     if n_room < n_ctx // 4:
         raise UsageError(

@@ -13,7 +13,8 @@ from specgen.errors import UsageError
 from specgen.options import GenerationOptions, Grammar, Show
 
 if TYPE_CHECKING:
-    from specgen.engine.session import Prompt, Session
+    from specgen.engine.models import Models
+    from specgen.engine.prompts import Prompt
     from specgen.events import FinishedEvent
 
 
@@ -32,7 +33,7 @@ def with_grammar(
 
 
 def show_answer(
-    session: Session,
+    loaded: Models,
     prompt: Prompt,
     *,
     show: Show,
@@ -43,6 +44,7 @@ def show_answer(
     on_finished: Callable[[FinishedEvent], None] = lambda _finished: None,
 ) -> int:
     """Generate an answer and show it; return the exit code. `on_finished` gets its last event."""
+    from specgen.engine.engine import generate
     from specgen.events import FinishedEvent
     from specgen.render import make_renderer
 
@@ -59,7 +61,8 @@ def show_answer(
     interrupt = Interrupt()
     finish_reason = ""
     with interrupt, renderer:
-        for event in session.generate(
+        for event in generate(
+            loaded,
             prompt,
             interrupted=interrupt,
             estimate_gain=stats or json,
@@ -68,5 +71,5 @@ def show_answer(
             if isinstance(event, FinishedEvent):
                 finish_reason = event.finish_reason
                 on_finished(event)
-    session.memory.save()
+    loaded.memory.save()
     return interrupt.exit_code if finish_reason == "interrupted" else 0

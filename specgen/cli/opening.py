@@ -1,4 +1,4 @@
-"""Opens sessions and shows it: shared by the commands that load models."""
+"""Load models and show it: shared by the commands that load models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from specgen.selection.default_draft import DraftChoice
 from specgen.selection.session_opening import SessionOpener
 
 if TYPE_CHECKING:
-    from specgen.engine.session import Session, SessionOptions
+    from specgen.engine.models import Models
+    from specgen.options import SessionOptions
 
 
 def use_kernels(wanted: KernelChoice, *, quiet: bool) -> None:
@@ -22,7 +23,7 @@ def use_kernels(wanted: KernelChoice, *, quiet: bool) -> None:
     there but cannot be used. From then on, a crash in native code is reported in a line. Raises `UsageError`
     if kernels that were asked for cannot be used."""
     from specgen.backend.llama.file_check import remember_checks
-    from specgen.backend.llama.native_end import end_with_a_line
+    from specgen.backend.llama.library import end_with_a_line
     from specgen.catalogue import cache_folder
     from specgen.kernels import choose_kernels
 
@@ -53,7 +54,7 @@ def open_session(
     quiet: bool,
     verbose: bool = False,
     drafts: Sequence[DraftChoice] = (),
-) -> Session:
+) -> Models:
     """Load the models, as a `SessionOpener` does. Raises `ModelFileError`, `PairError`."""
     return make_opener(drafts, quiet=quiet, verbose=verbose).open(options)
 

@@ -63,11 +63,11 @@ def run(
     use_kernels(machine.kernels, quiet=quiet)
     with (
         log_shown(verbose),
-        open_session(options, quiet=quiet, verbose=verbose, drafts=sources.drafts) as session,
+        open_session(options, quiet=quiet, verbose=verbose, drafts=sources.drafts) as loaded,
     ):
         return show_answer(
-            session,
-            session.prompt(prompt, chat=chat, system=system),
+            loaded,
+            loaded.prompts.of_text(prompt, chat=chat, system=system),
             show=show,
             stats=stats if stats is not None else not (json or quiet),
             json=json,

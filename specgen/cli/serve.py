@@ -84,7 +84,7 @@ def serve(
     sources = find_models(models, quiet=quiet)
     options = session_options(sources, sampling, drafting, generation, machine, learn=learn)
     with contextlib.ExitStack() as stack:
-        from specgen.engine.parallel import largest_engine
+        from specgen.engine.engine import Engine
         from specgen.server.addresses import bound_socket, url_of
         from specgen.server.run import serve as answer_requests
         from specgen.workshop.online.learner import Learner
@@ -92,13 +92,13 @@ def serve(
         bound = stack.enter_context(bound_socket(server.host, server.port, server.limits.client_s))
         use_kernels(machine.kernels, quiet=quiet)
         stack.enter_context(log_shown(verbose))
-        session = stack.enter_context(
+        loaded = stack.enter_context(
             open_session(options, quiet=quiet, verbose=verbose, drafts=sources.drafts)
         )
-        stack.callback(session.memory.save)
+        stack.callback(loaded.memory.save)
         with Interrupt() as stop:
-            engine = largest_engine(
-                session,
+            engine = Engine.largest(
+                loaded,
                 parallel or _N_PARALLEL,
                 None,
                 is_fixed=parallel is not None,
@@ -115,13 +115,13 @@ def serve(
 
         note(
             f"{engine.n_parallel} answers at once, contexts of {engine.n_ctx} tokens; "
-            f"draft: {session.draft_name}"
+            f"draft: {loaded.drafts.name}"
         )
         for notice in engine.take_notices():
             note(notice)
-        learner = stack.enter_context(Learner(session, engine, note))
+        learner = stack.enter_context(Learner(loaded, engine, note))
         answer_requests(
-            session,
+            loaded,
             engine,
             server,
             bound,

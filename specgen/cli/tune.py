@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specgen.calibration.system_load import core_time, share_of_others
 from specgen.cli import flags
 from specgen.cli.flags.subset import without
 from specgen.cli.interrupt import Interrupt
@@ -23,13 +22,14 @@ from specgen.errors import (
     PairError,
     UsageError,
 )
+from specgen.machine import core_time, share_of_others
 from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
 from specgen.render.progress_bar import progress_bar
 from specgen.selection.model_choice import ModelChoice
 from specgen.selection.session_opening import find_models, session_options
 
 if TYPE_CHECKING:
-    from specgen.engine.session import Session
+    from specgen.engine.models import Models
     from specgen.selection.resolve import Sources
     from specgen.selection.tuning import Tuning
 
@@ -76,28 +76,28 @@ def tune(
     use_kernels(machine.kernels, quiet=quiet)
     with (
         log_shown(verbose),
-        open_session(replace(options, draft="none"), quiet=quiet, verbose=verbose) as session,
+        open_session(replace(options, draft="none"), quiet=quiet, verbose=verbose) as loaded,
         progress_bar(quiet=quiet or verbose) as progress,
         Interrupt() as stop,
     ):
         from specgen.selection.tuning import Tuner
 
-        draft, notes = _draft(session, sources)
+        draft, notes = _draft(loaded, sources)
         before = core_time()
-        tuner = Tuner(session, interrupted=stop, progress=progress)
-        tuning = tuner.run(draft, _others(draft, session.options.target), texts, chat=chat)
-        kept = _keep(session, tuning)
+        tuner = Tuner(loaded, interrupted=stop, progress=progress)
+        tuning = tuner.run(draft, _others(draft, loaded.options.target), texts, chat=chat)
+        kept = _keep(loaded, tuning)
     if tuning is not None:
         tuning = replace(tuning, others_share=share_of_others(before, core_time()))
         _show(tuning, as_json=as_json)
     if not quiet:
-        copied = [each.note for each in session.copied]
+        copied = [each.note for each in loaded.drafts.copied]
         for note in (*notes, *copied, *_notes(tuning), kept):
             print(f"note: {note}", file=sys.stderr)
     return stop.exit_code
 
 
-def _draft(session: Session, sources: Sources) -> tuple[Path | None, list[str]]:
+def _draft(loaded: Models, sources: Sources) -> tuple[Path | None, list[str]]:
     """Return the draft model to tune, if there is one, and remarks about others. A draft that the user named
     is always taken."""
     notes: list[str] = []
@@ -106,7 +106,7 @@ def _draft(session: Session, sources: Sources) -> tuple[Path | None, list[str]]:
             continue
         try:
             if choice.why:
-                session.change_draft(choice.draft)
+                loaded.change_draft(choice.draft)
         except (BackendError, MemoryLimitError, ModelFileError, PairError) as error:
             notes.append(error.message)
             continue
@@ -124,14 +124,14 @@ def _others(draft: Path | None, target: Path) -> list[Path]:
     return [path for path in find_candidates(named, known, target)[0] if path != draft]
 
 
-def _keep(session: Session, tuning: Tuning | None) -> str:
+def _keep(loaded: Models, tuning: Tuning | None) -> str:
     """Save what was learnt if the tuning is complete; return a sentence that says so."""
     from specgen.catalogue import memory_file
 
     if tuning is None or tuning.is_interrupted:
         return "interrupted: not everything was measured, nothing was kept"
     try:
-        session.memory.write()
+        loaded.memory.write()
     except OSError as error:
         return f"nothing was kept: {memory_file()} cannot be written: {error.strerror or error}"
     threads = "threads, " if tuning.threads is not None else ""

@@ -23,7 +23,9 @@ from specgen.selection.model_choice import ModelChoice
 from specgen.selection.session_opening import SessionOpener, find_models, session_options
 
 if TYPE_CHECKING:
-    from specgen.engine.session import Prompt, Session, SessionOptions
+    from specgen.engine.models import Models
+    from specgen.engine.prompts import Prompt
+    from specgen.options import SessionOptions
     from specgen.proof import (
         DraftingPlan,
         GreedyResult,
@@ -250,16 +252,16 @@ class _Job:
 
         sampler = replace(self._options.sampler, temperature=0.0, xtc_probability=0.0)
         results: list[GreedyResult] = []
-        with self._open(sampler) as session:
+        with self._open(sampler) as loaded:
             chosen = evenly_chosen(enumerate(self._prompts, 1), n_prompts)
             answers = PlainAnswers()
             fitting: dict[int, Prompt] = {}
             for way in self._ways:
-                session.change_drafting(way.drafting)
-                prompts = {n: self._prompt(session, n, text, 0) for n, text in chosen}
+                loaded.change_drafting(way.drafting)
+                prompts = {n: self._prompt(loaded, n, text, 0) for n, text in chosen}
                 fitting = {n: prompt for n, prompt in prompts.items() if prompt is not None}
                 checked = check_greedy(
-                    session,
+                    loaded,
                     list(fitting.values()),
                     interrupted=self._stop,
                     bug=self._bug,
@@ -274,7 +276,7 @@ class _Job:
             # The last way drafts most, and is loaded.
             some = evenly_chosen(fitting.items(), _N_AT_ONCE_PROMPTS)
             checked = check_at_once(
-                session,
+                loaded,
                 [prompt for _, prompt in some],
                 interrupted=self._stop,
                 bug=self._bug,
@@ -283,35 +285,35 @@ class _Job:
                 progress=lambda done, total: self._progress("greedy, at once", done, total),
             )
             results += [replace(each, prompt=some[each.prompt - 1][0]) for each in checked]
-            self._name_unequal_rows(session, [result.batches_move for result in results])
+            self._name_unequal_rows(loaded, [result.batches_move for result in results])
         return tuple(results)
 
     def sampled(self, plan: SampledPlan, n_places: int) -> tuple[SampledResult, ...]:
         results: list[SampledResult] = []
-        with self._open(self._sampler) as session:
+        with self._open(self._sampler) as loaded:
             for n_ways, way in enumerate(self._ways):
-                results += self._sampled(session, way, plan, n_places, n_places * n_ways)
-            self._name_unequal_rows(session, [result.rows.batches_move for result in results])
+                results += self._sampled(loaded, way, plan, n_places, n_places * n_ways)
+            self._name_unequal_rows(loaded, [result.rows.batches_move for result in results])
         return tuple(results)
 
     def _sampled(
-        self, session: Session, way: DraftingPlan, plan: SampledPlan, n_places: int, n_before: int
+        self, loaded: Models, way: DraftingPlan, plan: SampledPlan, n_places: int, n_before: int
     ) -> list[SampledResult]:
         """Sample at `n_places` places with one way to draft; `n_before` places came before."""
         from specgen.proof import check_sampled, room
 
-        session.change_drafting(way.drafting)
+        loaded.change_drafting(way.drafting)
         results: list[SampledResult] = []
         n_all = n_places * len(self._ways)
         for number, text in enumerate(self._prompts, 1):
             if len(results) == n_places or self._stop():
                 break
-            prompt = self._prompt(session, number, text, room(plan))
+            prompt = self._prompt(loaded, number, text, room(plan))
             if prompt is None:
                 continue
             what = f"sampled, place {n_before + len(results) + 1} of {n_all}"
             result = check_sampled(
-                session,
+                loaded,
                 prompt,
                 plan,
                 seed=self._seed + number,
@@ -325,13 +327,13 @@ class _Job:
                 results.append(result)
         return results
 
-    def _name_unequal_rows(self, session: Session, moved_by: list[float]) -> None:
+    def _name_unequal_rows(self, loaded: Models, moved_by: list[float]) -> None:
         """Learn why rows depend on their batch, if they do and it is not known yet."""
         from specgen.proof.rows import unequal_rows
 
-        prompt = session.prompt(self._prompts[0], chat=self._chat).tokens
+        prompt = loaded.prompts.of_text(self._prompts[0], chat=self._chat).tokens
         self._unequal_rows = self._unequal_rows or unequal_rows(
-            session, prompt, are_moved=any(moved_by)
+            loaded, prompt, are_moved=any(moved_by)
         )
 
     def report(
@@ -365,20 +367,20 @@ class _Job:
             unequal_rows=self._unequal_rows,
         )
 
-    def _open(self, sampler: SamplerOptions) -> Session:
-        session = self._opener.open(replace(self._options, sampler=sampler))
+    def _open(self, sampler: SamplerOptions) -> Models:
+        loaded = self._opener.open(replace(self._options, sampler=sampler))
         self._options = replace(self._options, draft=self._opener.draft or "none")
-        return session
+        return loaded
 
-    def _prompt(self, session: Session, number: int, text: str, n_more: int) -> Prompt | None:
+    def _prompt(self, loaded: Models, number: int, text: str, n_more: int) -> Prompt | None:
         """Return a prompt for the model; None, with a note, if it does not fit the context with `n_more`
         tokens. (A fixed date is used, so that one in a template does not matter.)"""
         from specgen.proof import UncheckedPrompt
 
         now = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
-        prompt = session.prompt(text, chat=self._chat, now=now)
+        prompt = loaded.prompts.of_text(text, chat=self._chat, now=now)
         try:
-            session.context_size(len(prompt.tokens) + n_more + 1)
+            loaded.context_size(len(prompt.tokens) + n_more + 1)
         except PromptError:
             reason = f"the context has no room for its {len(prompt.tokens)} tokens and an answer"
             self._skipped[number] = UncheckedPrompt(number, reason)

@@ -8,19 +8,20 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from specgen.backend.llama import LlamaBackend
-from specgen.engine.answer import Answer
-from specgen.engine.contexts import usual_n_ctx
+from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.generation import Generation
+from specgen.engine.kept_answers import KeptAnswer, KeptAnswers
 from specgen.engine.loop import Loop
 from specgen.engine.measurements import measure_if_costs_decide
-from specgen.engine.notices import opening_notices
-from specgen.engine.places import Place, Places, SlotState
+from specgen.engine.models import MAX_SEQUENCES, Models
+from specgen.engine.prefix_cache import PrefixCache, Slot
 from specgen.engine.prompts import Prompt
+from specgen.engine.request import Request
 from specgen.errors import (
     BackendError,
+    MemoryLimitError,
     OutputError,
     PromptError,
     SpecgenError,
@@ -31,31 +32,23 @@ from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.json_values import as_json
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 
-if TYPE_CHECKING:
-    from specgen.engine.session import Session
-
-__all__ = ["MAX_SEQUENCES", "Answer", "Engine"]
-
-#: llama.cpp's limit for the sequences of a context.
-MAX_SEQUENCES = 256
 #: The most tokens of a prompt that are read between two rounds of other answers, which wait for them.
 _N_READ_BESIDE = 64
 
 
 class Engine:
-    """Generates up to `n_parallel` answers at once with a session's models, and any number one after the
-    other. Use it as a context manager; it does not close the session.
+    """Generates up to `n_parallel` answers at once with loaded models, and any number one after the
+    other. Use it as a context manager; it does not close the models.
 
     The contexts stay open: if a prompt begins like a text that is still in a cache, only the rest of it is
     decoded, by the target and by the draft model. A round of several answers is one batch of the target.
-    `n_ctx` is the room for one prompt and its answer, in tokens. By default it is that of the session's
-    options, or 4096, or the target's training context if that is less.
+    `n_ctx` is the room for one prompt and its answer, in tokens, by default `Models.usual_n_ctx`.
 
     `interrupted` is called between decodes. If it returns True, the unfinished answers end with the text
     that they have; while costs are measured, `KeyboardInterrupt` is raised. `estimate_gain` allows a few
     decodes at the end of each answer to measure the cost of plain decoding. With `learn_alone`, the
     acceptance statistics that an answer adds are dropped with it, so that drafts of an answer never depend
-    on the text of another one. `prepare` is called with each answer and its generation before the prompt is
+    on the text of another one. `prepare` is called with each request and its generation before the prompt is
     read, and may change the generation.
 
     Several threads may use the engine: one at a time steps it, for the answers of all. An answer that
@@ -64,51 +57,96 @@ class Engine:
 
     def __init__(
         self,
-        session: Session,
+        models: Models,
         *,
         n_parallel: int = 1,
         n_ctx: int | None = None,
         interrupted: Callable[[], bool] = lambda: False,
         estimate_gain: bool = False,
         learn_alone: bool = False,
-        prepare: Callable[[Answer, Generation], None] = lambda _answer, _generation: None,
+        prepare: Callable[[Request, Generation], None] = lambda _request, _generation: None,
     ) -> None:
         if n_parallel < 1:
             raise UsageError(f"{n_parallel} answers at once: give 1 or more")
-        n_most = MAX_SEQUENCES // session.n_sequences_max
+        n_most = MAX_SEQUENCES // models.n_sequences_max
         if n_parallel > n_most:
             raise UsageError(
                 f"{n_parallel} answers at once: with drafts of this shape at most {n_most} are possible",
                 hint="--tree off allows more",
             )
-        self._session = session
-        self._n_ctx = (
-            n_ctx if n_ctx is not None else usual_n_ctx(session.options, session.target_model)
-        )
+        self._models = models
+        self._factory = DrafterFactory(models, learn_alone)
+        #: The room for one prompt and its answer, in tokens.
+        self.n_ctx = n_ctx if n_ctx is not None else models.usual_n_ctx
+        #: The parts of the caches, and what each is doing.
+        self.slots = PrefixCache(n_parallel)
         #: Locks: the first is held while the queue changes, the second while the engine steps.
         self._lock, self._stepping = threading.Lock(), threading.RLock()
-        self._waiting: deque[Answer] = deque()
-        self._n_submitted = 0
+        self._waiting: deque[Request] = deque()
+        self._n_inserted = 0
         self._is_closed = False
-        self._places = Places(n_parallel)
         self._estimates_gain = estimate_gain
-        self._learn_alone = learn_alone
         self._prepare = prepare
+        learning = models.options.learning
+        self._kept = KeptAnswers(learning) if learning is not None else None
         self._resources = contextlib.ExitStack()
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
             target, _ = self._resources.enter_context(
-                session.contexts(self._n_ctx, drafts=False, n_parts=n_parallel)
+                models.contexts(self.n_ctx, drafts=False, n_slots=n_parallel)
             )
-            self._target = target
-            self._loop = Loop(target, session.clock, interrupted)
+            #: The target's context, in which the answers are generated. Nobody else may decode in it.
+            self.target: LlamaBackend = target
+            self._loop = Loop(target, models.clock, interrupted)
             self._draft_contexts = self._resources.enter_context(contextlib.ExitStack())
             self._drafts = self._open_drafts()
             draft = self._drafts[0] if self._drafts else None
             #: Seconds that the measurement of drafting costs took; 0 if they were known.
-            self.measured_s = measure_if_costs_decide(session, target, draft, interrupted)
+            self.measured_s = measure_if_costs_decide(models, target, draft, interrupted)
             on_error.pop_all()
-        self._notices = deque(opening_notices(session, self._n_ctx, self.measured_s))
+        self._notices = deque(models.notices(self.n_ctx))
+        if self.measured_s:
+            self._notices.append(
+                f"measured the costs of drafting and the expected acceptance in {self.measured_s:.1f} s"
+                + ("; the machine was busy, so they are measured again the next time")
+                * models.costs.was_busy
+            )
+
+    @classmethod
+    def largest(
+        cls,
+        models: Models,
+        n_parallel: int,
+        n_ctx: int | None,
+        *,
+        is_fixed: bool,
+        interrupted: Callable[[], bool] = lambda: False,
+        learn_alone: bool = False,
+    ) -> Engine:
+        """Return an engine for up to `n_parallel` answers of `n_ctx` tokens each. Unless the number
+        `is_fixed`, it is halved until the contexts fit into memory, and 1 for models that cannot make several
+        answers at once, with a notice. Raises `MemoryLimitError`, `UsageError` if a fixed number is not
+        possible."""
+        notice = None
+        if not is_fixed and n_parallel > 1 and (why := models.drafts.why_one_sequence):
+            n_parallel, notice = 1, f"{why}: answers are made one after the other"
+        while True:
+            try:
+                engine = cls(
+                    models,
+                    n_parallel=n_parallel,
+                    n_ctx=n_ctx,
+                    interrupted=interrupted,
+                    learn_alone=learn_alone,
+                )
+            except MemoryLimitError:
+                if is_fixed or n_parallel == 1:
+                    raise
+                n_parallel //= 2
+                continue
+            if notice is not None:
+                engine.tell(notice)
+            return engine
 
     def __enter__(self) -> Engine:
         return self
@@ -124,28 +162,18 @@ class Engine:
                 self._is_closed = True
                 waiting, self._waiting = list(self._waiting), deque()
             error = BackendError("the engine is closed")
-            for answer in (*waiting, *(place.answer for place in self._places)):
-                if answer is not None and not answer.is_done:
-                    answer.failure = error
-            for place in self._places:
-                place.free()
+            for request in (*waiting, *(slot.request for slot in self.slots)):
+                if request is not None and not request.is_done:
+                    request.failure = error
+            for slot in self.slots:
+                slot.free()
 
     @property
     def n_parallel(self) -> int:
         """The most answers that are generated at once."""
-        return len(self._places)
+        return len(self.slots)
 
-    @property
-    def target(self) -> LlamaBackend:
-        """The target's context, in which the answers are generated. Nobody else may decode in it."""
-        return self._target
-
-    @property
-    def n_ctx(self) -> int:
-        """The room for one prompt and its answer, in tokens."""
-        return self._n_ctx
-
-    def submit(
+    def insert(
         self,
         prompt: str | Prompt,
         *,
@@ -154,36 +182,36 @@ class Engine:
         draft: bool = True,
         n_drafted_max: int | None = None,
         verifier: VerifierName | None = None,
-    ) -> Answer:
-        """Queue an answer, with the session's options unless others are given. A text becomes a user's
+    ) -> Request:
+        """Queue a request, with the models' options unless others are given. A text becomes a user's
         turn in the model's chat template, if it has one. Without `draft`, the answer is decoded plainly;
         `n_drafted_max` limits the tokens that are drafted in a round. Raises `PromptError` if the prompt
         is invalid or too long for the context, `UsageError` if the options cannot be met, and
         `BackendError` if the engine is closed."""
-        session = self._session
+        models = self._models
         if isinstance(prompt, str):
-            prompt = session.prompt(prompt)
-        if len(prompt.tokens) > self._n_ctx:
+            prompt = models.prompts.of_text(prompt)
+        if len(prompt.tokens) > self.n_ctx:
             raise PromptError(
-                f"the prompt has {len(prompt.tokens)} tokens, but the context has {self._n_ctx}",
+                f"the prompt has {len(prompt.tokens)} tokens, but the context has {self.n_ctx}",
                 hint=f"use a context of {len(prompt.tokens) + 1} tokens or more",
             )
-        settings = session.answer_settings(
-            sampling, generation, n_drafted_max=n_drafted_max, verifier=verifier
+        settings = models.settings.changed(
+            models.target, sampling, generation, n_drafted_max=n_drafted_max, verifier=verifier
         )
         seed = settings.sampling.seed
         seed = seed if seed >= 0 else secrets.randbits(32)
         with self._lock:
             if self._is_closed:
                 raise BackendError("the engine is closed")
-            answer = Answer(self._n_submitted, prompt, settings, seed, draft)
-            self._n_submitted += 1
-            self._waiting.append(answer)
-        return answer
+            request = Request(self._n_inserted, prompt, settings, seed, draft)
+            self._n_inserted += 1
+            self._waiting.append(request)
+        return request
 
-    def cancel(self, answer: Answer) -> None:
+    def cancel(self, request: Request) -> None:
         """End an answer at the next step, with the text that it has by then."""
-        answer.is_cancelled = True
+        request.is_cancelled = True
 
     def reload_draft(self) -> bool:
         """Load the draft model again, with the weights that it learnt last, and return True. While
@@ -194,7 +222,7 @@ class Engine:
                 return False
             self._draft_contexts.close()
             self._drafts = ()
-            self._session.reload_draft()
+            self._models.change_draft(self._models.drafts.source)
             self._drafts = self._open_drafts()
             return True
 
@@ -204,7 +232,7 @@ class Engine:
 
     def _open_drafts(self) -> tuple[LlamaBackend, ...]:
         """Open contexts of the draft model and of the models that draft for it."""
-        contexts = self._session.draft_contexts(self._n_ctx, n_parts=len(self._places))
+        contexts = self._models.draft_contexts(self.n_ctx, n_slots=len(self.slots))
         return self._draft_contexts.enter_context(contexts)
 
     def take_notices(self) -> list[str]:
@@ -216,36 +244,31 @@ class Engine:
     @property
     def n_busy(self) -> int:
         """The number of answers that are being generated, including those whose prompt is being read."""
-        return self._places.n_busy
+        return self.slots.n_busy
 
     @property
     def n_begun(self) -> int:
         """The number of unfinished answers that have their first token."""
-        return len(self._places.begun())
+        return len(self.slots.decoding())
 
     @property
     def is_reading(self) -> bool:
         """Whether a prompt is being read."""
-        return self._places.reading() is not None
+        return self.slots.reading() is not None
 
     def plain_round_s(self) -> float | None:
         """Return the expected seconds of a round without drafts for the answers that have begun, by the
         measured costs; None if there are none, or nothing was measured."""
-        begun = self._places.begun()
-        if not begun or begun[0].answer is None:
+        begun = self.slots.decoding()
+        if not begun:
             return None
-        n_past = len(begun[0].answer.prompt.tokens)
-        table = self._session.costs.table(n_past=n_past)
+        table = self._models.costs.table(n_past=begun[0].n_prompt)
         return table.seconds(len(begun)) if table else None
-
-    def slot_states(self) -> list[SlotState]:
-        """Return what each of the engine's slots is doing."""
-        return [place.state for place in self._places]
 
     @property
     def is_idle(self) -> bool:
         """Whether no answer is waiting or being generated."""
-        return not self._waiting and not self._places.n_busy
+        return not self._waiting and not self.slots.n_busy
 
     def step(self) -> list[Event]:
         """Read a piece of one prompt, if one waits and there is room for its answer, and run one round of
@@ -258,30 +281,30 @@ class Engine:
 
     def _round(self) -> list[Event]:
         """Run a round of all answers that have begun, and return its events."""
-        busy = self._places.begun()
-        answers: dict[int, Answer] = {}
-        generations: list[Generation] = []
-        for place in busy:
-            assert place.answer is not None
-            assert place.generation is not None
-            answers[place.answer.index] = place.answer
-            generations.append(place.generation)
-            if place.answer.is_cancelled:
-                place.generation.finish("interrupted")
+        busy = self.slots.decoding()
+        requests: dict[int, Request] = {}
+        sequences: list[Generation] = []
+        for slot in busy:
+            assert slot.request is not None
+            assert slot.sequence is not None
+            requests[slot.request.index] = slot.request
+            sequences.append(slot.sequence)
+            if slot.request.is_cancelled:
+                slot.sequence.finish("interrupted")
         try:
-            events = self._loop.round(generations)
+            events = self._loop.round(sequences)
         except WorkerLostError:  # the answers have not failed: another process may make them
             raise
         except BaseException as error:  # also Ctrl-C in the middle of a round
-            for place, generation in zip(busy, generations, strict=True):
-                if not generation.is_finished:
-                    self._fail(place, _why(error))
-                self._settle(place)
+            for slot, sequence in zip(busy, sequences, strict=True):
+                if not sequence.is_finished:
+                    self._fail(slot, _why(error))
+                self._settle(slot)
             raise
         for event in events:
-            answers[event.sequence].events.append(event)
-        for place in busy:
-            events += self._settle(place)
+            requests[event.sequence].events.append(event)
+        for slot in busy:
+            events += self._settle(slot)
         return events
 
     def run(self) -> Iterator[Event]:
@@ -289,159 +312,196 @@ class Engine:
         while not self.is_idle:
             yield from self.step()
 
-    def stream(self, answer: Answer) -> Generator[Event, None, None]:
+    def stream(self, request: Request) -> Generator[Event, None, None]:
         """Yield the events of one answer until it is done; other answers advance at the same time. Raises
         the error that ended the answer early; if a worker was lost, a summary of the text so far comes
-        first. If the iterator is closed early, the answer is cancelled."""
+        first. If the iterator is closed early, the request is cancelled."""
         try:
             while True:
-                is_done = answer.is_done  # asked before its events: another thread may step
-                while answer.events:
-                    yield answer.events.popleft()
+                is_done = request.is_done  # asked before its events: another thread may step
+                while request.events:
+                    yield request.events.popleft()
                 if is_done:
                     break
                 try:
                     self.step()
                 except WorkerLostError:
-                    yield from self._cut_short(answer)
+                    yield from self._cut_short(request)
                     raise
         finally:
-            if not answer.is_done:  # nobody wants the rest
-                self.cancel(answer)
-        if answer.failure is not None:
-            raise answer.failure
+            if not request.is_done:  # nobody wants the rest
+                self.cancel(request)
+        if request.failure is not None:
+            raise request.failure
 
     def answers(self, prompts: Sequence[str | Prompt]) -> list[str]:
         """Return the answers to prompts, in their order. Up to `n_parallel` of them are generated at once.
         Raises the first failure."""
-        asked = [self.submit(prompt) for prompt in prompts]
+        requests = [self.insert(prompt) for prompt in prompts]
         for _ in self.run():
             pass
-        return [answer.text for answer in asked]
+        return [request.text for request in requests]
 
-    def _cut_short(self, answer: Answer) -> Iterator[Event]:
+    def _cut_short(self, request: Request) -> Iterator[Event]:
         """Yield the summary of an answer that has begun and cannot go on; the target decodes nothing."""
-        for place in self._places:
-            generation = place.generation
-            if place.answer is answer and generation is not None and generation.is_started:
-                generation.finish("interrupted")
-                yield generation.finished_event(self._loop.now_s, None, "")
+        for slot in self.slots:
+            sequence = slot.sequence
+            if slot.request is request and sequence is not None and sequence.is_started:
+                sequence.finish("interrupted")
+                yield sequence.finished_event(self._loop.now_s, None, "")
 
     # --- how answers begin and end -----------------------------------------------------------
 
     def _read(self) -> list[Event]:
         """Read a piece of the prompt that is being read, else of the next one in the queue if there is a
-        free place for it. Return the events."""
-        place = self._places.reading()
-        if place is not None:
-            return self._read_piece(place)
+        free slot for it. Return the events."""
+        slot = self.slots.reading()
+        if slot is not None:
+            return self._read_piece(slot)
         if self.n_busy == self.n_parallel:
             return []
         with self._lock:
             if not self._waiting:
                 return []
-            answer = self._waiting.popleft()
-        return self._begin(answer, self._places.free_place(answer.prompt.tokens, self._target))
+            request = self._waiting.popleft()
+        return self._begin(request, self.slots.free_slot(request.prompt.tokens, self.target))
 
-    def _read_piece(self, place: Place) -> list[Event]:
-        """Read a piece of a place's prompt, and return the events."""
-        answer, generation = place.answer, place.generation
-        assert answer is not None
-        assert generation is not None
+    def _read_piece(self, slot: Slot) -> list[Event]:
+        """Read a piece of a slot's prompt, and return the events."""
+        request, sequence = slot.request, slot.sequence
+        assert request is not None
+        assert sequence is not None
         n_most = None
         # Unless a row has the same bits in any batch, the pieces must be those of an answer alone.
-        if self._places.begun() and self._session.target_model.has_equal_rows:
+        if self.slots.decoding() and self._models.target.has_equal_rows:
             n_most = _N_READ_BESIDE
         try:
-            if answer.is_cancelled:
-                generation.finish("interrupted")
-            events = self._loop.read(generation, n_most)
+            if request.is_cancelled:
+                sequence.finish("interrupted")
+            events = self._loop.read(sequence, n_most)
         except WorkerLostError:
             raise
         except BaseException as error:
-            self._fail(place, _why(error))
+            self._fail(slot, _why(error))
             if not isinstance(error, SpecgenError):
                 raise
             return []
-        answer.events.extend(events)
-        return events + self._settle(place)
+        request.events.extend(events)
+        return events + self._settle(slot)
 
-    def _begin(self, answer: Answer, place: Place) -> list[Event]:
-        place.answer, place.used_last = answer, answer.index
-        session, prompt, part = self._session, answer.prompt, place.part
+    def _begin(self, request: Request, slot: Slot) -> list[Event]:
+        slot.request, slot.used_last = request, request.index
         try:
-            part.share_prefix(self._target, prompt.tokens)
-            place.generation = session.generation(
-                prompt,
-                self._n_ctx,
+            slot.share_prefix(self.target, request.prompt.tokens)
+            slot.sequence = self._factory.sequence(
+                request.prompt,
+                self.n_ctx,
                 self._drafts[0] if self._drafts else None,
-                answer.seed,
+                request.seed,
                 helpers=self._drafts[1:],
-                plain=not answer.drafts,
-                settings=answer.settings,
-                part=part,
-                index=answer.index,
-                learns_alone=self._learn_alone,
+                plain=not request.drafts,
+                settings=request.settings,
+                slot=slot,
+                index=request.index,
             )
-            self._prepare(answer, place.generation)
-            events: list[Event] = [self._prompt_event(answer)]
+            self._prepare(request, slot.sequence)
+            events: list[Event] = [self._prompt_event(request)]
             while self._notices:
                 message = self._notices.popleft()
-                events.append(NoticeEvent(answer.index, self._loop.now_s, message))
+                events.append(NoticeEvent(request.index, self._loop.now_s, message))
         except WorkerLostError:
             raise
         except BaseException as error:
-            self._fail(place, _why(error))
+            self._fail(slot, _why(error))
             if not isinstance(error, SpecgenError):
                 raise
             return []
-        answer.events.extend(events)
-        return events + self._read_piece(place)
+        request.events.extend(events)
+        return events + self._read_piece(slot)
 
-    def _prompt_event(self, answer: Answer) -> PromptEvent:
-        """Return the event that describes the models and options of an answer."""
-        session, prompt, settings = self._session, answer.prompt, answer.settings
-        path = session.draft_path if answer.drafts else None
+    def _prompt_event(self, request: Request) -> PromptEvent:
+        """Return the event that describes the models and options of a request."""
+        models, prompt, settings = self._models, request.prompt, request.settings
+        drafts = models.drafts
+        draft = drafts.main if request.drafts else None
         grammar = settings.generation.grammar
         return PromptEvent(
-            sequence=answer.index,
+            sequence=request.index,
             time_s=self._loop.now_s,
             text=prompt.text,
             n_prompt_tokens=len(prompt.tokens),
-            target=session.target_model.name,
-            draft=session.draft_name if answer.drafts else "none",
-            translation=session.translation(settings) if answer.drafts else None,
-            draft_weights=session.costs.context_options(path).weights if path is not None else None,
-            kernels=session.target_model.kernels,
-            n_ctx=self._n_ctx,
-            sampler=as_json(replace(settings.sampling, seed=answer.seed)),
-            verifier=session.verifier_name(settings),
+            target=models.target.name,
+            draft=drafts.name if request.drafts else "none",
+            translation=draft.translated(settings) if draft is not None else None,
+            draft_weights=models.costs.context_options(draft.model.path).weights if draft else None,
+            kernels=models.target.kernels,
+            n_ctx=self.n_ctx,
+            sampler=as_json(replace(settings.sampling, seed=request.seed)),
+            verifier=settings.verifier,
             grammar=grammar.text if grammar is not None else None,
         )
 
-    def _settle(self, place: Place) -> list[Event]:
-        """Free a place if its answer is done, and return the events of the answer's end."""
-        answer, generation = place.answer, place.generation
-        if answer is None or generation is None or not generation.is_finished:
+    def _settle(self, slot: Slot) -> list[Event]:
+        """Free a slot if its request is done, and return the events of the answer's end."""
+        request, sequence = slot.request, slot.sequence
+        if request is None or sequence is None or not sequence.is_finished:
             return []
-        if generation.failure is not None:
-            self._fail(place, generation.failure)
+        if sequence.failure is not None:
+            self._fail(slot, sequence.failure)
             return []
         notices: list[Event] = []
         try:
-            self._session.keep_answer(answer.prompt, generation.tokens)
+            self._keep(request.prompt, sequence.tokens)
         except OutputError as error:  # the answer itself has not failed
             message = f"the answer is not kept for the draft to learn from: {error.message}"
-            notices.append(NoticeEvent(answer.index, self._loop.now_s, message))
-        events = notices + self._loop.finish(generation, estimate_gain=self._estimates_gain)
-        answer.events.extend(events)
-        (answer.finished,) = [event for event in events if isinstance(event, FinishedEvent)]
-        place.free()
+            notices.append(NoticeEvent(request.index, self._loop.now_s, message))
+        events = notices + self._loop.finish(sequence, estimate_gain=self._estimates_gain)
+        request.events.extend(events)
+        (request.finished,) = [event for event in events if isinstance(event, FinishedEvent)]
+        slot.free()
         return events
 
-    def _fail(self, place: Place, error: SpecgenError) -> None:
+    def _keep(self, prompt: Prompt, tokens: Sequence[int]) -> None:
+        """Store a finished text, prompt and answer, for lookups of later answers and for drafts to learn
+        from, if the options ask for that. Raises `OutputError` if it cannot be written for learning; it is
+        then written with the next one."""
+        self._models.keep_text(tokens)
+        if self._kept is None:
+            return
+        own = self._models.drafts.own_vocabulary if prompt.draft_tokens is not None else None
+        self._kept.add(
+            KeptAnswer(
+                prompt.without_head().tokens,
+                tuple(tokens[len(prompt.tokens) :]),
+                draft_prompt=prompt.draft_tokens if own is not None else None,
+                draft_vocabulary=own.vocabulary.digest() if own is not None else None,
+            )
+        )
+
+    def _fail(self, slot: Slot, error: SpecgenError) -> None:
         """End an answer with an error, and clear its part of the caches."""
-        place.fail(error, (self._target, *self._drafts))
+        slot.fail(error, (self.target, *self._drafts))
+
+
+def generate(
+    models: Models,
+    prompt: Prompt,
+    *,
+    interrupted: Callable[[], bool] = lambda: False,
+    estimate_gain: bool = True,
+) -> Generator[Event, None, None]:
+    """Generate an answer to a prompt in contexts of its own, and yield its events; the last one is a
+    `FinishedEvent`.
+
+    `interrupted` and `estimate_gain` are those of `Engine`. Raises `PromptError` if the prompt does not fit
+    into the context, `MemoryLimitError` if the context does not fit into memory, and `BackendError` if the
+    models are closed.
+    """
+    n_ctx = models.context_size(len(prompt.tokens))
+    with Engine(
+        models, n_ctx=n_ctx, interrupted=interrupted, estimate_gain=estimate_gain
+    ) as engine:
+        yield from engine.stream(engine.insert(prompt))
 
 
 def _why(error: BaseException) -> SpecgenError:

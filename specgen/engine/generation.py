@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from specgen.backend.base import Vocabulary
-from specgen.backend.tree_batch import Slot
+from specgen.backend.tree_batch import Branches
 from specgen.calibration.cost_table import ALONE, Others
 from specgen.core.last_hidden import LastHidden
 from specgen.core.tally import Tally
@@ -45,7 +45,7 @@ class Generation:
     #: The committed text, prompt and answer; the drafter may share it.
     state: TextState
     rng: np.random.Generator
-    slot: Slot = field(default_factory=Slot)
+    slot: Branches = field(default_factory=Branches)
     #: The number of the answer in events, their `sequence`.
     index: int = 0
     #: Tokens that end this answer, besides the vocabulary's end tokens.

@@ -36,74 +36,83 @@ class Prompt:
         return Prompt(self.text, _without(self.tokens, self.head))
 
 
-def text_prompt(
-    model: LlamaModel,
-    own_draft: LlamaModel | None,
-    text: str,
-    chat: bool | None,
-    system: str | None,
-    now: datetime.datetime,
-) -> Prompt:
-    """Return the prompt of the user's `text`.
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Makes the prompts of a target and of `own_draft`, a draft model with another vocabulary, if there is
+    one. Names of control tokens in texts become these tokens, as in llama.cpp. `now` is the date that some
+    templates write, by default the present one."""
 
-    If `chat` is True, the text becomes a user's turn in the target's own template, and in that of
-    `own_draft`, a draft model with another vocabulary. If it is False, the text is continued as it is.
-    None uses the template if there is one. `now` is the date that some templates write. Names of control
-    tokens in the text become these tokens, as in llama.cpp.
+    target: LlamaModel
+    own_draft: LlamaModel | None = None
 
-    Raises `UsageError` if `chat` or `system` needs a template and there is none, and `PromptError` if the
-    prompt is empty or the template does not accept it.
-    """
-    if chat is not False and model.chat_template() is not None:
-        return conversation_prompt(model, own_draft, messages_of(text, system), now)
-    if chat is False and system is not None:
-        raise UsageError(
-            "a system message needs the chat template, and the prompt is to be used as it is"
-        )
-    if chat or system is not None:
-        wanted = "--chat" if chat else "--system"
-        raise UsageError(
-            f"{wanted} needs a chat template, and {model.name} has none",
-            hint=f"leave {wanted} out: the prompt is then continued as it is",
-        )
-    return _tokenized(model, text)
+    def of_text(
+        self,
+        text: str,
+        *,
+        chat: bool | None = None,
+        system: str | None = None,
+        now: datetime.datetime | None = None,
+    ) -> Prompt:
+        """Return the prompt of the user's `text`.
 
-
-def conversation_prompt(
-    model: LlamaModel,
-    own_draft: LlamaModel | None,
-    messages: Sequence[chat.Message],
-    now: datetime.datetime,
-    tools: ToolDefinitions = (),
-) -> Prompt:
-    """Return the prompt of a conversation's next turn, in the target's own template, and in that of
-    `own_draft`, a draft model with another vocabulary. Templates for tools get `tools`. Raises
-    `UsageError` if there is no template, and `PromptError` if it does not accept the messages."""
-    text = chat_text(model, messages, now, tools)
-    if text is None:
-        raise UsageError(f"a conversation needs a chat template, and {model.name} has none")
-    prompt = _tokenized(model, text)
-    # Templates may describe the tools before the first message, and the draft needs that description.
-    head = range(0) if tools else head_of(model.vocabulary, text, prompt.tokens, messages)
-    draft_tokens = None
-    if own_draft is not None:
-        draft_tokens = draft_chat_tokens(own_draft, messages, now, tools)
-    return replace(prompt, head=head, draft_tokens=draft_tokens)
-
-
-def token_prompt(model: LlamaModel, tokens: Sequence[int]) -> Prompt:
-    """Return a prompt of these tokens. Raises `PromptError` if there are none, or if the model lacks one
-    of them."""
-    vocabulary = model.vocabulary
-    for token in tokens:
-        if not 0 <= token < vocabulary.n_tokens:
-            raise PromptError(
-                f"there is no token {token}: {model.name} has {vocabulary.n_tokens} tokens"
+        If `chat` is True, the text becomes a user's turn in the target's own template, and in that of
+        `own_draft`. If it is False, the text is continued as it is. None uses the template if there is one.
+        Raises `UsageError` if `chat` or `system` needs a template and there is none, and `PromptError` if
+        the prompt is empty or the template does not accept it.
+        """
+        if chat is not False and self.target.chat_template() is not None:
+            return self.of_messages(messages_of(text, system), now=now)
+        if chat is False and system is not None:
+            raise UsageError(
+                "a system message needs the chat template, and the prompt is to be used as it is"
             )
-    if not tokens:
-        raise PromptError("the prompt is empty", hint="give some tokens to continue")
-    text = b"".join(map(vocabulary.token_bytes, tokens)).decode("utf-8", "replace")
-    return Prompt(text, tuple(tokens))
+        if chat or system is not None:
+            wanted = "--chat" if chat else "--system"
+            raise UsageError(
+                f"{wanted} needs a chat template, and {self.target.name} has none",
+                hint=f"leave {wanted} out: the prompt is then continued as it is",
+            )
+        return _tokenized(self.target, text)
+
+    def of_messages(
+        self,
+        messages: Sequence[chat.Message],
+        *,
+        now: datetime.datetime | None = None,
+        tools: ToolDefinitions = (),
+    ) -> Prompt:
+        """Return the prompt of a conversation's next turn, in the target's own template, and in that of
+        `own_draft`. Templates for tools get `tools`. Raises `UsageError` if there is no template, and
+        `PromptError` if it does not accept the messages."""
+        now = now or datetime.datetime.now().astimezone()
+        text = chat_text(self.target, messages, now, tools)
+        if text is None:
+            raise UsageError(
+                f"a conversation needs a chat template, and {self.target.name} has none"
+            )
+        prompt = _tokenized(self.target, text)
+        # Templates may describe the tools before the first message, and the draft needs that description.
+        head = range(0)
+        if not tools:
+            head = head_of(self.target.vocabulary, text, prompt.tokens, messages)
+        draft_tokens = None
+        if self.own_draft is not None:
+            draft_tokens = draft_chat_tokens(self.own_draft, messages, now, tools)
+        return replace(prompt, head=head, draft_tokens=draft_tokens)
+
+    def of_tokens(self, tokens: Sequence[int]) -> Prompt:
+        """Return a prompt of these tokens of the target. Raises `PromptError` if there are none, or if the
+        target lacks one of them."""
+        vocabulary = self.target.vocabulary
+        for token in tokens:
+            if not 0 <= token < vocabulary.n_tokens:
+                raise PromptError(
+                    f"there is no token {token}: {self.target.name} has {vocabulary.n_tokens} tokens"
+                )
+        if not tokens:
+            raise PromptError("the prompt is empty", hint="give some tokens to continue")
+        text = b"".join(map(vocabulary.token_bytes, tokens)).decode("utf-8", "replace")
+        return Prompt(text, tuple(tokens))
 
 
 def _tokenized(model: LlamaModel, text: str) -> Prompt:

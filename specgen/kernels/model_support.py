@@ -2,7 +2,7 @@
 
 Kernels that are wrong for a model may end the process: when the model is loaded, when a context is made, or when a
 batch is decoded. So they are tried first in a child process (`specgen.kernels.model_trial`), on a skeleton of the
-model, which loads in a moment (`specgen.backend.llama.skeleton`). The result is remembered for the file, and for all
+model, which loads in a moment (`specgen.backend.llama.kernel_trial`). The result is remembered for the file, and for all
 models that differ from it in weights and vocabulary only.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import sys
 import tempfile
@@ -19,14 +18,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from specgen.atomic import replace_text
+from specgen.atomic import KeptResults
 from specgen.child import ChildDiedError, ChildError, ask_child
 from specgen.errors import BackendError, UsageError
-from specgen.kernels.test_results import circumstances, key_of, read_results
+from specgen.kernels.test_results import circumstances, key_of
 
 if TYPE_CHECKING:
+    from specgen.backend.llama.kernel_trial import Skeleton
     from specgen.backend.llama.kernels import KernelSupport
-    from specgen.backend.llama.skeleton import Skeleton
 
 #: How a trial ends: it is done, llama.cpp cannot load the file, its process died or hung, or the process was stopped
 #: by something else.
@@ -65,7 +64,8 @@ class ModelTrials:
         timeout_s: float = _TIMEOUT_S,
     ) -> None:
         self._library = library
-        self._file = cache / FILE_NAME
+        self._cache = cache
+        self._kept = KeptResults(cache / FILE_NAME, _N_KEPT)
         self._required = required
         self._child = child
         self._timeout_s = timeout_s
@@ -97,8 +97,8 @@ class ModelTrials:
 
     def _find(self, file: Path, *, anew: bool = False) -> KernelSupport:
         """Return the remembered result for a file, unless `anew`, else that of a trial."""
+        from specgen.backend.llama.kernel_trial import skeleton_of
         from specgen.backend.llama.kernels import KernelSupport
-        from specgen.backend.llama.skeleton import skeleton_of
 
         about = file.stat()
         version = f"\0{about.st_ino} {about.st_size} {about.st_mtime_ns}"
@@ -133,8 +133,8 @@ class ModelTrials:
     def _folder(self, resources: contextlib.ExitStack) -> Path:
         """Make a folder for the files of a trial: in the cache, or in memory if the cache cannot be written."""
         with contextlib.suppress(OSError):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            inside = tempfile.TemporaryDirectory(prefix="trial-", dir=self._file.parent)
+            self._cache.mkdir(parents=True, exist_ok=True)
+            inside = tempfile.TemporaryDirectory(prefix="trial-", dir=self._cache)
             return Path(resources.enter_context(inside))
         return Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="specgen-trial-")))
 
@@ -201,7 +201,7 @@ class ModelTrials:
 
     def _remembered(self, key: str) -> KernelSupport | None:
         if key not in self._known:
-            found = _parse(read_results(self._file).get(key))
+            found = _parse(self._kept.read().get(key))
             if found is None:
                 return None
             self._known[key] = found
@@ -209,14 +209,7 @@ class ModelTrials:
 
     def _remember(self, keys: Sequence[str], support: KernelSupport) -> None:
         self._known.update(dict.fromkeys(keys, support))
-        with contextlib.suppress(OSError):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            results = {
-                key: value for key, value in read_results(self._file).items() if key not in keys
-            }
-            results.update(dict.fromkeys(keys, asdict(support)))
-            latest = dict(list(results.items())[-_N_KEPT:])
-            replace_text(self._file, json.dumps({"results": latest}, indent=1) + "\n")
+        self._kept.add(dict.fromkeys(keys, asdict(support)))
 
 
 @dataclass(frozen=True, slots=True)

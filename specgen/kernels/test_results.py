@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from specgen import __version__
-from specgen.atomic import replace_text
+from specgen.atomic import KeptResults
 from specgen.child import ChildDiedError, ChildError, ask_child
 
 TestOutcome: TypeAlias = Literal["passed", "refused", "failed"]
@@ -54,17 +54,12 @@ def result_of(
 ) -> TestResult:
     """Return the result of testing a library here: the remembered one if there is one, unless `anew`, else
     that of a new test. If the cache cannot be written, nothing is remembered."""
-    file, key = cache / FILE_NAME, key_of(circumstances(library))
-    known = None if anew else _parse(read_results(file).get(key))
+    kept, key = KeptResults(cache / FILE_NAME, _N_KEPT), key_of(circumstances(library))
+    known = None if anew else _parse(kept.read().get(key))
     if known is not None:
         return known
     result = run_test(library, child=child)
-    with contextlib.suppress(OSError):
-        cache.mkdir(parents=True, exist_ok=True)
-        results = {name: value for name, value in read_results(file).items() if name != key}
-        results[key] = asdict(result)
-        latest = dict(list(results.items())[-_N_KEPT:])
-        replace_text(file, json.dumps({"results": latest}, indent=1) + "\n")
+    kept.add({key: asdict(result)})
     return result
 
 
@@ -115,16 +110,6 @@ def key_of(about: Mapping[str, str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def read_results(file: Path) -> dict[str, Any]:
-    """Return the results in a file, by key; none if it is missing or damaged."""
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    results = document.get("results") if isinstance(document, dict) else None
-    return results if isinstance(results, dict) else {}
-
-
 def _parse(value: Any) -> TestResult | None:
     """Return the result in a JSON value; None if it is not valid."""
     if not isinstance(value, dict) or value.get("outcome") not in get_args(TestOutcome):
@@ -140,7 +125,6 @@ __all__ = [
     "TestResult",
     "circumstances",
     "key_of",
-    "read_results",
     "result_of",
     "run_test",
 ]

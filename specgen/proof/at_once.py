@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, cycle, islice
 
-from specgen.engine.answer import Answer
-from specgen.engine.draft_stack import CONTEXT_STEP
 from specgen.engine.engine import Engine
 from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
+from specgen.engine.models import CONTEXT_STEP, Models
 from specgen.engine.prompts import Prompt
-from specgen.engine.session import Session
+from specgen.engine.request import Request
 from specgen.errors import PromptError
 from specgen.proof.drafting_plans import DraftingPlan
 from specgen.proof.greedy import Comparison, GreedyResult, PlainAnswer, PlainAnswers, Watch
@@ -34,7 +33,7 @@ _LONGEST_WINDOW = 1024
 
 
 def check_at_once(
-    session: Session,
+    loaded: Models,
     prompts: Sequence[Prompt],
     *,
     interrupted: Callable[[], bool] = lambda: False,
@@ -52,20 +51,20 @@ def check_at_once(
     """
     if not prompts:
         return
-    way = way or DraftingPlan(session.options.drafting)
-    session.change_drafting(way.drafting)
+    way = way or DraftingPlan(loaded.options.drafting)
+    loaded.change_drafting(way.drafting)
     answers = answers if answers is not None else PlainAnswers()
     numbers = [number % len(prompts) for number in range(max(len(prompts), N_AT_ONCE))]
     n_all = len(prompts) + len(numbers)
-    prompts = _beyond_window(session, prompts)
-    n_ctx = _room(session, prompts)
+    prompts = _beyond_window(loaded, prompts)
+    n_ctx = _room(loaded, prompts)
     plain: list[PlainAnswer] = []
-    with session.contexts(n_ctx, drafts=False) as (target, _):
-        loop = Loop(target, session.clock, interrupted)
+    with loaded.contexts(n_ctx, drafts=False) as (target, _):
+        loop = Loop(target, loaded.clock, interrupted)
         for prompt in prompts:
             progress(len(plain), n_all)
             target.remove(0)
-            plain.append(answers.of(session, loop, prompt, n_ctx))
+            plain.append(answers.of(loaded, loop, prompt, n_ctx))
             if interrupted():
                 return
 
@@ -73,13 +72,13 @@ def check_at_once(
         progress(len(prompts) + n, n_all)
 
     # Some end earlier, so that others begin in their cells while the rest go on.
-    n_most = session.options.generation.max_tokens
+    n_most = loaded.options.generation.max_tokens
     lengths = [max(1, n_most * (1 + n % N_AT_ONCE) // N_AT_ONCE) for n in range(len(numbers))]
     wanted = [
         (prompts[number], _first(plain[number], length))
         for number, length in zip(numbers, lengths, strict=True)
     ]
-    found = _answered(session, way, wanted, n_ctx, interrupted, bug, done)
+    found = _answered(loaded, way, wanted, n_ctx, interrupted, bug, done)
     if interrupted():
         return
 
@@ -87,9 +86,9 @@ def check_at_once(
     def batches_move() -> float:
         some = wanted[:N_AT_ONCE]
         texts = [(prompt.tokens, each.tokens[:-1], each.rows) for prompt, each in some]
-        return batches_at_once_move(session, n_ctx, texts)
+        return batches_at_once_move(loaded, n_ctx, texts)
 
-    comparison = Comparison(session, n_ctx, way, batches_move)
+    comparison = Comparison(loaded, n_ctx, way, batches_move)
     for number, (prompt, expected), one in zip(numbers, wanted, found, strict=True):
         yield comparison.result(
             number + 1,
@@ -107,13 +106,13 @@ def check_at_once(
 class _Answered:
     """A speculative answer, its generation, and what its rows were."""
 
-    answer: Answer
+    answer: Request
     generation: Generation
     watch: Watch
 
 
 def _answered(
-    session: Session,
+    loaded: Models,
     way: DraftingPlan,
     wanted: Sequence[tuple[Prompt, PlainAnswer]],
     n_ctx: int,
@@ -125,8 +124,8 @@ def _answered(
     Raise the first failure of an answer, or of its drafter."""
     found: list[_Answered] = []
 
-    def prepare(answer: Answer, generation: Generation) -> None:
-        watch = Watch(session.settings.sampler, generation.state, wanted[answer.index][1])
+    def prepare(answer: Request, generation: Generation) -> None:
+        watch = Watch(loaded.settings.sampler, generation.state, wanted[answer.index][1])
         generation.shaper = watch
         way.prepare(generation)
         if bug is not None:
@@ -134,14 +133,14 @@ def _answered(
         found.append(_Answered(answer, generation, watch))
 
     with Engine(
-        session, n_parallel=N_AT_ONCE, n_ctx=n_ctx, interrupted=interrupted, prepare=prepare
+        loaded, n_parallel=N_AT_ONCE, n_ctx=n_ctx, interrupted=interrupted, prepare=prepare
     ) as engine:
         if bug is not None:
             bug.plant_in_cache(engine.target)
         engine.take_notices()
-        options = session.options.generation
+        options = loaded.options.generation
         asked = [
-            engine.submit(prompt, generation=replace(options, max_tokens=len(plain.tokens)))
+            engine.insert(prompt, generation=replace(options, max_tokens=len(plain.tokens)))
             for prompt, plain in wanted
         ]
         for _ in engine.run():
@@ -159,10 +158,10 @@ def _first(plain: PlainAnswer, n: int) -> PlainAnswer:
     return PlainAnswer(plain.tokens[:n], rows)
 
 
-def _beyond_window(session: Session, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+def _beyond_window(loaded: Models, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
     """Return the prompts behind as many tokens as the target's sliding window has, if it has one and the
     context has room for them."""
-    n = session.target_model.n_window
+    n = loaded.target.n_window
     if not 0 < n <= _LONGEST_WINDOW:
         return prompts
     before = tuple(islice(cycle(chain.from_iterable(prompt.tokens for prompt in prompts)), n))
@@ -174,21 +173,21 @@ def _beyond_window(session: Session, prompts: Sequence[Prompt]) -> Sequence[Prom
         )
         for prompt in prompts
     ]
-    n_more = session.options.generation.max_tokens + 1
+    n_more = loaded.options.generation.max_tokens + 1
     try:
-        session.context_size(max(len(prompt.tokens) for prompt in longer) + n_more)
+        loaded.context_size(max(len(prompt.tokens) for prompt in longer) + n_more)
     except PromptError:
         return prompts
     return longer
 
 
-def _room(session: Session, prompts: Sequence[Prompt]) -> int:
+def _room(loaded: Models, prompts: Sequence[Prompt]) -> int:
     """Return the size in tokens of each answer's context: that of the options, but no more than is used."""
     n_prompt = max(len(prompt.tokens) for prompt in prompts)
-    options = session.options
+    options = loaded.options
     n_used = n_prompt + options.generation.max_tokens + options.drafting.n_max
     n_used = -(-n_used // CONTEXT_STEP) * CONTEXT_STEP
-    return min(session.context_size(n_prompt), n_used)
+    return min(loaded.context_size(n_prompt), n_used)
 
 
 __all__ = ["N_AT_ONCE", "check_at_once"]

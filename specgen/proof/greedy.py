@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from specgen.arrays import Logits
 from specgen.core.tally import Tally
 from specgen.core.text_state import Shaper, TextState
+from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.loop import Loop
 from specgen.engine.measurements import measure_if_costs_decide
+from specgen.engine.models import Models
 from specgen.engine.prompts import Prompt
-from specgen.engine.session import Session
 from specgen.events import Event
 from specgen.proof.drafting_plans import DraftingPlan, WayName
 from specgen.proof.loop_events import check_drafting, drafted_by, tokens_told
@@ -134,17 +135,17 @@ class PlainAnswers:
         self._n_bytes_max = n_bytes_max
         self._kept: dict[tuple[tuple[int, ...], int], PlainAnswer] = {}
 
-    def of(self, session: Session, loop: Loop, prompt: Prompt, n_ctx: int) -> PlainAnswer:
+    def of(self, loaded: Models, loop: Loop, prompt: Prompt, n_ctx: int) -> PlainAnswer:
         """Return the answer to a prompt. If it is not kept, `loop` decodes it; the cache must be empty."""
         # A larger context changes nothing, if the answer has room in this one.
-        n_most = len(prompt.tokens) + session.options.generation.max_tokens
+        n_most = len(prompt.tokens) + loaded.options.generation.max_tokens
         key = prompt.tokens, min(n_ctx, n_most)
         if key in self._kept:
             return self._kept[key]
-        plain = session.generation(prompt, n_ctx, None, 0, plain=True)
-        row_bytes = 4 * session.target_model.vocabulary.n_tokens
+        plain = DrafterFactory(loaded).sequence(prompt, n_ctx, None, 0, plain=True)
+        row_bytes = 4 * loaded.target.vocabulary.n_tokens
         keeper = _Keeper(
-            session.settings.sampler, plain.state, max(1, self._n_bytes_max // row_bytes)
+            loaded.settings.sampler, plain.state, max(1, self._n_bytes_max // row_bytes)
         )
         plain.shaper = keeper
         events = list(loop.run(plain))
@@ -157,7 +158,7 @@ class PlainAnswers:
 
 
 def check_greedy(
-    session: Session,
+    loaded: Models,
     prompts: Sequence[Prompt],
     *,
     interrupted: Callable[[], bool] = lambda: False,
@@ -167,33 +168,36 @@ def check_greedy(
 ) -> Iterator[GreedyResult]:
     """Compare speculative and plain decoding, prompt by prompt.
 
-    The session's temperature must be 0. From now on the session drafts as `way` says (None: as its
+    The temperature must be 0. From now on drafts are made as `way` says (None: as its
     options say). The iterator ends early if `interrupted` returns True. `bug` is planted in the
     speculative run: the check must find it. `answers` are from earlier checks of the same target.
     """
     if not prompts:
         return
-    way = way or DraftingPlan(session.options.drafting)
-    session.change_drafting(way.drafting)
+    way = way or DraftingPlan(loaded.options.drafting)
+    loaded.change_drafting(way.drafting)
     answers = answers if answers is not None else PlainAnswers()
-    n_ctx = max(session.context_size(len(prompt.tokens)) for prompt in prompts)
-    comparison = Comparison(session, n_ctx, way)
-    with session.contexts(n_ctx) as (target, draft), session.helper_contexts(n_ctx) as helpers:
-        measure_if_costs_decide(session, target, draft)
+    n_ctx = max(loaded.context_size(len(prompt.tokens)) for prompt in prompts)
+    comparison = Comparison(loaded, n_ctx, way)
+    with (
+        loaded.contexts(n_ctx) as (target, draft),
+        loaded.draft_contexts(n_ctx, helpers_only=True) as helpers,
+    ):
+        measure_if_costs_decide(loaded, target, draft)
         drafts = [*([] if draft is None else [draft]), *helpers]
         if bug is not None:
             bug.plant_in_cache(target)
         for number, prompt in enumerate(prompts, 1):
-            loop = Loop(target, session.clock, interrupted)
+            loop = Loop(target, loaded.clock, interrupted)
             target.remove(0)
-            plain = answers.of(session, loop, prompt, n_ctx)
+            plain = answers.of(loaded, loop, prompt, n_ctx)
             if interrupted():
                 return
 
             for backend in (target, *drafts):
                 backend.remove(0)
-            fast = session.generation(prompt, n_ctx, draft, 0, helpers=helpers)
-            watch = Watch(session.settings.sampler, fast.state, plain)
+            fast = DrafterFactory(loaded).sequence(prompt, n_ctx, draft, 0, helpers=helpers)
+            watch = Watch(loaded.settings.sampler, fast.state, plain)
             fast.shaper = watch
             way.prepare(fast)
             if bug is not None:
@@ -212,18 +216,18 @@ class Comparison:
 
     def __init__(
         self,
-        session: Session,
+        loaded: Models,
         n_ctx: int,
         way: DraftingPlan,
         measure: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._session = session
+        self._loaded = loaded
         self._n_ctx = n_ctx
         self._way = way
         self._measure = measure
         self._by_batches = 0.0
         # True until batches alone move a row: the kernels may not compute all of a model, or its cache type.
-        self._exact = session.target_model.has_equal_rows
+        self._exact = loaded.target.has_equal_rows
 
     def result(
         self,
@@ -243,9 +247,7 @@ class Comparison:
         moved_by = max(watch.moved_by.values(), default=0.0)
         # The rows are further away than batches have moved rows so far: measure it for this prompt.
         if is_moved(moved_by, self._by_batches, exact=self._exact):
-            here = batches_move(
-                self._session, self._n_ctx, prompt.tokens, expected[:-1], plain.rows
-            )
+            here = batches_move(self._loaded, self._n_ctx, prompt.tokens, expected[:-1], plain.rows)
             self._by_batches = max(self._by_batches, here, self._measure())
             self._exact = self._exact and self._by_batches == 0.0
         return GreedyResult(
@@ -257,7 +259,7 @@ class Comparison:
             moved_by=moved_by,
             batches_move=self._by_batches,
             difference=_difference(
-                self._session,
+                self._loaded,
                 self._n_ctx,
                 prompt.tokens,
                 expected,
@@ -322,7 +324,7 @@ class Watch(Shaper):
 
 
 def _difference(
-    session: Session,
+    loaded: Models,
     n_ctx: int,
     prompt: Sequence[int],
     expected: Sequence[int],
@@ -340,14 +342,14 @@ def _difference(
     )
     if position == min(len(expected), len(found)):
         # One text continues where the other ends: no choice of a token explains that.
-        return _of_length(session, position, expected, found)
+        return _of_length(loaded, position, expected, found)
     ours, theirs = expected[position], found[position]
-    shaper = session.shaper(_text(session, prompt, expected[:position]))
+    shaper = Shaper(loaded.settings.sampler, _text(loaded, prompt, expected[:position]))
     alone: Logits | None = None
     same_in_batches_of = None
-    for size in drafting_batch_sizes(session):
+    for size in drafting_batch_sizes(loaded):
         *_, last = (
-            row.copy() for _, row in plain_rows(session, n_ctx, prompt, expected[:position], size)
+            row.copy() for _, row in plain_rows(loaded, n_ctx, prompt, expected[:position], size)
         )
         if alone is None:
             alone = last
@@ -359,7 +361,7 @@ def _difference(
     seen = alone if turned is None else turned[1]
 
     def choice(token: int) -> Choice:
-        text = session.target_model.vocabulary.token_text(token)
+        text = loaded.target.vocabulary.token_text(token)
         return Choice(token, text, float(alone[token]), float(seen[token]))
 
     return Difference(
@@ -376,20 +378,20 @@ def _difference(
 
 
 def _of_length(
-    session: Session, position: int, expected: Sequence[int], found: Sequence[int]
+    loaded: Models, position: int, expected: Sequence[int], found: Sequence[int]
 ) -> Difference:
     def choice(tokens: Sequence[int]) -> Choice:
         if position == len(tokens):
             return Choice(-1, "", math.nan, math.nan)
         token = tokens[position]
-        text = session.target_model.vocabulary.token_text(token)
+        text = loaded.target.vocabulary.token_text(token)
         return Choice(token, text, math.nan, math.nan)
 
     return Difference(position, choice(expected), choice(found), False, math.inf, 0.0, 0.0, None)
 
 
-def _text(session: Session, prompt: Sequence[int], answer: Iterable[int]) -> TextState:
-    state = session.text(prompt)
+def _text(loaded: Models, prompt: Sequence[int], answer: Iterable[int]) -> TextState:
+    state = TextState(prompt, loaded.settings.grammar)
     for token in answer:
         state.commit(token)
     return state

@@ -17,10 +17,10 @@ import numpy as np
 
 from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
-from specgen.engine.slots import Part
+from specgen.engine.prefix_cache import Slot
 
 if TYPE_CHECKING:
-    from specgen.engine.session import Session
+    from specgen.engine.models import Models
 
 #: A row may move by this many times the largest movement that batches alone have caused. The factor is
 #: above 1, because drafting fills a cache in batches of several sizes.
@@ -51,27 +51,27 @@ def is_moved(by: float, by_batches: float, *, exact: bool = False) -> bool:
     return by > (0.0 if exact else SLACK * by_batches + ALWAYS_ALLOWED)
 
 
-def unequal_rows(session: Session, prompt: Sequence[int], *, are_moved: bool) -> str:
+def unequal_rows(loaded: Models, prompt: Sequence[int], *, are_moved: bool) -> str:
     """Return why rows of the target depend on their batch although specgen's kernels compute: the reason
     that is known of the model, or, if batches moved rows, the operator. Empty if they do not."""
     from specgen.backend.llama.unequal_rows import find_unequal_operator, repeated
 
-    model = session.target_model
+    model = loaded.target
     if not model.has_kernels:
         return ""
     if model.row_exception or not are_moved or not prompt:
         return model.row_exception
-    context = session.options.target_context
+    context = loaded.options.target_context
     return str(find_unequal_operator(model, context, repeated(prompt)) or "")
 
 
-def drafting_batch_sizes(session: Session) -> range:
+def drafting_batch_sizes(loaded: Models) -> range:
     """Return the sizes of the batches that drafting decodes, from 1 up to `_MAX_ROWS`."""
-    return range(1, min(session.n_rows_max, _MAX_ROWS) + 1)
+    return range(1, min(loaded.n_rows_max, _MAX_ROWS) + 1)
 
 
 def batches_move(
-    session: Session,
+    loaded: Models,
     n_ctx: int,
     prompt: Sequence[int],
     answer: Sequence[int],
@@ -79,19 +79,19 @@ def batches_move(
 ) -> float:
     """Return the largest movement that batches alone cause in the rows of an answer. `alone` are its rows
     by plain decoding, one token at a time; the key is the number of the answer's tokens before a row."""
-    sizes = drafting_batch_sizes(session)
+    sizes = drafting_batch_sizes(loaded)
     largest = sizes[-1]
     ways = [
-        plain_rows(session, n_ctx, prompt, answer, min(2, largest)),
-        plain_rows(session, n_ctx, prompt, answer, largest),
+        plain_rows(loaded, n_ctx, prompt, answer, min(2, largest)),
+        plain_rows(loaded, n_ctx, prompt, answer, largest),
     ]
-    if session.target_model.has_recurrent_state or session.options.generation.grammar is not None:
+    if loaded.target.has_recurrent_state or loaded.options.generation.grammar is not None:
         # Also measure batches in which only some rows want logits: batches with tokens that a grammar
         # forced, and the whole text if a recurrent state is computed anew. Other kernels compute them,
         # with much coarser rounding, so they are not measured for models that never decode in this way.
         ways += [
-            plain_rows(session, n_ctx, prompt, answer, max(2, largest), n_outputs=1),
-            plain_rows(session, n_ctx, (*prompt, *answer), (), 1, n_outputs=largest),
+            plain_rows(loaded, n_ctx, prompt, answer, max(2, largest), n_outputs=1),
+            plain_rows(loaded, n_ctx, (*prompt, *answer), (), 1, n_outputs=largest),
         ]
     n_prompt = len(prompt)
     return max(
@@ -103,7 +103,7 @@ def batches_move(
 
 
 def batches_at_once_move(
-    session: Session,
+    loaded: Models,
     n_ctx: int,
     texts: Sequence[tuple[Sequence[int], Sequence[int], Mapping[int, Logits]]],
 ) -> float:
@@ -111,9 +111,9 @@ def batches_at_once_move(
     and answers that are decoded side by side in one cache, without drafts, and the rows of the answers by
     plain decoding alone, as in `batches_move`."""
     moved = 0.0
-    for n_rows in {1, drafting_batch_sizes(session)[-1]}:
-        with session.contexts(n_ctx, drafts=False, n_parts=len(texts)) as (target, _):
-            slots = [Part(number, len(texts)).slot(target) for number in range(len(texts))]
+    for n_rows in {1, drafting_batch_sizes(loaded)[-1]}:
+        with loaded.contexts(n_ctx, drafts=False, n_slots=len(texts)) as (target, _):
+            slots = [Slot(number, len(texts)).branches(target) for number in range(len(texts))]
             for slot, (prompt, _answer, alone) in zip(slots, texts, strict=True):
                 for _, row in decode(target, prompt, 0, 1, slot.first):
                     moved = max(moved, movement(row, alone[0]) if 0 in alone else 0.0)
@@ -131,7 +131,7 @@ def batches_at_once_move(
 
 
 def plain_rows(
-    session: Session,
+    loaded: Models,
     n_ctx: int,
     prompt: Sequence[int],
     answer: Sequence[int],
@@ -143,7 +143,7 @@ def plain_rows(
     row and the row, float32[n_vocab], valid until the next decode. The rows are those of the prompt's last
     token and of the last `n_outputs` tokens of each batch of the answer (None: all tokens). Without an
     answer they are those of the prompt's last `n_outputs` tokens (None: one)."""
-    with session.contexts(n_ctx, drafts=False) as (target, _):
+    with loaded.contexts(n_ctx, drafts=False) as (target, _):
         yield from decode(target, prompt, 0, 1 if answer else n_outputs or 1)
         for start in range(0, len(answer), n_rows):
             piece = answer[start : start + n_rows]

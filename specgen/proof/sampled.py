@@ -18,11 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specgen.backend.llama import LlamaBackend
-from specgen.core.text_state import RememberingShaper
+from specgen.core.text_state import RememberingShaper, Shaper
+from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.loop import Loop
 from specgen.engine.measurements import measure_if_costs_decide
+from specgen.engine.models import Models
 from specgen.engine.prompts import Prompt
-from specgen.engine.session import Session
 from specgen.proof.drafting_plans import DraftingPlan, WayName
 from specgen.proof.drawing import Drawer
 from specgen.proof.exact import Exact
@@ -137,7 +138,7 @@ def room(plan: SampledPlan) -> int:
 
 
 def check_sampled(
-    session: Session,
+    loaded: Models,
     prompt: Prompt,
     plan: SampledPlan,
     *,
@@ -156,22 +157,25 @@ def check_sampled(
     of all draws. `bug` is planted in the speculative side: the check must find it. From now on the
     session drafts as `way` says (None: as its options say).
     """
-    way = way or DraftingPlan(session.options.drafting)
-    session.change_drafting(way.drafting)
+    way = way or DraftingPlan(loaded.options.drafting)
+    loaded.change_drafting(way.drafting)
     n_prompt = len(prompt.tokens)
-    n_ctx = session.context_size(n_prompt + room(plan))
-    with session.contexts(n_ctx) as (cache, draft_cache), session.helper_contexts(n_ctx) as caches:
-        measure_if_costs_decide(session, cache, draft_cache)
-        target = _remembering(session, cache, prompt)
-        drafts = [_remembering(session, each, prompt) for each in (draft_cache, *caches) if each]
+    n_ctx = loaded.context_size(n_prompt + room(plan))
+    with (
+        loaded.contexts(n_ctx) as (cache, draft_cache),
+        loaded.draft_contexts(n_ctx, helpers_only=True) as caches,
+    ):
+        measure_if_costs_decide(loaded, cache, draft_cache)
+        target = _remembering(loaded, cache, prompt)
+        drafts = [_remembering(loaded, each, prompt) for each in (draft_cache, *caches) if each]
 
         def clock() -> float:
             """Return seconds as if nothing were remembered: policies compare the time of decodes with the
             time of everything else."""
-            return session.clock() + sum(each.saved_s for each in (target, *drafts))
+            return loaded.clock() + sum(each.saved_s for each in (target, *drafts))
 
         loop = Loop(target, clock, interrupted)
-        generation = session.generation(
+        generation = DrafterFactory(loaded).sequence(
             prompt,
             n_ctx,
             drafts[0] if drafts else None,
@@ -183,7 +187,7 @@ def check_sampled(
         place = find_place(loop, generation)
         if place is None or interrupted():
             return None
-        n_longest = session.options.drafting.n_max
+        n_longest = loaded.options.drafting.n_max
         drawer = Drawer(loop, target, generation, place, plan.depth, n_longest, bug)
         for _ in range(_N_PILOT):
             drawer.draw()
@@ -191,7 +195,7 @@ def check_sampled(
         # All these rows come from rounds, because the plain decodes come later.
         drawn = [text[n_prompt:] for text, _ in target.rows() if len(text) > place.n_tokens]
         # Another shaper: that of the draws remembers the distributions that they used, right or wrong.
-        shaper = session.shaper(generation.state)
+        shaper = Shaper(loaded.settings.sampler, generation.state)
         exact = Exact(target, shaper, generation.state, plan.depth)
         cells = exact.cells()
         by_depth = [_shorten(cells, n) for n in range(1, plan.depth + 1)]
@@ -222,18 +226,18 @@ def check_sampled(
             n_decodes=target.n_decodes,
             level=plan.level,
             depths=tuple(depths),
-            rows=_compare_rows(session, n_ctx, target, prompt.tokens, drawn),
+            rows=_compare_rows(loaded, n_ctx, target, prompt.tokens, drawn),
             way=way.name,
             drafted_by=dict(drawer.drafted_by),
         )
 
 
-def _remembering(session: Session, cache: LlamaBackend, prompt: Prompt) -> MemoBackend:
+def _remembering(loaded: Models, cache: LlamaBackend, prompt: Prompt) -> MemoBackend:
     """Wrap a model's cache in a memory whose remembered decodes count with their measured time."""
     model = cache.model.path
-    is_target = cache.model is session.target_model
-    costs = session.costs.table(None if is_target else model, len(prompt.tokens))
-    hidden = is_target and session.drafts_from_hidden_states
+    is_target = cache.model is loaded.target
+    costs = loaded.costs.table(None if is_target else model, len(prompt.tokens))
+    hidden = is_target and loaded.drafts.heads is not None
     return MemoBackend(cache, n_bytes_max=_N_BYTES_MAX, costs=costs, hidden=hidden)
 
 
@@ -273,7 +277,7 @@ def _test(
 
 
 def _compare_rows(
-    session: Session,
+    loaded: Models,
     n_ctx: int,
     target: MemoBackend,
     prompt: Sequence[int],
@@ -287,13 +291,13 @@ def _compare_rows(
     for text in whole[:: max(1, len(whole) // _N_COMPARED)][:_N_COMPARED]:
         plain = {
             n_before - len(prompt): row.copy()
-            for n_before, row in plain_rows(session, n_ctx, prompt, text, 1)
+            for n_before, row in plain_rows(loaded, n_ctx, prompt, text, 1)
         }
-        by_batches = max(by_batches, batches_move(session, n_ctx, prompt, text, plain))
+        by_batches = max(by_batches, batches_move(loaded, n_ctx, prompt, text, plain))
         for length, alone in plain.items():
             seen = target.remembered([*prompt, *text[:length]])
             if seen is not None:  # there is no row before a token that a grammar forced
                 n_rows += 1
                 moved_by = max(moved_by, movement(seen, alone))
-    exact = session.target_model.has_equal_rows and by_batches == 0.0
+    exact = loaded.target.has_equal_rows and by_batches == 0.0
     return RowsResult(n_rows, moved_by, by_batches, exact)

@@ -17,7 +17,7 @@ import numpy as np
 from specgen.engine.measurements import is_pair_measured, measure_if_new
 
 if TYPE_CHECKING:
-    from specgen.engine.session import Session
+    from specgen.engine.models import Models
 
 #: The usual acceptance rate of draft models of the target's own family, measured here, if drafts stop
 #: where the draft model is unsure.
@@ -99,26 +99,26 @@ def _speedup(costs: Costs, n_drafted: int, draft_token_s: float, acceptance: flo
     return costs.batch_s[1] * n_tokens / round_s
 
 
-def known_costs(session: Session, draft: Path) -> Costs | None:
-    """Return the costs of the session's target and of a draft model; None if they are not known, or only
+def known_costs(loaded: Models, draft: Path) -> Costs | None:
+    """Return the costs of the target and of a draft model; None if they are not known, or only
     for one size of batches."""
-    if not is_pair_measured(session, draft):
+    if not is_pair_measured(loaded, draft):
         return None
-    known = session.costs.table().known
-    sizes = {n: seconds for n, seconds in known.items() if n <= session.n_rows_max}
-    return Costs(sizes, session.costs.table(draft).seconds(1)) if len(sizes) > 1 else None
+    known = loaded.costs.table().known
+    sizes = {n: seconds for n, seconds in known.items() if n <= loaded.n_rows_max}
+    return Costs(sizes, loaded.costs.table(draft).seconds(1)) if len(sizes) > 1 else None
 
 
-def measure_costs(session: Session, draft: Path) -> Costs | None:
-    """Return the costs of the session's target and of its draft model `draft`. Costs that are not known
+def measure_costs(loaded: Models, draft: Path) -> Costs | None:
+    """Return the costs of the target and of its draft model `draft`. Costs that are not known
     are measured. None if a round has no room for a draft. Raises `MemoryLimitError` if the contexts do not
     fit into memory, and `BackendError` if a decode fails."""
-    if not is_pair_measured(session, draft):
-        n_train = session.target_model.n_ctx_train
+    if not is_pair_measured(loaded, draft):
+        n_train = loaded.target.n_ctx_train
         n_ctx = min(_N_CTX, n_train) if n_train > 0 else _N_CTX
-        with session.contexts(n_ctx) as (target, drafting):
-            measure_if_new(session, target, drafting)
-    return known_costs(session, draft)
+        with loaded.contexts(n_ctx) as (target, drafting):
+            measure_if_new(loaded, target, drafting)
+    return known_costs(loaded, draft)
 
 
 def rows_s(batch_s: Mapping[int, float], n_rows: int) -> float:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError
 
 if TYPE_CHECKING:
-    from specgen.engine.session import Session
+    from specgen.engine.models import Models
     from specgen.options import DraftSource
     from specgen.selection.default_draft import DraftChoice
     from specgen.selection.outlook import Costs, Outlook
@@ -26,26 +26,26 @@ class Taken:
     measured: tuple[str, ...]
 
 
-def take_first(session: Session, choices: Sequence[DraftChoice]) -> Taken:
-    """Let a session use the first draft that fits its target. A draft model whose gain was not measured
+def take_first(loaded: Models, choices: Sequence[DraftChoice]) -> Taken:
+    """Use the first draft that fits the target. A draft model whose gain was not measured
     must also be expected to make the target faster."""
     from specgen.selection.outlook import known_costs, measure_costs, outlook
 
     said: list[str] = []
     measured: list[str] = []
-    target = session.options.target.name
-    may_check, may_pay = session.n_rows_max > 1, True
+    target = loaded.options.target.name
+    may_check, may_pay = loaded.n_rows_max > 1, True
     for choice in choices:
         checks = may_check and isinstance(choice.draft, Path) and not choice.is_measured
         if checks and not may_pay:
             continue
         try:
             path = Path(choice.draft)
-            costs = known_costs(session, path) if checks else None
+            costs = known_costs(loaded, path) if checks else None
             # A model that cannot pay by the known costs is not loaded.
             if costs is None or outlook(costs).is_worth_it:
-                session.change_draft(choice.draft)
-                costs = measure_costs(session, path) if checks else None
+                loaded.change_draft(choice.draft)
+                costs = measure_costs(loaded, path) if checks else None
         except (BackendError, MemoryLimitError, ModelFileError, PairError) as error:
             said.append(error.message)
             continue
@@ -61,7 +61,7 @@ def take_first(session: Session, choices: Sequence[DraftChoice]) -> Taken:
         return Taken(
             choice.draft, "; ".join(filter(None, (*said, why, choice.advice))), tuple(measured)
         )
-    session.change_draft("none")
+    loaded.change_draft("none")
     return Taken("none", "; ".join([*said, "not drafting"]), tuple(measured))
 
 

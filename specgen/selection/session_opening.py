@@ -26,7 +26,7 @@ from specgen.selection.resolve import Disk, Sources, find_model, resolve
 if TYPE_CHECKING:
     from specgen.calibration.memory import Memory
     from specgen.catalogue import Registry
-    from specgen.engine.session import Session
+    from specgen.engine.models import Models
     from specgen.options import DraftSource
     from specgen.selection.resolve import Fetch
 
@@ -132,9 +132,9 @@ class SessionOpener:
         """The draft in use, once a session is open; None if it is that of the options."""
         return self._drafts[0].draft if self._drafts else None
 
-    def open(self, options: SessionOptions) -> Session:
+    def open(self, options: SessionOptions) -> Models:
         """Load the models. Raises `ModelFileError`, `MemoryLimitError` or `PairError`."""
-        from specgen.engine.session import Session
+        from specgen.engine.models import Models
 
         if self._drafts:
             options = replace(options, draft=self._drafts[0].draft)
@@ -145,24 +145,26 @@ class SessionOpener:
         with contextlib.ExitStack() as on_error:
             with self._loading(options.target.name) as tell:
                 own = replace(options, draft="none") if is_chosen else options
-                session = on_error.enter_context(Session(own, self._clock, self._memory, tell))
+                loaded = on_error.enter_context(Models(own, self._clock, self._memory, tell))
                 if is_chosen:
-                    taken = take_first(session, self._drafts)
+                    taken = take_first(loaded, self._drafts)
                     self._drafts = [DraftChoice(taken.draft)]
                     if taken.measured:  # not every command saves what its session learns
                         self._memory.save()
             on_error.pop_all()
-        if session.compared:  # a copy that is not quicker is a result too, and took as long to find
+        if (
+            loaded.drafts.compared
+        ):  # a copy that is not quicker is a result too, and took as long to find
             self._memory.save()
         if taken is not None:
             for note in (*(taken.measured if self._details else ()), taken.note):
                 self._note(note)
-        self._note_kernels(session)
-        return session
+        self._note_kernels(loaded)
+        return loaded
 
-    def _note_kernels(self, session: Session) -> None:
+    def _note_kernels(self, loaded: Models) -> None:
         """Say once of each model that specgen's kernels cannot compute it."""
-        for model in (session.target_model, session.draft_model):
+        for model in (loaded.target, loaded.drafts.model):
             if model is None or not model.kernel_problem or model.path in self._noted:
                 continue
             self._noted.add(model.path)

@@ -24,6 +24,7 @@ from specgen.backend.llama import LlamaBackend
 from specgen.calibration.timing import time_batch, timed_batch_sizes
 from specgen.core.draft import NO_DRAFT, ROOT, Draft
 from specgen.drafters import draft_alone
+from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
 from specgen.engine.measurements import measure_if_new
@@ -32,7 +33,8 @@ from specgen.policy import Reason, RoundPlan, RoundResult, draft_up_to
 from specgen.selection.outlook import rows_s
 
 if TYPE_CHECKING:
-    from specgen.engine.session import Prompt, Session
+    from specgen.engine.models import Models
+    from specgen.engine.prompts import Prompt
 
 #: After each answer, the first `_N_OFTEN` sizes of batches are timed `_N_REPEATS` times, except a single
 #: row, which the answer itself times; the larger sizes are timed once.
@@ -130,7 +132,7 @@ class DraftFigures:
 
 
 def measure_target(
-    session: Session,
+    loaded: Models,
     prompts: Sequence[str],
     *,
     chat: bool | None = None,
@@ -139,25 +141,25 @@ def measure_target(
     progress: PromptsDone = lambda _done, _total: None,
 ) -> Baseline | None:
     """Let the target answer the prompts without a draft, and time its batches of 1 row up to the most rows
-    of a round by the session's options. With `hidden`, the hidden states are kept too, from which decoder
+    of a round by the options. With `hidden`, the hidden states are kept too, from which decoder
     heads draft.
 
-    The session's temperature must be 0. Returns None if interrupted. Raises `PromptError` if no prompt fits
+    The temperature must be 0. Returns None if interrupted. Raises `PromptError` if no prompt fits
     into the context, if no answer is longer than a token, or if the context has no room to time the
     batches; and `MemoryLimitError`.
     """
-    fitting, skipped = _fitting(session, prompts, chat)
-    n_ctx = max(session.context_size(len(prompt.tokens)) for _, prompt in fitting)
-    sizes = timed_batch_sizes(session.n_rows_max)
+    fitting, skipped = _fitting(loaded, prompts, chat)
+    n_ctx = max(loaded.context_size(len(prompt.tokens)) for _, prompt in fitting)
+    sizes = timed_batch_sizes(loaded.n_rows_max)
     samples: defaultdict[int, list[float]] = defaultdict(list)
     answers: list[TargetAnswer] = []
     token_s: list[float] = []
-    with session.contexts(n_ctx, drafts=False) as (target, _):
+    with loaded.contexts(n_ctx, drafts=False) as (target, _):
         for text, prompt in fitting:
             progress(len(answers), len(fitting))
             target.remove(0)
-            generation = session.generation(prompt, n_ctx, None, 0, plain=True)
-            list(Loop(target, session.clock, interrupted).run(generation))
+            generation = DrafterFactory(loaded).sequence(prompt, n_ctx, None, 0, plain=True)
+            list(Loop(target, loaded.clock, interrupted).run(generation))
             if interrupted():
                 return None
             n_prompt = generation.n_prompt
@@ -181,24 +183,24 @@ def measure_target(
         )
     batch_s = {size: statistics.median(samples[size]) for size in sizes}
     for size, seconds in batch_s.items():
-        session.costs.table().start(size, seconds)
+        loaded.costs.table().start(size, seconds)
     return Baseline(tuple(answers), skipped, n_ctx, batch_s, chat, tuple(token_s))
 
 
 def try_draft(
-    session: Session,
+    loaded: Models,
     baseline: Baseline,
     *,
     interrupted: Callable[[], bool] = lambda: False,
     progress: PromptsDone = lambda _done, _total: None,
 ) -> DraftFigures | None:
-    """Return the figures of the session's draft for its target; None if interrupted.
+    """Return the figures of the loaded draft for its target; None if interrupted.
 
     Raises `MemoryLimitError` or `BackendError` if the draft model cannot be run.
     """
-    with session.contexts(baseline.n_ctx) as (target, draft):
-        measure_if_new(session, target, draft)
-        replays = _replays(session, baseline, draft, interrupted, progress)
+    with loaded.contexts(baseline.n_ctx) as (target, draft):
+        measure_if_new(loaded, target, draft)
+        replays = _replays(loaded, baseline, draft, interrupted, progress)
     is_whole = len(replays) == len(baseline.answers)
     return summarise(replays, baseline.token_s) if is_whole else None
 
@@ -333,14 +335,14 @@ def agreeing_path(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
     return tuple(path)
 
 
-def answered_prompt(session: Session, baseline: Baseline, answer: TargetAnswer) -> Prompt:
+def answered_prompt(loaded: Models, baseline: Baseline, answer: TargetAnswer) -> Prompt:
     """Return the prompt of an answer. Each draft needs a prompt of its own, since it contains the draft's
     tokens."""
-    return session.prompt(answer.prompt, chat=baseline.chat, now=_NOW)
+    return loaded.prompts.of_text(answer.prompt, chat=baseline.chat, now=_NOW)
 
 
 def _fitting(
-    session: Session, texts: Sequence[str], chat: bool | None
+    loaded: Models, texts: Sequence[str], chat: bool | None
 ) -> tuple[list[tuple[str, Prompt]], tuple[int, ...]]:
     """Return the prompts that fit into the context, as they were given and as the models see them, and
     the numbers of the others. Raises `PromptError` if none fits."""
@@ -348,9 +350,9 @@ def _fitting(
     skipped: list[int] = []
     failure: PromptError | None = None
     for number, text in enumerate(texts, 1):
-        prompt = session.prompt(text, chat=chat, now=_NOW)
+        prompt = loaded.prompts.of_text(text, chat=chat, now=_NOW)
         try:
-            session.context_size(len(prompt.tokens) + 1)
+            loaded.context_size(len(prompt.tokens) + 1)
         except PromptError as error:
             failure = error
             skipped.append(number)
@@ -382,7 +384,7 @@ def _timed_sizes(sizes: Sequence[int]) -> Iterator[int]:
 
 
 def _replays(
-    session: Session,
+    loaded: Models,
     baseline: Baseline,
     draft: Backend | None,
     interrupted: Callable[[], bool],
@@ -394,9 +396,9 @@ def _replays(
         progress(len(replays), len(baseline.answers))
         if interrupted():
             break
-        prompt = answered_prompt(session, baseline, answer)
+        prompt = answered_prompt(loaded, baseline, answer)
         if draft is not None:
             draft.remove(0)
-        generation = session.generation(prompt, baseline.n_ctx, draft, 0)
-        replays.append(replay(generation, answer, baseline, session.clock))
+        generation = DrafterFactory(loaded).sequence(prompt, baseline.n_ctx, draft, 0)
+        replays.append(replay(generation, answer, baseline, loaded.clock))
     return replays

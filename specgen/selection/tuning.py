@@ -3,7 +3,7 @@
 The numbers of threads come first, since all else depends on them. Then the costs of decodes are measured
 while the target answers a few prompts. Then the draft is compared with these answers, and the gain of the
 draft, of n-grams, of both and of other drafts is computed (`specgen.selection.trial`). The results replace
-those in the session's memory; the caller saves it.
+those in the models' memory; the caller saves it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from specgen.selection.trial import (
 )
 
 if TYPE_CHECKING:
-    from specgen.engine.session import Session
+    from specgen.engine.models import Models
     from specgen.progress import Progress
 
 #: About how many seconds of decoding the comparison of numbers of threads takes.
@@ -101,20 +101,20 @@ class Tuning:
 
 
 class Tuner:
-    """Tunes a session, which need not have a draft. The session's temperature must be 0, and its policy
+    """Tunes loaded models, which need not have a draft. The temperature must be 0, and its policy
     must decide by costs."""
 
     def __init__(
         self,
-        session: Session,
+        loaded: Models,
         *,
         interrupted: Callable[[], bool] = lambda: False,
         progress: Progress = lambda _what, _done, _total: None,
     ) -> None:
-        self._session = session
+        self._loaded = loaded
         self._interrupted = interrupted
         self._progress = progress
-        self._target = session.options.target
+        self._target = loaded.options.target
 
     def run(
         self,
@@ -131,13 +131,13 @@ class Tuner:
         or `draft` fails; other drafts that fail are only listed as refused.
         """
         if draft is not None:
-            self._session.costs.forget_weights(draft)
-        self._session.change_draft(draft if draft is not None else "none")
+            self._loaded.costs.forget_weights(draft)
+        self._loaded.change_draft(draft if draft is not None else "none")
         threads = self._threads(None)
         draft_threads = self._threads(draft) if draft is not None else None
-        self._session.costs.forget()
+        self._loaded.costs.forget()
         baseline = measure_target(
-            self._session,
+            self._loaded,
             prompts,
             chat=chat,
             interrupted=self._interrupted,
@@ -158,18 +158,18 @@ class Tuner:
         return replace(found, is_interrupted=self._interrupted())
 
     def _with_draft(self, found: Tuning, draft: Path, threads: ThreadTimes | None) -> Tuning:
-        """Return the tuning with the measurements of the session's draft model added."""
-        self._session.costs.forget(draft)
+        """Return the tuning with the measurements of the loaded draft model added."""
+        self._loaded.costs.forget(draft)
         agreement = self._walk(found.baseline, draft)
         if agreement is None:
             return found
         for ngrams in (False, True):
             found = self._with_way(found, draft, ngrams=ngrams)
         # The target's costs are those of the baseline: the trial of a draft may have changed the table.
-        costs = known_costs(self._session, draft)
+        costs = known_costs(self._loaded, draft)
         if costs is not None:
             costs = Costs(found.baseline.batch_s, costs.draft_token_s)
-        latest = {compared.model: compared for compared in self._session.compared}
+        latest = {compared.model: compared for compared in self._loaded.drafts.compared}
         findings = DraftFindings(draft, agreement, costs, threads, latest.get(draft.name))
         return replace(found, draft=findings)
 
@@ -182,9 +182,9 @@ class Tuner:
                 break
             is_model = isinstance(source, Path)
             try:
-                self._session.change_draft(source)
+                self._loaded.change_draft(source)
                 if isinstance(source, Path):
-                    self._session.costs.forget(source)
+                    self._loaded.costs.forget(source)
                 found = self._with_way(found, source, ngrams=is_model)
             except _DRAFT_ERRORS as error:
                 refused = (Path(source), _reason(error, source))
@@ -192,59 +192,59 @@ class Tuner:
         return found
 
     def _with_way(self, found: Tuning, draft: DraftSource, *, ngrams: bool) -> Tuning:
-        """Return the tuning with the figures of the session's draft added; unchanged if interrupted."""
+        """Return the tuning with the figures of the loaded draft added; unchanged if interrupted."""
         name = Path(draft).name if isinstance(draft, Path) else "n-grams"
         what = f"{name} and n-grams" if ngrams else name
-        self._session.let_ngrams_draft(ngrams)
+        self._loaded.let_ngrams_draft(ngrams)
         try:
             figures = try_draft(
-                self._session,
+                self._loaded,
                 found.baseline,
                 interrupted=self._interrupted,
                 progress=self._telling(what),
             )
         finally:
-            self._session.let_ngrams_draft(None)
+            self._loaded.let_ngrams_draft(None)
         if figures is None:
             return found
         return replace(found, ways=(*found.ways, TriedDraft(draft, ngrams, figures)))
 
     def _threads(self, draft: Path | None) -> ThreadTimes | None:
-        """Measure and keep the best numbers of threads for the target, or for the session's draft model.
+        """Measure and keep the best numbers of threads for the target, or for the loaded draft model.
         None if the user named a number, or if interrupted."""
-        session = self._session
-        options = session.options.target_context if draft is None else session.options.draft_context
+        loaded = self._loaded
+        options = loaded.options.target_context if draft is None else loaded.options.draft_context
         is_named = options.n_threads is not None or options.n_threads_batch is not None
         if is_named or self._interrupted():
             return None
         model = draft or self._target
         self._progress(f"threads for {model.name}", 0, 1)
-        n_train = session.target_model.n_ctx_train
+        n_train = loaded.target.n_ctx_train
         n_ctx = min(_N_CTX, n_train) if n_train > 0 else _N_CTX
         default = default_threads()
         counts = thread_counts(default, os.cpu_count() or default, _n_usable_cores())
-        with session.contexts(n_ctx, drafts=draft is not None) as (target, drafting):
+        with loaded.contexts(n_ctx, drafts=draft is not None) as (target, drafting):
             backend = target if draft is None else drafting
-            assert backend is not None, "the session's draft"
+            assert backend is not None, "the loaded draft"
             found = measure_threads(backend, counts, default, _THREADS_BUDGET_S, self._interrupted)
         if self._interrupted():
             return None
-        session.memory.keep_threads(model, options, found.chosen)
+        loaded.memory.keep_threads(model, options, found.chosen)
         return found
 
     def _walk(self, baseline: Baseline, draft: Path) -> Agreement | None:
-        """Return how often the session's draft model agrees with the target's answers, over all their
+        """Return how often the loaded draft model agrees with the target's answers, over all their
         places; None if interrupted. The acceptance statistics learn from this."""
         n_places = n_agreed = 0
         tell = self._telling(f"agreement of {draft.name}")
-        with self._session.contexts(baseline.n_ctx) as (target, drafting):
-            assert drafting is not None, "the session's draft"
-            measure_if_new(self._session, target, drafting)
+        with self._loaded.contexts(baseline.n_ctx) as (target, drafting):
+            assert drafting is not None, "the loaded draft"
+            measure_if_new(self._loaded, target, drafting)
             for number, answer in enumerate(baseline.answers):
                 tell(number, len(baseline.answers))
-                prompt = answered_prompt(self._session, baseline, answer)
+                prompt = answered_prompt(self._loaded, baseline, answer)
                 drafting.remove(0)
-                walk = agreement_walk(self._session, prompt, drafting)
+                walk = agreement_walk(self._loaded, prompt, drafting)
                 tokens = [*prompt.tokens, *answer.tokens]
                 for place in range(len(prompt.tokens), len(tokens)):
                     if self._interrupted():

@@ -21,8 +21,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specgen import __version__
+from specgen.engine.models import Models
 from specgen.engine.prompts import template_of
-from specgen.engine.session import Session
 from specgen.errors import SpecgenError
 from specgen.json_values import as_json
 from specgen.openai_format.request import BodyError, read_request, with_call_form
@@ -64,14 +64,14 @@ class Server:
     """Answers requests with a session's engine, which `thread` steps. Use it as a context manager."""
 
     def __init__(
-        self, session: Session, thread: EngineThread, metrics: Metrics, options: ServerOptions
+        self, loaded: Models, thread: EngineThread, metrics: Metrics, options: ServerOptions
     ) -> None:
-        self._session = session
+        self._loaded = loaded
         self._thread = thread
         self._metrics = metrics
         self._options = options
         self._limits = options.limits
-        self._model = options.alias or session.target_model.name.removesuffix(".gguf")
+        self._model = options.alias or loaded.target.name.removesuffix(".gguf")
         self._started = int(time.time())
         #: The thread that builds and tokenizes prompts, one after the other, while the event loop goes on.
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="specgen-prompts")
@@ -170,18 +170,18 @@ class Server:
         self, endpoint: Endpoint, body: Mapping[str, Any], loop: asyncio.AbstractEventLoop
     ) -> tuple[ServerRequest, Job]:
         """Read a body and submit its answers to the engine. Raises `RequestError`, `SpecgenError`."""
-        options = self._session.options
+        options = self._loaded.options
         asked = read_server_request(
             endpoint, body, options.sampler, options.generation, self._limits
         )
-        asked = with_model_template(asked, self._session)
+        asked = with_model_template(asked, self._loaded)
         engine = self._thread.engine
         n_most = engine.n_parallel + self._limits.n_waiting
         if asked.n_answers > n_most:
             raise BodyError("n", f"{asked.n_answers} answers; there is room for at most {n_most}")
         try:
             self._thread.check_room(asked.n_answers)
-            asks = answer_requests(asked, self._session, engine.n_ctx, self._limits)
+            asks = answer_requests(asked, self._loaded, engine.n_ctx, self._limits)
             return asked, self._thread.submit(asks, loop)
         except QueueFullError as error:
             headers = {"Retry-After": str(error.retry_s)}
@@ -194,7 +194,7 @@ class Server:
         add_special = _field(body, "add_special", bool, default=False)
         parse_special = _field(body, "parse_special", bool, default=True)
         with_pieces = _field(body, "with_pieces", bool, default=False)
-        vocabulary = self._session.target_model.vocabulary
+        vocabulary = self._loaded.target.vocabulary
 
         def tokens() -> list[Any]:
             found = vocabulary.tokenize(
@@ -214,16 +214,16 @@ class Server:
             raise BodyError("tokens", "it is no list of whole numbers")
         if not tokens:
             return JSONResponse({"content": ""})
-        prompt = await self._in_thread(self._session.prompt_of_tokens, tokens)
+        prompt = await self._in_thread(self._loaded.prompts.of_tokens, tokens)
         return JSONResponse({"content": prompt.text})
 
     async def _apply_template(self, _request: Request, body: Mapping[str, Any]) -> Response:
-        options = self._session.options
+        options = self._loaded.options
         asked = read_request("chat", body, options.sampler, options.generation)
-        template = template_of(self._session.target_model, has_tools=True)
+        template = template_of(self._loaded.target, has_tools=True)
         asked = with_call_form(asked, template)
         conversation = functools.partial(
-            self._session.conversation, asked.messages, tools=asked.tool_definitions
+            self._loaded.prompts.of_messages, asked.messages, tools=asked.tool_definitions
         )
         prompt = await self._in_thread(conversation)
         return JSONResponse({"prompt": prompt.text})
@@ -234,7 +234,7 @@ class Server:
         return JSONResponse({"status": "ok"})
 
     async def _models(self, request: Request) -> Response:
-        model = self._session.target_model
+        model = self._loaded.target
         own = {
             "id": self._model,
             "object": "model",
@@ -254,8 +254,8 @@ class Server:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _props(self, _request: Request) -> Response:
-        session, engine = self._session, self._thread.engine
-        template = session.target_model.chat_template()
+        loaded, engine = self._loaded, self._thread.engine
+        template = loaded.target.chat_template()
         return JSONResponse(
             {
                 "model_alias": self._model,
@@ -263,12 +263,12 @@ class Server:
                 "default_generation_settings": {
                     "n_ctx": engine.n_ctx,
                     "params": {
-                        **as_json(session.options.sampler),
-                        "max_tokens": session.options.generation.max_tokens,
+                        **as_json(loaded.options.sampler),
+                        "max_tokens": loaded.options.generation.max_tokens,
                     },
                 },
-                "draft": session.draft_name,
-                "kernels": session.target_model.kernels,
+                "draft": loaded.drafts.name,
+                "kernels": loaded.target.kernels,
                 "chat_template": template or "",
                 "has_chat_template": template is not None,
                 "build_info": f"specgen {__version__}",
@@ -282,12 +282,12 @@ class Server:
                 {
                     "id": slot.number,
                     "n_ctx": n_ctx,
-                    "is_processing": slot.answer is not None,
+                    "is_processing": slot.request is not None,
                     "n_prompt_tokens": slot.n_prompt,
                     "n_prompt_tokens_processed": slot.n_read,
                     "n_decoded": slot.n_answer,
                 }
-                for slot in self._thread.engine.slot_states()
+                for slot in self._thread.engine.slots
             ]
         )
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
-from specgen.engine.infill import ContextFile, Gap
+from specgen.engine.infill import ContextFile, Gap, infill_prompt
+from specgen.engine.models import Models
 from specgen.engine.prompts import Prompt, template_of
-from specgen.engine.session import Session
 from specgen.openai_format.request import BodyError, Request, read_request, with_call_form
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.server.errors import RequestError
@@ -125,10 +125,10 @@ def read_server_request(
     return ServerRequest(endpoint, tuple(requests), n, gap, streams, alone, wish)
 
 
-def with_model_template(asked: ServerRequest, session: Session) -> ServerRequest:
-    """Return the same with the form of tool calls of a session's model, from its chat template. Raises
+def with_model_template(asked: ServerRequest, loaded: Models) -> ServerRequest:
+    """Return the same with the form of tool calls of the target, from its chat template. Raises
     `BodyError`."""
-    template = template_of(session.target_model, has_tools=True)
+    template = template_of(loaded.target, has_tools=True)
     requests = tuple(with_call_form(request, template) for request in asked.requests)
     return replace(asked, requests=requests)
 
@@ -160,7 +160,7 @@ def _gap(fields: dict[str, Any]) -> Gap:
 
 
 def answer_requests(
-    asked: ServerRequest, session: Session, n_ctx: int, limits: Limits
+    asked: ServerRequest, loaded: Models, n_ctx: int, limits: Limits
 ) -> list[AnswerRequest]:
     """Return what to submit to an engine with contexts of `n_ctx` tokens: all answers to the first prompt,
     then those to the next. Raises `UsageError`, `PromptError`, and `RequestError` for a prompt that does not
@@ -169,7 +169,7 @@ def answer_requests(
     wish = asked.wish
     for request in asked.requests:
         generation = _within(request.generation, limits.answer_tokens)
-        prompt = _prompt(asked, request, session, n_ctx, generation)
+        prompt = _prompt(asked, request, loaded, n_ctx, generation)
         _check_length(len(prompt.tokens), n_ctx, limits.prompt_tokens)
         for number in range(asked.n):
             sampling = request.sampling
@@ -184,7 +184,7 @@ def answer_requests(
 def _prompt(
     asked: ServerRequest,
     request: Request,
-    session: Session,
+    loaded: Models,
     n_ctx: int,
     generation: GenerationOptions,
 ) -> Prompt:
@@ -192,12 +192,14 @@ def _prompt(
         # The far ends of a long text matter little: the text is cut to leave room for an answer.
         n_answer = generation.max_tokens if generation.max_tokens >= 0 else n_ctx // 4
         n_room = max(n_ctx // 4, n_ctx - n_answer)
-        return session.infill(asked.gap, n_room).prompt
+        return infill_prompt(loaded.target, loaded.drafts.own_vocabulary, asked.gap, n_room).prompt
     if request.kind == "chat":
-        return session.conversation(request.messages, now=_now(), tools=request.tool_definitions)
+        return loaded.prompts.of_messages(
+            request.messages, now=_now(), tools=request.tool_definitions
+        )
     if request.tokens is not None:
-        return session.prompt_of_tokens(request.tokens)
-    return session.prompt(request.text, chat=False)
+        return loaded.prompts.of_tokens(request.tokens)
+    return loaded.prompts.of_text(request.text, chat=False)
 
 
 def _check_length(n_tokens: int, n_ctx: int, n_most: int) -> None:

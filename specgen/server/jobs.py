@@ -12,8 +12,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from specgen.engine.engine import Answer, Engine
+from specgen.engine.engine import Engine
 from specgen.engine.prompts import Prompt
+from specgen.engine.request import Request
 from specgen.errors import BackendError, SpecgenError, WorkerLostError
 from specgen.events import Event, PromptEvent
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
@@ -38,7 +39,7 @@ class QueueFullError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """One answer to generate: the arguments of `Engine.submit`."""
+    """One answer to generate: the arguments of `Engine.insert`."""
 
     prompt: Prompt
     sampling: SamplerOptions
@@ -52,7 +53,7 @@ class Job:
     """The answers of one request; made by `EngineThread.submit`."""
 
     def __init__(
-        self, answers: Sequence[Answer], submitted_s: float, loop: asyncio.AbstractEventLoop
+        self, answers: Sequence[Request], submitted_s: float, loop: asyncio.AbstractEventLoop
     ) -> None:
         self.answers = tuple(answers)
         self.submitted_s = submitted_s
@@ -152,12 +153,12 @@ class EngineThread:
 
     def submit(self, asks: Sequence[AnswerRequest], loop: asyncio.AbstractEventLoop) -> Job:
         """Submit answers, whose events go to this event loop. May be called from any thread. Raises
-        `QueueFullError`, and what `Engine.submit` raises; nothing is submitted then."""
+        `QueueFullError`, and what `Engine.insert` raises; nothing is submitted then."""
         now = time.monotonic()
         with self._changed:
             self.check_room(len(asks))
             self._n_open += len(asks)
-        answers: list[Answer] = []
+        answers: list[Request] = []
         try:  # without the lock: reading a grammar may take long, and the thread goes on meanwhile
             answers.extend(map(self._submit, asks))
         except BaseException:
@@ -175,8 +176,8 @@ class EngineThread:
             self._changed.notify()
         return job
 
-    def _submit(self, ask: AnswerRequest) -> Answer:
-        return self.engine.submit(
+    def _submit(self, ask: AnswerRequest) -> Request:
+        return self.engine.insert(
             ask.prompt,
             sampling=ask.sampling,
             generation=ask.generation,

@@ -13,7 +13,7 @@ from types import FrameType
 import uvicorn
 
 from specgen.engine.engine import Engine
-from specgen.engine.session import Session
+from specgen.engine.models import Models
 from specgen.server.app import Server
 from specgen.server.jobs import EngineThread
 from specgen.server.metrics import Metrics
@@ -24,7 +24,7 @@ _FLUSH_S = 5.0
 
 
 def serve(
-    session: Session,
+    loaded: Models,
     engine: Engine,
     options: ServerOptions,
     bound: socket.socket,
@@ -43,7 +43,7 @@ def serve(
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("specgen.server").setLevel(logging.INFO)
     with http_server(
-        session,
+        loaded,
         engine,
         options,
         is_verbose=is_verbose,
@@ -58,7 +58,7 @@ def serve(
 
 @contextlib.contextmanager
 def http_server(
-    session: Session,
+    loaded: Models,
     engine: Engine,
     options: ServerOptions,
     *,
@@ -71,7 +71,7 @@ def http_server(
     metrics = Metrics(engine.n_parallel)
     with (
         EngineThread(engine, metrics, options.limits.n_waiting, between_answers) as thread,
-        Server(session, thread, metrics, options) as server,
+        Server(loaded, thread, metrics, options) as server,
     ):
         config = uvicorn.Config(
             server.app(),

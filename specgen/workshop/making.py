@@ -19,7 +19,7 @@ from specgen.progress import Progress
 from specgen.workshop.made_files import distilled_file, heads_file, pruned_file, text_folder
 
 if TYPE_CHECKING:
-    from specgen.engine.session import Session
+    from specgen.engine.models import Models
     from specgen.workshop.pruned.making import ExpectedSpeedup
     from specgen.workshop.texts import TargetText
 
@@ -52,7 +52,7 @@ def own_prompts() -> list[str]:
 
 
 class Workshop:
-    """Makes drafts for the target of a session, in a cache folder.
+    """Makes drafts for a target, in a cache folder.
 
     `clock` gives seconds. `tell` gets a sentence about each result; `interrupted` returns whether to stop.
     `expected` gives `make_pruned` the expected speed-up of a draft.
@@ -60,7 +60,7 @@ class Workshop:
 
     def __init__(
         self,
-        session: Session,
+        loaded: Models,
         wanted: TextWanted,
         cache: Path,
         *,
@@ -70,7 +70,7 @@ class Workshop:
         interrupted: Callable[[], bool],
         expected: ExpectedSpeedup,
     ) -> None:
-        self._session = session
+        self._loaded = loaded
         self._wanted = wanted
         self._cache = cache
         self._clock = clock
@@ -78,7 +78,7 @@ class Workshop:
         self._tell = tell
         self._interrupted = interrupted
         self._expected = expected
-        self._target = session.options.target
+        self._target = loaded.options.target
         self._identity = _identity(self._target)
         #: The folder of the text.
         self.folder = text_folder(cache, self._identity)
@@ -93,7 +93,7 @@ class Workshop:
         if "pruned" in kinds:
             from specgen.workshop.pruned.files import check_prunable
 
-            check_prunable(self._session.target_model)  # before minutes are spent on the text
+            check_prunable(self._loaded.target)  # before minutes are spent on the text
         started_s = self._clock()
         until_s = started_s + 60.0 * minutes
         n_have = self.write_text(until_s=started_s + _SHARE_OF_TEXT * 60.0 * minutes)
@@ -125,10 +125,10 @@ class Workshop:
         from specgen.workshop.texts import bytes_of, write_text
 
         wanted = self._wanted
-        size = human_bytes(bytes_of(wanted.n_tokens, self._session.target_model.n_embd))
+        size = human_bytes(bytes_of(wanted.n_tokens, self._loaded.target.n_embd))
         self._tell(f"up to {wanted.n_tokens} tokens of text, {size}, in {self.folder}")
         return write_text(
-            self._session,
+            self._loaded,
             wanted.prompts,
             self.folder,
             n_tokens=wanted.n_tokens,
@@ -141,14 +141,14 @@ class Workshop:
     def _text(self) -> TargetText:
         from specgen.workshop.texts import TargetText
 
-        n_embd = self._session.target_model.n_embd
+        n_embd = self._loaded.target.n_embd
         return TargetText(self.folder, n_embd, self._wanted.prompts)
 
     def _train_heads(self, seconds: float) -> Path | None:
         from specgen.backend.llama.decoder_heads import write_heads
         from specgen.workshop.heads import train_heads
 
-        model = self._session.target_model
+        model = self._loaded.target
         trained = train_heads(
             self._text(),
             self._target,
@@ -182,7 +182,7 @@ class Workshop:
 
         with contextlib.closing(LlamaModel(draft, vocabulary_only=True)) as small:
             now = datetime.datetime.now().astimezone()
-            texts = training_texts(self._text(), self._session.target_model, small, now)
+            texts = training_texts(self._text(), self._loaded.target, small, now)
         output = distilled_file(self._cache, self._identity, draft)
         fitted = distil(
             draft,
@@ -207,7 +207,7 @@ class Workshop:
 
         output = pruned_file(self._cache, self._identity)
         made = make_pruned(
-            self._session,
+            self._loaded,
             self._text(),
             output,
             expected=self._expected,

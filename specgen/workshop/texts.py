@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from specgen.arrays import Logits
 from specgen.backend.base import Batch
 from specgen.backend.llama import LlamaBackend
-from specgen.engine.engine import Answer as EngineAnswer
 from specgen.engine.engine import Engine
-from specgen.engine.session import Session
+from specgen.engine.models import Models
+from specgen.engine.request import Request
 from specgen.errors import ModelFileError, OutputError, PairError, UsageError
 from specgen.json_lines import (
     AppendedFile,
@@ -111,7 +111,7 @@ def bytes_of(n_tokens: int, n_embd: int) -> int:
 
 
 def write_text(
-    session: Session,
+    loaded: Models,
     prompts: Sequence[str],
     folder: Path,
     *,
@@ -130,14 +130,14 @@ def write_text(
     not fit the target's context, `PairError` if the target has a recurrent state, and `ModelFileError` if the
     folder's files are damaged.
     """
-    if session.target_model.has_recurrent_state:
+    if loaded.target.has_recurrent_state:
         raise PairError(
-            f"{session.target_model.name} has a recurrent state: its hidden states cannot be read"
+            f"{loaded.target.name} has a recurrent state: its hidden states cannot be read"
         )
     with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     busy = OutputError(f"{folder}: another process is writing there", "wait until it is done")
-    with locked(folder / "lock", busy), _Writer.opened(folder, session) as writer:
+    with locked(folder / "lock", busy), _Writer.opened(folder, loaded) as writer:
         asked = frozenset(prompts)
         answered = {answer.prompt for answer in writer.answers if answer.prompt in asked}
         left = [
@@ -149,21 +149,21 @@ def write_text(
         progress(n_have, n_tokens)
         if n_have >= n_tokens or not left:
             return n_have
-        n_ctx = _room(session, [text for text, _ in left], max_tokens)
-        with Engine(session, n_parallel=n_parallel, n_ctx=n_ctx, interrupted=interrupted) as engine:
-            waiting: dict[EngineAnswer, tuple[str, bool]] = {}
+        n_ctx = _room(loaded, [text for text, _ in left], max_tokens)
+        with Engine(loaded, n_parallel=n_parallel, n_ctx=n_ctx, interrupted=interrupted) as engine:
+            waiting: dict[Request, tuple[str, bool]] = {}
             while (left or waiting) and not interrupted() and n_have < n_tokens:
                 while left and len(waiting) < n_parallel:
                     text, is_judged = left.pop(0)
-                    prompt = session.prompt(text)
+                    prompt = loaded.prompts.of_text(text)
                     if len(prompt.tokens) + max_tokens <= n_ctx:
-                        waiting[engine.submit(prompt)] = text, is_judged
+                        waiting[engine.insert(prompt)] = text, is_judged
                 engine.step()
                 for done in [answer for answer in waiting if answer.is_done]:
                     text, is_judged = waiting.pop(done)
                     if done.failure is not None or not _is_whole(done):
                         continue
-                    answer = _answer_of(session, done, text, is_judged)
+                    answer = _answer_of(loaded, done, text, is_judged)
                     writer.add(answer)
                     n_have += len(answer.tokens)
                     progress(n_have, n_tokens)
@@ -173,12 +173,12 @@ def write_text(
 class TextReader:
     """Reads texts with the target to get its logits and hidden states. Use it as a context manager."""
 
-    def __init__(self, session: Session, n_ctx: int) -> None:
+    def __init__(self, loaded: Models, n_ctx: int) -> None:
         self._backend = LlamaBackend(
-            session.target_model,
-            session.costs.context_options(),
+            loaded.target,
+            loaded.costs.context_options(),
             n_ctx=n_ctx,
-            clock=session.clock,
+            clock=loaded.clock,
             n_outputs=_N_ROWS,
         )
 
@@ -214,9 +214,9 @@ def _rows(tokens: Sequence[int], position: int, *, wanted: bool) -> Batch:
 class _Writer:
     """Appends answers to a folder, with the target's hidden states and likeliest tokens at their places."""
 
-    def __init__(self, folder: Path, session: Session) -> None:
-        self._session = session
-        self._n_embd = session.target_model.n_embd
+    def __init__(self, folder: Path, loaded: Models) -> None:
+        self._loaded = loaded
+        self._n_embd = loaded.target.n_embd
         self.answers, n_bytes = _whole_answers(folder, self._n_embd)
         n_rows = sum(len(answer.tokens) for answer in self.answers)
         self._resources = contextlib.ExitStack()
@@ -238,8 +238,8 @@ class _Writer:
 
     @staticmethod
     @contextlib.contextmanager
-    def opened(folder: Path, session: Session) -> Iterator[_Writer]:
-        writer = _Writer(folder, session)
+    def opened(folder: Path, loaded: Models) -> Iterator[_Writer]:
+        writer = _Writer(folder, loaded)
         with writer._resources:
             yield writer
 
@@ -267,7 +267,7 @@ class _Writer:
     def _reader_for(self, n_tokens: int) -> TextReader:
         if self._reader is None or self._reader[1] < n_tokens:
             n_ctx = -(-n_tokens // 1024) * 1024
-            reader = self._resources.enter_context(TextReader(self._session, n_ctx))
+            reader = self._resources.enter_context(TextReader(self._loaded, n_ctx))
             self._reader = reader, n_ctx
         return self._reader[0]
 
@@ -336,18 +336,18 @@ def _size(path: Path) -> int:
     return 0
 
 
-def _room(session: Session, texts: Sequence[str], max_tokens: int) -> int:
+def _room(loaded: Models, texts: Sequence[str], max_tokens: int) -> int:
     """A context size, in tokens, in which nine of ten prompts fit with their answers."""
-    lengths = sorted(len(session.prompt(text).tokens) for text in texts)
+    lengths = sorted(len(loaded.prompts.of_text(text).tokens) for text in texts)
     n_prompt = lengths[int(0.9 * (len(lengths) - 1))]
     n_ctx = -(-(n_prompt + max_tokens) // 256) * 256
-    n_train = session.target_model.n_ctx_train
+    n_train = loaded.target.n_ctx_train
     if n_train and n_ctx > n_train:
         raise UsageError(f"{max_tokens} tokens an answer: the target has room for {n_train}")
     return n_ctx
 
 
-def _is_whole(answer: EngineAnswer) -> bool:
+def _is_whole(answer: Request) -> bool:
     finished = answer.finished
     return (
         finished is not None
@@ -356,12 +356,12 @@ def _is_whole(answer: EngineAnswer) -> bool:
     )
 
 
-def _answer_of(session: Session, answer: EngineAnswer, text: str, is_judged: bool) -> TargetAnswer:
+def _answer_of(loaded: Models, answer: Request, text: str, is_judged: bool) -> TargetAnswer:
     finished = answer.finished
     assert finished is not None, "it is whole"
     tokens = finished.token_ids
     if finished.finish_reason == "stop":
-        vocabulary = session.target_model.vocabulary
+        vocabulary = loaded.target.vocabulary
         ends = [
             t for t in vocabulary.end_tokens() if vocabulary.token_text(t) == finished.stopped_by
         ]

@@ -20,13 +20,15 @@ import numpy as np
 from specgen.arrays import Logits
 from specgen.backend.base import Batch
 from specgen.backend.llama import LlamaBackend, LlamaModel
-from specgen.engine.engine import Engine
-from specgen.engine.session import DraftSource, Session, SessionOptions
+from specgen.engine.engine import Engine, generate
+from specgen.engine.models import Models
 from specgen.events import FinishedEvent
 from specgen.options import (
     ContextOptions,
     DraftOptions,
+    DraftSource,
     GenerationOptions,
+    SessionOptions,
     parse_tree,
 )
 from specgen.proof import GreedyResult, check_greedy
@@ -72,7 +74,7 @@ def _require(holds: bool, message: str) -> None:
 
 
 @contextmanager
-def _session(subject: Subject, draft: DraftSource, tree: str = "off") -> Iterator[Session]:
+def _loaded(subject: Subject, draft: DraftSource, tree: str = "off") -> Iterator[Models]:
     context = ContextOptions(n_threads=N_THREADS)
     options = SessionOptions(
         target=subject.path,
@@ -84,22 +86,22 @@ def _session(subject: Subject, draft: DraftSource, tree: str = "off") -> Iterato
         target_context=context,
         draft_context=context,
     )
-    with Session(options, time.perf_counter) as session:
-        yield session
+    with Models(options, time.perf_counter) as loaded:
+        yield loaded
 
 
 def load(subject: Subject) -> str:
     """The model says something."""
-    with _session(subject, "none") as session:
-        *_, last = session.generate(session.prompt(PROMPT, chat=False))
+    with _loaded(subject, "none") as loaded:
+        *_, last = generate(loaded, loaded.prompts.of_text(PROMPT, chat=False))
     assert isinstance(last, FinishedEvent)
     _require(len(last.token_ids) == N_TOKENS, f"{len(last.token_ids)} tokens of {N_TOKENS}")
     return ""
 
 
-def _greedy(session: Session, subject: Subject) -> str:
+def _greedy(loaded: Models, subject: Subject) -> str:
     """Greedy text and the rows that it rests on are plain decoding's."""
-    (result,) = check_greedy(session, [session.prompt(PROMPT, chat=False)])
+    (result,) = check_greedy(loaded, [loaded.prompts.of_text(PROMPT, chat=False)])
     _require(result.n_drafted > 0, "nothing was drafted")
     return _compared(result, subject)
 
@@ -125,50 +127,50 @@ def _compared(result: GreedyResult, subject: Subject) -> str:
 
 def ngram(subject: Subject) -> str:
     """N-grams draft."""
-    with _session(subject, "ngram") as session:
-        return _greedy(session, subject)
+    with _loaded(subject, "ngram") as loaded:
+        return _greedy(loaded, subject)
 
 
 def model(subject: Subject) -> str:
     """A model that says much the same drafts."""
-    with _session(subject, subject.near) as session:
-        return _greedy(session, subject)
+    with _loaded(subject, subject.near) as loaded:
+        return _greedy(loaded, subject)
 
 
 def wrong(subject: Subject) -> str:
     """A model that says something else drafts."""
-    with _session(subject, subject.wrong) as session:
-        return _greedy(session, subject)
+    with _loaded(subject, subject.wrong) as loaded:
+        return _greedy(loaded, subject)
 
 
 def tree(subject: Subject) -> str:
     """Drafts branch, where sequences can share cells."""
-    with _session(subject, subject.near, "3,2,1") as session:
-        return _greedy(session, subject)
+    with _loaded(subject, subject.near, "3,2,1") as loaded:
+        return _greedy(loaded, subject)
 
 
 def full_context(subject: Subject) -> str:
     """The answer goes on until the context is full."""
-    with _session(subject, subject.near) as session:
-        n_prompt = len(session.prompt(PROMPT, chat=False).tokens)
+    with _loaded(subject, subject.near) as loaded:
+        n_prompt = len(loaded.prompts.of_text(PROMPT, chat=False).tokens)
         options = replace(
-            session.options,
+            loaded.options,
             generation=GenerationOptions(max_tokens=-1, ignore_eos=True),
-            target_context=replace(session.options.target_context, n_ctx=N_CTX_FULL),
+            target_context=replace(loaded.options.target_context, n_ctx=N_CTX_FULL),
         )
-    with Session(options, time.perf_counter) as session:
-        prompt = session.prompt(PROMPT, chat=False)
-        (result,) = check_greedy(session, [prompt])
+    with Models(options, time.perf_counter) as loaded:
+        prompt = loaded.prompts.of_text(PROMPT, chat=False)
+        (result,) = check_greedy(loaded, [prompt])
         _require(result.n_tokens >= N_CTX_FULL - n_prompt, f"only {result.n_tokens} tokens")
     return f"{result.n_tokens} tokens, {_compared(result, subject)}"
 
 
 def parallel(subject: Subject) -> str:
     """Four answers at once, with drafts, are what each is alone."""
-    with _session(subject, "none") as session:
-        expected = [_tokens(session, prompt) for prompt in PROMPTS]
-    with _session(subject, subject.near) as session, Engine(session, n_parallel=4) as engine:
-        asked = [engine.submit(session.prompt(prompt, chat=False)) for prompt in PROMPTS]
+    with _loaded(subject, "none") as loaded:
+        expected = [_tokens(loaded, prompt) for prompt in PROMPTS]
+    with _loaded(subject, subject.near) as loaded, Engine(loaded, n_parallel=4) as engine:
+        asked = [engine.insert(loaded.prompts.of_text(prompt, chat=False)) for prompt in PROMPTS]
         list(engine.run())
     n_ties = 0
     for number, (answer, tokens) in enumerate(zip(asked, expected, strict=True)):
@@ -180,8 +182,8 @@ def parallel(subject: Subject) -> str:
         at = _first_difference(answer.finished.token_ids, tokens)
         what = f"answer {number} differs at token {at}"
         _require(not subject.kernels, what)
-        with _session(subject, "none") as session:
-            prompt = session.prompt(PROMPTS[number], chat=False).tokens
+        with _loaded(subject, "none") as loaded:
+            prompt = loaded.prompts.of_text(PROMPTS[number], chat=False).tokens
         text = (*prompt, *tokens[:at])
         ours, theirs = tokens[at], answer.finished.token_ids[at]
         with _backends(subject) as opened:
@@ -193,8 +195,8 @@ def parallel(subject: Subject) -> str:
     return f"{n_ties} near-ties" if n_ties else ""
 
 
-def _tokens(session: Session, prompt: str) -> tuple[int, ...]:
-    *_, last = session.generate(session.prompt(prompt, chat=False), estimate_gain=False)
+def _tokens(loaded: Models, prompt: str) -> tuple[int, ...]:
+    *_, last = generate(loaded, loaded.prompts.of_text(prompt, chat=False), estimate_gain=False)
     assert isinstance(last, FinishedEvent)
     return tuple(last.token_ids)
 

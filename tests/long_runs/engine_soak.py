@@ -22,8 +22,9 @@ import psutil
 
 from specgen.calibration.memory import Memory
 from specgen.catalogue import cache_folder
-from specgen.engine.engine import Answer, Engine
-from specgen.engine.session import Session
+from specgen.engine.engine import Engine
+from specgen.engine.models import Models
+from specgen.engine.request import Request
 from specgen.kernels import choose_kernels
 from specgen.options import (
     ContextOptions,
@@ -90,11 +91,11 @@ class EngineSoak:
         name = Path(draft).name
         asked = [self._wish() for _ in range(_N_ANSWERS)]
         with (
-            self._session(draft, drafting) as session,
-            Engine(session, n_parallel=8, n_ctx=768) as engine,
+            self._loaded(draft, drafting) as loaded,
+            Engine(loaded, n_parallel=8, n_ctx=768) as engine,
         ):
             answers = [
-                engine.submit(session.prompt(text, chat=False), sampling=sampling)
+                engine.insert(loaded.prompts.of_text(text, chat=False), sampling=sampling)
                 for text, sampling in asked
             ]
             cancelled = {answer for answer in answers if self._chance.random() < 0.2}
@@ -111,7 +112,7 @@ class EngineSoak:
         memory = self._process.memory_full_info().uss / 2**20
         self.samples.append((self.n_tokens, round(memory, 1), self._process.num_fds()))
 
-    def _session(self, draft: DraftSource, drafting: DraftOptions) -> Session:
+    def _loaded(self, draft: DraftSource, drafting: DraftOptions) -> Models:
         generation = GenerationOptions(max_tokens=200)
         context = ContextOptions(n_threads=self._n_threads)
         options = SessionOptions(
@@ -122,7 +123,7 @@ class EngineSoak:
             drafting=drafting,
             generation=generation,
         )
-        return Session(options, time.perf_counter, self._memory)
+        return Models(options, time.perf_counter, self._memory)
 
     def _wish(self) -> tuple[str, SamplerOptions]:
         n = self._chance.randrange(1, 120)
@@ -132,15 +133,15 @@ class EngineSoak:
         return text, SamplerOptions(temperature=0.9, seed=self._chance.randrange(2**31))
 
     def _compare(
-        self, name: str, asked: list[tuple[str, SamplerOptions]], answers: list[Answer]
+        self, name: str, asked: list[tuple[str, SamplerOptions]], answers: list[Request]
     ) -> None:
         chosen = [number for number in range(len(asked)) if self._chance.random() < 0.1]
         if not chosen:
             return
-        with self._session("none", DraftOptions()) as plain, Engine(plain, n_ctx=768) as engine:
+        with self._loaded("none", DraftOptions()) as plain, Engine(plain, n_ctx=768) as engine:
             for number in chosen:
                 text, sampling = asked[number]
-                again = engine.submit(plain.prompt(text, chat=False), sampling=sampling)
+                again = engine.insert(plain.prompts.of_text(text, chat=False), sampling=sampling)
                 collections.deque(engine.run(), maxlen=0)
                 found, expected = answers[number].finished, again.finished
                 assert found is not None

@@ -7,12 +7,11 @@ this package only when they need a model.
 
 from specgen.backend.llama.context import LlamaBackend
 from specgen.backend.llama.context_opening import default_threads
-from specgen.backend.llama.devices import build
 from specgen.backend.llama.grammar import LlamaGrammar
-from specgen.backend.llama.library import LogSink, logging_to
+from specgen.backend.llama.library import LogSink, build, logging_to
 from specgen.backend.llama.model import LlamaModel
-from specgen.backend.llama.requantized import requantize
 from specgen.backend.llama.vocabulary import LlamaVocabulary
+from specgen.backend.llama.weights import requantize
 
 __all__ = [
     "LlamaBackend",

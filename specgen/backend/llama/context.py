@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,24 +55,27 @@ class LlamaBackend:
         n_branches: int = 1,
         on_tensor: Any = None,
     ) -> None:
-        self._model = model
+        self.model = model
         self._clock = clock
         self._handle: Any = None
-        self._n_ctx = n_ctx
-        self._n_batch = min(options.n_batch, n_ctx)
-        self._n_sequences = n_sequences
-        self._n_outputs = n_outputs
-        self._decode_s = 0.0
-        self._n_decoded_rows = 0
-        self._n_vocab = model.vocabulary.n_tokens
+        # What these are is said in `Backend`.
+        self.n_ctx = n_ctx
+        self.n_batch = min(options.n_batch, n_ctx)
+        self.n_sequences = n_sequences
+        self.n_outputs = n_outputs
+        self.decode_s = 0.0
+        self.n_decoded_rows = 0
+        self.vocabulary: LlamaVocabulary = model.vocabulary
+        self.n_vocab = self.vocabulary.n_tokens
 
-        n_rows = max(self._n_batch, n_outputs)
+        n_rows = max(self.n_batch, n_outputs)
         size = ContextSize(n_ctx, n_rows, n_outputs, n_sequences, n_branches)
         if n_rollback is None:
             n_rollback = n_outputs - 1
         context = open_context(model, options, size, n_rollback, on_tensor)
         self._handle, self._n_snapshots = context.handle, context.n_snapshots
         model.hold()
+        self._decode_native = partial(model.call, _decode) if model.is_remote else _decode
         self._cache = Cache(model.name, self._handle, model.n_window, model.call, context.guards)
         if not self._cache:
             self.close()
@@ -97,34 +101,6 @@ class LlamaBackend:
             )
 
     @property
-    def vocabulary(self) -> LlamaVocabulary:
-        return self._model.vocabulary
-
-    @property
-    def model(self) -> LlamaModel:
-        return self._model
-
-    @property
-    def n_vocab(self) -> int:
-        return self._n_vocab
-
-    @property
-    def n_ctx(self) -> int:
-        return self._n_ctx
-
-    @property
-    def n_batch(self) -> int:
-        return self._n_batch
-
-    @property
-    def n_outputs(self) -> int:
-        return self._n_outputs
-
-    @property
-    def n_sequences(self) -> int:
-        return self._n_sequences
-
-    @property
     def rollback(self) -> Rollback:
         if self._rewinder is None:
             return "cells"
@@ -133,14 +109,6 @@ class LlamaBackend:
     @property
     def can_branch(self) -> bool:
         return self._rewinder is None
-
-    @property
-    def decode_s(self) -> float:
-        return self._decode_s
-
-    @property
-    def n_decoded_rows(self) -> int:
-        return self._n_decoded_rows
 
     def decode(self, batch: Batch) -> Logits:
         if self._rewinder is None:
@@ -151,11 +119,11 @@ class LlamaBackend:
             return logits
         self._rows.check(batch)
         # The time of rollbacks, and of decoding tokens again, counts as decoding.
-        started, before_s = self._clock(), self._decode_s
+        started, before_s = self._clock(), self.decode_s
         try:
             return self._rewinder.decode(batch)
         finally:
-            self._decode_s = before_s + self._clock() - started
+            self.decode_s = before_s + self._clock() - started
 
     def decode_hidden(self, batch: Batch) -> tuple[Logits, Hidden]:
         """Decode as `decode` does, and also return the final hidden states (after the last norm, before
@@ -167,10 +135,10 @@ class LlamaBackend:
         which are decoded again.
         """
         if self._rewinder is not None:
-            raise BackendError(f"{self._model.name}: no hidden states of a recurrent model")
-        if len(batch) > self._n_outputs:
+            raise BackendError(f"{self.model.name}: no hidden states of a recurrent model")
+        if len(batch) > self.n_outputs:
             raise BackendError(
-                f"a batch wants {len(batch)} rows of hidden states; {self._n_outputs} at most"
+                f"a batch wants {len(batch)} rows of hidden states; {self.n_outputs} at most"
             )
         wanted = np.flatnonzero(batch.wants_logits)
         llama_cpp.llama_set_embeddings(self._handle, True)
@@ -179,8 +147,8 @@ class LlamaBackend:
             logits = self._view(len(batch))
             pointer = llama_cpp.llama_get_embeddings(self._handle)
             if not pointer:
-                raise BackendError(f"{self._model.name}: llama.cpp gave no hidden states")
-            n_embd = self._model.n_embd
+                raise BackendError(f"{self.model.name}: llama.cpp gave no hidden states")
+            n_embd = self.model.n_embd
             address = ctypes.addressof(pointer.contents)
             memory = (ctypes.c_float * (len(batch) * n_embd)).from_address(address)
             hidden = np.ctypeslib.as_array(memory).reshape(len(batch), n_embd)
@@ -191,32 +159,33 @@ class LlamaBackend:
         return logits, hidden
 
     def _decode_rows(self, batch: Batch) -> Logits:
-        self._model.check_open()
+        if self.model.is_closed:
+            self.model.check_open()
         n_wanted = self._rows.fill(batch)
         started = self._clock()
-        status: int = self._model.call(_decode, self._handle, self._rows.native)
-        self._decode_s += self._clock() - started
+        status: int = self._decode_native(self._handle, self._rows.native)
+        self.decode_s += self._clock() - started
         if status != 0:
             raise BackendError(
-                f"{self._model.name}: llama.cpp could not decode {len(batch)} tokens at "
-                f"position {batch.positions[0]} of {self._n_ctx} ({_DECODE_ERRORS.get(status)}, "
+                f"{self.model.name}: llama.cpp could not decode {len(batch)} tokens at "
+                f"position {batch.positions[0]} of {self.n_ctx} ({_DECODE_ERRORS.get(status)}, "
                 f"status {status}): {last_error()}"
             )
-        self._n_decoded_rows += len(batch)
+        self.n_decoded_rows += len(batch)
         return self._view(n_wanted)
 
     def _view(self, n_rows: int) -> Logits:
         """Return the first rows of llama.cpp's logits, without a copy: float32[n_rows, n_vocab]."""
         if n_rows == 0:
-            return np.empty((0, self._n_vocab), np.float32)
+            return np.empty((0, self.n_vocab), np.float32)
         pointer = llama_cpp.llama_get_logits(self._handle)
         if not pointer:
-            raise BackendError(f"{self._model.name}: llama.cpp gave no logits")
+            raise BackendError(f"{self.model.name}: llama.cpp gave no logits")
         address = ctypes.addressof(pointer.contents)
         if address != self._logits_address:
             # The address rarely changes. The view has `n_outputs` rows; only those of the batch are read.
-            memory = (ctypes.c_float * (self._n_outputs * self._n_vocab)).from_address(address)
-            self._logits = np.ctypeslib.as_array(memory).reshape(self._n_outputs, self._n_vocab)
+            memory = (ctypes.c_float * (self.n_outputs * self.n_vocab)).from_address(address)
+            self._logits = np.ctypeslib.as_array(memory).reshape(self.n_outputs, self.n_vocab)
             self._logits_address = address
         return self._logits[:n_rows]
 
@@ -251,7 +220,7 @@ class LlamaBackend:
     def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
         if self._rewinder is not None:
             raise BackendError(
-                f"{self._model.name}: sequence {source} has a recurrent state, which sequence "
+                f"{self.model.name}: sequence {source} has a recurrent state, which sequence "
                 f"{destination} cannot share"
             )
         if end > 0 and self._cache.n_window:
@@ -273,9 +242,9 @@ class LlamaBackend:
     def close(self) -> None:
         if self._handle:
             with contextlib.suppress(WorkerLostError):  # a lost worker's memory stays
-                self._model.call(llama_cpp.llama_free, self._handle)
+                self.model.call(llama_cpp.llama_free, self._handle)
             self._handle = None
-            self._model.let_go()
+            self.model.let_go()
 
 
 def _decode(context: Any, batch: Any) -> int:

@@ -9,8 +9,7 @@ from typing import Any
 
 import psutil
 
-from specgen.backend.llama.devices import has_gpu
-from specgen.backend.llama.library import forget_log, last_error, llama_cpp
+from specgen.backend.llama.library import forget_log, has_gpu, last_error, llama_cpp
 from specgen.backend.llama.model import CACHE_TYPES, LlamaModel
 from specgen.errors import MemoryLimitError, UsageError
 from specgen.options import ContextOptions

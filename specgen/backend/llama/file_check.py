@@ -3,12 +3,15 @@ of llama.cpp end the process, or make it compute without end."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import stat
 from contextlib import ExitStack
 from pathlib import Path
 
-from specgen.backend.llama.checked_files import CheckedFiles
+from specgen import __version__
+from specgen.atomic import KeptResults
 from specgen.backend.llama.gguf_metadata import GgufMetadata
 from specgen.backend.llama.library import forget_log, llama_cpp
 from specgen.errors import BackendError, ModelFileError
@@ -44,8 +47,6 @@ _LAYERS, _MOST_LAYERS = "block_count", 512
 _AGAIN = "fetch or convert the model again"
 #: The most bytes of a token that a message shows.
 _SHOWN = 60
-
-_checked = CheckedFiles()
 
 
 def remember_checks(folder: Path) -> None:
@@ -152,4 +153,47 @@ def _rotates(path: Path) -> bool:
         llama_cpp.llama_model_free(model)
 
 
-__all__ = ["check_file", "remember_checks"]
+# --- files that passed ----------------------------------------------------------------------------
+
+#: The list's name in the cache folder.
+FILE_NAME = "checked.json"
+#: The most files in the list; the latest ones are kept.
+_N_KEPT = 256
+
+
+class CheckedFiles:
+    """The files that passed a check, each in the version that was checked.
+
+    `folder` holds the list; without one nothing is remembered. If the list is damaged or cannot be
+    written, files are checked again. Failed checks are never remembered.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._results = KeptResults(None if folder is None else folder / FILE_NAME, _N_KEPT)
+
+    def has(self, path: Path) -> bool:
+        """Return whether a file passed a check and has not changed since."""
+        with contextlib.suppress(OSError):
+            return _key(path) in self._results.read()
+        return False
+
+    def add(self, path: Path) -> None:
+        """Remember that a file passed the check."""
+        with contextlib.suppress(OSError):
+            self._results.add({_key(path): True})
+
+
+def _key(path: Path) -> str:
+    """Return a hash of a file's path, identity, size and time, and of specgen's version. Raise
+    `OSError`."""
+    about = path.stat()
+    name = os.fsencode(path.resolve())
+    numbers = f"\0{about.st_ino} {about.st_size} {about.st_mtime_ns} {__version__}"
+    return hashlib.sha256(name + numbers.encode()).hexdigest()
+
+
+#: The list that this process uses.
+_checked = CheckedFiles()
+
+
+__all__ = ["FILE_NAME", "CheckedFiles", "check_file", "remember_checks"]

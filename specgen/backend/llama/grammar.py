@@ -14,7 +14,6 @@ from __future__ import annotations
 import bisect
 import ctypes
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +22,7 @@ import numpy.typing as npt
 
 from specgen.arrays import BoolArray, TokenArray
 from specgen.backend.llama.library import forget_log, last_error, llama_cpp
-from specgen.backend.llama.utf8 import BOUNDARY, INVALID, utf8_state
+from specgen.backend.llama.token_table import BOUNDARY, INVALID, token_table
 from specgen.backend.llama.vocabulary import LlamaVocabulary
 from specgen.constrain.gbnf import read_gbnf
 from specgen.constrain.gbnf_rules import Gbnf
@@ -38,8 +37,6 @@ _MANY = 512
 _VERY_MANY = 8192
 #: The number of tokens in the first question, in a search for a second allowed token.
 _CHUNK = 64
-#: Stands for the first byte of a token that adds nothing to the text.
-_NO_BYTE = 256
 
 
 class LlamaGrammar:
@@ -54,7 +51,7 @@ class LlamaGrammar:
     def __init__(self, vocabulary: LlamaVocabulary, gbnf: str, root: str = "root") -> None:
         grammar = read_gbnf(gbnf, root)
         self.vocabulary = vocabulary
-        self.table = _token_table(vocabulary)
+        self.table = token_table(vocabulary)
         self._grammar = grammar
         self._kinds: npt.NDArray[np.int32] | None = None
         self._asker = _Asker(vocabulary.n_tokens)
@@ -288,82 +285,6 @@ class _LlamaState:
         return table.beginning_with(single, seconds)
 
 
-class _TokenTable:
-    """The bytes that the tokens of a vocabulary add to the text, in forms that are quick to search."""
-
-    def __init__(self, vocabulary: LlamaVocabulary) -> None:
-        n = vocabulary.n_tokens
-        self.pieces = [vocabulary.token_bytes(token_id) for token_id in range(n)]
-        self.end_tokens = np.array(vocabulary.end_tokens(), np.int64)
-        #: bool[n_tokens]: whether the token ends a text or a turn.
-        self.is_end = np.zeros(n, np.bool_)
-        self.is_end[self.end_tokens] = True
-        #: int16[n_tokens]: the first byte; `_NO_BYTE` for empty tokens and for end tokens.
-        self.first = np.array([piece[0] if piece else _NO_BYTE for piece in self.pieces], np.int16)
-        self.first[self.is_end] = _NO_BYTE
-        self._ends_in: dict[int, npt.NDArray[np.uint8]] = {}
-        self._continues: dict[int, BoolArray] = {}
-        #: Two-byte keys in ascending order, and the tokens with these keys.
-        self._by_two_bytes: tuple[npt.NDArray[np.int64], TokenArray] | None = None
-        usable = self.ends_in(BOUNDARY) != INVALID
-        #: bool[256]: whether a token that may follow whole characters begins with the byte.
-        self.begins = np.zeros(257, np.bool_)
-        self.begins[self.first[usable]] = True
-        self.begins = self.begins[:256]
-        #: int64[257]: the token that consists of this byte only; -1 if there is none.
-        self.single = np.full(257, -1, np.int64)
-        for token_id in usable.nonzero()[0].tolist():
-            piece = self.pieces[token_id]
-            if len(piece) == 1 and self.single[piece[0]] < 0:
-                self.single[piece[0]] = token_id
-
-    def ends_in(self, pending: int) -> npt.NDArray[np.uint8]:
-        """Return uint8[n_tokens]: the UTF-8 state after a text in the state `pending` and each token;
-        INVALID if the text would not be UTF-8, would contain a NUL, or would not change."""
-        states = self._ends_in.get(pending)
-        if states is None:
-            states = np.full(len(self.pieces), INVALID, np.uint8)
-            among = self.first < _NO_BYTE
-            if pending != BOUNDARY:
-                among &= (self.first >= 0x80) & (self.first < 0xC0)
-            for token_id in among.nonzero()[0].tolist():
-                states[token_id] = utf8_state(self.pieces[token_id], pending)
-            self._ends_in[pending] = states
-        return states
-
-    def continues(self, pending: int) -> BoolArray:
-        """Return bool[n_tokens]: whether the token may follow a text that ends inside a character."""
-        usable = self._continues.get(pending)
-        if usable is None:
-            usable = self._continues[pending] = self.ends_in(pending) != INVALID
-        return usable
-
-    def beginning_with(self, single: int, seconds: BoolArray) -> TokenArray:
-        """Return the other tokens that begin with the byte of the token `single`: first those of only
-        this byte (SentencePiece may have both the letter and the byte), then those whose second byte
-        is in `seconds`, bool[256]."""
-        if self._by_two_bytes is None:
-            self._by_two_bytes = self._sort_by_two_bytes()
-        keys, token_ids = self._by_two_bytes
-        byte = self.pieces[single][0]
-        begin, end = keys.searchsorted([_key(byte), _key(byte + 1)]).tolist()
-        keys, token_ids = keys[begin:end] - _key(byte), token_ids[begin:end]
-        wanted = np.concatenate(([True], seconds))[keys] & (token_ids != single)
-        found: TokenArray = token_ids[wanted]
-        return found
-
-    def _sort_by_two_bytes(self) -> tuple[npt.NDArray[np.int64], TokenArray]:
-        token_ids = (self.ends_in(BOUNDARY) != INVALID).nonzero()[0]
-        keys = np.array([_key(*self.pieces[token][:2]) for token in token_ids.tolist()], np.int64)
-        order = keys.argsort(kind="stable")
-        return keys[order], token_ids[order]
-
-
-def _key(first: int, second: int = -1) -> int:
-    """Return a number that sorts like the bytes; a key without a second byte comes first."""
-    return first * 257 + second + 1
-
-
 class _Classes(dict[int, int]):
     """Maps a code point to the number of its class, for `str.translate`."""
 
@@ -377,16 +298,6 @@ class _Classes(dict[int, int]):
         number = self._numbers[bisect.bisect_right(self._starts, code_point) - 1]
         self[code_point] = number
         return number
-
-
-_tables: weakref.WeakKeyDictionary[LlamaVocabulary, _TokenTable] = weakref.WeakKeyDictionary()
-
-
-def _token_table(vocabulary: LlamaVocabulary) -> _TokenTable:
-    table = _tables.get(vocabulary)
-    if table is None:
-        table = _tables[vocabulary] = _TokenTable(vocabulary)
-    return table
 
 
 def _portions(token_ids: TokenArray) -> Iterator[TokenArray]:

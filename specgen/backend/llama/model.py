@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from specgen.backend.llama.file_check import check_file
+from specgen.backend.llama.gguf_metadata import GgufMetadata, parts_of
 from specgen.backend.llama.kernels import LLAMA_CPP, WORKERS, lacks_attention
 from specgen.backend.llama.library import llama_cpp
-from specgen.backend.llama.row_exceptions import row_exception
 from specgen.backend.llama.vocabulary import LlamaVocabulary
 from specgen.backend.llama.weights import lease_weights
 from specgen.errors import BackendError, ModelFileError, UsageError
@@ -59,7 +60,8 @@ class LlamaModel:
         check_file(file)
         self.path = path
         self._file = file
-        self._is_closed = False
+        #: Whether it is closed: contexts of it decode nothing more.
+        self.is_closed = False
         self._weights = lease_weights(
             file, n_gpu_layers, vocabulary_only=vocabulary_only, workers=workers
         )
@@ -101,10 +103,11 @@ class LlamaModel:
         """Whether other machines hold its layers."""
         return self._weights.remote is not None
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the result of a native call that may wait for workers. Raise `WorkerLostError` if a
-        worker is lost."""
-        return self._weights.call(function, *arguments)
+    @property
+    def call(self) -> Callable[..., Any]:
+        """Makes native calls that may wait for workers: `call(function, *arguments)`. It raises
+        `WorkerLostError` if a worker is lost."""
+        return self._weights.call
 
     @property
     def handle(self) -> Any:
@@ -120,7 +123,7 @@ class LlamaModel:
 
     def check_open(self) -> None:
         """Raise `BackendError` if the model is closed."""
-        if self._is_closed:
+        if self.is_closed:
             raise BackendError(f"{self.name} is closed")
 
     @property
@@ -164,13 +167,6 @@ class LlamaModel:
     def n_window(self) -> int:
         """The number of tokens that layers with a sliding window see; 0 if there are no such layers."""
         return int(llama_cpp.llama_model_n_swa(self.handle))
-
-    @property
-    def description(self) -> str:
-        """Architecture, size and quantisation as llama.cpp describes them."""
-        buffer = ctypes.create_string_buffer(256)
-        llama_cpp.llama_model_desc(self.handle, buffer, len(buffer))
-        return buffer.value.decode("utf-8", "replace")
 
     @property
     def size_bytes(self) -> int:
@@ -239,8 +235,8 @@ class LlamaModel:
     def close(self) -> None:
         """Close the model: contexts that were made from it can decode nothing more. The weights are
         freed with the last model or context of this process that uses them. May be called twice."""
-        if not self._is_closed:
-            self._is_closed = True
+        if not self.is_closed:
+            self.is_closed = True
             self._weights.release()
 
     def hold(self) -> None:
@@ -273,3 +269,49 @@ class LlamaModel:
             f"{self.path}: {what} ({architecture}); specgen generates text, token by token",
             hint="use a model that generates text",
         )
+
+
+# --- rows that depend on their batch --------------------------------------------------------------
+
+#: By architecture.
+_ARCHITECTURES = {
+    "minimax-01": "llama.cpp computes its lightning attention in blocks as long as the batch "
+    "(SCALE of q_decay_exp)",
+    "chameleon": "llama.cpp excludes the tokens of images only in the first row of a batch "
+    "(SET of result_output)",
+}
+#: Types without a packed form that llama.cpp multiplies otherwise from 8 rows on, by GGML's number.
+_TILED_TYPES = {
+    16: "iq2_xxs",
+    17: "iq2_xs",
+    18: "iq3_xxs",
+    19: "iq1_s",
+    21: "iq3_s",
+    22: "iq2_s",
+    29: "iq1_m",
+}
+
+
+def row_exception(path: Path, architecture: str) -> str:
+    """Return why rows of a model depend on their batch, with the operator; empty if they do not."""
+    if architecture in _ARCHITECTURES:
+        return _ARCHITECTURES[architecture]
+    tiled = sorted(_TILED_TYPES[kind] for kind in _multiplied_types(path) & set(_TILED_TYPES))
+    if not tiled:
+        return ""
+    return (
+        f"llama.cpp adds up products of {' and '.join(tiled)} weights in another order for 8 and more "
+        "rows (MUL_MAT)"
+    )
+
+
+def _multiplied_types(path: Path) -> set[int]:
+    """Return the types of the matrices of a model's products; none if a file cannot be read. (Rows of the
+    embeddings are only copied.)"""
+    with ExitStack() as resources:
+        try:
+            parts = [GgufMetadata(resources, part) for part in parts_of(path)]
+        except BackendError:
+            return set()
+        tensors = [tensor for part in parts for tensor in part.tensors()]
+        return {tensor.type for tensor in tensors if "token_embd" not in tensor.name}

@@ -24,49 +24,41 @@ class LlamaVocabulary:
 
     def __init__(self, model: Any, texts: Mapping[int, bytes] | None = None) -> None:
         self._model = model
-        self._vocab = llama_cpp.llama_model_get_vocab(model)
-        self._n_tokens: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
+        #: llama.cpp's vocabulary.
+        self.handle = llama_cpp.llama_model_get_vocab(model)
+        self.n_tokens: int = llama_cpp.llama_vocab_n_tokens(self.handle)
         self._pieces: dict[int, bytes] = dict(texts or {})
         self._is_end: dict[int, bool] = {}
         self._ends: list[int] | None = None
         self._views: dict[frozenset[int], LlamaVocabulary] = {}
 
     @property
-    def handle(self) -> Any:
-        """llama.cpp's vocabulary, for the other modules of this package."""
-        return self._vocab
-
-    @property
-    def n_tokens(self) -> int:
-        return self._n_tokens
-
-    @property
     def add_bos(self) -> bool:
-        return bool(llama_cpp.llama_vocab_get_add_bos(self._vocab))
+        return bool(llama_cpp.llama_vocab_get_add_bos(self.handle))
 
     @property
     def kind(self) -> int:
         """llama.cpp's number of the vocabulary type (SPM, BPE, WPM, ...); 0 is none."""
-        return int(llama_cpp.llama_vocab_type(self._vocab))
+        return int(llama_cpp.llama_vocab_type(self.handle))
 
     def special_tokens(self) -> dict[str, int]:
         """Return the special tokens by role; -1 for a token that the model does not have."""
         return {
-            "bos": llama_cpp.llama_vocab_bos(self._vocab),
-            "eos": llama_cpp.llama_vocab_eos(self._vocab),
-            "eot": llama_cpp.llama_vocab_eot(self._vocab),
+            "bos": llama_cpp.llama_vocab_bos(self.handle),
+            "eos": llama_cpp.llama_vocab_eos(self.handle),
+            "eot": llama_cpp.llama_vocab_eot(self.handle),
         }
 
     def infill_tokens(self) -> dict[str, int]:
         """Return the fill-in-the-middle tokens by role; -1 for a token that the model does not have. The
         file names them, or llama.cpp recognises them by their entries."""
         return {
-            "prefix": llama_cpp.llama_vocab_fim_pre(self._vocab),
-            "suffix": llama_cpp.llama_vocab_fim_suf(self._vocab),
-            "middle": llama_cpp.llama_vocab_fim_mid(self._vocab),
-            "pad": llama_cpp.llama_vocab_fim_pad(self._vocab),
-            "repository": llama_cpp.llama_vocab_fim_rep(self._vocab),
-            "separator": llama_cpp.llama_vocab_fim_sep(self._vocab),
+            "prefix": llama_cpp.llama_vocab_fim_pre(self.handle),
+            "suffix": llama_cpp.llama_vocab_fim_suf(self.handle),
+            "middle": llama_cpp.llama_vocab_fim_mid(self.handle),
+            "pad": llama_cpp.llama_vocab_fim_pad(self.handle),
+            "repository": llama_cpp.llama_vocab_fim_rep(self.handle),
+            "separator": llama_cpp.llama_vocab_fim_sep(self.handle),
         }
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
@@ -75,7 +67,7 @@ class LlamaVocabulary:
         while True:
             buffer = (llama_cpp.llama_token * capacity)()
             n: int = llama_cpp.llama_tokenize(
-                self._vocab, data, len(data), buffer, capacity, add_special, parse_special
+                self.handle, data, len(data), buffer, capacity, add_special, parse_special
             )
             if n >= 0:
                 return list(buffer[:n])
@@ -122,31 +114,31 @@ class LlamaVocabulary:
 
     def token_entry(self, token_id: int) -> bytes:
         """Return the entry in the token table as the file has it."""
-        return llama_cpp.llama_vocab_get_text(self._vocab, token_id) or b""
+        return llama_cpp.llama_vocab_get_text(self.handle, token_id) or b""
 
     def digest(self) -> str:
         """Return a hash that distinguishes vocabularies: of the kind, the size and a sample of the
         entries."""
-        step = max(1, self._n_tokens // _N_SAMPLED)
-        found = hashlib.blake2b(f"{self.kind} {self._n_tokens}".encode(), digest_size=16)
-        for token_id in range(0, self._n_tokens, step):
+        step = max(1, self.n_tokens // _N_SAMPLED)
+        found = hashlib.blake2b(f"{self.kind} {self.n_tokens}".encode(), digest_size=16)
+        for token_id in range(0, self.n_tokens, step):
             found.update(self.token_entry(token_id) + b"\0")
         return found.hexdigest()
 
     def token_attributes(self, token_id: int) -> int:
         """Return llama.cpp's attribute bits: unknown, unused, normal, control, ..."""
-        return int(llama_cpp.llama_vocab_get_attr(self._vocab, token_id))
+        return int(llama_cpp.llama_vocab_get_attr(self.handle, token_id))
 
     def is_end(self, token_id: int) -> bool:
         is_end = self._is_end.get(token_id)
         if is_end is None:
-            is_end = bool(llama_cpp.llama_vocab_is_eog(self._vocab, token_id))
+            is_end = bool(llama_cpp.llama_vocab_is_eog(self.handle, token_id))
             self._is_end[token_id] = is_end
         return is_end
 
     def end_tokens(self) -> Sequence[int]:
         if self._ends is None:  # llama.cpp has no list of them, so all tokens are checked
-            self._ends = [token_id for token_id in range(self._n_tokens) if self.is_end(token_id)]
+            self._ends = [token_id for token_id in range(self.n_tokens) if self.is_end(token_id)]
         return self._ends
 
     def control_text(self, token_id: int) -> str:
@@ -161,7 +153,7 @@ class LlamaVocabulary:
             # A new buffer each time: one thread may tokenize prompts while another one decodes.
             buffer = ctypes.create_string_buffer(capacity)
             n: int = llama_cpp.llama_token_to_piece(
-                self._vocab, token_id, buffer, capacity, 0, special
+                self.handle, token_id, buffer, capacity, 0, special
             )
             if n >= 0:
                 return buffer.raw[:n]

@@ -1,16 +1,18 @@
-"""The weights of model files: each file is loaded once and shared by all its users."""
+"""The weights of model files: each file is loaded once and shared by all its users; copies of files with other
+weights."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from specgen.backend.llama.kernels import (
     LLAMA_CPP,
@@ -24,7 +26,7 @@ from specgen.backend.llama.remote_calls import RemoteCalls
 from specgen.backend.llama.rpc import remote_devices, spread
 from specgen.backend.llama.vocabulary import LlamaVocabulary
 from specgen.backend.worker_probe import check_protocol, probe
-from specgen.errors import MemoryLimitError, ModelFileError, WorkerLostError
+from specgen.errors import BackendError, MemoryLimitError, ModelFileError, WorkerLostError
 from specgen.options import Workers
 
 #: A version of a file (device, inode, size, time), the number of layers on a GPU, the kernels, whether
@@ -78,12 +80,14 @@ class LoadedWeights:
             if self.remote is not None:
                 self.remote.close()
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the result of a native call that may wait for workers, if there are any. Raise
-        `WorkerLostError` if one is lost."""
-        if self.remote is None:
-            return function(*arguments)
-        return self.remote(function, *arguments)
+    @property
+    def call(self) -> Callable[..., Any]:
+        """Makes native calls that may wait for workers; see `RemoteCalls`."""
+        return self.remote or _call_here
+
+
+def _call_here(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
 
 
 def lease_weights(
@@ -212,4 +216,55 @@ def _interrupt_between_tensors(params: Any) -> Iterator[None]:
             raise KeyboardInterrupt
 
 
-__all__ = ["LoadedWeights", "lease_weights"]
+# --- copies with other weights --------------------------------------------------------------------
+
+#: llama.cpp's numbers of the file types with matrices of these types. With `pure` all matrices get the
+#: type, also the output matrix, which llama.cpp otherwise does not change or gives more bits.
+_FILE_TYPES = {"q4_0": 2, "q8_0": 7}
+#: Seconds between the moments at which Ctrl-C is noticed.
+_LOOK_S = 0.1
+
+
+def requantize(
+    model: Path,
+    copy: Path,
+    n_threads: int,
+    type_name: Literal["q4_0", "q8_0"] = "q4_0",
+    *,
+    left_out: Collection[int] = (),
+    as_is: bool = False,
+) -> None:
+    """Write a copy of a GGUF file with all matrices in one type, whether they were quantised or not. With
+    `as_is` they keep their types. The copy lacks the blocks whose numbers are in `left_out`.
+
+    A matrix whose row length is not a multiple of 32 gets the type that llama.cpp falls back to. Raise
+    `BackendError` if llama.cpp cannot write the copy; a part of it may exist then.
+    """
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = _FILE_TYPES[type_name]
+    params.allow_requantize = True
+    params.pure = True
+    params.nthread = n_threads
+    params.only_copy = as_is
+    if left_out:
+        params.prune_layers = (ctypes.c_int32 * (len(left_out) + 1))(*sorted(left_out), -1)
+    results: list[int] = []
+
+    def make() -> None:
+        results.append(
+            llama_cpp.llama_model_quantize(
+                os.fsencode(model), os.fsencode(copy), ctypes.byref(params)
+            )
+        )
+
+    forget_log()
+    # In a thread, so that Ctrl-C works: native code cannot be interrupted, and this may take a minute.
+    worker = threading.Thread(target=make, name="requantize", daemon=True)
+    worker.start()
+    while worker.is_alive():
+        worker.join(_LOOK_S)
+    if results != [0]:
+        raise BackendError(f"{model}: llama.cpp cannot requantise it: {last_error()}")
+
+
+__all__ = ["LoadedWeights", "lease_weights", "requantize"]

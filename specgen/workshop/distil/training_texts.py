@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from specgen.backend.llama import LlamaModel
 from specgen.drafters.translation import Translation
 from specgen.engine.pairing import check_pair
-from specgen.engine.prompts import text_prompt
+from specgen.engine.prompts import Prompts
 from specgen.errors import PairError
 from specgen.workshop.distil.soft_labels import SoftLabels
 from specgen.workshop.texts import N_TOP, TargetText
@@ -48,7 +48,7 @@ def training_texts(
     for index, answer in enumerate(text.answers):
         top = text.top(index)
         own_draft = draft if has_own_tokens else None
-        prompt = text_prompt(target, own_draft, answer.prompt, None, None, now)
+        prompt = Prompts(target, own_draft).of_text(answer.prompt, now=now)
         if has_own_tokens:
             own = translation.text(prompt.tokens, prompt.draft_tokens)
             n_prompt = len(own.tokens)

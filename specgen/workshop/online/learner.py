@@ -16,7 +16,7 @@ from specgen.backend.llama import default_threads
 from specgen.engine.engine import Engine
 from specgen.engine.kept_answers import last_number
 from specgen.engine.learnt_weights import learnt_weights, read_learnt
-from specgen.engine.session import Session
+from specgen.engine.models import Models
 from specgen.errors import OutputError, SpecgenError, UsageError
 from specgen.workshop.distil.distillation import check_library
 from specgen.workshop.online.learning import Lesson
@@ -37,12 +37,12 @@ class Learner:
     """Starts a lesson when there are enough new answers, and gives its result to the engine's draft.
 
     The lesson pauses after its present step while an answer is generated. Use the learner as a context
-    manager; its exit ends the learning process. A session that keeps no answers or has no draft model makes
+    manager; its exit ends the learning process. Without kept answers or a draft model it makes
     this class do nothing. `tell` gets a sentence for each change.
     """
 
-    def __init__(self, session: Session, engine: Engine, tell: Callable[[str], None]) -> None:
-        self._session, self._engine, self._tell = session, engine, tell
+    def __init__(self, loaded: Models, engine: Engine, tell: Callable[[str], None]) -> None:
+        self._loaded, self._engine, self._tell = loaded, engine, tell
         self._child: subprocess.Popen[bytes] | None = None
         #: The pipes of the process, and the file of its standard error.
         self._files = contextlib.ExitStack()
@@ -52,7 +52,7 @@ class Learner:
         self._not_before = 0
         #: The sentence about a lesson's result, until the draft is reloaded.
         self._news: str | None = None
-        self._is_on = session.options.learning is not None and session.draft_weights is not None
+        self._is_on = loaded.options.learning is not None and loaded.drafts.weights is not None
         if self._is_on:
             #: The learnt weights that the draft was loaded with.
             self._in_use = learnt_weights(self._folder, self._draft)
@@ -124,13 +124,13 @@ class Learner:
 
     @property
     def _folder(self) -> Path:
-        assert self._session.options.learning is not None
-        return self._session.options.learning
+        assert self._loaded.options.learning is not None
+        return self._loaded.options.learning
 
     @property
     def _draft(self) -> Path:
-        assert self._session.draft_path is not None
-        return self._session.draft_path
+        assert self._loaded.drafts.path is not None
+        return self._loaded.drafts.path
 
     @property
     def _n_new(self) -> int:
@@ -140,12 +140,12 @@ class Learner:
         return last - seen if last >= seen else last  # smaller if the file was deleted
 
     def _start_lesson(self) -> None:
-        base = self._session.draft_weights
+        base = self._loaded.drafts.weights
         assert base is not None
         n_threads = max(1, default_threads() // _CORES_SHARE)
         asked = {
             "folder": self._folder,
-            "target": self._session.options.target,
+            "target": self._loaded.options.target,
             "draft": self._draft,
             "base": base,
         }

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from specgen.backend.llama import LlamaBackend, LlamaModel, default_threads
 from specgen.calibration.weight_copies import share_of_time
 from specgen.engine.measurements import measure_if_new
-from specgen.engine.session import Session
+from specgen.engine.models import Models
 from specgen.errors import UsageError
 from specgen.json_lines import write_errors
 from specgen.workshop.pruned.evaluations import Evaluations
@@ -66,18 +66,18 @@ class PrunedCosts:
     estimated in proportion to their bytes, since a token reads all weights once.
     """
 
-    def __init__(self, session: Session, folder: Path, expected: ExpectedSpeedup) -> None:
+    def __init__(self, loaded: Models, folder: Path, expected: ExpectedSpeedup) -> None:
         self._expected = expected
-        model, target = session.target_model, session.options.target
+        model, target = loaded.target, loaded.options.target
         n_layer = model.n_layer
         kept = range(0, n_layer, 4)
         small = frozenset(range(n_layer)).difference(kept)
         probe = folder / "pruned-probe.gguf"
         try:
             write_pruned(target, small, probe, default_threads())
-            with session.contexts(_N_CTX, drafts=False) as (own, _):
-                measure_if_new(session, own, None)
-                share = timed_share(session, own, probe)
+            with loaded.contexts(_N_CTX, drafts=False) as (own, _):
+                measure_if_new(loaded, own, None)
+                share = timed_share(loaded, own, probe)
         finally:
             with write_errors(probe):
                 probe.unlink(missing_ok=True)
@@ -87,8 +87,8 @@ class PrunedCosts:
         #: The bytes of a block, and of all tensors outside blocks.
         self._block_bytes = bytes_a_token(target) - bytes_a_token(target, (n_layer - 1,))
         self._other_bytes = bytes_a_token(target, range(n_layer))
-        known = session.costs.table().known
-        self.batch_s = {n: seconds for n, seconds in known.items() if n <= session.n_rows_max}
+        known = loaded.costs.table().known
+        self.batch_s = {n: seconds for n, seconds in known.items() if n <= loaded.n_rows_max}
         if len(self.batch_s) < 2:
             raise UsageError("a round has no room for a draft", hint="take a larger --draft-max")
 
@@ -109,17 +109,17 @@ class PrunedCosts:
         return self._expected(self.batch_s, cost * self.batch_s[1], agreement)
 
 
-def timed_share(session: Session, own: LlamaBackend, file: Path) -> float:
+def timed_share(loaded: Models, own: LlamaBackend, file: Path) -> float:
     """Return a token's time in the model of a file over that in the target; the two are timed in turns."""
-    context = session.options.draft_context
+    context = loaded.options.draft_context
     with contextlib.closing(LlamaModel(file, n_gpu_layers=context.n_gpu_layers)) as model:
-        backend = LlamaBackend(model, context, n_ctx=own.n_ctx, clock=session.clock, n_outputs=1)
+        backend = LlamaBackend(model, context, n_ctx=own.n_ctx, clock=loaded.clock, n_outputs=1)
         with contextlib.closing(backend):
             return share_of_time(own, backend, (1,))
 
 
 def make_pruned(
-    session: Session,
+    loaded: Models,
     text: TargetText,
     output: Path,
     *,
@@ -135,16 +135,16 @@ def make_pruned(
     `ModelFileError` if blocks of the target cannot be left out, `UsageError` if there is no text to judge by
     or too little time, `MemoryLimitError`, `OutputError` and `BackendError`.
     """
-    model, target = session.target_model, session.options.target
+    model, target = loaded.target, loaded.options.target
     check_prunable(model)
     texts = judged_texts(text.answers, N_PLACES, held_back=False)
     held_back = judged_texts(text.answers, _N_HELD_BACK, held_back=True)
     check_room(target, output.parent)
-    costs = PrunedCosts(session, output.parent, expected)
-    context = session.costs.context_options()
+    costs = PrunedCosts(loaded, output.parent, expected)
+    context = loaded.costs.context_options()
     record = output.with_name(f"{output.name}.judged")
     with (
-        Judge(model, context, texts, session.clock) as judge,
+        Judge(model, context, texts, loaded.clock) as judge,
         Evaluations.opened(record, _key(texts), judge.agreement) as judged,
     ):
         _check_time(judged, model.n_layer, until_s, clock)
@@ -159,9 +159,9 @@ def make_pruned(
     if interrupted() or left_out is None:
         return None
     write_pruned(target, left_out, output, default_threads())
-    with session.contexts(_N_CTX, drafts=False) as (own, _):
-        cost = timed_share(session, own, output)
-    agreement = agreement_of(output, session, held_back)
+    with loaded.contexts(_N_CTX, drafts=False) as (own, _):
+        cost = timed_share(loaded, own, output)
+    agreement = agreement_of(output, loaded, held_back)
     return Pruned(
         tuple(sorted(left_out)),
         model.n_layer,
@@ -188,12 +188,12 @@ def _check_time(
         )
 
 
-def agreement_of(file: Path, session: Session, texts: Sequence[JudgedText]) -> float:
+def agreement_of(file: Path, loaded: Models, texts: Sequence[JudgedText]) -> float:
     """Return the share of places at which the model in a file predicts the texts' token."""
-    context = session.options.draft_context
+    context = loaded.options.draft_context
     with (
         contextlib.closing(LlamaModel(file, n_gpu_layers=context.n_gpu_layers)) as model,
-        Judge(model, context, texts, session.clock) as judge,
+        Judge(model, context, texts, loaded.clock) as judge,
     ):
         return judge.agreement(frozenset())
 

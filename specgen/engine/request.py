@@ -1,21 +1,24 @@
-"""The settings of one answer, built for a target: samplers, grammar, drafting, and where it ends."""
+"""A request for one answer, and its settings: samplers, grammar, drafting, and where the answer ends."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections import deque
+from dataclasses import dataclass, field, replace
 
 from specgen.backend.llama import LlamaGrammar, LlamaModel
 from specgen.constrain.grammar import GrammarState
 from specgen.constrain.llguidance_grammar import LlguidanceGrammar
-from specgen.errors import UsageError
+from specgen.engine.prompts import Prompt
+from specgen.errors import SpecgenError, UsageError
+from specgen.events import Event, FinishedEvent
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
 from specgen.sampling import DryBreakers, Sampler
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerSettings:
-    """Samplers, grammar and drafting options of one answer. Answers with the same settings share one
+class RequestSettings:
+    """Samplers, grammar and drafting options of one request. Requests with the same settings share one
     object; it never changes."""
 
     #: The options as they were given.
@@ -35,7 +38,7 @@ class AnswerSettings:
         sampling: SamplerOptions,
         generation: GenerationOptions,
         drafting: DraftOptions,
-    ) -> AnswerSettings:
+    ) -> RequestSettings:
         """Build the samplers and the grammar. Raises `UsageError` if a bias names a token that does
         not exist, or the grammar is invalid."""
         vocabulary, in_use = model.vocabulary, sampling
@@ -58,19 +61,19 @@ class AnswerSettings:
                 grammar = LlamaGrammar(shown, generation.grammar.text).start
             else:
                 grammar = LlguidanceGrammar(shown, generation.grammar).start
-        return AnswerSettings(
+        return RequestSettings(
             sampling, generation, drafting, in_use, breakers, Sampler(in_use, breakers), grammar
         )
 
     def changed(
         self,
         model: LlamaModel,
-        sampling: SamplerOptions | None,
-        generation: GenerationOptions | None,
+        sampling: SamplerOptions | None = None,
+        generation: GenerationOptions | None = None,
         *,
-        n_drafted_max: int | None,
-        verifier: VerifierName | None,
-    ) -> AnswerSettings:
+        n_drafted_max: int | None = None,
+        verifier: VerifierName | None = None,
+    ) -> RequestSettings:
         """Return these settings with some options changed; those that are None stay. Samplers and the
         grammar are rebuilt only if they change. Raises `UsageError` as `of` does, and if
         `n_drafted_max` is given while drafts have a fixed shape."""
@@ -88,9 +91,9 @@ class AnswerSettings:
         is_as_before = (sampling, generation.grammar, generation.ignore_eos) == as_before
         if is_as_before and generation.shown_controls == self.generation.shown_controls:
             return replace(self, generation=generation, drafting=drafting)
-        return AnswerSettings.of(model, sampling, generation, drafting)
+        return RequestSettings.of(model, sampling, generation, drafting)
 
-    def most_likely(self) -> AnswerSettings:
+    def most_likely(self) -> RequestSettings:
         """Return the settings at temperature 0, for a model that drafts for a draft model."""
         in_use = replace(self.in_use, temperature=0.0, dynatemp_range=0.0)
         return replace(self, in_use=in_use, sampler=Sampler(in_use, self.breakers))
@@ -102,7 +105,36 @@ class AnswerSettings:
         is_timed = self.drafting.is_by_cost and self.sampling.seed >= 0
         return "match" if self.drafting.verifier == "auto" and is_timed else self.drafting.verifier
 
+
+@dataclass(eq=False)
+class Request:
+    """A request for an answer to an engine: waiting, being generated, or done."""
+
+    #: Its number among the engine's requests, from 0: the `sequence` of its events.
+    index: int
+    prompt: Prompt
+    settings: RequestSettings
+    seed: int
+    #: Whether drafts are made for it.
+    drafts: bool = True
+    #: The summary, once it is finished.
+    finished: FinishedEvent | None = None
+    #: The error that ended it early.
+    failure: SpecgenError | None = None
+    is_cancelled: bool = False
+    #: Events that `Engine.stream` has not yielded yet.
+    events: deque[Event] = field(default_factory=deque)
+
     @property
-    def kind_of_chances(self) -> str:
-        """What acceptance rates depend on besides the models, as text."""
-        return f"temp {self.sampling.temperature:.1f}"
+    def is_done(self) -> bool:
+        """Whether it is finished or has failed."""
+        return self.finished is not None or self.failure is not None
+
+    @property
+    def text(self) -> str:
+        """The whole answer. Raises the error that ended it early, or `RuntimeError` if it is not done."""
+        if self.failure is not None:
+            raise self.failure
+        if self.finished is None:
+            raise RuntimeError(f"answer {self.index} is not done")
+        return self.finished.text

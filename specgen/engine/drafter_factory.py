@@ -1,0 +1,382 @@
+"""Makes the drafter, the policy and the state of one answer, for the models that are loaded."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from specgen.backend.base import Backend
+from specgen.backend.tree_batch import Branches
+from specgen.calibration.acceptance import Chances
+from specgen.calibration.cost_table import CostTable
+from specgen.core.last_hidden import LastHidden
+from specgen.core.text_state import Shaper, TextState
+from specgen.core.verifiers import make_verifier
+from specgen.drafters import (
+    Drafter,
+    Drafters,
+    Guesses,
+    HeadsDrafter,
+    ModelDrafter,
+    PromptHeadSkipper,
+    SuffixDrafter,
+    TranslatedDrafter,
+    TreeModelDrafter,
+)
+from specgen.drafters.translation import BeginningShaper, SharedShaper, Translation
+from specgen.engine.draft_models import DraftModel, HeadsDraft
+from specgen.engine.generation import Generation
+from specgen.engine.models import LONGEST_GUESS, Models
+from specgen.engine.prefix_cache import Slot
+from specgen.engine.prompts import Prompt
+from specgen.engine.request import RequestSettings
+from specgen.options import (
+    AUTO_TREE,
+    DRAFT_TEMPERATURE,
+    DraftOptions,
+    SamplerName,
+    SamplerOptions,
+    TreeShape,
+)
+from specgen.policy import CostAwarePolicy, FixedPolicy, Policy, ThresholdPolicy
+from specgen.sampling import Sampler
+
+#: Makes a shaper of a chain of samplers and a text.
+MakeShaper: TypeAlias = Callable[[Sampler, TextState], Shaper]
+#: Returns acceptance statistics by origin, given a target's file, a draft (a file or a word such as
+#: "ngram") and a mode (`Memory.chances`).
+ChancesOf: TypeAlias = Callable[[Path, Path | str, str], MutableMapping[str, Chances]]
+
+#: The most continuations that n-grams propose at one place.
+_N_NGRAM_BRANCHES = 3
+#: Samplers that change the logits of particular tokens, whatever the other logits are.
+_BY_TOKEN: tuple[SamplerName, ...] = ("penalties", "dry")
+#: The number of likeliest tokens that are considered for one place of a tree: hardly any other token
+#: would be worth a row of the target's batch.
+_N_GUESSES = 8
+
+
+@dataclass(frozen=True)
+class DrafterFactory:
+    """Makes what drafts for one answer with the models that are loaded at the time. With `learns_alone`, the
+    acceptance statistics that an answer adds are dropped with it."""
+
+    models: Models
+    learns_alone: bool = False
+
+    def sequence(
+        self,
+        prompt: Prompt,
+        n_ctx: int,
+        draft: Backend | None,
+        seed: int,
+        *,
+        helpers: Sequence[Backend] = (),
+        plain: bool = False,
+        make_shaper: MakeShaper = Shaper,
+        settings: RequestSettings | None = None,
+        slot: Slot | None = None,
+        index: int = 0,
+    ) -> Generation:
+        """Return the state of an answer to `prompt`, with the number `index`. `draft` is the draft model's
+        context, if there is one, and `helpers` are those of the models that draft for it. With `plain`,
+        nothing drafts. `settings` are by default those of the models; `slot` is the answer's part of all
+        contexts, by default the whole."""
+        models, rng = self.models, np.random.SeedSequence(seed)
+        settings, slot = settings or models.settings, slot or Slot()
+        # The draft has a random generator of its own, so that it cannot change the target's samples.
+        target_seed, draft_seed = rng.spawn(2)
+        state = TextState(prompt.tokens, settings.grammar)
+        drafters: Drafters | None = None
+        hidden: LastHidden | None = None
+        if not plain:
+            parts = _Parts(models, self._chances_of, prompt, state, make_shaper, settings, slot)
+            backends = () if draft is None else (draft, *helpers)
+            drafters, hidden = parts.drafters(backends, np.random.default_rng(draft_seed))
+        return Generation(
+            vocabulary=models.target.vocabulary.showing(settings.generation.shown_controls),
+            options=settings.generation,
+            n_ctx=n_ctx,
+            drafters=drafters,
+            policy=self._policy(len(prompt.tokens), settings),
+            verifier=make_verifier(settings.verifier),
+            shaper=make_shaper(settings.sampler, state),
+            state=state,
+            rng=np.random.default_rng(target_seed),
+            slot=Branches(slot.number * models.n_branches_max, models.n_branches_max),
+            index=index,
+            hidden=hidden,
+            ends=frozenset() if settings.generation.ignore_eos else prompt.ends,
+        )
+
+    def chain_drafter(self, prompt: Prompt, draft: Backend, state: TextState) -> Drafter:
+        """Return the draft model's drafter alone, which drafts chains of its most likely tokens over `state`,
+        whatever the user's samplers are. `prompt` is the beginning of the text."""
+        parts = _Parts(
+            self.models,
+            self._chances_of,
+            prompt,
+            state,
+            lambda _sampler, text: Shaper(Sampler(SamplerOptions()), text),
+            self.models.settings,
+            branches=False,
+        )
+        assert self.models.drafts.main is not None, "there is no draft model"
+        return parts.of_model(self.models.drafts.main, (draft,), np.random.default_rng(0))
+
+    def chances(self, settings: RequestSettings | None = None) -> MutableMapping[str, Chances]:
+        """Return the acceptance statistics of the present draft with a request's samplers, by origin."""
+        settings, drafts = settings or self.models.settings, self.models.drafts
+        mode = "greedy"
+        if not settings.sampling.greedy:
+            mode = f"temp {settings.sampling.temperature:.1f}, {settings.verifier}"
+        target = self.models.options.target
+        found = self._chances_of(target, drafts.key, mode)
+        if drafts.learnt is not None and drafts.path is not None and not found:
+            # The learnt weights start from the statistics of the original weights.
+            found.update(copy.deepcopy(dict(self._chances_of(target, drafts.path, mode))))
+        return found
+
+    def _chances_of(
+        self, target: Path, draft: Path | str, mode: str
+    ) -> MutableMapping[str, Chances]:
+        found = self.models.memory.chances(target, draft, mode)
+        return copy.deepcopy(found) if self.learns_alone else found
+
+    def _policy(self, n_past: int, settings: RequestSettings) -> Policy:
+        """Return the policy that decides how much is drafted for an answer after `n_past` tokens."""
+        drafting = settings.drafting
+        if drafting.tree.is_fixed and self.models.drafts.why_chains:
+            n_most = drafting.tree.n_levels
+            chains = replace(drafting, tree=TreeShape("off"), max_tokens=n_most, p_min=0.0)
+            return FixedPolicy(chains)
+        if drafting.policy == "fixed" or drafting.tree.is_fixed:
+            return FixedPolicy(drafting)
+        if drafting.policy == "threshold":
+            return ThresholdPolicy(drafting)
+        table = self.models.costs.table(n_past=n_past)
+        return CostAwarePolicy(drafting, table, self.chances(settings))
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Makes the drafter of one answer to `prompt`. `state` is the target's text, and `slot` the answer's part
+    of the draft models' caches. Without `branches` models draft chains."""
+
+    models: Models
+    chances_of: ChancesOf
+    prompt: Prompt
+    state: TextState
+    make_shaper: MakeShaper
+    settings: RequestSettings
+    slot: Slot = field(default_factory=Slot)
+    branches: bool = True
+
+    def drafters(
+        self, backends: Sequence[Backend], rng: np.random.Generator
+    ) -> tuple[Drafters | None, LastHidden | None]:
+        """Return the drafters (None: nothing drafts), and the object where the loop stores the target's
+        hidden states (None: nothing drafts from them). `backends` are the contexts of the draft model, if
+        there is one, and of its helpers."""
+        main, heads = self.models.drafts.main, self.models.drafts.heads
+        hidden: LastHidden | None = None
+        if main is not None and backends:
+            drafter = self.of_model(main, backends, rng)
+            merges = main.merges(self.settings)
+        elif heads is not None:
+            hidden = LastHidden()
+            drafter = self._of_heads(heads, hidden, rng)
+            merges = heads.merges(self.settings)
+        else:
+            is_ngram = self.models.drafts.source == "ngram"
+            return (Drafters(self._ngrams(), state=self.state) if is_ngram else None), None
+        free = self._ngrams() if self.settings.drafting.adds_ngrams else None
+        return Drafters(free, drafter, merges=merges, state=self.state), hidden
+
+    def of_model(
+        self, draft: DraftModel, backends: Sequence[Backend], rng: np.random.Generator
+    ) -> Drafter:
+        """Return the drafter of a draft model. `backends` are the contexts of the model and of its helpers."""
+        if draft.translation is not None:
+            return self._of_translated(draft, draft.translation, backends, rng)
+        settings, backend, own = self.settings, backends[0], self.prompt.without_head()
+        draws, branches = draft.draws(settings), self.slot.branches(backend)
+        shaper = self.make_shaper(_sampler(draft, settings), self.state)
+        costs = self.models.costs.table(draft.model.path, len(self.prompt.tokens))
+        held = own.tokens[: self.slot.share_prefix(backend, own.tokens)]
+        drafter: Drafter
+        if self.branches and draft.grows_trees(settings):
+            drafter = TreeModelDrafter(
+                backend,
+                shaper,
+                rng,
+                draws=draws,
+                n_shared_tokens=draft.n_shared_tokens,
+                shape=draft.drafting.tree,
+                costs=costs,
+                n_deepest=draft.drafting.tree_depth,
+                slot=branches,
+                n_ctx=self.slot.n_ctx(backend),
+                held=held,
+            )
+        else:
+            drafter = ModelDrafter(
+                backend,
+                shaper,
+                rng,
+                draws=draws,
+                n_shared_tokens=draft.n_shared_tokens,
+                costs=costs,
+                guesses=self._guesses(draft, own, backends[1:], self.state),
+                sequence=branches.first,
+                n_ctx=self.slot.n_ctx(backend),
+                held=held,
+            )
+        head = self.prompt.head
+        return PromptHeadSkipper(drafter, head) if head else drafter
+
+    def _of_translated(
+        self,
+        draft: DraftModel,
+        translation: Translation,
+        backends: Sequence[Backend],
+        rng: np.random.Generator,
+    ) -> Drafter:
+        """Return the drafter of a model with another vocabulary."""
+        settings, backend = self.settings, backends[0]
+        text = translation.text(self.prompt.tokens, self.prompt.draft_tokens)
+        own, own_state = Prompt(self.prompt.text, tuple(text.tokens)), TextState(())
+        sampler = _sampler(draft, settings)
+        shaper: BeginningShaper | SharedShaper
+        if draft.translated(settings) == "string":
+            shaper = BeginningShaper(sampler, translation.draft_lexicon)
+        else:
+            shaper = SharedShaper(translation.shared, self.make_shaper(sampler, self.state))
+        inner = ModelDrafter(
+            backend,
+            shaper,
+            rng,
+            draws=draft.draws(settings),
+            n_shared_tokens=draft.model.vocabulary.n_tokens,
+            costs=self.models.costs.table(draft.model.path, len(self.prompt.tokens)),
+            guesses=self._guesses(draft, own, backends[1:], own_state),
+            sequence=self.slot.branches(backend).first,
+            n_ctx=self.slot.n_ctx(backend),
+            held=own.tokens[: self.slot.share_prefix(backend, own.tokens)],
+        )
+        return TranslatedDrafter(
+            inner, translation, text, shaper, holds_back=backend.rollback == "cells"
+        )
+
+    def _guesses(
+        self, draft: DraftModel, prompt: Prompt, backends: Sequence[Backend], state: TextState
+    ) -> Guesses | None:
+        """Return the drafter of the model's helper, over a text in this model's tokens. The helper has a
+        random generator of its own, so that it cannot change this model's samples."""
+        helper, path = draft.helper, draft.model.path
+        if helper is None or (helper != "ngram" and not backends):
+            return None
+        drafters = Drafters(SuffixDrafter(*DraftOptions().ngrams_of))
+        key: Path | str = "ngram"
+        if isinstance(helper, DraftModel):
+            settings = self.settings.most_likely()
+            parts = replace(self, prompt=prompt, state=state, settings=settings, make_shaper=Shaper)
+            drafters = Drafters(model=parts.of_model(helper, backends, np.random.default_rng(0)))
+            key = helper.model.path
+        chances = self.chances_of(path, key, "guesses")
+        costs = self.models.costs.table(path, len(self.prompt.tokens))
+        return Guesses(drafters, guess_policy(costs, chances))
+
+    def _of_heads(
+        self, heads: HeadsDraft, last: LastHidden, rng: np.random.Generator
+    ) -> HeadsDrafter:
+        """Return the drafter of decoder heads. It drafts from the hidden states that the loop stores in
+        `last`."""
+        settings, drafting, shape = self.settings, heads.drafting, heads.drafting.tree
+        draws = heads.draws(settings)
+        branches = shape.is_fixed or (drafting.grows_trees and not draws)
+        if branches and not draws:
+            sampling = guess_sampling(settings.in_use, shape)
+        else:
+            sampling = draft_sampling(settings.in_use, drafting, draws=draws)
+        return HeadsDrafter(
+            heads.heads,
+            last,
+            self.make_shaper(Sampler(sampling, settings.breakers), self.state),
+            rng,
+            self.models.target.vocabulary.is_end,
+            draws=draws,
+            branches=branches,
+            shape=shape,
+            costs=heads.costs,
+            n_deepest=drafting.tree_depth,
+        )
+
+    def _ngrams(self) -> Drafter:
+        """Return a drafter from n-grams of the text and of the lookup texts."""
+        drafting = self.models.options.drafting
+        n_children, n_deepest = 1, None
+        if self.models.n_branches_max > 1:
+            n_children, n_deepest = _N_NGRAM_BRANCHES, drafting.tree_depth
+            if drafting.tree.is_fixed:
+                n_children, n_deepest = max(drafting.tree.numbers), drafting.tree.n_levels
+        return SuffixDrafter(
+            *drafting.ngrams_of, self.models.corpora, n_children=n_children, n_deepest=n_deepest
+        )
+
+
+def guess_policy(costs: CostTable, chances: MutableMapping[str, Chances]) -> Policy:
+    """Return the policy that decides how much is drafted for a draft model with these costs."""
+    return CostAwarePolicy(DraftOptions(max_tokens=LONGEST_GUESS), costs, chances)
+
+
+def _sampler(draft: DraftModel, settings: RequestSettings) -> Sampler:
+    """Return the samplers that a model drafts with."""
+    if draft.translated(settings) == "string":
+        # The target's biases and penalties refer to the target's token ids.
+        is_endless = settings.generation.ignore_eos
+        ends = draft.model.vocabulary.end_tokens() if is_endless else ()
+        return Sampler(SamplerOptions(logit_bias=tuple((token, -math.inf) for token in ends)))
+    draws = draft.draws(settings)
+    if draft.grows_trees(settings) and not draws:
+        shaped = guess_sampling(settings.in_use, draft.drafting.tree)
+    else:
+        shaped = draft_sampling(settings.in_use, draft.drafting, draws=draws)
+    return Sampler(shaped, settings.breakers)
+
+
+def draft_sampling(
+    target: SamplerOptions, drafting: DraftOptions, *, draws: bool
+) -> SamplerOptions:
+    """Return the samplers of a draft model: the target's, changed so that more drafts are accepted.
+    Penalties and biases stay, since they decide which tokens the target can accept."""
+    if not draws:  # the most likely text is accepted most
+        # Without the temperature sampler, or with a dynamic temperature, sampling would not be greedy.
+        order = tuple(dict.fromkeys((*target.samplers, "temperature")))
+        return replace(
+            target, temperature=0.0, dynatemp_range=0.0, xtc_probability=0.0, samplers=order
+        )
+    temperature, top_k = drafting.temperature, drafting.top_k
+    if temperature is None:
+        temperature = DRAFT_TEMPERATURE * target.temperature
+    return replace(target, temperature=temperature, top_k=target.top_k if top_k is None else top_k)
+
+
+def guess_sampling(target: SamplerOptions, tree: TreeShape = AUTO_TREE) -> SamplerOptions:
+    """Return the samplers of a draft model that proposes several of its likeliest tokens. Penalties
+    and biases stay, since they decide which tokens the target can accept; samplers that cut off less
+    likely tokens are dropped."""
+    order: list[SamplerName] = [name for name in target.samplers if name in _BY_TOKEN]
+    return replace(
+        target,
+        samplers=(*order, "top_k", "temperature"),
+        top_k=max(_N_GUESSES, *tree.numbers) if tree.is_fixed else _N_GUESSES,
+        temperature=1.0,
+        dynatemp_range=0.0,
+    )

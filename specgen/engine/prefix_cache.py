@@ -1,0 +1,161 @@
+"""Slots and the prefix cache: the parts of all caches, each with a text, and which of it a prompt can reuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from specgen.backend.base import Backend
+from specgen.backend.tree_batch import Branches
+from specgen.engine.generation import Generation
+from specgen.engine.request import Request
+from specgen.errors import RollbackError, SpecgenError
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One of `n` equal parts of all caches, counted from 0, and the request that is served there. The parts
+    of a cache have equal numbers of sequences and cells."""
+
+    number: int = 0
+    n: int = 1
+    #: None while the slot is free.
+    request: Request | None = None
+    #: None while the slot is free, and until the request's prefix and drafter are ready.
+    sequence: Generation | None = None
+    #: The index of the last request that was served there; -1 before any.
+    used_last: int = -1
+
+    def branches(self, backend: Backend) -> Branches:
+        """Return the slot's sequences in a cache."""
+        n_branches = backend.n_sequences // self.n
+        return Branches(self.number * n_branches, n_branches)
+
+    def n_ctx(self, backend: Backend) -> int:
+        """Return the number of tokens that the slot has room for in a cache."""
+        return backend.n_ctx // self.n
+
+    def share_prefix(self, backend: Backend, tokens: Sequence[int]) -> int:
+        """Reuse the longest prefix of `tokens` that any slot of the cache holds; drop the rest of this slot.
+        Return the number of reused tokens: at most all but the last token, which must be decoded for its
+        logits. The sequences share cells, so no data is copied."""
+        own = self.branches(backend)
+        for branch in range(own.first + 1, own.first + own.n_branches):
+            if backend.length(branch):
+                backend.remove(branch)
+        tokens = tokens[:-1]
+        n_own = n_common(backend.text(own.first), tokens)
+        if backend.rollback != "cells" and n_own < backend.length(own.first):
+            # Such a cache cannot drop cells: to go back within a text, it would decode it again.
+            n_own = 0
+        best, lender = n_own, own
+        for other in range(self.n if backend.can_branch else 0):
+            branches = Slot(other, self.n).branches(backend)
+            n = n_common(backend.text(branches.first), tokens)
+            if n > best:
+                best, lender = n, branches
+        try:
+            if backend.length(own.first) > n_own:
+                backend.remove(own.first, n_own)
+            if lender is not own:
+                backend.copy(lender.first, own.first, n_own, best)
+        except RollbackError:  # the cells that a sliding window needs are gone
+            backend.remove(own.first)
+            return 0
+        return best
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the answer has its first token."""
+        return self.sequence is not None and self.sequence.is_started
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether the prompt is being read."""
+        return self.sequence is not None and not self.sequence.is_started
+
+    @property
+    def n_prompt(self) -> int:
+        """The number of tokens in the prompt; 0 while the slot is free."""
+        request = self.request
+        return len(request.prompt.tokens) if request is not None else 0
+
+    @property
+    def n_answer(self) -> int:
+        """The number of tokens in the answer so far."""
+        sequence = self.sequence
+        return sequence.n_answer if sequence is not None else 0
+
+    @property
+    def n_read(self) -> int:
+        """The number of prompt tokens that the cache held before; all once the prompt is read."""
+        sequence = self.sequence
+        if sequence is None:
+            return 0
+        return sequence.n_prompt if sequence.is_started else sequence.n_cached
+
+    def free(self) -> None:
+        """Drop the request; its text stays in the caches."""
+        self.request = self.sequence = None
+
+    def fail(self, error: SpecgenError, backends: Iterable[Backend]) -> None:
+        """End the request with an error. Its part of the caches is cleared: its contents are uncertain."""
+        assert self.request is not None
+        self.request.failure = error
+        for backend in backends:
+            own = self.branches(backend)
+            for sequence in range(own.first, own.first + own.n_branches):
+                backend.remove(sequence)
+        self.free()
+
+
+class PrefixCache:
+    """The `n` slots of an engine, which share all caches in equal parts. One prompt is read at a time."""
+
+    def __init__(self, n: int) -> None:
+        self.slots = tuple(Slot(number, n) for number in range(n))
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self.slots)
+
+    @property
+    def n_busy(self) -> int:
+        """The number of slots that have a request."""
+        return sum(slot.request is not None for slot in self.slots)
+
+    def decoding(self) -> list[Slot]:
+        """Return the slots whose answers have their first token."""
+        return [slot for slot in self.slots if slot.is_decoding]
+
+    def reading(self) -> Slot | None:
+        """Return the slot whose prompt is being read, if there is one."""
+        return next((slot for slot in self.slots if slot.is_reading), None)
+
+    def free_slot(self, tokens: Sequence[int], target: Backend) -> Slot:
+        """Return the best free slot for a prompt: the one whose text is the longest prefix of the prompt,
+        else the one that was not used for longest. (If another slot holds a prefix of the prompt, its cells
+        are shared.) At least one slot must be free."""
+
+        def rank(slot: Slot) -> tuple[int, int]:
+            text = target.text(slot.branches(target).first)
+            n = n_common(text, tokens)
+            goes_on = n if n == len(text) or not target.can_branch else 0
+            return -goes_on, slot.used_last
+
+        return min((slot for slot in self.slots if slot.request is None), key=rank)
+
+
+def n_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the common prefix of two texts, in tokens."""
+    n = 0
+    for first, second in zip(one, other, strict=False):
+        if first != second:
+            break
+        n += 1
+    return n
+
+
+__all__ = ["PrefixCache", "Slot", "n_common"]
