@@ -46,43 +46,21 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-#: The module of each public name.
+#: The public names of each module.
 _MODULES = {
-    "specgen.api": ("AnswerOptions", "Model", "load"),
-    "specgen.engine.chat_template": ("Message",),
-    "specgen.engine.engine": ("Engine",),
-    "specgen.engine.models": ("Models",),
-    "specgen.engine.prompts": ("Prompt",),
-    "specgen.engine.request": ("Request",),
-    "specgen.errors": (
-        "BackendError",
-        "FetchError",
-        "MemoryLimitError",
-        "ModelFileError",
-        "PairError",
-        "PromptError",
-        "SpecgenError",
-        "UnknownModelError",
-        "UsageError",
-    ),
-    "specgen.events": (
-        "CommittedEvent",
-        "DraftedEvent",
-        "FinishedEvent",
-        "NoticeEvent",
-        "PromptEvent",
-        "VerifiedEvent",
-    ),
-    "specgen.options": (
-        "ContextOptions",
-        "DraftOptions",
-        "GenerationOptions",
-        "SamplerOptions",
-        "SessionOptions",
-        "TreeShape",
-    ),
+    "specgen.api": "AnswerOptions Model load",
+    "specgen.engine.chat_template": "Message",
+    "specgen.engine.engine": "Engine",
+    "specgen.engine.models": "Models",
+    "specgen.engine.prompts": "Prompt",
+    "specgen.engine.request": "Request",
+    "specgen.errors": "BackendError FetchError MemoryLimitError ModelFileError PairError PromptError "
+    "SpecgenError UnknownModelError UsageError",
+    "specgen.events": "CommittedEvent DraftedEvent FinishedEvent NoticeEvent PromptEvent VerifiedEvent",
+    "specgen.options": "ContextOptions DraftOptions GenerationOptions SamplerOptions SessionOptions "
+    "TreeShape",
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
     "AnswerOptions",

@@ -144,17 +144,17 @@ class Model:
 
     @property
     def engine(self) -> Engine:
-        """The engine that makes the answers, for callers that step it themselves."""
+        """Return the engine that makes the answers, for callers that step it themselves."""
         return self._engine
 
     @property
     def target(self) -> str:
-        """The target's file name."""
+        """Return the target's file name."""
         return self._loaded.target.name
 
     @property
     def draft(self) -> str:
-        """The draft: a model's file name, ``ngram`` or ``none``."""
+        """Return the draft: a model's file name, ``ngram`` or ``none``."""
         return self._loaded.drafts.name
 
     def generate(self, prompt: Asked, **options: Unpack[AnswerOptions]) -> Request:
@@ -204,22 +204,13 @@ class Model:
 
     def _sampling(self, options: AnswerOptions) -> SamplerOptions:
         sampling = options.get("sampling", self._loaded.options.sampler)
-        if "temperature" in options:
-            sampling = replace(sampling, temperature=options["temperature"])
-        if "seed" in options:
-            sampling = replace(sampling, seed=options["seed"])
-        return sampling
+        return replace(sampling, **_given(options, "temperature", "seed"))
 
     def _generation(self, options: AnswerOptions) -> GenerationOptions:
-        generation = self._loaded.options.generation
-        if "max_tokens" in options:
-            generation = replace(generation, max_tokens=options["max_tokens"])
+        given = _given(options, "max_tokens", "ignore_eos", "logprobs")
+        generation = replace(self._loaded.options.generation, **given)
         if "stop" in options:
             generation = replace(generation, stop=tuple(options["stop"]))
-        if "ignore_eos" in options:
-            generation = replace(generation, ignore_eos=options["ignore_eos"])
-        if "logprobs" in options:
-            generation = replace(generation, logprobs=options["logprobs"])
         if "grammar" in options and "json_schema" in options:
             raise UsageError("grammar and json_schema exclude each other")
         if "grammar" in options:
@@ -233,3 +224,8 @@ class Model:
                 "ignore_eos and a grammar exclude each other: text that follows a grammar has an end"
             )
         return generation
+
+
+def _given(options: AnswerOptions, *names: str) -> dict[str, Any]:
+    """Return those of an answer's options that were given, by their names."""
+    return {name: value for name, value in options.items() if name in names}

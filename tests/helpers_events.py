@@ -15,6 +15,7 @@ from specgen.events import (
     NoticeEvent,
     Piece,
     PromptEvent,
+    ReasonCount,
     RejectedBranch,
     TokenKind,
     VerifiedEvent,
@@ -34,6 +35,9 @@ class Script:
     n_accepted: int = 0
     drafted_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
+    #: The name of the reason of the next rounds, and the reason in words.
+    reason: tuple[str, str] | None = None
+    undrafted: dict[str, ReasonCount] = field(default_factory=dict)
 
     @property
     def time_s(self) -> float:
@@ -64,7 +68,16 @@ class Script:
     def plain(self, text: str) -> Script:
         """A round without a draft."""
         self.n_rounds += 1
+        if self.reason is not None:
+            name, words = self.reason
+            n_before = self.undrafted[name].n_rounds if name in self.undrafted else 0
+            self.undrafted[name] = ReasonCount(name, words, n_before + 1)
         return self._commit([Piece(1, text, "plain", "target")])
+
+    def because(self, name: str, words: str) -> Script:
+        """The next rounds have this reason."""
+        self.reason = name, words
+        return self
 
     def round(self, drafted: Sequence[str], accepted: int, own: str) -> Script:
         """A chain of which the first `accepted` tokens are kept, then the target's own one."""
@@ -123,6 +136,7 @@ class Script:
             draft_s=0.2 * wall_s,
             target_s=0.75 * wall_s,
             loop_s=0.05 * wall_s,
+            undrafted=tuple(self.undrafted.values()),
             wall_s=wall_s,
         )
 
@@ -133,8 +147,11 @@ class Script:
     def _commit(self, pieces: Sequence[Piece]) -> Script:
         self.n_tokens += len(pieces)
         text = "".join(piece.text for piece in pieces)
+        name, words = self.reason or (None, None)
         return self._add(
-            CommittedEvent(0, self.time_s, self.n_rounds, tuple(pieces), text, self.n_tokens)
+            CommittedEvent(
+                0, self.time_s, self.n_rounds, tuple(pieces), text, self.n_tokens, name, words
+            )
         )
 
     def _count(self, parents: Sequence[int], path: Sequence[int]) -> None:

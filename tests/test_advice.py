@@ -16,7 +16,7 @@ from specgen.calibration.weight_copies import Comparison
 from specgen.engine.agreement import Agreement
 from specgen.machine import CoreTime, core_time, of_counts, share_of_others
 from specgen.options import DraftSource
-from specgen.render.advice import print_advice
+from specgen.render.tables import print_advice
 from specgen.selection.advice import (
     advice,
     name_of_way,

@@ -28,7 +28,7 @@ from specgen.errors import OutputError, PromptError, UsageError
 from specgen.json_lines import to_line
 from specgen.openai_format.request import Request
 from specgen.options import GenerationOptions, SamplerOptions
-from specgen.render.batch_progress import batch_summary
+from specgen.render.progress_bars import batch_summary
 
 DEFAULTS = SamplerOptions(), GenerationOptions(max_tokens=5)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from typer import Option
 
 import specgen.cli
 from specgen.bench.plan import Field, Plan, named_apart
@@ -21,7 +22,6 @@ from specgen.calibration.memory import Memory
 from specgen.calibration.threads import Threads
 from specgen.cli.bench import parse_policies
 from specgen.cli.flags import sampling, takes_options
-from specgen.cli.flags.subset import without
 from specgen.errors import UsageError
 from specgen.options import (
     AUTO_TREE,
@@ -31,7 +31,7 @@ from specgen.options import (
     GenerationOptions,
     SamplerOptions,
 )
-from specgen.render.bench_tables import bench_lines, print_bench_tables
+from specgen.render.tables import bench_lines, print_bench_tables
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers_bench import foresight_of, report_of, result
 
@@ -356,16 +356,25 @@ def test_files_of_one_name_are_told_apart() -> None:
 
 
 def test_a_group_without_some_options_keeps_their_defaults() -> None:
-    @takes_options(sampler=without(sampling, "temperature", "no such option"))
+    rest = sampling.without("temperature", "no such option")
+
+    @takes_options(sampler=rest)
     def command(*, sampler: SamplerOptions) -> int:
         return sampler.top_k
 
-    assert "temperature" not in command.__annotations__
-    assert "top_k" in command.__annotations__
-    given = dict.fromkeys(command.__annotations__.keys() - {"return"})
-    assert given.keys() >= {"seed", "min_p"}
-    assert without(sampling, "temperature")(top_k=7).top_k == 7
-    assert without(sampling, "temperature")().temperature == SamplerOptions().temperature
+    names = command.__annotations__.keys()
+    assert names >= {"sampler_top_k", "sampler_seed", "sampler_min_p"}
+    assert "sampler_temperature" not in names
+    assert command(sampler_top_k=7) == 7
+    assert rest(top_k=7) == SamplerOptions(top_k=7)
+
+
+def test_two_options_of_one_spelling_are_an_error_when_a_command_is_defined() -> None:
+    with pytest.raises(TypeError, match="command has two options named --top-k, -k"):
+
+        @takes_options(sampler=sampling, other=Option("-k", "--top-k", "-k"))
+        def command(*, sampler: SamplerOptions, other: int = 3) -> int:
+            return sampler.top_k + other
 
 
 @pytest.mark.parametrize("has_foresight", [False, True])

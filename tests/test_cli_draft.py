@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from specgen.catalogue import SavedDraft, identify, save_draft, saved_draft, saved_drafts_file
-from specgen.render.draft_table import draft_lines, print_draft_table
+from specgen.render.tables import draft_lines, print_draft_table
 from specgen.selection.candidates import Refused, find_candidates
 from specgen.selection.draft_search import Search, Tried, by_speedup
 from specgen.selection.trial import Baseline, DraftFigures, TargetAnswer

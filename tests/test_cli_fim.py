@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from specgen.cli import output
 from specgen.cli.fim import _PLACE
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.config import INFILL_TOKENS
@@ -183,9 +184,7 @@ def test_a_link_stays_one(fim: Fim) -> None:
 def test_a_file_that_somebody_else_changed_is_left_alone(
     fim: Fim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specgen.cli import one_answer
-
-    show = one_answer.show_answer
+    show = output.show_answer
 
     def change(*arguments: object, **options: object) -> int:
         code = show(*arguments, **options)  # type: ignore[arg-type]
@@ -207,7 +206,7 @@ def test_what_the_context_has_no_room_for(fim: Fim) -> None:
     found = fim("a.txt:60", "-c", "200", "--context-file", "b.txt")
     assert found.code == 0
     (note,) = found.err.splitlines()
-    assert note.startswith("note: left out, since the context has no room: the first ")
+    assert note.startswith("note: not read, since the context is too small (raise -c): the first ")
     assert note.endswith("tokens behind the gap, b.txt")
     assert fim("a.txt:60", "-c", "200", "-q").err == ""
 
@@ -248,7 +247,7 @@ def test_names_of_files_may_have_colons(
         (("a.txt:1:0",), 3, "no column 0"),
         (("missing.txt:1",), 3, "missing.txt: cannot be read"),
         ((".:1",), 3, "cannot be read"),
-        (("latin.txt:1",), 3, "latin.txt is not UTF-8: byte 0xe9 on line 2"),
+        (("latin.txt:1",), 3, "latin.txt is not UTF-8: byte 0xe9 at offset 7 (line 2)"),
         (("a.txt:1", "--context-file", "latin.txt"), 3, "latin.txt is not UTF-8"),
         (("a.txt:1", "--prefix-file", "a.txt"), 2, "exclude each other"),
         ((), 2, "no gap"),

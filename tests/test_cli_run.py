@@ -444,7 +444,7 @@ def test_bad_prompts_exit_with_3(cli: Cli, tmp_path: Path) -> None:
     assert "empty" in complaint(cli(*model, stdin=b"\n"), 3)
     assert "0xe9 at offset 3 (line 1)" in complaint(cli(*model, "-", stdin=b"caf\xe9"), 3)
     assert "UTF-8" in complaint(cli(*model, "caf\udce9"), 3)
-    assert "no such file" in complaint(cli(*model, "-f", str(tmp_path / "none")), 3)
+    assert "No such file" in complaint(cli(*model, "-f", str(tmp_path / "none")), 3)
     assert "a directory" in complaint(cli(*model, "-f", str(tmp_path)), 3)
     assert "--ctx-size" in complaint(cli(*model, "-c", "3", PROMPT), 3)
     broken = cli("-m", cli.model("broken template"), "-md", "ngram", "-t", "1", PROMPT)

@@ -71,16 +71,16 @@ def test_refused_branches_are_shown_beside_the_text() -> None:
     accepted, corrected = Piece(1, " a", "accepted", "model"), Piece(2, " b", "corrected", "target")
     pieces = (accepted, corrected)
     chain = Round(pieces, ((1, " c"),))
-    assert list(chain.runs(with_rejected=True)) == [
+    assert list(chain.runs(shows_all=True)) == [
         (" a", "accepted"), (" c", "rejected"), (" b", "corrected"),
     ]  # fmt: skip
     tree = Round(pieces, ((0, " the\n"), (0, " an"), (1, " c")))
-    assert list(tree.runs(with_rejected=True)) == [
+    assert list(tree.runs(shows_all=True)) == [
         ("[ the\\n| an]", "aside"), (" a", "accepted"), (" c", "rejected"), (" b", "corrected"),
     ]  # fmt: skip
     beside = Round(pieces, ((0, " an"),))
-    assert next(beside.runs(with_rejected=True)) == ("[ an]", "aside")
-    assert [run.mark for run in tree.runs(with_rejected=False)] == ["accepted", "corrected"]
+    assert next(beside.runs(shows_all=True)) == ("[ an]", "aside")
+    assert [run.mark for run in tree.runs(shows_all=False)] == ["accepted", "corrected"]
 
 
 @pytest.mark.parametrize(

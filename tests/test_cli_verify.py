@@ -25,7 +25,7 @@ from specgen.proof import (
 )
 from specgen.proof.sampled import DepthResult, RowsResult
 from specgen.proof.statistics import Distance, GTest
-from specgen.render import print_report
+from specgen.render.verify_report import print_report
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers_cli import Result, Specgen, complaint, on_terminal, rest_of
 
@@ -415,7 +415,7 @@ def test_defects_are_called_by_their_name() -> None:
     assert "the target did not choose that token" in text
     place = report.sampled[0]
     impossible = replace(place, n_impossible=3)
-    assert "3 draws that the target never says" in shown(
+    assert "3 draws to which the target gives probability 0" in shown(
         replace(report, sampled=(impossible,)), 110
     )
     failing = replace(place.depths[1], test=replace(place.depths[1].test, p_value=1e-9))

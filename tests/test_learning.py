@@ -666,7 +666,7 @@ def test_commands_keep_learn_and_forget(specgen_: Specgen, models: Path, folder:
     assert "learnt" not in without.err
     gone = specgen_("draft", "forget", "-m", target)
     assert gone.code == 0
-    assert "kept answers: 41; what drafts learnt from them: 1; texts to look up: 1;" in gone.out
+    assert "kept answers: 41; weights learnt from them: 1; lookup texts: 1;" in gone.out
     assert not data_of(target).exists()
     assert not list(Path(os.environ["SPECGEN_CACHE"]).glob("texts/*/*"))
     nothing = specgen_("draft", "forget")
@@ -682,7 +682,7 @@ def test_everything_is_forgotten_unless_a_target_is_named(
         own = ("-m", target, "-md", "ngram", "-t", "1", "-n", "20", "--ignore-eos", "--learn")
         assert specgen_("run", *own, "abc").code == 0
     gone = specgen_("draft", "forget")
-    assert "kept answers: 2; what drafts learnt from them: 0; texts to look up: 2;" in gone.out
+    assert "kept answers: 2; weights learnt from them: 0; lookup texts: 2;" in gone.out
     assert not list(Path(os.environ["SPECGEN_DATA"]).glob("learning/*"))
 
 

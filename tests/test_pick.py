@@ -17,7 +17,8 @@ from specgen.backend.llama import LlamaBackend
 from specgen.calibration.memory import Memory
 from specgen.calibration.timing import timed_batch_sizes
 from specgen.catalogue import SavedDraft, identify, memory_file, save_draft, saved_drafts_file
-from specgen.cli.opening import make_opener
+from specgen.cli.model_loading import make_opener
+from specgen.cli.output import Output
 from specgen.engine.models import Models
 from specgen.errors import BackendError, MemoryLimitError
 from specgen.options import ContextOptions, DraftOptions, DraftSource, SessionOptions
@@ -327,7 +328,7 @@ def test_later_sessions_have_the_draft_of_the_first_and_are_not_checked_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     measured.costs = {"draft.gguf": SLOW_DRAFT}
-    opener = make_opener(choices, quiet=False, verbose=True)
+    opener = make_opener(choices, Output(verbose=True))
     for _ in range(2):
         with opener.open(options(tiny_models)) as loaded:
             assert loaded.drafts.name == "bad.gguf"

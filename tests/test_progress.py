@@ -11,7 +11,7 @@ import pytest
 from specgen import progress
 from specgen.catalogue.progress import LineProgress, shown
 from specgen.progress import ProgressLines
-from specgen.render.progress_bar import progress_bar
+from specgen.render.progress_bars import progress_bar
 from tests.helpers_cli import Specgen
 
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scripts.make_picture import from_json_object, read_events
 from specgen.events import EVENT_TYPES, Event, to_json_object
-from specgen.render import JsonlRenderer, from_json_object, read_events
-from specgen.render.jsonl import json_line
+from specgen.render.streams import JsonlRenderer, json_line
 from tests.helpers_events import Script
 from tests.test_render_plain import Recorder
 from tests.test_render_text import TEXTS

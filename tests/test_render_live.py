@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from specgen.errors import OutputError
 from specgen.events import CommittedEvent, Event
 from specgen.options import Show
+from specgen.render.base import Notes
 from specgen.render.live import LiveRenderer
-from specgen.render.notes import Notes
 from specgen.render.text import clean
 from tests.helpers_events import Script
 from tests.helpers_screen import Terminal, letters
@@ -55,6 +55,25 @@ def test_rejected_tokens_stay_where_they_were_refused_if_all_is_shown() -> None:
     play(terminal, script.events, "all")
     assert terminal.visible == ["The cat sat on lay down"]
     assert terminal.struck() == " sat on"
+
+
+def test_a_rounds_reason_is_dim_at_its_end_where_it_changes_if_all_is_shown() -> None:
+    terminal = Terminal()
+    script = Script().prompt().because("nothing_found", "nothing found").plain("One").plain(" two")
+    script.because("cost", "a row costs 0.7 of a token").plain(" three\n")
+    script.because("gain", "worth x1.4").round([" four", " no"], 1, " five").finish()
+    play(terminal, script.events, "all")
+    assert terminal.visible == [
+        "One [nothing found] two three [a row costs 0.7 of a token]",
+        " four no five [worth x1.4]",
+    ]
+    assert "\x1b[2m[nothing\x1b[0m" in terminal.written
+
+
+def test_reasons_are_left_out_if_not_all_is_shown() -> None:
+    terminal = Terminal()
+    play(terminal, Script().because("cost", "too dear").plain("One").finish().events)
+    assert terminal.visible == ["One"]
 
 
 def test_branches_of_a_tree_stay_each_at_its_place() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from specgen.events import Event
-from specgen.render import JsonlRenderer
+from specgen.render.streams import JsonlRenderer
 from tests.helpers_events import Script
 
 

@@ -12,11 +12,10 @@ from rich.console import Console
 
 from specgen.errors import OutputError
 from specgen.options import Show
-from specgen.render.base import BaseRenderer, Renderer, Tee
-from specgen.render.notes import Notes
-from specgen.render.plain import ColourStreamRenderer, DumbTerminalRenderer, PlainRenderer
+from specgen.render.base import Notes, Renderer, Tee
+from specgen.render.marks import pens
+from specgen.render.streams import ColourStreamRenderer, DumbTerminalRenderer, PlainRenderer
 from specgen.render.text import clean
-from specgen.render.theme import pens
 from tests.helpers_events import Script
 from tests.test_render_text import TEXTS
 
@@ -88,21 +87,21 @@ def test_a_long_notice_is_not_folded_in_a_file() -> None:
 @pytest.mark.parametrize(("text", "shown"), [("a", "a\n"), ("a\n", "a\n"), ("", "")])
 def test_a_simple_terminal_gets_its_last_line_ended(text: str, shown: str) -> None:
     stream = io.BytesIO()
-    play(DumbTerminalRenderer(stream, "utf-8"), Script().plain(text).finish())
+    play(DumbTerminalRenderer(stream), Script().plain(text).finish())
     assert stream.getvalue().decode() == shown
 
 
 def test_a_simple_terminal_gets_no_control_characters() -> None:
     stream = io.BytesIO()
     script = Script().plain("a\x1b[2J").plain("\r").plain("\nb\tc\x07 漢").finish()
-    play(DumbTerminalRenderer(stream, "latin-1"), script)
+    play(DumbTerminalRenderer(stream, encoding="latin-1"), script)
     assert stream.getvalue() == b"a?[2J\nb\tc? ?\n"
 
 
 def test_a_notice_does_not_tear_a_line_on_a_simple_terminal() -> None:
     where, errors = notes()
     stream = io.BytesIO()
-    renderer = DumbTerminalRenderer(stream, "utf-8", where)
+    renderer = DumbTerminalRenderer(stream, where)
     play(renderer, Script().plain("a").notice("one").notice("two").plain("b").finish())
     assert stream.getvalue() == b"a\nb\n"
     assert errors.getvalue() == "note: one\nnote: two\n"
@@ -123,6 +122,13 @@ def test_forced_colours_mark_words_and_leave_spaces_alone() -> None:
     )
 
 
+def test_forced_colours_show_the_reason_of_a_round_if_all_is_shown() -> None:
+    stream = io.BytesIO()
+    script = Script().because("nothing_found", "nothing found").plain("a").plain("\n").finish()
+    play(colour_stream(stream, "all"), script)
+    assert stream.getvalue().decode() == "a\x1b[2m [nothing found]\x1b[0m\n"
+
+
 class Failing(io.RawIOBase):
     def __init__(self, error: OSError) -> None:
         super().__init__()
@@ -141,7 +147,7 @@ def test_a_full_disk_is_reported_in_one_line(kind: str) -> None:
     buffer = io.BufferedWriter(stream)
     renderer: Renderer = PlainRenderer(buffer)
     if kind == "dumb":
-        renderer = DumbTerminalRenderer(buffer, "utf-8")
+        renderer = DumbTerminalRenderer(buffer)
     with pytest.raises(OutputError) as caught:
         play(renderer, Script().plain("text"))
     assert caught.value.message == "the answer could not be written: No space left on device"
@@ -161,7 +167,7 @@ def test_a_reader_that_went_away_is_reported_as_such() -> None:
         buffer.flush()
 
 
-class Closing(BaseRenderer):
+class Closing(Renderer):
     def __init__(self, log: list[str], name: str, error: Exception | None = None) -> None:
         self._log, self._name, self._error = log, name, error
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 
-import specgen.render
 from specgen.options import Show
-from specgen.render import make_console, make_renderer
+from specgen.render.select import make_console, make_renderer
 from tests.helpers_events import Script
 
 
@@ -146,22 +143,9 @@ def test_a_closed_pipe_does_not_end_the_program() -> None:
         make_console(Gone(terminal=False), {}).print("text")
 
 
-def test_all_names_are_there() -> None:
-    for name in specgen.render.__all__:
-        assert getattr(specgen.render, name) is not None
-    assert set(specgen.render.__all__) <= set(dir(specgen.render))
-    with pytest.raises(AttributeError, match="nothing"):
-        getattr(importlib.import_module("specgen.render"), "nothing")  # noqa: B009
-
-
-def test_importing_the_package_loads_nothing_heavy() -> None:
-    code = "import sys, specgen.render; raise SystemExit('rich' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 PROGRAM = """
 import os, sys
-from specgen.render import make_renderer
+from specgen.render.select import make_renderer
 from tests.helpers_events import Script
 
 script = Script().prompt()
@@ -204,7 +188,7 @@ def test_on_a_real_terminal(screen_of_a_run: list[str]) -> None:
     words = " ".join(shown).split()
     assert words == [word for number in range(40) for word in (f"word{number}", "and")]
     assert "note: all is well" in screen_of_a_run
-    assert screen_of_a_run[end + 1] == "answer    80 tokens, 40 rounds, mean accepted"
+    assert screen_of_a_run[end + 1] == "answer    80 tokens, 40 rounds, 2.00 tokens per"
     assert screen_of_a_run[-2:] == [
         "legend    accepted  corrected  bonus  plain",
         "          rejected",

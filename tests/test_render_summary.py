@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specgen.events import FinishedEvent
-from specgen.render import SummaryRenderer, print_summary
-from specgen.render.summary import by_depth, summary_items
+from specgen.events import FinishedEvent, ReasonCount
+from specgen.render.summary import SummaryRenderer, by_depth, print_summary, summary_items
 from tests.helpers_events import Script
 from tests.helpers_screen import Terminal
 
@@ -34,13 +33,27 @@ def printed(event: FinishedEvent, **options: Any) -> str:
 def test_what_it_says() -> None:
     event = finished(wall_s=8.0, draft_s=2.0, target_s=5.96, loop_s=0.04, tokens_per_s=12.345)
     assert items(event) == {
-        "answer": "8 tokens, 3 rounds, mean accepted length 2.67",
+        "answer": "8 tokens, 3 rounds, 2.67 tokens per pass of the target",
         "speed": "12.3 tokens/s, first token after 500 ms (12 prompt tokens)",
         "drafts": "acceptance rate 83%, 5 of 6 tokens accepted",
         "by depth": "██▅  100% 100% 50%",
         "time": "8.00 s, draft 25%, target 74%, specgen under 1%",
         "end": "the model ended the text",
     }
+
+
+def test_why_little_was_drafted() -> None:
+    event = finished(
+        n_rounds=52,
+        undrafted=(
+            ReasonCount("nothing_found", "nothing found", 20),
+            ReasonCount("cost", "a row costs 0.7 of a token", 14),
+        ),
+    )
+    assert items(event)["reasons"] == (
+        "34 of 52 rounds drafted nothing: nothing found (20); a row costs 0.7 of a token (14)"
+    )
+    assert "reasons" not in items(dataclasses.replace(event, n_rounds=68))
 
 
 def test_an_empty_answer() -> None:
@@ -152,7 +165,7 @@ def test_on_a_terminal_it_fits_the_window(columns: int) -> None:
     if columns >= 80:
         assert terminal.rows[:3] == [
             "",
-            "answer    8 tokens, 3 rounds, mean accepted length 2.67",
+            "answer    8 tokens, 3 rounds, 2.67 tokens per pass of the target",
             "speed     26.7 tokens/s, first token after 500 ms (12 prompt tokens)",
         ]
 

@@ -7,17 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wcwidth import wcwidth
 
-from specgen.render.flow import Flow
-from specgen.render.layout import Row, wrap
 from specgen.render.marks import Mark, Run
-from specgen.render.text import (
-    Cell,
-    Cleaner,
-    append_cells,
-    clean,
-    clean_line,
-    text_width,
-)
+from specgen.render.rows import Cell, Flow, Row, append_cells, wrap
+from specgen.render.text import Cleaner, clean, clean_line
 
 FAMILY = "👩‍👩‍👧‍👦"
 #: Characters that terminals, or programs that write to them, stumble over.
@@ -121,10 +113,9 @@ def test_no_character_is_wider_than_assumed(text: str) -> None:
         assert not cell.exact or sum(map(wcwidth, cell.text)) == cell.width
 
 
-def test_width_of_text() -> None:
-    assert text_width("abc") == 3
-    assert text_width("漢字") == 4
-    assert text_width("e\u0301") == 1
+@pytest.mark.parametrize(("text", "width"), [("abc", 3), ("漢字", 4), ("e\u0301", 1)])
+def test_width_of_text(text: str, width: int) -> None:
+    assert sum(cell.width for cell in cells_of(text)) == width
 
 
 def rows_of(text: str, columns: int) -> list[str]:

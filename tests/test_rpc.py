@@ -31,7 +31,7 @@ from specgen.backend.worker_probe import (
     probe,
 )
 from specgen.calibration.memory import Memory
-from specgen.cli.flags.workers import workers
+from specgen.cli.flags.machine import workers_of
 from specgen.errors import BackendError, MemoryLimitError, UsageError, WorkerLostError
 from specgen.options import ContextOptions, Workers
 from specgen.testing.tiny import TinyConfig, write_tiny_model
@@ -440,14 +440,14 @@ class TestOptions:
     """--rpc and what goes with it, before anything is loaded."""
 
     def test_workers(self) -> None:
-        found = workers("a:1, b:2", "3,1", output_here=True, timeout_s=5.0)
+        found = workers_of("a:1, b:2", "3,1", output_here=True, timeout_s=5.0)
         assert found is not None
         assert (found.endpoints, found.tensor_split, found.timeout_s) == (
             ("a:1", "b:2"),
             (3.0, 1.0),
             5.0,
         )
-        assert workers(None, None, output_here=False, timeout_s=5.0) is None
+        assert workers_of(None, None, output_here=False, timeout_s=5.0) is None
 
     @pytest.mark.parametrize(
         ("rpc", "split"),
@@ -463,7 +463,7 @@ class TestOptions:
     )
     def test_what_makes_no_sense_is_refused(self, rpc: str | None, split: str | None) -> None:
         with pytest.raises(UsageError):
-            workers(rpc, split, output_here=False, timeout_s=5.0)
+            workers_of(rpc, split, output_here=False, timeout_s=5.0)
 
     def test_other_programs_are_not_compared_over_the_wire(self) -> None:
         code, out, err = finished(specgen("bench", "--against", "llama.cpp", "--rpc", "a:1"))

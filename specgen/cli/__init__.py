@@ -18,9 +18,9 @@ from specgen.cli.bench import bench
 from specgen.cli.chat import chat
 from specgen.cli.doctor import doctor
 from specgen.cli.fim import fim
+from specgen.cli.process import end_process, flush_or_abandon_stdout, output_errors
 from specgen.cli.run import run
 from specgen.cli.serve import serve
-from specgen.cli.standard_streams import end_process, flush_or_abandon_stdout, output_errors
 from specgen.cli.tune import tune
 from specgen.cli.verify import verify
 from specgen.cli.worker import worker

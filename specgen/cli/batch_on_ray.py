@@ -7,13 +7,14 @@ import datetime
 import importlib.util
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specgen.cli.interrupt import Interrupt
+from specgen.cli.output import Output
+from specgen.cli.process import Interrupt
 from specgen.errors import UsageError
 from specgen.options import Contexts, DraftSource, KernelChoice, SessionOptions
 from specgen.selection.default_draft import DraftChoice
@@ -54,7 +55,6 @@ class BatchWork:
 
 def ray_options(
     address: str | None,
-    on: str | None,
     machine: Contexts,
     per_worker: tuple[float | None, float | None],
     *,
@@ -66,8 +66,8 @@ def ray_options(
         if per_worker != (None, None):
             raise UsageError("--cpus-per-worker and --gpus-per-worker go with --ray")
         return None
-    if on is not None or machine.target.workers is not None:
-        raise UsageError(f"--ray and {'--rpc' if on is None else '--on'} exclude each other")
+    if machine.target.workers is not None:
+        raise UsageError("--ray and --rpc exclude each other")
     for name in ("ray", "pyarrow"):
         if importlib.util.find_spec(name) is None:
             raise UsageError(
@@ -87,10 +87,11 @@ def open_on_node(
 ) -> Models:
     """Load the models in an actor. Files that are made, and what is learnt, stay on the node."""
     from specgen.catalogue import cache_folder
-    from specgen.cli.opening import open_session, use_kernels
+    from specgen.cli.model_loading import make_opener, use_kernels
 
-    use_kernels(kernels, quiet=True)
-    return open_session(replace(options, cache=cache_folder()), quiet=True, drafts=drafts)
+    quiet = Output(quiet=True)
+    use_kernels(kernels, quiet)
+    return make_opener(drafts, quiet).open(replace(options, cache=cache_folder()))
 
 
 def answer_on_ray(
@@ -99,17 +100,14 @@ def answer_on_ray(
     lines: Sequence[Line],
     results: Results,
     settings: Mapping[str, Any],
-    *,
-    quiet: bool,
-    verbose: bool,
-    note: Callable[[str], None],
+    output: Output,
 ) -> tuple[int, int]:
     """Get the lines answered; return the exit code, and the number of errors in results."""
     from specgen.batch.line_worker import WorkerJob
     from specgen.batch.on_ray import RayBatch
     from specgen.batch.ray_job import RayJob
     from specgen.batch.runner import Prompting
-    from specgen.render.batch_progress import batch_progress, batch_summary
+    from specgen.render.progress_bars import batch_progress, batch_summary
     from specgen.render.text import counted
 
     options = _with_threads(_absolute(work.options), cluster)
@@ -130,16 +128,19 @@ def answer_on_ray(
         gpus_per_worker=cluster.gpus_per_worker,
         patience_s=cluster.patience_s,
     )
-    batch = RayBatch(job, results, note=note, verbose=verbose)
+    batch = RayBatch(job, results, note=output.note, verbose=output.verbose)
     started = time.perf_counter()
-    with Interrupt() as stop, batch_progress(sys.stderr, quiet=quiet or verbose) as report:
+    is_silent = output.quiet or output.verbose
+    with Interrupt() as stop, batch_progress(sys.stderr, quiet=is_silent) as report:
         try:
             batch.run(lines, stop, report)
         finally:
             if batch.tally.n_answers:
                 with contextlib.suppress(ZeroDivisionError):
                     seconds = time.perf_counter() - started
-                    note(batch_summary(batch.tally, seconds, counted(batch.n_actors, "Ray actor")))
+                    output.note(
+                        batch_summary(batch.tally, seconds, counted(batch.n_actors, "Ray actor"))
+                    )
     return stop.exit_code, batch.tally.n_errors
 
 

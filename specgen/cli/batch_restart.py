@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from specgen.cli.interrupt import Interrupt
+from specgen.cli.process import Interrupt
 from specgen.errors import WorkerLostError
 from specgen.options import Workers
 

@@ -7,20 +7,18 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from typer import Option
 
 from specgen.bench.job import Job
 from specgen.bench.plan import Plan, find_fields
 from specgen.cli import flags
-from specgen.cli.flags.subset import without
-from specgen.cli.interrupt import Interrupt
-from specgen.cli.opening import log_shown, use_kernels
+from specgen.cli.inputs import STDIO
+from specgen.cli.model_loading import log_shown, use_kernels
+from specgen.cli.output import Output
 from specgen.errors import OutputError, UsageError
 from specgen.options import Contexts, DraftOptions, GenerationOptions, PolicyName, SamplerOptions
-from specgen.render.bench_tables import bench_lines, print_bench_tables
-from specgen.render.progress_bar import progress_bar
 from specgen.selection.session_opening import open_memory
 
 if TYPE_CHECKING:
@@ -29,186 +27,134 @@ if TYPE_CHECKING:
     from specgen.bench.peer_contenders import Against
     from specgen.bench.report import BenchReport
 
-_MODELS = "Models"
-_CONTEST = "What is measured"
-_OUTPUT = "Output"
 _POLICIES: tuple[PolicyName, ...] = ("cost", "threshold", "fixed")
+
+_MODELS = flags.panel(
+    "Models",
+    targets=flags.target(
+        help="A target: a GGUF file, or a name from `specgen models list`; may be given several times.",
+        show_default="the default pair's",
+    ),
+    drafts=Option(
+        "--draft",
+        "--model-draft",
+        "-md",
+        metavar="FILE|NAME|ngram|none",
+        help="What drafts, for every target; may be given several times. In large.gguf+small.gguf the "
+        "small one drafts for the large one.",
+        show_default="the pair's; with -m alone the one that `specgen run` would use, and ngram",
+    ),
+    pairs=Option(
+        "--pair",
+        metavar="NAME",
+        help="A target and its draft, by a name from `specgen models list`; may be given several times.",
+    ),
+)
+_CONTEST = flags.panel(
+    "What is measured",
+    policies=Option(
+        "--policy",
+        metavar="NAMES",
+        help="How much to draft: cost, threshold or fixed; several with commas, or given several times.",
+        show_default=DraftOptions().policy,
+    ),
+    trees=Option(
+        "--tree",
+        metavar="auto|off|3,2,1|4x5",
+        help="Whether drafts branch, as for `specgen run`; may be given several times.",
+        show_default=str(DraftOptions().tree),
+    ),
+    temperatures=Option(
+        "--temp",
+        "--temperature",
+        min=0.0,
+        max=100.0,
+        help="A temperature; may be given several times.",
+        show_default="0",
+    ),
+    prompts=Option(
+        "--prompts",
+        help='JSON Lines with "prompt", or "turns" (the first is used), and "category"; or text with a '
+        "prompt on each line.",
+        show_default="16 of our own",
+    ),
+    n_prompts=Option(
+        "--count",
+        "-N",
+        min=1,
+        help="How many prompts of each category to use; the first ones.",
+        show_default="all",
+    ),
+    max_tokens=Option(
+        "--max-tokens", "--predict", "-n", min=2, help="The most tokens of each answer."
+    ),
+    n_rounds=Option("--repeat", min=1, help="How often to go through all prompts."),
+    foresight=Option(
+        "--foresight",
+        help="At temperature 0, also compute the speed that the same drafts could reach if it were known in "
+        "advance which tokens are accepted. (Answers every prompt once more.)",
+    ),
+    against=Option(
+        "--against",
+        metavar="NAME",
+        help="Compare with another program in the same run: llama.cpp (its own programs in usual settings; "
+        "`make peers` builds them), llama.cpp-all (in all settings), or llama-cpp-python (its prompt "
+        "lookup). May be given several times.",
+        show_default=False,
+    ),
+    peers=Option(
+        "--peers",
+        metavar="FOLDER",
+        envvar="SPECGEN_PEERS",
+        help="Where llama.cpp's programs are.",
+        show_default="where `make peers` puts them",
+    ),
+)
+_FILES = flags.panel(
+    "Output",
+    json_file=Option(
+        "--json",
+        metavar="FILE",
+        help="Write all measurements as JSON; - writes them to standard output instead of the table.",
+    ),
+    html_file=Option(
+        "--html", metavar="FILE", help="Write a report as one self-contained HTML file."
+    ),
+)
 
 
 @flags.takes_options(
-    drafting=without(flags.drafting, "policy", "tree"),
-    sampling=without(flags.sampling, "temperature"),
+    _MODELS,
+    _CONTEST,
+    _FILES,
+    chat=flags.CHAT,
+    drafting=flags.drafting.without("policy", "tree"),
+    sampling=flags.sampling.without("temperature"),
     machine=flags.machine,
+    output=flags.loudness,
 )
 def bench(
     *,
-    targets: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--target",
-            "--model",
-            "-m",
-            metavar="FILE|NAME",
-            help="A target: a GGUF file, or a name from `specgen models list`; may be given "
-            "several times.",
-            show_default="the default pair's",
-            rich_help_panel=_MODELS,
-        ),
-    ] = None,
-    drafts: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--draft",
-            "--model-draft",
-            "-md",
-            metavar="FILE|NAME|ngram|none",
-            help="What drafts, for every target; may be given several times. In large.gguf+small.gguf "
-            "the small one drafts for the large one.",
-            show_default="the pair's; with -m alone the one that `specgen run` would use, and ngram",
-            rich_help_panel=_MODELS,
-        ),
-    ] = None,
-    pairs: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--pair",
-            metavar="NAME",
-            help="A target and its draft, by a name from `specgen models list`; may be given several "
-            "times.",
-            rich_help_panel=_MODELS,
-        ),
-    ] = None,
-    policies: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--policy",
-            metavar="NAMES",
-            help="How much to draft: cost, threshold or fixed; several with commas, or given "
-            "several times.",
-            show_default=DraftOptions().policy,
-            rich_help_panel=_CONTEST,
-        ),
-    ] = None,
-    trees: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--tree",
-            metavar="auto|off|3,2,1|4x5",
-            help="Whether drafts branch, as for `specgen run`; may be given several times.",
-            show_default=str(DraftOptions().tree),
-            rich_help_panel=_CONTEST,
-        ),
-    ] = None,
-    temperatures: Annotated[
-        list[float] | None,
-        typer.Option(
-            "--temp",
-            "--temperature",
-            min=0.0,
-            max=100.0,
-            help="A temperature; may be given several times.",
-            show_default="0",
-            rich_help_panel=_CONTEST,
-        ),
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts",
-            help='JSON Lines with "prompt", or "turns" (the first is used), and "category"; or text with '
-            "a prompt on each line.",
-            show_default="16 of our own",
-            rich_help_panel=_CONTEST,
-        ),
-    ] = None,
-    n_prompts: Annotated[
-        int | None,
-        typer.Option(
-            "--count",
-            "-N",
-            min=1,
-            help="How many prompts of each category to use; the first ones.",
-            show_default="all",
-            rich_help_panel=_CONTEST,
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int,
-        typer.Option(
-            "--max-tokens",
-            "--predict",
-            "-n",
-            min=2,
-            help="The most tokens of each answer.",
-            rich_help_panel=_CONTEST,
-        ),
-    ] = 128,
-    n_rounds: Annotated[
-        int,
-        typer.Option(
-            "--repeat",
-            min=1,
-            help="How often to go through all prompts.",
-            rich_help_panel=_CONTEST,
-        ),
-    ] = 1,
-    foresight: Annotated[
-        bool,
-        typer.Option(
-            "--foresight",
-            help="At temperature 0, also compute the speed that the same drafts could reach if it "
-            "were known in advance which tokens are accepted. (Answers every prompt once more.)",
-            rich_help_panel=_CONTEST,
-        ),
-    ] = False,
-    against: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--against",
-            metavar="NAME",
-            help="Compare with another program in the same run: llama.cpp (its own programs in "
-            "usual settings; `make peers` builds them), llama.cpp-all (in all settings), or "
-            "llama-cpp-python (its prompt lookup). May be given several times.",
-            show_default=False,
-            rich_help_panel=_CONTEST,
-        ),
-    ] = None,
-    peers: Annotated[
-        Path | None,
-        typer.Option(
-            "--peers",
-            metavar="FOLDER",
-            envvar="SPECGEN_PEERS",
-            help="Where llama.cpp's programs are.",
-            show_default="where `make peers` puts them",
-            rich_help_panel=_CONTEST,
-        ),
-    ] = None,
-    chat: flags.Chat = None,
+    targets: list[str] | None = None,
+    drafts: list[str] | None = None,
+    pairs: list[str] | None = None,
+    policies: list[str] | None = None,
+    trees: list[str] | None = None,
+    temperatures: list[float] | None = None,
+    prompts: Path | None = None,
+    n_prompts: int | None = None,
+    max_tokens: int = 128,
+    n_rounds: int = 1,
+    foresight: bool = False,
+    against: list[str] | None = None,
+    peers: Path | None = None,
+    chat: bool | None = None,
     drafting: DraftOptions,
     sampling: SamplerOptions,
     machine: Contexts,
-    json_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            metavar="FILE",
-            help="Write all measurements as JSON; - writes them to standard output instead of "
-            "the table.",
-            rich_help_panel=_OUTPUT,
-        ),
-    ] = None,
-    html_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--html",
-            metavar="FILE",
-            help="Write a report as one self-contained HTML file.",
-            rich_help_panel=_OUTPUT,
-        ),
-    ] = None,
-    quiet: flags.Quiet = False,
-    verbose: flags.Verbose = False,
+    json_file: Path | None = None,
+    html_file: Path | None = None,
+    output: Output,
 ) -> int:
     """Measure what drafting gains over plain decoding, on your own prompts.
 
@@ -227,10 +173,9 @@ def bench(
     """
     from specgen.bench.prompts import first_of_each, own_prompts, read_bench_prompts
 
-    flags.check_loudness(quiet=quiet, verbose=verbose)
     if against and machine.target.workers is not None:
         raise UsageError("--against starts programs without workers: leave out --rpc")
-    use_kernels(machine.kernels, quiet=quiet)
+    use_kernels(machine.kernels, output)
     plan = Plan(
         policies=parse_policies(policies),
         trees=tuple(dict.fromkeys(flags.tree_shape(text) for text in trees or ["auto"])),
@@ -247,12 +192,12 @@ def bench(
     if plan.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to compare")
     _check_folder(html_file, "--html")
-    if json_file != Path("-"):
+    if json_file != STDIO:
         _check_folder(json_file, "--json")
     texts = own_prompts() if prompts is None else read_bench_prompts(prompts)
     texts = texts if n_prompts is None else first_of_each(texts, n_prompts)
-    fields = find_fields(targets or [], pairs or [], drafts or [], quiet=quiet)
-    with log_shown(verbose), progress_bar(quiet=quiet or verbose) as progress, Interrupt() as stop:
+    fields = find_fields(targets or [], pairs or [], drafts or [], quiet=output.quiet)
+    with log_shown(output), output.measuring() as (progress, stop):
         job = Job(plan, texts, n_rounds, progress, stop, shlex.join(["specgen", *sys.argv[1:]]))
         for field in fields:
             job.measure(field)
@@ -260,8 +205,8 @@ def bench(
             job.foresee(field)
     report = job.report(fields)
     _write(report, json_file, html_file)
-    if not quiet:
-        _tell(report)
+    for note in dict.fromkeys(_notes(report)):
+        output.note(note)
     if job.error is not None:
         raise job.error
     return stop.exit_code
@@ -303,18 +248,19 @@ def _write(report: BenchReport, json_file: Path | None, html_file: Path | None) 
     """Show the report, and write the files that were asked for. Raises `OutputError`."""
     from specgen.bench.html import to_html
     from specgen.bench.report import to_json_object
+    from specgen.render.tables import bench_lines, print_bench_tables
 
     document = json.dumps(to_json_object(report), indent=1, ensure_ascii=False)
-    if json_file == Path("-"):
+    if json_file == STDIO:
         print(document)
     elif sys.stdout.isatty():
-        from specgen.render import make_console
+        from specgen.render.select import make_console
 
         print_bench_tables(report, make_console(sys.stdout, os.environ))
     else:
         for line in bench_lines(report):
             print(line)
-    if json_file is not None and json_file != Path("-"):
+    if json_file is not None and json_file != STDIO:
         _write_file(json_file, f"{document}\n")
     if html_file is not None:
         _write_file(html_file, to_html(report))
@@ -329,8 +275,8 @@ def _write_file(path: Path, text: str) -> None:
         raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def _tell(report: BenchReport) -> None:
-    """Print remarks about the figures on standard error."""
+def _notes(report: BenchReport) -> list[str]:
+    """Return remarks about the figures."""
     runs = report.runs
     notes = [
         f"{failure.contender} (temperature {failure.temperature:g}) was left out"
@@ -343,5 +289,4 @@ def _tell(report: BenchReport) -> None:
         notes += [f"{result.contender}: {notice}" for notice in result.outcome.notices]
     if report.is_interrupted:
         notes.append("interrupted: not everything was measured")
-    for note in dict.fromkeys(notes):
-        print(f"note: {note}", file=sys.stderr)
+    return notes

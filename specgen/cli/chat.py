@@ -8,17 +8,19 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from typer import Option
 
 from specgen.cli import flags
-from specgen.cli.interrupt import Interrupt
-from specgen.cli.one_answer import with_grammar
-from specgen.cli.opening import log_shown, open_session, use_kernels
-from specgen.errors import OutputError, PromptError, SpecgenError, UsageError, WorkerLostError
-from specgen.options import Contexts, DraftOptions, GenerationOptions, Grammar, SamplerOptions, Show
+from specgen.cli.inputs import decoded, read_bytes
+from specgen.cli.model_loading import opened
+from specgen.cli.output import Output
+from specgen.cli.process import Interrupt
+from specgen.errors import OutputError, SpecgenError, UsageError, WorkerLostError
+from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
 from specgen.selection.model_choice import ModelChoice
 from specgen.selection.session_opening import find_models, session_options
 
@@ -30,96 +32,75 @@ if TYPE_CHECKING:
     from specgen.events import Event
     from specgen.workshop.online.learner import Learner
 
-_CONVERSATION = "Conversation"
-
 
 @flags.takes_options(
-    models=flags.models,
-    answer=flags.answer,
-    grammar=flags.constraint,
-    sampling=flags.sampling,
-    drafting=flags.drafting,
-    machine=flags.machine,
-)
-def chat(
-    *,
-    models: ModelChoice,
-    system: Annotated[
-        str | None,
-        typer.Option(
-            "--system",
-            "-sys",
-            metavar="TEXT",
-            parser=flags.utf8,
-            help="The system message.",
-            rich_help_panel=_CONVERSATION,
+    flags.panel(
+        "Conversation",
+        system=Option(
+            "--system", "-sys", metavar="TEXT", parser=flags.utf8, help="The system message."
         ),
-    ] = None,
-    files: Annotated[
-        list[Path] | None,
-        typer.Option(
+        files=Option(
             "--file",
             "-f",
             help="A file whose text is put before the first message; may be given several times.",
             show_default="none",
-            rich_help_panel=_CONVERSATION,
         ),
-    ] = None,
-    name: Annotated[
-        str | None,
-        typer.Option(
+        name=Option(
             "--session",
             metavar="NAME",
             help="Keep the conversation on disk under this name, and continue it if it exists.",
             show_default="not kept",
-            rich_help_panel=_CONVERSATION,
         ),
-    ] = None,
+    ),
+    models=flags.models,
+    answer=flags.answer,
+    sampling=flags.sampling,
+    drafting=flags.drafting,
+    machine=flags.machine,
+    learn=flags.LEARN,
+    stats=Option(
+        "--stats/--no-stats",
+        help="Print a summary on standard error after each answer.",
+        rich_help_panel="Output",
+    ),
+    output=flags.output.without("stats"),
+)
+def chat(
+    *,
+    models: ModelChoice,
+    system: str | None = None,
+    files: list[Path] | None = None,
+    name: str | None = None,
     answer: GenerationOptions,
-    grammar: Grammar | None,
     sampling: SamplerOptions,
     drafting: DraftOptions,
     machine: Contexts,
-    learn: flags.Learn = False,
-    show: flags.ShowOption = "accepted",
-    stats: Annotated[
-        bool,
-        typer.Option(
-            "--stats/--no-stats",
-            help="Print a summary on standard error after each answer.",
-            rich_help_panel="Output",
-        ),
-    ] = False,
-    json: flags.Json = False,
-    quiet: flags.Quiet = False,
-    verbose: flags.Verbose = False,
+    learn: bool = False,
+    stats: bool = False,
+    output: Output,
 ) -> int:
     """Talk with a model, at a terminal or in a pipe.
 
     Each turn decodes only what is new. In a pipe each line is a message, and only answers go to
     standard output. The message /help lists the commands, such as /undo and /save.
     """
-    flags.check_loudness(quiet=quiet, verbose=verbose)
-    generation = with_grammar(answer, grammar, json=json)
+    output.check(answer)
+    output = replace(output, stats=stats)
     path = None if name is None else _session_file(name)
     text = "".join(map(_file_text, files or ()))
-    sources = find_models(models, quiet=quiet)
-    options = session_options(sources, sampling, drafting, generation, machine, learn=learn)
-    use_kernels(machine.kernels, quiet=quiet)
+    sources = find_models(models, quiet=output.quiet)
+    options = session_options(sources, sampling, drafting, answer, machine, learn=learn)
     with contextlib.ExitStack() as stack:
         from specgen.chat.chat import Chat, check_template
         from specgen.engine.engine import Engine
         from specgen.workshop.online.learner import Learner
 
-        conversation, log = stack.enter_context(_opened(path, quiet=quiet))
-        stack.enter_context(log_shown(verbose))
-        loaded = stack.enter_context(
-            open_session(options, quiet=quiet, verbose=verbose, drafts=sources.drafts)
-        )
+        conversation, log = stack.enter_context(_opened(path, output))
+        loaded = stack.enter_context(opened(options, machine.kernels, output, sources.drafts))
         check_template(loaded)
-        view = _View(show=show, stats=stats, json=json, quiet=quiet, verbose=verbose)
+        view = _View(output)
         engine = stack.enter_context(
-            Engine(loaded, interrupted=view.interrupted, estimate_gain=stats or json)
+            Engine(loaded, interrupted=view.interrupted, estimate_gain=stats or output.json)
         )
         stack.callback(loaded.memory.save)
         now = datetime.datetime.now().astimezone()
@@ -135,12 +116,8 @@ def chat(
 class _View:
     """Shows answers, and stops them."""
 
-    def __init__(self, *, show: Show, stats: bool, json: bool, quiet: bool, verbose: bool) -> None:
-        self._show: Show = show
-        self._stats = stats
-        self._json = json
-        self.quiet = quiet
-        self._verbose = verbose
+    def __init__(self, output: Output) -> None:
+        self._output = output
         self._stop: Interrupt | None = None
 
     def interrupted(self) -> bool:
@@ -151,19 +128,8 @@ class _View:
         """Show an answer; return the exit code of the signal that ended it, or 0."""
         from specgen.cli.chat_input import without_echo
         from specgen.events import CommittedEvent
-        from specgen.render import make_renderer
 
-        renderer = make_renderer(
-            stdout=sys.stdout,
-            stderr=sys.stderr,
-            environ=os.environ,
-            json=self._json,
-            show=self._show,
-            stats=self._stats,
-            quiet=self.quiet,
-            verbose=self._verbose,
-            folds=True,
-        )
+        renderer = self._output.renderer(folds=True)
         text, is_whole = "", False
         try:
             with (
@@ -180,14 +146,15 @@ class _View:
         finally:
             code, self._stop = self._stop.exit_code if self._stop is not None else 0, None
             has_line = (is_whole or text) and not text.endswith("\n")
-            if has_line and not self._json and not sys.stdout.isatty():
+            if has_line and not self._output.json and not sys.stdout.isatty():
                 sys.stdout.write("\n")
                 sys.stdout.flush()
         return code
 
-    def say(self, text: str) -> None:
-        """Print something that is no answer."""
-        print(text, file=sys.stderr, flush=True)
+
+def _say(text: str) -> None:
+    """Print something that is no answer."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _begin(talk: Chat, system: str | None, files: str) -> None:
@@ -221,7 +188,7 @@ def _talk(talk: Chat, view: _View, learner: Learner) -> int:
             ):
                 raise
             # The conversation goes on without this answer; a pipe's exit code shows the error.
-            view.say(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""))
+            _say(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""))
             failed = error.exit_code
             continue
         except KeyboardInterrupt:  # a second Ctrl-C: the unfinished answer is kept
@@ -254,32 +221,32 @@ def _do(command: Command, talk: Chat, view: _View) -> int:
     name, argument = command.name, command.argument
     if name == "regen":
         if talk.says_the_same_again:
-            view.say("note: at temperature 0 the new answer is the same (--temp 0.8 lets it vary)")
+            _say("note: at temperature 0 the new answer is the same (--temp 0.8 lets it vary)")
         return view.answer(talk.regenerate())
     if name == "help":
-        view.say(_help())
+        _say(_help())
     elif name in ("undo", "reset"):
         try:
             talk.change(Change("undo" if name == "undo" else "reset"))
         except ValueError as error:
             raise UsageError(str(error)) from None
-        view.say(f"{counted(len(talk.conversation.turns), 'turn')} left")
+        _say(f"{counted(len(talk.conversation.turns), 'turn')} left")
     elif name == "system":
         talk.change(Change("system", argument or None))
-        view.say("the system message was changed" if argument else "the system message was removed")
+        _say("the system message was changed" if argument else "the system message was removed")
     elif name == "save":
         try:
             log.save(Path(argument).expanduser(), talk.conversation)
         except OutputError as error:  # a mistyped name does not end the conversation
             raise UsageError(error.message, error.hint) from None
-        view.say(f"saved to {argument}")
+        _say(f"saved to {argument}")
     elif name == "load":
         loaded, _ = log.read(Path(argument).expanduser())
         talk.change(Change("load", changes=loaded.changes()))
-        view.say(_greeting(loaded))
+        _say(_greeting(loaded))
     elif name == "draft":
         talk.drafts = argument == "on"
-        view.say(f"drafts from now on: {talk.draft_name}")
+        _say(f"drafts from now on: {talk.draft_name}")
     elif name == "think":
         _show_thought(talk)
     else:
@@ -302,7 +269,7 @@ def _help() -> str:
 def _show_thought(talk: Chat) -> None:
     """Print the thinking block of the last answer, dim on a terminal. Raises `UsageError` if there is
     none."""
-    from specgen.render import make_console
+    from specgen.render.select import make_console
     from specgen.render.text import clean
     from specgen.render.thoughts import thought_of
 
@@ -319,8 +286,9 @@ def _show_figures(talk: Chat) -> None:
     """Print figures of the last answer, and of all answers of this run."""
     from rich.text import Text
 
-    from specgen.render import make_console, print_summary
-    from specgen.render.notes import say
+    from specgen.render.base import say
+    from specgen.render.select import make_console
+    from specgen.render.summary import print_summary
     from specgen.render.text import counted
 
     if talk.finished is None or talk.prompt is None:
@@ -353,7 +321,7 @@ def _session_file(name: str) -> Path:
 
 
 @contextlib.contextmanager
-def _opened(path: Path | None, *, quiet: bool) -> Iterator[tuple[Conversation, ChatLog | None]]:
+def _opened(path: Path | None, output: Output) -> Iterator[tuple[Conversation, ChatLog | None]]:
     """Open a conversation and its log; without a file, a new conversation without a log."""
     from specgen.chat.conversation import Conversation
     from specgen.chat.log import ChatLog
@@ -362,11 +330,10 @@ def _opened(path: Path | None, *, quiet: bool) -> Iterator[tuple[Conversation, C
         yield Conversation(), None
         return
     with ChatLog.opened(path) as (log, conversation, is_torn):
-        if not quiet:
-            if is_torn:
-                print(f"note: half a line at the end of {path} was dropped", file=sys.stderr)
-            if conversation.turns:
-                print(f"note: {_greeting(conversation)}", file=sys.stderr)
+        if is_torn:
+            output.note(f"the incomplete last line of {path} was dropped")
+        if conversation.turns:
+            output.note(_greeting(conversation))
         yield conversation, log
 
 
@@ -379,12 +346,4 @@ def _greeting(conversation: Conversation) -> str:
 
 def _file_text(path: Path) -> str:
     """Return a file's text in the form in which the first message includes it. Raises `PromptError`."""
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise PromptError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise PromptError(
-            f"{path} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}"
-        ) from None
-    return f"{path}:\n\n{text.rstrip()}\n\n"
+    return f"{path}:\n\n{decoded(read_bytes(path), str(path)).rstrip()}\n\n"

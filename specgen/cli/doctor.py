@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-import typer
+from typer import Option
 
-from specgen.cli.flags.workers import endpoints_of
+from specgen.cli import flags
+from specgen.cli.flags.machine import endpoints_of
 from specgen.errors import ModelFileError
 
 if TYPE_CHECKING:
@@ -27,26 +28,21 @@ if TYPE_CHECKING:
 DoctorSection: TypeAlias = tuple[str, list[tuple[str, str]]]
 
 
-def doctor(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            metavar="FILE|NAME",
-            help="Also decode with this model: a GGUF file, or the name of a model on this disk.",
-        ),
-    ] = None,
-    rpc: Annotated[
-        str | None,
-        typer.Option(
-            "--rpc",
-            metavar="HOST:PORT,...",
-            help="Also check these workers: whether they answer, their memory and round trip.",
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
-) -> None:
+@flags.takes_options(
+    model=Option(
+        "--model",
+        "-m",
+        metavar="FILE|NAME",
+        help="Also decode with this model: a GGUF file, or the name of a model on this disk.",
+    ),
+    rpc=Option(
+        "--rpc",
+        metavar="HOST:PORT,...",
+        help="Also check these workers: whether they answer, their memory and round trip.",
+    ),
+    as_json=flags.JSON_REPORT,
+)
+def doctor(*, model: str | None = None, rpc: str | None = None, as_json: bool = False) -> int:
     """Show what this machine and this build of llama.cpp can do, and check that it decodes."""
     from rich.console import Console
 
@@ -66,6 +62,7 @@ def doctor(
     else:
         _show(report, Console(highlight=False))
     report.raise_first_error()
+    return 0
 
 
 def _model_file(name: str) -> Path:
@@ -92,7 +89,7 @@ def _status(console: Console) -> Iterator[Callable[[str], None]]:
     if not console.is_terminal or console.is_dumb_terminal:
         yield lambda _name: None
         return
-    with console.status("looking around") as line:
+    with console.status("checking this machine") as line:
         yield line.update
 
 
@@ -116,7 +113,7 @@ def _show(report: DoctorReport, console: Console) -> None:
 
 
 def _lines(label: str, text: str, width: int) -> list[str]:
-    """The text behind its label, wrapped where there is room for that."""
+    """Return the text behind its label, wrapped where there is room for that."""
     if width < len(label) + 20:
         return [label + text]
     indent = " " * len(label)

@@ -1,15 +1,169 @@
-"""``specgen draft``: finds the best draft for a target, or makes one."""
+"""``specgen draft``: find, make or train drafts for a target."""
 
 from __future__ import annotations
 
-import typer
+import contextlib
+import json
+import os
+import shutil
+import time
+from dataclasses import asdict
+from pathlib import Path
 
+import typer
+from typer import Option
+
+from specgen.catalogue import cache_folder, data_folder, human_bytes, identify
+from specgen.cli import flags
 from specgen.cli.draft_find import find
-from specgen.cli.draft_learn import forget, learn
 from specgen.cli.draft_make import data, make
+from specgen.cli.model_loading import use_kernels
+from specgen.cli.output import Output
+from specgen.errors import ModelFileError, OutputError, UsageError
+from specgen.options import ContextOptions
+from specgen.selection.model_choice import ModelChoice
+from specgen.selection.session_opening import find_models, find_target, open_memory
+from specgen.workshop.made_files import learning_folder
 
 app = typer.Typer(
     name="draft", help="Find, make or train the best draft for a target.", no_args_is_help=True
 )
-for command in (find, make, data, learn, forget):
+for command in (find, make, data):
     app.command()(command)
+
+
+@app.command()
+@flags.takes_options(
+    target=flags.target(
+        help="The target whose answers were kept: a GGUF file, or a name.",
+    ),
+    draft=Option(
+        "--draft",
+        "--model-draft",
+        "-md",
+        metavar="FILE|NAME",
+        help="The draft model that learns.",
+        show_default="the one that `specgen run` takes for this target",
+    ),
+    minutes=Option("--minutes", min=0.1, help="How long it may train at most."),
+    as_json=flags.JSON_REPORT,
+    output=flags.loudness.without("verbose"),
+)
+def learn(
+    *,
+    target: str,
+    draft: str | None = None,
+    minutes: float = 10.0,
+    as_json: bool = False,
+    output: Output,
+) -> int:
+    """Let a draft model learn from the answers that --learn kept.
+
+    The latest answers are held back. The new weights are used from then on, where --learn is given, if the
+    draft agrees with the target more often in them; otherwise they are dropped. `specgen chat` and `specgen
+    serve` do this by themselves, between answers.
+    """
+    from specgen.calibration.weight_copies import Copies
+    from specgen.kernels import wanted_in
+    from specgen.workshop.online.learning import learn_from_files
+
+    target_path = find_target(target, quiet=output.quiet)
+    draft_path = _draft_model(target, draft, output)
+    folder = _folder(target_path)
+    use_kernels(wanted_in(os.environ), output)
+    copies = Copies(cache_folder() / "drafts", open_memory(), time.perf_counter)
+    with output.measuring() as (progress, stop):
+        found = learn_from_files(
+            folder,
+            target_path,
+            draft_path,
+            copies.of(draft_path, ContextOptions()) or draft_path,
+            minutes=minutes,
+            clock=time.monotonic,
+            progress=lambda done, total: progress(f"{draft_path.name} learns", done, total),
+            interrupted=stop,
+        )
+    if found is None:
+        output.note("interrupted; everything is as it was")
+        return stop.exit_code
+    print(json.dumps(asdict(found)) if as_json else f"{draft_path.name} {found.text}")
+    return 0
+
+
+@app.command()
+@flags.takes_options(
+    target=flags.target(help="The target whose answers are forgotten.", show_default="all"),
+    output=flags.loudness.without("verbose"),
+)
+def forget(*, target: str | None = None, output: Output) -> int:
+    """Delete the answers that --learn and --lookup-store kept, and the weights learnt from them."""
+    from specgen.engine.kept_answers import read_answers
+
+    learning, texts = data_folder() / "learning", cache_folder() / "texts"
+    if target is None:
+        folders = [path for path in _within(learning) if path.is_dir()]
+        stores = [path for path in _within(texts) if path.is_dir()]
+    else:
+        path = find_target(target, quiet=output.quiet)
+        folders, stores = [_folder(path)], [_store(path)]
+    n_answers = sum(len(read_answers(folder)) for folder in folders)
+    n_learnt = sum(len(list(folder.glob("*.gguf"))) for folder in folders)
+    n_texts = sum(len(list(store.glob("*.tokens"))) for store in stores)
+    n_bytes = sum(map(_size, (*folders, *stores)))
+    for folder in (*folders, *stores):
+        _delete(folder)
+    print(
+        f"deleted: kept answers: {n_answers}; weights learnt from them: {n_learnt}; lookup texts: {n_texts}; "
+        f"{human_bytes(n_bytes)} in all"
+    )
+    return 0
+
+
+def _draft_model(target: str, draft: str | None, output: Output) -> Path:
+    """Return the model that learns. Raises `UsageError` if none is known."""
+    from specgen.backend.llama.decoder_heads import is_heads_file
+
+    sources = find_models(ModelChoice(target, draft, None), quiet=output.quiet)
+    for choice in sources.drafts:
+        if isinstance(choice.draft, Path) and not is_heads_file(choice.draft):
+            return choice.draft
+    raise UsageError(f"no model drafts for {target}", hint="name one that is to learn with --draft")
+
+
+def _folder(target: Path) -> Path:
+    identity = identify(target)
+    if identity is None:
+        raise ModelFileError(f"{target}: no such file")
+    return learning_folder(data_folder(), identity)
+
+
+def _store(target: Path) -> Path:
+    """Return the folder of lookup texts that were kept in a target's tokens."""
+    from specgen.backend.llama import LlamaModel
+    from specgen.drafters.lookup.store import EarlierTexts
+
+    with contextlib.closing(LlamaModel(target, vocabulary_only=True)) as model:
+        return EarlierTexts(cache_folder() / "texts", model.vocabulary.digest()).folder
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder, if it is there. Raises `OutputError`."""
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise OutputError(f"{folder}: cannot be deleted: {error.strerror}") from error
+
+
+def _within(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of the files in a folder."""
+    found = 0
+    for path in _within(folder):
+        with contextlib.suppress(OSError):
+            found += path.stat().st_size
+    return found

@@ -2,75 +2,69 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from typer import Argument, Option
 
 from specgen.cli import flags
-from specgen.cli.interrupt import Interrupt
-from specgen.cli.opening import log_shown, open_session, use_kernels
+from specgen.cli.model_loading import opened
+from specgen.cli.output import Output
 from specgen.errors import (
     BackendError,
     MemoryLimitError,
     ModelFileError,
     PairError,
-    SpecgenError,
     UsageError,
 )
 from specgen.options import Contexts, DraftOptions, GenerationOptions
-from specgen.progress import Progress
-from specgen.render.progress_bar import progress_bar
 from specgen.selection.default_draft import name_of
 from specgen.selection.session_opening import find_target
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from specgen.cli.process import Interrupt
     from specgen.engine.models import Models
     from specgen.options import DraftSource, SessionOptions
+    from specgen.progress import Progress
     from specgen.selection.draft_search import Search
 
 
-@flags.takes_options(drafting=flags.drafting, machine=flags.machine)
+@flags.takes_options(
+    target=flags.target(),
+    files=Argument(
+        metavar="FILES_OR_FOLDERS",
+        help="GGUF files to try, and folders with such files.",
+        show_default=False,
+    ),
+    save=Option(
+        "--save",
+        help="Save the fastest draft for this target: `specgen run` without --draft uses it.",
+    ),
+    trials=flags.trials.but(n_prompts=6),
+    chat=flags.CHAT,
+    drafting=flags.drafting,
+    machine=flags.machine,
+    as_json=flags.JSON_REPORT,
+    output=flags.loudness,
+)
 def find(
     *,
-    target: Annotated[
-        str,
-        typer.Option(
-            "--target",
-            "--model",
-            "-m",
-            metavar="FILE|NAME",
-            help="The target: a GGUF file, or a name from `specgen models list`.",
-        ),
-    ],
-    files: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="FILES_OR_FOLDERS",
-            help="GGUF files to try, and folders with such files.",
-            show_default=False,
-        ),
-    ] = None,
-    save: Annotated[
-        bool,
-        typer.Option(
-            "--save", help="Keep the best for this target: `specgen run` without --draft takes it."
-        ),
-    ] = False,
-    prompts: flags.TrialPrompts = None,
-    n_prompts: flags.TrialCount = 6,
-    max_tokens: flags.TrialTokens = 64,
-    chat: flags.Chat = None,
+    target: str,
+    files: list[Path] | None = None,
+    save: bool = False,
+    trials: flags.Trials,
+    chat: bool | None = None,
     drafting: DraftOptions,
     machine: Contexts,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
-    quiet: flags.Quiet = False,
-    verbose: flags.Verbose = False,
+    as_json: bool = False,
+    output: Output,
 ) -> int:
     """Find the draft that makes a target fastest on this machine.
 
@@ -86,33 +80,21 @@ def find(
     and to begin.
     """
     from specgen.catalogue import identify, saved_draft
-    from specgen.proof import OWN_PROMPTS, evenly_chosen, read_prompts
 
-    flags.check_loudness(quiet=quiet, verbose=verbose)
     if drafting.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to find")
-    texts = evenly_chosen(OWN_PROMPTS if prompts is None else read_prompts(prompts), n_prompts)
-    answer = GenerationOptions(max_tokens=max_tokens)
-    path = find_target(target, quiet=quiet)
+    texts = trials.texts()
+    answer = GenerationOptions(max_tokens=trials.max_tokens)
+    path = find_target(target, quiet=output.quiet)
     if save and (identity := identify(path)) is not None:
         saved_draft(identity)  # a damaged file is reported now, not after minutes
     options = trial_options(path, drafting, answer, machine)
-    use_kernels(machine.kernels, quiet=quiet)
     with (
-        log_shown(verbose),
-        open_session(options, quiet=quiet, verbose=verbose) as loaded,
-        progress_bar(quiet=quiet or verbose) as progress,
-        Interrupt() as stop,
+        opened(options, machine.kernels, output) as loaded,
+        output.measuring() as (progress, stop),
     ):
         search = search_drafts(loaded, files or [], texts, chat, progress, stop)
-    if search is not None:
-        try:
-            if save and not search.is_interrupted:
-                search = save_best(search)
-        finally:  # show the measurements even if they cannot be saved
-            show_search(search, as_json=as_json)
-    if not quiet:
-        tell_search(search, save=save)
+    show_search(search, output, save=save, as_json=as_json)
     return stop.exit_code
 
 
@@ -142,7 +124,7 @@ def search_drafts(
     progress: Progress,
     stop: Interrupt,
 ) -> Search | None:
-    """Try all drafts; None if interrupted before there was a result."""
+    """Try all drafts; return None if interrupted before there was a result."""
     from specgen.backend.llama.decoder_heads import is_heads_file
     from specgen.catalogue import load_registry, locate
     from specgen.selection.candidates import Refused, find_candidates
@@ -174,7 +156,7 @@ def search_drafts(
             loaded.change_draft(draft)
             figures = try_draft(loaded, baseline, interrupted=stop, progress=show)
         except (BackendError, MemoryLimitError, ModelFileError, PairError) as error:
-            refused.append(Refused(Path(draft), _reason(error, draft)))
+            refused.append(Refused(Path(draft), error.message.removeprefix(f"{draft}: ")))
             continue
         if figures is None:
             break
@@ -182,16 +164,29 @@ def search_drafts(
     return Search(target, baseline, by_speedup(tried), tuple(refused), is_interrupted=stop())
 
 
-def _reason(error: SpecgenError, draft: DraftSource) -> str:
-    """Return an error's message without the name of its file."""
-    return error.message.removeprefix(f"{draft}: ")
+def show_search(
+    search: Search | None,
+    output: Output,
+    *,
+    save: bool,
+    as_json: bool,
+    on_saved: Callable[[Search], None] = lambda _search: None,
+) -> None:
+    """Save the best draft for the target if `save` is set, and print the ranking. `on_saved` gets the result before
+    it is printed."""
+    if search is not None:
+        try:
+            if save and not search.is_interrupted:
+                search = _save_best(search)
+                on_saved(search)
+        finally:  # show the measurements even if they cannot be saved
+            _print_search(search, as_json=as_json)
+    for note in _notes(search, save=save):
+        output.note(note)
 
 
-def save_best(search: Search) -> Search:
+def _save_best(search: Search) -> Search:
     """Save the best draft for the target."""
-    import datetime
-    from dataclasses import replace
-
     from specgen.catalogue import SavedDraft, identify, save_draft
 
     identity = identify(search.target)
@@ -210,15 +205,15 @@ def save_best(search: Search) -> Search:
     return replace(search, saved=best.draft)
 
 
-def show_search(search: Search, *, as_json: bool) -> None:
+def _print_search(search: Search, *, as_json: bool) -> None:
     """Print the ranking."""
-    from specgen.render.draft_table import draft_lines, print_draft_table
+    from specgen.render.tables import draft_lines, print_draft_table
     from specgen.selection.draft_search import to_json_object
 
     if as_json:
         print(json.dumps(to_json_object(search), indent=2, ensure_ascii=False))
     elif sys.stdout.isatty():
-        from specgen.render import make_console
+        from specgen.render.select import make_console
 
         print_draft_table(search, make_console(sys.stdout, os.environ))
     else:
@@ -226,8 +221,8 @@ def show_search(search: Search, *, as_json: bool) -> None:
             print(line)
 
 
-def tell_search(search: Search | None, *, save: bool) -> None:
-    """Print remarks about the ranking on standard error."""
+def _notes(search: Search | None, *, save: bool) -> list[str]:
+    """Return remarks about the ranking."""
     notes = []
     if search is not None:
         notes += [f"{refused.file}: {refused.reason}" for refused in search.refused]
@@ -243,5 +238,4 @@ def tell_search(search: Search | None, *, save: bool) -> None:
     if search is None or search.is_interrupted:
         unsaved = ", nothing was saved" if save else ""
         notes.append(f"interrupted: not everything was tried{unsaved}")
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+    return notes

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from typer import Option
 
 from specgen.catalogue import cache_folder
 from specgen.cli import flags
-from specgen.cli.draft_find import save_best, search_drafts, show_search, tell_search, trial_options
-from specgen.cli.interrupt import Interrupt
-from specgen.cli.opening import log_shown, open_session, use_kernels
+from specgen.cli.draft_find import search_drafts, show_search, trial_options
+from specgen.cli.model_loading import log_shown, make_opener, opened, use_kernels
+from specgen.cli.output import Output
 from specgen.errors import UsageError
 from specgen.options import Contexts, DraftOptions, GenerationOptions
-from specgen.render.progress_bar import progress_bar
 from specgen.selection.session_opening import find_target
 from specgen.workshop.making import (
     N_ANSWER_TOKENS,
@@ -31,6 +29,7 @@ from specgen.workshop.making import (
 )
 
 if TYPE_CHECKING:
+    from specgen.cli.process import Interrupt
     from specgen.engine.models import Models
     from specgen.progress import Progress
     from specgen.selection.draft_search import Search
@@ -39,176 +38,150 @@ if TYPE_CHECKING:
 _N_JUDGED = 8
 _JUDGED_TOKENS = 96
 
-_Target = Annotated[
-    str,
-    typer.Option(
-        "--target",
-        "--model",
-        "-m",
-        metavar="FILE|NAME",
-        help="The target: a GGUF file, or a name from `specgen models list`.",
-    ),
-]
-_Prompts = Annotated[
-    Path | None,
-    typer.Option(
+_TEXT = {
+    "prompts": Option(
         "--prompts",
-        help='Prompts that the target answers: JSON Lines with "prompt" or "turns"; every tenth is '
-        "kept for judging.",
+        help='Prompts that the target answers: JSON Lines with "prompt" or "turns"; every tenth is kept '
+        "for judging.",
         show_default="241 of our own",
     ),
-]
-_AnswerTokens = Annotated[
-    int,
-    typer.Option("--max-tokens", "--predict", "-n", min=8, help="The most tokens of an answer."),
-]
-_Parallel = Annotated[
-    int,
-    typer.Option("--parallel", "-np", min=1, help="How many answers are made at once."),
-]
+    "max_tokens": Option(
+        "--max-tokens", "--predict", "-n", min=8, help="The most tokens of an answer."
+    ),
+    "parallel": Option("--parallel", "-np", min=1, help="How many answers to generate at once."),
+}
 
 
-@flags.takes_options(machine=flags.machine)
+@flags.takes_options(
+    _TEXT,
+    target=flags.target(),
+    n_tokens=Option("--tokens", min=1, help="How many tokens of answers to write in all."),
+    machine=flags.machine,
+    output=flags.loudness,
+)
 def data(
     *,
-    target: _Target,
-    prompts: _Prompts = None,
-    n_tokens: Annotated[
-        int, typer.Option("--tokens", min=1, help="Tokens of answers that are wanted in all.")
-    ] = N_TOKENS,
-    max_tokens: _AnswerTokens = N_ANSWER_TOKENS,
-    parallel: _Parallel = N_PARALLEL,
+    target: str,
+    prompts: Path | None = None,
+    n_tokens: int = N_TOKENS,
+    max_tokens: int = N_ANSWER_TOKENS,
+    parallel: int = N_PARALLEL,
     machine: Contexts,
-    quiet: flags.Quiet = False,
-    verbose: flags.Verbose = False,
+    output: Output,
 ) -> int:
     """Let a target write the text that drafts are made from.
 
-    It answers prompts at temperature 0, many at once, and for each token its hidden state and
-    its likeliest tokens are kept, in the cache folder. What is there already is not made again:
-    the command may be interrupted and called again.
+    The target answers prompts at temperature 0, many at once. The cache folder keeps the hidden state
+    and the likeliest tokens of each token. Text that is there is not written again: run an
+    interrupted command again to resume.
 
-    The folder is printed.
+    It prints the folder.
     """
-    flags.check_loudness(quiet=quiet, verbose=verbose)
-    path = find_target(target, quiet=quiet)
-    use_kernels(machine.kernels, quiet=quiet)
+    path = find_target(target, quiet=output.quiet)
     own = trial_options(path, DraftOptions(), GenerationOptions(max_tokens=max_tokens), machine)
     wanted = TextWanted(_prompts(prompts), n_tokens, max_tokens, parallel)
     with (
-        log_shown(verbose),
-        open_session(own, quiet=quiet, verbose=verbose) as loaded,
-        progress_bar(quiet=quiet or verbose) as progress,
-        Interrupt() as stop,
+        opened(own, machine.kernels, output) as loaded,
+        output.measuring() as (progress, stop),
     ):
-        workshop = _workshop(loaded, wanted, progress, stop, quiet=quiet)
+        workshop = _workshop(loaded, wanted, progress, stop, output)
         n_have = workshop.write_text()
     if n_have < n_tokens and not stop():
-        note(f"{n_have} tokens: there are no more prompts", quiet=quiet)
+        output.note(f"{n_have} tokens: there are no more prompts")
     print(workshop.folder)
     return stop.exit_code
 
 
-@flags.takes_options(machine=flags.machine)
+@flags.takes_options(
+    _TEXT,
+    target=flags.target(),
+    draft=Option(
+        "--draft",
+        "--model-draft",
+        "-md",
+        metavar="FILE|NAME",
+        help="The small model that is fitted to the target.",
+        show_default="the general draft, if it is on this disk",
+    ),
+    kind=Option(
+        "--kind",
+        help="What to make: decoder heads, a small model fitted to the target, or the target without some "
+        "of its layers.",
+        show_default="heads; a fitted model too, where JAX is installed and there is a small one",
+    ),
+    minutes=Option("--minutes", min=0.1, help="About how long it may take."),
+    n_tokens=Option("--tokens", min=1, help="Tokens of the target's text to learn from."),
+    save=Option(
+        "--save/--no-save",
+        help="Save the fastest draft for `specgen run`; delete slower ones made here, unless --kind names "
+        "theirs.",
+    ),
+    machine=flags.machine,
+    as_json=flags.JSON_REPORT,
+    output=flags.loudness,
+)
 def make(
     *,
-    target: _Target,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            "--draft",
-            "--model-draft",
-            "-md",
-            metavar="FILE|NAME",
-            help="The small model that is fitted to the target.",
-            show_default="the general draft, if it is on this disk",
-        ),
-    ] = None,
-    kind: Annotated[
-        Kind | None,
-        typer.Option(
-            "--kind",
-            help="What is made: decoder heads, a small model fitted to the target, or the target without "
-            "some of its layers.",
-            show_default="heads; a fitted model too, where JAX is installed and there is a small one",
-        ),
-    ] = None,
-    minutes: Annotated[
-        float, typer.Option("--minutes", min=0.1, help="About how long it may take.")
-    ] = 30.0,
-    prompts: _Prompts = None,
-    n_tokens: Annotated[
-        int, typer.Option("--tokens", min=1, help="Tokens of the target's text to learn from.")
-    ] = N_TOKENS,
-    max_tokens: _AnswerTokens = N_ANSWER_TOKENS,
-    parallel: _Parallel = N_PARALLEL,
-    save: Annotated[
-        bool,
-        typer.Option(
-            "--save/--no-save",
-            help="Keep what drafts best as the draft that `specgen run` takes for this target, and "
-            "delete what was made and does not, unless its --kind was named.",
-        ),
-    ] = True,
+    target: str,
+    draft: str | None = None,
+    kind: Kind | None = None,
+    minutes: float = 30.0,
+    prompts: Path | None = None,
+    n_tokens: int = N_TOKENS,
+    max_tokens: int = N_ANSWER_TOKENS,
+    parallel: int = N_PARALLEL,
+    save: bool = True,
     machine: Contexts,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
-    quiet: flags.Quiet = False,
-    verbose: flags.Verbose = False,
+    as_json: bool = False,
+    output: Output,
 ) -> int:
     """Make drafts for a target, and compare them with others.
 
-    First the target writes text (`specgen draft data`), then drafts are trained to say what it
-    said, then they are tried beside n-grams and the models on this disk, on prompts
-    that they did not learn from, as `specgen draft find` does. It may be interrupted; the text stays.
+    The target writes text (`specgen draft data`); drafts are trained on it, and compared with n-grams and
+    the models on this disk, on other prompts, as `specgen draft find` does. An interrupted command keeps
+    the text.
 
-    Decoder heads read the target's hidden state and guess the tokens behind the next one: they
-    need no model of their own, and about a millisecond a draft. A small model that is fitted to the
-    target (it needs `pip install 'specgen[train]'`) costs what it did before, and is right more often. The
-    target without some of its layers is for large targets only, of which half the layers say the
-    same: small ones need them all.
+    Decoder heads read the target's hidden state and predict the tokens behind the next one: they need no
+    model of their own, and about a millisecond per draft. A small model that is fitted to the target
+    (needs `pip install 'specgen[train]'`) is as fast as before, and agrees with the target more often. The
+    target without some of its layers can only draft for large targets: small ones need all their layers.
 
-    The ranking is printed as `specgen draft find` prints it.
+    It prints the ranking as `specgen draft find` does.
     """
     from specgen.proof import evenly_chosen
     from specgen.workshop.texts import is_held_back
 
-    flags.check_loudness(quiet=quiet, verbose=verbose)
-    path = find_target(target, quiet=quiet)
-    small = _small_model(draft, kind, path, quiet=quiet)
+    path = find_target(target, quiet=output.quiet)
+    small = _small_model(draft, kind, path, output)
     kinds: list[Kind] = ["heads"] if small is None else ["heads", "distilled"]
     kinds = kinds if kind is None else [kind]
-    use_kernels(machine.kernels, quiet=quiet)
+    use_kernels(machine.kernels, output)
     own = trial_options(path, DraftOptions(), GenerationOptions(max_tokens=max_tokens), machine)
     wanted = TextWanted(_prompts(prompts), n_tokens, max_tokens, parallel)
-    with (
-        log_shown(verbose),
-        progress_bar(quiet=quiet or verbose) as progress,
-        Interrupt() as stop,
-    ):
-        with open_session(own, quiet=quiet, verbose=verbose) as loaded:
-            workshop = _workshop(loaded, wanted, progress, stop, quiet=quiet)
+    with log_shown(output), output.measuring() as (progress, stop):
+        opener = make_opener((), output)
+        with opener.open(own) as loaded:
+            workshop = _workshop(loaded, wanted, progress, stop, output)
             made = workshop.make(kinds, small, minutes)
         if made is None:
-            note("interrupted; the same command goes on with the text there is", quiet=quiet)
+            output.note("interrupted: run it again to resume")
             return stop.exit_code
         held_back = [text for index, text in enumerate(wanted.prompts) if is_held_back(index)]
         judged = replace(own, generation=GenerationOptions(max_tokens=_JUDGED_TOKENS))
-        with open_session(judged, quiet=quiet, verbose=verbose) as loaded:
+        with opener.open(judged) as loaded:
             texts = evenly_chosen(held_back, _N_JUDGED)
             search = search_drafts(loaded, made, texts, None, progress, stop)
-    if search is not None:
-        try:
-            if save and not search.is_interrupted:
-                search = save_best(search)
-                _delete_others(made, search, kind, quiet=quiet)
-        finally:  # show the measurements even if they cannot be saved
-            show_search(search, as_json=as_json)
-    if not quiet:
-        tell_search(search, save=save)
+    show_search(
+        search,
+        output,
+        save=save,
+        as_json=as_json,
+        on_saved=lambda search: _delete_others(made, search, kind, output),
+    )
     return stop.exit_code
 
 
-def _small_model(draft: str | None, kind: Kind | None, target: Path, *, quiet: bool) -> Path | None:
+def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Output) -> Path | None:
     """Return the model to fit; None without one. Raises `UsageError` if a fitted draft was asked for but is
     not possible."""
     from specgen.catalogue import load_registry, locate
@@ -226,7 +199,7 @@ def _small_model(draft: str | None, kind: Kind | None, target: Path, *, quiet: b
             raise
         return None
     if draft is not None:
-        return find_target(draft, quiet=quiet)
+        return find_target(draft, quiet=output.quiet)
     registry = load_registry()
     general = registry.general_draft
     found = None if general is None else locate(registry.model(general))
@@ -240,24 +213,24 @@ def _small_model(draft: str | None, kind: Kind | None, target: Path, *, quiet: b
 
 
 def _delete_others(
-    made: Sequence[Path], search: Search, named: Kind | None, *, quiet: bool
+    made: Sequence[Path], search: Search, named: Kind | None, output: Output
 ) -> None:
     """Delete the drafts that are not the best, unless their kind was asked for."""
     for path in made:
         if path != search.saved and named is None:
             path.unlink(missing_ok=True)
-            note(f"{path.name} is not the best, and was deleted", quiet=quiet)
+            output.note(f"{path.name} is slower than the best draft, and was deleted")
 
 
 def _prompts(file: Path | None) -> list[str]:
-    """The prompts of a file, each once, or those of the package."""
+    """Return the prompts of a file, each once, or those of the package."""
     from specgen.proof import read_prompts
 
     return own_prompts() if file is None else list(dict.fromkeys(read_prompts(file)))
 
 
 def _workshop(
-    loaded: Models, wanted: TextWanted, progress: Progress, stop: Interrupt, *, quiet: bool
+    loaded: Models, wanted: TextWanted, progress: Progress, stop: Interrupt, output: Output
 ) -> Workshop:
     from specgen.selection.outlook import expected_speedup
 
@@ -267,13 +240,7 @@ def _workshop(
         cache_folder(),
         clock=time.monotonic,
         progress=progress,
-        tell=lambda text: note(text, quiet=quiet),
+        tell=output.note,
         interrupted=stop,
         expected=expected_speedup,
     )
-
-
-def note(text: str, *, quiet: bool) -> None:
-    """Print a note on standard error."""
-    if not quiet:
-        print(f"note: {text}", file=sys.stderr)

@@ -3,153 +3,104 @@
 from __future__ import annotations
 
 import re
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from typer import Argument, Option
 
 from specgen.cli import flags
-from specgen.cli.flags.subset import without
-from specgen.cli.one_answer import show_answer, with_grammar
-from specgen.cli.opening import log_shown, open_session, use_kernels
+from specgen.cli.inputs import STDIO, decoded, decoded_with_mark, read_bytes
+from specgen.cli.model_loading import opened
+from specgen.cli.output import Output, show_answer
 from specgen.errors import OutputError, PromptError, UsageError
-from specgen.options import Contexts, DraftOptions, GenerationOptions, Grammar, SamplerOptions
+from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
 from specgen.selection.model_choice import ModelChoice
 from specgen.selection.session_opening import find_models, session_options
 
 if TYPE_CHECKING:
-    from specgen.engine.infill import ContextFile, Gap
+    from specgen.engine.infill import Gap
     from specgen.engine.models import Models
     from specgen.events import FinishedEvent
 
-_GAP = "Gap"
 #: FILE:LINE or FILE:LINE:COLUMN; a file's name may have colons too.
 _PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9})(?::(?P<column>\d{1,9}))?", re.DOTALL)
 _BOM = "\ufeff"
 
 
 @flags.takes_options(
-    models=flags.models,
-    answer=without(flags.answer, "max_tokens"),
-    grammar=flags.constraint,
-    sampling=flags.sampling,
-    drafting=flags.drafting,
-    machine=flags.machine,
-)
-def fim(
-    *,
-    place: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="FILE:LINE[:COLUMN]",
-            help="Where the gap is: before this column, or at the end of the line. Lines and columns (in "
-            "characters) count from 1.",
-            show_default=False,
+    flags.panel(
+        "Gap",
+        prefix_file=Option(
+            "--prefix-file", help="A file with the text before the gap; - is standard input."
         ),
-    ] = None,
-    prefix_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--prefix-file",
-            help="A file with the text before the gap; - is standard input.",
-            rich_help_panel=_GAP,
+        suffix_file=Option(
+            "--suffix-file", help="A file with the text after the gap; - is standard input."
         ),
-    ] = None,
-    suffix_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--suffix-file",
-            help="A file with the text after the gap; - is standard input.",
-            rich_help_panel=_GAP,
-        ),
-    ] = None,
-    context_files: Annotated[
-        list[Path] | None,
-        typer.Option(
+        context_files=Option(
             "--context-file",
             help="Another file of the project, as context for the model; may be given several times.",
             show_default="none",
-            rich_help_panel=_GAP,
         ),
-    ] = None,
-    in_place: Annotated[
-        bool,
-        typer.Option(
-            "--in-place",
-            "-i",
-            help="Also write the middle into FILE.",
-            rich_help_panel=_GAP,
-        ),
-    ] = False,
+        in_place=Option("--in-place", "-i", help="Also write the middle into FILE."),
+    ),
+    place=Argument(
+        metavar="FILE:LINE[:COLUMN]",
+        help="Where the gap is: before this column, or at the end of the line. Lines and columns (in "
+        "characters) count from 1.",
+        show_default=False,
+    ),
+    models=flags.models,
+    answer=flags.answer.but(max_tokens=256),
+    sampling=flags.sampling,
+    drafting=flags.drafting,
+    machine=flags.machine,
+    learn=flags.LEARN,
+    output=flags.output,
+)
+def fim(
+    *,
+    place: str | None = None,
+    prefix_file: Path | None = None,
+    suffix_file: Path | None = None,
+    context_files: list[Path] | None = None,
+    in_place: bool = False,
     models: ModelChoice,
-    max_tokens: Annotated[
-        int,
-        typer.Option(
-            "--max-tokens",
-            "--predict",
-            "-n",
-            min=-1,
-            help="The most tokens to generate; -1 is no limit but the end of the middle or of the "
-            "context.",
-            rich_help_panel="Answer",
-        ),
-    ] = 256,
     answer: GenerationOptions,
-    grammar: Grammar | None,
     sampling: SamplerOptions,
     drafting: DraftOptions,
     machine: Contexts,
-    learn: flags.Learn = False,
-    show: flags.ShowOption = "accepted",
-    stats: flags.Stats = None,
-    json: flags.Json = False,
-    quiet: flags.Quiet = False,
-    verbose: flags.Verbose = False,
+    learn: bool = False,
+    output: Output,
 ) -> int:
     """Fill a gap in a file, or between two texts, and print the middle.
 
     The model must be trained for fill-in-the-middle, like Qwen2.5-Coder, StarCoder2 and Codestral.
     Repetitions of the text around the gap, and of other files of the project, draft too.
     """
-    flags.check_loudness(quiet=quiet, verbose=verbose)
-    generation = with_grammar(replace(answer, max_tokens=max_tokens), grammar, json=json)
+    output.check(answer)
     from specgen.engine.infill import infill_prompt
 
     found = _find_place(place, prefix_file, suffix_file, in_place=in_place)
-    context = [(str(path), _decode(_read(path), str(path))) for path in context_files or ()]
+    context = [(str(path), decoded(read_bytes(path), str(path))) for path in context_files or ()]
     if not found.prefix and not found.suffix and not context:
         raise PromptError("there is no text before or after the gap", hint="give some text")
-    sources = find_models(models, quiet=quiet)
-    options = session_options(sources, sampling, drafting, generation, machine, learn=learn)
-    use_kernels(machine.kernels, quiet=quiet)
+    sources = find_models(models, quiet=output.quiet)
+    options = session_options(sources, sampling, drafting, answer, machine, learn=learn)
     finished: list[FinishedEvent] = []
-    with (
-        log_shown(verbose),
-        open_session(options, quiet=quiet, verbose=verbose, drafts=sources.drafts) as loaded,
-    ):
+    with opened(options, machine.kernels, output, sources.drafts) as loaded:
         infill = infill_prompt(
             loaded.target, loaded.drafts.own_vocabulary, _gap(found, context), _room(loaded)
         )
-        if infill.left_out and not quiet:
-            left_out = ", ".join(infill.left_out)
-            print(f"note: left out, since the context has no room: {left_out}", file=sys.stderr)
-        code = show_answer(
-            loaded,
-            infill.prompt,
-            show=show,
-            stats=stats if stats is not None else not (json or quiet),
-            json=json,
-            quiet=quiet,
-            verbose=verbose,
-            on_finished=finished.append,
-        )
+        if infill.left_out:
+            output.note(
+                f"not read, since the context is too small (raise -c): {', '.join(infill.left_out)}"
+            )
+        code = show_answer(loaded, infill.prompt, output, finished.append)
     if in_place and not code:
         found.write(finished[0].text)
-        if finished[0].finish_reason != "stop" and not quiet:
-            n_tokens = finished[0].n_tokens
-            print(f"note: the middle was cut off after {n_tokens} tokens", file=sys.stderr)
+        if finished[0].finish_reason != "stop":
+            output.note(f"the middle was cut off after {finished[0].n_tokens} tokens")
     return code
 
 
@@ -202,13 +153,13 @@ def _find_place(
             "no gap is given",
             hint="give FILE:LINE[:COLUMN], or --prefix-file and --suffix-file",
         )
-    if str(prefix_file) == str(suffix_file) == "-":
+    if prefix_file == suffix_file == STDIO:
         raise UsageError("--prefix-file and --suffix-file cannot both be standard input")
     prefix, suffix = (
-        "" if path is None else _decode(_read(path), _name(path)).removeprefix(_BOM)
+        "" if path is None else decoded(read_bytes(path), _name(path))
         for path in (prefix_file, suffix_file)
     )
-    named = prefix_file if prefix_file is not None and str(prefix_file) != "-" else None
+    named = prefix_file if prefix_file is not None and prefix_file != STDIO else None
     return _Place(prefix, suffix, named)
 
 
@@ -221,7 +172,7 @@ def _in_file(place: str) -> _Place:
             f"{place!r} is not a place in a file", hint="give FILE:LINE or FILE:LINE:COLUMN"
         )
     path, number = Path(found["file"]), int(found["line"])
-    text = _decode(_read(path), str(path))
+    text = decoded_with_mark(read_bytes(path), str(path))
     begins = _BOM if text.startswith(_BOM) else ""
     lines = text.removeprefix(_BOM).split("\n")
     if not 1 <= number <= len(lines):
@@ -241,14 +192,11 @@ def _gap(place: _Place, context: list[tuple[str, str]]) -> Gap:
     """Return the gap for the model: with line ends of one kind."""
     from specgen.engine.infill import ContextFile, Gap
 
-    files: list[ContextFile] = [
-        ContextFile(name, text.removeprefix(_BOM).replace("\r\n", "\n")) for name, text in context
-    ]
     return Gap(
         place.prefix.replace("\r\n", "\n"),
         place.suffix.replace("\r\n", "\n"),
         name=str(place.path) if place.path is not None else "file",
-        context=tuple(files),
+        context=tuple(ContextFile(name, text.replace("\r\n", "\n")) for name, text in context),
         repository=Path.cwd().name or "repository",
     )
 
@@ -268,22 +216,5 @@ def _room(loaded: Models) -> int:
     return n_room
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-    except OSError as error:
-        raise PromptError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _decode(data: bytes, name: str) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise PromptError(
-            f"{name} is not UTF-8: byte {data[error.start]:#04x} on line {line}"
-        ) from None
-
-
 def _name(path: Path) -> str:
-    return "standard input" if str(path) == "-" else str(path)
+    return "standard input" if path == STDIO else str(path)

@@ -2,75 +2,64 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from typer import Argument, Option
+
 from specgen.cli import flags
-from specgen.cli.one_answer import show_answer, with_grammar
-from specgen.cli.opening import log_shown, open_session, use_kernels
-from specgen.cli.prompt import read_prompt
-from specgen.errors import UsageError
-from specgen.options import Contexts, DraftOptions, GenerationOptions, Grammar, SamplerOptions
+from specgen.cli.inputs import read_prompt
+from specgen.cli.model_loading import opened
+from specgen.cli.output import Output, show_answer
+from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
 from specgen.selection.model_choice import ModelChoice
 from specgen.selection.session_opening import find_models, session_options
 
 
 @flags.takes_options(
+    flags.panel(
+        "Prompt",
+        option=Option(
+            "--prompt", "-p", metavar="TEXT", help="The prompt, as an option as in llama.cpp."
+        ),
+        file=Option(
+            "--file", "-f", help="Read the prompt from a file; a newline at its end is dropped."
+        ),
+    ),
     models=flags.models,
+    argument=Argument(
+        metavar="PROMPT", help="The prompt; - reads it from standard input.", show_default=False
+    ),
+    template=flags.template,
     answer=flags.answer,
-    grammar=flags.constraint,
     sampling=flags.sampling,
     drafting=flags.drafting,
     machine=flags.machine,
+    learn=flags.LEARN,
+    output=flags.output,
 )
 def run(
     *,
     models: ModelChoice,
-    prompt_argument: flags.PromptArgument = None,
-    prompt_option: flags.PromptOption = None,
-    prompt_file: flags.PromptFile = None,
-    chat: flags.Chat = None,
-    system: flags.System = None,
+    argument: str | None = None,
+    option: str | None = None,
+    file: Path | None = None,
+    template: flags.Template,
     answer: GenerationOptions,
-    grammar: Grammar | None,
     sampling: SamplerOptions,
     drafting: DraftOptions,
     machine: Contexts,
-    learn: flags.Learn = False,
-    show: flags.ShowOption = "accepted",
-    stats: flags.Stats = None,
-    json: flags.Json = False,
-    quiet: flags.Quiet = False,
-    verbose: flags.Verbose = False,
+    learn: bool = False,
+    output: Output,
 ) -> int:
     """Generate an answer to a prompt, faster and unchanged.
 
     The answer goes to standard output, everything else to standard error. On a terminal,
     colours show which tokens were drafted and accepted, and which the target chose itself.
     """
-    flags.check_loudness(quiet=quiet, verbose=verbose)
-    if system is not None and chat is False:
-        raise UsageError("--system and --raw exclude each other: --raw uses no chat template")
-    generation = with_grammar(answer, grammar, json=json)
-    prompt = read_prompt(prompt_argument, prompt_option, prompt_file)
-
-    sources = find_models(models, quiet=quiet)
-    options = session_options(
-        sources,
-        sampling,
-        drafting,
-        generation,
-        machine,
-        learn=learn,
-    )
-    use_kernels(machine.kernels, quiet=quiet)
-    with (
-        log_shown(verbose),
-        open_session(options, quiet=quiet, verbose=verbose, drafts=sources.drafts) as loaded,
-    ):
-        return show_answer(
-            loaded,
-            loaded.prompts.of_text(prompt, chat=chat, system=system),
-            show=show,
-            stats=stats if stats is not None else not (json or quiet),
-            json=json,
-            quiet=quiet,
-            verbose=verbose,
-        )
+    output.check(answer)
+    text = read_prompt(argument, option, file)
+    sources = find_models(models, quiet=output.quiet)
+    options = session_options(sources, sampling, drafting, answer, machine, learn=learn)
+    with opened(options, machine.kernels, output, sources.drafts) as loaded:
+        prompt = loaded.prompts.of_text(text, chat=template.chat, system=template.system)
+        return show_answer(loaded, prompt, output)

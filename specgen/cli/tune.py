@@ -7,14 +7,11 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from specgen.cli import flags
-from specgen.cli.flags.subset import without
-from specgen.cli.interrupt import Interrupt
-from specgen.cli.opening import log_shown, open_session, use_kernels
+from specgen.cli.model_loading import opened
+from specgen.cli.output import Output
 from specgen.errors import (
     BackendError,
     MemoryLimitError,
@@ -24,7 +21,6 @@ from specgen.errors import (
 )
 from specgen.machine import core_time, share_of_others
 from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
-from specgen.render.progress_bar import progress_bar
 from specgen.selection.model_choice import ModelChoice
 from specgen.selection.session_opening import find_models, session_options
 
@@ -36,21 +32,22 @@ if TYPE_CHECKING:
 
 @flags.takes_options(
     models=flags.models,
-    drafting=without(flags.drafting, "policy", "ngrams"),
+    trials=flags.trials,
+    chat=flags.CHAT,
+    drafting=flags.drafting.without("policy", "ngrams"),
     machine=flags.machine,
+    as_json=flags.JSON_REPORT,
+    output=flags.loudness,
 )
 def tune(
     *,
     models: ModelChoice,
-    prompts: flags.TrialPrompts = None,
-    n_prompts: flags.TrialCount = 4,
-    max_tokens: flags.TrialTokens = 64,
-    chat: flags.Chat = None,
+    trials: flags.Trials,
+    chat: bool | None = None,
     drafting: DraftOptions,
     machine: Contexts,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
-    quiet: flags.Quiet = False,
-    verbose: flags.Verbose = False,
+    as_json: bool = False,
+    output: Output,
 ) -> int:
     """Measure what drafting is worth for your models on this machine, and say why.
 
@@ -62,23 +59,17 @@ def tune(
     was busy. Ctrl-C shows the results so far and keeps nothing (exit code
     130).
     """
-    from specgen.proof import OWN_PROMPTS, evenly_chosen, read_prompts
-
-    flags.check_loudness(quiet=quiet, verbose=verbose)
     if drafting.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to tune")
     if models.helpers:
         raise UsageError("give one --draft only: a draft for the draft cannot be tuned")
-    texts = evenly_chosen(OWN_PROMPTS if prompts is None else read_prompts(prompts), n_prompts)
-    sources = find_models(models, quiet=quiet)
-    answer = GenerationOptions(max_tokens=max_tokens)
+    texts = trials.texts()
+    sources = find_models(models, quiet=output.quiet)
+    answer = GenerationOptions(max_tokens=trials.max_tokens)
     options = session_options(sources, SamplerOptions(), drafting, answer, machine)
-    use_kernels(machine.kernels, quiet=quiet)
     with (
-        log_shown(verbose),
-        open_session(replace(options, draft="none"), quiet=quiet, verbose=verbose) as loaded,
-        progress_bar(quiet=quiet or verbose) as progress,
-        Interrupt() as stop,
+        opened(replace(options, draft="none"), machine.kernels, output) as loaded,
+        output.measuring() as (progress, stop),
     ):
         from specgen.selection.tuning import Tuner
 
@@ -90,10 +81,9 @@ def tune(
     if tuning is not None:
         tuning = replace(tuning, others_share=share_of_others(before, core_time()))
         _show(tuning, as_json=as_json)
-    if not quiet:
-        copied = [each.note for each in loaded.drafts.copied]
-        for note in (*notes, *copied, *_notes(tuning), kept):
-            print(f"note: {note}", file=sys.stderr)
+    copied = [each.note for each in loaded.drafts.copied]
+    for note in (*notes, *copied, *_notes(tuning), kept):
+        output.note(note)
     return stop.exit_code
 
 
@@ -142,8 +132,8 @@ def _keep(loaded: Models, tuning: Tuning | None) -> str:
 
 
 def _show(tuning: Tuning, *, as_json: bool) -> None:
-    from specgen.render import make_console
-    from specgen.render.advice import print_advice
+    from specgen.render.select import make_console
+    from specgen.render.tables import print_advice
     from specgen.selection.advice import to_json_object
 
     if as_json:

@@ -8,24 +8,24 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-import typer
+from typer import Option
 
 from specgen.cli import flags
-from specgen.cli.interrupt import Interrupt
-from specgen.cli.opening import log_shown, make_opener, use_kernels
+from specgen.cli.model_loading import log_shown, make_opener, use_kernels
+from specgen.cli.output import Output
 from specgen.errors import DefectError, PromptError, UsageError
-from specgen.options import Contexts, DraftOptions, GenerationOptions, Grammar, SamplerOptions
-from specgen.progress import Progress
-from specgen.render.progress_bar import progress_bar
+from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
 from specgen.selection.model_choice import ModelChoice
 from specgen.selection.session_opening import SessionOpener, find_models, session_options
 
 if TYPE_CHECKING:
+    from specgen.cli.process import Interrupt
     from specgen.engine.models import Models
     from specgen.engine.prompts import Prompt
     from specgen.options import SessionOptions
+    from specgen.progress import Progress
     from specgen.proof import (
         DraftingPlan,
         GreedyResult,
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
         UncheckedPrompt,
     )
 
-_CHECKS = "Checks"
 #: How many of the prompts are answered again, several at once.
 _N_AT_ONCE_PROMPTS = 6
 #: The temperature of sampled checks if none is given: llama.cpp's default.
@@ -44,112 +43,87 @@ _TEMPERATURE = 0.8
 
 
 @flags.takes_options(
-    models=flags.models,
-    grammar=flags.constraint,
-    sampling=flags.sampling,
-    drafting=flags.drafting,
-    machine=flags.machine,
-)
-def verify(
-    *,
-    models: ModelChoice,
-    check: Annotated[
-        Literal["both", "greedy", "sampled"],
-        typer.Option("--check", help="What to check.", rich_help_panel=_CHECKS),
-    ] = "both",
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
+    flags.panel(
+        "Checks",
+        check=Option("--check", help="What to check."),
+        prompts=Option(
             "--prompts",
             help='Prompts to check with: JSON Lines with "prompt" or "turns".',
             show_default="a few of our own",
-            rich_help_panel=_CHECKS,
         ),
-    ] = None,
-    n_prompts: Annotated[
-        int,
-        typer.Option(
+        n_prompts=Option(
             "--count",
             "-N",
             min=1,
             help="Greedy: how many prompts to use, spread evenly over the file.",
-            rich_help_panel=_CHECKS,
         ),
-    ] = 16,
-    max_tokens: Annotated[
-        int,
-        typer.Option(
+        max_tokens=Option(
             "--max-tokens",
             "--predict",
             "-n",
             min=1,
             help="Greedy: how many tokens of each answer to compare.",
-            rich_help_panel=_CHECKS,
         ),
-    ] = 64,
-    n_places: Annotated[
-        int,
-        typer.Option(
+        n_places=Option(
             "--places",
             min=1,
             help="Sampled: at how many places to draw for each way to draft, each in the answer to another "
             "prompt.",
-            rich_help_panel=_CHECKS,
         ),
-    ] = 3,
-    depth: Annotated[
-        int,
-        typer.Option(
-            "--depth",
-            min=1,
-            max=4,
-            help="Sampled: how many tokens to draw and to test jointly.",
-            rich_help_panel=_CHECKS,
+        depth=Option(
+            "--depth", min=1, max=4, help="Sampled: how many tokens to draw and to test jointly."
         ),
-    ] = 3,
-    deviation: Annotated[
-        float,
-        typer.Option(
+        deviation=Option(
             "--deviation",
             min=0.001,
             max=0.5,
-            help="Sampled: the total variation distance to find with 99 % probability; it sets the "
-            "number of draws.",
-            rich_help_panel=_CHECKS,
+            help="Sampled: the total variation distance to find with 99 % probability; it sets the number "
+            "of draws.",
         ),
-    ] = 0.08,
-    n_draws: Annotated[
-        int | None,
-        typer.Option(
+        n_draws=Option(
             "--draws",
             min=100,
             max=10_000_000,
             help="Sampled: how many draws to make at each place.",
             show_default="from --deviation",
-            rich_help_panel=_CHECKS,
         ),
-    ] = None,
-    false_alarm: Annotated[
-        float,
-        typer.Option(
+        false_alarm=Option(
             "--false-alarm",
             min=1e-9,
             max=0.2,
             help="Sampled: the probability that any test fails although nothing is wrong.",
-            rich_help_panel=_CHECKS,
         ),
-    ] = 1e-4,
-    chat: flags.Chat = None,
-    grammar: Grammar | None,
+    ),
+    models=flags.models,
+    chat=flags.CHAT,
+    answer=flags.constraint,
+    sampling=flags.sampling,
+    drafting=flags.drafting,
+    machine=flags.machine,
+    seeded_bug=Option("--seeded-bug", hidden=True),
+    json=Option("--json", help="Print the whole report as one JSON object."),
+    output=flags.loudness,
+)
+def verify(
+    *,
+    models: ModelChoice,
+    check: Literal["both", "greedy", "sampled"] = "both",
+    prompts: Path | None = None,
+    n_prompts: int = 16,
+    max_tokens: int = 64,
+    n_places: int = 3,
+    depth: int = 3,
+    deviation: float = 0.08,
+    n_draws: int | None = None,
+    false_alarm: float = 1e-4,
+    chat: bool | None = None,
+    answer: GenerationOptions,
     sampling: SamplerOptions,
     drafting: DraftOptions,
     machine: Contexts,
-    seeded_bug: Annotated[str | None, typer.Option("--seeded-bug", hidden=True)] = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print the whole report as one JSON object.")
-    ] = False,
-    quiet: flags.Quiet = False,
-    verbose: flags.Verbose = False,
+    seeded_bug: str | None = None,
+    json: bool = False,
+    output: Output,
 ) -> int:
     """Check that drafting does not change what your model says.
 
@@ -159,16 +133,22 @@ def verify(
     answered again, three at once. Sampled: samples are tested against the target's exact distribution.
     Exit code 0 means that no defect was found, 11 that one was, or that nothing was drafted.
     """
-    from specgen.proof import BUGS, SampledPlan, split_level, ways_to_draft
+    from specgen.proof import (
+        BUGS,
+        OWN_PROMPTS,
+        SampledPlan,
+        read_prompts,
+        split_level,
+        ways_to_draft,
+    )
 
-    flags.check_loudness(quiet=quiet, verbose=verbose)
     if seeded_bug is not None and seeded_bug not in BUGS:
         raise UsageError(f"--seeded-bug {seeded_bug}: one of {', '.join(BUGS)}")
     if models.draft == "none":
         raise UsageError("--draft none drafts nothing, so there is nothing to verify")
     if drafting.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to verify")
-    texts = _prompts(prompts)
+    texts = list(OWN_PROMPTS) if prompts is None else read_prompts(prompts)
     ways = ways_to_draft(drafting)
     plan = SampledPlan(
         depth=depth,
@@ -176,15 +156,15 @@ def verify(
         level=split_level(false_alarm, depth * n_places * len(ways)),
         n_draws=n_draws,
     )
-    sources = find_models(models, quiet=quiet)
+    sources = find_models(models, quiet=output.quiet)
     if sources.draft == "none":
         why = sources.drafts[0].why  # what was saved for this target
         raise UsageError(f"{why}: there is nothing to verify", hint="name a draft with --draft")
-    answer = GenerationOptions(max_tokens=max_tokens, grammar=grammar)
+    answer = replace(answer, max_tokens=max_tokens)
     options = session_options(sources, sampling, drafting, answer, machine)
-    use_kernels(machine.kernels, quiet=quiet)
-    with log_shown(verbose), progress_bar(quiet=quiet or verbose) as progress, Interrupt() as stop:
-        opener = make_opener(sources.drafts, quiet=quiet, verbose=verbose)
+    use_kernels(machine.kernels, output)
+    with log_shown(output), output.measuring() as (progress, stop):
+        opener = make_opener(sources.drafts, output)
         job = _Job(options, ways, opener, texts, chat, progress, stop, seeded_bug)
         greedy = job.greedy(n_prompts) if check != "sampled" else ()
         sampled = job.sampled(plan, n_places) if check != "greedy" else ()
@@ -205,12 +185,6 @@ def verify(
             hint="use other --prompts, or options that draft more (--draft-p-min 0, --ngram-min 1)",
         )
     return 0
-
-
-def _prompts(path: Path | None) -> list[str]:
-    from specgen.proof import OWN_PROMPTS, read_prompts
-
-    return list(OWN_PROMPTS) if path is None else read_prompts(path)
 
 
 class _Job:
@@ -390,7 +364,8 @@ class _Job:
 
 def _show(report: ProofReport, *, json: bool) -> None:
     from specgen.proof import to_json_object
-    from specgen.render import make_console, print_report
+    from specgen.render.select import make_console
+    from specgen.render.verify_report import print_report
 
     if json:
         print(json_module.dumps(to_json_object(report), ensure_ascii=False))

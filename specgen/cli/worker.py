@@ -6,83 +6,75 @@ import os
 import socket
 import sys
 import threading
-from typing import Annotated
 
-import typer
+from typer import Option
 
 from specgen.cli import flags
-from specgen.cli.flags.machine import Kernels
-from specgen.cli.interrupt import Interrupt
-from specgen.cli.opening import use_kernels
+from specgen.cli.model_loading import use_kernels
+from specgen.cli.output import Output
+from specgen.cli.process import Interrupt
 from specgen.errors import BackendError, UsageError, WorkerLostError
+from specgen.options import KernelChoice
 from specgen.process_end import leave_running
 from specgen.server.addresses import is_loopback
 
-_PORT = 50052
 _EVERYWHERE = "0.0.0.0"  # noqa: S104 - with --insecure-network only
 #: Seconds: the longest wait for the worker's first response, and between two checks for signals.
 _START_S = 10.0
 _POLL_S = 0.1
 
 
+@flags.takes_options(
+    host=Option("--host", metavar="ADDRESS", help="The address to listen on."),
+    port=Option("--port", min=1, max=65535, help="The port."),
+    memory=Option(
+        "--memory",
+        min=1,
+        metavar="MIB",
+        help="The most memory to offer on each device; it decides the worker's share of a model.",
+        show_default="all that is free",
+    ),
+    threads=Option(
+        "--threads",
+        "-t",
+        min=1,
+        max=512,
+        help="Threads for computing.",
+        show_default="physical cores",
+    ),
+    cache=Option(
+        "--cache", help="Keep large tensors on this disk, so that a model is sent only once."
+    ),
+    insecure_network=Option(
+        "--insecure-network",
+        help="Allow an address that other machines can reach; anyone who reaches it controls this process.",
+    ),
+    kernels=flags.KERNELS,
+    output=flags.loudness,
+)
 def worker(
-    host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="The address to listen on.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="The port.")] = _PORT,
-    memory: Annotated[
-        int | None,
-        typer.Option(
-            "--memory",
-            min=1,
-            metavar="MIB",
-            help="The most memory to offer on each device; it decides the worker's share of a model.",
-            show_default="all that is free",
-        ),
-    ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            "--threads",
-            "-t",
-            min=1,
-            max=512,
-            help="Threads for computing.",
-            show_default="physical cores",
-        ),
-    ] = None,
-    cache: Annotated[
-        bool,
-        typer.Option(
-            "--cache",
-            help="Keep large tensors on this disk, so that a model is sent only once.",
-        ),
-    ] = False,
-    insecure_network: Annotated[
-        bool,
-        typer.Option(
-            "--insecure-network",
-            help="Allow an address that other machines can reach; anyone who reaches it controls this "
-            "process.",
-        ),
-    ] = False,
-    kernels: Kernels = "auto",
-    quiet: flags.Quiet = False,
-    verbose: flags.Verbose = False,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 50052,
+    memory: int | None = None,
+    threads: int | None = None,
+    cache: bool = False,
+    insecure_network: bool = False,
+    kernels: KernelChoice = "auto",
+    output: Output,
 ) -> int:
     """Offer this machine's devices to specgen on other machines (`--rpc`), by llama.cpp's RPC.
 
     It serves one program at a time. It has neither passwords nor encryption, so it listens on this
     machine only: connect from other machines through a tunnel (ssh -L). Ctrl-C ends it.
     """
-    flags.check_loudness(quiet=quiet, verbose=verbose)
     _check_address(host, insecure=insecure_network)
     from specgen.backend.llama import default_threads
     from specgen.backend.llama.kernels import attached, computing
     from specgen.backend.llama.rpc import load_rpc, offered_devices, serve_devices
     from specgen.catalogue import cache_folder
 
-    use_kernels(kernels, quiet=quiet)
+    use_kernels(kernels, output)
     load_rpc()
     _check_free(host, port)
     folder = None
@@ -92,7 +84,7 @@ def worker(
     devices = offered_devices(None if memory is None else memory * 2**20)
 
     def say(text: str) -> None:
-        if not quiet:
+        if not output.quiet:
             print(text, file=sys.stderr, flush=True)
 
     if insecure_network and not is_loopback(host):
@@ -109,7 +101,7 @@ def worker(
         say(f"offering {device.name}: {device.description}, {free}{by}")
     endpoint = f"{host}:{port}"
     with Interrupt() as stop:
-        out = _native_stdout(shows=verbose)
+        out = _native_stdout(shows=output.verbose)
         leave_running("the worker")
         serving = threading.Thread(
             target=serve_devices,

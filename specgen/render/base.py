@@ -8,18 +8,26 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
+
+from rich.console import Console, RenderableType
+from rich.text import Text
 
 from specgen.errors import OutputError
-from specgen.events import Event
+from specgen.events import Event, NoticeEvent
+from specgen.render.text import clean, clean_line
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Renderer(Protocol):
-    """Shows the events of one generation. Used as a context manager."""
+class Renderer(ABC):
+    """Shows the events of one generation. Used as a context manager; it closes only once, however its `with` block
+    ends."""
 
+    _closed = False
+
+    @abstractmethod
     def handle(self, event: Event) -> None:
         """Show one event. Everything visible of it is written when this returns.
 
@@ -30,33 +38,11 @@ class Renderer(Protocol):
 
     def close(self) -> None:
         """Finish the output and leave the terminal as it was; further calls do nothing."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
-
-
-class BaseRenderer(ABC):
-    """A renderer that closes only once, however its `with` block ends."""
-
-    _closed = False
-
-    @abstractmethod
-    def handle(self, event: Event) -> None:
-        """Show one event."""
-
-    def close(self) -> None:
         if not self._closed:
             self._closed = True
             self._finish()
 
-    @abstractmethod
-    def _finish(self) -> None:
+    def _finish(self) -> None:  # noqa: B027 - some have nothing to finish
         """Close the renderer: `close` calls this the first time."""
 
     def __enter__(self) -> Self:
@@ -74,7 +60,7 @@ class BaseRenderer(ABC):
             self.close()
 
 
-class Tee(BaseRenderer):
+class Tee(Renderer):
     """Hands every event to several renderers, in order."""
 
     def __init__(self, renderers: Sequence[Renderer]) -> None:
@@ -112,4 +98,26 @@ def output_errors() -> Iterator[None]:
         raise OutputError(f"the answer could not be written: {reason}", hint) from error
 
 
-__all__ = ["BaseRenderer", "Renderer", "Tee", "output_errors"]
+class Notes:
+    """Prints `note: ...` for a notice; with `verbose` also its detail, indented."""
+
+    def __init__(self, console: Console, *, verbose: bool = False) -> None:
+        self._console = console
+        self._verbose = verbose
+
+    def show(self, event: NoticeEvent) -> None:
+        encoding = self._console.encoding
+        message = clean_line(event.message, encoding)
+        say(self._console, Text.assemble(("note:", "bold"), " ", message))
+        if self._verbose:
+            for line in clean(event.detail, encoding).splitlines():
+                say(self._console, Text(f"  {line}"))
+
+
+def say(console: Console, what: RenderableType) -> None:
+    """Print something that is not the answer.
+
+    It is wrapped only on a terminal. Errors of printing are ignored, so that they do not end an answer.
+    """
+    with contextlib.suppress(OSError):
+        console.print(what, soft_wrap=not console.is_terminal, highlight=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from rich.console import Console
@@ -17,15 +17,86 @@ from specgen.events import (
     VerifiedEvent,
 )
 from specgen.options import Show
-from specgen.render.base import BaseRenderer, output_errors
-from specgen.render.flow import Flow
-from specgen.render.layout import Row, wrap
-from specgen.render.marks import LEGEND, Round, RoundReader, Run
-from specgen.render.notes import Notes
-from specgen.render.region import Line, Region
-from specgen.render.text import Cell, append_cells, can_encode, clean_line
-from specgen.render.theme import coded, pens, row_codes
+from specgen.render.base import Notes, Renderer, output_errors
+from specgen.render.marks import LEGEND, Round, RoundReader, Run, coded, pens
+from specgen.render.rows import Cell, Flow, Row, append_cells, row_codes, wrap
+from specgen.render.text import can_encode, clean_line
 from specgen.render.thoughts import FoldedThought, is_thinking
+
+_HIDE_CURSOR = "\x1b[?25l"
+_SHOW_CURSOR = "\x1b[?25h"
+_WRAP_ON = "\x1b[?7h"
+_WRAP_OFF = "\x1b[?7l"
+_ERASE_RIGHT = "\x1b[K"
+_ERASE_BELOW = "\x1b[J"
+
+
+class Line(NamedTuple):
+    """One row of the screen, ready to be written."""
+
+    codes: str
+    #: It reaches the right edge; nothing is left to be erased there.
+    full: bool = False
+    #: The next line follows without a line feed, if both are settled at once. Only if `full`.
+    joined: bool = False
+
+
+class Region:
+    """Writes rows that stay, and below them rows that are replaced the next time.
+
+    `write` takes text with escape codes and must put it out at once.
+    """
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._open = False
+
+    def paint(self, settled: Sequence[Line], moving: Sequence[Line]) -> None:
+        """Replace the region: `settled` rows scroll away for good, `moving` is the new region.
+
+        Args:
+            settled: further rows of the text.
+            moving: at least one row, and fewer than the screen has.
+        """
+        parts = ["\r"] if self._open else [_HIDE_CURSOR, "\r"]
+        if settled:
+            parts += (_ERASE_BELOW, *_settled_codes(settled))
+        parts.append(_WRAP_OFF)
+        for line in moving[:-1]:
+            # A row that reaches the edge leaves nothing to erase.
+            parts += (line.codes, "" if line.full else _ERASE_RIGHT, "\n")
+        last = moving[-1]
+        # After a full row the cursor is still on its last column, and erasing would hit it.
+        parts += (last.codes, "\n" if last.full else "", _ERASE_BELOW, _WRAP_ON)
+        n_up = len(moving) - 1 + last.full
+        parts.append(f"\x1b[{n_up}A\r" if n_up else "\r")
+        self._open = True
+        self._write("".join(parts))
+
+    def erase(self) -> None:
+        """Remove the region, so that something else can be printed in its place."""
+        if self._open:
+            self._write(f"\r{_ERASE_BELOW}")
+
+    def close(self, settled: Sequence[Line]) -> None:
+        """Write the last rows in the region's place and give the cursor back."""
+        if self._open or settled:
+            self._open = False
+            parts = ("\r", _ERASE_BELOW, *_settled_codes(settled), _SHOW_CURSOR)
+            self._write("".join(parts))
+
+
+def _settled_codes(lines: Sequence[Line]) -> Iterator[str]:
+    """Yield rows that stay. Nothing is erased after them, since a row that turns out to be too long
+    ends somewhere else; between joined ones it is the terminal that breaks the line."""
+    for line in lines[:-1]:
+        yield line.codes
+        if not line.joined:
+            yield "\n"
+    for line in lines[-1:]:
+        # Never joined to the region: the terminal might make one row of both.
+        yield f"{line.codes}\n"
+
 
 #: The rows of the unfinished line that are repainted in each round, and laid out anew when the window
 #: changes; earlier rows belong to the terminal. There may be this many more if the line is broken inside
@@ -34,7 +105,7 @@ _MOVING_ROWS = 3
 _MOST_MOVING_ROWS = 12
 
 
-class LiveRenderer(BaseRenderer):
+class LiveRenderer(Renderer):
     """Shows one generation on a terminal that understands escape codes.
 
     Text that can no longer change is printed and scrolls away. Below it, the end of the text is repainted in
@@ -87,7 +158,7 @@ class LiveRenderer(BaseRenderer):
 
     def _add(self, completed: Round, event: CommittedEvent) -> None:
         self._fit()
-        runs = completed.runs(with_rejected=self._show == "all")
+        runs = completed.runs(shows_all=self._show == "all")
         if self._show == "none":
             runs = (Run(text, "plain") for text, _ in runs)
         if self._thought is not None:
@@ -232,6 +303,3 @@ class _Status:
         if not self._has_draft:
             return choices
         return [_Choice(legend=True, text=text) for text in (*texts, "")] + choices
-
-
-__all__ = ["LiveRenderer"]

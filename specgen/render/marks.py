@@ -1,14 +1,22 @@
-"""The mark of each piece of text: accepted, rejected, corrected, and so on.
+"""The mark of each piece of text (accepted, rejected, corrected, and so on), and its style.
 
-This module combines the three events of a round, so that views need not know how a draft's tree relates to
-the text.
+`RoundReader` combines the events of a round, so that views need not know how a draft's tree relates to the text.
+The colours are the terminal's own sixteen, so that they suit dark and light backgrounds. The attributes mean the
+same without colours: accepted tokens are underlined, tokens that the target chose itself are bold, and a bonus
+token is both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
+
+from rich.color import ColorSystem
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
 
 from specgen.events import (
     CommittedEvent,
@@ -20,11 +28,10 @@ from specgen.events import (
     VerifiedEvent,
 )
 
-#: The origin of a piece of text; ``faint`` marks text that is not the answer.
+#: The origin of a piece of text; ``faint`` marks text that is not the answer,
+#: such as the reason of a round.
 Mark: TypeAlias = TokenKind | Literal["rejected", "aside", "faint"]
 
-#: In the order of a legend.
-MARKS: tuple[Mark, ...] = ("accepted", "corrected", "bonus", "plain", "forced", "rejected", "aside")
 #: The marks of a legend: all except those that only grammars cause.
 LEGEND: tuple[Mark, ...] = ("accepted", "corrected", "bonus", "plain", "rejected")
 
@@ -43,21 +50,29 @@ class Round:
     pieces: tuple[Piece, ...]
     #: (index of the piece that took its place, text) for each rejected branch of the draft.
     rejected: tuple[tuple[int, str], ...]
+    #: Why the round drafted what it drafted, in words; empty if the round before had the same reason.
+    reason: str = ""
 
-    def runs(self, *, with_rejected: bool) -> Iterator[Run]:
-        """Yield the text in order, and with `with_rejected` each rejected branch at its place. A branch is
-        struck out if it was the only one and no drafted token took its place; otherwise it is in brackets, so
-        that the text stays legible."""
+    def runs(self, *, shows_all: bool) -> Iterator[Run]:
+        """Yield the text in order, and with `shows_all` each rejected branch at its place, and the reason at the end
+        of the round's last line. A branch is struck out if it was the only one and no drafted token took its place;
+        otherwise it is in brackets, so that the text stays legible."""
         for index, piece in enumerate(self.pieces):
             lost = [text for place, text in self.rejected if place == index and text]
-            if with_rejected and lost:
+            if shows_all and lost:
                 if len(lost) == 1 and piece.kind != "accepted":
                     yield Run(lost[0], "rejected")
                 else:
                     notes = "|".join(text.replace("\n", "\\n") for text in lost)
                     yield Run(f"[{notes}]", "aside")
-            if piece.text:
-                yield Run(piece.text, piece.kind)
+            has_reason = shows_all and self.reason and index == len(self.pieces) - 1
+            line = piece.text.rstrip("\n") if has_reason else piece.text
+            if line:
+                yield Run(line, piece.kind)
+            if has_reason:
+                yield Run(f" [{self.reason}]", "faint")
+            if line != piece.text:
+                yield Run(piece.text.removeprefix(line), piece.kind)
 
 
 class RoundReader:
@@ -66,6 +81,8 @@ class RoundReader:
     def __init__(self) -> None:
         self._drafted: DraftedEvent | None = None
         self._verified: VerifiedEvent | None = None
+        #: The name of the last reason.
+        self._reason: str | None = None
 
     def read(self, event: Event) -> Round | None:
         """Return the round at its last event; None at the others."""
@@ -82,7 +99,9 @@ class RoundReader:
                     (_position(branch, verified, drafted), branch.text)
                     for branch in verified.rejected
                 )
-            return Round(event.pieces, rejected)
+            reason = event.reason_text or "" if event.reason != self._reason else ""
+            self._reason = event.reason or self._reason
+            return Round(event.pieces, rejected, reason)
         return None
 
 
@@ -97,4 +116,53 @@ def _position(branch: RejectedBranch, verified: VerifiedEvent, drafted: DraftedE
     return verified.accepted.index(parent) + 1 if parent in verified.accepted else n_accepted
 
 
-__all__ = ["LEGEND", "MARKS", "Mark", "Round", "RoundReader", "Run"]
+#: The style of text that is not the answer: the status line, labels of the summary.
+FAINT = Style(dim=True)
+#: By mark.
+STYLES: Mapping[str, Style] = MappingProxyType(
+    {
+        "accepted": Style(color="green", underline=True),
+        "corrected": Style(color="magenta", bold=True),
+        "bonus": Style(color="cyan", bold=True, underline=True),
+        "plain": Style.null(),
+        "forced": Style(color="blue"),
+        "rejected": Style(color="red", strike=True),
+        "aside": Style(color="red", dim=True),
+        "faint": FAINT,
+    }
+)
+
+#: Escape codes before and after a stretch of text.
+Pen: TypeAlias = tuple[str, str]
+#: By mark.
+Pens: TypeAlias = Mapping[str, Pen]
+
+
+def pens(console: Console, *, forced: bool = False) -> Pens:
+    """Return the escape codes for each mark on this console; none if it has none, unless `forced`.
+
+    Without colours (NO_COLOR) the attributes stay, and rejected text is also dimmed: not every terminal
+    strikes text through.
+    """
+    styles: dict[str, Style] = dict(STYLES)
+    if console.no_color:
+        styles["rejected"] += FAINT
+        styles = {mark: style.without_color for mark, style in styles.items()}
+    plain = console.color_system is None and not forced
+    found = {"": ("", "")}
+    for mark, style in styles.items():
+        coded = style.render("\0", color_system=None if plain else ColorSystem.STANDARD)
+        before, _, after = coded.partition("\0")
+        found[mark] = (before, after)
+    return MappingProxyType(found)
+
+
+def coded(text: str, pen: Pen) -> str:
+    """Return text with its codes; nothing for an empty text."""
+    before, after = pen
+    return f"{before}{text}{after}" if text else ""
+
+
+def legend() -> Text:
+    """Return the names of the marks, each in its own style."""
+    return Text("  ").join(Text(mark, STYLES[mark]) for mark in LEGEND)

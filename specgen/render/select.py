@@ -8,13 +8,16 @@ from typing import BinaryIO, TextIO
 from rich.console import Console
 
 from specgen.options import Show
-from specgen.render.base import Renderer, Tee
-from specgen.render.jsonl import JsonlRenderer
+from specgen.render.base import Notes, Renderer, Tee
 from specgen.render.live import LiveRenderer
-from specgen.render.notes import Notes
-from specgen.render.plain import ColourStreamRenderer, DumbTerminalRenderer, PlainRenderer
+from specgen.render.marks import pens
+from specgen.render.streams import (
+    ColourStreamRenderer,
+    DumbTerminalRenderer,
+    JsonlRenderer,
+    PlainRenderer,
+)
 from specgen.render.summary import SummaryRenderer
-from specgen.render.theme import pens
 
 
 class TerminalConsole(Console):
@@ -52,7 +55,7 @@ def make_renderer(
     verbose: bool = False,
     folds: bool = False,
 ) -> Renderer:
-    """The renderer of one generation.
+    """Return the renderer of one generation.
 
     The answer goes to `stdout`, notices and the summary to `stderr`. Text streams are taken
     for what they know about themselves; what is not for a capable terminal is written to
@@ -101,7 +104,7 @@ def _answer_renderer(
     if marked and environ.get("FORCE_COLOR") and not environ.get("NO_COLOR"):
         return ColourStreamRenderer(_binary(stdout), pens(console, forced=True), show, notes), True
     if terminal:
-        return DumbTerminalRenderer(_binary(stdout), console.encoding, notes), False
+        return DumbTerminalRenderer(_binary(stdout), notes, console.encoding), False
     return PlainRenderer(_binary(stdout), notes), False
 
 

@@ -9,19 +9,20 @@ from rich.console import Console
 from rich.text import Text
 
 from specgen.events import Event, FinishedEvent, PromptEvent
-from specgen.render.base import BaseRenderer
-from specgen.render.notes import say
+from specgen.render.base import Renderer, say
+from specgen.render.marks import FAINT, legend
 from specgen.render.text import can_encode, clean_line, counted
-from specgen.render.theme import FAINT, legend
 
 _BARS = "▁▂▃▄▅▆▇█"
 #: Below this width labels are above their texts.
 _NARROW_COLUMNS = 40
+#: Above this share of rounds that drafted nothing, the summary says why.
+_LITTLE = 0.5
 #: Speeds that differ by at most this share count as equal.
 _NOISE = 0.03
 
 
-class SummaryRenderer(BaseRenderer):
+class SummaryRenderer(Renderer):
     """Prints the summary of a finished generation, on stderr.
 
     `show_legend` explains the colours again, if colours were shown.
@@ -43,9 +44,6 @@ class SummaryRenderer(BaseRenderer):
                 kernels=self._prompt.kernels if self._prompt else None,
                 show_legend=self._show_legend,
             )
-
-    def _finish(self) -> None:
-        pass
 
 
 def print_summary(
@@ -99,6 +97,9 @@ def summary_items(
             yield "by guess", Text(by_rank(finished, encoding))
     elif finished.n_rounds and draft not in (None, "none"):
         yield "drafts", Text("nothing was drafted")
+    n_undrafted = sum(each.n_rounds for each in finished.undrafted)
+    if draft != "none" and n_undrafted > _LITTLE * finished.n_rounds:
+        yield "reasons", Text(_undrafted(finished, n_undrafted))
     if finished.wall_s > 0:
         yield "time", Text(", ".join(_time(finished)))
     if kernels not in (None, "llama.cpp"):  # those of our own: the others are what one expects
@@ -112,7 +113,7 @@ def _answer(finished: FinishedEvent) -> Iterator[str]:
     yield counted(finished.n_tokens, "token")
     yield counted(finished.n_rounds, "round")
     if finished.mean_accepted_length is not None:
-        yield f"mean accepted length {finished.mean_accepted_length:.2f}"
+        yield f"{finished.mean_accepted_length:.2f} tokens per pass of the target"
     if finished.n_forced:
         yield f"{finished.n_forced} forced by the grammar"
 
@@ -129,6 +130,12 @@ def _drafts(finished: FinishedEvent) -> Iterator[str]:
     if finished.acceptance_rate is not None:
         yield f"acceptance rate {finished.acceptance_rate:.0%}"
     yield f"{finished.n_accepted} of {counted(finished.n_drafted, 'token')} accepted"
+
+
+def _undrafted(finished: FinishedEvent, n_rounds: int) -> str:
+    """Return why rounds drafted nothing."""
+    reasons = "; ".join(f"{each.text} ({each.n_rounds})" for each in finished.undrafted)
+    return f"{n_rounds} of {counted(finished.n_rounds, 'round')} drafted nothing: {reasons}"
 
 
 def by_depth(finished: FinishedEvent, encoding: str = "utf-8") -> str:

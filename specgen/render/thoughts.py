@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from specgen.render.flow import Flow
-from specgen.render.layout import Row
 from specgen.render.marks import Run
+from specgen.render.rows import Flow, Row
 from specgen.render.text import counted
 
 _BEGIN, _END = "<think>", "</think>"
@@ -98,7 +97,7 @@ class FoldedThought:
         was_open = self._reader.is_open
         thoughts, answer = "", []
         for text, mark in runs:
-            if mark in ("rejected", "aside") and not self._reader.is_past:
+            if mark in ("rejected", "aside", "faint") and not self._reader.is_past:
                 continue
             thought, rest = self._reader.feed(text)
             thoughts += thought

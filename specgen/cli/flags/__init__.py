@@ -6,196 +6,326 @@ Options that several commands share come in groups (`groups.takes_options`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import typer
+from typer import Option
 
-from specgen.cli.flags.answer import answer, constraint
 from specgen.cli.flags.drafting import drafting, tree_shape
-from specgen.cli.flags.groups import takes_options
-from specgen.cli.flags.machine import machine
-from specgen.cli.flags.models import models
+from specgen.cli.flags.groups import group, panel, takes_options, utf8
+from specgen.cli.flags.machine import KERNELS, machine
 from specgen.cli.flags.sampling import sampling
-from specgen.cli.flags.server import server
-from specgen.cli.flags.text import utf8
+from specgen.cli.flags.server import limits, server
+from specgen.cli.output import Output
 from specgen.errors import UsageError
-from specgen.options import Show
-
-_PROMPT = "Prompt"
-_TRIALS = "Trials"
-_OUTPUT = "Output"
-
-# --- prompt
-
-PromptArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="PROMPT", help="The prompt; - reads it from standard input.", show_default=False
-    ),
-]
-PromptOption = Annotated[
-    str | None,
-    typer.Option(
-        "--prompt",
-        "-p",
-        metavar="TEXT",
-        help="The prompt, as an option as in llama.cpp.",
-        rich_help_panel=_PROMPT,
-    ),
-]
-PromptFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--file",
-        "-f",
-        help="Read the prompt from a file; a newline at its end is dropped.",
-        rich_help_panel=_PROMPT,
-    ),
-]
-Chat = Annotated[
-    bool | None,
-    typer.Option(
-        "--chat/--raw",
-        help="Put the prompt into the model's chat template, or continue it as it is.",
-        show_default="chat, if the model has a template",
-        rich_help_panel=_PROMPT,
-    ),
-]
-System = Annotated[
-    str | None,
-    typer.Option(
-        "--system",
-        "-sys",
-        metavar="TEXT",
-        parser=utf8,
-        help="A system message for the chat template.",
-        rich_help_panel=_PROMPT,
-    ),
-]
-
-# --- trials
-
-TrialPrompts = Annotated[
-    Path | None,
-    typer.Option(
-        "--prompts",
-        help='Prompts to try with: JSON Lines with "prompt" or "turns".',
-        show_default="a few of our own",
-        rich_help_panel=_TRIALS,
-    ),
-]
-TrialCount = Annotated[
-    int,
-    typer.Option(
-        "--count",
-        "-N",
-        min=1,
-        help="How many prompts to use, spread evenly over the file.",
-        rich_help_panel=_TRIALS,
-    ),
-]
-TrialTokens = Annotated[
-    int,
-    typer.Option(
-        "--max-tokens",
-        "--predict",
-        "-n",
-        min=2,
-        help="How many tokens of each answer to use.",
-        rich_help_panel=_TRIALS,
-    ),
-]
-
-# --- learning
-
-Learn = Annotated[
-    bool,
-    typer.Option(
-        "--learn/--no-learn",
-        envvar="SPECGEN_LEARN",
-        help="Keep prompts and answers on this disk, in the data folder, readable by you alone. The "
-        "draft model learns from them (`specgen draft learn`), and repetitions of them draft. "
-        "`specgen draft forget` deletes them. Without it nothing is kept.",
-        rich_help_panel="Learning",
-    ),
-]
-
-# --- output
-
-ShowOption = Annotated[
-    Show,
-    typer.Option(
-        "--show",
-        help="On a terminal: accepted (coloured tokens; rejected ones vanish after their round), all "
-        "(coloured tokens; rejected ones stay), or none (plain text).",
-        rich_help_panel=_OUTPUT,
-    ),
-]
-Stats = Annotated[
-    bool | None,
-    typer.Option(
-        "--stats/--no-stats",
-        help="Print a summary on standard error after the answer.",
-        show_default="stats, but not with --json or --quiet",
-        rich_help_panel=_OUTPUT,
-    ),
-]
-Json = Annotated[
-    bool,
-    typer.Option(
-        "--json",
-        help="Print events instead of the answer, as one JSON object on each line.",
-        rich_help_panel=_OUTPUT,
-    ),
-]
-Quiet = Annotated[
-    bool,
-    typer.Option(
-        "--quiet",
-        "-q",
-        help="Print only errors on standard error.",
-        rich_help_panel=_OUTPUT,
-    ),
-]
-Verbose = Annotated[
-    bool,
-    typer.Option(
-        "--verbose",
-        "-v",
-        help="Print llama.cpp's own log and more detail on standard error.",
-        rich_help_panel=_OUTPUT,
-    ),
-]
+from specgen.options import GenerationOptions, Grammar
+from specgen.selection.model_choice import ModelChoice, staged
 
 __all__ = [
-    "Chat",
-    "Json",
-    "Learn",
-    "PromptArgument",
-    "PromptFile",
-    "PromptOption",
-    "Quiet",
-    "ShowOption",
-    "Stats",
-    "System",
-    "TrialCount",
-    "TrialPrompts",
-    "TrialTokens",
-    "Verbose",
+    "CHAT",
+    "JSON_REPORT",
+    "KERNELS",
+    "LEARN",
+    "Template",
+    "Trials",
     "answer",
     "constraint",
     "drafting",
+    "limits",
+    "loudness",
     "machine",
     "models",
+    "output",
+    "panel",
     "sampling",
     "server",
     "takes_options",
+    "target",
+    "template",
     "tree_shape",
+    "trials",
+    "utf8",
 ]
 
+# --- models
 
-def check_loudness(*, quiet: bool, verbose: bool) -> None:
-    """Raise `UsageError` if both were given."""
-    if quiet and verbose:
+
+def target(**settings: Any) -> Any:
+    """Return the option that names a target."""
+    usual = {"help": "The target: a GGUF file, or a name from `specgen models list`."}
+    return Option("--target", "--model", "-m", metavar="FILE|NAME", **(usual | settings))
+
+
+_MODELS = panel(
+    "Models",
+    target=target(show_default="the default pair's"),
+    draft=Option(
+        "--draft",
+        "--model-draft",
+        "-md",
+        metavar="FILE|NAME|ngram|none",
+        help="What drafts: a GGUF file or a name; `ngram` (repetitions of the text so far); `heads` (made "
+        "by `specgen draft make`); or `none` (plain decoding). A second --draft drafts for the first: a "
+        "smaller model or `ngram`.",
+        show_default="the pair's; with -m alone the one that `specgen draft find` or `specgen draft make` "
+        "saved, a known partner on this disk, or ngram",
+    ),
+    pair=Option(
+        "--pair",
+        metavar="NAME",
+        help="A target and its draft, by a name from `specgen models list`; fetched on first use.",
+        show_default="the default pair, if no target is given",
+    ),
+)
+
+
+@group(ModelChoice, _MODELS)
+def models(
+    *, target: str | None = None, draft: list[str] | None = None, pair: str | None = None
+) -> ModelChoice:
+    """Return the models as the user named them."""
+    return staged(target, draft or [], pair)
+
+
+# --- prompts
+
+CHAT = Option(
+    "--chat/--raw",
+    help="Put the prompt into the model's chat template, or continue it as it is.",
+    show_default="chat, if the model has a template",
+    rich_help_panel="Prompt",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """How a prompt is put into the chat template: `chat` of None means if the model has one."""
+
+    chat: bool | None = None
+    system: str | None = None
+
+
+@group(
+    Template,
+    panel(
+        "Prompt",
+        chat=CHAT,
+        system=Option(
+            "--system",
+            "-sys",
+            metavar="TEXT",
+            parser=utf8,
+            help="A system message for the chat template.",
+        ),
+    ),
+)
+def template(**given: Any) -> Template:
+    """Return the use of the chat template. Raises `UsageError`."""
+    made = Template(**given)
+    if made.system is not None and made.chat is False:
+        raise UsageError("--system and --raw exclude each other: --raw uses no chat template")
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """Prompts to measure with, and how many tokens of each answer count."""
+
+    prompts: Path | None = None
+    n_prompts: int = 4
+    max_tokens: int = 64
+
+    def texts(self) -> list[str]:
+        """Return the prompts. Raises `PromptError`."""
+        from specgen.proof import OWN_PROMPTS, evenly_chosen, read_prompts
+
+        every = OWN_PROMPTS if self.prompts is None else read_prompts(self.prompts)
+        return evenly_chosen(every, self.n_prompts)
+
+
+trials = group(
+    Trials,
+    panel(
+        "Trials",
+        prompts=Option(
+            "--prompts",
+            help='Prompts to try with: JSON Lines with "prompt" or "turns".',
+            show_default="a few of our own",
+        ),
+        n_prompts=Option(
+            "--count",
+            "-N",
+            min=1,
+            help="How many prompts to use, spread evenly over the file.",
+        ),
+        max_tokens=Option(
+            "--max-tokens",
+            "--predict",
+            "-n",
+            min=2,
+            help="How many tokens of each answer to use.",
+        ),
+    ),
+)(Trials)
+
+# --- answers
+
+_ANSWER = panel(
+    "Answer",
+    max_tokens=Option(
+        "--max-tokens",
+        "--predict",
+        "-n",
+        min=-1,
+        help="The most tokens to generate; -1 continues until the text ends or the context is full.",
+    ),
+    stop=Option(
+        "--stop",
+        "--reverse-prompt",
+        "-r",
+        metavar="TEXT",
+        parser=utf8,
+        help="End the answer before this text; may be given several times.",
+    ),
+    ignore_eos=Option("--ignore-eos", help="Never choose an end-of-text token."),
+    logprobs=Option(
+        "--logprobs",
+        min=0,
+        max=100,
+        metavar="N",
+        help="With --json: report the target's log-probability of each token, and the N most likely tokens "
+        "in its place.",
+        show_default="none",
+    ),
+)
+_GRAMMAR = panel(
+    "Constrained answers",
+    grammar=Option(
+        "--grammar",
+        metavar="GBNF",
+        parser=utf8,
+        help="A grammar that the answer must follow, in llama.cpp's GBNF.",
+    ),
+    grammar_file=Option("--grammar-file", help="The same, from a file."),
+    json_schema=Option(
+        "--json-schema",
+        "-j",
+        metavar="SCHEMA",
+        parser=utf8,
+        help="A JSON schema that the answer must follow; {} is any JSON object.",
+    ),
+    json_schema_file=Option("--json-schema-file", "-jf", help="The same, from a file."),
+)
+
+
+@group(GenerationOptions, _ANSWER, _GRAMMAR)
+def answer(
+    *,
+    grammar: str | None = None,
+    grammar_file: Path | None = None,
+    json_schema: str | None = None,
+    json_schema_file: Path | None = None,
+    **others: Any,
+) -> GenerationOptions:
+    """Return the options of an answer. Raises `UsageError`."""
+    options = GenerationOptions(**others)
+    if "" in options.stop:
+        raise UsageError("--stop '' is empty: every answer would end before it began")
+    options = replace(
+        options, grammar=_grammar(grammar, grammar_file, json_schema, json_schema_file)
+    )
+    if options.grammar is not None and options.ignore_eos:
+        raise UsageError(
+            "--ignore-eos and a grammar exclude each other: text that follows a grammar has an end"
+        )
+    return options
+
+
+def _grammar(
+    grammar: str | None,
+    grammar_file: Path | None,
+    json_schema: str | None,
+    json_schema_file: Path | None,
+) -> Grammar | None:
+    given = {
+        "--grammar": grammar,
+        "--grammar-file": grammar_file,
+        "--json-schema": json_schema,
+        "--json-schema-file": json_schema_file,
+    }
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise UsageError(f"{' and '.join(names)} exclude each other", hint="use one of them")
+    if grammar_file is not None:
+        grammar = _read(grammar_file, "--grammar-file")
+    if json_schema_file is not None:
+        json_schema = _read(json_schema_file, "--json-schema-file")
+    if json_schema is not None:
+        from specgen.constrain.json_schema import schema_grammar
+
+        return schema_grammar(json_schema)
+    return None if grammar is None else Grammar("gbnf", grammar)
+
+
+def _read(path: Path, option: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(f"{option} {path}: cannot be read: {reason}") from error
+
+
+LEARN = Option(
+    "--learn/--no-learn",
+    envvar="SPECGEN_LEARN",
+    help="Keep prompts and answers on this disk, in the data folder, readable by you alone. The draft model "
+    "learns from them (`specgen draft learn`), and repetitions of them draft. `specgen draft forget` deletes "
+    "them. Without it nothing is kept.",
+    rich_help_panel="Learning",
+)
+
+# --- output
+
+JSON_REPORT = Option("--json", help="Print a JSON object.")
+
+
+@group(
+    Output,
+    panel(
+        "Output",
+        show=Option(
+            "--show",
+            help="On a terminal: accepted (coloured tokens; rejected ones vanish after their round), all "
+            "(rejected ones stay, and each round's reason to draft or not to draft is shown where it "
+            "changes), or none (plain text).",
+        ),
+        stats=Option(
+            "--stats/--no-stats",
+            help="Print a summary on standard error after the answer.",
+            show_default="stats, but not with --json or --quiet",
+        ),
+        json=Option(
+            "--json",
+            help="Print events instead of the answer, as one JSON object on each line.",
+        ),
+        quiet=Option("--quiet", "-q", help="Print only errors on standard error."),
+        verbose=Option(
+            "--verbose",
+            "-v",
+            help="Print llama.cpp's own log and more detail on standard error.",
+        ),
+    ),
+)
+def output(**given: Any) -> Output:
+    """Return how a command shows answers, and what it prints besides. Raises `UsageError`."""
+    made = Output(**given)
+    if made.quiet and made.verbose:
         raise UsageError("--quiet and --verbose exclude each other", hint="use one of them")
+    return made
+
+
+#: The grammar of an answer alone.
+constraint = answer.without("max_tokens", "stop", "ignore_eos", "logprobs")
+#: The output of commands that show no answers: --quiet and --verbose.
+loudness = output.without("show", "stats", "json")

@@ -1,63 +1,176 @@
-"""Groups of options that several commands take, each defined once.
+"""Options of the command line, declared in tables.
 
-A group is a function whose parameters are options, annotated for typer; it returns one value made of them. A
-command names the groups that it takes::
+A command has a table of its options. Their types and defaults are those of the function's parameters::
 
-    @takes_options(sampler=sampling)
-    def run(prompt: flags.Prompt, sampler: SamplerOptions) -> int: ...
+    @takes_options(
+        parallel=Option("--parallel", "-np", min=1, help="How many answers to generate at once."),
+        sampling=flags.sampling,
+    )
+    def batch(*, parallel: int = 4, sampling: SamplerOptions) -> int: ...
 
-typer then sees a function with the group's options in place of `sampler`.
+`sampling` is a group: options that several commands take, and the function that makes one value of them. typer
+sees a function with the group's options in place of the parameter.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import typing
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeAlias
 
-Group: TypeAlias = Callable[..., Any]
+import typer
+
 Command: TypeAlias = Callable[..., int]
+#: By the name of a parameter: what `typer.Option` or `typer.Argument` returns.
+Table: TypeAlias = Mapping[str, Any]
 
 
-def takes_options(**groups: Group) -> Callable[[Command], Command]:
-    """Make the named parameters from the options of these groups.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Group:
+    """Options that several commands take, and the function that makes one value of them."""
 
-    Option names must be unique: this is checked when the command is defined.
+    make: Callable[..., Any]
+    #: The options as keyword parameters, annotated for typer.
+    parameters: tuple[inspect.Parameter, ...]
+    #: The parameters that `make` takes as tuples.
+    tuples: frozenset[str] = frozenset()
+
+    def __call__(self, **values: Any) -> Any:
+        for name in self.tuples & values.keys():
+            values[name] = tuple(values[name] or ())
+        return self.make(**values)
+
+    def without(self, *names: str) -> Group:
+        """Return the group without the parameters of these names, which keep their defaults. Names that the
+        group does not have are ignored."""
+        kept = tuple(each for each in self.parameters if each.name not in names)
+        return dataclasses.replace(self, parameters=kept)
+
+    def but(self, **defaults: Any) -> Group:
+        """Return the group with other defaults."""
+        changed = tuple(
+            each.replace(default=defaults.get(each.name, each.default)) for each in self.parameters
+        )
+        return dataclasses.replace(self, parameters=changed)
+
+    def spelling(self, name: str) -> str:
+        """Return the first spelling of an option."""
+        (found,) = (each for each in self.parameters if each.name == name)
+        spelling: str = found.annotation.__metadata__[0].default  # where typer keeps it
+        return spelling
+
+
+def panel(heading: str, **options: Any) -> Table:
+    """Return the options, which the help shows below this heading."""
+    for option in options.values():
+        option.rich_help_panel = heading
+    return options
+
+
+def group(fields_of: type[Any], *tables: Table) -> Callable[[Callable[..., Any]], Group]:
+    """Make a group of a function and the tables of its options.
+
+    Options that are not parameters of the function are fields of the dataclass `fields_of`. They have the
+    field's type and default, and the function receives them as keywords. A field that is a tuple is an option
+    that may be given several times.
     """
 
+    def decorate(make: Callable[..., Any]) -> Group:
+        own, tuples = _parameters(make), set()
+        fields = _fields(fields_of)
+        parameters = []
+        for name, option in {
+            name: each for table in tables for name, each in table.items()
+        }.items():
+            kind, default = own[name] if name in own else fields[name]
+            if typing.get_origin(kind) is tuple:
+                kind, default = list[typing.get_args(kind)[0]] | None, None  # type: ignore[misc]
+                tuples.add(name)
+            parameters.append(_parameter(name, kind, default, option))
+        return Group(make, tuple(parameters), frozenset(tuples))
+
+    return decorate
+
+
+def takes_options(*tables: Table, **options: Any) -> Callable[[Command], Command]:
+    """Declare a command's options: by parameter, an option or a `Group`.
+
+    The spellings must be unique: this is checked when the command is defined.
+    """
+    declared = {name: each for table in (*tables, options) for name, each in table.items()}
+    groups = {name: each for name, each in declared.items() if isinstance(each, Group)}
+
     def decorate(command: Command) -> Command:
-        members = {name: _parameters(group) for name, group in groups.items()}
+        members: dict[str, tuple[str, str]] = {}  # the group and the name in it, by parameter
         parameters: list[inspect.Parameter] = []
-        for parameter in _parameters(command):
-            parameters += members.get(parameter.name, [parameter])
-        names = [parameter.name for parameter in parameters]
-        twice = {name for name in names if names.count(name) > 1}
-        if twice:
-            raise TypeError(f"{command.__name__} has two options named {', '.join(sorted(twice))}")
+        for name, (kind, default) in _parameters(command).items():
+            if name not in groups:
+                parameters.append(_parameter(name, kind, default, declared[name]))
+                continue
+            for member in groups[name].parameters:
+                parameters.append(member.replace(name=f"{name}_{member.name}"))
+                members[parameters[-1].name] = name, member.name
+        _check_spellings(command.__name__, parameters)
 
         @functools.wraps(command)
         def whole(**values: Any) -> int:
-            for name, group in groups.items():
-                given = {member.name: values.pop(member.name) for member in members[name]}
-                values[name] = group(**given)
-            return command(**values)
+            given: dict[str, dict[str, Any]] = {name: {} for name in groups}
+            for parameter in members.keys() & values.keys():
+                name, member = members[parameter]
+                given[name][member] = values.pop(parameter)
+            made = {name: group(**given[name]) for name, group in groups.items()}
+            return command(**values, **made)
 
         whole.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        whole.__annotations__ = {
-            parameter.name: parameter.annotation for parameter in parameters
-        } | {"return": int}
+        whole.__annotations__ = {each.name: each.annotation for each in parameters}
         del whole.__wrapped__  # typer would inspect the wrapped function instead
         return whole
 
     return decorate
 
 
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters, keyword-only, with their annotations as values."""
-    hints = typing.get_type_hints(function, include_extras=True)
-    return [
-        parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
-        for parameter in inspect.signature(function).parameters.values()
-    ]
+def _parameter(name: str, kind: Any, default: Any, option: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind, option],
+    )
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the type and the default of each parameter by its name, without `**` ones."""
+    hints = typing.get_type_hints(function)
+    return {
+        name: (hints[name], parameter.default)
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    }
+
+
+def _fields(dataclass: type[Any]) -> dict[str, tuple[Any, Any]]:
+    hints = typing.get_type_hints(dataclass)
+    return {each.name: (hints[each.name], each.default) for each in dataclasses.fields(dataclass)}
+
+
+def _check_spellings(command: str, parameters: list[inspect.Parameter]) -> None:
+    options = [parameter.annotation.__metadata__[0] for parameter in parameters]
+    spellings = [name for each in options for name in (each.default, *(each.param_decls or ()))]
+    twice = {name for name in spellings if isinstance(name, str) and spellings.count(name) > 1}
+    if twice:
+        raise TypeError(f"{command} has two options named {', '.join(sorted(twice))}")
+
+
+def utf8(value: str) -> str:
+    """Return the value, as an option's `parser`. Raises `typer.BadParameter` if it is not UTF-8: such bytes
+    arrive as lone surrogates, which cannot be encoded later."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise typer.BadParameter(
+            f"it is not UTF-8 at character {error.start}; check the terminal's locale"
+        ) from None
+    return value

@@ -1,12 +1,14 @@
-"""Standard streams that the parent process closed, as daemons and cron do."""
+"""The process: signals, standard streams that cannot be written, and its end."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import signal
 import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import NoReturn
 
 import typer
@@ -14,16 +16,60 @@ import typer
 from specgen.errors import EXIT_BROKEN_PIPE, OutputError
 from specgen.process_end import has_left_running
 
+#: Ctrl-C; what `kill` sends; a closed terminal (not on Windows).
+_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
 #: Error numbers that mean that standard output cannot be written.
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+
+
+class Interrupt:
+    """A context manager in which the first signal only sets a flag.
+
+    llama.cpp's decode cannot be stopped in the middle, so the answer ends with the present round. A second
+    signal raises KeyboardInterrupt. If the flag is set and nobody catches a KeyboardInterrupt, this one or
+    another, the process ends with the signal's exit code, unless `ends_process` is False.
+    """
+
+    def __init__(self, *, ends_process: bool = True) -> None:
+        self._ends_process = ends_process
+        self._received: int | None = None
+        self._previous: dict[int, object] = {}
+
+    def __call__(self) -> bool:
+        """Return whether the answer is to end."""
+        return self._received is not None
+
+    @property
+    def exit_code(self) -> int:
+        """Return the exit code by which a shell reports the signal: 128 plus its number; 0 without a signal."""
+        return 0 if self._received is None else 128 + self._received
+
+    def __enter__(self) -> Interrupt:
+        for number in _SIGNALS:
+            self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        if kind is KeyboardInterrupt and self._received is not None and self._ends_process:
+            raise SystemExit(self.exit_code)
+
+    def _on_signal(self, signal_number: int, frame: FrameType | None) -> None:
+        if self._received is not None:
+            raise KeyboardInterrupt
+        self._received = signal_number
 
 
 def open_missing_streams() -> None:
     """Open the null device in place of each closed standard stream.
 
-    Standard input is then empty, and standard error is discarded. Standard output is opened for reading:
-    writing to it fails with EBADF, so that no lost answer counts as written. Without this, the next file that
-    is opened would get the number of the closed stream, and the output of libraries would end up in it.
+    The parent process may have closed them, as daemons and cron do. Standard input is then empty, and standard
+    error is discarded. Standard output is opened for reading: writing to it fails with EBADF, so that no lost
+    answer counts as written. Without this, the next file that is opened would get the number of the closed
+    stream, and the output of libraries would end up in it.
     """
     for name, flags, mode in (
         ("stdin", os.O_RDONLY, "r"),

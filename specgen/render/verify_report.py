@@ -153,7 +153,9 @@ def _print_sampled(report: ProofReport, console: Console) -> None:
         )
         console.print(Padding(_tests(result), (0, 0, 0, 6), expand=False))
         if result.n_impossible:
-            impossible = f"{counted(result.n_impossible, 'draw')} that the target never says"
+            impossible = (
+                f"{counted(result.n_impossible, 'draw')} to which the target gives probability 0"
+            )
             _print(console, Text(impossible, _DEFECT), indent=6)
         rows = result.rows
         moved = _moved(
@@ -206,8 +208,8 @@ def _tests(result: SampledResult) -> Table:
 def _moved(n_rows: int, by: float, by_batches: float, *, exact_rows: bool, is_defect: bool) -> Text:
     if exact_rows and not is_defect:
         return Text(
-            f"{counted(n_rows, 'row')} of logits have the same bits as in plain decoding, "
-            "as specgen's kernels guarantee"
+            f"{counted(n_rows, 'row')} of logits are those of plain decoding, bit by bit: specgen's kernels are "
+            "batch-invariant"
         )
     return Text.assemble(
         f"{counted(n_rows, 'row')} of logits moved by up to {by:.2%}; batches alone move them by "

@@ -1,16 +1,33 @@
-"""The results of a benchmark: tables on a terminal, tab-separated lines in a pipe."""
+"""The results of `specgen bench`, `draft find` and `tune`: tables and paragraphs on a terminal, tab-separated
+lines in a pipe."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from rich.table import Table
+from rich.text import Text
+
+from specgen.render.text import clean_line, counted
+from specgen.selection.advice import advice, n_answer_tokens
+from specgen.selection.default_draft import name_of
+
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from specgen.bench.figures import CategoryFigures, ContenderFigures
     from specgen.bench.report import BenchReport
+    from specgen.selection.draft_search import Search, Tried
+    from specgen.selection.trial import DraftFigures
+    from specgen.selection.tuning import Tuning
+
+
+#: The width of output to a file, wide enough to read.
+_WIDTH = 100
+_INDENT = "  "
+
+# --- specgen bench
 
 #: The category of figures over all categories.
 OVERALL = "overall"
@@ -72,8 +89,6 @@ def _of_category(each: CategoryFigures) -> list[str]:
 
 def print_bench_tables(report: BenchReport, console: Console) -> None:
     """Print the figures of each lineup, those by category, and an explanation."""
-    from rich.text import Text
-
     has_foresight = False
     for target, temperature in report.lineups:
         every = report.of((target, temperature))
@@ -88,8 +103,6 @@ def print_bench_tables(report: BenchReport, console: Console) -> None:
 
 
 def _main_table(every: Sequence[ContenderFigures], reached: Sequence[float | None]) -> Table:
-    from rich.text import Text
-
     shows_reached = any(share is not None for share in reached)
     table = _empty([*_HEADINGS, "of best"] if shows_reached else _HEADINGS)
     best = max((each.speedup or 0.0 for each in every), default=0.0)
@@ -114,10 +127,6 @@ def _main_table(every: Sequence[ContenderFigures], reached: Sequence[float | Non
 
 
 def _category_table(categories: Sequence[str], every: Sequence[ContenderFigures]) -> Table:
-    from rich.text import Text
-
-    from specgen.render.text import clean_line
-
     table = _empty([clean_line(category) for category in categories])
     for each in every:
         own = {category.category: category.speedup for category in each.categories}
@@ -126,28 +135,23 @@ def _category_table(categories: Sequence[str], every: Sequence[ContenderFigures]
     return table
 
 
-def _empty(headings: Sequence[str]) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
+def _empty(headings: Sequence[str], first: str = "contender") -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column("contender", overflow="fold")
+    table.add_column(first, overflow="fold")
     for heading in headings:
         table.add_column(Text(heading), justify="right")
     return table
 
 
 def _explanation(report: BenchReport, *, has_foresight: bool) -> str:
-    from specgen.render.text import counted
-
     n_prompts = len({result.prompt for result in report.runs.results})
     text = (
         f"From {counted(n_prompts, 'prompt')}, each answered by all in turn: the speed-up over "
         "plain decoding of the same prompt (geometric means), its quartiles over the answers, and "
         "that of the worst prompt; tokens a second after the first (median); the share of drafted "
         "tokens that the target accepts; tokens a round; the time to the first token relative to "
-        "plain decoding; how much sooner whole answers are there, prompts included; answers whose "
-        "text is another than plain decoding's"
+        "plain decoding; the speed-up of the whole answer, including reading the prompt; answers "
+        "whose text differs from plain decoding's"
     )
     if has_foresight:
         text += "; the share of the speed that knowing in advance what is accepted could give"
@@ -156,3 +160,63 @@ def _explanation(report: BenchReport, *, has_foresight: bool) -> str:
 
 def _number(value: float | None, missing: str = "") -> str:
     return missing if value is None else f"{value:.2f}"
+
+
+# --- specgen draft find
+
+
+def draft_lines(tried: Sequence[Tried]) -> list[str]:
+    """Return a line for each draft, its columns separated by tabs; empty where there is no figure."""
+    return ["\t".join([str(one.draft), *_columns(one.figures, missing="")]) for one in tried]
+
+
+def print_draft_table(search: Search, console: Console) -> None:
+    """Print the drafts as a table, and an explanation of the figures."""
+    headings = ("speed-up", "worst", "tokens/s", "accepted", "length", "ms", "start")
+    table = _empty(headings, "draft")
+    for number, one in enumerate(search.tried):
+        style = "bold" if number == 0 else ""
+        columns = _columns(one.figures, missing="-")
+        table.add_row(*(Text(column) for column in (name_of(one.draft), *columns)), style=style)
+    console.print(table)
+    explanation = (
+        f"Expected for {search.target.name} at temperature 0, from "
+        f"{counted(len(search.baseline.answers), 'prompt')}: the speed-up over plain decoding, "
+        "and that of the worst prompt; tokens a second; the share of drafted tokens that the "
+        "target accepts; tokens a round; milliseconds to draft a token, and to begin, since a "
+        "draft model reads the prompt too (that is not in the speed-up)."
+    )
+    console.print(Text(explanation, style="dim"))
+
+
+def _columns(figures: DraftFigures, missing: str) -> list[str]:
+    """Return the figures as text, in the order of the table; times are milliseconds."""
+    share, token_s = figures.acceptance_rate, figures.draft_token_s
+    return [
+        f"{figures.speedup:.2f}",
+        f"{figures.worst_speedup:.2f}",
+        f"{figures.tokens_per_s:.2f}",
+        missing if share is None else f"{share:.2f}",
+        f"{figures.mean_accepted_length:.2f}",
+        missing if token_s is None else f"{1000 * token_s:.2f}",
+        f"{1000 * figures.start_s:.1f}",
+    ]
+
+
+# --- specgen tune
+
+
+def print_advice(tuning: Tuning, console: Console) -> None:
+    """Print the sections, for people."""
+    width = console.width if console.is_terminal else _WIDTH
+    n_prompts = counted(len(tuning.baseline.answers), "prompt")
+    n_tokens = counted(n_answer_tokens(tuning.baseline), "token")
+    about = f"{tuning.target.name}: {n_prompts}, {n_tokens} of answers, temperature 0"
+    console.print(Text(about), soft_wrap=True)
+    for section in advice(tuning):
+        console.print()
+        console.print(Text(section.heading, "bold"), soft_wrap=True)
+        for sentence in section.sentences:
+            for line in Text(sentence).wrap(console, max(1, width - 2 * len(_INDENT))):
+                line.rstrip()
+                console.print(Text(_INDENT) + line, soft_wrap=True)

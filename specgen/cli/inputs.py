@@ -1,4 +1,4 @@
-"""The prompt: from an argument, an option, a file, or standard input."""
+"""Texts that commands read: from arguments, files, and standard input."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from specgen.errors import PromptError, UsageError
+
+#: As a file's name: standard input or output.
+STDIO = Path("-")
 
 
 def read_prompt(
@@ -20,13 +23,14 @@ def read_prompt(
     Raises `UsageError` if there is none or more than one, `PromptError` if it cannot be read, is not UTF-8,
     or is empty.
     """
-    given = [name for name, value in _named(argument, option, file) if value is not None]
+    sources = {"PROMPT": argument, "--prompt": option, "--file": file}
+    given = [name for name, value in sources.items() if value is not None]
     if len(given) > 1:
         raise UsageError(f"the prompt is given twice: {' and '.join(given)}", hint="give it once")
     if file is not None:
-        prompt = _decode(_read_file(file), str(file))
+        prompt = _without_newline(decoded(read_bytes(file), str(file)))
     elif argument == "-" or option == "-" or (not given and not _is_terminal(stdin)):
-        prompt = _decode((stdin or sys.stdin.buffer).read(), "standard input")
+        prompt = _without_newline(decoded((stdin or sys.stdin.buffer).read(), "standard input"))
     elif argument is not None or option is not None:
         prompt = _check_argument(argument if argument is not None else option or "")
     else:
@@ -39,10 +43,29 @@ def read_prompt(
     return prompt
 
 
-def _named(
-    argument: str | None, option: str | None, file: Path | None
-) -> list[tuple[str, object | None]]:
-    return [("PROMPT", argument), ("--prompt", option), ("--file", file)]
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a file, or standard input's for `STDIO`. Raises `PromptError`."""
+    try:
+        return sys.stdin.buffer.read() if path == STDIO else path.read_bytes()
+    except OSError as error:
+        raise PromptError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def decoded(data: bytes, name: str) -> str:
+    """Return UTF-8 text without the byte order mark. Raises `PromptError`."""
+    return decoded_with_mark(data, name).removeprefix("\ufeff")
+
+
+def decoded_with_mark(data: bytes, name: str) -> str:
+    """Return UTF-8 text as it is. Raises `PromptError`."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise PromptError(
+            f"{name} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start} (line {line})",
+            hint="convert it first, for example with iconv -f LATIN1 -t UTF-8",
+        ) from None
 
 
 def _is_terminal(stdin: BinaryIO | None) -> bool:
@@ -52,34 +75,9 @@ def _is_terminal(stdin: BinaryIO | None) -> bool:
     return sys.stdin is None or sys.stdin.closed or sys.stdin.isatty()
 
 
-def _read_file(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except IsADirectoryError:
-        raise PromptError(f"{path}: a directory, not a prompt file") from None
-    except FileNotFoundError:
-        raise PromptError(f"{path}: no such file") from None
-    except OSError as error:
-        raise PromptError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _decode(data: bytes, name: str) -> str:
-    """Return UTF-8 text without the byte order mark, and without the one newline at the end that tools
-    add."""
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise PromptError(
-            f"{name} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start} "
-            f"(line {line})",
-            hint="convert it first, for example with iconv -f LATIN1 -t UTF-8",
-        ) from None
-    return text[: -len(_newline(text))] if _newline(text) else text
-
-
-def _newline(text: str) -> str:
-    return next((end for end in ("\r\n", "\n") if text.endswith(end)), "")
+def _without_newline(text: str) -> str:
+    """Return the text without the one newline at its end that tools add."""
+    return text.removesuffix("\r\n") if text.endswith("\r\n") else text.removesuffix("\n")
 
 
 def _check_argument(text: str) -> str:

@@ -1,0 +1,130 @@
+"""Progress on standard error: a bar on a terminal, else a line now and then."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+from specgen.batch.runner import Tally
+from specgen.progress import Progress, ProgressLines
+from specgen.render.text import clean_line, counted
+
+#: Seconds before which a speed means nothing.
+_LEAST_S = 1.0
+
+
+@contextlib.contextmanager
+def progress_bar(*, quiet: bool, clock: Callable[[], float] = time.monotonic) -> Iterator[Progress]:
+    """Show the progress on standard error: on a terminal with a bar that disappears at the end, elsewhere
+    with a line now and then (`ProgressLines`); with `quiet` nothing is shown."""
+    if quiet:
+        yield lambda _what, _done, _total: None
+        return
+    with _bar_or_lines(sys.stderr, clock, is_batch=False) as show:
+        yield lambda what, done, total: show(what, done, total, f"{what}: {done} of {total}")
+
+
+@contextlib.contextmanager
+def batch_progress(
+    stream: TextIO, *, quiet: bool, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[Tally], None]]:
+    """Show the progress of a batch in the same way."""
+    if quiet:
+        yield lambda _tally: None
+        return
+    pace = _Pace(clock)
+    with _bar_or_lines(stream, clock, is_batch=True) as show:
+
+        def report(tally: Tally) -> None:
+            text, done, total = pace.text(tally), tally.n_done, tally.n_lines
+            show(text, done, total, f"{done} of {total} lines, {text}")
+
+        yield report
+
+
+@contextlib.contextmanager
+def _bar_or_lines(
+    stream: TextIO, clock: Callable[[], float], *, is_batch: bool
+) -> Iterator[Callable[[str, int, int, str], None]]:
+    """Yield a function that shows a text and how much is done, or a line that says both. Each text has a bar of its
+    own, except in a batch."""
+    if not stream.isatty():
+        lines = ProgressLines(stream, clock)
+        try:
+            # File names may be part of a line.
+            yield lambda _text, _done, _total, line: lines.update(clean_line(line, stream.encoding))
+        finally:
+            lines.finish()
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    from specgen.render.select import make_console
+
+    text_column = TextColumn("{task.description}", markup=False)
+    columns: list[Any] = [BarColumn(), MofNCompleteColumn()]
+    columns = (
+        [*columns, text_column] if is_batch else [text_column, *columns, TimeRemainingColumn()]
+    )
+    with Bar(*columns, console=make_console(stream, os.environ), transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def show(text: str, done: int, total: int, _line: str) -> None:
+            name = "" if is_batch else text
+            if name not in tasks:
+                for task in bar.task_ids:
+                    bar.update(task, visible=False)
+                tasks[name] = bar.add_task(text, total=total)
+            bar.update(tasks[name], completed=done, total=total, description=text)
+
+        yield show
+
+
+class _Pace:
+    """Tokens per second since the first report, and the time that is left at this pace."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._start_s: float | None = None
+        self._n_done_before = 0
+
+    def text(self, tally: Tally) -> str:
+        if self._start_s is None:
+            self._start_s, self._n_done_before = self._clock(), tally.n_done
+        seconds = self._clock() - self._start_s
+        n_done = tally.n_done - self._n_done_before
+        if seconds < _LEAST_S:
+            return "starting"
+        parts = [f"{tally.n_tokens / seconds:.1f} tokens/s"]
+        if n_done and tally.n_done < tally.n_lines:
+            parts.append(f"{_duration(seconds / n_done * (tally.n_lines - tally.n_done))} left")
+        return ", ".join(parts)
+
+
+def batch_summary(tally: Tally, seconds: float, where: str) -> str:
+    """Return a sentence about a finished batch. `where` says how many answers were made at once, or by
+    whom."""
+    parts = [
+        f"{counted(tally.n_answers, 'answer')} of {counted(tally.n_tokens, 'token')} in all",
+        f"{_duration(seconds)}: {tally.n_tokens / seconds:.1f} tokens/s",
+        where,
+    ]
+    if tally.n_drafted:
+        parts.append(f"{100 * tally.n_accepted / tally.n_drafted:.0f}% of the draft accepted")
+    if tally.n_cached_tokens:
+        share = 100 * tally.n_cached_tokens / tally.n_prompt_tokens
+        parts.append(f"{share:.0f}% of the prompts from the cache")
+    return ", ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    """Return seconds in a suitable unit."""
+    if seconds < 90.0:
+        return f"{seconds:.0f} s"
+    if seconds < 5400.0:
+        return f"{seconds / 60.0:.0f} min"
+    return f"{seconds / 3600.0:.1f} h"
