@@ -54,8 +54,8 @@ TARGET_S, DRAFT_S = 1e-2, 1e-7
 class MadeUpCosts(CostTable):
     """Costs that stay as they are: each decode took just as long as was expected of it."""
 
-    def observe(self, n_rows: int, seconds: float) -> None:
-        super().observe(n_rows, self.seconds(n_rows))
+    def observe(self, n_rows: int, seconds: float, n_sharing: int = 1) -> None:
+        super().observe(n_rows, self.seconds(n_rows), n_sharing)
 
 
 class MadeUpMemory(Memory):

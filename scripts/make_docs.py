@@ -28,6 +28,7 @@ from typing import Any, Literal, TypeAlias
 
 from scripts import benchmark_pages, models_page
 from specgen import errors, events
+from specgen.policy import REASONS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -424,6 +425,9 @@ def events_page() -> str:
         "## Parts of events",
         *(section(f"### `{record.__name__}`", record) for record in records_of_events()),
         *aliases,
+        "### Reasons\n\nWhy a round drafted what it drafted, the `reason` of `committed` events. "
+        "`reason_text` has the numbers.",
+        table(("reason", "meaning"), [(f"`{name}`", text) for name, text in REASONS.items()]),
     )
 
 

@@ -169,8 +169,8 @@ class CommittedEvent:
     text: str
     #: Tokens of the answer so far.
     n_tokens: int
-    #: Why the round drafted what it drafted: a name of a closed list (docs/policies.md), and the reason in
-    #: words with its numbers. Null outside rounds.
+    #: Why the round drafted what it drafted: a name of the closed list below, and the reason in words
+    #: with its numbers. Null outside rounds.
     reason: str | None = None
     reason_text: str | None = None
 

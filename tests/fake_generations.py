@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -32,8 +33,8 @@ from specgen.drafters import (
 from specgen.drafters.translation import BeginningShaper, SharedShaper, Translation
 from specgen.engine.draft_models import Translated
 from specgen.engine.drafter_factory import draft_sampling, guess_sampling
-from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
+from specgen.engine.sequence import Sequence
 from specgen.events import Event
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, parse_tree
 from specgen.policy import FixedPolicy, Policy, RoundPlan, RoundResult
@@ -71,10 +72,10 @@ class TreeDrafter:
     def price(self, n_context: int) -> Price:
         return FREE
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         return ready(self.draft(context, plan.n_max))
 
-    def draft(self, context: Sequence[int], n_max: int) -> Draft:
+    def draft(self, context: abc.Sequence[int], n_max: int) -> Draft:
         tokens: list[int] = []
         parents: list[int] = []
         n_leaves = 1
@@ -102,7 +103,7 @@ class TreeDrafter:
         pass
 
     @staticmethod
-    def _path(tokens: Sequence[int], parents: Sequence[int], node: int) -> tuple[int, ...]:
+    def _path(tokens: abc.Sequence[int], parents: abc.Sequence[int], node: int) -> tuple[int, ...]:
         path: list[int] = []
         while node != ROOT:
             path.append(tokens[node])
@@ -125,10 +126,10 @@ class SiblingDrafter:
     def price(self, n_context: int) -> Price:
         return FREE
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         return ready(self.draft(context, plan.n_max))
 
-    def draft(self, context: Sequence[int], n_max: int) -> Draft:
+    def draft(self, context: abc.Sequence[int], n_max: int) -> Draft:
         tokens: list[int] = []
         parents: list[int] = []
         distributions: list[Distribution | None] = []
@@ -165,7 +166,7 @@ class FailingDrafter(WrappedDrafter):
         self._n_good = n_good
         self._error = error
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         if self._n_good == 0:
             raise self._error
         self._n_good -= 1
@@ -182,7 +183,7 @@ class NonsenseDrafter(WrappedDrafter):
         self._n_good = n_good
         self._nonsense = nonsense
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         draft = yield from super().propose(context, plan, n_drafted)
         self._n_good -= 1
         return draft if self._n_good >= 0 else cast(Draft, self._nonsense(draft, plan.n_max))
@@ -203,7 +204,7 @@ class NoDrafter:
     def price(self, n_context: int) -> Price:
         return FREE
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         return ready(NO_DRAFT)
 
     def observe(self, result: RoundResult) -> None:
@@ -248,14 +249,14 @@ class Setup:
     n_ctx: int = 256
     n_batch: int = 64
     seed: int = 0
-    prompt: Sequence[int] = PROMPT
+    prompt: abc.Sequence[int] = PROMPT
     n_branches: int = 8
     verifier: Verifier | None = None
     target: FakeBackend = field(init=False)
 
-    def generation(self, index: int = 0) -> Generation:
+    def generation(self, index: int = 0) -> Sequence:
         state = TextState(self.prompt, self.grammar)
-        return Generation(
+        return Sequence(
             vocabulary=self.vocabulary,
             options=self.options,
             n_ctx=self.n_ctx,
@@ -279,9 +280,7 @@ class Setup:
         )
         return self.target
 
-    def run(
-        self, interrupted: Callable[[], bool] = lambda: False
-    ) -> tuple[Generation, list[Event]]:
+    def run(self, interrupted: Callable[[], bool] = lambda: False) -> tuple[Sequence, list[Event]]:
         loop = Loop(self.backend(), Clock(), interrupted)
         generation = self.generation()
         events = list(loop.run(generation))
@@ -363,7 +362,7 @@ def translated_drafter(
     *,
     draws: bool = False,
     ignore_eos: bool = False,
-    draft_prompt: Sequence[int] | None = None,
+    draft_prompt: abc.Sequence[int] | None = None,
     n_ctx: int = 256,
     n_batch: int = 64,
     seed: int = 99,

@@ -47,7 +47,7 @@ def test_there_is_a_bin_for_each_confidence() -> None:
 
 def test_before_anything_was_seen_a_surer_drafter_is_held_to_be_right_more_often() -> None:
     for origin, start in (("model", model_start), *((o, start_of_ngrams) for o in NGRAM_ORIGINS)):
-        curve = new_chances(origin).curve()
+        curve = np.array(new_chances(origin).curve())
         assert np.all(np.diff(curve) > 0.0)
         assert curve[0] == pytest.approx(start(0.05))
         assert 0.0 < new_chances(origin).mean() < 1.0
@@ -70,14 +70,14 @@ def test_a_text_that_deviates_moves_all_chances_and_the_next_one_begins_without(
     chances = Chances()
     judged(chances, dict.fromkeys(OF_EACH_BIN, 0.6), 6000)
     chances = chances.for_new_text()
-    before = chances.curve()
+    before = np.array(chances.curve())
     for _ in range(40):
         chances.judge(0.85, accepted=False)
-    during = chances.curve()
+    during = np.array(chances.curve())
     # Those of which this text said nothing too.
     assert np.all(during < before - 0.1)
     chances = chances.for_new_text()
-    after = chances.curve()
+    after = np.array(chances.curve())
     others = [index for index in range(N_BINS) if OF_EACH_BIN[index] != 0.85]
     assert after[others] == pytest.approx(before[others], abs=1e-9)
     assert after[OF_EACH_BIN.index(0.85)] < before[OF_EACH_BIN.index(0.85)]
@@ -101,7 +101,7 @@ def test_a_chance_is_never_certain_and_what_was_counted_makes_sense(
     for confidence, accepted in tokens:
         chances.see(confidence)
         chances.judge(confidence, accepted=accepted)
-    curve = chances.curve()
+    curve = np.array(chances.curve())
     assert np.all((curve > 0.0) & (curve < 1.0))
     assert chances.frequencies().sum() == pytest.approx(1.0)
     assert curve.min() - 1e-12 <= chances.mean() <= curve.max() + 1e-12
@@ -118,7 +118,7 @@ def test_an_accepted_token_never_lowers_a_chance_and_a_refused_one_never_raises_
     for chances, last in ((accepting, True), (refusing, False)):
         for seen, accepted in tokens:
             chances.judge(seen, accepted=accepted)
-        before = chances.curve()
+        before = np.array(chances.curve())
         chances.judge(confidence, accepted=last)
         difference = chances.curve() - before
         assert np.all(difference >= -2e-3) if last else np.all(difference <= 2e-3)

@@ -288,11 +288,11 @@ def test_policy_and_drafter_learn_from_each_round(
     with opened_rounds(models, models / "good.gguf") as rounds:
         draft = rounds.next(prompt)
         assert len(draft) == 4
-        generation = rounds._generation
+        generation = rounds._sequence
         assert generation is not None
         reports: list[Any] = []
         monkeypatch.setattr(generation.policy, "observe", reports.append)
-        monkeypatch.setattr(generation.drafter, "observe", reports.append)
+        monkeypatch.setattr(generation.drafters, "observe", reports.append)
         own = (draft[2] + 1) % 300
         rounds.next([*prompt, *draft[:2], own])
     assert len(reports) == 2

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from specgen.bench.foresight import DrafterForesight, ScheduledRound, best_schedule, run_lengths
 from specgen.bench.foresight_replay import Foresight, foresee_drafter
-from specgen.core.draft import Draft
-from specgen.drafters import Drafter
+from specgen.drafters import Drafter, Drafting, draft_alone, ready
 from specgen.options import DraftOptions, GenerationOptions
+from specgen.policy import RoundPlan, draft_up_to
 from specgen.selection.trial import TargetAnswer, agreeing_path
 from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
 from tests.fake_generations import N_VOCAB, Clock, NoDrafter, Setup, model_drafter, ngram_drafter
@@ -139,12 +139,16 @@ def test_what_is_accepted_at_each_place_is_what_a_draft_from_there_has_right(nam
     assert found.first_s >= 0.0
     assert found.next_s >= 0.0
     for place, n_accepted in enumerate(found.accepted[:-1]):
-        setup.drafter = drafter = drafters()[name]()
+        setup.drafter = drafters()[name]()
         fresh = setup.generation()
         for token in tokens[: 1 + place]:
             fresh.commit(token)
         n_max = min(N_MAX, fresh.n_draftable)
-        draft: Draft = drafter.propose(fresh.tokens, n_max, fresh.policy)
+        drafters_here = fresh.drafters
+        assert drafters_here is not None
+        found_here = drafters_here.look_up(fresh.tokens, n_max)
+        draft = draft_alone(drafters_here.propose(fresh.tokens, draft_up_to(n_max)))
+        draft = draft if len(draft) else found_here
         n_right = len(agreeing_path(draft, tokens[1 + place :]))
         # Near the end, what counts is what could still be drafted.
         assert min(n_accepted, n_max) == n_right
@@ -160,10 +164,10 @@ def test_times_are_medians_of_what_drafts_took() -> None:
         def __getattr__(self, name: str) -> object:
             return getattr(self.inner, name)
 
-        def propose(self, context: list[int], n_max: int, policy: object) -> Draft:
-            draft = self.inner.propose(context, n_max, policy)  # type: ignore[arg-type]
+        def propose(self, context: list[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+            draft = draft_alone(self.inner.propose(context, plan))
             self.clock[0] += 2.0 + 3.0 * len(draft)
-            return draft
+            return ready(draft)
 
     setup = Setup(
         drafting=DraftOptions(policy="fixed", max_tokens=N_MAX, p_min=0.0),

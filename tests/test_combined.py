@@ -13,17 +13,20 @@ from specgen.calibration.cost_table import FREE, Price
 from specgen.core.draft import NO_DRAFT, Draft
 from specgen.core.text_state import Shaper, TextState
 from specgen.drafters import (
-    CombinedDrafter,
     Drafter,
+    Drafters,
+    Drafting,
     Guesses,
     ModelDrafter,
     PromptHeadSkipper,
     SuffixDrafter,
     TreeModelDrafter,
+    draft_alone,
+    ready,
 )
 from specgen.events import DraftedEvent
 from specgen.options import DraftOptions, SamplerOptions, parse_tree
-from specgen.policy import FixedPolicy, Policy, RoundReport
+from specgen.policy import FixedPolicy, Offer, Reason, RoundPlan, RoundResult
 from specgen.sampling import Distribution, Sampler
 from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.fake_generations import N_VOCAB, PROMPT, NoDrafter, Setup, model_drafter
@@ -32,7 +35,7 @@ LANGUAGE = random_language(N_VOCAB, seed=7)
 LETTERS = FakeVocabulary.letters(N_VOCAB)
 PRICE = Price(1.0, 0.5)
 TEXT = [1, 2, 3]
-REPORT = RoundReport(NO_DRAFT, (), 0.0, 0.0, 1)
+RESULT = RoundResult(RoundPlan(Reason("model")), NO_DRAFT, (), 0.0, 0.0, 1)
 
 
 @dataclass
@@ -42,84 +45,74 @@ class Scripted:
     name: str
     drafts: list[Sequence[int]]
     price_s: Price = FREE
-    model_s: float = 0.5
     told: list[object] = field(default_factory=list)
 
     def price(self, n_context: int) -> Price:
         return self.price_s
 
-    def propose(
-        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-    ) -> Draft:
-        self.told.append((list(context), n_max))
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        self.told.append((list(context), plan.n_max))
         wanted = self.drafts.pop(0)
         n = 0
-        while n < min(n_max, len(wanted)) and policy.wants_more(n, 0.9, self.name):
+        while n < min(plan.n_max, len(wanted)) and plan.keeps([0.9] * (n + 1)):
             n += 1
-        return Draft.chain(wanted[:n], self.name)
+        return ready(Draft.chain(wanted[:n], self.name))
 
-    def observe(self, report: RoundReport) -> None:
+    def observe(self, result: RoundResult) -> None:
         self.told.append("observe")
 
     def rewind(self, n_tokens: int) -> None:
         self.told.append(f"rewind {n_tokens}")
 
 
-class Promises(FixedPolicy):
-    """Drafts are worth their length; of drafters it is known what they promise, at the beginning
-    and behind another one's draft."""
-
-    def __init__(self, first: float, after: float = 0.0) -> None:
-        super().__init__(DraftOptions(policy="fixed", max_tokens=8, p_min=0.0))
-        self.first, self.after = first, after
-        #: How many tokens the drafts had whenever another one was wanted, and who asked.
-        self.asked: list[tuple[str, int]] = []
-
-    def prospect(self, origin: str, price: Price, after: Draft = NO_DRAFT) -> float:
-        assert price == (PRICE if origin == "model" else FREE)
-        return self.after if len(after) else self.first
-
-    def worth(self, draft: Draft) -> float:
-        return float(len(draft))
-
-    def wants_more(self, n_drafted: int, confidence: float, origin: str = "model") -> bool:
-        self.asked.append((origin, n_drafted))
-        return super().wants_more(n_drafted, confidence, origin)
-
-
-def combined(
-    ngrams: Sequence[int], model: Sequence[int]
-) -> tuple[CombinedDrafter, Scripted, Scripted]:
+def combined(ngrams: Sequence[int], model: Sequence[int]) -> tuple[Drafters, Scripted, Scripted]:
     free, dear = Scripted("ngram", [ngrams] * 3), Scripted("model", [model] * 3, PRICE)
-    return CombinedDrafter(free, dear), free, dear
+    return Drafters(free, dear), free, dear
+
+
+def propose(drafters: Drafters, context: Sequence[int], plan: RoundPlan) -> Draft:
+    """What is drafted in a round, after the free drafter has looked."""
+    drafters.look_up(context, 8)
+    return draft_alone(drafters.propose(context, plan))
+
+
+def model_first(n_max: int, *, extends: bool = False) -> RoundPlan:
+    return RoundPlan(Reason("model"), n_max, extends=extends, drafter="model")
+
+
+def found_first(tokens: Sequence[int], n_behind: int = 0) -> RoundPlan:
+    found = Draft.chain(tokens, "ngram")
+    return RoundPlan(Reason("found"), n_behind, found, drafter="model")
 
 
 # --- who begins
 
 
-def test_the_one_begins_that_promises_more() -> None:
-    for promise, expected in ((1.5, "ngram"), (2.0, "ngram"), (2.5, "model")):
-        drafter, _, model = combined([4, 5], [6, 7, 8])
-        draft = drafter.propose(TEXT, 4, Promises(promise))
-        assert set(draft.origins) == {expected}
-        assert draft.tokens == ((4, 5) if expected == "ngram" else (6, 7, 8))
-        assert bool(model.told) == (expected == "model")
-
-
-def test_a_model_that_promises_nothing_is_not_run() -> None:
-    drafter, _, model = combined([], [6])
-    assert drafter.propose(TEXT, 4, Promises(0.0)) is NO_DRAFT
+def test_the_free_drafter_speaks_first_and_costs_nothing_of_the_model() -> None:
+    drafters, free, model = combined([4, 5], [6, 7, 8])
+    found = drafters.look_up(TEXT, 4)
+    assert (found.tokens, found.origins) == ((4, 5), ("ngram", "ngram"))
+    assert free.told == [(TEXT, 4)]
     assert model.told == []
-    assert drafter.propose(TEXT, 4, Promises(0.1)).tokens == (6,)
+    assert (drafters.name, drafters.model_name) == ("ngram+model", "model")
+    assert drafters.price(7) == PRICE
+    assert (Drafters(free).price(7), Drafters(free).model_name) == (FREE, None)
+    assert Drafters(model=model).look_up(TEXT, 4) is NO_DRAFT
 
 
-def test_ngrams_that_are_cut_to_nothing_leave_it_to_the_model() -> None:
-    class Choosy(Promises):
-        def trim(self, draft: Draft) -> Draft:
-            return NO_DRAFT
+def test_the_one_begins_that_the_plan_names() -> None:
+    drafters, _, model = combined([4, 5], [6, 7, 8])
+    draft = propose(drafters, TEXT, found_first([4, 5]))
+    assert (draft.tokens, set(draft.origins), model.told) == ((4, 5), {"ngram"}, [])
+    draft = propose(drafters, TEXT, model_first(4))
+    assert (draft.tokens, set(draft.origins)) == ((6, 7, 8), {"model"})
 
-    drafter, _, _ = combined([4, 5], [6])
-    assert drafter.propose(TEXT, 4, Choosy(0.1)).tokens == (6,)
+
+def test_a_model_that_is_not_planned_is_not_run() -> None:
+    drafters, _, model = combined([], [6])
+    assert propose(drafters, TEXT, RoundPlan(Reason("prefill"), drafter="model")) is NO_DRAFT
+    assert model.told == []
+    assert propose(drafters, TEXT, model_first(4)).tokens == (6,)
 
 
 # --- who goes on
@@ -127,39 +120,41 @@ def test_ngrams_that_are_cut_to_nothing_leave_it_to_the_model() -> None:
 
 def test_nothing_goes_on_from_independent_walks() -> None:
     """Not even where all of them say the same."""
-    drafter, free, model = combined([], [])
+    drafters, free, model = combined([], [])
     walks = Draft((6, 7), (-1, 0), ("model",) * 2, (None,) * 2, (None,) * 2, ((0, 1), (0, 1)))
     free.drafts = [[], [8]]
-    model.propose = lambda *_: walks  # type: ignore[method-assign]
-    assert drafter.propose(TEXT, 4, Promises(1.0, after=1.0)) is walks
+    model.propose = lambda *_: ready(walks)  # type: ignore[method-assign]
+    assert propose(drafters, TEXT, model_first(4, extends=True)) is walks
 
 
 def test_the_model_goes_on_from_what_ngrams_propose() -> None:
-    drafter, _, model = combined([4, 5], [6, 7, 8])
-    policy = Promises(1.0, after=0.1)
-    draft = drafter.propose(TEXT, 4, policy)
+    drafters, _, model = combined([4, 5], [6, 7, 8])
+    draft = propose(drafters, TEXT, found_first([4, 5], 2))
     assert draft.tokens == (4, 5, 6, 7)
     assert draft.origins == ("ngram", "ngram", "model", "model")
     assert draft.is_chain
     assert model.told == [([*TEXT, 4, 5], 2)]
-    # The policy is asked about places of the whole draft.
-    assert [n for origin, n in policy.asked if origin == "model"] == [2, 3]
-    # There is no room, or the model promises nothing there.
-    assert combined([4, 5], [6])[0].propose(TEXT, 2, policy).tokens == (4, 5)
-    assert combined([4, 5], [6])[0].propose(TEXT, 4, Promises(1.0)).tokens == (4, 5)
 
 
 def test_ngrams_go_on_from_what_the_model_drafts() -> None:
-    drafter, ngrams, _ = combined([], [6, 7])
+    drafters, ngrams, _ = combined([], [6, 7])
     ngrams.drafts = [[], [8, 9]]
-    draft = drafter.propose(TEXT, 8, Promises(1.0, after=0.1))
+    draft = propose(drafters, TEXT, model_first(8, extends=True))
     assert draft.tokens == (6, 7, 8, 9)
     assert draft.origins == ("model", "model", "ngram", "ngram")
     # They forget at once what is not of the text yet.
     assert ngrams.told == [(TEXT, 8), ([*TEXT, 6, 7], 6), "rewind 3"]
-    assert combined([4], [6, 7])[0].propose(TEXT, 2, Promises(2.0, 0.1)).tokens == (6, 7)
-    assert combined([4], [6, 7])[0].propose(TEXT, 4, Promises(2.0)).tokens == (6, 7)
-    assert combined([4], [])[0].propose(TEXT, 4, Promises(2.0, 0.1)) == NO_DRAFT
+    assert propose(combined([4], [6, 7])[0], TEXT, model_first(2, extends=True)).tokens == (6, 7)
+    assert propose(combined([4], [6, 7])[0], TEXT, model_first(4)).tokens == (6, 7)
+    assert propose(combined([4], [])[0], TEXT, model_first(4, extends=True)) == NO_DRAFT
+
+
+def test_ngrams_that_differ_become_branches_of_the_models_draft() -> None:
+    free, model = Scripted("ngram", [[4, 5], []]), Scripted("model", [[4, 6]], PRICE)
+    drafters = Drafters(free, model, merges=True)
+    draft = propose(drafters, TEXT, model_first(8, extends=True))
+    assert (draft.tokens, draft.parents) == ((4, 6, 5), (-1, 0, 0))
+    assert draft.origins == ("model", "model", "ngram")
 
 
 @pytest.mark.parametrize(
@@ -174,13 +169,13 @@ def test_ngrams_go_on_from_what_the_model_drafts() -> None:
 def test_a_model_keeps_what_was_accepted_of_what_it_was_shown(
     committed: list[int], expected: str | None
 ) -> None:
-    drafter, _, model = combined([4, 5], [6, 7])
-    drafter.propose(TEXT, 8, Promises(1.0, after=0.1))
+    drafters, _, model = combined([4, 5], [6, 7])
+    propose(drafters, TEXT, found_first([4, 5], 6))
     del model.told[:]
-    drafter.propose([*TEXT, *committed], 8, Promises(1.0))
+    drafters.look_up([*TEXT, *committed], 8)
     assert model.told == ([] if expected is None else [expected])
     # It is settled then.
-    drafter.propose([*TEXT, *committed, 1], 8, Promises(1.0))
+    drafters.look_up([*TEXT, *committed, 1], 8)
     assert model.told == ([] if expected is None else [expected])
 
 
@@ -222,16 +217,8 @@ def test_a_model_knows_what_stands_between_the_text_and_its_draft(
         model = ModelDrafter(backend, shaper, rng, draws=False, n_shared_tokens=N_VOCAB)
     if is_headless:
         model = PromptHeadSkipper(model, range(1))
-    drafter = CombinedDrafter(Scripted("ngram", [[4, 5]]), model)
-
-    class Certain(Promises):
-        def prospect(self, origin: str, price: Price, after: Draft = NO_DRAFT) -> float:
-            return 1.0
-
-        def trim(self, draft: Draft) -> Draft:
-            return draft
-
-    draft = drafter.propose(TEXT, 5, Certain(1.0, after=1.0))
+    drafters = Drafters(Scripted("ngram", [[4, 5]]), model)
+    draft = propose(drafters, TEXT, found_first([4, 5], 3))
     assert draft.tokens[:2] == (4, 5)
     assert len(draft) == 5
     assert shaper.paths[:3] == [draft.tokens[:n] for n in (2, 3, 4)]
@@ -239,14 +226,12 @@ def test_a_model_knows_what_stands_between_the_text_and_its_draft(
 
 def test_a_drafts_own_draft_knows_all_that_stands_before_it() -> None:
     class Noted(Scripted):
-        def propose(
-            self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-        ) -> Draft:
+        def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
             self.told.append(n_drafted)
-            return super().propose(context, n_max, policy)
+            return super().propose(context, plan)
 
-    drafter = Noted("ngram", [[4]] * 2)
-    guesses = Guesses(drafter, Noting())
+    drafter = Noted("model", [[4]] * 2)
+    guesses = Guesses(Drafters(model=drafter), Noting())
     after(guesses, [*TEXT, 7, 7], [9, 8], 5, 2)
     assert drafter.told[0] == 4
 
@@ -263,19 +248,19 @@ def test_with_penalties_a_model_goes_on_behind_ngrams_as_the_target_does(penalty
 
         name = "ngram"
 
-        def propose(
-            self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-        ) -> Draft:
-            tokens = plain.tokens[len(context) :][: min(n_right, n_max)]
-            return Draft.chain(tokens, self.name)
+        def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+            tokens = plain.tokens[len(context) :][: min(n_right, plan.n_max)]
+            return ready(Draft.chain(tokens, self.name))
 
-    def make(state: TextState) -> Drafter:
+    def make(state: TextState) -> Drafters:
         model, _ = model_drafter(LANGUAGE, LETTERS, sampler, state=state)
-        return CombinedDrafter(Right(), model)
+        return Drafters(Right(), model)
 
     class Both(FixedPolicy):
-        def prospect(self, origin: str, price: Price, after: Draft = NO_DRAFT) -> float:
-            return 1.0
+        def plan(self, offer: Offer) -> RoundPlan:
+            plan = super().plan(offer)
+            n_behind = min(self.n_max, offer.n_most) - len(plan.found)
+            return replace(plan, n_max=max(0, n_behind), drafter=offer.drafter)
 
     setup = Setup(
         language=LANGUAGE,
@@ -295,35 +280,22 @@ def test_with_penalties_a_model_goes_on_behind_ngrams_as_the_target_does(penalty
 # --- the rest of a drafter
 
 
-def test_only_who_drafted_alone_hears_what_became_of_it() -> None:
-    for promise, after, expected in (
-        (1.0, 0.0, (1, 0)),
-        (9.0, 0.0, (0, 1)),
-        (1.0, 0.1, (0, 0)),
-        (9.0, 0.1, (0, 0)),
-    ):
-        drafter, ngrams, model = combined([4, 5], [6, 7])
-        drafter.propose(TEXT, 8, Promises(promise, after))
-        drafter.observe(REPORT)
-        assert (ngrams.told.count("observe"), model.told.count("observe")) == expected
-
-
-def test_it_is_both_of_them() -> None:
-    drafter, ngrams, model = combined([4, 5], [6, 7])
-    assert (drafter.name, drafter.model_s) == ("ngram+model", 1.0)
-    assert drafter.price(7) == FREE
-    drafter.rewind(2)
-    assert ngrams.told == model.told == ["rewind 2"]
+def test_both_hear_of_the_result_and_forget() -> None:
+    drafters, ngrams, model = combined([4, 5], [6, 7])
+    drafters.observe(RESULT)
+    assert ngrams.told == model.told == ["observe"]
+    drafters.rewind(2)
+    assert ngrams.told == model.told == ["observe", "rewind 2"]
     # What the model was shown is no text.
-    drafter.propose(TEXT, 8, Promises(1.0, after=0.1))
-    drafter.rewind(9)
+    propose(drafters, TEXT, found_first([4, 5], 6))
+    drafters.rewind(9)
     assert (ngrams.told[-1], model.told[-1]) == ("rewind 9", "rewind 3")
 
 
 def with_ngrams(sampler: SamplerOptions) -> Setup:
-    def make(state: TextState) -> Drafter:
+    def make(state: TextState) -> Drafters:
         model, _ = model_drafter(LANGUAGE, LETTERS, sampler, state=state)
-        return CombinedDrafter(SuffixDrafter(2, 3), model)
+        return Drafters(SuffixDrafter(2, 3), model)
 
     return Setup(language=LANGUAGE, vocabulary=LETTERS, sampler=sampler, drafter=make)
 
@@ -369,10 +341,10 @@ class Noting(FixedPolicy):
 
     def __init__(self) -> None:
         super().__init__(DraftOptions(policy="fixed", max_tokens=3, p_min=0.0))
-        self.reports: list[RoundReport] = []
+        self.results: list[RoundResult] = []
 
-    def observe(self, report: RoundReport) -> None:
-        self.reports.append(report)
+    def observe(self, result: RoundResult) -> None:
+        self.results.append(result)
 
 
 @pytest.mark.parametrize(
@@ -387,17 +359,17 @@ class Noting(FixedPolicy):
 def test_what_the_draft_model_says_is_what_becomes_of_a_guess(
     said: list[int], n_right: int, told: tuple[int, ...]
 ) -> None:
-    drafter, policy = Scripted("ngram", [[4, 5, 6, 7]]), Noting()
-    guesses = Guesses(drafter, policy)
+    drafter, policy = Scripted("model", [[4, 5, 6, 7]]), Noting()
+    guesses = Guesses(Drafters(model=drafter), policy)
     assert list(after(guesses, TEXT, [9], 5)) == [4, 5, 6]
     assert drafter.told == [([*TEXT, 9], 3)]
     guesses.decoded(2.0)
     guesses.settle(said)
     guesses.settle(said)  # it is settled once
-    (report,) = policy.reports
+    (result,) = policy.results
     # What stands behind the last token that the model said is not judged.
-    assert (report.draft.tokens, report.target_s) == ((4, 5, 6)[: len(told)], 2.0)
-    assert (report.path, report.committed) == (tuple(range(n_right)), told)
+    assert (result.draft.tokens, result.target_s) == ((4, 5, 6)[: len(told)], 2.0)
+    assert (result.path, result.committed) == (tuple(range(n_right)), told)
     assert drafter.told[1:] == ["observe"]
     # A drafted token takes what the decode took, shared by those that came of it.
     assert guesses.token_s(9.0) == pytest.approx(2.0 / (n_right + 1))
@@ -406,11 +378,12 @@ def test_what_the_draft_model_says_is_what_becomes_of_a_guess(
 
 def test_a_guess_of_which_the_model_drafted_too_little_says_nothing_about_the_rest() -> None:
     """The draft ended: nobody knows whether more of the guess was right."""
-    guesses = Guesses(Scripted("ngram", [[4, 5, 6]]), policy := Noting())
+    drafters = Drafters(model=Scripted("model", [[4, 5, 6]]))
+    guesses = Guesses(drafters, policy := Noting())
     after(guesses, TEXT, [9], 5)
     guesses.settle([9, 4])
-    assert policy.reports[0].draft.tokens == (4,)
-    assert policy.reports[0].path == (0,)
+    assert policy.results[0].draft.tokens == (4,)
+    assert policy.results[0].path == (0,)
 
 
 def test_a_guesser_forgets_the_draft_and_keeps_what_became_text() -> None:
@@ -419,8 +392,8 @@ def test_a_guesser_forgets_the_draft_and_keeps_what_became_text() -> None:
         ([*TEXT, 9, 7], ["rewind 4"]),
         ([*TEXT, 7], ["rewind 3"]),
     ):
-        drafter = Scripted("ngram", [[4]] * 3)
-        guesses = Guesses(drafter, Noting())
+        drafter = Scripted("model", [[4]] * 3)
+        guesses = Guesses(Drafters(model=drafter), Noting())
         after(guesses, TEXT, [9], 5)
         after(guesses, TEXT, [9, 8], 5)
         assert "rewind" not in str(drafter.told)
@@ -430,13 +403,13 @@ def test_a_guesser_forgets_the_draft_and_keeps_what_became_text() -> None:
 
 
 def test_guesses_are_rewound_with_their_drafter() -> None:
-    drafter = Scripted("ngram", [[4]])
-    guesses = Guesses(drafter, Noting())
-    assert guesses.model_s == 0.5
+    drafter = Scripted("model", [[4]])
+    guesses = Guesses(Drafters(model=drafter), Noting())
     guesses.rewind(7)
     after(guesses, TEXT, [9], 5)
     guesses.rewind(5)
     guesses.rewind(2)
     told = [what for what in drafter.told if isinstance(what, str)]
     assert told == ["rewind 7", "rewind 3", "rewind 2"]
-    assert list(Guesses(Scripted("ngram", []), Noting()).after(TEXT, [9], 0)) == []
+    nothing = Guesses(Drafters(model=Scripted("model", [])), Noting())
+    assert after(nothing, TEXT, [9], 0) == []

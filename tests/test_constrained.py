@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,11 +20,11 @@ from specgen.calibration.cost_table import FREE, Price
 from specgen.core.draft import ROOT, Draft
 from specgen.core.text_state import Shaper, TextState
 from specgen.core.verifiers import BlockVerifier, MatchVerifier, ResidualVerifier, Verifier
-from specgen.drafters import Drafter
+from specgen.drafters import Drafter, Drafters, Drafting, ready
 from specgen.engine.engine import generate
-from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
 from specgen.engine.models import Models
+from specgen.engine.sequence import Sequence
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
 from specgen.options import (
     ContextOptions,
@@ -33,7 +34,7 @@ from specgen.options import (
     SamplerOptions,
     SessionOptions,
 )
-from specgen.policy import Policy, RoundReport
+from specgen.policy import RoundPlan, RoundResult
 from specgen.sampling import Distribution, NoTokenAllowedError
 from specgen.testing.fake_backend import FakeVocabulary, Language, noisy, random_language
 from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
@@ -58,7 +59,7 @@ AGAINST_REPETITION = {
 Rules: TypeAlias = dict[int, dict[int, int]]
 
 
-def run_of(tokens: Sequence[int], first: int, last: int) -> Rules:
+def run_of(tokens: abc.Sequence[int], first: int, last: int) -> Rules:
     """Rules that force these tokens, from one state to another; between them 1000, 1001, ..."""
     states = [first, *(1000 * first + 1000 + i for i in range(len(tokens) - 1)), last]
     return {
@@ -116,14 +117,14 @@ class GrammarTrees:
     state: TextState
     rng: np.random.Generator
     name: str = "tree"
-    model_s: float = 0.0
 
     def price(self, n_context: int) -> Price:
         return FREE
 
-    def propose(
-        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-    ) -> Draft:
+    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        return ready(self.draft(context, plan.n_max))
+
+    def draft(self, context: abc.Sequence[int], n_max: int) -> Draft:
         tokens: list[int] = []
         parents: list[int] = []
         texts: dict[int, tuple[int, ...]] = {ROOT: ()}
@@ -153,7 +154,7 @@ class GrammarTrees:
         n = len(tokens)
         return Draft(tuple(tokens), tuple(parents), ("tree",) * n, (None,) * n, (None,) * n)
 
-    def observe(self, report: RoundReport) -> None:
+    def observe(self, result: RoundResult) -> None:
         pass
 
     def rewind(self, n_tokens: int) -> None:
@@ -162,7 +163,7 @@ class GrammarTrees:
 
 #: What makes a drafter for a text that the target's samplers, given too, shape.
 class DrafterOf(Protocol):
-    def __call__(self, state: TextState, own: SamplerOptions) -> Drafter: ...
+    def __call__(self, state: TextState, own: SamplerOptions) -> Drafter | Drafters: ...
 
 
 DRAFTERS: dict[str, DrafterOf] = {
@@ -173,6 +174,11 @@ DRAFTERS: dict[str, DrafterOf] = {
     )[0],
     "bad": model(random_language(N_VOCAB, seed=8)),
     "ngram": lambda state, own: ngram_drafter(),
+    "ngram or good": lambda state, own: Drafters(
+        ngram_drafter(),
+        model_drafter(noisy(LANGUAGE, 1.5), LETTERS, own, state=state)[0],
+        state=state,
+    ),
     "tree": lambda state, own: GrammarTrees(state, np.random.default_rng(5)),
 }
 
@@ -180,7 +186,7 @@ DRAFTERS: dict[str, DrafterOf] = {
 @dataclass
 class Run:
     setup: Setup
-    generation: Generation
+    generation: Sequence
     events: list[Event]
 
     @property
@@ -196,7 +202,7 @@ def run(
     *,
     n_draft: int = 5,
     max_tokens: int = 60,
-    stop: Sequence[str] = (),
+    stop: abc.Sequence[str] = (),
     n_ctx: int = 256,
     n_batch: int = 20,
     seed: int = 0,
@@ -384,6 +390,18 @@ def test_any_automaton(
         assert fast.summary.finish_reason == plain.summary.finish_reason
         if max_tokens and not against_repetition and sampler is not RANDOM and n_ctx == 60:
             assert plain.generation.answer == oracle(rules, max_tokens=max_tokens)
+
+
+def test_of_what_is_found_the_grammar_keeps_what_it_allows() -> None:
+    rules = grammar({0: {3: 1}, 1: {4: 2, 9: 2}, 2: {7: 0}})
+    text = [5, 1, 2, 3, 4, 6, 8, 1, 2]
+    state = TextState(text, rules.start)
+    free, within = Drafters(ngram_drafter()), Drafters(ngram_drafter(), state=state)
+    assert free.look_up(text, 4).tokens == (3, 4, 6, 8)
+    assert within.look_up(text, 4).tokens == (3, 4)
+    # Behind a token that is drafted only, and behind one that the grammar forbids.
+    assert within.look_up([*text, 3], 4, 1).tokens == (4,)
+    assert within.look_up([*text[:-2], 8, 1], 4, 1).tokens == ()
 
 
 # --- what is forced
@@ -657,7 +675,7 @@ def test_without_the_path_the_grammar_would_be_broken(monkeypatch: pytest.Monkey
     """The same for the masks inside drafts."""
     original = Shaper.distribution
 
-    def blind(self: Shaper, logits: Logits, path: Sequence[int] = ()) -> Distribution:
+    def blind(self: Shaper, logits: Logits, path: abc.Sequence[int] = ()) -> Distribution:
         return original(self, logits)
 
     monkeypatch.setattr(Shaper, "distribution", blind)

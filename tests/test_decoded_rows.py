@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
 from specgen.arrays import Logits
 from specgen.backend.base import Batch
-from specgen.calibration.cost_table import Price
-from specgen.core.draft import NO_DRAFT, Draft
+from specgen.core.draft import Draft
 from specgen.core.text_state import Shaper, TextState
-from specgen.drafters import CombinedDrafter, Drafter, Guesses, ModelDrafter, SuffixDrafter
+from specgen.drafters import Drafter, Drafters, Guesses, ModelDrafter, SuffixDrafter
 from specgen.events import DraftedEvent, DraftNode, Event, NoticeEvent
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
-from specgen.policy import FixedPolicy
+from specgen.policy import FixedPolicy, Offer, Reason, RoundPlan, RoundResult
+from specgen.policy.plan import Whole
 from specgen.sampling import Sampler
 from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
 from tests.fake_generations import GREEDY, N_VOCAB, PROMPT, Setup
@@ -80,60 +80,66 @@ class Models:
             guesses=guesses,
         )
 
-    def guesses(self, drafter: Drafter) -> Guesses:
+    def guesses(self, drafters: Drafters) -> Guesses:
         drafting = DraftOptions(policy="fixed", max_tokens=self.n_guess, p_min=0.0)
-        return Guesses(drafter, FixedPolicy(drafting))
+        return Guesses(drafters, FixedPolicy(drafting))
+
+
+class UpToTwo(Whole):
+    """A draft of at most two tokens of a model: it has looked for a third one before it stops."""
+
+    def keeps(self, confidences: Sequence[float]) -> bool:
+        return len(confidences) <= 2
 
 
 class Extending(FixedPolicy):
     """Takes three tokens of n-grams, or where they find fewer two of the model; and lets the
     other one go on from there."""
 
-    def prospect(self, origin: str, price: Price, after: Draft = NO_DRAFT) -> float:
-        return 2.5
-
-    def worth(self, draft: Draft) -> float:
-        return float(len(draft))
-
-    def wants_more(self, n_drafted: int, confidence: float, origin: str = "model") -> bool:
-        return n_drafted != 2 and super().wants_more(n_drafted, confidence, origin)
-
-    def trim(self, draft: Draft) -> Draft:
-        return draft.first(3) if set(draft.origins) == {"ngram"} else draft
+    def plan(self, offer: Offer) -> RoundPlan:
+        n_max, found = min(self.n_max, offer.n_most), offer.found.first(3)
+        if n_max < 1:
+            return RoundPlan(Reason("no room"))
+        if len(found) == 3:
+            both = Reason("found and model")
+            return RoundPlan(both, n_max - 3, found, drafter=offer.drafter)
+        return RoundPlan(
+            Reason("model"), n_max, stop=UpToTwo(), extends=True, drafter=offer.drafter
+        )
 
 
 def alone(models: Models, state: TextState) -> Drafter:
     return models.model(state)
 
 
-def with_ngrams(models: Models, state: TextState) -> Drafter:
-    return CombinedDrafter(SuffixDrafter(1, 8), models.model(state))
+def with_ngrams(models: Models, state: TextState) -> Drafters:
+    return Drafters(SuffixDrafter(1, 8), models.model(state))
 
 
 def staged_by_ngrams(models: Models, state: TextState) -> Drafter:
-    return models.model(state, models.guesses(SuffixDrafter(1, 8)))
+    return models.model(state, models.guesses(Drafters(SuffixDrafter(1, 8))))
 
 
 def staged_by_a_model(models: Models, state: TextState) -> Drafter:
     helper = models.model(state, noise=models.noise + 0.5)
-    return models.model(state, models.guesses(helper))
+    return models.model(state, models.guesses(Drafters(model=helper)))
 
 
 def staged_twice(models: Models, state: TextState) -> Drafter:
-    guesses = models.guesses(SuffixDrafter(1, 8))
+    guesses = models.guesses(Drafters(SuffixDrafter(1, 8)))
     helper = models.model(state, guesses, noise=models.noise + 0.5)
-    return models.model(state, models.guesses(helper))
+    return models.model(state, models.guesses(Drafters(model=helper)))
 
 
-def all_at_once(models: Models, state: TextState) -> Drafter:
-    return CombinedDrafter(SuffixDrafter(1, 8), staged_twice(models, state))
+def all_at_once(models: Models, state: TextState) -> Drafters:
+    return Drafters(SuffixDrafter(1, 8), staged_twice(models, state))
 
 
 DRAFTERS = (alone, with_ngrams, staged_by_ngrams, staged_by_a_model, staged_twice, all_at_once)
 COMBINED = (with_ngrams, all_at_once)
 STAGED = DRAFTERS[2:]
 in_every_way = pytest.mark.parametrize("make", DRAFTERS, ids=lambda make: make.__name__)
-Make = Callable[[Models, TextState], Drafter]
+Make = Callable[[Models, TextState], Drafter | Drafters]
 
 
 def setup(
@@ -201,9 +207,13 @@ def test_what_was_committed_rides_in_the_next_batch() -> None:
 def test_a_text_that_went_on_as_the_model_drafted_beyond_what_was_verified() -> None:
     """It is read already, and so is what follows."""
 
-    class Short(FixedPolicy):
-        def trim(self, draft: Draft) -> Draft:
+    class FirstTwo(Whole):
+        def cut(self, draft: Draft) -> Draft:
             return draft.first(2)
+
+    class Short(FixedPolicy):
+        def plan(self, offer: Offer) -> RoundPlan:
+            return replace(super().plan(offer), stop=FirstTwo())
 
     models = Models(noise=0.0)
     made = setup(models, alone, n_draft=4, n_tokens=25)
@@ -249,6 +259,30 @@ def test_guesses_change_what_is_decoded_at_once_and_nothing_that_is_drafted(
     assert n_right > 0 or make is not staged_by_a_model or noise > 0.0
     # What was guessed wrongly was read for nothing, the rest would have been read anyway.
     assert guessed.n_decoded_rows >= backend.n_decoded_rows
+
+
+def test_guesses_that_are_not_taken_are_compared_with_what_is_drafted() -> None:
+    """So a policy learns that they would have been right, and takes them."""
+    results: list[RoundResult] = []
+
+    class Declining(FixedPolicy):
+        def plan(self, offer: Offer) -> RoundPlan:
+            return RoundPlan(Reason("acceptance"))
+
+        def observe(self, result: RoundResult) -> None:
+            results.append(result)
+
+    def declined(models: Models, state: TextState) -> Drafter:
+        policy = Declining(DraftOptions(policy="fixed"))
+        return models.model(state, Guesses(Drafters(SuffixDrafter(1, 8)), policy))
+
+    models = Models(noise=0.0)
+    setup(models, declined, 6).run()
+    found = [(draft, result) for result in results for draft in result.proposed if len(draft)]
+    assert any(draft.tokens == result.committed for draft, result in found)
+    for draft, result in found:
+        assert len(draft) == len(result.committed) == 1
+        assert not len(result.draft)
 
 
 def drafts(events: Sequence[Event]) -> list[tuple[DraftNode, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.core.draft import NO_DRAFT, ROOT, Draft
+from specgen.drafters import ModelDrafter, draft_alone
 from specgen.options import DraftOptions, SamplerOptions
-from specgen.policy import FixedPolicy
+from specgen.policy import FixedPolicy, Offer
 from specgen.sampling import distribution
 from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
 from tests.fake_generations import N_VOCAB, model_drafter
@@ -27,13 +28,19 @@ def policy(max_tokens: int = 4, *, p_min: float = 0.0, min_tokens: int = 0) -> F
     )
 
 
+def propose(drafter: ModelDrafter, context: Sequence[int], n_max: int, by: FixedPolicy) -> Draft:
+    """What a drafter proposes by a policy's plan."""
+    plan = by.plan(Offer(100, n_max, drafter="model"))
+    return draft_alone(drafter.propose(context, plan))
+
+
 # --- a draft model
 
 
 def test_a_greedy_draft_is_what_the_model_would_say() -> None:
     drafter, backend = model_drafter(LANGUAGE, LETTERS)
     context = [1, 2, 3]
-    draft = drafter.propose(context, 4, policy())
+    draft = propose(drafter, context, 4, policy())
     text = list(context)
     for token in draft.tokens:
         assert token == int(LANGUAGE(tuple(text)).argmax())
@@ -46,7 +53,7 @@ def test_a_greedy_draft_is_what_the_model_would_say() -> None:
 def test_a_drawn_draft_carries_the_distributions_it_was_drawn_from() -> None:
     options = SamplerOptions(temperature=1.2, top_k=5, top_p=0.9, min_p=0.01)
     drafter, _ = model_drafter(LANGUAGE, LETTERS, options)
-    draft = drafter.propose([1, 2, 3], 4, policy())
+    draft = propose(drafter, [1, 2, 3], 4, policy())
     assert draft.is_drawn
     for node, source in enumerate(draft.distributions):
         assert source is not None
@@ -60,7 +67,7 @@ def test_a_drawn_draft_carries_the_distributions_it_was_drawn_from() -> None:
 def test_drafting_stops_where_the_model_is_unsure() -> None:
     for p_min in (0.2, 0.4, 0.6, 0.9):
         drafter, _ = model_drafter(LANGUAGE, LETTERS)
-        draft = drafter.propose([1, 2, 3], 16, policy(16, p_min=p_min))
+        draft = propose(drafter, [1, 2, 3], 16, policy(16, p_min=p_min))
         text = [1, 2, 3]
         for token in draft.tokens:
             row = LANGUAGE(tuple(text)).astype(np.float64)
@@ -74,58 +81,58 @@ def test_drafting_ends_with_an_end_token_and_skips_what_is_biased_away() -> None
     first = int(LANGUAGE((1, 2, 3)).argmax())
     ending = FakeVocabulary.letters(N_VOCAB, ends=[first])
     drafter, _ = model_drafter(LANGUAGE, ending)
-    assert drafter.propose([1, 2, 3], 8, policy(8)).tokens == (first,)
+    assert propose(drafter, [1, 2, 3], 8, policy(8)).tokens == (first,)
     drafter, _ = model_drafter(LANGUAGE, ending, SamplerOptions(logit_bias=((first, -math.inf),)))
-    draft = drafter.propose([1, 2, 3], 8, policy(8))
+    draft = propose(drafter, [1, 2, 3], 8, policy(8))
     assert len(draft) == 8
     assert first not in draft.tokens
     drafter, _ = model_drafter(LANGUAGE, LETTERS)
     drafter._n_shared_tokens = 4
-    assert max(drafter.propose([1, 2, 3], 8, policy(8)).tokens) < 4
+    assert max(propose(drafter, [1, 2, 3], 8, policy(8)).tokens) < 4
 
 
 def test_proposing_twice_for_one_text_gives_the_same_draft() -> None:
     drafter, backend = model_drafter(LANGUAGE, LETTERS)
-    once = drafter.propose([1, 2, 3], 4, policy())
-    again = drafter.propose([1, 2, 3], 4, policy())
+    once = propose(drafter, [1, 2, 3], 4, policy())
+    again = propose(drafter, [1, 2, 3], 4, policy())
     assert once == again
-    shorter = drafter.propose([1, 2, 3, int(once.tokens[0])], 3, policy())
+    shorter = propose(drafter, [1, 2, 3, int(once.tokens[0])], 3, policy())
     assert shorter.tokens == once.tokens[1:]
     assert backend.text(0)[:4] == (1, 2, 3, once.tokens[0])
 
 
 def test_the_cache_follows_a_text_that_went_another_way() -> None:
-    first, second, third, _ = (
-        model_drafter(LANGUAGE, LETTERS)[0].propose([1, 2, 3], 4, policy()).tokens
-    )
+    first, second, third, _ = propose(
+        model_drafter(LANGUAGE, LETTERS)[0], [1, 2, 3], 4, policy()
+    ).tokens
     other = (first + 1) % N_VOCAB
     for context in ([1, 2, 3, other, second, third, 5], [1, 2, 3, first, other, third, 7]):
         drafter, backend = model_drafter(LANGUAGE, LETTERS)
-        drafter.propose([1, 2, 3], 4, policy())
+        propose(drafter, [1, 2, 3], 4, policy())
         fresh, _ = model_drafter(LANGUAGE, LETTERS)
-        assert drafter.propose(context, 1, policy()) == fresh.propose(context, 1, policy())
+        assert propose(drafter, context, 1, policy()) == propose(fresh, context, 1, policy())
         assert backend.text(0) == tuple(context)
 
 
 @pytest.mark.parametrize("n_kept", range(6))
 def test_a_rewound_drafter_goes_on_as_a_fresh_one(n_kept: int) -> None:
     drafter, backend = model_drafter(LANGUAGE, LETTERS)
-    drafter.propose([1, 2, 3, 4], 4, policy())
-    drafter.propose([1, 2, 3, 4, 5, 6], 4, policy())
+    propose(drafter, [1, 2, 3, 4], 4, policy())
+    propose(drafter, [1, 2, 3, 4, 5, 6], 4, policy())
     drafter.rewind(n_kept)
     text = [*[1, 2, 3, 4, 5, 6][:n_kept], 9, 8]
     fresh, _ = model_drafter(LANGUAGE, LETTERS)
-    assert drafter.propose(text, 3, policy()) == fresh.propose(text, 3, policy())
+    assert propose(drafter, text, 3, policy()) == propose(fresh, text, 3, policy())
     assert backend.text(0)[: len(text)] == tuple(text)
 
 
 def test_a_drafter_rewound_to_the_beginning_begins_anew() -> None:
     drafter, backend = model_drafter(LANGUAGE, LETTERS)
-    drafter.propose([1, 2, 3, 4], 4, policy())
+    propose(drafter, [1, 2, 3, 4], 4, policy())
     drafter.rewind(0)
     assert backend.length(0) == 0
     fresh, _ = model_drafter(LANGUAGE, LETTERS)
-    assert drafter.propose([5, 6], 4, policy()) == fresh.propose([5, 6], 4, policy())
+    assert propose(drafter, [5, 6], 4, policy()) == propose(fresh, [5, 6], 4, policy())
 
 
 # --- a text that outgrows the draft model's context
@@ -140,7 +147,7 @@ def grown(
     tokens = np.random.default_rng(3).integers(0, N_VOCAB, n_tokens).tolist()
     for length in range(1, n_tokens + 1, n_step):
         n_before = backend.n_decoded_rows
-        draft = drafter.propose(tokens[:length], n_max, policy(n_max))
+        draft = propose(drafter, tokens[:length], n_max, policy(n_max))
         yield tokens[:length], draft, backend, backend.n_decoded_rows - n_before
 
 
@@ -199,7 +206,7 @@ def test_a_tiny_context_is_used_while_it_lasts(n_ctx: int) -> None:
 def test_a_long_prompt_is_seen_by_its_ends() -> None:
     drafter, backend = model_drafter(LANGUAGE, LETTERS, n_ctx=32)
     prompt = [i % N_VOCAB for i in range(500)]
-    assert len(drafter.propose(prompt, 4, policy())) == 4
+    assert len(propose(drafter, prompt, 4, policy())) == 4
     assert backend.text(0)[:16] == (*prompt[:4], *prompt[-12:])
     assert backend.n_decoded_rows == 16 + 3
 
@@ -214,7 +221,7 @@ def test_a_window_that_is_rewound_agrees_with_the_text(steps: list[tuple[int, in
             drafter.rewind(n_kept)
             del text[n_kept:]
         text += rng.integers(0, N_VOCAB, n_new).tolist()
-        draft = drafter.propose(text, 3, policy(3))
+        draft = propose(drafter, text, 3, policy(3))
         assert len(draft) == 3
         seen = backend.text(0)[:-2]
         n_latest = len(seen) - 4
@@ -225,14 +232,14 @@ def test_a_window_that_is_rewound_agrees_with_the_text(steps: list[tuple[int, in
 def test_a_rewind_within_the_window_costs_nothing() -> None:
     drafter, backend = model_drafter(LANGUAGE, LETTERS, n_ctx=32)
     text = [i % N_VOCAB for i in range(40)]
-    drafter.propose(text, 4, policy())
+    propose(drafter, text, 4, policy())
     n_rows = backend.n_decoded_rows
     drafter.rewind(36)
-    drafter.propose([*text[:36], 7], 1, policy(1))
+    propose(drafter, [*text[:36], 7], 1, policy(1))
     assert backend.n_decoded_rows == n_rows + 1
     assert backend.text(0) == (*text[:4], *text[28:36], 7)
     drafter.rewind(20)  # below it
-    drafter.propose([*text[:20], 7], 1, policy(1))
+    propose(drafter, [*text[:20], 7], 1, policy(1))
     assert backend.text(0) == (*text[:20], 7)
 
 
@@ -240,13 +247,13 @@ def test_a_rewind_within_the_window_costs_nothing() -> None:
 
 
 def test_short_drafts_are_dropped_unless_they_were_drawn_at_random() -> None:
-    fixed = policy(4, min_tokens=3)
-    assert fixed.trim(Draft.chain([1, 2], "ngram")) is NO_DRAFT
+    fixed_stop = policy(4, min_tokens=3).plan(Offer(100, 4, drafter="model")).stop
+    assert fixed_stop.cut(Draft.chain([1, 2], "ngram")) is NO_DRAFT
     long = Draft.chain([1, 2, 3], "ngram")
-    assert fixed.trim(long) is long
+    assert fixed_stop.cut(long) is long
     source = distribution(LANGUAGE((1,)), SamplerOptions(temperature=1.0))
     drawn = Draft.chain([1], "model", distributions=[source])
-    assert fixed.trim(drawn) is drawn
+    assert fixed_stop.cut(drawn) is drawn
 
 
 # --- trees

@@ -16,7 +16,7 @@ from specgen.calibration.cost_table import CostTable
 from specgen.core.draft import ROOT, Draft
 from specgen.core.verifiers import AutoVerifier, BlockVerifier, ResidualVerifier, Verifier
 from specgen.options import DraftOptions
-from specgen.policy import CostAwarePolicy
+from specgen.policy import CostAwarePolicy, Offer
 from specgen.sampling import Distribution
 from tests.exact_distributions import Fate, all_fates
 
@@ -201,8 +201,8 @@ def cut_by_costs(seed: int, row_s: float) -> Callable[[Fate], Draft]:
     def draft_by(fate: Fate) -> Draft:
         costs = CostTable({n: 1.0 + row_s * (n - 1) for n in range(1, 18)})
         policy = CostAwarePolicy(DraftOptions(), costs)
-        policy.room(100)
-        return policy.trim(with_ngrams_behind(seed, fate))
+        plan = policy.plan(Offer(100, 16, drafter="model"))
+        return plan.stop.cut(with_ngrams_behind(seed, fate))
 
     return draft_by
 

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specgen.backend.llama import LlamaModel
-from specgen.drafters import SuffixDrafter
+from specgen.drafters import SuffixDrafter, draft_alone
 from specgen.engine.infill import ContextFile, Gap, InfillTokens, _lengths, infill_prompt
 from specgen.errors import UsageError
-from specgen.options import DraftOptions
-from specgen.policy import FixedPolicy
+from specgen.policy import draft_up_to
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.config import INFILL_TOKENS, TokenizerKind
 
@@ -247,6 +246,5 @@ def test_what_stands_around_a_gap_drafts(qwen: LlamaModel, where: str) -> None:
     tokenize = qwen.vocabulary.tokenize_inside
     begun, rest = tokenize("return the cat"), tokenize(" in the house")
     tokens = [*infill_prompt(qwen, None, gap, 1000).prompt.tokens, *begun]
-    policy = FixedPolicy(DraftOptions(max_tokens=len(rest), p_min=0.0))
-    draft = SuffixDrafter(2, 32).propose(tokens, len(rest), policy)
+    draft = draft_alone(SuffixDrafter(2, 32).propose(tokens, draft_up_to(len(rest))))
     assert list(draft.tokens) == rest

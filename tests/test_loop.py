@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specgen.core.draft import Draft
-from specgen.drafters import Drafter
+from specgen.drafters import Drafter, draft_alone
 from specgen.engine.loop import Loop
 from specgen.errors import BackendError
 from specgen.events import (
@@ -22,6 +22,7 @@ from specgen.events import (
     VerifiedEvent,
 )
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
+from specgen.policy import draft_up_to
 from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
 from tests.fake_generations import (
     N_VOCAB,
@@ -174,7 +175,7 @@ def test_the_draft_model_never_decodes_a_token_twice(noise: float, n_draft: int)
     n_rejected = finished(events).n_drafted - finished(events).n_accepted
     assert backend.n_decoded_rows <= len(generation.tokens) + n_rejected
     # And what it holds is the text: a draft that follows something else is only slower.
-    drafts.propose(generation.tokens, 1, generation.policy)
+    draft_alone(drafts.propose(generation.tokens, draft_up_to(1)))
     assert backend.text(0) == tuple(generation.tokens)
 
 

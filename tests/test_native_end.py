@@ -32,14 +32,14 @@ with open(sys.argv[1], "r+b") as file:
 #: A context of GGML for which there is no memory.
 NO_MEMORY = """
 import ctypes, resource
-from specgen.backend.llama.library import ggml_function
+from specgen.backend.llama.library import ggml
 from specgen.backend.llama.library import end_with_a_line
 end_with_a_line()
 class Parameters(ctypes.Structure):
     _fields_ = [("size", ctypes.c_size_t), ("buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
 limit = 2**36
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-ggml_function("ggml_init", ctypes.c_void_p, Parameters)(Parameters(2 * limit, None, False))
+ggml("ggml_init", ctypes.c_void_p, Parameters)(Parameters(2 * limit, None, False))
 """
 #: A model of which nothing is left, behind its first answer; some of it is read by other threads.
 MODEL_TRUNCATED = """

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -17,15 +17,19 @@ from hypothesis import strategies as st
 from specgen.calibration.acceptance import Chances
 from specgen.calibration.cost_table import FREE, CostTable, Price
 from specgen.core.draft import NO_DRAFT, ROOT, Draft
+from specgen.drafters import draft_alone
 from specgen.options import FIXED_LENGTH, FIXED_P_MIN, LONGEST_DRAFT, DraftOptions, SamplerOptions
 from specgen.policy import (
     CostAwarePolicy,
-    Decided,
     FixedPolicy,
+    Offer,
     Policy,
-    RoundReport,
+    Reason,
+    RoundPlan,
+    RoundResult,
     ThresholdPolicy,
-    WrappedPolicy,
+    WhilePaying,
+    draft_up_to,
 )
 from specgen.sampling import distribution
 from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
@@ -59,12 +63,41 @@ def threshold(max_tokens: int = 16, min_tokens: int = 0) -> ThresholdPolicy:
     )
 
 
-def report(
-    draft: Draft, n_accepted: int, target_s: float = 1.0, draft_s: float = 0.0, own: int = 99
-) -> RoundReport:
+def planned(
+    policy: Policy,
+    found: Draft = NO_DRAFT,
+    *,
+    n_left: int = 100,
+    price: Price = FREE,
+    drafter: str | None = "model",
+) -> RoundPlan:
+    """The plan of a round with room for the longest draft."""
+    return policy.plan(Offer(n_left, policy.n_max, found, drafter, lambda _n: price))
+
+
+def cut(policy: Policy, draft: Draft) -> Draft:
+    """What is verified of a draft in the round that begins."""
+    return planned(policy).stop.cut(draft)
+
+
+def result(
+    draft: Draft,
+    n_accepted: int,
+    target_s: float = 1.0,
+    draft_s: float = 0.0,
+    own: int = 99,
+    *,
+    plan: RoundPlan | None = None,
+    whole: Draft | None = None,
+) -> RoundResult:
+    """The result of a round in which `draft` was verified, of the `whole` that was proposed."""
     path = tuple(range(n_accepted))
-    told = (*draft.tokens[:n_accepted], own)
-    return RoundReport(draft, path, draft_s, target_s, 1 + len(draft), told)
+    committed = (*draft.tokens[:n_accepted], own)
+    if plan is None:
+        by_ngrams = len(draft) and draft.origins[0] == "ngram"
+        plan = RoundPlan(Reason("found"), found=draft) if by_ngrams else RoundPlan(Reason("model"))
+    proposed = (draft if whole is None else whole,)
+    return RoundResult(plan, draft, path, draft_s, target_s, 1 + len(draft), committed, proposed)
 
 
 def chain(*probabilities: float | None, origin: str = "model") -> Draft:
@@ -97,10 +130,9 @@ def test_what_was_drawn_at_random_is_never_dropped(
     name: str, probabilities: list[float], data: st.DataObject
 ) -> None:
     """To drop it for what it says would bias the answer."""
-    policy = POLICIES[name]()
-    assert policy.room(100) > 0
+    stop = planned(POLICIES[name]()).stop
     draft = drawn(*probabilities)
-    assert policy.trim(draft) == draft
+    assert stop.cut(draft) == draft
     # What stands before it has to stay too; what comes after it need not.
     mixed = (
         chain(*[0.01] * data.draw(st.integers(0, 4)), origin="ngram")
@@ -108,7 +140,7 @@ def test_what_was_drawn_at_random_is_never_dropped(
         .followed_by(chain(*[0.01] * data.draw(st.integers(0, 4)), origin="ngram"))
     )
     n_drawn = max(n + 1 for n in range(len(mixed)) if mixed.distributions[n] is not None)
-    kept = policy.trim(mixed)
+    kept = stop.cut(mixed)
     assert len(kept) >= n_drawn
     assert kept == mixed.first(len(kept))
 
@@ -120,36 +152,29 @@ def test_a_tree_behind_drawn_tokens_is_cut_to_what_is_worth_its_rows() -> None:
     whole = drawn(0.9, 0.9).followed_by(behind)
     dear = {n: 0.9 + 0.1 * n for n in range(1, 18)}
     for costs, n_behind in ((FLAT, 4), (dear, 2), ({1: 1.0, 2: 9.0}, 0)):
-        policy = cost_aware(costs)
-        policy.room(100)
-        kept = policy.trim(whole)
+        kept = cut(cost_aware(costs), whole)
         assert kept.first(2) == whole.first(2)
         assert len(kept) == 2 + n_behind
     # A node that was drawn beside others stays, and so does all else.
     source = whole.distributions[0]
     beside = Draft((1, 2, 3), (ROOT, ROOT, 0), ("t",) * 3, (0.1,) * 3, (source, source, None))
-    policy = cost_aware({1: 1.0, 2: 9.0})
-    policy.room(100)
-    assert policy.trim(beside) == beside
+    assert cut(cost_aware({1: 1.0, 2: 9.0}), beside) == beside
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_trimmed_draft_is_the_beginning_of_it(name: str) -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
-        policy = POLICIES[name]()
-        policy.room(100)
         draft = chain(*rng.random(int(rng.integers(0, 17))).tolist())
-        kept = policy.trim(draft)
+        kept = cut(POLICIES[name](), draft)
         assert kept == draft.first(len(kept))
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_tree_is_verified_whole(name: str) -> None:
     policy = POLICIES[name]()
-    policy.room(100)
-    assert policy.trim(tree()) == tree()
-    policy.observe(report(tree(), 1))
+    assert cut(policy, tree()) == tree()
+    policy.observe(result(tree(), 1))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -165,9 +190,9 @@ def test_whether_a_token_is_drafted_is_decided_before_it_is_drawn(name: str, noi
         drafts: list[Draft] = []
         for seed in range(150):
             drafter, _ = model_drafter(language, LETTERS, sampler, seed=seed)
-            asked = copy.deepcopy(policy)
-            n_max = min(6, asked.room(50))
-            drafts.append(asked.trim(drafter.propose(context, n_max, asked)))
+            plan = planned(copy.deepcopy(policy), n_left=50)
+            plan = replace(plan, n_max=min(6, plan.n_max))
+            drafts.append(plan.stop.cut(draft_alone(drafter.propose(context, plan))))
         texts = {draft.tokens for draft in drafts}
         ended = {tokens for tokens in texts if len(tokens) < 6}
         for tokens, n in itertools.product(texts, range(6)):
@@ -175,7 +200,7 @@ def test_whether_a_token_is_drafted_is_decided_before_it_is_drawn(name: str, noi
         n_texts += len(texts)
         # The policy is in another state for the next text.
         for draft in drafts[:10]:
-            policy.observe(report(draft, len(draft) // 2))
+            policy.observe(result(draft, len(draft) // 2))
     assert n_texts > 15
 
 
@@ -187,9 +212,10 @@ def test_no_draft_is_longer_than_the_longest(name: str) -> None:
         policy = ThresholdPolicy(options)
     elif name == "cost":
         policy = CostAwarePolicy(options, CostTable(FLAT))
-    assert policy.room(100) == 3
-    assert [policy.wants_more(n, 1.0) for n in range(5)] == [True, True, True, False, False]
-    assert not policy.goes_on(3)
+    plan = planned(policy)
+    assert plan.n_max == 3
+    assert [plan.keeps([1.0] * n) for n in range(1, 6)] == [True, True, True, False, False]
+    assert [plan.looks([1.0] * n) for n in range(1, 4)] == [True, True, False]
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -200,15 +226,15 @@ def test_a_draft_below_the_bound_on_each_token_goes_no_further(name: str) -> Non
         policy = ThresholdPolicy(options)
     elif name == "cost":
         policy = CostAwarePolicy(options, CostTable(FLAT))
-    policy.room(100)
-    assert policy.wants_more(0, 0.9)
-    assert not policy.wants_more(1, 0.59)
+    plan = planned(policy)
+    assert plan.keeps([0.9])
+    assert not plan.keeps([0.9, 0.59])
 
 
 def test_the_lengths_where_the_user_names_none_are_those_of_the_policy() -> None:
-    assert FixedPolicy(DraftOptions(policy="fixed")).room(100) == FIXED_LENGTH
-    assert ThresholdPolicy(DraftOptions(policy="threshold")).room(100) == LONGEST_DRAFT
-    assert cost_aware().room(100) == LONGEST_DRAFT
+    assert FixedPolicy(DraftOptions(policy="fixed")).n_max == FIXED_LENGTH
+    assert ThresholdPolicy(DraftOptions(policy="threshold")).n_max == LONGEST_DRAFT
+    assert cost_aware().n_max == LONGEST_DRAFT
     assert DraftOptions(policy="fixed").stops_below == FIXED_P_MIN
     assert DraftOptions().stops_below == 0.0
     assert DraftOptions(policy="fixed", p_min=0.1).stops_below == 0.1
@@ -222,23 +248,31 @@ def test_the_lengths_where_the_user_names_none_are_those_of_the_policy() -> None
 
 def test_fixed_drafts_look_at_nothing_but_the_bound() -> None:
     policy = fixed(4, p_min=0.5)
-    assert policy.needs_confidence
-    assert not fixed(4).needs_confidence
-    assert policy.prospect("model", Price(1e9, 1e9, 1e9)) > 0.0
-    assert policy.prospect("model", FREE, chain(0.9)) == 0.0  # what another began is not extended
-    assert policy.worth(chain(0.1, origin="ngram")) > policy.prospect("model", FREE)
-    assert policy.worth(NO_DRAFT) == 0.0
+    assert planned(policy).needs_confidence
+    assert not planned(fixed(4)).needs_confidence
     for _ in range(20):
-        assert policy.room(1) == 4
-        assert policy.wants_more(0, 0.5)
-        assert not policy.wants_more(0, 0.49)
-        policy.observe(report(chain(0.5), 0, target_s=1e6))
+        plan = planned(policy, n_left=1, price=Price(1e9, 1e9, 1e9))
+        assert plan.n_max == 4
+        assert plan.keeps([0.5])
+        assert not plan.keeps([0.49])
+        policy.observe(result(chain(0.5), 0, target_s=1e6))
+
+
+def test_of_fixed_drafts_the_first_drafter_that_has_one_is_used() -> None:
+    found = chain(0.1, 0.1, origin="ngram")
+    plan = planned(fixed(4), found)
+    assert (plan.found, plan.n_max, plan.extends) == (found, 0, False)
+    plan = planned(fixed(4))
+    assert (plan.found, plan.n_max, plan.extends) == (NO_DRAFT, 4, False)
+    assert planned(fixed(4), drafter=None).reason == Reason("nothing found")
+    assert fixed(4).plan(Offer(100, 0, found, "model")).reason == Reason("no room")
+    assert len(fixed(4).plan(Offer(100, 1, found, "model")).found) == 1
 
 
 def test_short_fixed_drafts_are_dropped() -> None:
     policy = fixed(4, min_tokens=3)
-    assert policy.trim(chain(0.9, 0.9)) is NO_DRAFT
-    assert len(policy.trim(chain(0.1, 0.1, 0.1))) == 3
+    assert cut(policy, chain(0.9, 0.9)) is NO_DRAFT
+    assert len(cut(policy, chain(0.1, 0.1, 0.1))) == 3
 
 
 # --- an adapting bound
@@ -248,14 +282,14 @@ def test_the_bound_falls_when_all_is_accepted_and_rises_when_all_is_refused() ->
     policy = threshold()
     start = policy.bound
     draft = chain(0.9, 0.9, 0.9, 0.9)
-    policy.observe(report(draft, 4))
+    policy.observe(result(draft, 4))
     assert policy.bound < start
     # Of a share of a quarter that is refused nothing follows.
     middle = policy.bound
-    policy.observe(report(draft, 3))
+    policy.observe(result(draft, 3))
     assert policy.bound == pytest.approx(middle)
     # The bound moves by what differs from that share: all refused is three times as far from it.
-    policy.observe(report(draft, 0))
+    policy.observe(result(draft, 0))
     risen = math.log(policy.bound) - math.log(middle)
     assert risen == pytest.approx(3.0 * (math.log(start) - math.log(middle)))
 
@@ -264,16 +298,16 @@ def test_the_bound_stays_within_its_limits_and_falls_slowly_where_nothing_is_dra
     policy = threshold()
     draft = chain(0.9)
     for _ in range(100):
-        policy.observe(report(draft, 0))
+        policy.observe(result(draft, 0))
     assert policy.bound == pytest.approx(0.9)
     before = policy.bound
-    policy.observe(report(NO_DRAFT, 0))
+    policy.observe(result(NO_DRAFT, 0))
     assert 0.95 * before < policy.bound < before
     for _ in range(500):
-        policy.observe(report(draft, 1))
+        policy.observe(result(draft, 1))
     assert policy.bound == pytest.approx(0.01)
     for _ in range(500):
-        policy.observe(report(NO_DRAFT, 0))
+        policy.observe(result(NO_DRAFT, 0))
     assert policy.bound == pytest.approx(0.01)
 
 
@@ -281,27 +315,22 @@ def test_the_bound_is_on_the_draft_as_a_whole() -> None:
     policy = threshold()
     bound = policy.bound
     n = int(math.log(bound) / math.log(0.8))  # tokens of 0.8 that are above it together
-    policy.room(100)
-    assert [policy.wants_more(i, 0.8) for i in range(n + 1)] == [True] * n + [False]
-    assert len(policy.trim(chain(*[0.8] * 16))) == n
+    plan = planned(policy)
+    assert [plan.keeps([0.8] * i) for i in range(1, n + 2)] == [True] * n + [False]
+    assert len(plan.stop.cut(chain(*[0.8] * 16))) == n
     # A sure draft grows long, an unsure one not at all.
-    policy.room(100)
-    assert all(policy.wants_more(i, 0.999) for i in range(16))
-    policy.room(100)
-    assert not policy.wants_more(0, 0.9 * bound)
-    # Each round begins anew.
-    policy.room(100)
-    assert policy.wants_more(0, 0.8)
+    assert all(plan.keeps([0.999] * i) for i in range(1, 17))
+    assert not plan.keeps([0.9 * bound])
 
 
 def test_an_n_gram_whose_probability_nobody_knows_is_not_cut() -> None:
-    assert len(threshold().trim(chain(*[None] * 16, origin="ngram"))) == 16
+    assert len(cut(threshold(), chain(*[None] * 16, origin="ngram"))) == 16
 
 
 def test_short_drafts_are_dropped_where_the_bound_leaves_too_little() -> None:
     policy = threshold(min_tokens=3)
-    assert policy.trim(chain(0.9, 0.9, 0.01)) is NO_DRAFT
-    assert len(policy.trim(chain(0.9, 0.9, 0.9))) == 3
+    assert cut(policy, chain(0.9, 0.9, 0.01)) is NO_DRAFT
+    assert len(cut(policy, chain(0.9, 0.9, 0.9))) == 3
 
 
 @pytest.mark.parametrize("over", [0.0, 0.15, -0.15])
@@ -315,7 +344,7 @@ def test_a_fixed_share_of_what_is_drafted_is_refused_in_the_long_run(over: float
     bounds: list[float] = []
     observe = policy.observe
 
-    def observed(told: RoundReport) -> None:
+    def observed(told: RoundResult) -> None:
         if len(told.draft):
             refused.append(1.0 - len(told.path) / len(told.draft))
         observe(told)
@@ -475,18 +504,17 @@ def test_what_the_model_has_to_read_first_is_weighed_against_the_rest_of_the_ans
     world = World(CURVES["flat"], 0.1, confidences, rights)
     assert run(world, cost_aware(world.table()), backlog_s=500.0).n_looks == 0
     assert run(world, cost_aware(world.table()), backlog_s=2.0).n_looks > 0
-    policy = cost_aware()
+    policy, price = cost_aware(), Price(0.1, 0.1, 10.0, 100)
     # At first nothing is known of how long the answer is: it may end at once.
-    policy.room(4000)
-    assert policy.prospect("model", Price(0.1, 0.1, 10.0)) <= 0.0
+    plan = planned(policy, n_left=4000, price=price)
+    assert (plan.n_max, plan.reason.name) == (0, "prefill")
+    assert str(plan.reason) == "the draft must first read 100 tokens, 10.0 s"
     for _ in range(40):  # of the time so far no more than a part is risked
-        policy.observe(report(NO_DRAFT, 0))
-    prospects = []
-    for n_left in (4, 40, 400, 4000):
-        policy.room(n_left)
-        prospects.append(policy.prospect("model", Price(0.1, 0.1, 10.0)))
-    assert prospects == sorted(prospects)
-    assert prospects[0] <= 0.0 < prospects[-1]
+        policy.observe(result(NO_DRAFT, 0))
+    starts = [planned(policy, n_left=n, price=price).n_max > 0 for n in (4, 40, 400, 4000)]
+    assert starts == sorted(starts)
+    assert starts[0] is False
+    assert starts[-1] is True
 
 
 def test_a_model_is_not_read_for_a_text_that_n_grams_draft() -> None:
@@ -496,15 +524,14 @@ def test_a_model_is_not_read_for_a_text_that_n_grams_draft() -> None:
         """So many rounds have to be left, where n-grams draft in a share of the rounds."""
         policy = cost_aware()
         for number in range(40):
-            policy.room(4000)
             is_drafted = number % 10 < 10 * share
-            draft = policy.trim(chain(0.99, origin="ngram")) if is_drafted else NO_DRAFT
-            assert len(draft) == is_drafted
+            found = chain(0.99, origin="ngram") if is_drafted else NO_DRAFT
+            plan = planned(policy, found, n_left=4000, drafter=None)
+            assert len(plan.found) == is_drafted
             # Refused, and at no cost: only who drafts is another matter.
-            policy.observe(report(draft, 0))
+            policy.observe(result(plan.found, 0, plan=plan))
         for n_left in range(4, 4000):
-            policy.room(n_left)
-            if policy.prospect("model", Price(0.1, 0.1, 10.0)) > 0.0:
+            if planned(policy, n_left=n_left, price=Price(0.1, 0.1, 10.0)).n_max > 0:
                 return n_left
         raise AssertionError("it never begins")
 
@@ -521,14 +548,12 @@ def test_the_steps_of_a_jagged_table_are_made_use_of() -> None:
         chances["model"].judge(0.93, accepted=True)
         chances["model"].judge(0.55, accepted=False)
     policy = cost_aware(table, chances)
-    policy.room(100)
-    assert len(policy.trim(chain(*[0.93] * 15))) in (3, 7, 11, 15)
+    assert len(cut(policy, chain(*[0.93] * 15))) in (3, 7, 11, 15)
     # Where tokens come cheap already, two that are right are not worth another step.
-    for _ in range(100):
-        policy.room(100)
-        policy.observe(report(policy.trim(chain(0.93, 0.93, 0.93)), 3))
-    policy.room(100)
-    assert len(policy.trim(chain(*[0.93] * 5, *[0.55] * 11))) == 3
+    for _ in range(60):
+        plan = planned(policy)
+        policy.observe(result(plan.stop.cut(chain(0.93, 0.93, 0.93)), 3, plan=plan))
+    assert len(cut(policy, chain(*[0.93] * 5, *[0.55] * 11))) == 3
     confidences, rights = text(2000, lambda _: 0.85, sureness=0.0)
     world = World(CURVES["steps of four"], 0.02, confidences, rights)
     lengths = Counter(run(world, CostAwarePolicy(DraftOptions(), CostTable(table))).lengths)
@@ -537,20 +562,17 @@ def test_the_steps_of_a_jagged_table_are_made_use_of() -> None:
 
 
 def test_a_chain_that_is_known_is_cut_where_it_is_worth_most() -> None:
-    """Against a search over all lengths, once the margin is that of an answer that goes well."""
+    """Against a search over all lengths."""
     rng = np.random.default_rng(5)
     for _ in range(20):
         seconds = np.cumsum(rng.uniform(0.0, 0.6, 17)) + 1.0
-        table = dict(enumerate(seconds.tolist(), 1))
-        policy = cost_aware(table)
-        policy.room(100)
+        policy = cost_aware(dict(enumerate(seconds.tolist(), 1)))
         draft = chain(*rng.uniform(0.3, 1.0, 16).tolist(), origin="ngram")
-        n_kept = len(policy.trim(draft))
-        assert policy.worth(draft.first(n_kept)) == pytest.approx(policy.worth(draft))
-        values = [policy.worth(draft.first(n)) for n in range(17)]
-        assert values == sorted(values)  # of each, its best beginning counts
-        assert values[n_kept] == pytest.approx(values[-1])
-        assert n_kept == 0 or values[n_kept - 1] < values[n_kept]
+        plan = planned(policy, draft, drafter=None)
+        assert isinstance(plan.stop, WhilePaying)
+        values = [plan.stop.worth_of(draft.first(n)) for n in range(17)]
+        assert len(plan.found) == values.index(max(values))
+        assert plan.reason.name == ("found" if len(plan.found) else "acceptance")
 
 
 def copied(policy: CostAwarePolicy, n_rounds: int, *, right: bool) -> list[int]:
@@ -558,16 +580,16 @@ def copied(policy: CostAwarePolicy, n_rounds: int, *, right: bool) -> list[int]:
     that they copy, or in one that has nothing to do with them."""
     lengths, text = [], 0
     for _ in range(n_rounds):
-        policy.room(100)
         proposed = range(text, text + 8) if right else [WRONG] * 8
-        draft = Draft.chain(list(proposed), "ngram", [0.75] * 8)
-        draft = policy.trim(draft)
+        whole = Draft.chain(list(proposed), "ngram", [0.75] * 8)
+        plan = planned(policy, whole, drafter=None)
+        draft = plan.found
         lengths.append(len(draft))
         n_right = len(draft) if right else 0
-        told = tuple(range(text, text + n_right + 1))
-        n_rows = len(draft) + 1
+        committed = tuple(range(text, text + n_right + 1))
+        n_rows, path = len(draft) + 1, tuple(range(n_right))
         policy.observe(
-            RoundReport(draft, tuple(range(n_right)), 0.0, DEAR_ROWS[n_rows], n_rows, told)
+            RoundResult(plan, draft, path, 0.0, DEAR_ROWS[n_rows], n_rows, committed, (whole,))
         )
         text += n_right + 1
     return lengths
@@ -587,18 +609,17 @@ def test_n_grams_that_were_right_without_being_followed_are_followed() -> None:
 
 def test_to_draft_nothing_is_a_legal_answer() -> None:
     policy = cost_aware({n: 1.0 * n for n in range(1, 18)})
-    policy.room(100)
-    assert len(policy.trim(chain(*[0.99] * 8))) == 0
-    assert policy.worth(chain(0.99)) == 0.0
-    assert not policy.wants_more(0, 1.0)
-    assert policy.worth(NO_DRAFT) == 0.0
+    assert len(cut(policy, chain(*[0.99] * 8))) == 0
+    plan = planned(policy, chain(0.99, origin="ngram"), price=Price(0.1, 0.1))
+    assert (len(plan.found), plan.n_max, plan.reason.name) == (0, 0, "row cost")
+    assert not plan.keeps([1.0])
 
 
 def test_before_anything_was_measured_the_first_decodes_are_plain() -> None:
     policy = CostAwarePolicy(DraftOptions(), CostTable())
-    assert policy.room(100) == 0
-    policy.observe(report(NO_DRAFT, 0, target_s=1.0))
-    assert policy.room(100) == LONGEST_DRAFT
+    assert planned(policy) == RoundPlan(Reason("costs unknown"))
+    policy.observe(result(NO_DRAFT, 0, target_s=1.0))
+    assert planned(policy).n_max == LONGEST_DRAFT
 
 
 def test_what_plain_decoding_costs_does_not_go_stale() -> None:
@@ -660,10 +681,9 @@ def test_a_token_is_judged_only_if_those_before_it_were_accepted(
 ) -> None:
     chances: dict[str, Chances] = {}
     policy = cost_aware(chances=chances)
-    policy.room(100)
-    draft = policy.trim(chain(0.95, 0.95, 0.95, 0.95))
+    draft = cut(policy, chain(0.95, 0.95, 0.95, 0.95))
     assert len(draft) == 4
-    grown = judged(policy, chances, lambda: policy.observe(report(draft, n_accepted)))
+    grown = judged(policy, chances, lambda: policy.observe(result(draft, n_accepted)))
     assert grown == n_judged
     accepted = chances["model"].counts.n_accepted.sum()
     assert accepted == pytest.approx(n_accepted, abs=0.1)
@@ -673,10 +693,11 @@ def test_what_was_not_worth_verifying_is_compared_with_the_text_as_it_comes() ->
     chances: dict[str, Chances] = {}
     policy = cost_aware({n: 1.0 * n for n in range(1, 18)}, chances)
     for tokens, n_judged in (((0, 1), 2), ((2, 7), 2), ((5,), 0)):
-        policy.room(100)
+        plan, whole = planned(policy), NO_DRAFT
         if tokens == (0, 1):
-            assert len(policy.trim(chain(0.9, 0.9, 0.9, 0.9, 0.9))) == 0
-        told = RoundReport(NO_DRAFT, (), 0.0, 1.0, 1, tokens)
+            whole = chain(0.9, 0.9, 0.9, 0.9, 0.9)
+            assert len(plan.stop.cut(whole)) == 0
+        told = RoundResult(plan, NO_DRAFT, (), 0.0, 1.0, 1, tokens, (whole,))
         assert judged(policy, chances, lambda told=told: policy.observe(told)) == n_judged  # type: ignore[misc]
     assert chances["model"].counts.n_accepted.sum() == pytest.approx(3.0, abs=0.1)
 
@@ -684,12 +705,10 @@ def test_what_was_not_worth_verifying_is_compared_with_the_text_as_it_comes() ->
 def test_of_a_drawn_draft_it_counts_how_sure_the_model_was_before_the_draw() -> None:
     chances: dict[str, Chances] = {}
     policy = cost_aware(chances=chances)
-    policy.room(100)
-    for n, confidence in enumerate((0.93, 0.55)):
-        policy.wants_more(n, confidence)
+    plan = planned(policy)
     # The tokens that were drawn are unlikely ones.
-    draft = policy.trim(drawn(0.05, 0.15))
-    policy.observe(report(draft, 1))
+    draft = plan.stop.cut(replace(drawn(0.05, 0.15), looks=(0.93, 0.55)))
+    policy.observe(result(draft, 1, plan=plan))
     counts = chances["model"].counts
     assert np.flatnonzero(counts.n_judged).tolist() == [5, 9]
     assert np.flatnonzero(counts.n_accepted).tolist() == [9]
@@ -698,33 +717,29 @@ def test_of_a_drawn_draft_it_counts_how_sure_the_model_was_before_the_draw() -> 
 def test_of_a_drawn_draft_behind_n_grams_it_counts_the_same() -> None:
     chances: dict[str, Chances] = {}
     policy = cost_aware(chances=chances)
-    policy.room(100)
-    found = policy.trim(chain(None, None, None, origin="ngram"))
-    assert len(found) == 3
-    policy.prospect("model", Price(0.01, 0.01), found)
-    behind = Decided(policy, n_after=3)
-    for n, confidence in enumerate((0.93, 0.55)):
-        behind.wants_more(n, confidence)
-    draft = policy.trim(found.followed_by(drawn(0.05, 0.15)))
+    found = chain(None, None, None, origin="ngram")
+    plan = planned(policy, found, price=Price(0.4, 0.4))
+    assert (plan.found, plan.n_max, plan.reason.name) == (found, 13, "found and model")
+    assert plan.keeps([0.93])
+    behind = replace(drawn(0.05, 0.15), looks=(0.93, 0.55))
+    draft = plan.stop.cut(found.followed_by(behind))
     assert len(draft) == 5
-    policy.observe(report(draft, 4))
+    policy.observe(replace(result(draft, 4, plan=plan), proposed=(found, draft)))
     counts = chances["model"].counts
     assert np.flatnonzero(counts.n_judged).tolist() == [5, 9]
     assert np.flatnonzero(counts.n_accepted).tolist() == [9]
     assert chances["ngram"].counts.n_judged.sum() == pytest.approx(3.0, abs=0.1)
 
 
-def test_a_drafts_end_that_was_cut_off_is_learnt_of_when_it_is_trimmed_twice() -> None:
-    """A drafter that combines others trims what one of them found; the loop trims it again."""
+def test_a_drafts_end_that_was_cut_off_is_learnt_of() -> None:
+    """What was found is proposed whole, and what is verified of it again as a part of the draft."""
     chances: dict[str, Chances] = {}
     policy = cost_aware({1: 1.0, 2: 1.0, 3: 50.0}, chances)
-    policy.room(100)
-    once = policy.trim(chain(0.95, 0.95, 0.95))
+    plan, whole = planned(policy), chain(0.95, 0.95, 0.95)
+    once = plan.stop.cut(whole)
     assert len(once) == 1
-    assert policy.trim(once) == once
-    policy.observe(RoundReport(once, (0,), 0.0, 1.0, 2, (0, 1)))
-    policy.room(100)
-    policy.observe(RoundReport(NO_DRAFT, (), 0.0, 1.0, 1, (7,)))
+    policy.observe(RoundResult(plan, once, (0,), 0.0, 1.0, 2, (0, 1), (whole, once)))
+    policy.observe(RoundResult(planned(policy), NO_DRAFT, (), 0.0, 1.0, 1, (7,)))
     assert chances["model"].n_judged == pytest.approx(3.0, abs=0.1)
     assert chances["model"].counts.n_accepted.sum() == pytest.approx(2.0, abs=0.1)
 
@@ -733,19 +748,20 @@ def test_drafters_are_learnt_about_apart() -> None:
     chances: dict[str, Chances] = {}
     policy = cost_aware(chances=chances)
     for _ in range(30):
-        policy.room(100)
-        draft = policy.trim(chain(0.9, 0.9, origin="ngram"))
-        policy.observe(report(draft, 0))
+        whole = chain(0.9, 0.9, origin="ngram")
+        plan = planned(policy, whole, drafter=None)
+        policy.observe(result(plan.found, 0, plan=plan, whole=whole))
     assert set(chances) == {"ngram"}
-    policy.room(100)
-    assert policy.worth(chain(0.9, 0.9, origin="ngram")) < policy.worth(chain(0.9, 0.9))
+    stop = planned(policy, drafter=None).stop
+    assert isinstance(stop, WhilePaying)
+    assert stop.chance("ngram", 0.9) < stop.chance("model", 0.9)
 
 
 def test_every_decode_corrects_the_table() -> None:
     table = CostTable({1: 1.0, 2: 1.1, 3: 1.2})
     policy = CostAwarePolicy(DraftOptions(), table)
-    policy.room(100)
-    policy.observe(report(chain(0.9, 0.9), 2, target_s=1.8))
+    planned(policy)
+    policy.observe(result(chain(0.9, 0.9), 2, target_s=1.8))
     assert table.n_seen(3) == 1
     assert table.seconds(3) > 1.2
 
@@ -768,64 +784,66 @@ def test_whatever_happens_its_answers_are_finite(
 ) -> None:
     policy = cost_aware(dict(enumerate(seconds, 1)))
     for confidences, n_right, target_s in rounds:
-        n_max = policy.room(50)
-        assert math.isfinite(policy.prospect("model", Price(draft_s, draft_s, draft_s)))
+        plan = planned(policy, n_left=50, price=Price(draft_s, draft_s, draft_s))
         kept: list[float] = []
-        for confidence in confidences[:n_max]:
-            if not policy.wants_more(len(kept), confidence):
+        for confidence in confidences[: plan.n_max]:
+            if not plan.keeps([*kept, confidence]):
                 break
             kept.append(confidence)
-            policy.goes_on(len(kept))
-        draft = policy.trim(chain(*kept))
-        assert math.isfinite(policy.worth(draft))
-        policy.observe(report(draft, min(n_right, len(draft)), target_s, draft_s))
-        assert 0.0 < policy.token_s < math.inf
+            plan.looks(kept)
+        draft = plan.stop.cut(chain(*kept))
+        if isinstance(plan.stop, WhilePaying):
+            assert math.isfinite(plan.stop.worth_of(draft))
+            assert 0.0 < plan.stop.model_token_s < math.inf
+        n_accepted = min(n_right, len(draft))
+        policy.observe(result(draft, n_accepted, target_s, draft_s, plan=plan))
 
 
-# --- policies around policies
+# --- plans
 
 
-class Asked(WrappedPolicy):
-    """Notes what it is asked."""
-
-    def __init__(self, inner: Policy) -> None:
-        super().__init__(inner)
-        self.questions: list[tuple[str, int]] = []
-
-    def wants_more(self, n_drafted: int, confidence: float, origin: str = "model") -> bool:
-        self.questions.append(("wants_more", n_drafted))
-        return super().wants_more(n_drafted, confidence, origin)
-
-    def goes_on(self, n_drafted: int, origin: str = "model") -> bool:
-        self.questions.append(("goes_on", n_drafted))
-        return super().goes_on(n_drafted, origin)
+def test_given_tokens_are_no_choice() -> None:
+    """A translated draft drafts the end of the text again first."""
+    plan = planned(fixed(5, p_min=0.5)).behind(2)
+    assert plan.n_max == 7
+    unsure = [0.0] * 3
+    assert [plan.keeps(unsure[:n]) for n in (1, 2, 3)] == [True, True, False]
+    assert [plan.keeps([0.0, 0.0, *[0.9] * n]) for n in range(1, 7)] == [True] * 5 + [False]
+    assert [plan.looks([0.9] * n) for n in range(1, 8)] == [True] * 6 + [False]
+    assert draft_up_to(3).behind(0) == draft_up_to(3)
 
 
-def test_a_wrapped_policy_does_as_the_one_within() -> None:
-    inner = fixed(4, p_min=0.5, min_tokens=2)
-    policy = WrappedPolicy(inner)
-    assert policy.needs_confidence
-    assert policy.room(9) == 4
-    assert policy.prospect("model", FREE) == 1.0
-    assert policy.worth(chain(0.9)) == math.inf
-    assert (policy.wants_more(0, 0.5), policy.wants_more(0, 0.4)) == (True, False)
-    assert (policy.goes_on(3), policy.goes_on(4)) == (True, False)
-    assert policy.trim(chain(0.9)) is NO_DRAFT
-    adapting = threshold()
-    before = adapting.bound
-    WrappedPolicy(adapting).observe(report(chain(0.9), 0))
-    assert adapting.bound > before
+def test_a_round_is_accounted_to_the_drafter_that_decodes() -> None:
+    found = chain(0.9, origin="ngram")
+    assert RoundPlan(Reason("found"), found=found, drafter="model").origin == "ngram"
+    assert RoundPlan(Reason("found and model"), 3, found, drafter="model").origin == "model"
+    assert RoundPlan(Reason("model"), 3, drafter="model").origin == "model"
+    assert RoundPlan(Reason("prefill"), drafter="model").origin is None
 
 
-def test_what_is_no_choice_is_not_asked_about_and_places_are_those_of_the_whole_draft() -> None:
-    asked = Asked(fixed(5))
-    assert Decided(asked).prospect("model", Price(1e9, 1e9)) > 0.0
-    policy = Decided(asked, n_own=2)
-    assert [policy.wants_more(n, 0.0) for n in range(8)] == [True] * 7 + [False]
-    assert [policy.goes_on(n) for n in range(8)] == [True] * 7 + [False]
-    assert asked.questions[0] == ("wants_more", 0)
-    assert max(n for _, n in asked.questions) == 5
-    asked.questions.clear()
-    behind = Decided(asked, n_after=3)
-    assert [behind.wants_more(n, 0.0) for n in range(3)] == [True, True, False]
-    assert asked.questions == [("wants_more", n) for n in (3, 4, 5)]
+def test_a_model_goes_on_behind_found_tokens_as_far_as_it_pays() -> None:
+    policy = cost_aware({n: 0.9 + 0.1 * n for n in range(1, 18)})
+    plan = planned(policy, chain(0.9, 0.9, origin="ngram"), price=Price(0.3, 0.3))
+    assert (len(plan.found), plan.n_max, plan.reason.name) == (2, 14, "found and model")
+    alone = planned(policy, price=Price(0.3, 0.3))
+    # The same confidence is worth less behind tokens that may be rejected.
+    n_behind, n_alone = (
+        next(n for n in range(17) if n == 16 or not each.keeps([0.8] * (n + 1)))
+        for each in (plan, alone)
+    )
+    assert 0 < n_behind < n_alone
+
+
+def test_a_drafter_that_loses_time_is_put_aside() -> None:
+    policy = cost_aware({1: 1.0, **dict.fromkeys(range(2, 18), 1.5)})
+    names = []
+    for _ in range(30):
+        plan = planned(policy, price=Price(0.1, 0.1))
+        names.append(plan.reason.name)
+        draft = chain(*[0.99] * 4) if plan.n_max else NO_DRAFT
+        # It is always wrong, and nothing is learnt of that.
+        policy.observe(result(draft, 0, 1.5 if plan.n_max else 1.0, 0.5, plan=plan, whole=NO_DRAFT))
+    first = names.index("put aside")
+    assert 1 <= first < 10
+    assert set(names[:first]) == {"model"}
+    assert names[first : first + 15] == ["put aside"] * 15

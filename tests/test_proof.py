@@ -10,8 +10,8 @@ import contextlib
 import math
 import time
 import tracemalloc
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, abc
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,10 @@ from specgen.core.draft import Draft
 from specgen.core.text_state import Shaper, TextState
 from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.engine import Engine
-from specgen.engine.generation import Generation
 from specgen.engine.models import Models
 from specgen.engine.prompts import Prompt
 from specgen.engine.request import Request
+from specgen.engine.sequence import Sequence
 from specgen.errors import PromptError
 from specgen.options import (
     ContextOptions,
@@ -244,7 +244,7 @@ def test_a_rollback_of_another_answer_is_a_defect(
     """The rejected tokens of the answer before are dropped, not its own: an answer alone is right."""
     dropped: list[Branches] = []
 
-    def keep_other(backend: Backend, slot: Branches, draft: Draft, path: Sequence[int]) -> None:
+    def keep_other(backend: Backend, slot: Branches, draft: Draft, path: abc.Sequence[int]) -> None:
         keep_path(backend, slot, draft, path)
         if len(path) < len(draft) and dropped and dropped[-1] != slot:
             position = backend.length(dropped[-1].first) - 1
@@ -396,7 +396,7 @@ def test_two_ways_to_draft_are_compared_with_one_plain_answer(
     n_plain = 0
     sequence = DrafterFactory.sequence
 
-    def counted(self: DrafterFactory, *rest: Any, **more: Any) -> Generation:
+    def counted(self: DrafterFactory, *rest: Any, **more: Any) -> Sequence:
         nonlocal n_plain
         n_plain += bool(more.get("plain"))
         return sequence(self, *rest, **more)
@@ -456,7 +456,7 @@ def test_a_cache_that_keeps_what_was_refused_is_a_defect(models: Path) -> None:
 def test_a_wrong_branch_that_is_kept_is_a_defect(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def keep_wrong(backend: Backend, slot: Branches, draft: Draft, path: Sequence[int]) -> None:
+    def keep_wrong(backend: Backend, slot: Branches, draft: Draft, path: abc.Sequence[int]) -> None:
         keep_path(backend, slot, draft, path)
         if len(path) < len(draft):
             position = backend.length(slot.first) - 1
@@ -540,7 +540,9 @@ def test_movement_ignores_what_is_added_to_all_logits_alike() -> None:
 class Exactly:
     """`Exact` of a session after the prompt, and its brute-force counterpart."""
 
-    def __init__(self, loaded: Models, cache: Backend, prompt: Sequence[int], depth: int) -> None:
+    def __init__(
+        self, loaded: Models, cache: Backend, prompt: abc.Sequence[int], depth: int
+    ) -> None:
         self.memo = MemoBackend(cache)
         self.state: TextState = TextState(prompt, loaded.settings.grammar)
         self.shaper = Shaper(loaded.settings.sampler, self.state)

@@ -500,7 +500,7 @@ class TestOptions:
     def test_a_build_without_rpc_names_the_cure(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from specgen.backend.llama import rpc
 
-        monkeypatch.setattr(rpc, "_ggml", lambda *_: lambda _name: None)
+        monkeypatch.setattr(rpc, "ggml", lambda *_: lambda _name: None)
         monkeypatch.setattr(rpc, "library_path", lambda: None)
         with pytest.raises(BackendError, match="no RPC backend") as error:
             rpc.load_rpc()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.core.text_stream import StopScanner, TextStream
+from specgen.core.text_state import StopScanner, TextStream
 
 #: Few letters, so that stop strings and their beginnings turn up.
 LETTERS = st.text(alphabet="abé😀", max_size=30)

@@ -10,8 +10,8 @@ the tests pool the outcomes) with probability 0.99.
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, abc
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,16 +35,17 @@ from specgen.drafters import (
     SuffixDrafter,
     TranslatedDrafter,
     WrappedDrafter,
+    draft_alone,
 )
 from specgen.drafters.translation import SharedTokens, Translation
 from specgen.engine.draft_models import Translated
-from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
+from specgen.engine.sequence import Sequence
 from specgen.events import CommittedEvent, Event, NoticeEvent
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
-from specgen.policy import FixedPolicy, Policy, RoundReport
+from specgen.policy import RoundPlan, draft_up_to
 from specgen.sampling import Distribution, Sampler
-from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, Language, random_language
+from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, Language
 from tests import goodness_of_fit
 from tests.fake_generations import GREEDY, Clock, Setup, translated_drafter
 from tests.goodness_of_fit import LEVEL
@@ -126,10 +127,10 @@ class Pair:
             seed=self.seed,
         )
 
-    def plain(self) -> Generation:
+    def plain(self) -> Sequence:
         return self.setup().run()[0]
 
-    def run(self) -> tuple[Generation, list[Event], Watched]:
+    def run(self) -> tuple[Sequence, list[Event], Watched]:
         setup = self.setup()
         watched: list[Watched] = []
 
@@ -173,13 +174,11 @@ class Watched(WrappedDrafter):
         self.n_drafted = self.n_accepted = self.n_rounds = 0
         self.n_redecoded = self.n_proposals = self.n_slides = 0
 
-    def drafting(
-        self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-    ) -> Drafting:
+    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         text = self.inner._text
         cached, n_before = self.backend.text(0), self.backend.n_decoded_rows
         n_skipped = self.inner._inner._n_skipped  # type: ignore[attr-defined]
-        draft = yield from super().drafting(context, n_max, policy, n_drafted)
+        draft = yield from super().propose(context, plan, n_drafted)
         is_slid = self.inner._inner._n_skipped != n_skipped  # type: ignore[attr-defined]
         # What is spelled anew may begin before the window, which is then filled again.
         is_slid |= n_skipped > 0 and text.n_unchanged < 4 + n_skipped
@@ -200,10 +199,11 @@ class Watched(WrappedDrafter):
             n_new = len(held) - min(n_common, len(held) - 1)
             assert n_rows <= n_new + len(self.inner._drafted)
             self.n_redecoded += len(cached) - n_common
-        assert len(draft) <= n_max
+        assert len(draft) <= plan.n_max
         # What was taken back at the end of the text is said again, by another token or more.
         drafted = joined(self.inner._translation.draft, self.inner._drafted.tokens)  # type: ignore[arg-type]
-        assert not drafted or drafted.startswith(self.inner._held_back)
+        shaper = self.inner._beginning
+        assert not drafted or shaper is None or drafted.startswith(shaper.beginning)
         return draft
 
 
@@ -345,45 +345,6 @@ def test_half_characters_are_finished_by_the_draft() -> None:
     assert watched.n_accepted > 0.5 * watched.n_drafted
 
 
-def test_the_inner_drafter_is_told_which_of_its_own_tokens_were_accepted() -> None:
-    target = vocabulary([b"a", b"b", b"c", b"ab"], ["</s>"])
-    draft = vocabulary([b"a", b"b", b"c", b"bc", b" "], ["<|eos|>"])
-    seen: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-
-    class Scripted(SuffixDrafter):
-        def __init__(self, tokens: Sequence[int]) -> None:
-            super().__init__(1, 1)
-            self.tokens = tokens
-
-        def propose(
-            self, context: Sequence[int], n_max: int, policy: Policy, n_drafted: int = 0
-        ) -> Draft:
-            return Draft.chain(self.tokens, "scripted")
-
-        def observe(self, report: RoundReport) -> None:
-            seen.append((report.draft.tokens, report.path))
-
-    def observed(said: Sequence[int], n_accepted: int, mode: Translated) -> tuple[int, ...]:
-        translation = Translation(target, draft)
-        text = translation.text([2], None)
-        made, _ = translated_drafter(translation, random_language(6), draft, mode, TextState([2]))
-        drafter = TranslatedDrafter(Scripted(said), translation, text, made._beginning)
-        policy = FixedPolicy(DraftOptions(policy="fixed", max_tokens=8))
-        translated = drafter.propose([2], 8, policy)
-        path = tuple(range(min(n_accepted, len(translated))))
-        drafter.observe(RoundReport(translated, path, 0.0, 0.0, 1))
-        assert seen[-1][0] == tuple(said)
-        return seen[-1][1]
-
-    # "a", "bc" is "ab", "c" to the target.
-    assert observed([0, 3], 1, "string") == (0,)
-    assert observed([0, 3], 2, "string") == (0, 1)
-    assert observed([0, 3], 0, "string") == ()
-    assert observed([0, 5], 1, "string") == (0,)
-    assert observed([0, 5], 2, "string") == (0, 1)
-    assert observed([0, 1, 2], 2, "tokens") == (0, 1)
-
-
 def test_any_drafter_may_be_translated() -> None:
     target, draft = cut(5), cut(6)
     setup = Pair(
@@ -410,21 +371,21 @@ def test_a_rewound_answer_is_drafted_for_as_the_first_time(mode: Translated) -> 
     language = spoken(ByteLanguage(3), draft)
     prompt = target.tokenize("ab ab é中 a\nb", add_special=False, parse_special=False)
     longer = target.tokenize("ab ab é中 a\nb中é ab\n", add_special=False, parse_special=False)
-    policy = FixedPolicy(DraftOptions(policy="fixed", max_tokens=4, p_min=0.0))
+    plan = draft_up_to(4)
     translation = Translation(target, draft)
 
     def fresh() -> TranslatedDrafter:
         return translated_drafter(translation, language, draft, mode, TextState(prompt))[0]
 
     drafter = fresh()
-    drafter.propose(longer, 4, policy)
+    draft_alone(drafter.propose(longer, plan))
     for n_kept in (len(longer) - 1, len(prompt) + 1, 3, 1):
         drafter.rewind(n_kept)
         text = [*longer[:n_kept], *prompt[:3]]
-        again, first = drafter.propose(text, 4, policy), fresh().propose(text, 4, policy)
+        again, first = (draft_alone(each.propose(text, plan)) for each in (drafter, fresh()))
         assert again.tokens == first.tokens
         drafter.rewind(n_kept)
-        drafter.propose(longer, 4, policy)
+        draft_alone(drafter.propose(longer, plan))
 
 
 # --- sampled text fits the target's distribution
@@ -613,7 +574,7 @@ def draw(
         loop.start(generation)
         while generation.n_answer < N_TOKENS and not generation.is_finished:
             loop.round([generation])
-        assert generation.drafter is not None
+        assert generation.drafters is not None
         n_drafted += generation.tally.n_drafted
         n_accepted += generation.tally.n_accepted
         counts[tuple(generation.tokens[len(SMALL_PROMPT) :][:N_TOKENS])] += 1

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from specgen.drafters import draft_alone
 from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.engine import generate
 from specgen.engine.models import Models
@@ -24,6 +25,7 @@ from specgen.options import (
     SessionOptions,
     TranslateMode,
 )
+from specgen.policy import draft_up_to
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 
 NOW = datetime.datetime(2025, 1, 2, tzinfo=datetime.timezone.utc)
@@ -276,9 +278,10 @@ def test_the_draft_of_a_draft_of_the_same_weights_says_the_same(models: Path) ->
         with loaded.contexts(256) as (_, draft):
             assert draft is not None
             generation = DrafterFactory(loaded).sequence(prompt, 256, draft, 1)
-            drafter = generation.drafter
+            assert generation.drafters is not None
+            drafter = generation.drafters.model
             assert drafter is not None
-            drafter.propose(generation.tokens, 4, generation.policy)
+            draft_alone(drafter.propose(generation.tokens, draft_up_to(4)))
             told = drafter._text.tokens  # type: ignore[attr-defined]
             assert draft_text(loaded, tuple(told)) == "<s>the cat is é 中"
             assert draft.length(0) == len(told) + len(drafter._drafted) - 1  # type: ignore[attr-defined]

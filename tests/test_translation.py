@@ -20,7 +20,7 @@ from specgen.drafters.translation import (
     Speller,
     Translation,
 )
-from specgen.drafters.translation.unicode import n_unfinished
+from specgen.drafters.translation.strings import n_unfinished
 from specgen.options import SamplerOptions
 from specgen.sampling import Distribution, NoTokenAllowedError, Sampler
 from specgen.testing.fake_backend import FakeVocabulary

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from specgen.core.draft import NO_DRAFT, Draft
 from specgen.drafters.translation import DraftText, Lexicon, Speller, Translation
-from specgen.drafters.translation.control_tokens import ControlTokens
-from specgen.drafters.translation.unicode import n_unfinished
+from specgen.drafters.translation.strings import ControlTokens, n_unfinished
 from specgen.testing.fake_backend import FakeVocabulary
 from tests.helpers_vocabularies import (
     CountingVocabulary,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from typing import cast
 
 import numpy as np
@@ -25,7 +25,8 @@ from specgen.core.verifiers import (
     SpecTrVerifier,
     Verifier,
 )
-from specgen.drafters import CombinedDrafter, Drafter, SuffixDrafter, TreeModelDrafter
+from specgen.drafters import Drafter, Drafters, SuffixDrafter, TreeModelDrafter, draft_alone
+from specgen.drafters.growth import Growth, Look, growth
 from specgen.engine.drafter_factory import guess_sampling
 from specgen.engine.loop import Loop
 from specgen.events import DraftedEvent
@@ -35,8 +36,8 @@ from specgen.options import (
     GenerationOptions,
     parse_tree,
 )
-from specgen.policy import CostAwarePolicy, Decided, FixedPolicy, RoundReport
-from specgen.policy.plans import best_nodes
+from specgen.policy import CostAwarePolicy, Offer, RoundPlan, RoundResult, WhilePaying, draft_up_to
+from specgen.policy.stopping import best_nodes
 from specgen.sampling import Distribution, Sampler
 from specgen.testing.fake_backend import FakeVocabulary, Language, noisy, random_language
 from tests.exact_distributions import Fate, all_fates
@@ -51,9 +52,9 @@ FIXED = DraftOptions(policy="fixed", max_tokens=LARGEST_TREE, p_min=0.0)
 BY_COST = DraftOptions(policy="cost", max_tokens=16)
 
 
-def report(draft: Draft, committed: tuple[int, ...]) -> RoundReport:
-    """A round in which nothing of a draft was accepted."""
-    return RoundReport(draft, (), 0.0, 1.0, 1 + len(draft), committed)
+def unverified(plan: RoundPlan, committed: tuple[int, ...], *proposed: Draft) -> RoundResult:
+    """A round in which nothing was verified of what was proposed."""
+    return RoundResult(plan, NO_DRAFT, (), 0.0, 1.0, 1, committed, proposed)
 
 
 # --- shapes ----------------------------------------------------------------------------------
@@ -346,10 +347,8 @@ def test_trees_change_nothing_and_no_token_is_decoded_twice(
     drafter, _ = tree_drafter(
         spoken, WORDS, shape, n_ctx=96, costs=draft_costs() if is_auto else None
     )
-    whole: Drafter = drafter
-    if ngrams:
-        free = SuffixDrafter(1, 4, n_children=3)
-        whole = CombinedDrafter(free, drafter, merges=is_auto)
+    free = SuffixDrafter(1, 4, n_children=3) if ngrams else None
+    whole = Drafters(free, drafter, merges=is_auto)
     common = {"language": language, "vocabulary": WORDS, "options": options, "n_ctx": n_ctx}
     plain = Setup(**common).run()[0]  # type: ignore[arg-type]
     setup = Setup(
@@ -363,7 +362,7 @@ def test_trees_change_nothing_and_no_token_is_decoded_twice(
     drafted = setup.run()[0]
     assert drafted.answer == plain.answer
     assert drafted.finish_reason == plain.finish_reason
-    assert drafted.drafter is not None
+    assert drafted.drafters is not None
     # What is verified and becomes text is decoded once. What costs advised against verifying is
     # forgotten, and may be met again beyond what became text.
     text = tuple(drafted.tokens)
@@ -414,19 +413,35 @@ def test_where_rows_are_cheap_trees_grow_and_more_is_accepted_than_of_a_chain() 
 class Chains(CostAwarePolicy):
     """Sees the likeliest tokens only."""
 
+    def plan(self, offer: Offer) -> RoundPlan:
+        plan = super().plan(offer)
+        if not isinstance(plan.stop, WhilePaying):
+            return plan
+        values = {each.name: getattr(plan.stop, each.name) for each in fields(plan.stop)}
+        return replace(plan, stop=FirstChoices(**values))
+
+
+class FirstChoices(WhilePaying):
+    """Goes on along the likeliest tokens only."""
+
     def frontier(
-        self, tree: GrowingTree, n_deepest: int, n_most: int, seconds: Callable[[int], float]
+        self,
+        tree: GrowingTree,
+        chances: Sequence[float],
+        n_deepest: int,
+        n_most: int,
+        seconds: Callable[[int], float],
     ) -> list[int]:
-        found = super().frontier(tree, n_deepest, n_most, seconds)
+        found = super().frontier(tree, chances, n_deepest, n_most, seconds)
         return [node for node in found if tree.is_first_choice[node]]
 
-    def trim(self, draft: Draft) -> Draft:
+    def cut_behind(self, draft: Draft) -> Draft:
         chain = [node for node in range(len(draft)) if draft.ranks()[node] == 0]
         nodes: list[int] = []
         for node in chain:
             if draft.parents[node] in (ROOT, *nodes):
                 nodes.append(node)
-        return super().trim(draft.only(nodes))
+        return super().cut_behind(draft.only(nodes))
 
 
 def test_where_each_row_costs_a_token_nothing_branches() -> None:
@@ -473,7 +488,7 @@ def test_a_tree_is_no_deeper_than_it_may_be(shape: str) -> None:
 def test_a_shape_may_ask_for_many_guesses() -> None:
     language = random_language(N_VOCAB, seed=2)
     drafter, _ = tree_drafter(language, WORDS, "10,1")
-    draft = drafter.propose(PROMPT, 20, FixedPolicy(FIXED))
+    draft = draft_alone(drafter.propose(PROMPT, draft_up_to(20)))
     assert len(draft.children(ROOT)) == 10
 
 
@@ -481,8 +496,7 @@ def test_a_context_may_serve_one_answer_after_another() -> None:
     """Also where an answer ended with a tree in the cache."""
     language = random_language(N_VOCAB, seed=2)
     drafter, backend = tree_drafter(language, WORDS, "2,2,2")
-    policy = FixedPolicy(FIXED)
-    first = drafter.propose(PROMPT, 14, policy)
+    first = draft_alone(drafter.propose(PROMPT, draft_up_to(14)))
     assert any(backend.length(sequence) for sequence in range(1, backend.n_sequences))
     backend.remove(0)
     again = TreeModelDrafter(
@@ -493,7 +507,7 @@ def test_a_context_may_serve_one_answer_after_another() -> None:
         n_shared_tokens=N_VOCAB,
         shape=parse_tree("2,2,2"),
     )
-    assert again.propose(PROMPT, 14, policy) == first
+    assert draft_alone(again.propose(PROMPT, draft_up_to(14))) == first
 
 
 # --- n-grams ----------------------------------------------------------------------------------
@@ -502,8 +516,8 @@ def test_a_context_may_serve_one_answer_after_another() -> None:
 def test_what_followed_in_different_ways_makes_branches() -> None:
     #: "1 2" was followed by 3, twice by 4 5, and by 6.
     text = [1, 2, 3, 9, 1, 2, 4, 5, 1, 2, 4, 5, 8, 1, 2, 6, 7, 1, 2]
-    chain = SuffixDrafter(2, 8).propose(text, 6, by_cost(BY_COST))
-    tree = SuffixDrafter(2, 8, n_children=3).propose(text, 12, by_cost(BY_COST))
+    chain = draft_alone(SuffixDrafter(2, 8).propose(text, draft_up_to(6)))
+    tree = draft_alone(SuffixDrafter(2, 8, n_children=3).propose(text, draft_up_to(12)))
     assert chain.is_chain
     assert not tree.is_chain
     firsts = {tree.tokens[node] for node in tree.children(ROOT)}
@@ -513,7 +527,7 @@ def test_what_followed_in_different_ways_makes_branches() -> None:
     assert chain.tokens[0] in firsts
     for node, parent in enumerate(tree.parents):
         assert parent < node
-    few = SuffixDrafter(2, 8, n_children=3).propose(text, 2, by_cost(BY_COST))
+    few = draft_alone(SuffixDrafter(2, 8, n_children=3).propose(text, draft_up_to(2)))
     assert len(few) == 2
 
 
@@ -521,7 +535,8 @@ def test_what_followed_in_different_ways_makes_branches() -> None:
 def test_branches_of_n_grams_are_what_followed_somewhere(
     text: list[int], n_max: int, n_children: int
 ) -> None:
-    tree = SuffixDrafter(1, 4, n_children=n_children).propose(text, n_max, by_cost(BY_COST))
+    drafter = SuffixDrafter(1, 4, n_children=n_children)
+    tree = draft_alone(drafter.propose(text, draft_up_to(n_max)))
     assert len(tree) <= n_max
     assert len(texts(tree)) == len(tree)
     for node in range(len(tree)):
@@ -538,9 +553,8 @@ def test_first_and_second_guesses_are_learnt_about_apart() -> None:
     chances = policy._chances
     draft = Draft((1, 2, 3), (ROOT, ROOT, ROOT), ("model",) * 3, (0.5, 0.3, 0.1), (None,) * 3)
     for _ in range(30):
-        policy.room(100)
-        policy.trim(draft)
-        policy.observe(report(NO_DRAFT, (2,)))
+        plan = policy.plan(Offer(100, 16, drafter="model"))
+        policy.observe(unverified(plan, (2,), draft))
     assert chances["model"].chance(0.5) < 0.2
     assert chances["model:2"].chance(0.3) > 0.8
     assert chances["model:3"].chance(0.1) < 0.05
@@ -551,44 +565,55 @@ def test_a_tree_that_waits_is_followed_as_the_text_goes_on() -> None:
     policy = by_cost(BY_COST)
     tokens, parents = (1, 2, 3, 4), (ROOT, ROOT, 1, 2)
     draft = Draft(tokens, parents, ("model",) * 4, (0.5, 0.3, 0.6, 0.6), (None,) * 4)
-    policy.room(100)
-    policy.trim(draft)
-    for token in (2, 3, 7):
-        policy.observe(report(NO_DRAFT, (token,)))
+    plan = policy.plan(Offer(100, 16, drafter="model"))
+    policy.observe(unverified(plan, (2,), draft))
+    for token in (3, 7):
+        policy.observe(unverified(plan, (token,)))
     counts = policy._chances["model"].counts
     assert counts.n_judged.sum() == pytest.approx(3.0, rel=0.01)
     assert counts.n_accepted.sum() == pytest.approx(1.0, rel=0.01)
     assert policy._chances["model:2"].counts.n_accepted.sum() == pytest.approx(1.0)
 
 
+def found_first(policy: CostAwarePolicy, found: Draft) -> tuple[RoundPlan, Growth]:
+    """The plan of a round whose draft begins with these tokens, and the growth of a model's tree behind
+    them. In their place the model would cost too much."""
+
+    def price(n_found: int) -> Price:
+        return Price(0.01 if n_found else 50.0, 0.01)
+
+    plan = policy.plan(Offer(100, 16, found, drafter="model", price=price))
+    assert plan.reason.name == "found and model"
+    assert plan.found == found
+    rng, shape = np.random.default_rng(0), parse_tree("auto")
+    return plan, growth(shape, plan, plan.n_max, 16, rng, WORDS.is_end, lambda _n: 0.01)
+
+
 def test_a_tree_behind_n_grams_takes_the_room_that_they_leave() -> None:
     """And what it says is not taken for what the text says next."""
     policy = by_cost(DraftOptions(policy="cost", max_tokens=4))
-    policy.room(100)
     found = Draft.chain((1, 2, 3), "ngram", (0.9,) * 3)
-    policy.prospect("model", Price(0.01, 0.01), found)
-    behind = Decided(policy, n_after=3)
+    plan, behind = found_first(policy, found)
+    assert plan.n_max == 1
     tree = GrowingTree("model")
-    tree.add(ROOT, 4, 0.9)
-    tree.add(ROOT, 5, 0.08)
-    assert behind.frontier(tree, 16, 16, lambda _n: 0.01) == []
-    assert behind.pick(tree, tree.draft()).tokens == (4,)
-    policy.observe(report(NO_DRAFT, (5,)))
+    behind.take(tree, ROOT, Look(((4, 0.9), (5, 0.08))))
+    assert tree.tokens == [4, 5]
+    assert behind.frontier(tree, 16) == []
+    cut = behind.cut(tree.draft())
+    assert cut.tokens == (4,)
+    policy.observe(unverified(plan, (5,), found, found.followed_by(cut)))
     assert policy._chances["model"].n_judged == 0.0
 
 
 def test_a_tree_behind_unlikely_n_grams_is_worth_less() -> None:
     sizes = []
     for chance in (0.95, 0.3):
-        policy = by_cost(BY_COST)
-        policy.room(100)
-        policy.prospect("model", Price(0.01, 0.01), Draft.chain((1, 2), "ngram", (chance,) * 2))
+        found = Draft.chain((1, 2), "ngram", (chance,) * 2)
+        _, behind = found_first(by_cost(BY_COST), found)
         tree = GrowingTree("model")
-        for token in range(3, 7):
-            tree.add(ROOT, token, 0.22)
-        behind = Decided(policy, n_after=2)
-        behind.frontier(tree, 16, 16, lambda _n: 0.01)
-        sizes.append(len(behind.pick(tree, tree.draft())))
+        behind.take(tree, ROOT, Look(tuple((token, 0.22) for token in range(3, 7))))
+        behind.frontier(tree, 16)
+        sizes.append(len(behind.cut(tree.draft())))
     assert sizes[0] > sizes[1]
 
 

@@ -11,7 +11,7 @@ from specgen.core.draft import Draft
 from specgen.drafters import Drafter
 from specgen.errors import BackendError
 from specgen.options import DraftOptions, GenerationOptions
-from specgen.policy import RoundReport
+from specgen.policy import RoundResult
 from specgen.selection.trial import (
     Baseline,
     Replay,
@@ -132,23 +132,23 @@ def test_without_a_drafter_nothing_is_gained_or_lost() -> None:
 
 def test_a_drafter_that_drafts_nothing_costs_its_time() -> None:
     found = replayed(Setup(drafter=NoDrafter(), options=GenerationOptions(max_tokens=11)))
-    # For the last token there is nothing to draft.
-    assert (found.n_rounds, found.draft_s) == (10, 9.0)
-    assert found.speedup == pytest.approx(100 / 109)
+    # Each round is planned, that of the last token too.
+    assert (found.n_rounds, found.draft_s) == (10, 10.0)
+    assert found.speedup == pytest.approx(100 / 110)
 
 
 def test_the_drafter_is_told_what_became_of_its_drafts() -> None:
-    reports: list[RoundReport] = []
+    results: list[RoundResult] = []
     drafter = model_drafter(noisy(LANGUAGE, 1.0), FakeVocabulary.letters(N_VOCAB))[0]
-    drafter.observe = reports.append  # type: ignore[method-assign, assignment]
+    drafter.observe = results.append  # type: ignore[method-assign, assignment]
     found = replayed(Setup(drafter=drafter))
     # One for the prompt, which had no draft, and one a round.
-    assert len(reports) == 1 + found.n_rounds
-    assert len(reports[0].draft) == 0
-    assert sum(len(report.path) for report in reports) == found.n_accepted > 0
-    assert sum(len(report.draft) for report in reports) == found.n_drafted
-    assert {report.n_rows for report in reports} == {1 + len(r.draft) for r in reports}
-    assert sum(report.target_s for report in reports[1:]) == pytest.approx(found.target_s)
+    assert len(results) == 1 + found.n_rounds
+    assert len(results[0].draft) == 0
+    assert sum(len(result.path) for result in results) == found.n_accepted > 0
+    assert sum(len(result.draft) for result in results) == found.n_drafted
+    assert {result.n_rows for result in results} == {1 + len(r.draft) for r in results}
+    assert sum(result.target_s for result in results[1:]) == pytest.approx(found.target_s)
 
 
 def test_what_a_drafter_raises_is_raised() -> None:

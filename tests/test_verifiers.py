@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -27,13 +27,20 @@ from specgen.core.verifiers import (
     Verdict,
     Verifier,
 )
-from specgen.drafters import Drafter, SuffixDrafter
+from specgen.drafters import Drafter, Drafting, SuffixDrafter, ready
 from specgen.engine.loop import Loop
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
-from specgen.policy import Policy
+from specgen.policy import Policy, RoundPlan
 from specgen.sampling import Distribution, distribution
 from specgen.testing.fake_backend import FakeVocabulary, Language, noisy, random_language
-from tests.fake_generations import Clock, Setup, SiblingDrafter, TreeDrafter, model_drafter
+from tests.fake_generations import (
+    Clock,
+    NoDrafter,
+    Setup,
+    SiblingDrafter,
+    TreeDrafter,
+    model_drafter,
+)
 from tests.goodness_of_fit import LEVEL, p_value
 
 N_VOCAB = 5
@@ -111,7 +118,7 @@ def draw(
         loop.start(generation)
         while len(generation.answer) < 1 + N_TOKENS:
             loop.round([generation])
-        assert generation.drafter is not None, "drafting failed"
+        assert generation.drafters is not None, "drafting failed"
         counts[tuple(generation.answer[1 : 1 + N_TOKENS])] += 1
     return counts
 
@@ -232,20 +239,15 @@ def test_a_skipped_residual_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_top_token_tested_as_if_drawn_is_caught() -> None:
     options = SAMPLERS["plain"]
 
-    class TopToken:
+    class TopToken(NoDrafter):
         """Bug: drafts the most likely token and says that it was drawn."""
 
-        name, model_s = "top", 0.0
+        name = "top"
 
-        def propose(
-            self, context: list[int], n_max: int, policy: object, n_drafted: int = 0
-        ) -> Draft:
+        def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
             source = distribution(DRAFTS["good"](tuple(context)), options)
             top = int(source.token_ids[source.probs.argmax()])
-            return Draft.chain([top], "top", distributions=[source])
+            return ready(Draft.chain([top], "top", distributions=[source]))
 
-        def observe(self, report: object) -> None: ...
-        def rewind(self, n_tokens: int) -> None: ...
-
-    counts = draw(options, lambda seed: TopToken())  # type: ignore[arg-type,return-value]
+    counts = draw(options, lambda seed: TopToken())
     assert p_value(counts, exact(options)) < LEVEL

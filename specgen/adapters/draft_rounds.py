@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 
 from specgen.calibration.memory import Memory
 from specgen.core.draft import NO_DRAFT, Draft
 from specgen.core.tally import Tally
+from specgen.drafters.base import propose_together
 from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.engine import Engine
-from specgen.engine.generation import Generation
 from specgen.engine.measurements import is_pair_measured
 from specgen.engine.models import Models
 from specgen.engine.prompts import Prompt
-from specgen.engine.proposing import propose_together
+from specgen.engine.sequence import Sequence
 from specgen.errors import BackendError, SpecgenError, UsageError
 from specgen.options import SessionOptions
 from specgen.policy import Reason, RoundPlan, RoundResult
 
 #: The size in tokens of the contexts in which models are timed.
 _N_CTX_TIMED = 512
-#: The context size for `Generation`: the other program cuts off what does not fit its own context.
+#: The context size for `Sequence`: the other program cuts off what does not fit its own context.
 _UNLIMITED = 2**31
 
 
@@ -50,7 +51,7 @@ class DraftRounds:
         #: The counts of all drafts so far.
         self.tally = Tally()
         #: The present text, the last draft for it, and its costs.
-        self._generation: Generation | None = None
+        self._sequence: Sequence | None = None
         self._draft = NO_DRAFT
         self._plan = RoundPlan(Reason("off"))
         self._proposed: tuple[Draft, ...] = ()
@@ -91,7 +92,7 @@ class DraftRounds:
         """The drafter: a model's file name, ``ngram`` or ``none``."""
         return self._loaded.drafts.name
 
-    def next(self, text: Sequence[int]) -> list[int]:
+    def next(self, text: abc.Sequence[int]) -> list[int]:
         """Return a draft, which may be empty, to follow a text of at least one token.
 
         If the text extends the one before as a round does (a beginning of the last draft, then one token of
@@ -100,14 +101,14 @@ class DraftRounds:
         """
         if self._is_closed:
             raise BackendError("the draft is closed")
-        generation, committed = self._generation, self._committed(text)
-        if generation is None or not committed:
-            generation = self._begin_text(text)
+        sequence, committed = self._sequence, self._committed(text)
+        if sequence is None or not committed:
+            sequence = self._begin_text(text)
         else:
-            self._observe(generation, committed)
+            self._observe(sequence, committed)
         started = self._clock()
         try:
-            self._draft = self._propose(generation)
+            self._draft = self._propose(sequence)
         except BaseException:  # Ctrl-C: the drafter's state is unknown
             self._end_text()
             raise
@@ -115,34 +116,34 @@ class DraftRounds:
         self._draft_s = self._handed_s - started
         return list(self._draft.tokens)
 
-    def _committed(self, text: Sequence[int]) -> list[int]:
+    def _committed(self, text: abc.Sequence[int]) -> list[int]:
         """Return the tokens that a round has added to the present text; empty if `text` is another one."""
-        known = [] if self._generation is None else self._generation.tokens
+        known = [] if self._sequence is None else self._sequence.tokens
         if list(text[: len(known)]) != known:
             return []
         committed = list(text[len(known) :])
         is_round = committed[:-1] == list(self._draft.tokens[: max(0, len(committed) - 1)])
         return committed if is_round else []
 
-    def _begin_text(self, text: Sequence[int]) -> Generation:
+    def _begin_text(self, text: abc.Sequence[int]) -> Sequence:
         """Begin a new text. The caches keep the beginning that they share with it."""
         self._end_text()
         draft = self._contexts[0] if self._contexts else None
-        self._generation = generation = DrafterFactory(self._loaded).sequence(
+        self._sequence = sequence = DrafterFactory(self._loaded).sequence(
             Prompt("", tuple(text)), _UNLIMITED, draft, seed=0, helpers=self._contexts[1:]
         )
-        return generation
+        return sequence
 
     def _end_text(self) -> None:
-        if self._generation is not None:
-            self._generation.policy.finish()
-            self._loaded.keep_text(self._generation.tokens)
-        self._generation, self._draft = None, NO_DRAFT
+        if self._sequence is not None:
+            self._sequence.policy.finish()
+            self._loaded.keep_text(self._sequence.tokens)
+        self._sequence, self._draft = None, NO_DRAFT
 
-    def _observe(self, generation: Generation, committed: Sequence[int]) -> None:
+    def _observe(self, sequence: Sequence, committed: abc.Sequence[int]) -> None:
         """Report the result of the last draft to policy and drafter."""
         for token in committed:
-            generation.state.commit(token)
+            sequence.state.commit(token)
         draft, target_s = self._draft, self._clock() - self._handed_s
         path, n_rows = tuple(range(len(committed) - 1)), 1 + len(draft)
         result = RoundResult(
@@ -155,9 +156,9 @@ class DraftRounds:
             tuple(committed),
             self._proposed,
         )
-        generation.policy.observe(result)
-        if generation.drafters is not None:
-            generation.drafters.observe(result)
+        sequence.policy.observe(result)
+        if sequence.drafters is not None:
+            sequence.drafters.observe(result)
         self.tally.n_rounds += 1
         self.tally.n_round_tokens += len(committed)
         self.tally.draft_s += self._draft_s
@@ -165,18 +166,18 @@ class DraftRounds:
         if len(draft):
             self.tally.add_draft(draft, path)
 
-    def _propose(self, generation: Generation) -> Draft:
-        drafters = generation.drafters
+    def _propose(self, sequence: Sequence) -> Draft:
+        drafters = sequence.drafters
         if drafters is None:
             return NO_DRAFT
-        offer = generation.offer(generation.policy.n_max)
-        self._plan = plan = generation.policy.plan(offer)
-        drafting = drafters.propose(generation.tokens, plan)
+        offer = sequence.offer(sequence.policy.n_max)
+        self._plan = plan = sequence.policy.plan(offer)
+        drafting = drafters.propose(sequence.tokens, plan)
         (proposal,) = propose_together([drafting], self._clock)
         self._proposed = offer.found, proposal.draft
         if proposal.error is not None:
             error = proposal.error
-            generation.drafters = None
+            sequence.drafters = None
             what = error.message if isinstance(error, SpecgenError) else repr(error)
             self._note(f"drafting failed, going on without a draft: {what}")
         return plan.stop.cut(proposal.draft)

@@ -45,7 +45,7 @@ class Batch:
         self.wants_logits.append(wants_logits)
 
     def part(self, start: int, end: int) -> Batch:
-        """The rows from `start` to `end`, exclusive."""
+        """Return the rows from `start` to `end`, exclusive."""
         rows = slice(start, end)
         return Batch(
             self.tokens[rows], self.positions[rows], self.sequences[rows], self.wants_logits[rows]
@@ -82,7 +82,7 @@ class Vocabulary(Protocol):
         ...
 
     def is_end(self, token_id: int) -> bool:
-        """Whether the token ends a text or a turn."""
+        """Return whether the token ends a text or a turn."""
         ...
 
     def end_tokens(self) -> Sequence[int]:

@@ -30,9 +30,6 @@ class Branches:
         return tuple(range(self.first, self.first + max(1, n)))
 
 
-Slot = Branches
-
-
 def pack(
     batch: Batch, backend: Backend, slot: Branches, pending: Sequence[int], draft: Draft
 ) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from specgen.bench.prompts import BenchPrompt
 from specgen.core.draft import ROOT, Draft
 from specgen.drafters import draft_alone
 from specgen.engine.drafter_factory import DrafterFactory
-from specgen.engine.generation import Generation
+from specgen.engine.sequence import Sequence
 from specgen.policy import draft_up_to
 from specgen.selection.trial import Baseline, TargetAnswer, agreeing_path, measure_target
 
@@ -58,7 +59,7 @@ class Foresight:
     draft_s: Mapping[str, tuple[float, float]]
     foreseen: tuple[Foreseen, ...]
 
-    def speedups(self, drafters: Sequence[str]) -> dict[int, float]:
+    def speedups(self, drafters: abc.Sequence[str]) -> dict[int, float]:
         """Return the best speed-up with exactly these drafters, by the prompt's number."""
         names = set(drafters)
         return {one.prompt: one.speedup for one in self.foreseen if set(one.drafters) == names}
@@ -78,8 +79,8 @@ def foresee(
     loaded: Models,
     target: str,
     drafts: Mapping[str, DraftSource],
-    groups: Sequence[tuple[str, ...]],
-    prompts: Sequence[BenchPrompt],
+    groups: abc.Sequence[tuple[str, ...]],
+    prompts: abc.Sequence[BenchPrompt],
     *,
     chat: bool | None = None,
     interrupted: Callable[[], bool] = lambda: False,
@@ -126,9 +127,9 @@ def foresee(
 def _foresight(
     target: str,
     baseline: Baseline,
-    numbers: Sequence[int],
-    by_draft: Mapping[str, Sequence[DrafterForesight]],
-    groups: Sequence[tuple[str, ...]],
+    numbers: abc.Sequence[int],
+    by_draft: Mapping[str, abc.Sequence[DrafterForesight]],
+    groups: abc.Sequence[tuple[str, ...]],
 ) -> Foresight:
     costs = {
         name: (
@@ -158,7 +159,7 @@ def _foreseen(
 
 
 def foresee_drafter(
-    generation: Generation, answer: TargetAnswer, n_max: int, clock: Callable[[], float]
+    generation: Sequence, answer: TargetAnswer, n_max: int, clock: Callable[[], float]
 ) -> DrafterForesight:
     """Return the possible drafts of the generation's drafter for a known answer, with up to `n_max` tokens a
     round, at the places after its first token.
@@ -180,8 +181,8 @@ class _Drafts:
 
     def __init__(
         self,
-        generation: Generation,
-        tokens: Sequence[int],
+        generation: Sequence,
+        tokens: abc.Sequence[int],
         n_max: int,
         clock: Callable[[], float],
     ) -> None:

@@ -68,9 +68,9 @@ class Memory:
         self._passing: set[str] = set()
 
     def costs(self, model: Path, context: ContextOptions, n_past: int, n_threads: int) -> CostTable:
-        """The cost table of a model's decodes in contexts with these options and about `n_past` tokens;
-        empty if nothing is known. What the table learns is kept. `n_threads` is the number of threads
-        if the options name none."""
+        """Return the cost table of a model's decodes in contexts with these options and about `n_past`
+        tokens; empty if nothing is known. What the table learns is kept. `n_threads` is the number of
+        threads if the options name none."""
         depth = _depth(n_past)
         keys = self._cost_keys(model, context, n_threads)
         if keys[depth] not in self._tables:
@@ -95,7 +95,8 @@ class Memory:
         self._passing.update(self._cost_keys(model, context, n_threads))
 
     def threads(self, model: Path, context: ContextOptions) -> Threads | None:
-        """The numbers of threads with which a model is fastest; None if they were not measured."""
+        """Return the numbers of threads with which a model is fastest; None if they were not
+        measured."""
         key = self._model_key(model, context)
         return self._threads.get(key) or _kept_threads(self._known[_THREADS].get(key))
 
@@ -104,8 +105,8 @@ class Memory:
         self._threads[self._model_key(model, context)] = threads
 
     def weights(self, model: Path, context: ContextOptions) -> str | None:
-        """The type of weights with which a model is fastest, "own" for those of its file; None if it
-        was not measured."""
+        """Return the type of weights with which a model is fastest, "own" for those of its file; None if
+        it was not measured."""
         key = self._model_key(model, context)
         known = self._weights.get(key, self._known[_WEIGHTS].get(key))
         return known if known in _WEIGHT_TYPES else None
@@ -115,8 +116,8 @@ class Memory:
         self._weights[self._model_key(model, context)] = weights
 
     def chances(self, target: Path, draft: Path | str, mode: str) -> dict[str, Chances]:
-        """The acceptance chances of the drafts of `draft` for `target`, by origin; origins that are
-        added to the result are kept. `mode` separates cases that have nothing in common."""
+        """Return the acceptance chances of the drafts of `draft` for `target`, by origin; origins that
+        are added to the result are kept. `mode` separates cases that have nothing in common."""
         name = _identity(draft) if isinstance(draft, Path) else draft
         key = _key({"target": _identity(target), "draft": name, "mode": mode})
         if key not in self._chances:
@@ -161,7 +162,7 @@ class Memory:
         replace_text(self._file, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
     def _kept_seconds(self, keys: Sequence[str], depth: int) -> dict[int, float]:
-        """The seconds that are kept for a depth, or for the nearest depth with a table."""
+        """Return the seconds that are kept for a depth, or for the nearest depth with a table."""
         for other in sorted(range(len(keys)), key=lambda other: abs(other - depth)):
             if keys[other] in self._tables and other != depth:
                 return self._tables[keys[other]].known
@@ -191,15 +192,15 @@ class Memory:
             return
 
     def _cost_keys(self, model: Path, context: ContextOptions, n_threads: int) -> list[str]:
-        """The keys of a model's tables, by depth."""
+        """Return the keys of a model's tables, by depth."""
         about = {"model": _identity(model), "context": _settings(context, n_threads)}
         return [
             _key({**about, "depth": depth, "machine": self._machine}) for depth in range(_N_DEPTHS)
         ]
 
     def _model_key(self, model: Path, context: ContextOptions) -> str:
-        """The key of a model's threads and weights. Layers on a GPU need no threads, so the number of
-        these layers is a part of the key."""
+        """Return the key of a model's threads and weights. Layers on a GPU need no threads, so the
+        number of these layers is a part of the key."""
         about = {"model": _identity(model), "n_gpu_layers": context.n_gpu_layers}
         about |= _placement(context)
         return _key({**about, "machine": self._machine})
@@ -210,7 +211,8 @@ def _depth(n_past: int) -> int:
 
 
 def _identity(model: Path) -> str:
-    """The identity of a model file in any folder: its name and size; only the name if it is missing."""
+    """Return the identity of a model file in any folder: its name and size; only the name if it is
+    missing."""
     try:
         return f"{model.name}:{model.stat().st_size}"
     except OSError:
@@ -218,7 +220,7 @@ def _identity(model: Path) -> str:
 
 
 def _settings(context: ContextOptions, n_threads: int) -> dict[str, Any]:
-    """The options of a context that decide what a decode costs."""
+    """Return the options of a context that decide what a decode costs."""
     n_threads = context.n_threads or n_threads
     own = {} if context.weights is None else {"weights": context.weights}
     return (
@@ -236,7 +238,7 @@ def _settings(context: ContextOptions, n_threads: int) -> dict[str, Any]:
 
 
 def _placement(context: ContextOptions) -> dict[str, Any]:
-    """The workers and their parts of the model; empty if this machine alone holds all layers."""
+    """Return the workers and their parts of the model; empty if this machine alone holds all layers."""
     workers = context.workers
     if workers is None:
         return {}
@@ -255,7 +257,8 @@ def _key(about: Mapping[str, Any]) -> str:
 
 
 def _read(file: Path | None) -> dict[str, dict[str, Any]]:
-    """The contents of the file by kind; empty if it is missing, not readable, or makes no sense."""
+    """Return the contents of the file by kind; empty if it is missing, not readable, or makes no
+    sense."""
     document: object = None
     if file is not None:
         with contextlib.suppress(OSError, ValueError, RecursionError):
@@ -266,7 +269,7 @@ def _read(file: Path | None) -> dict[str, dict[str, Any]]:
 
 
 def _whole(digits: str) -> int | float:
-    """A whole number. One of many digits becomes a float, perhaps infinity, since it might be too
+    """Return a whole number. One of many digits becomes a float, perhaps infinity, since it might be too
     large to become one later."""
     return int(digits) if len(digits) < 16 else float(digits)
 
@@ -276,7 +279,7 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def _seconds(entry: object) -> dict[int, float]:
-    """A table's seconds by rows; empty if anything in it makes no sense."""
+    """Return a table's seconds by rows; empty if anything in it makes no sense."""
     if not isinstance(entry, dict):
         return {}
     found: dict[int, float] = {}
@@ -291,7 +294,7 @@ def _seconds(entry: object) -> dict[int, float]:
 
 
 def _kept_threads(entry: object) -> Threads | None:
-    """The numbers of threads; None if they make no sense."""
+    """Return the numbers of threads; None if they make no sense."""
     if not isinstance(entry, dict):
         return None
     numbers = [entry.get(name) for name in ("n_single", "n_batch")]
@@ -322,7 +325,7 @@ def _counts(value: object) -> AcceptanceCounts | None:
 
 
 def _worths(value: object) -> TextWorths:
-    """The worths of texts; empty if they were not kept or make no sense."""
+    """Return the worths of texts; empty if they were not kept or make no sense."""
     if not isinstance(value, list) or len(value) != len(dataclasses.fields(TextWorths)):
         return TextWorths()
     if not all(_is_number(number) and math.isfinite(number) for number in value):

@@ -63,8 +63,8 @@ class ThreadedBackend(Backend, Protocol):
 
 
 def with_threads(context: ContextOptions, threads: Threads | None) -> ContextOptions:
-    """The options, with the measured numbers of threads where the options name none. A number that
-    the user names is meant for batches too."""
+    """Return the options, with the measured numbers of threads where the options name none. A number
+    that the user names is meant for batches too."""
     if threads is None or context.n_threads is not None:
         return context
     n_batch = context.n_threads_batch or threads.n_batch
@@ -72,8 +72,8 @@ def with_threads(context: ContextOptions, threads: Threads | None) -> ContextOpt
 
 
 def thread_counts(n_cores: int, n_logical: int, n_usable: int) -> list[int]:
-    """The numbers of threads to try, ascending, on a machine with `n_cores` physical and `n_logical`
-    logical cores, of which this process may use `n_usable` logical ones."""
+    """Return the numbers of threads to try, ascending, on a machine with `n_cores` physical and
+    `n_logical` logical cores, of which this process may use `n_usable` logical ones."""
     if n_cores <= _FEW_CORES:
         counts = set(range(1, n_cores + 1))
     else:
@@ -88,8 +88,8 @@ def measure_threads(
     budget_s: float,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> ThreadTimes:
-    """The best of these numbers of threads and of `default`, which the backend then uses. Its context
-    is empty before and afterwards.
+    """Return the best of these numbers of threads and of `default`, which the backend then uses. Its
+    context is empty before and afterwards.
 
     All numbers are timed in turns, a row and a batch each, since a machine's pace changes. After
     about `budget_s` seconds of decoding only the rounds that a choice needs are begun. If
@@ -123,7 +123,7 @@ def measure_threads(
 
 
 def choose_threads(rounds: Sequence[Mapping[int, float]], default: int) -> int:
-    """The number of threads that takes the least time, from the seconds by number of each round;
+    """Return the number of threads that takes the least time, from the seconds by number of each round;
     `default` unless another one is clearly faster."""
     best, least = default, 1.0 - _MARGIN
     for count in sorted({count for seconds in rounds for count in seconds} - {default}):
@@ -142,7 +142,8 @@ def _round(
     counts: Sequence[int],
     interrupted: Callable[[], bool],
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Seconds of a row and of a batch with each number of threads; of fewer if interrupted."""
+    """Return the seconds of a row and of a batch with each number of threads; of fewer if
+    interrupted."""
     single_s: dict[int, float] = {}
     batch_s: dict[int, float] = {}
     for count in counts:
@@ -159,7 +160,7 @@ def _round(
 
 
 def _is_hopeful(count: int, default: int, kinds: Sequence[Sequence[Mapping[int, float]]]) -> bool:
-    """Whether a number is worth timing again, for single rows or for batches."""
+    """Return whether a number is worth timing again, for single rows or for batches."""
     if count == default:
         return True
     ratios = [
@@ -170,7 +171,7 @@ def _is_hopeful(count: int, default: int, kinds: Sequence[Sequence[Mapping[int, 
 
 
 def _quickest(kinds: Sequence[Sequence[Mapping[int, float]]], counts: Collection[int]) -> set[int]:
-    """The numbers that are fastest so far, for single rows and for batches."""
+    """Return the numbers that are fastest so far, for single rows and for batches."""
     found: set[int] = set()
     for rounds in kinds:
         medians = {n: s for n, s in _medians(rounds).items() if n in counts}

@@ -24,8 +24,8 @@ _BUDGET_S = 2.0
 
 
 def timed_batch_sizes(n_max: int) -> list[int]:
-    """The numbers of rows to time, from 1 to `n_max`, ascending: in steps of one at first, and of a
-    quarter later."""
+    """Return the numbers of rows to time, from 1 to `n_max`, ascending: in steps of one at first, and of
+    a quarter later."""
     sizes = list(range(1, min(n_max, _N_DENSE) + 1))
     while sizes[-1] < n_max:
         sizes.append(min(n_max, sizes[-1] + sizes[-1] // 4))
@@ -33,7 +33,7 @@ def timed_batch_sizes(n_max: int) -> list[int]:
 
 
 def is_measured(table: CostTable, n_rows: int = 1) -> bool:
-    """Whether a table was measured, up to at least `n_rows` rows."""
+    """Return whether a table was measured, up to at least `n_rows` rows."""
     known = table.known
     return len(known) >= MIN_SIZES and max(known) >= n_rows
 
@@ -65,7 +65,7 @@ def measure_sizes(
     budget_s: float,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> dict[int, float]:
-    """Median seconds of decoding batches of these sizes, in an empty context, which is empty
+    """Return the median seconds of decoding batches of these sizes, in an empty context, which is empty
     again afterwards.
 
     Coarse sizes come first, and after `budget_s` seconds of decoding no other batch than a single
@@ -101,8 +101,8 @@ def begin(backend: Backend) -> list[int]:
 
 
 def time_batch(target: Backend, text: Sequence[int], n_rows: int) -> float | None:
-    """The seconds of a batch of `n_rows` rows behind the text; None if the context, or a batch, has no
-    room for it. The cache is the same afterwards.
+    """Return the seconds of a batch of `n_rows` rows behind the text; None if the context, or a batch,
+    has no room for it. The cache is the same afterwards.
 
     The rows are tokens of the text, since the time of a mixture of experts depends on how much its
     rows differ. If a rollback takes time, that of the batch before is included, as in rounds whose

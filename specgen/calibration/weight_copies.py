@@ -107,7 +107,7 @@ class Copies:
         self._postponed: set[Path] = set()
 
     def of(self, model: Path, context: ContextOptions) -> Path | None:
-        """The copy from which a model drafts; None if it drafts from its own weights."""
+        """Return the copy from which a model drafts; None if it drafts from its own weights."""
         if self._folder is None:
             return None
         if model not in self._found:
@@ -123,7 +123,8 @@ class Copies:
         return self._found[model]
 
     def context_of(self, model: Path, context: ContextOptions) -> ContextOptions:
-        """The options of a model's contexts, with the type of weights if it drafts from its copy."""
+        """Return the options of a model's contexts, with the type of weights if it drafts from its
+        copy."""
         copy = self.of(model, context)
         return context if copy is None else replace(context, weights=COPY_TYPE)
 
@@ -146,7 +147,7 @@ class Copies:
         compared, or if no copy can be made.
 
         If llama.cpp cannot make or load a copy, that is remembered too. A lack of disk space or memory,
-        or a failure in reading or writing, is not: the next session tries again, this one does not."""
+        or a failure in reading or writing, is not: the next process tries again, this one does not."""
         folder = self._folder
         if folder is None or not self._is_new(model, context):
             return None
@@ -174,7 +175,7 @@ class Copies:
         return found
 
     def _is_new(self, model: LlamaModel, context: ContextOptions) -> bool:
-        """Whether a model is worth a comparison that was not made yet."""
+        """Return whether a model is worth a comparison that was not made yet."""
         if model.path in self._postponed:
             return False
         known = self._memory.weights(model.path, context)
@@ -187,7 +188,8 @@ class Copies:
     def _measure(
         self, model: LlamaModel, path: Path, context: ContextOptions, text: str
     ) -> tuple[float, float]:
-        """The share of a model's own time that its copy takes, and the distance of its predictions."""
+        """Return the share of a model's own time that its copy takes, and the distance of its
+        predictions."""
         copy = LlamaModel(model.path, weights=path, n_gpu_layers=context.n_gpu_layers)
         with contextlib.closing(copy), contextlib.ExitStack() as stack:
             backends = []
@@ -202,8 +204,8 @@ class Copies:
 
 
 def _copy_path(folder: Path, model: Path) -> Path | None:
-    """Where the copy of a model is, or would be; None if the model's file is gone. A file of the same
-    name with another size or time is another model."""
+    """Return where the copy of a model is, or would be; None if the model's file is gone. A file of the
+    same name with another size or time is another model."""
     try:
         about = model.stat()
     except OSError:
@@ -214,8 +216,8 @@ def _copy_path(folder: Path, model: Path) -> Path | None:
 
 
 def share_of_time(own: Backend, other: Backend, sizes: Sequence[int] = _SIZES) -> float:
-    """The time of another model's small batches, divided by that of a model's own: the geometric mean
-    over some sizes of the ratio of the median times. The two models take turns. Their contexts are
+    """Return the time of another model's small batches, divided by that of a model's own: the geometric
+    mean over some sizes of the ratio of the median times. The two models take turns. Their contexts are
     empty before and afterwards."""
     texts = [begin(backend) for backend in (own, other)]
     shares = []
@@ -233,8 +235,8 @@ def share_of_time(own: Backend, other: Backend, sizes: Sequence[int] = _SIZES) -
 
 
 def distance_on(own: Backend, other: Backend, text: str) -> float:
-    """The mean total variation distance, in [0, 1], between the next-token distributions of two models
-    with one vocabulary, over the places of a text. Their contexts are empty before.
+    """Return the mean total variation distance, in [0, 1], between the next-token distributions of two
+    models with one vocabulary, over the places of a text. Their contexts are empty before.
 
     The acceptance rates of drafts that are drawn from the two differ by at most this much.
     """
@@ -250,7 +252,7 @@ def distance_on(own: Backend, other: Backend, text: str) -> float:
 
 
 def _softmax(logits: Logits) -> ProbArray:
-    """Probabilities, float64[n, n_vocab], of logits, float32[n, n_vocab]."""
+    """Return the probabilities, float64[n, n_vocab], of logits, float32[n, n_vocab]."""
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
     exponentials = np.exp(shifted)
     probs: ProbArray = exponentials / exponentials.sum(axis=1, keepdims=True)

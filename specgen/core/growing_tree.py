@@ -88,7 +88,6 @@ class GrowingTree:
     def draft(self, walks: Sequence[Sequence[int]] = ()) -> Draft:
         """The whole tree as a draft; `walks` as in `Draft`."""
         n = len(self.tokens)
-        looks = (p for p, rank in zip(self.probabilities, self.ranks, strict=True) if rank == 0)
         return Draft(
             tuple(self.tokens),
             tuple(self.parents),
@@ -96,5 +95,4 @@ class GrowingTree:
             tuple(self.probabilities),
             tuple(self.distributions),
             tuple(tuple(walk) for walk in walks),
-            tuple(looks),
         )

@@ -7,7 +7,7 @@ same way for both.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -189,9 +189,11 @@ class Worthwhile:
         self._is_end = is_end
         #: For each node, the chance that it and all before it are accepted.
         self._chances: list[float] = []
+        self._looks: list[float] = []
 
     def take(self, tree: GrowingTree, node: int, look: Look) -> None:
         before = self._stop.before if node == ROOT else self._chances[node]
+        self._looks += [probability for _, probability in look.guesses[:1]]
         for rank, (token, probability) in enumerate(look.guesses):
             if rank == 0 or probability >= _LEAST:
                 tree.add(node, token, probability, is_end=self._is_end(token))
@@ -201,7 +203,8 @@ class Worthwhile:
         return self._stop.frontier(tree, self._chances, self._n_deepest, n_most, self._seconds)
 
     def cut(self, draft: Draft) -> Draft:
-        return self._stop.cut_behind(draft).first(self._n_max)  # the likeliest come first
+        kept = self._stop.cut_behind(draft).first(self._n_max)  # the likeliest come first
+        return replace(kept, looks=tuple(self._looks))
 
 
 @dataclass(slots=True)

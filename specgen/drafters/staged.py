@@ -28,6 +28,8 @@ class Guesses:
         #: The last guess, which follows the first `_n_before` drafted tokens; and whether its result
         #: is still to be reported.
         self._guess = NO_DRAFT
+        #: What was found and guessed for it, before it was cut.
+        self._proposed: tuple[Draft, ...] = ()
         self._plan: RoundPlan = draft_up_to(0)
         self._n_before = 0
         self._is_open = False
@@ -60,7 +62,8 @@ class Guesses:
                 n_room + 1, n_max, found, drafters.model_name, lambda n: drafters.price(n_text + n)
             )
         )
-        guess = plan.stop.cut((yield from self._timed(drafters.propose(text, plan, n_drafted))))
+        whole = yield from self._timed(drafters.propose(text, plan, n_drafted))
+        self._proposed, guess = (found, whole), plan.stop.cut(whole)
         self._guess = guess if guess.is_chain else NO_DRAFT
         self._shown, self._n_text = tuple(drafted), len(context)
         return self._guess.tokens
@@ -89,7 +92,8 @@ class Guesses:
             self._decode_s,
             0,  # the draft model's decodes are in its cost table already
             added[: n_right + 1],
-            (guess,),
+            # What goes on behind the draft is not compared with another one.
+            tuple(each.first(len(added)) for each in self._proposed if each.is_chain),
         )
         self._policy.observe(result)
         self._drafters.observe(result)

@@ -9,7 +9,7 @@ from specgen.calibration.cost_table import Price
 from specgen.core.draft import NO_DRAFT
 from specgen.drafters.base import Drafter, Drafting, WrappedDrafter
 from specgen.drafters.translation import BeginningShaper, DraftText, SharedShaper, Translation
-from specgen.drafters.translation.unicode import n_unfinished
+from specgen.drafters.translation.strings import n_unfinished
 from specgen.policy import RoundPlan, RoundResult
 
 #: Bytes of the text before a draft that the target's tokenizer is shown with it.

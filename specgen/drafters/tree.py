@@ -8,7 +8,7 @@ import numpy as np
 
 from specgen.arrays import Logits
 from specgen.backend.base import Backend, Batch
-from specgen.backend.tree_batch import Slot
+from specgen.backend.tree_batch import Branches
 from specgen.calibration.cost_table import CostTable, Price
 from specgen.core.draft import NO_DRAFT, ROOT
 from specgen.core.growing_tree import GrowingTree
@@ -49,11 +49,11 @@ class TreeModelDrafter(ModelDrafter):
         shape: TreeShape,
         costs: CostTable | None = None,
         n_deepest: int | None = None,
-        slot: Slot | None = None,
+        slot: Branches | None = None,
         n_ctx: int | None = None,
         held: Sequence[int] = (),
     ) -> None:
-        slot = slot or Slot(0, backend.n_sequences)
+        slot = slot or Branches(0, backend.n_sequences)
         super().__init__(
             backend,
             shaper,
@@ -181,7 +181,7 @@ class _Branches:
     to its parent.
     """
 
-    def __init__(self, backend: Backend, slot: Slot) -> None:
+    def __init__(self, backend: Backend, slot: Branches) -> None:
         self._backend = backend
         self._trunk = slot.first
         #: The sequences for branches; sequences outside the slot belong to other texts.

@@ -92,15 +92,16 @@ class DraftModel:
         return "tokens" if mode == "tokens" else "string"
 
     def draws(self, settings: RequestSettings) -> bool:
-        """Whether drafts for a request with these settings are sampled."""
+        """Return whether drafts for a request with these settings are sampled."""
         return _draws(settings) and self.translated(settings) != "string"
 
     def grows_trees(self, settings: RequestSettings) -> bool:
-        """Whether drafts for a request with these settings may be trees."""
+        """Return whether drafts for a request with these settings may be trees."""
         return self.branches and (self.drafting.tree.is_fixed or not self.draws(settings))
 
     def merges(self, settings: RequestSettings) -> bool:
-        """Whether proposals of n-grams may become branches of drafts for a request with these settings."""
+        """Return whether proposals of n-grams may become branches of drafts for a request with these
+        settings."""
         return self.grows_trees(settings) and not self.drafting.tree.is_fixed
 
     def _pair(self, target: LlamaModel) -> None:
@@ -155,11 +156,12 @@ class HeadsDraft:
         self.costs = self._timed(clock)
 
     def draws(self, settings: RequestSettings) -> bool:
-        """Whether drafts for a request with these settings are sampled."""
+        """Return whether drafts for a request with these settings are sampled."""
         return _draws(settings)
 
     def merges(self, settings: RequestSettings) -> bool:
-        """Whether proposals of n-grams may become branches of drafts for a request with these settings."""
+        """Return whether proposals of n-grams may become branches of drafts for a request with these
+        settings."""
         grows = self.drafting.grows_trees and not self.drafting.tree.is_fixed
         return grows and not self.draws(settings)
 

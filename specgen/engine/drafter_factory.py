@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, MutableMapping, Sequence
+from collections import abc
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -31,11 +32,11 @@ from specgen.drafters import (
 )
 from specgen.drafters.translation import BeginningShaper, SharedShaper, Translation
 from specgen.engine.draft_models import DraftModel, HeadsDraft
-from specgen.engine.generation import Generation
 from specgen.engine.models import LONGEST_GUESS, Models
 from specgen.engine.prefix_cache import Slot
 from specgen.engine.prompts import Prompt
 from specgen.engine.request import RequestSettings
+from specgen.engine.sequence import Sequence
 from specgen.options import (
     AUTO_TREE,
     DRAFT_TEMPERATURE,
@@ -77,13 +78,13 @@ class DrafterFactory:
         draft: Backend | None,
         seed: int,
         *,
-        helpers: Sequence[Backend] = (),
+        helpers: abc.Sequence[Backend] = (),
         plain: bool = False,
         make_shaper: MakeShaper = Shaper,
         settings: RequestSettings | None = None,
         slot: Slot | None = None,
         index: int = 0,
-    ) -> Generation:
+    ) -> Sequence:
         """Return the state of an answer to `prompt`, with the number `index`. `draft` is the draft model's
         context, if there is one, and `helpers` are those of the models that draft for it. With `plain`,
         nothing drafts. `settings` are by default those of the models; `slot` is the answer's part of all
@@ -99,7 +100,7 @@ class DrafterFactory:
             parts = _Parts(models, self._chances_of, prompt, state, make_shaper, settings, slot)
             backends = () if draft is None else (draft, *helpers)
             drafters, hidden = parts.drafters(backends, np.random.default_rng(draft_seed))
-        return Generation(
+        return Sequence(
             vocabulary=models.target.vocabulary.showing(settings.generation.shown_controls),
             options=settings.generation,
             n_ctx=n_ctx,
@@ -179,7 +180,7 @@ class _Parts:
     branches: bool = True
 
     def drafters(
-        self, backends: Sequence[Backend], rng: np.random.Generator
+        self, backends: abc.Sequence[Backend], rng: np.random.Generator
     ) -> tuple[Drafters | None, LastHidden | None]:
         """Return the drafters (None: nothing drafts), and the object where the loop stores the target's
         hidden states (None: nothing drafts from them). `backends` are the contexts of the draft model, if
@@ -200,7 +201,7 @@ class _Parts:
         return Drafters(free, drafter, merges=merges, state=self.state), hidden
 
     def of_model(
-        self, draft: DraftModel, backends: Sequence[Backend], rng: np.random.Generator
+        self, draft: DraftModel, backends: abc.Sequence[Backend], rng: np.random.Generator
     ) -> Drafter:
         """Return the drafter of a draft model. `backends` are the contexts of the model and of its helpers."""
         if draft.translation is not None:
@@ -245,7 +246,7 @@ class _Parts:
         self,
         draft: DraftModel,
         translation: Translation,
-        backends: Sequence[Backend],
+        backends: abc.Sequence[Backend],
         rng: np.random.Generator,
     ) -> Drafter:
         """Return the drafter of a model with another vocabulary."""
@@ -275,7 +276,7 @@ class _Parts:
         )
 
     def _guesses(
-        self, draft: DraftModel, prompt: Prompt, backends: Sequence[Backend], state: TextState
+        self, draft: DraftModel, prompt: Prompt, backends: abc.Sequence[Backend], state: TextState
     ) -> Guesses | None:
         """Return the drafter of the model's helper, over a text in this model's tokens. The helper has a
         random generator of its own, so that it cannot change this model's samples."""

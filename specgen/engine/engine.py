@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import abc, deque
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 
 from specgen.backend.llama import LlamaBackend
 from specgen.engine.drafter_factory import DrafterFactory
-from specgen.engine.generation import Generation
 from specgen.engine.kept_answers import KeptAnswer, KeptAnswers
 from specgen.engine.loop import Loop
 from specgen.engine.measurements import measure_if_costs_decide
@@ -19,6 +18,7 @@ from specgen.engine.models import MAX_SEQUENCES, Models
 from specgen.engine.prefix_cache import PrefixCache, Slot
 from specgen.engine.prompts import Prompt
 from specgen.engine.request import Request
+from specgen.engine.sequence import Sequence
 from specgen.errors import (
     BackendError,
     MemoryLimitError,
@@ -48,8 +48,8 @@ class Engine:
     that they have; while costs are measured, `KeyboardInterrupt` is raised. `estimate_gain` allows a few
     decodes at the end of each answer to measure the cost of plain decoding. With `learn_alone`, the
     acceptance statistics that an answer adds are dropped with it, so that drafts of an answer never depend
-    on the text of another one. `prepare` is called with each request and its generation before the prompt is
-    read, and may change the generation.
+    on the text of another one. `prepare` is called with each request and its sequence before the prompt is
+    read, and may change the sequence.
 
     Several threads may use the engine: one at a time steps it, for the answers of all. An answer that
     fails or is cancelled ends alone. Raises `MemoryLimitError` if the contexts do not fit into memory.
@@ -64,7 +64,7 @@ class Engine:
         interrupted: Callable[[], bool] = lambda: False,
         estimate_gain: bool = False,
         learn_alone: bool = False,
-        prepare: Callable[[Request, Generation], None] = lambda _request, _generation: None,
+        prepare: Callable[[Request, Sequence], None] = lambda _request, _generation: None,
     ) -> None:
         if n_parallel < 1:
             raise UsageError(f"{n_parallel} answers at once: give 1 or more")
@@ -283,7 +283,7 @@ class Engine:
         """Run a round of all answers that have begun, and return its events."""
         busy = self.slots.decoding()
         requests: dict[int, Request] = {}
-        sequences: list[Generation] = []
+        sequences: list[Sequence] = []
         for slot in busy:
             assert slot.request is not None
             assert slot.sequence is not None
@@ -334,7 +334,7 @@ class Engine:
         if request.failure is not None:
             raise request.failure
 
-    def answers(self, prompts: Sequence[str | Prompt]) -> list[str]:
+    def answers(self, prompts: abc.Sequence[str | Prompt]) -> list[str]:
         """Return the answers to prompts, in their order. Up to `n_parallel` of them are generated at once.
         Raises the first failure."""
         requests = [self.insert(prompt) for prompt in prompts]
@@ -461,7 +461,7 @@ class Engine:
         slot.free()
         return events
 
-    def _keep(self, prompt: Prompt, tokens: Sequence[int]) -> None:
+    def _keep(self, prompt: Prompt, tokens: abc.Sequence[int]) -> None:
         """Store a finished text, prompt and answer, for lookups of later answers and for drafts to learn
         from, if the options ask for that. Raises `OutputError` if it cannot be written for learning; it is
         then written with the next one."""

@@ -1,7 +1,7 @@
 """The weights that a draft model learnt from kept answers.
 
 A small JSON file for each draft, beside the answers, names the weights to draft from. It is replaced
-whole, after those weights are on the disk. So even if the learning process is killed, a session finds
+whole, after those weights are on the disk. So even if the learning process is killed, others find
 complete weights, or none.
 """
 

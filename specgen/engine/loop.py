@@ -1,14 +1,15 @@
 """The draft/verify loop: propose, decode, verify, commit, observe.
 
-One round serves any number of generations: their drafts are packed into one batch of the target and
-verified one by one. The loop reads no files or options and prints nothing; it changes `Generation`s
+One round serves any number of sequences: their drafts are packed into one batch of the target and
+verified one by one. The loop reads no files or options and prints nothing; it changes `Sequence`s
 and returns events.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,8 +22,7 @@ from specgen.core.draft import NO_DRAFT, ROOT, Draft
 from specgen.core.text_state import TextState
 from specgen.core.verifiers import Verdict
 from specgen.drafters import Drafters
-from specgen.engine.generation import Generation
-from specgen.engine.proposing import propose_together, refuse_nonsense
+from specgen.drafters.base import propose_together, refuse_nonsense
 from specgen.engine.round_events import (
     committed,
     draft_nodes,
@@ -30,6 +30,7 @@ from specgen.engine.round_events import (
     rejected_branches,
     with_logprobs,
 )
+from specgen.engine.sequence import Sequence
 from specgen.errors import BackendError, SpecgenError
 from specgen.events import (
     DraftedEvent,
@@ -52,7 +53,7 @@ class Loop:
     """Generates with one target.
 
     `clock` returns the seconds of a monotonic clock. `interrupted` is called between decodes; once it
-    returns True, generations finish with the text that they have.
+    returns True, sequences finish with the text that they have.
     """
 
     def __init__(
@@ -72,104 +73,104 @@ class Loop:
         """Seconds since the loop was made: the `time_s` of events."""
         return self._clock() - self._started_s
 
-    def run(self, generation: Generation) -> Iterator[Event]:
+    def run(self, sequence: Sequence) -> Iterator[Event]:
         """Generate a whole answer, and yield its events. Raises the error that ends it early."""
-        yield from self.start(generation)
-        while not generation.is_finished:
-            yield from self.round([generation])
-        if generation.failure is not None:
-            raise generation.failure
+        yield from self.start(sequence)
+        while not sequence.is_finished:
+            yield from self.round([sequence])
+        if sequence.failure is not None:
+            raise sequence.failure
 
-    def start(self, generation: Generation) -> list[Event]:
+    def start(self, sequence: Sequence) -> list[Event]:
         """Decode a prompt, commit the first token, and return the events. There is no draft in this step,
         so the first token comes as early, and the prompt is decoded in the same pieces, as in plain
         decoding."""
         events: list[Event] = []
-        while not (generation.is_started or generation.is_finished):
-            events += self.read(generation)
+        while not (sequence.is_started or sequence.is_finished):
+            events += self.read(sequence)
         return events
 
-    def read(self, generation: Generation, n_most: int | None = None) -> list[Event]:
+    def read(self, sequence: Sequence, n_most: int | None = None) -> list[Event]:
         """Decode one piece of a prompt, at most `n_most` tokens (by default as many as the target takes at
         once). After the last piece, commit the first token. Return the events."""
-        if generation.is_finished:
+        if sequence.is_finished:
             return []
-        started, tally = self._clock(), generation.tally
+        started, tally = self._clock(), sequence.tally
         target_s = self._target.decode_s
         events: list[Event] = []
-        if generation.read_since_s is None:
-            generation.read_since_s = started
-            generation.n_cached = self._target.length(generation.slot.first)
+        if sequence.read_since_s is None:
+            sequence.read_since_s = started
+            sequence.n_cached = self._target.length(sequence.slot.first)
             # Tokens that the grammar forces need no decode: they are decoded with the prompt.
-            forced = _commit_forced(generation)
+            forced = _commit_forced(sequence)
             if forced:
                 tally.first_token_s = self._clock() - started
-                events.append(committed(generation, self.now_s, forced))
-        if self._interrupted() and not generation.is_finished:
-            events += self._interrupt(generation)
-        if not generation.is_finished:
-            logits = self._read_piece(generation, n_most or self._target.n_batch)
+                events.append(committed(sequence, self.now_s, forced))
+        if self._interrupted() and not sequence.is_finished:
+            events += self._interrupt(sequence)
+        if not sequence.is_finished:
+            logits = self._read_piece(sequence, n_most or self._target.n_batch)
             if logits is not None:
-                verdict = self._verify(generation, NO_DRAFT, logits)
-                events += self._commit(generation, NO_DRAFT, verdict, logits)
-                generation.is_started = True
+                verdict = self._verify(sequence, NO_DRAFT, logits)
+                events += self._commit(sequence, NO_DRAFT, verdict, logits)
+                sequence.is_started = True
         target_s = self._target.decode_s - target_s
         tally.prompt_s += target_s
         tally.target_s += target_s
         now = self._clock()
         tally.wall_s += now - started
         tally.start_s = tally.wall_s
-        tally.n_start_tokens = len(generation.tokens) - generation.n_prompt
-        if generation.is_started and tally.first_token_s is None:
-            tally.first_token_s = now - generation.read_since_s
+        tally.n_start_tokens = len(sequence.tokens) - sequence.n_prompt
+        if sequence.is_started and tally.first_token_s is None:
+            tally.first_token_s = now - sequence.read_since_s
         return events
 
-    def round(self, generations: Sequence[Generation]) -> list[Event]:
-        """Run one round for all generations that are started and not finished, and return the events.
+    def round(self, sequences: abc.Sequence[Sequence]) -> list[Event]:
+        """Run one round for all sequences that are started and not finished, and return the events.
 
-        If a generation's grammar allows no token, or its logits are not numbers, it ends with a
+        If a sequence's grammar allows no token, or its logits are not numbers, it ends with a
         `failure`, and the others go on. Raises `BackendError` if the target cannot decode the round's
         batch. The statistics do not count time outside this call, in a renderer for example.
         """
-        active = [generation for generation in generations if not generation.is_finished]
+        active = [sequence for sequence in sequences if not sequence.is_finished]
         if not active:
             return []
         if self._interrupted():
-            return [event for generation in active for event in self._interrupt(generation)]
+            return [event for sequence in active for event in self._interrupt(sequence)]
         round_started = self._clock()
         events: list[Event] = []
         drafting = self._propose(active, events)
 
         target_s, n_rows = self._target.decode_s, self._target.n_decoded_rows
         batch = Batch()
-        for generation, drafted in zip(active, drafting, strict=True):
+        for sequence, drafted in zip(active, drafting, strict=True):
             n_room = self._target.n_batch // len(active) - len(drafted.draft)
-            pending = self._pending(generation, n_room)
-            pack(batch, self._target, generation.slot, pending, drafted.draft)
+            pending = self._pending(sequence, n_room)
+            pack(batch, self._target, sequence.slot, pending, drafted.draft)
         logits, hidden = self._decode_round(batch, active)
         target_s = self._target.decode_s - target_s
         # More rows than the batch has, if tokens were decoded again to restore a recurrent state.
         n_rows = self._target.n_decoded_rows - n_rows
 
         first_row = 0
-        for generation, drafted in zip(active, drafting, strict=True):
+        for sequence, drafted in zip(active, drafting, strict=True):
             draft = drafted.draft
             rows = logits[first_row : first_row + 1 + len(draft)]
             first_row += len(rows)
-            tally = generation.tally
-            n_tokens = len(generation.tokens)
+            tally = sequence.tally
+            n_tokens = len(sequence.tokens)
             n_before = n_tokens - tally.n_forced
             try:
-                verdict = self._verify(generation, draft, rows)
+                verdict = self._verify(sequence, draft, rows)
             except BackendError as error:  # the grammar allows no token, or a logit is not a number
-                generation.failure = error
+                sequence.failure = error
                 continue
             tally.n_rounds += 1
-            events += self._commit(generation, draft, verdict, rows, drafted.plan.reason)
-            if generation.hidden is not None and hidden is not None:
+            events += self._commit(sequence, draft, verdict, rows, drafted.plan.reason)
+            if sequence.hidden is not None and hidden is not None:
                 # The row of the last accepted node, whose logits chose the next token.
                 last_row = first_row - len(rows) + 1 + (verdict.path[-1] if verdict.path else ROOT)
-                generation.hidden.take(hidden[last_row], n_tokens + len(verdict.path))
+                sequence.hidden.take(hidden[last_row], n_tokens + len(verdict.path))
             result = RoundResult(
                 drafted.plan,
                 draft,
@@ -177,150 +178,150 @@ class Loop:
                 drafted.seconds,
                 target_s,
                 n_rows,
-                committed=tuple(generation.tokens[n_tokens:]),
+                committed=tuple(sequence.tokens[n_tokens:]),
                 proposed=drafted.proposed,
             )
-            generation.policy.observe(result)
-            self._tell_drafters(generation, result, events)
-            n_committed = len(generation.tokens) - tally.n_forced - n_before
+            sequence.policy.observe(result)
+            self._tell_drafters(sequence, result, events)
+            n_committed = len(sequence.tokens) - tally.n_forced - n_before
             tally.add_decode(n_committed, n_rows, target_s)
-            # The generations in a batch share its time equally.
+            # The sequences in a batch share its time equally.
             tally.target_s += target_s / len(active)
             tally.draft_s += drafted.model_s
         wall_s = self._clock() - round_started
-        for generation in active:
-            generation.tally.wall_s += wall_s / len(active)
+        for sequence in active:
+            sequence.tally.wall_s += wall_s / len(active)
         return events
 
-    def finish(self, generation: Generation, *, estimate_gain: bool) -> list[Event]:
-        """Return the summary of a finished generation. With `estimate_gain`, a generation that had drafts
+    def finish(self, sequence: Sequence, *, estimate_gain: bool) -> list[Event]:
+        """Return the summary of a finished sequence. With `estimate_gain`, a sequence that had drafts
         is compared with plain decoding, which may take a few more decodes."""
-        generation.policy.finish()
+        sequence.policy.finish()
         token_s, how = None, ""
-        if estimate_gain and generation.tally.n_drafted:
-            token_s = generation.tally.plain_token_s()
-            n_plain = len(generation.tally.target_s_by_rows[1])
+        if estimate_gain and sequence.tally.n_drafted:
+            token_s = sequence.tally.plain_token_s()
+            n_plain = len(sequence.tally.target_s_by_rows[1])
             how = f"from the {n_plain} rounds of this answer that had no draft"
-            if token_s is None and generation.finish_reason != "interrupted":
-                token_s = self.plain_token_s(generation)
+            if token_s is None and sequence.finish_reason != "interrupted":
+                token_s = self.plain_token_s(sequence)
                 how = f"from {_N_PROBES} single-token decodes at the end of the answer"
-        return [generation.finished_event(self.now_s, token_s, how)]
+        return [sequence.finished_event(self.now_s, token_s, how)]
 
-    def plain_token_s(self, generation: Generation) -> float | None:
+    def plain_token_s(self, sequence: Sequence) -> float | None:
         """Return the target's time for one token: the median seconds of a few decodes of the text's last
         token, after which the cache is as before. None if there is no room."""
-        sequence = generation.slot.first
-        length = self._target.length(sequence)
-        if length == 0 or length >= generation.n_ctx:
+        first = sequence.slot.first
+        length = self._target.length(first)
+        if length == 0 or length >= sequence.n_ctx:
             return None
         samples = []
         for _ in range(_N_PROBES):
-            self._target.checkpoint(sequence)
+            self._target.checkpoint(first)
             batch = Batch()
-            batch.add(generation.tokens[-1], length, (sequence,), True)
+            batch.add(sequence.tokens[-1], length, (first,), True)
             before = self._target.decode_s
             self._target.decode(batch)
             samples.append(self._target.decode_s - before)
-            self._target.remove(sequence, length)
+            self._target.remove(first, length)
         return float(np.median(samples))
 
-    def _interrupt(self, generation: Generation) -> list[Event]:
+    def _interrupt(self, sequence: Sequence) -> list[Event]:
         """End the answer here, and return the event of the text that was held back, if any."""
-        generation.finish("interrupted")
-        text = generation.text.flush()
+        sequence.finish("interrupted")
+        text = sequence.text.flush()
         if not text:
             return []
-        piece = Piece(generation.tokens[-1], text, "plain", "target")
-        return [committed(generation, self.now_s, [piece])]
+        piece = Piece(sequence.tokens[-1], text, "plain", "target")
+        return [committed(sequence, self.now_s, [piece])]
 
-    def _read_piece(self, generation: Generation, n_most: int) -> Logits | None:
+    def _read_piece(self, sequence: Sequence, n_most: int) -> Logits | None:
         """Decode the next piece of the text that the cache does not hold yet: of the prompt, and of tokens
         that the grammar forces after it. Return the logits after the last piece, float32[1, n_vocab];
         None after the others."""
-        text, sequence = generation.tokens, generation.slot.first
-        start = self._target.length(sequence)
+        text, first = sequence.tokens, sequence.slot.first
+        start = self._target.length(first)
         batch = Batch()
         for offset, token in enumerate(text[start : start + n_most]):
-            batch.add(token, start + offset, (sequence,), False)
+            batch.add(token, start + offset, (first,), False)
         batch.wants_logits[-1] = is_last = start + n_most >= len(text)
         logits = self._target.decode(batch)
         return logits if is_last else None
 
     def _decode_round(
-        self, batch: Batch, active: Sequence[Generation]
+        self, batch: Batch, active: abc.Sequence[Sequence]
     ) -> tuple[Logits, Hidden | None]:
         """Decode a round's batch. Return the logits, float32[n_rows, n_vocab], and the hidden states,
         float32[n_rows, n_embd], if a drafter needs these."""
-        is_wanted = any(generation.hidden is not None for generation in active)
+        is_wanted = any(sequence.hidden is not None for sequence in active)
         target = self._hidden_target
         if is_wanted and target is not None and len(batch) <= target.n_outputs:
             return target.decode_hidden(batch)
         return self._target.decode(batch), None
 
-    def _pending(self, generation: Generation, n_room: int) -> list[int]:
+    def _pending(self, sequence: Sequence, n_room: int) -> list[int]:
         """Return the committed tokens that the cache does not hold yet: the last one and, if a grammar
         forced tokens, those before it. If they do not fit into the round's batch, all but the last are
         decoded here."""
-        sequence, tokens = generation.slot.first, generation.tokens
-        position = self._target.length(sequence)
+        first, tokens = sequence.slot.first, sequence.tokens
+        position = self._target.length(first)
         if len(tokens) - position > max(1, min(n_room, _MAX_PENDING)):
             n_batch = self._target.n_batch
             for start in range(position, len(tokens) - 1, n_batch):
                 batch = Batch()
                 for index in range(start, min(start + n_batch, len(tokens) - 1)):
-                    batch.add(tokens[index], index, (sequence,), False)
+                    batch.add(tokens[index], index, (first,), False)
                 self._target.decode(batch)
             position = len(tokens) - 1
         return tokens[position:]
 
-    def _propose(self, active: Sequence[Generation], events: list[Event]) -> list[_Drafted]:
-        """Plan a draft for each generation and make the drafts together. If a drafter fails, drafting ends
-        for its generation, but the answer goes on."""
-        drafting = [self._plan(generation, active, events) for generation in active]
+    def _propose(self, active: abc.Sequence[Sequence], events: list[Event]) -> list[_Drafted]:
+        """Plan a draft for each sequence and make the drafts together. If a drafter fails, drafting ends
+        for its sequence, but the answer goes on."""
+        drafting = [self._plan(sequence, active, events) for sequence in active]
         planned = [
-            (generation, drafted, drafted.drafters.propose(generation.tokens, drafted.plan))
-            for generation, drafted in zip(active, drafting, strict=True)
+            (sequence, drafted, drafted.drafters.propose(sequence.tokens, drafted.plan))
+            for sequence, drafted in zip(active, drafting, strict=True)
             if drafted.drafters is not None
         ]
         proposals = propose_together([proposed for _, _, proposed in planned], self._clock)
-        for (generation, drafted, _), proposal in zip(planned, proposals, strict=True):
+        for (sequence, drafted, _), proposal in zip(planned, proposals, strict=True):
             started = self._clock()
             plan = drafted.plan
             n_most = len(plan.found) + plan.n_max
             if proposal.error is None:
                 refuse_nonsense(proposal, n_most, self._target.n_vocab)
             if proposal.error is not None:
-                self._fail(generation, drafted, proposal.error, events)
+                self._fail(sequence, drafted, proposal.error, events)
             else:
-                drafted.take(proposal.draft, generation.state)
-            generation.n_rows = 1 + len(drafted.draft)
+                drafted.take(proposal.draft, sequence.state)
+            sequence.n_rows = 1 + len(drafted.draft)
             # Heads ask for no decode: all their drafting is the draft model's time.
             seconds = proposal.seconds + self._clock() - started
-            drafted.model_s = proposal.model_s if generation.hidden is None else seconds
+            drafted.model_s = proposal.model_s if sequence.hidden is None else seconds
             drafted.seconds += seconds
-        for generation, drafted in zip(active, drafting, strict=True):
+        for sequence, drafted in zip(active, drafting, strict=True):
             if not len(drafted.draft):
                 reason = drafted.plan.reason
-                generation.tally.add_undrafted(reason.name, str(reason))
+                sequence.tally.add_undrafted(reason.name, str(reason))
         return drafting
 
     def _plan(
-        self, generation: Generation, active: Sequence[Generation], events: list[Event]
+        self, sequence: Sequence, active: abc.Sequence[Sequence], events: list[Event]
     ) -> _Drafted:
-        """Return what the generation's free drafter finds, and its plan of the round."""
-        drafters = generation.drafters
+        """Return what the sequence's free drafter finds, and its plan of the round."""
+        drafters = sequence.drafters
         if drafters is None:
-            return _Drafted(RoundPlan(Reason(generation.why_undrafted)))
+            return _Drafted(RoundPlan(Reason(sequence.why_undrafted)))
         started = self._clock()
         # How much the others will draft is not known yet: about as much as in the last round.
-        n_other_rows = sum(each.n_rows for each in active) - generation.n_rows
+        n_other_rows = sum(each.n_rows for each in active) - sequence.n_rows
         others = Others(len(active) - 1, n_other_rows)
         try:
-            offer = generation.offer(self._target.n_outputs // len(active) - 1, others)
-            plan = generation.policy.plan(offer)
+            offer = sequence.offer(self._target.n_outputs // len(active) - 1, others)
+            plan = sequence.policy.plan(offer)
         except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
             drafted = _Drafted(RoundPlan(Reason("failed")))
-            self._fail(generation, drafted, error, events)
+            self._fail(sequence, drafted, error, events)
             return drafted
         is_planned = len(plan.found) + plan.n_max > 0
         return _Drafted(
@@ -330,44 +331,42 @@ class Loop:
             seconds=self._clock() - started,
         )
 
-    def _tell_drafters(
-        self, generation: Generation, result: RoundResult, events: list[Event]
-    ) -> None:
-        if generation.drafters is None:
+    def _tell_drafters(self, sequence: Sequence, result: RoundResult, events: list[Event]) -> None:
+        if sequence.drafters is None:
             return
         try:
-            generation.drafters.observe(result)
+            sequence.drafters.observe(result)
         except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
-            self._end_drafting(generation, error, events)
+            self._end_drafting(sequence, error, events)
 
     def _fail(
-        self, generation: Generation, drafted: _Drafted, error: Exception, events: list[Event]
+        self, sequence: Sequence, drafted: _Drafted, error: Exception, events: list[Event]
     ) -> None:
         drafted.plan, drafted.draft = replace(drafted.plan, reason=Reason("failed")), NO_DRAFT
-        self._end_drafting(generation, error, events)
+        self._end_drafting(sequence, error, events)
 
-    def _end_drafting(self, generation: Generation, error: Exception, events: list[Event]) -> None:
-        generation.drafters, generation.why_undrafted = None, "failed"
-        events.append(self._drafting_failed(generation, error))
+    def _end_drafting(self, sequence: Sequence, error: Exception, events: list[Event]) -> None:
+        sequence.drafters, sequence.why_undrafted = None, "failed"
+        events.append(self._drafting_failed(sequence, error))
 
-    def _drafting_failed(self, generation: Generation, error: Exception) -> NoticeEvent:
+    def _drafting_failed(self, sequence: Sequence, error: Exception) -> NoticeEvent:
         what = error.message if isinstance(error, SpecgenError) else repr(error)
         return NoticeEvent(
-            sequence=generation.index,
+            sequence=sequence.index,
             time_s=self.now_s,
             message=f"drafting failed, going on without a draft: {what}",
             detail="".join(traceback.format_exception(error)),
         )
 
-    def _verify(self, generation: Generation, draft: Draft, logits: Logits) -> Verdict:
+    def _verify(self, sequence: Sequence, draft: Draft, logits: Logits) -> Verdict:
         dead_ends: dict[int, NoTokenAllowedError] = {}
 
         def target(node: int) -> Distribution:
-            if node != ROOT and generation.vocabulary.is_end(draft.tokens[node]):
+            if node != ROOT and sequence.vocabulary.is_end(draft.tokens[node]):
                 # Nothing follows the end of a text: a token that is chosen here is never committed.
                 return Distribution.certain(draft.tokens[node])
             try:
-                return generation.shaper.distribution(logits[node + 1], draft.text(node))
+                return sequence.shaper.distribution(logits[node + 1], draft.text(node))
             except NoTokenAllowedError as error:
                 if node == ROOT:
                     raise
@@ -375,14 +374,14 @@ class Loop:
                 dead_ends[node] = error
                 return Distribution.certain(draft.tokens[node])
 
-        verdict = generation.verifier.verify(draft, target, generation.rng)
+        verdict = sequence.verifier.verify(draft, target, sequence.rng)
         if verdict.path and verdict.path[-1] in dead_ends:
             raise dead_ends[verdict.path[-1]]
         return verdict
 
     def _commit(
         self,
-        generation: Generation,
+        sequence: Sequence,
         draft: Draft,
         verdict: Verdict,
         logits: Logits,
@@ -390,7 +389,7 @@ class Loop:
     ) -> list[Event]:
         """Commit the accepted path, the target's token, and the tokens that the grammar forces after it,
         up to the end of the answer. Keep the accepted path in the cache. Return the events."""
-        rejected = rejected_branches(generation, draft, verdict)
+        rejected = rejected_branches(sequence, draft, verdict)
         kinds: list[tuple[int, TokenKind, str]] = [
             (draft.tokens[node], "accepted", draft.origins[node]) for node in verdict.path
         ]
@@ -399,24 +398,22 @@ class Loop:
 
         pieces: list[Piece] = []
         for node, (token, kind, origin) in zip((ROOT, *verdict.path), kinds, strict=True):
-            piece = Piece(token, generation.commit(token), kind, origin)
-            pieces.append(with_logprobs(generation, piece, logits[node + 1]))
-            if generation.is_finished:
+            piece = Piece(token, sequence.commit(token), kind, origin)
+            pieces.append(with_logprobs(sequence, piece, logits[node + 1]))
+            if sequence.is_finished:
                 break
         n_accepted = min(len(verdict.path), len(pieces))
-        keep_path(self._target, generation.slot, draft, verdict.path[:n_accepted])
-        pieces += _commit_forced(generation)
+        keep_path(self._target, sequence.slot, draft, verdict.path[:n_accepted])
+        pieces += _commit_forced(sequence)
 
         events: list[Event] = []
-        now_s, number = self.now_s, generation.tally.n_rounds
+        now_s, number = self.now_s, sequence.tally.n_rounds
         if len(draft):
-            generation.tally.add_draft(draft, verdict.path[:n_accepted])
-            events.append(
-                DraftedEvent(generation.index, now_s, number, draft_nodes(generation, draft))
-            )
+            sequence.tally.add_draft(draft, verdict.path[:n_accepted])
+            events.append(DraftedEvent(sequence.index, now_s, number, draft_nodes(sequence, draft)))
             events.append(
                 VerifiedEvent(
-                    sequence=generation.index,
+                    sequence=sequence.index,
                     time_s=now_s,
                     round=number,
                     accepted=verdict.path,
@@ -425,13 +422,13 @@ class Loop:
                     next_kind=own_kind,
                 )
             )
-        events.append(committed(generation, now_s, pieces, reason))
+        events.append(committed(sequence, now_s, pieces, reason))
         return events
 
 
 @dataclass(slots=True)
 class _Drafted:
-    """The drafting of one generation in a round."""
+    """The drafting of one sequence in a round."""
 
     plan: RoundPlan
     #: What the free drafter found, and what the plan's drafters proposed.
@@ -456,14 +453,14 @@ class _Drafted:
             self.plan = replace(self.plan, reason=Reason(name))
 
 
-def _commit_forced(generation: Generation) -> list[Piece]:
+def _commit_forced(sequence: Sequence) -> list[Piece]:
     """Commit the tokens to which the grammar leaves no alternative. Logits would change nothing, so no
     decode is needed before them."""
     pieces: list[Piece] = []
-    while not generation.is_finished:
-        token = generation.state.forced()
+    while not sequence.is_finished:
+        token = sequence.state.forced()
         if token is None:
             break
-        pieces.append(Piece(token, generation.commit(token), "forced", "grammar"))
-    generation.tally.n_forced += len(pieces)
+        pieces.append(Piece(token, sequence.commit(token), "forced", "grammar"))
+    sequence.tally.n_forced += len(pieces)
     return pieces

@@ -24,8 +24,8 @@ _N_CTX = 512
 
 
 def is_pair_measured(models: Models, draft: Path | None) -> bool:
-    """Whether the costs of the target, up to the largest batch of a round, and of a draft model are
-    known."""
+    """Return whether the costs of the target, up to the largest batch of a round, and of a draft model
+    are known."""
     own = is_measured(models.costs.table(), models.n_rows_max)
     return own and (draft is None or is_measured(models.costs.table(draft)))
 

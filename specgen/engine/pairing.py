@@ -82,7 +82,8 @@ def check_pair(target: TokenTable, draft: TokenTable, target_name: str, draft_na
 
 
 def _is_padding(table: TokenTable, token_id: int) -> bool:
-    """Whether an entry only fills the table up, by the marks of the programs that convert models."""
+    """Return whether an entry only fills the table up, by the marks of the programs that convert
+    models."""
     if table.token_attributes(token_id) & _ATTRIBUTE_UNUSED:
         return True
     entry = table.token_entry(token_id)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import abc
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from specgen.backend.base import Backend
 from specgen.backend.tree_batch import Branches
-from specgen.engine.generation import Generation
 from specgen.engine.request import Request
+from specgen.engine.sequence import Sequence
 from specgen.errors import RollbackError, SpecgenError
 
 
@@ -22,7 +23,7 @@ class Slot:
     #: None while the slot is free.
     request: Request | None = None
     #: None while the slot is free, and until the request's prefix and drafter are ready.
-    sequence: Generation | None = None
+    sequence: Sequence | None = None
     #: The index of the last request that was served there; -1 before any.
     used_last: int = -1
 
@@ -35,7 +36,7 @@ class Slot:
         """Return the number of tokens that the slot has room for in a cache."""
         return backend.n_ctx // self.n
 
-    def share_prefix(self, backend: Backend, tokens: Sequence[int]) -> int:
+    def share_prefix(self, backend: Backend, tokens: abc.Sequence[int]) -> int:
         """Reuse the longest prefix of `tokens` that any slot of the cache holds; drop the rest of this slot.
         Return the number of reused tokens: at most all but the last token, which must be decoded for its
         logits. The sequences share cells, so no data is copied."""
@@ -134,7 +135,7 @@ class PrefixCache:
         """Return the slot whose prompt is being read, if there is one."""
         return next((slot for slot in self.slots if slot.is_reading), None)
 
-    def free_slot(self, tokens: Sequence[int], target: Backend) -> Slot:
+    def free_slot(self, tokens: abc.Sequence[int], target: Backend) -> Slot:
         """Return the best free slot for a prompt: the one whose text is the longest prefix of the prompt,
         else the one that was not used for longest. (If another slot holds a prefix of the prompt, its cells
         are shared.) At least one slot must be free."""
@@ -148,7 +149,7 @@ class PrefixCache:
         return min((slot for slot in self.slots if slot.request is None), key=rank)
 
 
-def n_common(one: Sequence[int], other: Sequence[int]) -> int:
+def n_common(one: abc.Sequence[int], other: abc.Sequence[int]) -> int:
     """Return the length of the common prefix of two texts, in tokens."""
     n = 0
     for first, second in zip(one, other, strict=False):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections import abc
 
 from specgen.arrays import Logits
 from specgen.core.draft import ROOT, Draft
 from specgen.core.verifiers import Verdict
-from specgen.engine.generation import Generation
+from specgen.engine.sequence import Sequence
 from specgen.events import (
     CommittedEvent,
     DraftNode,
@@ -29,15 +29,15 @@ def next_kind(draft: Draft, verdict: Verdict) -> TokenKind:
     return "corrected" if draft.children(last) else "bonus"
 
 
-def with_logprobs(generation: Generation, piece: Piece, row: Logits) -> Piece:
+def with_logprobs(sequence: Sequence, piece: Piece, row: Logits) -> Piece:
     """Return the piece with the target's log-probabilities, if they were asked for. `row` holds the
     logits, float32[n_vocab]."""
-    n_top = generation.options.logprobs
+    n_top = sequence.options.logprobs
     if n_top is None:
         return piece
     top = most_likely(row, n_top)
     own, *others = log_probabilities(row, [piece.token_id, *top])
-    token_bytes = generation.vocabulary.token_bytes
+    token_bytes = sequence.vocabulary.token_bytes
     return dataclasses.replace(
         piece,
         logprob=own,
@@ -49,24 +49,24 @@ def with_logprobs(generation: Generation, piece: Piece, row: Logits) -> Piece:
 
 
 def committed(
-    generation: Generation, now_s: float, pieces: Sequence[Piece], reason: Reason | None = None
+    sequence: Sequence, now_s: float, pieces: abc.Sequence[Piece], reason: Reason | None = None
 ) -> CommittedEvent:
     """Return the event of pieces that became part of the answer; `reason` is that of the round's plan."""
     return CommittedEvent(
-        sequence=generation.index,
+        sequence=sequence.index,
         time_s=now_s,
-        round=generation.tally.n_rounds,
+        round=sequence.tally.n_rounds,
         pieces=tuple(pieces),
         text="".join(piece.text for piece in pieces),
-        n_tokens=generation.n_answer,
+        n_tokens=sequence.n_answer,
         reason=None if reason is None else reason.name,
         reason_text=None if reason is None else str(reason),
     )
 
 
-def draft_nodes(generation: Generation, draft: Draft) -> tuple[DraftNode, ...]:
+def draft_nodes(sequence: Sequence, draft: Draft) -> tuple[DraftNode, ...]:
     """Return the nodes of a draft as an event shows them."""
-    token_bytes = generation.vocabulary.token_bytes
+    token_bytes = sequence.vocabulary.token_bytes
     return tuple(
         DraftNode(token, token_bytes(token).decode("utf-8", "replace"), parent, origin, probability)
         for token, parent, origin, probability in zip(
@@ -76,7 +76,7 @@ def draft_nodes(generation: Generation, draft: Draft) -> tuple[DraftNode, ...]:
 
 
 def rejected_branches(
-    generation: Generation, draft: Draft, verdict: Verdict
+    sequence: Sequence, draft: Draft, verdict: Verdict
 ) -> tuple[RejectedBranch, ...]:
     """Return the rejected parts of a draft, one for each leaf: the nodes from where its branch left the
     accepted path.
@@ -87,7 +87,7 @@ def rejected_branches(
     if len(verdict.path) == len(draft):
         return ()
     kept = set(verdict.path)
-    token_bytes = generation.vocabulary.token_bytes
+    token_bytes = sequence.vocabulary.token_bytes
     branches = []
     for leaf in draft.leaves():
         path = draft.path(leaf)
@@ -95,5 +95,5 @@ def rejected_branches(
         if lost:
             before = b"".join(token_bytes(draft.tokens[node]) for node in path[: -len(lost)])
             data = b"".join(token_bytes(draft.tokens[node]) for node in lost)
-            branches.append(RejectedBranch(lost, generation.text.preview(before, data)))
+            branches.append(RejectedBranch(lost, sequence.text.preview(before, data)))
     return tuple(branches)

@@ -86,16 +86,25 @@ def choose_kernels(
     Each model is tried with them in a child process (`trial`) before it is loaded; see `ModelTrials`. What they
     cannot compute, llama.cpp's own code computes, unless they are required.
     """
+    from specgen.backend.llama import kernels
+
+    attached = kernels.attached()
     if wanted == "llama.cpp":
-        _switch_off()
-        return KernelStatus("llama.cpp", reason="llama.cpp's were asked for", path=library_path())
-    status = _attached() or examine_kernels(cache, child=child)
-    if status.computes == "specgen":
-        status = _attach(status)
-        if status.path is not None:
-            _try_models(ModelTrials(status.path, cache, required=wanted == "specgen", child=trial))
+        status = KernelStatus("llama.cpp", reason="llama.cpp's were asked for", path=library_path())
+    elif attached is not None and attached.path == library_path():  # they were tested then
+        status = KernelStatus("specgen", attached.instructions, path=attached.path)
     else:
-        _switch_off()
+        status = examine_kernels(cache, child=child)
+    if status.computes == "specgen" and status.path is not None:
+        path = status.path
+        try:
+            status = KernelStatus("specgen", kernels.attach(path).instructions, path=path)
+        except BackendError as error:
+            # The child process attached them, but this process may fail to.
+            status = KernelStatus("llama.cpp", reason=error.message, hint=_LEAVE, path=path)
+        _try_models(ModelTrials(path, cache, required=wanted == "specgen", child=trial))
+    elif attached is not None:
+        attached.enable(products=False, attention=False)
     if wanted == "specgen" and status.computes != "specgen":
         raise UsageError(f"specgen's kernels cannot be used: {status.reason}", status.hint)
     return status
@@ -131,42 +140,10 @@ def _refused(path: Path, result: TestResult) -> KernelStatus:
     )
 
 
-def _attached() -> KernelStatus | None:
-    """Return the status of the kernels if this process attached them before: they need no test."""
-    path = library_path()
-    if path is None:
-        return None
-    from specgen.backend.llama import kernels
-
-    attached = kernels.attached()
-    if attached is None or attached.path != path:
-        return None
-    return KernelStatus("specgen", attached.instructions, path=path)
-
-
-def _attach(status: KernelStatus) -> KernelStatus:
-    from specgen.backend.llama import kernels
-
-    assert status.path is not None
-    try:
-        attached = kernels.attach(status.path)
-    except BackendError as error:  # the child process attached them, but this process may fail to
-        return KernelStatus("llama.cpp", reason=error.message, hint=_LEAVE, path=status.path)
-    return KernelStatus("specgen", attached.instructions, path=status.path)
-
-
 def _try_models(trials: ModelTrials) -> None:
     from specgen.backend.llama import kernels
 
     kernels.ask_before_loading(trials.support_for)
-
-
-def _switch_off() -> None:
-    from specgen.backend.llama import kernels
-
-    attached = kernels.attached()
-    if attached is not None:
-        attached.enable(products=False, attention=False)
 
 
 __all__ = [

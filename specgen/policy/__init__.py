@@ -13,7 +13,7 @@ from specgen.policy.plan import (
     Stop,
     draft_up_to,
 )
-from specgen.policy.while_paying import WhilePaying
+from specgen.policy.stopping import WhilePaying
 
 __all__ = [
     "REASONS",

@@ -21,6 +21,11 @@ _MAX_LOST_TOKENS = 4.0
 _N_ROUNDS_ASIDE = 16
 #: What a drafter saved covers new losses up to this many plain tokens.
 _MOST_SAVED_TOKENS = 8.0
+#: The share of an answer's time that may be spent on trials of a drafter that is not expected to pay, of
+#: `N_TRIED_TOKENS` tokens each. (Without trials, a simulated text that suits its draft again after 1,000 tokens
+#: that did not takes a quarter longer.)
+_TRIAL_SHARE = 0.01
+N_TRIED_TOKENS = 3
 #: The prefill of a draft may take at most this share of the time that the answer took so far, so that an
 #: answer that ends soon loses no more; and this share for a proven drafter: one that paid in nearly every
 #: text, in at least `_N_PROVEN` texts. (Replays of 24 answers with four cost tables: with 0.35 for all 2 to
@@ -33,6 +38,10 @@ _N_PROVEN = 2.0
 _CAUTION = 0.75
 #: The standard deviation of a text's worth as estimated by a single look, in plain tokens' time.
 _NOISE = 1.0
+#: The rounds that it takes to see that a model does not pay in a text, and the rounds that have to make up
+#: for such a try. (In simulated worlds, without them a model that is always wrong costs 5 % and more.)
+_N_TRIED = 4.0
+_N_NEAR = 6.0
 
 
 class Account:
@@ -51,6 +60,7 @@ class Account:
         self.left_by_ngrams = 1.0
         self._n_rounds = 0
         self._has_model_begun = False
+        self._tried_s = 0.0
         self._saved_s: dict[str, float] = {}
         self._aside: dict[str, int] = {}
         self._n_aside: dict[str, int] = {}
@@ -63,18 +73,34 @@ class Account:
         """Return whether a drafter waits since it lost too much."""
         return origin in self._aside
 
+    def allows_trial(self, cost_s: float) -> bool:
+        """Return whether a trial that may cost `cost_s` seconds is allowed now."""
+        return self._tried_s + cost_s <= _TRIAL_SHARE * self.elapsed_s
+
     def n_rounds_left(self, n_left: int) -> float:
         """Return a cautious estimate of the rounds for `n_left` tokens."""
         return _CAUTION * max(1.0, n_left / max(1.0, self.tokens_a_round))
 
-    def observe(self, origin: str | None, round_s: float, n_committed: int, plain_s: float) -> None:
+    def observe(
+        self,
+        origin: str | None,
+        round_s: float,
+        n_committed: int,
+        plain_s: float,
+        *,
+        is_trial: bool = False,
+    ) -> None:
         """Enter a round that took `round_s` seconds and added `n_committed` tokens. `origin` is the drafter
         that it is accounted to, None if nothing was drafted; a plain decode takes `plain_s`."""
         self.elapsed_s += round_s
         self._average(origin, round_s, n_committed, plain_s)
         if origin is None:
             return
-        saved_s = self._saved_s.get(origin, 0.0) + n_committed * plain_s - round_s
+        saved_s = n_committed * plain_s - round_s
+        if is_trial:
+            self._tried_s += max(0.0, -saved_s)
+            return
+        saved_s += self._saved_s.get(origin, 0.0)
         # Savings are capped, so that old ones do not cover new losses for ever.
         saved_s = min(saved_s, _MOST_SAVED_TOKENS * plain_s)
         if saved_s < -_MAX_LOST_TOKENS * plain_s - _MAX_LOSS * self.elapsed_s:
@@ -109,21 +135,31 @@ def prefill_limit_s(price: Price, worths: TextWorths, plain_s: float, elapsed_s:
     return max(0.0, min(worths.allowance * plain_s, most_ahead * elapsed_s))
 
 
-def worth_with_prior(
-    value_s: float, price: Price, worths: TextWorths, n_looks: int, plain_s: float
-) -> tuple[float, float]:
-    """Return the expected worth of a round with a model in this text, and the expected gain of a round if
-    the model may stop again, both in seconds.
+def worth_of_starting(
+    value_s: float,
+    price: Price,
+    worths: TextWorths,
+    n_looks: int,
+    *,
+    plain_s: float,
+    n_rounds: float,
+) -> float:
+    """Return the expected gain of starting a model in a text, in seconds a round; above 0 it should start.
 
     After `n_looks` of the model in this text, a round with it seems to be worth `value_s`. A few
     looks are an unsure estimate, so it is averaged with the worth of earlier texts, whose spread
     shows how far this text may be from it. A model that does not pay shows this soon, and stops
-    again. So the gain of starting is the mean of the positive part of the worth.
+    again. So the gain of starting is the mean of the positive part of the worth. It has to make up for
+    the prefill and for a try that fails. A plain decode takes `plain_s`; about `n_rounds` are left.
     """
     mean, deviation = worths.of_next(price.first_s / plain_s)
     unknown = 1.0 / (1.0 + n_looks * (deviation / _NOISE) ** 2)
     value_s = unknown * mean * plain_s + (1.0 - unknown) * value_s
-    return value_s, _mean_above_zero(value_s, deviation * plain_s * math.sqrt(unknown))
+    gain_s = _mean_above_zero(value_s, deviation * plain_s * math.sqrt(unknown))
+    try_s = _N_TRIED * max(0.0, -value_s)
+    if gain_s * n_rounds <= price.backlog_s + try_s or gain_s * min(n_rounds, _N_NEAR) <= try_s:
+        return min(value_s, 0.0)
+    return max(value_s - price.backlog_s / n_rounds, 1e-9)
 
 
 def _mean_above_zero(mean: float, deviation: float) -> float:

@@ -11,11 +11,15 @@ from specgen.calibration.acceptance import NGRAM_ORIGINS, Chances, TextWorths, n
 from specgen.calibration.cost_table import ALONE, FREE, BatchShare, CostTable, Price
 from specgen.core.draft import Draft
 from specgen.options import DraftOptions
-from specgen.policy.account import Account, prefill_limit_s, worth_with_prior
+from specgen.policy.account import (
+    N_TRIED_TOKENS,
+    Account,
+    prefill_limit_s,
+    worth_of_starting,
+)
 from specgen.policy.draft_outcomes import DraftOutcomes
 from specgen.policy.plan import Offer, Reason, RoundPlan, RoundResult
-from specgen.policy.stopping import KnownRule, StoppingRule, row_bucket
-from specgen.policy.while_paying import WhilePaying
+from specgen.policy.stopping import KnownRule, StoppingRule, WhilePaying, row_bucket
 
 #: If no costs were measured, this many plain decodes are observed before anything is drafted.
 _N_FIRST = 2
@@ -102,13 +106,16 @@ class CostAwarePolicy:
         value_s, reason = self._worth_of_model(offer.drafter, offer.price(0), offer.n_left)
         if len(found) and found_s >= value_s:
             return self._found_first(offer, found, n_max, stop)
+        price, n_tried = offer.price(0), None
         if value_s <= 0.0:
-            return RoundPlan(reason, stop=stop, drafter=offer.drafter)
-        price = offer.price(0)
+            if not self._may_try(price):
+                return RoundPlan(reason, stop=stop, drafter=offer.drafter)
+            reason, n_tried = Reason("trial"), N_TRIED_TOKENS
+        rule = self._rule(offer.drafter, price)
         return RoundPlan(
             reason,
             n_max,
-            stop=replace(stop, rule=self._rule(offer.drafter, price), next_s=price.next_s),
+            stop=replace(stop, rule=rule, next_s=price.next_s, n_tried=n_tried),
             extends=not self._account.is_put_aside(NGRAM_ORIGINS[0]),
             drafter=offer.drafter,
             prefill_s=price.backlog_s,
@@ -129,7 +136,8 @@ class CostAwarePolicy:
         # Prefill is an investment in later rounds, and is not charged to this one.
         round_s = max(0.0, result.draft_s - plan.prefill_s) + target_s
         origin = plan.origin if len(result.draft) or plan.n_max else None
-        self._account.observe(origin, round_s, n_committed, plain_s)
+        is_trial = plan.reason.name == "trial"
+        self._account.observe(origin, round_s, n_committed, plain_s, is_trial=is_trial)
         for considered, worths in self._considered.items():
             saved_s = n_committed * plain_s - round_s - plan.prefill_s
             worths.account(saved_s / plain_s if origin == considered else 0.0, n_committed)
@@ -193,13 +201,21 @@ class CostAwarePolicy:
             return value_s, Reason("row cost", _costs_text(row, price.next_s / plain_s))
         if too_early:
             return 0.0, self._needs_prefill(price)
-        value_s, gain_s = worth_with_prior(value_s, price, worths, chances.n_looks, plain_s)
         # In rounds in which n-grams draft, as in a text that copies, a model adds little.
         n_rounds = self._account.n_rounds_left(n_left) * self._account.left_by_ngrams
-        if gain_s * n_rounds <= price.backlog_s:
-            is_prefill = gain_s > 0.0 and price.backlog_s > 0.0
-            return 0.0, self._needs_prefill(price) if is_prefill else self._too_rarely(origin)
-        return max(value_s - price.backlog_s / n_rounds, 1e-9), Reason("model")
+        value_s = worth_of_starting(
+            value_s, price, worths, chances.n_looks, plain_s=plain_s, n_rounds=n_rounds
+        )
+        if value_s > 0.0:
+            return value_s, Reason("model")
+        return value_s, self._needs_prefill(price) if price.backlog_s else self._too_rarely(origin)
+
+    def _may_try(self, price: Price) -> bool:
+        """Return whether to try a model that is not expected to pay, to learn whether that is still so.
+        It is not tried if it could not pay even if it were always right."""
+        n = min(N_TRIED_TOKENS, self.n_max)
+        cost_s = price.first_s + price.backlog_s + (n - 1) * price.next_s + self._extra_s(n)
+        return self._account.allows_trial(cost_s) and self._ideal_s(price) > 0.0
 
     def _needs_prefill(self, price: Price) -> Reason:
         return Reason(

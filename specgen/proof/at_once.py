@@ -9,16 +9,17 @@ answers that were made alone.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, cycle, islice
 
 from specgen.engine.engine import Engine
-from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
 from specgen.engine.models import CONTEXT_STEP, Models
 from specgen.engine.prompts import Prompt
 from specgen.engine.request import Request
+from specgen.engine.sequence import Sequence
 from specgen.errors import PromptError
 from specgen.proof.drafting_plans import DraftingPlan
 from specgen.proof.greedy import Comparison, GreedyResult, PlainAnswer, PlainAnswers, Watch
@@ -34,7 +35,7 @@ _LONGEST_WINDOW = 1024
 
 def check_at_once(
     loaded: Models,
-    prompts: Sequence[Prompt],
+    prompts: abc.Sequence[Prompt],
     *,
     interrupted: Callable[[], bool] = lambda: False,
     bug: Bug | None = None,
@@ -104,17 +105,17 @@ def check_at_once(
 
 @dataclass(frozen=True, slots=True)
 class _Answered:
-    """A speculative answer, its generation, and what its rows were."""
+    """A speculative answer, its sequence, and what its rows were."""
 
     answer: Request
-    generation: Generation
+    generation: Sequence
     watch: Watch
 
 
 def _answered(
     loaded: Models,
     way: DraftingPlan,
-    wanted: Sequence[tuple[Prompt, PlainAnswer]],
+    wanted: abc.Sequence[tuple[Prompt, PlainAnswer]],
     n_ctx: int,
     interrupted: Callable[[], bool],
     bug: Bug | None,
@@ -124,7 +125,7 @@ def _answered(
     Raise the first failure of an answer, or of its drafter."""
     found: list[_Answered] = []
 
-    def prepare(answer: Request, generation: Generation) -> None:
+    def prepare(answer: Request, generation: Sequence) -> None:
         watch = Watch(loaded.settings.sampler, generation.state, wanted[answer.index][1])
         generation.shaper = watch
         way.prepare(generation)
@@ -158,7 +159,7 @@ def _first(plain: PlainAnswer, n: int) -> PlainAnswer:
     return PlainAnswer(plain.tokens[:n], rows)
 
 
-def _beyond_window(loaded: Models, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+def _beyond_window(loaded: Models, prompts: abc.Sequence[Prompt]) -> abc.Sequence[Prompt]:
     """Return the prompts behind as many tokens as the target's sliding window has, if it has one and the
     context has room for them."""
     n = loaded.target.n_window
@@ -181,7 +182,7 @@ def _beyond_window(loaded: Models, prompts: Sequence[Prompt]) -> Sequence[Prompt
     return longer
 
 
-def _room(loaded: Models, prompts: Sequence[Prompt]) -> int:
+def _room(loaded: Models, prompts: abc.Sequence[Prompt]) -> int:
     """Return the size in tokens of each answer's context: that of the options, but no more than is used."""
     n_prompt = max(len(prompt.tokens) for prompt in prompts)
     options = loaded.options

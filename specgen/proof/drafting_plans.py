@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from specgen.core.draft import Draft
-from specgen.engine.generation import Generation
+from specgen.engine.sequence import Sequence
 from specgen.options import DraftOptions, PolicyName
 from specgen.policy import Offer, Policy, Reason, RoundPlan, RoundResult
 
@@ -27,11 +27,11 @@ class DraftingPlan:
         """The name of the policy that decides, or "forced"."""
         return "forced" if self.is_forced else self.drafting.policy_in_use
 
-    def prepare(self, generation: Generation) -> None:
-        """Let a generation draft this way."""
-        drafters = generation.drafters
+    def prepare(self, sequence: Sequence) -> None:
+        """Let a sequence draft this way."""
+        drafters = sequence.drafters
         if self.is_forced and drafters is not None and drafters.free and drafters.model:
-            generation.policy = ByTurns(generation.policy)
+            sequence.policy = ByTurns(sequence.policy)
 
 
 def ways_to_draft(drafting: DraftOptions) -> list[DraftingPlan]:
@@ -94,10 +94,10 @@ class UpTo:
     n: int
     needs_confidence: bool = False
 
-    def keeps(self, confidences: Sequence[float]) -> bool:
+    def keeps(self, confidences: abc.Sequence[float]) -> bool:
         return len(confidences) <= self.n
 
-    def looks(self, confidences: Sequence[float]) -> bool:
+    def looks(self, confidences: abc.Sequence[float]) -> bool:
         return len(confidences) < self.n
 
     def cut(self, draft: Draft) -> Draft:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from specgen.backend.base import Backend
 from specgen.core.tally import Tally
 from specgen.core.text_state import TextMark
-from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
+from specgen.engine.sequence import Sequence
 from specgen.policy import Offer, Policy, RoundPlan
 from specgen.proof.loop_events import check_drafting, drafted_by, tokens_told
 from specgen.testing.bugs import Bug
@@ -43,7 +43,7 @@ class Drawer:
         self,
         loop: Loop,
         target: Backend,
-        generation: Generation,
+        sequence: Sequence,
         place: TextMark,
         depth: int,
         n_longest: int,
@@ -54,16 +54,16 @@ class Drawer:
         self._place = place
         self._depth = depth
         self._loses_bonus = bug is not None and bug.loses_bonus
-        self._policy = _UpTo(generation.policy)
+        self._policy = _UpTo(sequence.policy)
         self._n_lengths = max(1, min(depth, n_longest))
-        self._generation = replace(
-            generation,
+        self._sequence = replace(
+            sequence,
             policy=self._policy,
             # Enough room for a whole draft in the last round too.
-            options=replace(generation.options, max_tokens=2 * depth + 2, stop=()),
+            options=replace(sequence.options, max_tokens=2 * depth + 2, stop=()),
         )
         if bug is not None:
-            bug.plant(self._generation)
+            bug.plant(self._sequence)
         #: Counts over all draws.
         self.tally = Tally()
         self.drafted_by: Counter[str] = Counter()
@@ -72,11 +72,11 @@ class Drawer:
         """Return the tokens of one draw; fewer than `depth` if the text ended."""
         place = self._place
         self._policy.limit = 1 + self._policy.limit % self._n_lengths
-        self._generation.state.rewind(place)
+        self._sequence.state.rewind(place)
         self._target.remove(0, place.n_tokens - 1)
-        if self._generation.drafters is not None:
-            self._generation.drafters.rewind(place.n_tokens)
-        once = replace(self._generation, tally=Tally(), finish_reason=None)
+        if self._sequence.drafters is not None:
+            self._sequence.drafters.rewind(place.n_tokens)
+        once = replace(self._sequence, tally=Tally(), finish_reason=None)
         told: list[int] = []
         while len(told) < self._depth and not once.is_finished:
             events = self._loop.round([once])

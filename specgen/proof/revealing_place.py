@@ -9,8 +9,8 @@ import numpy as np
 from specgen.core.draft import ROOT, Draft
 from specgen.core.text_state import TextMark
 from specgen.core.verifiers import Target, Verdict, Verifier
-from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
+from specgen.engine.sequence import Sequence
 from specgen.proof.loop_events import check_drafting
 
 #: The number of an answer's first tokens that are searched for the position.
@@ -46,7 +46,7 @@ class _Scout:
         return self._inner.verify(draft, target, rng)
 
 
-def find_place(loop: Loop, generation: Generation) -> TextMark | None:
+def find_place(loop: Loop, sequence: Sequence) -> TextMark | None:
     """Return the position before the round in which a wrong verification would be most visible; None if
     nothing was drafted. Raise the error that ended the answer, if one did.
 
@@ -55,11 +55,11 @@ def find_place(loop: Loop, generation: Generation) -> TextMark | None:
     accepted; it is rejected; the target does not choose its most likely token; and, if the draft was
     sampled, the drafter does not choose its own.
     """
-    scout = _Scout(generation.verifier)
+    scout = _Scout(sequence.verifier)
     answering = replace(
-        generation,
+        sequence,
         verifier=scout,
-        options=replace(generation.options, max_tokens=N_SEARCHED, stop=()),
+        options=replace(sequence.options, max_tokens=N_SEARCHED, stop=()),
     )
     best: TextMark | None = None
     best_chance = -1.0

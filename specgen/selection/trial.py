@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import datetime
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,9 +25,9 @@ from specgen.calibration.timing import time_batch, timed_batch_sizes
 from specgen.core.draft import NO_DRAFT, ROOT, Draft
 from specgen.drafters import draft_alone
 from specgen.engine.drafter_factory import DrafterFactory
-from specgen.engine.generation import Generation
 from specgen.engine.loop import Loop
 from specgen.engine.measurements import measure_if_new
+from specgen.engine.sequence import Sequence
 from specgen.errors import PromptError
 from specgen.policy import Reason, RoundPlan, RoundResult, draft_up_to
 from specgen.selection.outlook import rows_s
@@ -133,7 +133,7 @@ class DraftFigures:
 
 def measure_target(
     loaded: Models,
-    prompts: Sequence[str],
+    prompts: abc.Sequence[str],
     *,
     chat: bool | None = None,
     hidden: bool = False,
@@ -206,7 +206,7 @@ def try_draft(
 
 
 def replay(
-    generation: Generation, answer: TargetAnswer, baseline: Baseline, clock: Callable[[], float]
+    generation: Sequence, answer: TargetAnswer, baseline: Baseline, clock: Callable[[], float]
 ) -> Replay:
     """Replay the rounds of a known answer with the generation's drafter.
 
@@ -294,7 +294,7 @@ class _Proposed:
     seconds: float = 0.0
 
 
-def summarise(replays: Sequence[Replay], plain_token_s: float) -> DraftFigures:
+def summarise(replays: abc.Sequence[Replay], plain_token_s: float) -> DraftFigures:
     """Return the figures of all answers together. Answers of a single token say nothing and do not
     count."""
     told = [replay for replay in replays if replay.n_rounds]
@@ -322,7 +322,7 @@ def plain_figures(baseline: Baseline) -> DraftFigures:
     return DraftFigures(1.0, 1.0, 1.0 / baseline.token_s, None, 1.0, None, 0.0)
 
 
-def agreeing_path(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
+def agreeing_path(draft: Draft, tokens: abc.Sequence[int]) -> tuple[int, ...]:
     """Return the nodes of a draft that a target accepts if its own next tokens are `tokens`: the longest
     path from the root down that agrees with them."""
     path: list[int] = []
@@ -342,7 +342,7 @@ def answered_prompt(loaded: Models, baseline: Baseline, answer: TargetAnswer) ->
 
 
 def _fitting(
-    loaded: Models, texts: Sequence[str], chat: bool | None
+    loaded: Models, texts: abc.Sequence[str], chat: bool | None
 ) -> tuple[list[tuple[str, Prompt]], tuple[int, ...]]:
     """Return the prompts that fit into the context, as they were given and as the models see them, and
     the numbers of the others. Raises `PromptError` if none fits."""
@@ -363,7 +363,7 @@ def _fitting(
     return fitting, tuple(skipped)
 
 
-def _hidden_states(target: LlamaBackend, tokens: Sequence[int], n_prompt: int) -> Hidden:
+def _hidden_states(target: LlamaBackend, tokens: abc.Sequence[int], n_prompt: int) -> Hidden:
     """Return the hidden states from which each token of an answer was chosen, float32[n_tokens, n_embd].
     The answer is decoded again, after its prompt, which the cache holds."""
     target.remove(0, n_prompt - 1)
@@ -376,7 +376,7 @@ def _hidden_states(target: LlamaBackend, tokens: Sequence[int], n_prompt: int) -
     return np.concatenate(pieces)
 
 
-def _timed_sizes(sizes: Sequence[int]) -> Iterator[int]:
+def _timed_sizes(sizes: abc.Sequence[int]) -> Iterator[int]:
     """Yield the sizes of batches to time after an answer. The first of `sizes`, a single row, is left
     out: the answer itself times it."""
     for repeat in range(_N_REPEATS):

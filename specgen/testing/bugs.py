@@ -6,7 +6,8 @@ an example that many copied, or in a paper's first code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -16,7 +17,7 @@ from specgen.backend.llama import LlamaBackend
 from specgen.core.draft import ROOT, Draft
 from specgen.core.verifiers import MatchVerifier, Target, Verdict, Verifier
 from specgen.drafters import Drafter, Drafting, WrappedDrafter
-from specgen.engine.generation import Generation
+from specgen.engine.sequence import Sequence
 from specgen.policy import Offer, Policy, RoundPlan, Stop
 from specgen.sampling import Distribution
 
@@ -47,22 +48,22 @@ class Bug:
         if self.cache is not None:
             self.cache(target)
 
-    def plant(self, generation: Generation) -> None:
+    def plant(self, sequence: Sequence) -> None:
         """Build the bug into a generation."""
         if self.verifier is not None:
-            generation.verifier = self.verifier(generation.verifier)
-        drafters = generation.drafters
+            sequence.verifier = self.verifier(sequence.verifier)
+        drafters = sequence.drafters
         if self.drafter is not None and drafters is not None and drafters.model is not None:
             drafters.model = self.drafter(drafters.model)
         if self.policy is not None:
-            generation.policy = self.policy(generation.policy)
+            sequence.policy = self.policy(sequence.policy)
 
 
 class _TopToken(WrappedDrafter):
     """Drafts the most likely token and says that it was drawn (the ratio test on an argmax
     draft)."""
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         draft = yield from super().propose(context, plan, n_drafted)
         if not len(draft) or draft.distributions[0] is None:
             return draft
@@ -92,10 +93,10 @@ class _PickyStop:
     def needs_confidence(self) -> bool:
         return self.inner.needs_confidence
 
-    def keeps(self, confidences: Sequence[float]) -> bool:
+    def keeps(self, confidences: abc.Sequence[float]) -> bool:
         return self.inner.keeps(confidences)
 
-    def looks(self, confidences: Sequence[float]) -> bool:
+    def looks(self, confidences: abc.Sequence[float]) -> bool:
         return self.inner.looks(confidences)
 
     def cut(self, draft: Draft) -> Draft:

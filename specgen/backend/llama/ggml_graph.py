@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specgen.backend.llama.library import forget_log, ggml_function, last_error
+from specgen.backend.llama.library import forget_log, ggml, last_error
 from specgen.errors import BackendError
 
 #: GGML's plain buffer type for the CPU.
@@ -19,15 +18,6 @@ CPU_BUFFER = "CPU"
 _CPU_DEVICE = 0
 #: The most tensors in one computation; a tensor without data is small.
 _N_TENSORS = 16
-
-
-@functools.cache
-def ggml(name: str, result: Any, *arguments: Any) -> Any:
-    """Return a function of GGML. Raise `BackendError` if this build has none of that name."""
-    try:
-        return ggml_function(name, result, *arguments)
-    except AttributeError:
-        raise BackendError(f"this build of llama.cpp has no function {name}") from None
 
 
 class _InitParams(ctypes.Structure):

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specgen.backend.llama.ggml_graph import ggml
-from specgen.backend.llama.library import forget_log
+from specgen.backend.llama.library import forget_log, ggml
 from specgen.errors import BackendError
 
 #: Types of values in gguf.h, and the sizes in bytes of those that arrays may be cut to.

@@ -18,8 +18,9 @@ from pathlib import Path
 
 from specgen.backend.base import Batch
 from specgen.backend.llama.context import LlamaBackend
-from specgen.backend.llama.ggml_graph import ggml, new_tensor, no_data
+from specgen.backend.llama.ggml_graph import new_tensor, no_data
 from specgen.backend.llama.gguf_metadata import GgufMetadata, GgufTensor, parts_of
+from specgen.backend.llama.library import ggml
 from specgen.backend.llama.model import LlamaModel
 from specgen.errors import BackendError, SpecgenError
 from specgen.options import ContextOptions

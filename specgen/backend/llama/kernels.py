@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.backend.build import REBUILD
-from specgen.backend.llama.library import forget_log, ggml_function, last_error
+from specgen.backend.llama.library import forget_log, ggml, last_error
 from specgen.errors import BackendError
 
 #: The result of `computing` if specgen's kernels do not compute.
@@ -119,10 +119,7 @@ def attach(path: Path) -> Kernels:
         _declare(library)
     except (OSError, AttributeError) as error:
         raise BackendError(f"the library cannot be loaded: {error}") from error
-    try:
-        load = ggml_function("ggml_backend_load", ctypes.c_void_p, ctypes.c_char_p)
-    except AttributeError:
-        raise BackendError("this build of llama.cpp cannot load libraries of kernels") from None
+    load = ggml("ggml_backend_load", ctypes.c_void_p, ctypes.c_char_p)
     forget_log()
     loaded = load(os.fsencode(path))
     problem = _text(library.specgen_kernels_problem())
@@ -180,15 +177,15 @@ def loading_with(support: KernelSupport) -> Iterator[None]:
 
 
 def lacks_attention() -> bool:
-    """Whether the kernels of this process leave attention to llama.cpp because of a model."""
+    """Return whether the kernels of this process leave attention to llama.cpp because of a model."""
     return _attached is not None and _attached.lacks_attention
 
 
 def ggml_version() -> str:
     """Return the version of the GGML that llama.cpp is linked to; empty if it does not report one."""
     try:
-        return _text(ggml_function("ggml_version", ctypes.c_char_p)())
-    except AttributeError:
+        return _text(ggml("ggml_version", ctypes.c_char_p)())
+    except BackendError:
         return ""
 
 

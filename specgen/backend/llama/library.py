@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import functools
 import os
 import re
 import signal
@@ -74,9 +75,10 @@ def last_error() -> str:
     return lines[-1].strip() if lines else "it does not say why"
 
 
-def ggml_function(name: str, result: Any, *arguments: Any) -> Any:
+@functools.cache
+def ggml(name: str, result: Any, *arguments: Any) -> Any:
     """Return a function of the GGML libraries, which llama-cpp-python loads but does not declare. Raise
-    `AttributeError` if there is none of that name.
+    `BackendError` if this build has none of that name.
 
     Wheels have copies of these libraries under several names (libggml.so, libggml.so.0). The function
     must come from the copy that llama.cpp is linked to: any other copy has its own list of devices.
@@ -86,7 +88,7 @@ def ggml_function(name: str, result: Any, *arguments: Any) -> Any:
             function = library[name]
             function.restype, function.argtypes = result, arguments
             return function
-    raise AttributeError(name)
+    raise BackendError(f"this build of llama.cpp has no function {name}", hint=REBUILD)
 
 
 def _ggml_libraries() -> Iterator[Any]:
@@ -127,32 +129,36 @@ def has_gpu() -> bool:
 
 
 def _devices() -> tuple[Device, ...]:
-    """Return GGML's devices; none if the functions of GGML cannot be found in this
-    llama-cpp-python."""
-    try:
-        count = ggml_function("ggml_backend_dev_count", ctypes.c_size_t)
-        get = ggml_function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
-        name = ggml_function("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
-        text = ggml_function("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
-        kind = ggml_function("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)
-        size_p = ctypes.POINTER(ctypes.c_size_t)
-        memory = ggml_function("ggml_backend_dev_memory", None, ctypes.c_void_p, size_p, size_p)
-    except (AttributeError, ImportError, OSError, RuntimeError):
-        return ()
-    found = []
-    for device in [get(index) for index in range(count())]:
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        memory(device, ctypes.byref(free), ctypes.byref(total))
-        found.append(
-            Device(
-                name=name(device).decode("utf-8", "replace"),
-                kind=_DEVICE_KINDS.get(kind(device), "other"),
-                description=text(device).decode("utf-8", "replace"),
-                memory_bytes=total.value,
-                free_bytes=free.value,
-            )
-        )
-    return tuple(found)
+    """Return GGML's devices; none if the functions of GGML cannot be found in this llama-cpp-python."""
+    with contextlib.suppress(BackendError, ImportError, OSError, RuntimeError):
+        return tuple(map(device_of, native_devices()))
+    return ()
+
+
+def native_devices() -> list[int]:
+    """Return GGML's devices as native pointers."""
+    get = ggml("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
+    return [get(index) for index in range(ggml("ggml_backend_dev_count", ctypes.c_size_t)())]
+
+
+def device_of(handle: int) -> Device:
+    """Return what GGML says of a device."""
+    name, description = (
+        ggml(f"ggml_backend_dev_{what}", ctypes.c_char_p, ctypes.c_void_p)(handle) or b""
+        for what in ("name", "description")
+    )
+    kind = ggml("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)(handle)
+    size_p = ctypes.POINTER(ctypes.c_size_t)
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    memory = ggml("ggml_backend_dev_memory", None, ctypes.c_void_p, size_p, size_p)
+    memory(handle, ctypes.byref(free), ctypes.byref(total))
+    return Device(
+        name=name.decode("utf-8", "replace"),
+        kind=_DEVICE_KINDS.get(kind, "other"),
+        description=description.decode("utf-8", "replace"),
+        memory_bytes=total.value,
+        free_bytes=free.value,
+    )
 
 
 # --- if native code ends the process --------------------------------------------------------------
@@ -175,9 +181,9 @@ def end_with_a_line(before_end: Callable[[], None] = lambda: None) -> None:
     if _kept:
         return
     _kept.append(before_end)
-    with contextlib.suppress(AttributeError):  # an older GGML
+    with contextlib.suppress(BackendError):  # an older GGML
         callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_on_abort)
-        set_callback = ggml_function("ggml_set_abort_callback", ctypes.c_void_p, ctypes.c_void_p)
+        set_callback = ggml("ggml_set_abort_callback", ctypes.c_void_p, ctypes.c_void_p)
         set_callback(ctypes.cast(callback, ctypes.c_void_p))
         _kept.append(callback)
     if hasattr(signal, "SIGBUS"):
@@ -217,4 +223,4 @@ def _end(message: str, hint: str, kind: type[SpecgenError] = BackendError) -> No
     os._exit(kind.exit_code)
 
 
-__all__ = ["LogSink", "forget_log", "ggml_function", "last_error", "llama_cpp", "logging_to"]
+__all__ = ["LogSink", "forget_log", "ggml", "last_error", "llama_cpp", "logging_to"]

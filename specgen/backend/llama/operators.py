@@ -26,11 +26,11 @@ from specgen.backend.llama.ggml_graph import (
     compute,
     cpu_device,
     find_buffer_type,
-    ggml,
     new_tensor,
     no_data,
     write_tensor,
 )
+from specgen.backend.llama.library import ggml
 from specgen.errors import BackendError
 
 FloatArray: TypeAlias = NDArray[np.float32]

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from specgen.backend.llama.library import ggml_function
+from specgen.backend.llama.library import ggml
 from specgen.backend.worker_probe import lost_among
 from specgen.errors import WorkerLostError
 from specgen.process_end import leave_running
@@ -134,7 +134,7 @@ def _watch_aborts() -> None:
     if _callbacks:
         return
     callback = _ABORT_CALLBACK(_on_abort)
-    set_callback = ggml_function("ggml_set_abort_callback", ctypes.c_void_p, _ABORT_CALLBACK)
+    set_callback = ggml("ggml_set_abort_callback", ctypes.c_void_p, _ABORT_CALLBACK)
     before = set_callback(callback)
     _callbacks.extend((callback, _ABORT_CALLBACK(before) if before else None))
 

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from specgen.backend.build import LIBRARY, REINSTALL, version_of
-from specgen.backend.llama.library import forget_log, ggml_function, last_error, llama_cpp
+from specgen.backend.llama.library import (
+    device_of,
+    forget_log,
+    ggml,
+    last_error,
+    llama_cpp,
+    native_devices,
+)
 from specgen.backend.llama.remote_calls import RemoteCalls
 from specgen.errors import BackendError, UsageError
 from specgen.options import Workers
@@ -19,7 +26,6 @@ _BUILD_HINT = (
     "in a checkout of specgen: make rpc; with pip: "
     f'CMAKE_ARGS="-DGGML_RPC=on -DCMAKE_CXX_FLAGS=-fno-dse" {REINSTALL}'
 )
-_CPU, _ACCELERATOR = 0, 3
 #: The tensor names of an output matrix, as a regular expression. Models without one use the embeddings.
 _OUTPUT_MATRIX = rb"^(output|token_embd)\.weight$"
 
@@ -33,7 +39,7 @@ def library_path() -> Path | None:
 def load_rpc() -> Any:
     """Return GGML's registry entry of the RPC backend: the one in this build of llama.cpp, or that of the
     library. Raise `BackendError`, with a hint how to build it, if there is neither."""
-    find = _ggml("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)
+    find = ggml("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)
     if found := find(b"RPC"):
         return found
     path = library_path()
@@ -49,7 +55,7 @@ def load_rpc() -> Any:
             hint=_BUILD_HINT,
         )
     forget_log()
-    loaded = _ggml("ggml_backend_load", ctypes.c_void_p, ctypes.c_char_p)(os.fsencode(path))
+    loaded = ggml("ggml_backend_load", ctypes.c_void_p, ctypes.c_char_p)(os.fsencode(path))
     if not loaded:
         raise BackendError(f"GGML did not take {path.name}: {last_error()}", hint=_BUILD_HINT)
     return loaded
@@ -62,8 +68,8 @@ def remote_devices(endpoints: Sequence[str], calls: RemoteCalls) -> list[int]:
     add_server = _procedure(
         load_rpc(), b"ggml_backend_rpc_add_server", ctypes.c_void_p, ctypes.c_char_p
     )
-    count = _ggml("ggml_backend_reg_dev_count", ctypes.c_size_t, ctypes.c_void_p)
-    get = _ggml("ggml_backend_reg_dev_get", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    count = ggml("ggml_backend_reg_dev_count", ctypes.c_size_t, ctypes.c_void_p)
+    get = ggml("ggml_backend_reg_dev_get", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     devices: list[int] = []
     for endpoint in endpoints:
         server = calls(add_server, endpoint.encode())
@@ -89,7 +95,7 @@ def spread(params: Any, devices: Sequence[int], workers: Workers) -> list[Any]:
         params.tensor_split = shares
         kept.append(shares)
     if workers.output_here:
-        here = _ggml("ggml_backend_cpu_buffer_type", ctypes.c_void_p)()
+        here = ggml("ggml_backend_cpu_buffer_type", ctypes.c_void_p)()
         overrides = (_Placement * 2)(_Placement(_OUTPUT_MATRIX, here), _Placement(None, None))
         params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p).value
         kept.append(overrides)
@@ -99,28 +105,26 @@ def spread(params: Any, devices: Sequence[int], workers: Workers) -> list[Any]:
 class Offered:
     """A device of this machine that a worker offers."""
 
-    def __init__(self, device: int, memory_bytes: int | None) -> None:
-        self.name = _text("ggml_backend_dev_name", device)
-        self.description = _text("ggml_backend_dev_description", device)
-        self.handle = device
-        self.is_cpu = _kind(device) == _CPU
-        self._kept = None if memory_bytes is None else _limit_memory(device, memory_bytes)
+    def __init__(self, handle: int, memory_bytes: int | None) -> None:
+        about = device_of(handle)
+        self.name, self.description = about.name, about.description
+        self.handle = handle
+        self.is_cpu = about.kind == "cpu"
+        self._kept = None if memory_bytes is None else _limit_memory(handle, memory_bytes)
 
     @property
     def free_bytes(self) -> int:
         """The free memory that clients are told."""
-        return _memory(self.handle)[0]
+        return device_of(self.handle).free_bytes
 
 
 def offered_devices(memory_bytes: int | None) -> list[Offered]:
     """Return this machine's GPUs, or its CPU if there are none. `memory_bytes` limits the free memory that
     clients are told for each device; clients spread a model by it."""
     load_rpc()
-    count = _ggml("ggml_backend_dev_count", ctypes.c_size_t)
-    get = _ggml("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
-    devices = [get(index) for index in range(count())]
-    chosen = [device for device in devices if _kind(device) not in (_CPU, _ACCELERATOR)]
-    chosen = chosen or [device for device in devices if _kind(device) == _CPU]
+    kinds = {device: device_of(device).kind for device in native_devices()}
+    chosen = [device for device, kind in kinds.items() if kind not in ("cpu", "accelerator")]
+    chosen = chosen or [device for device, kind in kinds.items() if kind == "cpu"]
     return [Offered(device, memory_bytes) for device in chosen]
 
 
@@ -181,42 +185,15 @@ def _limit_memory(device: int, limit: int) -> Any:
     return limited
 
 
-def _memory(device: int) -> tuple[int, int]:
-    """Return the free and the total memory of a device, in bytes."""
-    size_p = ctypes.POINTER(ctypes.c_size_t)
-    get = _ggml("ggml_backend_dev_memory", None, ctypes.c_void_p, size_p, size_p)
-    free, total = ctypes.c_size_t(), ctypes.c_size_t()
-    get(device, ctypes.byref(free), ctypes.byref(total))
-    return free.value, total.value
-
-
-def _kind(device: int) -> int:
-    """Return GGML's number of the device's kind."""
-    return int(_ggml("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)(device))
-
-
-def _text(function: str, device: int) -> str:
-    text = _ggml(function, ctypes.c_char_p, ctypes.c_void_p)(device)
-    return bytes(text or b"").decode("utf-8", "replace")
-
-
 def _procedure(registry: Any, name: bytes, result: Any, *arguments: Any) -> Any:
     """Return a function of the RPC backend by its name. Raise `BackendError` if there is none."""
-    find = _ggml(
+    find = ggml(
         "ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p
     )
     address = find(registry, name)
     if not address:
         raise BackendError(f"llama.cpp's RPC backend has no {name.decode()}", hint=_BUILD_HINT)
     return ctypes.CFUNCTYPE(result, *arguments)(address)
-
-
-def _ggml(name: str, result: Any, *arguments: Any) -> Any:
-    """Return a function of GGML. Raise `BackendError` if it cannot be found in this build."""
-    try:
-        return ggml_function(name, result, *arguments)
-    except AttributeError:
-        raise BackendError(f"this build of llama.cpp has no {name}", hint=_BUILD_HINT) from None
 
 
 __all__ = [

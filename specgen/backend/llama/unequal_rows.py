@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from specgen.arrays import Logits
 from specgen.backend.base import Batch
 from specgen.backend.llama.context import LlamaBackend
-from specgen.backend.llama.ggml_graph import copy_tensor, ggml
-from specgen.backend.llama.library import llama_cpp
+from specgen.backend.llama.ggml_graph import copy_tensor
+from specgen.backend.llama.library import ggml, llama_cpp
 from specgen.backend.llama.model import LlamaModel
 from specgen.errors import BackendError
 from specgen.options import ContextOptions

@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from specgen.backend.base import Vocabulary
-from specgen.drafters.translation.control_tokens import ControlTokens
-from specgen.drafters.translation.lexicon import Lexicon
 from specgen.drafters.translation.shared import SharedShaper, SharedTokens
-from specgen.drafters.translation.spelling import Speller
-from specgen.drafters.translation.strings import BeginningShaper, StringTranslation
+from specgen.drafters.translation.strings import (
+    BeginningShaper,
+    ControlTokens,
+    Lexicon,
+    Speller,
+    StringTranslation,
+)
 from specgen.drafters.translation.text import DraftText
 
 __all__ = [

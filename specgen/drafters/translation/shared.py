@@ -11,8 +11,7 @@ from specgen.arrays import Logits, TokenArray
 from specgen.backend.base import Vocabulary
 from specgen.core.draft import ROOT, Draft
 from specgen.core.text_state import Shaper
-from specgen.drafters.translation.control_tokens import ControlTokens
-from specgen.drafters.translation.lexicon import Lexicon
+from specgen.drafters.translation.strings import ControlTokens, Lexicon
 from specgen.sampling import Distribution, NoTokenAllowedError
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from specgen.backend.base import Vocabulary
 from specgen.core.draft import NO_DRAFT, ROOT, Draft
-from specgen.drafters.translation.control_tokens import ControlTokens
-from specgen.drafters.translation.spelling import Speller
+from specgen.drafters.translation.strings import ControlTokens, Speller
 
 #: Bytes of the text that are spelled again with what follows them: tokenizers look back.
 _BEFORE = 48

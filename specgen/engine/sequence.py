@@ -8,12 +8,11 @@ from typing import Literal
 import numpy as np
 
 from specgen.backend.base import Vocabulary
-from specgen.backend.tree_batch import Slot
+from specgen.backend.tree_batch import Branches
 from specgen.calibration.cost_table import ALONE, Others
 from specgen.core.last_hidden import LastHidden
 from specgen.core.tally import Tally
-from specgen.core.text_state import Shaper, TextState
-from specgen.core.text_stream import TextStream
+from specgen.core.text_state import Shaper, TextState, TextStream
 from specgen.core.verifiers import Verifier
 from specgen.drafters import Drafters
 from specgen.errors import SpecgenError
@@ -28,7 +27,7 @@ _N_EXPECTED = 8
 
 
 @dataclass(slots=True)
-class Generation:
+class Sequence:
     """The state of one answer. The loop changes it. `n_ctx` is the most tokens that may be decoded,
     prompt and answer together. `state` begins with the prompt.
 
@@ -46,7 +45,7 @@ class Generation:
     #: The committed text, prompt and answer; the drafter may share it.
     state: TextState
     rng: np.random.Generator
-    slot: Slot = field(default_factory=Slot)
+    slot: Branches = field(default_factory=Branches)
     #: The number of the answer in events, their `sequence`.
     index: int = 0
     #: Tokens that end this answer, besides the vocabulary's end tokens.
@@ -76,7 +75,7 @@ class Generation:
     def __post_init__(self) -> None:
         self.n_prompt = len(self.state.tokens)
         if not self.n_prompt:
-            raise ValueError("a generation needs at least one prompt token")
+            raise ValueError("a sequence needs at least one prompt token")
         self.text = TextStream(self.options.stop)
         if self.options.max_tokens == 0:
             self.finish_reason = "length"
