@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from typer import Option
 
 import specgen.cli
 from specgen.bench.plan import Field, Plan, named_apart
@@ -21,7 +20,6 @@ from specgen.bench.runs import Runs
 from specgen.calibration.memory import Memory
 from specgen.calibration.threads import Threads
 from specgen.cli.bench import parse_policies
-from specgen.cli.flags import sampling, takes_options
 from specgen.errors import UsageError
 from specgen.options import (
     AUTO_TREE,
@@ -353,28 +351,6 @@ def test_files_of_one_name_are_told_apart() -> None:
         str(paths[1]): paths[1],
         "y.gguf": paths[2],
     }
-
-
-def test_a_group_without_some_options_keeps_their_defaults() -> None:
-    rest = sampling.without("temperature", "no such option")
-
-    @takes_options(sampler=rest)
-    def command(*, sampler: SamplerOptions) -> int:
-        return sampler.top_k
-
-    names = command.__annotations__.keys()
-    assert names >= {"sampler_top_k", "sampler_seed", "sampler_min_p"}
-    assert "sampler_temperature" not in names
-    assert command(sampler_top_k=7) == 7
-    assert rest(top_k=7) == SamplerOptions(top_k=7)
-
-
-def test_two_options_of_one_spelling_are_an_error_when_a_command_is_defined() -> None:
-    with pytest.raises(TypeError, match="command has two options named --top-k, -k"):
-
-        @takes_options(sampler=sampling, other=Option("-k", "--top-k", "-k"))
-        def command(*, sampler: SamplerOptions, other: int = 3) -> int:
-            return sampler.top_k + other
 
 
 @pytest.mark.parametrize("has_foresight", [False, True])
