@@ -164,7 +164,8 @@ def growth(
         return Walks(shape, n_max, n_deepest, rng, is_end)
     if shape.kind == "levels":
         return Levels(shape, n_max, n_deepest, rng, is_end)
-    assert isinstance(plan.stop, WhilePaying), "costs decide how far a tree grows"
+    if not isinstance(plan.stop, WhilePaying):  # only costs say where a tree is worth a branch
+        return Walks(TreeShape("walks", (1, n_max)), n_max, n_deepest, rng, is_end)
     return Worthwhile(plan.stop, seconds, n_max, n_deepest, is_end)
 
 
