@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -388,7 +389,8 @@ def test_every_choice_of_kernels_tries_models(
     status = KernelStatus("specgen", "avx2", path=library)
     monkeypatch.setattr(choice, "library_path", lambda: library)
     monkeypatch.setattr(choice, "examine_kernels", lambda *_args, **_options: status)
-    monkeypatch.setattr(choice, "_attach", lambda status: status)
+    attached = SimpleNamespace(instructions="avx2")
+    monkeypatch.setattr("specgen.backend.llama.kernels.attach", lambda _path: attached)
     monkeypatch.setattr(choice, "_try_models", made.append)
     child = dying(tmp_path / "log", {"11": [1, SEGV]})
     choice.choose_kernels("auto", tmp_path, trial=child)
