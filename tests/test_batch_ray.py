@@ -227,7 +227,6 @@ def test_what_ray_prints_is_shown_with_verbose_only(capfd: pytest.CaptureFixture
     [
         (("--ray", "ray://h:1"), "--ray ray://h:1: not the address"),
         (("--ray", "somewhere"), "not the address"),
-        (("--ray", "local", "--on", "http://h"), "--ray and --on exclude each other"),
         (("--ray", "local", "--rpc", "h:1"), "--ray and --rpc exclude each other"),
         (("--gpus-per-worker", "1"), "go with --ray"),
     ],

@@ -276,7 +276,7 @@ def test_few_prompts_are_repeated_and_short_ones_lengthened(models: Path) -> Non
 
         prompt = loaded.prompts.of_text("the cat", chat=False)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Engine, "submit", noted)
+            patch.setattr(Engine, "insert", noted)
             results = list(check_at_once(loaded, [prompt]))
     assert [result.prompt for result in results] == [1] * N_AT_ONCE
     assert [each.tokens[8:] for each in asked] == [prompt.tokens] * N_AT_ONCE
