@@ -7,7 +7,7 @@ VENV ?= .venv
 PROMPT ?= Correct the spelling and change nothing else: The harbour was quiet when the first boats came in. Nobody on the pier had expeckted them before noon, and the fish market was still closed. The oldest of the fishermen, who had recieved the message a day earlier, was already waiting with his dog. He said nothing, looked at the sky, and began to untie the ropes. Then the harbour master came down the stairs, and the two of them talked untill the first boat touched the pier.
 ARGS ?=
 PYTEST_ARGS ?=
-# A process for each core; `PYTEST_ARGS="-n 0 tests/test_loop.py"` does without.
+# A process for each core; `PYTEST_ARGS="-n 0 tests/decoding/test_loop.py"` does without.
 WORKERS = --numprocesses auto --maxprocesses 8 --dist worksteal
 # How often `make fuzz` runs the tests with Hypothesis, with other examples each time.
 SEARCHES = 10
@@ -99,8 +99,8 @@ rpc: $(VENV)/.installed ## Build llama.cpp's RPC, for specgen worker and --rpc
 	@$(BIN)/python -m scripts.build_rpc
 
 clean: ## Remove everything that make made, llama.cpp's build (minutes) too
-	rm -rf $(VENV) build dist specgen/kernels/*.so specgen/kernels/*.json \
-		specgen/backend/llama/*.so specgen/backend/llama/*.json .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist specgen/llama/*.so specgen/llama/*.json \
+		.mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created:
