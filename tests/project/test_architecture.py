@@ -12,7 +12,7 @@ import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from tests.project.test_layers import LAYERS
+from tests.project.test_layers import WINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
@@ -71,11 +71,11 @@ def defined(module: Path) -> frozenset[str]:
     return frozenset(names)
 
 
-def layers_of(markdown: str) -> list[set[str]]:
-    """The packages in the first column of the table of layers, from the top down."""
-    table = re.search(r"^\| layer \|.*\n\| ---.*\n((?:\|.*\n)+)", markdown, re.MULTILINE)
-    assert table is not None, "there is no table of layers"
-    return [set(re.findall(r"`(\w+)`", row.split("|")[1])) for row in table[1].splitlines()]
+def wings_of(markdown: str) -> list[str]:
+    """The first column of the table of wings, from the top down."""
+    table = re.search(r"^\| wing \|.*\n\| ---.*\n((?:\|.*\n)+)", markdown, re.MULTILINE)
+    assert table is not None, "there is no table of wings"
+    return [row.split("|")[1].strip(" `") for row in table[1].splitlines()]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -87,7 +87,7 @@ def test_what_is_named_is_there(document: Path) -> None:
 
 
 def test_what_is_not_there_is_found() -> None:
-    right = "`tests/project/test_layers.py::LAYERS` `engine/loop.py` `kernels/` `models.toml` `specgen run`"
+    right = "`tests/project/test_layers.py::WINGS` `decoding/loop.py` `kernels/` `models.toml` `specgen run`"
     assert len(paths_of(right)) == 4
     assert stale_paths(right) == []
     wrong = [
@@ -102,9 +102,8 @@ def test_what_is_not_there_is_found() -> None:
     ]
 
 
-def test_the_layers_are_those_that_imports_keep_to() -> None:
-    layers = layers_of(ARCHITECTURE.read_text(encoding="utf-8"))
-    assert layers[::-1] == [set(names) for names in LAYERS]
+def test_the_wings_are_those_that_imports_keep_to() -> None:
+    assert wings_of(ARCHITECTURE.read_text(encoding="utf-8"))[::-1] == list(WINGS)
 
 
 def test_the_targets_of_make_are_there() -> None:
