@@ -245,10 +245,12 @@ class FinishedEvent:
     loop_s: float
     #: Sum of the three.
     wall_s: float
-    #: Estimated tokens per second of plain decoding, the gain over it, and how it was
-    #: estimated; null when it was not.
+    #: Estimated tokens per second of plain decoding, the gain over it after the first token and for the
+    #: whole answer (reading the prompt included), and how it was estimated. Null when it was not: answers
+    #: of fewer than 30 tokens say too little.
     plain_tokens_per_s: float | None = None
     estimated_speedup: float | None = None
+    estimated_whole_speedup: float | None = None
     estimate: str | None = None
     #: Tokens of the answer that the grammar forced, without a model's part.
     n_forced: int = 0

@@ -38,6 +38,8 @@ from specgen.system.arrays import Hidden, Logits
 
 #: Single-token decodes timed by `plain_token_s`.
 _N_PROBES = 3
+#: Tokens of the shortest answer that is compared with plain decoding.
+_SHORTEST_COMPARED = 30
 #: The most committed tokens that are decoded in a round's batch; if there are more, they are decoded before.
 _MAX_PENDING = 16
 
@@ -188,10 +190,11 @@ class Loop:
 
     def finish(self, sequence: Sequence, *, estimate_gain: bool) -> list[Event]:
         """Return the summary of a finished sequence. With `estimate_gain`, a sequence that had drafts
-        is compared with plain decoding, which may take a few more decodes."""
+        is compared with plain decoding, which may take a few more decodes. A short answer is not: the
+        decodes would take a part of its time, and their noise would decide."""
         sequence.policy.finish()
         token_s, how = None, ""
-        if estimate_gain and sequence.tally.n_drafted:
+        if estimate_gain and sequence.tally.n_drafted and sequence.n_answer >= _SHORTEST_COMPARED:
             token_s = sequence.tally.plain_token_s()
             n_plain = len(sequence.tally.target_s_by_rows[1])
             how = f"from the {n_plain} rounds of this answer that had no draft"
