@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from specgen.decoding.backend import Backend
 from specgen.decoding.text_state import TextState
@@ -23,7 +24,7 @@ _AT_ONCE, _LEAST_GAIN = (1, 2, 4, 8, 16), 1.05
 _N_CTX = 512
 
 
-def is_pair_measured(models: Models, draft: Path | None) -> bool:
+def is_pair_measured(models: Models, draft: Path | Literal["mtp"] | None) -> bool:
     """Return whether the costs of the target, up to the largest batch of a round, and of a draft model
     are known."""
     own = is_measured(models.costs.table(), models.n_rows_max)
@@ -56,18 +57,18 @@ def measure_if_new(
     kept: a table of a busy machine may say that no draft pays, and then no decode would correct it.
     Raises `KeyboardInterrupt` if `interrupted` returns True between decodes; that measurement is not
     kept."""
-    started, path, costs = models.clock(), models.drafts.path, models.costs
-    is_known = is_pair_measured(models, path)
+    started, timed, costs = models.clock(), models.drafts.timed, models.costs
+    is_known = is_pair_measured(models, timed)
     if not is_known:
         before = core_time()
         sizes = timed_batch_sizes(max(MIN_SIZES, models.n_rows_max))
         complete(costs.table(), target, sizes, models.n_rows_max, interrupted)
-        if draft is not None and path is not None:
-            complete(costs.table(path), draft, _DRAFT_SIZES, interrupted=interrupted)
+        if draft is not None and timed is not None:
+            complete(costs.table(timed), draft, _DRAFT_SIZES, interrupted=interrupted)
         share = share_of_others(before, core_time())
         costs.was_busy = share is not None and share > BUSY_SHARE
         if costs.was_busy:
-            costs.do_not_keep(path)
+            costs.do_not_keep(timed)
     is_sampled = draft is not None and _sample_agreement(models, target, draft, interrupted)
     return models.clock() - started if is_sampled or not is_known else 0.0
 

@@ -25,6 +25,7 @@ from specgen.system.llama_build import REBUILD, Build, Device
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")
 try:
     import llama_cpp
+    from llama_cpp import llama_cpp_ext
 except (ImportError, OSError, RuntimeError) as error:
     raise BackendError(
         f"llama-cpp-python cannot be loaded: {error}",
