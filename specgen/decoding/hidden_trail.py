@@ -64,9 +64,12 @@ class HiddenTrail:
             if (n := _n_common(other._tokens, text)) > n_known:
                 n_known, best = n, other
         if best is not self:
-            self._tokens, self._states = list(best._tokens), list(best._states)
-            self._first = best._first
+            self._take_over(best)
         self.rewind(n_known)
+
+    def _take_over(self, other: HiddenTrail) -> None:
+        self._tokens, self._states = list(other._tokens), list(other._states)
+        self._first = other._first
 
     def take_rows(self, rows: Hidden, text: Sequence[int], n_read: int) -> None:
         start = n_read - len(rows)

@@ -21,6 +21,7 @@ from specgen.engine.request import RequestSettings
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaModel, default_threads
 from specgen.llama.decoder_heads import DecoderHeads, is_heads_file
+from specgen.llama.eagle import EagleModel, is_eagle_file
 from specgen.options import ContextOptions, DraftOptions, DraftSource, TreeShape
 
 #: How a draft with another vocabulary is translated.
@@ -184,15 +185,10 @@ def _draws(settings: RequestSettings) -> bool:
     return settings.sampler.is_random and make_verifier(settings.verifier).wants_draws
 
 
-class MtpDraft:
-    """The MTP layers of a loaded target. Raises `PairError` if it has none that can draft."""
+class StatesDraft:
+    """What drafts from the target's hidden states, in a context of its own."""
 
     def __init__(self, target: LlamaModel, drafting: DraftOptions) -> None:
-        if target.why_no_mtp:
-            raise PairError(
-                f"--draft mtp: {target.name}: {target.why_no_mtp}",
-                hint="use a file with its MTP (NextN) layers, or another draft",
-            )
         self.drafting = drafting
         #: Whether its drafts may be trees if the samplers allow that.
         self.branches = drafting.grows_trees and not target.has_recurrent_state
@@ -209,6 +205,37 @@ class MtpDraft:
         """Return whether proposals of n-grams may become branches of drafts for a request with these
         settings."""
         return self.grows_trees(settings) and not self.drafting.tree.is_fixed
+
+
+class MtpDraft(StatesDraft):
+    """The MTP layers of a loaded target. Raises `PairError` if it has none that can draft."""
+
+    def __init__(self, target: LlamaModel, drafting: DraftOptions) -> None:
+        super().__init__(target, drafting)
+        if target.why_no_mtp:
+            raise PairError(
+                f"--draft mtp: {target.name}: {target.why_no_mtp}",
+                hint="use a file with its MTP (NextN) layers, or another draft",
+            )
+
+
+class EagleDraft(StatesDraft):
+    """A loaded EAGLE-3 draft for a target. Raises `ModelFileError` if the file is damaged, `PairError` if it
+    does not fit the target, or the target decodes elsewhere."""
+
+    def __init__(
+        self, path: Path, target: LlamaModel, context: ContextOptions, drafting: DraftOptions
+    ) -> None:
+        super().__init__(target, drafting)
+        self.model = EagleModel(path, target, n_gpu_layers=context.n_gpu_layers)
+        try:
+            #: The number of tokens that both vocabularies have, from 0 on.
+            self.n_shared_tokens = check_pair(
+                target.vocabulary, self.model.vocabulary, target.name, self.model.name
+            )
+        except PairError:
+            self.model.close()
+            raise
 
 
 class DraftModels:
@@ -241,6 +268,8 @@ class DraftModels:
         self.main: DraftModel | None = None
         self.heads: HeadsDraft | None = None
         self.mtp: MtpDraft | None = None
+        #: The EAGLE-3 draft, if it is one.
+        self.eagle: EagleDraft | None = None
         #: The file of learnt weights, if the draft model uses them.
         self.learnt: Path | None = None
         #: The comparisons of draft models with copies of their weights.
@@ -254,7 +283,9 @@ class DraftModels:
         self.close()
         if source == "mtp":
             if self._helpers:
-                raise UsageError("--draft mtp takes no draft of its own; leave out the next --draft")
+                raise UsageError(
+                    "--draft mtp takes no draft of its own; leave out the next --draft"
+                )
             self.mtp = MtpDraft(self._target, drafting)
         if isinstance(source, Path) and is_heads_file(source):
             if self._helpers:
@@ -262,6 +293,12 @@ class DraftModels:
                     f"{source.name}: decoder heads take no draft of their own; leave out the next --draft"
                 )
             self.heads = HeadsDraft(source, self._target, self._context, drafting, self._clock)
+        elif isinstance(source, Path) and is_eagle_file(source):
+            if self._helpers:
+                raise UsageError(
+                    f"{source.name}: an EAGLE-3 draft takes no draft of its own; leave out the next --draft"
+                )
+            self.eagle = EagleDraft(source, self._target, self._context, drafting)
         elif isinstance(source, Path):
             self.main = self._open((source, *self._helpers), self._target, drafting)
         self.source = source
@@ -272,7 +309,10 @@ class DraftModels:
             self.main.close()
         if self.heads is not None:
             self.heads.heads.close()
-        self.main, self.heads, self.mtp, self.source, self.learnt = None, None, None, "none", None
+        if self.eagle is not None:
+            self.eagle.model.close()
+        self.main, self.heads, self.mtp, self.eagle = None, None, None, None
+        self.source, self.learnt = "none", None
 
     @property
     def model(self) -> LlamaModel | None:
@@ -298,8 +338,15 @@ class DraftModels:
         return self.main.model.path if self.main is not None else None
 
     @property
+    def from_states(self) -> StatesDraft | None:
+        """What drafts from the target's hidden states in a context of its own; None if nothing does."""
+        return self.mtp or self.eagle
+
+    @property
     def timed(self) -> Path | Literal["mtp"] | None:
         """What decodes in a context of its own to draft, by its name in `ModelCosts`; None if nothing does."""
+        if self.eagle is not None:
+            return self.eagle.model.path
         return "mtp" if self.mtp is not None else self.path
 
     @property
@@ -314,12 +361,16 @@ class DraftModels:
         learnt weights is a draft of its own."""
         if self.learnt is not None:
             return self.learnt
+        if self.eagle is not None:
+            return self.eagle.model.path
         return self.path or (self.heads.heads.path if self.heads is not None else str(self.source))
 
     @property
     def name(self) -> str:
         if self.heads is not None:
             return self.heads.heads.name
+        if self.eagle is not None:
+            return self.eagle.model.name
         return self.main.model.name if self.main is not None else str(self.source)
 
     @property

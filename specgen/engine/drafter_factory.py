@@ -16,6 +16,7 @@ from specgen.decoding.backend import Backend
 from specgen.decoding.drafters import (
     Drafter,
     Drafters,
+    EagleDrafter,
     Guesses,
     HeadsDrafter,
     ModelDrafter,
@@ -36,11 +37,12 @@ from specgen.decoding.sequence import Sequence
 from specgen.decoding.text_state import Shaper, TextState
 from specgen.decoding.tree_batch import Branches
 from specgen.decoding.verifiers import make_verifier
-from specgen.engine.draft_models import DraftModel, HeadsDraft, MtpDraft
+from specgen.engine.draft_models import DraftModel, HeadsDraft, StatesDraft
 from specgen.engine.loaded_models import LONGEST_GUESS, Models
 from specgen.engine.prefix_cache import Slot
 from specgen.engine.prompts import Prompt
 from specgen.engine.request import RequestSettings
+from specgen.llama.eagle import EagleContext
 from specgen.llama.mtp import MtpContext
 from specgen.options import (
     AUTO_TREE,
@@ -189,7 +191,7 @@ class _Parts:
         hidden states (None: nothing drafts from them). `backends` are the contexts of the draft model, if
         there is one, and of its helpers."""
         drafts = self.models.drafts
-        main, heads, mtp = drafts.main, drafts.heads, drafts.mtp
+        main, heads, from_states = drafts.main, drafts.heads, drafts.from_states
         hidden: TargetStates | None = None
         if main is not None and backends:
             drafter = self.of_model(main, backends, rng)
@@ -198,9 +200,9 @@ class _Parts:
             last = hidden = LastHidden()
             drafter = self._of_heads(heads, last, rng)
             merges = heads.merges(self.settings)
-        elif mtp is not None and backends:
-            drafter, hidden = self._of_mtp(mtp, backends[0], rng)
-            merges = mtp.merges(self.settings)
+        elif from_states is not None and backends:
+            drafter, hidden = self._of_states(from_states, backends[0], rng)
+            merges = from_states.merges(self.settings)
         else:
             is_ngram = drafts.source == "ngram"
             return (Drafters(self._ngrams(), state=self.state) if is_ngram else None), None
@@ -326,20 +328,24 @@ class _Parts:
             n_deepest=drafting.tree_depth,
         )
 
-    def _of_mtp(
-        self, mtp: MtpDraft, backend: Backend, rng: np.random.Generator
+    def _of_states(
+        self, draft: StatesDraft, backend: Backend, rng: np.random.Generator
     ) -> tuple[MtpDrafter, HiddenTrail]:
-        """Return the drafter of the target's MTP layers, and the hidden states that the loop stores for it."""
-        assert isinstance(backend, MtpContext), "the context of the MTP layers"
-        settings, drafting, slot = self.settings, mtp.drafting, self.slot
-        draws, branches = mtp.draws(settings), self.branches and mtp.grows_trees(settings)
+        """Return the drafter of the target's MTP layers or of an EAGLE-3 draft, and the hidden states that the
+        loop stores for it."""
+        assert isinstance(backend, (MtpContext, EagleContext)), "a context of what drafts"
+        settings, drafting, slot = self.settings, draft.drafting, self.slot
+        draws, branches = draft.draws(settings), self.branches and draft.grows_trees(settings)
         if branches and not draws:
             sampling = guess_sampling(settings.in_use, drafting.tree)
         else:
             sampling = draft_sampling(settings.in_use, drafting, draws=draws)
-        trail = backend.trails[slot.number]
-        trail.begin(self.prompt.tokens, backend.trails)
-        drafter = MtpDrafter(
+        trail, tokens = backend.trails[slot.number], self.prompt.tokens
+        trail.begin(tokens, backend.trails)
+        drafter, timed, n_left_out = MtpDrafter, self.models.drafts.timed, 0
+        if isinstance(backend, EagleContext):  # the text's first token has no row
+            drafter, n_left_out = EagleDrafter, 1
+        made = drafter(
             backend,
             trail,
             self.make_shaper(Sampler(sampling, settings.breakers), self.state),
@@ -347,13 +353,13 @@ class _Parts:
             draws=draws,
             branches=branches,
             shape=drafting.tree,
-            costs=self.models.costs.table("mtp", len(self.prompt.tokens)),
+            costs=self.models.costs.table(timed, len(tokens)),
             slot=slot.branches(backend),
             n_ctx=slot.n_ctx(backend),
             n_deepest=drafting.tree_depth,
-            n_held=slot.share_prefix(backend, self.prompt.tokens),
+            n_held=n_left_out + slot.share_prefix(backend, tokens[n_left_out:]),
         )
-        return drafter, trail
+        return made, trail
 
     def _ngrams(self) -> Drafter:
         """Return a drafter from n-grams of the text and of the lookup texts."""

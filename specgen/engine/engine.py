@@ -232,7 +232,9 @@ class Engine:
 
     def _open_drafts(self) -> tuple[LlamaBackend, ...]:
         """Open contexts of the draft model and of the models that draft for it."""
-        contexts = self._models.draft_contexts(self.n_ctx, n_slots=len(self.slots))
+        contexts = self._models.draft_contexts(
+            self.n_ctx, target=self.target, n_slots=len(self.slots)
+        )
         return self._draft_contexts.enter_context(contexts)
 
     def take_notices(self) -> list[str]:

@@ -22,6 +22,7 @@ from specgen.engine.request import RequestSettings
 from specgen.errors import PromptError
 from specgen.llama import LlamaBackend, LlamaModel, default_threads
 from specgen.llama.context_opening import n_native_sequences
+from specgen.llama.eagle import EagleContext
 from specgen.llama.mtp import MtpContext
 from specgen.options import ContextOptions, DraftOptions, DraftSource, SessionOptions
 
@@ -236,8 +237,8 @@ class Models:
         """The most of llama.cpp's sequences that one answer needs in a context."""
         draft = self.drafts.main
         n_target = n_native_sequences(self.target, self.n_branches_max)
-        if self.drafts.mtp is not None:
-            return max(n_target, self._n_mtp_branches + (1 if self.target.n_window else 0))
+        if self.drafts.from_states is not None:
+            return max(n_target, self._n_states_branches + (1 if self.target.n_window else 0))
         if draft is None:
             return n_target
         n_branches = self.n_rows_max + 1 if draft.branches else 1
@@ -294,22 +295,28 @@ class Models:
             draft: LlamaBackend | None = None
             if drafts and self.drafts.main is not None:
                 draft = self._draft_context(self.drafts.main, n_ctx, n_slots)
-            elif drafts and self.drafts.mtp is not None:
-                draft = self._mtp_context(n_ctx, n_slots)
+            elif drafts and self.drafts.from_states is not None:
+                draft = self._states_context(target, n_ctx, n_slots)
             if draft is not None:
                 stack.callback(draft.close)
             yield target, draft
 
     @contextlib.contextmanager
     def draft_contexts(
-        self, n_ctx: int, *, n_slots: int = 1, helpers_only: bool = False
+        self,
+        n_ctx: int,
+        *,
+        target: LlamaBackend | None = None,
+        n_slots: int = 1,
+        helpers_only: bool = False,
     ) -> Iterator[tuple[LlamaBackend, ...]]:
         """Open contexts of the draft model (unless `helpers_only`), of the model that drafts for it, and so
-        on, for a context of the target of the same size. Raises `MemoryLimitError`."""
+        on, for a context of the target of the same size. What drafts from the target's hidden states needs
+        that context, `target`, and is closed before it. Raises `MemoryLimitError`."""
         with contextlib.ExitStack() as stack:
             found: list[LlamaBackend] = []
-            if self.drafts.mtp is not None:
-                found.append(self._mtp_context(n_ctx, n_slots))
+            if self.drafts.from_states is not None and target is not None:
+                found.append(self._states_context(target, n_ctx, n_slots))
                 stack.callback(found[-1].close)
             for draft in list(self.drafts.stack())[int(helpers_only) :]:
                 found.append(self._draft_context(draft, n_ctx, n_slots))
@@ -340,21 +347,37 @@ class Models:
         )
 
     @property
-    def _n_mtp_branches(self) -> int:
-        """The most branches of a text in a context of the MTP layers."""
-        mtp = self.drafts.mtp
-        return self.n_rows_max + 1 if mtp is not None and mtp.branches else 1
+    def _n_states_branches(self) -> int:
+        """The most branches of a text in a context of what drafts from the target's hidden states."""
+        draft = self.drafts.from_states
+        return self.n_rows_max + 1 if draft is not None and draft.branches else 1
 
-    def _mtp_context(self, n_ctx: int, n_slots: int) -> MtpContext:
-        """Open a context of the target's MTP layers, with room for the nodes of a growing tree."""
-        n_branches = self._n_mtp_branches
+    def _states_context(
+        self, target: LlamaBackend, n_ctx: int, n_slots: int
+    ) -> MtpContext | EagleContext:
+        """Open a context of what drafts from the target's hidden states, with room for the nodes of a
+        growing tree."""
+        n_branches, eagle = self._n_states_branches, self.drafts.eagle
+        n_outputs = min(n_branches, _WIDEST)
+        if eagle is not None:
+            return EagleContext(
+                eagle.model,
+                target,
+                self.costs.context_options(eagle.model.path),
+                n_ctx=n_ctx + CONTEXT_STEP,
+                clock=self.clock,
+                n_shared_tokens=eagle.n_shared_tokens,
+                n_branches=n_branches,
+                n_outputs=n_outputs,
+                n_slots=n_slots,
+            )
         return MtpContext(
             self.target,
             self.costs.context_options("mtp"),
             n_ctx=n_ctx + CONTEXT_STEP,
             clock=self.clock,
             n_branches=n_branches,
-            n_outputs=min(n_branches, _WIDEST),
+            n_outputs=n_outputs,
             n_slots=n_slots,
         )
 

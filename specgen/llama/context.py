@@ -15,7 +15,7 @@ from specgen.decoding.backend import Batch, Rollback
 from specgen.errors import BackendError, ModelFileError, WorkerLostError
 from specgen.llama.cache import Cache, SavedStates, SharedStates, StateCopies
 from specgen.llama.context_opening import ContextSize, open_context
-from specgen.llama.library import last_error, llama_cpp, llama_cpp_ext
+from specgen.llama.library import last_error, layer_input, llama_cpp, llama_cpp_ext, set_layer_input
 from specgen.llama.model import LlamaModel
 from specgen.llama.rewind import Rewinder
 from specgen.llama.vocabulary import LlamaVocabulary
@@ -36,7 +36,8 @@ class LlamaBackend:
     `n_branches` is their number: a model with a sliding window then keeps what a rollback needs for the
     texts' own sequences only. `on_tensor` is a native callback that sees the computed tensors; its owner
     must keep it alive. `is_mtp` opens a context of the model's MTP layers, which have no recurrent state
-    (`MtpContext`). `clock` gives seconds and is read before and after each decode. Raises
+    (`MtpContext`). `other` is the native context of a target, whose matrices a draft without its own takes
+    (`EagleContext`). `clock` gives seconds and is read before and after each decode. Raises
     `MemoryLimitError` if the cache does not fit, `UsageError` if the options exclude each other,
     `ModelFileError` if the model has no KV cache, `BackendError` otherwise.
 
@@ -56,6 +57,7 @@ class LlamaBackend:
         n_branches: int = 1,
         on_tensor: Any = None,
         is_mtp: bool = False,
+        other: Any = None,
     ) -> None:
         self.model = model
         self._clock = clock
@@ -74,7 +76,7 @@ class LlamaBackend:
         size = ContextSize(n_ctx, n_rows, n_outputs, n_sequences, n_branches, is_mtp)
         if n_rollback is None:
             n_rollback = n_outputs - 1
-        context = open_context(model, options, size, n_rollback, on_tensor)
+        context = open_context(model, options, size, n_rollback, on_tensor, other)
         self._handle, self._n_snapshots = context.handle, context.n_snapshots
         model.hold()
         self._decode_native = partial(model.call, _decode) if model.is_remote else _decode
@@ -87,6 +89,8 @@ class LlamaBackend:
         self._rows = _RowBuffers(size.n_rows, n_sequences, n_outputs, self._cache.with_guards)
         self._logits = np.empty((n_outputs, 0), np.float32)
         self._logits_address = 0
+        #: The layers whose inputs `decode_hidden` returns for a draft that reads them.
+        self._layers: tuple[int, ...] = ()
         #: The tokens of each sequence; not used for models with a recurrent state (see `Rewinder`).
         self._texts: list[list[int]] = [[] for _ in range(n_sequences)]
         self._rewinder: Rewinder | None = None
@@ -101,6 +105,11 @@ class LlamaBackend:
                 n_rows=n_rows,
                 n_snapshots=self._n_snapshots,
             )
+
+    @property
+    def handle(self) -> Any:
+        """llama.cpp's context."""
+        return self._handle
 
     @property
     def rollback(self) -> Rollback:
@@ -158,7 +167,20 @@ class LlamaBackend:
             return logits[wanted], hidden[wanted]
         return logits, hidden
 
+    def hand_out(self, layers: Sequence[int]) -> None:
+        """From now on `decode_hidden` with `for_mtp` returns the inputs of these layers, one behind the other.
+        The architecture must be one of `eagle.HOOKED`: llama.cpp ends the process otherwise."""
+        for layer in set(layers) - set(self._layers):
+            set_layer_input(self._handle, layer, True)
+        self._layers = tuple(layers)
+
     def _decode_for_mtp(self, batch: Batch) -> tuple[Logits, Hidden]:
+        if self._layers:
+            logits, n_embd = self.decode(batch), self.model.n_embd
+            n_rows = self._rows.native.n_tokens  # rows that were decoded again come first
+            inputs = (layer_input(self._handle, layer) for layer in self._layers)
+            found = [self._states_at(each, n_rows, n_embd)[-len(batch) :] for each in inputs]
+            return logits, np.concatenate(found, axis=1)
         llama_cpp_ext.llama_set_embeddings_nextn(self._handle, True, False)
         try:
             logits = self.decode(batch)

@@ -59,6 +59,7 @@ def open_context(
     size: ContextSize,
     n_rollback: int,
     on_tensor: Any = None,
+    other: Any = None,
 ) -> OpenContext:
     """Open a native context.
 
@@ -79,7 +80,7 @@ def open_context(
         n_sequences = size.n_sequences + len(guarded)
         needed = _needed_bytes(model, options, size, n_sequences * (1 + n_snapshots))
         if needed <= _available_bytes(model, options):
-            handle = _make(model, options, size, n_sequences, n_snapshots, on_tensor)
+            handle = _make(model, options, size, n_sequences, n_snapshots, on_tensor, other)
             if handle and llama_cpp.llama_n_rs_seq(handle) == n_snapshots:
                 guards = dict(zip(guarded, range(size.n_sequences, n_sequences), strict=True))
                 return OpenContext(handle, n_snapshots, guards)
@@ -99,7 +100,7 @@ def open_context(
             hint="use a smaller --ctx-size, or a smaller KV cache (--cache-type-k q8_0 "
             "--cache-type-v q8_0)",
         )
-    handle = _make(model, options, size, n_sequences, 0, on_tensor)
+    handle = _make(model, options, size, n_sequences, 0, on_tensor, other)
     if not handle:
         raise MemoryLimitError(
             f"{model.name}: llama.cpp cannot make a context of {size.n_ctx} tokens: {last_error()}",
@@ -123,6 +124,7 @@ def _make(
     n_sequences: int,
     n_snapshots: int,
     on_tensor: Any,
+    other: Any,
 ) -> Any:
     """Return a native context; None if llama.cpp cannot create it."""
     params = llama_cpp.llama_context_default_params()
@@ -145,6 +147,8 @@ def _make(
     params.no_perf = True
     if on_tensor is not None:
         params.cb_eval = on_tensor
+    if other is not None:
+        params.ctx_other = other
     forget_log()
     return model.call(llama_cpp.llama_init_from_model, model.handle, params)
 

@@ -92,6 +92,34 @@ def ggml(name: str, result: Any, *arguments: Any) -> Any:
     raise BackendError(f"this build of llama.cpp has no function {name}", hint=REBUILD)
 
 
+def set_layer_input(context: Any, layer: int, wanted: bool) -> None:
+    """Set whether a context hands out what a layer reads. llama.cpp ends the process if the graph of the
+    model's architecture does not (`specgen.llama.eagle.HOOKED`)."""
+    _extension("set", None, "P13llama_contextjb", ctypes.c_uint32, ctypes.c_bool)(
+        context, layer, wanted
+    )
+
+
+def layer_input(context: Any, layer: int) -> Any:
+    """Return a pointer to what a layer has read in the last decode: float[n_rows, n_embd]."""
+    found = ctypes.POINTER(ctypes.c_float)
+    return _extension("get", found, "P13llama_contextj", ctypes.c_uint32)(context, layer)
+
+
+@functools.cache
+def _extension(verb: str, result: Any, types: str, *arguments: Any) -> Any:
+    """Return a function of llama.cpp's llama-ext.h, which exports it under its C++ name. Raise `BackendError`
+    if this build has none."""
+    name = f"llama_{verb}_embeddings_layer_inp"
+    of_windows = {
+        "set": f"?{name}@@YAXPEAUllama_context@@I_N@Z",
+        "get": f"?{name}@@YAPEAMPEAUllama_context@@I@Z",
+    }
+    with contextlib.suppress(BackendError):
+        return ggml(f"_Z{len(name)}{name}{types}", result, ctypes.c_void_p, *arguments)
+    return ggml(of_windows[verb], result, ctypes.c_void_p, *arguments)
+
+
 def _ggml_libraries() -> Iterator[Any]:
     """Yield llama.cpp's library, which also finds the symbols of the libraries that it is linked to.
     Then yield the GGML libraries by name, for systems where it does not."""
@@ -224,4 +252,14 @@ def _end(message: str, hint: str, kind: type[SpecgenError] = BackendError) -> No
     os._exit(kind.exit_code)
 
 
-__all__ = ["LogSink", "forget_log", "ggml", "last_error", "llama_cpp", "logging_to"]
+__all__ = [
+    "LogSink",
+    "forget_log",
+    "ggml",
+    "last_error",
+    "layer_input",
+    "llama_cpp",
+    "llama_cpp_ext",
+    "logging_to",
+    "set_layer_input",
+]

@@ -10,6 +10,7 @@ from specgen.decoding.drafters.base import (
     ready,
 )
 from specgen.decoding.drafters.combined import Drafters
+from specgen.decoding.drafters.eagle import EagleDrafter
 from specgen.decoding.drafters.heads import HeadsDrafter
 from specgen.decoding.drafters.model import ModelDrafter
 from specgen.decoding.drafters.mtp import MtpDrafter
@@ -23,6 +24,7 @@ __all__ = [
     "Drafter",
     "Drafters",
     "Drafting",
+    "EagleDrafter",
     "Guesses",
     "HeadsDrafter",
     "ModelDrafter",

@@ -70,7 +70,7 @@ def write_tiny_model(
     for key, value in (metadata or {}).items():
         writer.add_key_value(key, value, value_types[type(value)])
     for name, weights in tensors(config, vocabulary).items():
-        _add_tensor(writer, config, name, weights)
+        add_tensor(writer, config, name, weights)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -86,7 +86,7 @@ def _quantisation(tensor_type: TensorType) -> GGMLQuantizationType:
     return GGMLQuantizationType[tensor_type.upper()]
 
 
-def _add_tensor(writer: GGUFWriter, config: TinyConfig, name: str, weights: TinyWeights) -> None:
+def add_tensor(writer: GGUFWriter, config: TinyConfig, name: str, weights: TinyWeights) -> None:
     from gguf import quants
 
     if weights.ndim == 1 or any(part in name for part in _ALWAYS_F32):
@@ -128,7 +128,7 @@ def _add_metadata(writer: GGUFWriter, config: TinyConfig, vocabulary: TinyVocabu
         writer.add_layer_norm_rms_eps(1e-5)
     _add_attention(writer, config)
     _add_recurrence(writer, config)
-    _add_tokenizer(writer, config, vocabulary)
+    add_tokenizer(writer, config, vocabulary)
 
 
 def _add_attention(writer: GGUFWriter, config: TinyConfig) -> None:
@@ -181,7 +181,7 @@ def _add_recurrence(writer: GGUFWriter, config: TinyConfig) -> None:
         writer.add_ssm_group_count(n_groups(config))
 
 
-def _add_tokenizer(writer: GGUFWriter, config: TinyConfig, vocabulary: TinyVocabulary) -> None:
+def add_tokenizer(writer: GGUFWriter, config: TinyConfig, vocabulary: TinyVocabulary) -> None:
     writer.add_token_list(vocabulary.tokens)
     writer.add_token_types(vocabulary.types)
     writer.add_bos_token_id(vocabulary.bos)
@@ -212,4 +212,4 @@ def _add_tokenizer(writer: GGUFWriter, config: TinyConfig, vocabulary: TinyVocab
         writer.add_chat_template(templates)
 
 
-__all__ = ["write_tiny_model"]
+__all__ = ["add_tensor", "add_tokenizer", "write_tiny_model"]

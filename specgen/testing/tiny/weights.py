@@ -56,7 +56,7 @@ def head_size(config: TinyConfig) -> int:
 
 def tensors(config: TinyConfig, vocabulary: TinyVocabulary) -> dict[str, TinyWeights]:
     """Every tensor of the model, shaped (rows, columns) = (outputs, inputs)."""
-    random = _Random(config)
+    random = Random(config)
     if config.architecture == "bert":
         return _encoder(config, len(vocabulary), random)
     n_embd = config.n_embd
@@ -75,7 +75,7 @@ def tensors(config: TinyConfig, vocabulary: TinyVocabulary) -> dict[str, TinyWei
     return found
 
 
-def _layer(config: TinyConfig, index: int, random: _Random) -> dict[str, TinyWeights]:
+def _layer(config: TinyConfig, index: int, random: Random) -> dict[str, TinyWeights]:
     prefix = f"blk.{index}"
     found = _norms(config, prefix)
     if has_attention(config, index):
@@ -94,7 +94,7 @@ def _layer(config: TinyConfig, index: int, random: _Random) -> dict[str, TinyWei
     return found
 
 
-class _Random:
+class Random:
     """Normal weights, reproducible tensor by tensor."""
 
     def __init__(self, config: TinyConfig) -> None:
@@ -127,7 +127,7 @@ def _padded(rows: TinyWeights, n_rows: int) -> TinyWeights:
     return np.concatenate([rows, np.zeros((n_rows - len(rows), rows.shape[1]), np.float32)])
 
 
-def _output(config: TinyConfig, vocabulary: TinyVocabulary, random: _Random) -> TinyWeights:
+def _output(config: TinyConfig, vocabulary: TinyVocabulary, random: Random) -> TinyWeights:
     """The output matrix. Its input has unit variance, so its rows set the logits' deviation."""
     deviation = config.logit_scale / math.sqrt(config.n_embd)
     rows = random("output", (vocabulary.n_used, config.n_embd), deviation)
@@ -160,7 +160,7 @@ def _norms(config: TinyConfig, prefix: str) -> dict[str, TinyWeights]:
     return {f"{prefix}.{name}.weight": np.ones(config.n_embd, np.float32) for name in names}
 
 
-def _attention(config: TinyConfig, prefix: str, random: _Random) -> dict[str, TinyWeights]:
+def _attention(config: TinyConfig, prefix: str, random: Random) -> dict[str, TinyWeights]:
     n_embd, n_embd_kv = config.n_embd, head_size(config) * n_head_kv(config)
     # Of qwen35's queries every second head is a gate.
     n_query = 2 * n_embd if config.architecture == "qwen35" else n_embd
@@ -183,7 +183,7 @@ def _attention(config: TinyConfig, prefix: str, random: _Random) -> dict[str, Ti
     return found
 
 
-def _feed_forward(config: TinyConfig, prefix: str, random: _Random) -> dict[str, TinyWeights]:
+def _feed_forward(config: TinyConfig, prefix: str, random: Random) -> dict[str, TinyWeights]:
     n_embd, n_ff = config.n_embd, config.n_ff
     unit = 1.0 / math.sqrt(n_embd)
     return random.matrices(
@@ -196,7 +196,7 @@ def _feed_forward(config: TinyConfig, prefix: str, random: _Random) -> dict[str,
     )
 
 
-def _mamba(config: TinyConfig, prefix: str, random: _Random) -> dict[str, TinyWeights]:
+def _mamba(config: TinyConfig, prefix: str, random: Random) -> dict[str, TinyWeights]:
     n_embd, n_inner = config.n_embd, 2 * config.n_embd
     n_rank = mamba_rank(config)
     unit, unit_inner = 1.0 / math.sqrt(n_embd), 1.0 / math.sqrt(n_inner)
@@ -223,7 +223,7 @@ def _mamba(config: TinyConfig, prefix: str, random: _Random) -> dict[str, TinyWe
     return found
 
 
-def _mamba2(config: TinyConfig, prefix: str, random: _Random) -> dict[str, TinyWeights]:
+def _mamba2(config: TinyConfig, prefix: str, random: Random) -> dict[str, TinyWeights]:
     n_embd, n_inner, n_head = config.n_embd, 2 * config.n_embd, 2 * config.n_head
     n_mixed = n_inner + 2 * n_groups(config) * MAMBA_STATE
     found = random.matrices(
@@ -245,7 +245,7 @@ def _mamba2(config: TinyConfig, prefix: str, random: _Random) -> dict[str, TinyW
     }
 
 
-def _short_convolution(config: TinyConfig, prefix: str, random: _Random) -> dict[str, TinyWeights]:
+def _short_convolution(config: TinyConfig, prefix: str, random: Random) -> dict[str, TinyWeights]:
     n_embd = config.n_embd
     unit = 1.0 / math.sqrt(n_embd)
     return random.matrices(
@@ -258,7 +258,7 @@ def _short_convolution(config: TinyConfig, prefix: str, random: _Random) -> dict
     )
 
 
-def _delta_net(config: TinyConfig, prefix: str, random: _Random) -> dict[str, TinyWeights]:
+def _delta_net(config: TinyConfig, prefix: str, random: Random) -> dict[str, TinyWeights]:
     n_embd, n_head = config.n_embd, config.n_head
     unit = 1.0 / math.sqrt(n_embd)
     found = random.matrices(
@@ -279,7 +279,7 @@ def _delta_net(config: TinyConfig, prefix: str, random: _Random) -> dict[str, Ti
     }
 
 
-def _encoder(config: TinyConfig, n_vocab: int, random: _Random) -> dict[str, TinyWeights]:
+def _encoder(config: TinyConfig, n_vocab: int, random: Random) -> dict[str, TinyWeights]:
     n_embd, n_ff = config.n_embd, config.n_ff
     unit = 1.0 / math.sqrt(n_embd)
     shapes: dict[str, tuple[tuple[int, int], float]] = {
@@ -309,6 +309,7 @@ __all__ = [
     "CONVOLUTION",
     "MAMBA_STATE",
     "SHORT_CONVOLUTION",
+    "Random",
     "TinyWeights",
     "has_attention",
     "head_size",

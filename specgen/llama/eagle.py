@@ -1,0 +1,291 @@
+"""EAGLE-3 drafts: their files, and contexts in which they draft.
+
+EAGLE-3 (Li et al., arXiv:2503.01840) is one layer that was trained for one target. It reads the inputs of
+three of the target's layers. Its *encoder*, a matrix, makes one hidden state of the three. From a token
+and the hidden state before it the layer predicts the next token, and a hidden state of its own that takes
+the target's place where the target has not read so far.
+
+llama.cpp computes both, and lets a context of the target hand out the inputs of its layers. It does so
+for some architectures only (`HOOKED`): others would end the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from specgen.decoding.backend import Batch
+from specgen.decoding.hidden_trail import HiddenTrail
+from specgen.errors import BackendError, ModelFileError, PairError
+from specgen.llama.context import LlamaBackend
+from specgen.llama.gguf_metadata import GgufMetadata
+from specgen.llama.library import last_error, llama_cpp, llama_cpp_ext
+from specgen.llama.model import LlamaModel
+from specgen.options import ContextOptions
+from specgen.system.arrays import Hidden, Logits
+
+ARCHITECTURE = "eagle3"
+#: The architectures whose graphs hand out the inputs of layers.
+HOOKED = frozenset(
+    {
+        "bailingmoe3",
+        "deepseek4",
+        "gemma4",
+        "gpt-oss",
+        "hunyuan-dense",
+        "hunyuan_vl",
+        "lfm2",
+        "lfm2moe",
+        "llama",
+        "mimo2",
+        "minimax-01",
+        "minimax-m2",
+        "muse-glimmer",
+        "nanbeige",
+        "nemotron_h",
+        "nemotron_h_moe",
+        "qwen3",
+        "qwen35",
+        "qwen35moe",
+        "qwen3moe",
+        "qwen3next",
+    }
+)
+#: A file's architecture is found in so many of its first bytes.
+_N_SEARCHED = 4096
+#: The most rows with logits in one native batch: llama.cpp computes logits of all rows of a batch or of none.
+_MOST_OUTPUTS = 32
+#: The memory for hidden states that the draft has not read yet, of all texts together.
+_STATES_BYTES = 2**28
+_LEAST_STATES = 256
+
+
+def is_eagle_file(path: Path) -> bool:
+    """Return whether a file is an EAGLE-3 draft; False if it cannot be read."""
+    with contextlib.suppress(OSError, BackendError), ExitStack() as resources:
+        with path.open("rb") as file:
+            if ARCHITECTURE.encode() not in file.read(_N_SEARCHED):
+                return False
+        return GgufMetadata(resources, path).text("general.architecture") == ARCHITECTURE
+    return False
+
+
+class EagleModel(LlamaModel):
+    """A loaded EAGLE-3 draft for a target. Raises `ModelFileError` if the file is damaged, and `PairError` if
+    it was made for another target, or llama.cpp cannot hand out the inputs of this target's layers."""
+
+    def __init__(self, path: Path, target: LlamaModel, *, n_gpu_layers: int = -1) -> None:
+        super().__init__(path, n_gpu_layers=n_gpu_layers)
+        try:
+            #: The target's layers whose inputs it reads, and the length of these together.
+            self.layers = _layers(path)
+            self.n_read = len(self.layers) * target.n_embd
+            self._check_target(target)
+        except (ModelFileError, PairError):
+            self.close()
+            raise
+
+    def _check_usable(self) -> None:
+        if not is_eagle_file(self._file):
+            raise ModelFileError(f"{self.path}: not an EAGLE-3 draft")
+
+    def _check_target(self, target: LlamaModel) -> None:
+        architecture = target.metadata("general.architecture")
+        hint = f"take a draft that was made for {target.name}, or --draft ngram, which fits every model"
+        pair = f"{self.name} cannot draft for {target.name}"
+        if not target.n_layer or target.is_remote:
+            where = "on workers (--rpc)" if target.is_remote else "elsewhere"
+            raise PairError(
+                f"{pair}: EAGLE-3 reads the target's layers, which are computed {where}",
+                "use a small model of the same family, or --draft ngram",
+            )
+        if architecture not in HOOKED:
+            raise PairError(
+                f"{pair}: llama.cpp does not hand out the layers' inputs of this architecture "
+                f"({architecture}), which EAGLE-3 reads",
+                "use a small model of the same family, or --draft ngram",
+            )
+        n_target = int(self.metadata(f"{ARCHITECTURE}.target_hidden_size") or 0)
+        if n_target != target.n_embd:
+            raise PairError(
+                f"{pair}: it reads hidden states of {n_target} values, the target's have {target.n_embd}",
+                hint,
+            )
+        if not all(0 <= layer < target.n_layer for layer in self.layers):
+            named = ", ".join(map(str, self.layers))
+            raise PairError(
+                f"{pair}: it reads layers {named}, the target has {target.n_layer}", hint
+            )
+        shares = _shared_matrices(self._file)
+        if shares and self.n_embd != target.n_embd:
+            raise PairError(
+                f"{pair}: it lacks {shares}, and its hidden states have {self.n_embd} values, the "
+                f"target's {target.n_embd}",
+                hint,
+            )
+
+
+def _layers(path: Path) -> tuple[int, ...]:
+    """Return the target's layers whose inputs a draft reads."""
+    with ExitStack() as resources:
+        key = f"{ARCHITECTURE}.target_layers"
+        about = GgufMetadata(resources, path)
+        n, data = about.length(key) or 0, about.get("gguf_get_arr_data", ctypes.c_void_p, key)
+        return tuple((ctypes.c_int32 * n).from_address(data)) if n else ()
+
+
+def _shared_matrices(path: Path) -> str:
+    """Return which matrices a draft takes from its target; empty if none. Raise `ModelFileError` if it
+    has a part of the target's vocabulary, and no output matrix for it."""
+    with ExitStack() as resources:
+        names = {tensor.name for tensor in GgufMetadata(resources, path).tensors()}
+    lacks = {"token_embd.weight": "embeddings", "output.weight": "an output matrix"}
+    if "d2t" in names and "output.weight" not in names:
+        raise ModelFileError(f"{path}: damaged: there is no output matrix", "fetch the file again")
+    return " and ".join(what for name, what in lacks.items() if name not in names)
+
+
+class EagleContext(LlamaBackend):
+    """A context of an EAGLE-3 draft: a cache of its layer, beside the target's.
+
+    The row of a token has the hidden state before it (`Batch.hidden`): the encoder's, from the inputs of
+    the target's layers (`trails`), or, for a drafted token, the draft's own. Where none is given it reads
+    zeros. `n_slots` texts share the context. Logits are those of the first `n_shared_tokens` tokens, which
+    the vocabularies share. From now on the context of the target hands out the inputs
+    of the layers that the draft reads. Close this context before that of the target. Other parameters
+    and the errors are those of `LlamaBackend`.
+    """
+
+    def __init__(
+        self,
+        model: EagleModel,
+        target: LlamaBackend,
+        options: ContextOptions,
+        *,
+        n_ctx: int,
+        clock: Callable[[], float],
+        n_shared_tokens: int | None = None,
+        n_branches: int = 1,
+        n_outputs: int = 1,
+        n_slots: int = 1,
+    ) -> None:
+        super().__init__(
+            model,
+            options,
+            n_ctx=n_ctx * n_slots,
+            clock=clock,
+            n_sequences=n_branches * n_slots,
+            n_outputs=max(_MOST_OUTPUTS, n_outputs * n_slots),
+            n_branches=n_branches,
+            other=target.handle,
+        )
+        target.hand_out(model.layers)
+        n_rows, self._n_embd = max(self.n_batch, self.n_outputs), model.n_embd
+        memory = (ctypes.c_float * (n_rows * self._n_embd))()
+        self._rows.native.embd = memory
+        self._inputs = np.ctypeslib.as_array(memory).reshape(n_rows, self._n_embd)
+        self._n_read = model.n_read
+        self._n_shared_tokens = n_shared_tokens
+        llama_cpp_ext.llama_set_embeddings_nextn(self._handle, True, True)
+        self._states: dict[int, Hidden] = {}
+        n_most = max(_LEAST_STATES, _STATES_BYTES // (4 * self._n_read * n_slots))
+        #: What the target's layers read along each slot's text, which the draft may still have to read.
+        self.trails = tuple(EagleTrail(n_most, self.encode) for _ in range(n_slots))
+
+    def state(self, sequence: int) -> Hidden:
+        """Return the draft's hidden state after the sequence's last row that wanted logits."""
+        return self._states[sequence]
+
+    def encode(self, read: Hidden) -> Hidden:
+        """Return the hidden states, float32[n, n_embd], for the inputs of the target's layers,
+        float32[n, n_read]. Logits of the last decode are not valid afterwards."""
+        made = np.empty((len(read), self._n_embd), np.float32)
+        for start in range(0, len(read), _MOST_OUTPUTS):
+            part = np.ascontiguousarray(read[start : start + _MOST_OUTPUTS], np.float32)
+            embd = part.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+            batch = llama_cpp.llama_batch(n_tokens=len(part), embd=embd)
+            started = self._clock()
+            status = self.model.call(llama_cpp.llama_encode, self._handle, batch)
+            if status != 0:
+                raise BackendError(
+                    f"{self.model.name}: llama.cpp could not encode {len(part)} hidden states "
+                    f"(status {status}): {last_error()}"
+                )
+            made[start : start + len(part)] = self._own_states(len(part))
+            self.decode_s += self._clock() - started
+        return made
+
+    def _own_states(self, n_rows: int) -> Hidden:
+        """Return a view of what the last native call computed: float32[n_rows, n_embd]."""
+        pointer = llama_cpp_ext.llama_get_embeddings_nextn(self._handle)
+        return self._states_at(pointer, n_rows, self._n_embd)
+
+    def _decode_rows(self, batch: Batch) -> Logits:
+        self._rows.check(batch)
+        wanted = [row for row, wants in enumerate(batch.wants_logits) if wants]
+        n_silent = min(wanted[0], max(0, len(batch) - _MOST_OUTPUTS)) if wanted else len(batch)
+        if n_silent:
+            self._decode_part(batch.part(0, n_silent))
+        found: list[Logits] = []
+        for start in range(n_silent, len(batch), _MOST_OUTPUTS):
+            part = batch.part(start, start + _MOST_OUTPUTS)
+            wants, part.wants_logits = part.wants_logits, [True] * len(part)
+            logits = self._decode_part(part)
+            rows = [row for row, is_wanted in enumerate(wants) if is_wanted]
+            states = self._own_states(len(part))
+            for row in rows:
+                self._states.update(dict.fromkeys(part.sequences[row], states[row].copy()))
+            if rows == list(range(len(part) - len(rows), len(part))):
+                found.append(logits[len(part) - len(rows) :])
+            else:
+                found.append(logits[rows])
+            if start + _MOST_OUTPUTS < len(batch):  # the next part replaces them
+                found[-1] = found[-1].copy()
+        if len(found) == 1:
+            return found[0]
+        return np.concatenate(found) if found else np.empty((0, self.n_vocab), np.float32)
+
+    def _decode_part(self, batch: Batch) -> Logits:
+        inputs = self._inputs[: len(batch)]
+        for row, state in enumerate(batch.hidden or itertools.repeat(None, len(batch))):
+            inputs[row] = 0.0 if state is None else state
+        return super()._decode_rows(batch)[:, : self._n_shared_tokens]
+
+
+class EagleTrail(HiddenTrail):
+    """The inputs of the target's layers along a text. They are encoded only when the draft reads them."""
+
+    def __init__(self, n_most: int, encode: Callable[[Hidden], Hidden]) -> None:
+        super().__init__(n_most)
+        self._encode = encode
+        #: The number of states, from the last, that are not encoded.
+        self._n_raw = 0
+
+    def after(self, index: int) -> Hidden | None:
+        n_raw = min(self._n_raw, len(self._states))
+        if n_raw and index >= self.n_read - n_raw:
+            self._states[-n_raw:] = self._encode(np.stack(self._states[-n_raw:]))
+            self._n_raw = 0
+        return super().after(index)
+
+    def _take_over(self, other: HiddenTrail) -> None:
+        super()._take_over(other)
+        self._n_raw = other._n_raw if isinstance(other, EagleTrail) else 0
+
+    def take_rows(self, rows: Hidden, text: Sequence[int], n_read: int) -> None:
+        super().take_rows(rows, text, n_read)
+        self._n_raw = min(self._n_raw + len(rows), len(self._states))
+
+    def rewind(self, n_tokens: int) -> None:
+        n_before = len(self._states)
+        super().rewind(n_tokens)
+        self._n_raw = max(0, self._n_raw - (n_before - len(self._states)))
+
+
+__all__ = ["ARCHITECTURE", "HOOKED", "EagleContext", "EagleModel", "EagleTrail", "is_eagle_file"]
