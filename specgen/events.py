@@ -67,6 +67,21 @@ class PromptEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadingEvent:
+    """A piece of a long prompt was read, and others follow."""
+
+    event: ClassVar[str] = "reading"
+
+    sequence: int
+    time_s: float
+    #: Tokens of the prompt that the target has read, those from an answer before among them.
+    n_read: int
+    n_prompt_tokens: int
+    #: Estimated seconds until the whole prompt is read.
+    left_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class DraftNode:
     """One token of a draft tree."""
 
@@ -265,11 +280,18 @@ class FinishedEvent:
 
 
 Event: TypeAlias = (
-    PromptEvent | DraftedEvent | VerifiedEvent | CommittedEvent | NoticeEvent | FinishedEvent
+    PromptEvent
+    | ReadingEvent
+    | DraftedEvent
+    | VerifiedEvent
+    | CommittedEvent
+    | NoticeEvent
+    | FinishedEvent
 )
 
 EVENT_TYPES: tuple[type[Event], ...] = (
     PromptEvent,
+    ReadingEvent,
     DraftedEvent,
     VerifiedEvent,
     CommittedEvent,
@@ -294,6 +316,7 @@ __all__ = [
     "NoticeEvent",
     "Piece",
     "PromptEvent",
+    "ReadingEvent",
     "ReasonCount",
     "RejectedBranch",
     "TokenKind",
