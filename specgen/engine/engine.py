@@ -426,7 +426,9 @@ class Engine:
     def _begin(self, request: Request, slot: Slot) -> list[Event]:
         slot.request, slot.used_last = request, request.index
         try:
-            slot.share_prefix(self.target, request.prompt.tokens)
+            # The state behind a prefix may be forgotten, and the first row of the draft reads it.
+            n_again = 1 if self._models.drafts.from_states is not None else 0
+            slot.share_prefix(self.target, request.prompt.tokens, n_again=n_again)
             slot.sequence = self._factory.sequence(
                 request.prompt,
                 self.n_ctx,

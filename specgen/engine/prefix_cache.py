@@ -39,10 +39,11 @@ class Slot:
         """Return the number of tokens that the slot has room for in a cache."""
         return backend.n_ctx // self.n
 
-    def share_prefix(self, backend: Backend, tokens: abc.Sequence[int]) -> int:
+    def share_prefix(self, backend: Backend, tokens: abc.Sequence[int], *, n_again: int = 0) -> int:
         """Reuse the longest prefix of `tokens` that any slot of the cache holds; drop the rest of this slot.
         Return the number of reused tokens: at most all but the last token, which must be decoded for its
-        logits. The sequences share cells, so no data is copied."""
+        logits. The sequences share cells, so no data is copied. The last `n_again` tokens of a prefix are not
+        reused where the cache can drop them: a drafter needs the hidden states behind them."""
         own = self.branches(backend)
         for branch in range(own.first + 1, own.first + own.n_branches):
             if backend.length(branch):
@@ -58,6 +59,9 @@ class Slot:
             n = n_common(backend.text(branches.first), tokens)
             if n > best:
                 best, lender = n, branches
+        if backend.rollback == "cells":
+            best = max(0, best - n_again)
+            n_own = min(n_own, best)
         try:
             if backend.length(own.first) > n_own:
                 backend.remove(own.first, n_own)
