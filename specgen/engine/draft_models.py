@@ -21,6 +21,7 @@ from specgen.engine.request import RequestSettings
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaModel, default_threads
 from specgen.llama.decoder_heads import DecoderHeads, is_heads_file
+from specgen.llama.dflash import DflashModel, is_dflash_file
 from specgen.llama.eagle import EagleModel, is_eagle_file
 from specgen.options import ContextOptions, DraftOptions, DraftSource, TreeShape
 
@@ -220,14 +221,16 @@ class MtpDraft(StatesDraft):
 
 
 class EagleDraft(StatesDraft):
-    """A loaded EAGLE-3 draft for a target. Raises `ModelFileError` if the file is damaged, `PairError` if it
+    """A loaded EAGLE-3, DFlash or DSpark draft for a target. Raises `ModelFileError` if the file is damaged, `PairError` if it
     does not fit the target, or the target decodes elsewhere."""
 
     def __init__(
         self, path: Path, target: LlamaModel, context: ContextOptions, drafting: DraftOptions
     ) -> None:
         super().__init__(target, drafting)
-        self.model = EagleModel(path, target, n_gpu_layers=context.n_gpu_layers)
+        make = DflashModel if is_dflash_file(path) else EagleModel
+        self.model = make(path, target, n_gpu_layers=context.n_gpu_layers)
+        self.branches = self.branches and not isinstance(self.model, DflashModel)
         try:
             #: The number of tokens that both vocabularies have, from 0 on.
             self.n_shared_tokens = check_pair(
@@ -268,7 +271,7 @@ class DraftModels:
         self.main: DraftModel | None = None
         self.heads: HeadsDraft | None = None
         self.mtp: MtpDraft | None = None
-        #: The EAGLE-3 draft, if it is one.
+        #: The draft that reads layers of the target, if it is one.
         self.eagle: EagleDraft | None = None
         #: The file of learnt weights, if the draft model uses them.
         self.learnt: Path | None = None
@@ -293,10 +296,11 @@ class DraftModels:
                     f"{source.name}: decoder heads take no draft of their own; leave out the next --draft"
                 )
             self.heads = HeadsDraft(source, self._target, self._context, drafting, self._clock)
-        elif isinstance(source, Path) and is_eagle_file(source):
+        elif isinstance(source, Path) and (is_eagle_file(source) or is_dflash_file(source)):
             if self._helpers:
                 raise UsageError(
-                    f"{source.name}: an EAGLE-3 draft takes no draft of its own; leave out the next --draft"
+                    f"{source.name}: a draft that reads the target's layers takes no draft of its own; "
+                    "leave out the next --draft"
                 )
             self.eagle = EagleDraft(source, self._target, self._context, drafting)
         elif isinstance(source, Path):

@@ -7,6 +7,7 @@ import math
 from collections import abc
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from specgen.decoding.backend import Backend
 from specgen.decoding.drafters import (
+    DflashDrafter,
     Drafter,
     Drafters,
     EagleDrafter,
@@ -42,6 +44,7 @@ from specgen.engine.loaded_models import LONGEST_GUESS, Models
 from specgen.engine.prefix_cache import Slot
 from specgen.engine.prompts import Prompt
 from specgen.engine.request import RequestSettings
+from specgen.llama.dflash import DflashContext
 from specgen.llama.eagle import EagleContext
 from specgen.llama.mtp import MtpContext
 from specgen.options import (
@@ -333,7 +336,7 @@ class _Parts:
     ) -> tuple[MtpDrafter, HiddenTrail]:
         """Return the drafter of the target's MTP layers or of an EAGLE-3 draft, and the hidden states that the
         loop stores for it."""
-        assert isinstance(backend, (MtpContext, EagleContext)), "a context of what drafts"
+        assert isinstance(backend, (MtpContext, EagleContext, DflashContext)), "of what drafts"
         settings, drafting, slot = self.settings, draft.drafting, self.slot
         draws, branches = draft.draws(settings), self.branches and draft.grows_trees(settings)
         if branches and not draws:
@@ -342,10 +345,18 @@ class _Parts:
             sampling = draft_sampling(settings.in_use, drafting, draws=draws)
         trail, tokens = backend.trails[slot.number], self.prompt.tokens
         trail.begin(tokens, backend.trails)
-        drafter, timed, n_left_out = MtpDrafter, self.models.drafts.timed, 0
+        timed, n_left_out = self.models.drafts.timed, 0
+        make: Callable[..., MtpDrafter] = MtpDrafter
         if isinstance(backend, EagleContext):  # the text's first token has no row
-            drafter, n_left_out = EagleDrafter, 1
-        made = drafter(
+            make, n_left_out = EagleDrafter, 1
+        if isinstance(backend, DflashContext):
+            make = partial(
+                DflashDrafter,
+                mask=backend.draft.mask,
+                n_most=backend.draft.n_most,
+                predicts_from_last=backend.draft.predicts_from_last,
+            )
+        made = make(
             backend,
             trail,
             self.make_shaper(Sampler(sampling, settings.breakers), self.state),

@@ -22,6 +22,7 @@ from specgen.engine.request import RequestSettings
 from specgen.errors import PromptError
 from specgen.llama import LlamaBackend, LlamaModel, default_threads
 from specgen.llama.context_opening import n_native_sequences
+from specgen.llama.dflash import DflashContext, DflashModel
 from specgen.llama.eagle import EagleContext
 from specgen.llama.mtp import MtpContext
 from specgen.options import ContextOptions, DraftOptions, DraftSource, SessionOptions
@@ -354,11 +355,21 @@ class Models:
 
     def _states_context(
         self, target: LlamaBackend, n_ctx: int, n_slots: int
-    ) -> MtpContext | EagleContext:
+    ) -> MtpContext | EagleContext | DflashContext:
         """Open a context of what drafts from the target's hidden states, with room for the nodes of a
         growing tree."""
         n_branches, eagle = self._n_states_branches, self.drafts.eagle
         n_outputs = min(n_branches, _WIDEST)
+        if eagle is not None and isinstance(eagle.model, DflashModel):
+            return DflashContext(
+                eagle.model,
+                target,
+                self.costs.context_options(eagle.model.path),
+                n_ctx=n_ctx + CONTEXT_STEP,
+                clock=self.clock,
+                n_shared_tokens=eagle.n_shared_tokens,
+                n_slots=n_slots,
+            )
         if eagle is not None:
             return EagleContext(
                 eagle.model,

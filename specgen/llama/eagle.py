@@ -57,6 +57,8 @@ HOOKED = frozenset(
         "qwen3next",
     }
 )
+#: Those that also hand out what the last layer made.
+_LAST = frozenset({"deepseek4", "mimo2", "nemotron_h", "nemotron_h_moe"})
 #: A file's architecture is found in so many of its first bytes.
 _N_SEARCHED = 4096
 #: The most rows with logits in one native batch: llama.cpp computes logits of all rows of a batch or of none.
@@ -66,13 +68,23 @@ _STATES_BYTES = 2**28
 _LEAST_STATES = 256
 
 
+def most_states(n_values: int, n_slots: int) -> int:
+    """Return how many hidden states of so many values each of `n_slots` texts may keep unread."""
+    return max(_LEAST_STATES, _STATES_BYTES // (4 * n_values * n_slots))
+
+
 def is_eagle_file(path: Path) -> bool:
     """Return whether a file is an EAGLE-3 draft; False if it cannot be read."""
+    return has_architecture(path, ARCHITECTURE)
+
+
+def has_architecture(path: Path, architecture: str) -> bool:
+    """Return whether a file is a GGUF of this architecture; False if it cannot be read."""
     with contextlib.suppress(OSError, BackendError), ExitStack() as resources:
         with path.open("rb") as file:
-            if ARCHITECTURE.encode() not in file.read(_N_SEARCHED):
+            if architecture.encode() not in file.read(_N_SEARCHED):
                 return False
-        return GgufMetadata(resources, path).text("general.architecture") == ARCHITECTURE
+        return GgufMetadata(resources, path).text("general.architecture") == architecture
     return False
 
 
@@ -80,11 +92,17 @@ class EagleModel(LlamaModel):
     """A loaded EAGLE-3 draft for a target. Raises `ModelFileError` if the file is damaged, and `PairError` if
     it was made for another target, or llama.cpp cannot hand out the inputs of this target's layers."""
 
+    architecture: ClassVar[str] = ARCHITECTURE
+    #: What it is called in messages.
+    kind: ClassVar[str] = "EAGLE-3"
+    #: Whether it may read what the last layer made, as if a further layer read it.
+    reads_last: ClassVar[bool] = False
+
     def __init__(self, path: Path, target: LlamaModel, *, n_gpu_layers: int = -1) -> None:
         super().__init__(path, n_gpu_layers=n_gpu_layers)
         try:
             #: The target's layers whose inputs it reads, and the length of these together.
-            self.layers = _layers(path)
+            self.layers = self._layers()
             self.n_read = len(self.layers) * target.n_embd
             self._check_target(target)
         except (ModelFileError, PairError):
@@ -92,8 +110,8 @@ class EagleModel(LlamaModel):
             raise
 
     def _check_usable(self) -> None:
-        if not is_eagle_file(self._file):
-            raise ModelFileError(f"{self.path}: not an EAGLE-3 draft")
+        if self.metadata("general.architecture") != self.architecture:
+            raise ModelFileError(f"{self.path}: not a draft of the kind {self.kind}")
 
     def _check_target(self, target: LlamaModel) -> None:
         architecture = target.metadata("general.architecture")
@@ -102,27 +120,28 @@ class EagleModel(LlamaModel):
         if not target.n_layer or target.is_remote:
             where = "on workers (--rpc)" if target.is_remote else "elsewhere"
             raise PairError(
-                f"{pair}: EAGLE-3 reads the target's layers, which are computed {where}",
+                f"{pair}: {self.kind} reads the target's layers, which are computed {where}",
                 "use a small model of the same family, or --draft ngram",
             )
         if architecture not in HOOKED:
             raise PairError(
                 f"{pair}: llama.cpp does not hand out the layers' inputs of this architecture "
-                f"({architecture}), which EAGLE-3 reads",
+                f"({architecture}), which {self.kind} reads",
                 "use a small model of the same family, or --draft ngram",
             )
-        n_target = int(self.metadata(f"{ARCHITECTURE}.target_hidden_size") or 0)
+        n_target = self._n_target()
         if n_target != target.n_embd:
             raise PairError(
                 f"{pair}: it reads hidden states of {n_target} values, the target's have {target.n_embd}",
                 hint,
             )
-        if not all(0 <= layer < target.n_layer for layer in self.layers):
+        n_layers = target.n_layer + (self.reads_last and architecture in _LAST)
+        if not all(0 <= layer < n_layers for layer in self.layers):
             named = ", ".join(map(str, self.layers))
             raise PairError(
                 f"{pair}: it reads layers {named}, the target has {target.n_layer}", hint
             )
-        shares = _shared_matrices(self._file)
+        shares = self._shared_matrices()
         if shares and self.n_embd != target.n_embd:
             raise PairError(
                 f"{pair}: it lacks {shares}, and its hidden states have {self.n_embd} values, the "
@@ -131,24 +150,29 @@ class EagleModel(LlamaModel):
             )
 
 
-def _layers(path: Path) -> tuple[int, ...]:
-    """Return the target's layers whose inputs a draft reads."""
-    with ExitStack() as resources:
-        key = f"{ARCHITECTURE}.target_layers"
-        about = GgufMetadata(resources, path)
-        n, data = about.length(key) or 0, about.get("gguf_get_arr_data", ctypes.c_void_p, key)
-        return tuple((ctypes.c_int32 * n).from_address(data)) if n else ()
+    def _n_target(self) -> int:
+        """Return the length of the target's hidden states that it was made for."""
+        return int(self.metadata(f"{self.architecture}.target_hidden_size") or 0)
 
+    def _layers(self) -> tuple[int, ...]:
+        """Return the target's layers whose inputs it reads."""
+        with ExitStack() as resources:
+            key = f"{self.architecture}.target_layers"
+            about = GgufMetadata(resources, self._file)
+            n, data = about.length(key) or 0, about.get("gguf_get_arr_data", ctypes.c_void_p, key)
+            return tuple((ctypes.c_int32 * n).from_address(data)) if n else ()
 
-def _shared_matrices(path: Path) -> str:
-    """Return which matrices a draft takes from its target; empty if none. Raise `ModelFileError` if it
-    has a part of the target's vocabulary, and no output matrix for it."""
-    with ExitStack() as resources:
-        names = {tensor.name for tensor in GgufMetadata(resources, path).tensors()}
-    lacks = {"token_embd.weight": "embeddings", "output.weight": "an output matrix"}
-    if "d2t" in names and "output.weight" not in names:
-        raise ModelFileError(f"{path}: damaged: there is no output matrix", "fetch the file again")
-    return " and ".join(what for name, what in lacks.items() if name not in names)
+    def _shared_matrices(self) -> str:
+        """Return which matrices it takes from its target; empty if none. Raise `ModelFileError` if it
+        has a part of the target's vocabulary, and no output matrix for it."""
+        with ExitStack() as resources:
+            names = {tensor.name for tensor in GgufMetadata(resources, self._file).tensors()}
+        lacks = {"token_embd.weight": "embeddings", "output.weight": "an output matrix"}
+        if "d2t" in names and "output.weight" not in names:
+            raise ModelFileError(
+                f"{self.path}: damaged: there is no output matrix", "fetch the file again"
+            )
+        return " and ".join(what for name, what in lacks.items() if name not in names)
 
 
 class EagleContext(LlamaBackend):
@@ -190,11 +214,10 @@ class EagleContext(LlamaBackend):
         memory = (ctypes.c_float * (n_rows * self._n_embd))()
         self._rows.native.embd = memory
         self._inputs = np.ctypeslib.as_array(memory).reshape(n_rows, self._n_embd)
-        self._n_read = model.n_read
         self._n_shared_tokens = n_shared_tokens
         llama_cpp_ext.llama_set_embeddings_nextn(self._handle, True, True)
         self._states: dict[int, Hidden] = {}
-        n_most = max(_LEAST_STATES, _STATES_BYTES // (4 * self._n_read * n_slots))
+        n_most = most_states(model.n_read, n_slots)
         #: What the target's layers read along each slot's text, which the draft may still have to read.
         self.trails = tuple(EagleTrail(n_most, self.encode) for _ in range(n_slots))
 
@@ -264,11 +287,15 @@ class EagleTrail(HiddenTrail):
     def __init__(self, n_most: int, encode: Callable[[Hidden], Hidden]) -> None:
         super().__init__(n_most)
         self._encode = encode
-        #: The number of states, from the last, that are not encoded.
         self._n_raw = 0
 
+    @property
+    def n_raw(self) -> int:
+        """The number of states, from the last, that are not encoded."""
+        return min(self._n_raw, len(self._states))
+
     def after(self, index: int) -> Hidden | None:
-        n_raw = min(self._n_raw, len(self._states))
+        n_raw = self.n_raw
         if n_raw and index >= self.n_read - n_raw:
             self._states[-n_raw:] = self._encode(np.stack(self._states[-n_raw:]))
             self._n_raw = 0
@@ -276,11 +303,11 @@ class EagleTrail(HiddenTrail):
 
     def _take_over(self, other: HiddenTrail) -> None:
         super()._take_over(other)
-        self._n_raw = other._n_raw if isinstance(other, EagleTrail) else 0
+        self._n_raw = other.n_raw if isinstance(other, EagleTrail) else 0
 
     def take_rows(self, rows: Hidden, text: Sequence[int], n_read: int) -> None:
         super().take_rows(rows, text, n_read)
-        self._n_raw = min(self._n_raw + len(rows), len(self._states))
+        self._n_raw = self.n_raw + len(rows)
 
     def rewind(self, n_tokens: int) -> None:
         n_before = len(self._states)

@@ -10,6 +10,7 @@ from specgen.decoding.drafters.base import (
     ready,
 )
 from specgen.decoding.drafters.combined import Drafters
+from specgen.decoding.drafters.dflash import DflashDrafter
 from specgen.decoding.drafters.eagle import EagleDrafter
 from specgen.decoding.drafters.heads import HeadsDrafter
 from specgen.decoding.drafters.model import ModelDrafter
@@ -21,6 +22,7 @@ from specgen.decoding.drafters.tree import TreeModelDrafter
 
 __all__ = [
     "Ask",
+    "DflashDrafter",
     "Drafter",
     "Drafters",
     "Drafting",

@@ -87,6 +87,7 @@ def _quantisation(tensor_type: TensorType) -> GGMLQuantizationType:
 
 
 def add_tensor(writer: GGUFWriter, config: TinyConfig, name: str, weights: TinyWeights) -> None:
+    """Add a tensor in the type that the configuration names; vectors stay f32."""
     from gguf import quants
 
     if weights.ndim == 1 or any(part in name for part in _ALWAYS_F32):
@@ -182,6 +183,7 @@ def _add_recurrence(writer: GGUFWriter, config: TinyConfig) -> None:
 
 
 def add_tokenizer(writer: GGUFWriter, config: TinyConfig, vocabulary: TinyVocabulary) -> None:
+    """Add the metadata of the tokenizer, and the chat templates."""
     writer.add_token_list(vocabulary.tokens)
     writer.add_token_types(vocabulary.types)
     writer.add_bos_token_id(vocabulary.bos)
