@@ -152,7 +152,7 @@ class DflashContext(LlamaBackend):
     def _fill(self, batch: Batch) -> None:
         """Add what the target has read to the cache, as keys and values."""
         self._rows.fill(batch)
-        read = np.stack(batch.hidden)
+        read = np.stack([state for state in batch.hidden if state is not None])
         positions = (ctypes.c_int32 * (len(batch) * self._n_positions))(
             *(batch.positions * min(self._n_positions, 3))
         )

@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -148,7 +149,6 @@ class EagleModel(LlamaModel):
                 f"target's {target.n_embd}",
                 hint,
             )
-
 
     def _n_target(self) -> int:
         """Return the length of the target's hidden states that it was made for."""

@@ -1,16 +1,11 @@
-"""EAGLE-3 drafts: their files, what they compute, and what is drafted with them.
-
-The drafts have random weights. So that the target accepts some tokens, most of them can draft four tokens
-only, and the target is biased towards these.
-"""
+"""EAGLE-3 drafts: their files, what they compute, and what is drafted with them."""
 
 from __future__ import annotations
 
 import re
-import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
@@ -21,35 +16,40 @@ import pytest
 
 from specgen.decoding.backend import Batch
 from specgen.decoding.hidden_trail import HiddenTrail
-from specgen.engine.engine import Engine, generate
+from specgen.engine.engine import Engine
 from specgen.engine.loaded_models import Models
 from specgen.errors import ModelFileError, PairError, UsageError
-from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
+from specgen.events import DraftedEvent, NoticeEvent
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.eagle import HOOKED, EagleContext, EagleModel, EagleTrail, is_eagle_file
 from specgen.measure.bench.peers import SIMPLE, PeerError, find_program
 from specgen.measure.proof.statistics import g_test
 from specgen.options import (
-    ContextOptions,
-    DraftOptions,
-    GenerationOptions,
     SamplerOptions,
     SessionOptions,
     TreeShape,
 )
-from specgen.testing.tiny import Architecture, TinyConfig, tiny_vocabulary, write_tiny_model
+from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.eagle import TinyEagle, write_tiny_eagle
 from tests.helpers.cli import Specgen, complaint
+from tests.helpers.eagle import (
+    BIASED,
+    CHAIN,
+    CONFIG,
+    CONTEXT,
+    DRAWN,
+    LETTERS,
+    PROMPT,
+    TARGETS,
+    TREE,
+    answered,
+    drafts,
+    drafts_of,
+    joint,
+    loaded,
+    said,
+)
 
-# f32 and no flash attention: rows are then equal in batches of every shape.
-CONTEXT = ContextOptions(n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32")
-PROMPT = "the cat is in the else for with"
-#: Cells, snapshots of recurrent states, and copies of them.
-TARGETS: tuple[Architecture, ...] = ("llama", "qwen3", "lfm2", "qwen35")
-CONFIG = TinyConfig(n_layer=4)
-LETTERS = [tiny_vocabulary(CONFIG).tokens.index(letter) for letter in "abcd"]
-BIASED = SamplerOptions(logit_bias=tuple((token, 30.0) for token in LETTERS))
-DRAWN = replace(BIASED, temperature=1.0, top_k=4, top_p=1.0, min_p=0.0)
 #: Files of several makes: with and without a vocabulary of their own, embeddings, an output matrix, another
 #: size, and norms at other places.
 DRAFTS = {
@@ -62,7 +62,6 @@ DRAFTS = {
         has_embeddings=False, has_output=False, norm_before_fc=True, norm_before_residual=True
     ),
 }
-CHAIN, TREE = TreeShape("off"), TreeShape("levels", (3, 2, 1))
 
 
 @pytest.fixture(scope="module")
@@ -75,59 +74,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, draft in DRAFTS.items():
         write_tiny_eagle(folder / f"{name}.gguf", CONFIG, draft)
     return folder
-
-
-def loaded(
-    folder: Path,
-    target: str = "llama",
-    draft: str = "letters",
-    *,
-    tree: TreeShape = CHAIN,
-    sampler: SamplerOptions = BIASED,
-    n_tokens: int = 60,
-    ngrams: bool = False,
-    n_ctx: int | None = None,
-    verifier: str = "auto",
-) -> Models:
-    drafting = DraftOptions(
-        policy="fixed", max_tokens=6 if tree.is_fixed else 3, p_min=0.0, ngrams=ngrams, tree=tree,
-        verifier=verifier,  # type: ignore[arg-type]
-    )  # fmt: skip
-    options = SessionOptions(
-        target=folder / f"{target}.gguf",
-        draft="none" if draft == "none" else folder / f"{draft}.gguf",
-        drafting=drafting,
-        sampler=sampler,
-        generation=GenerationOptions(max_tokens=n_tokens),
-        target_context=replace(CONTEXT, n_ctx=n_ctx),
-        draft_context=CONTEXT,
-    )
-    return Models(options, time.perf_counter)
-
-
-def answered(opened: Models, prompt: str = PROMPT) -> tuple[list[Event], FinishedEvent]:
-    """The events of an answer in which drafting did not fail."""
-    events = list(generate(opened, opened.prompts.of_text(prompt, chat=False)))
-    failed = [event for event in events if isinstance(event, NoticeEvent) and event.detail]
-    assert not failed, failed[0].detail
-    assert isinstance(events[-1], FinishedEvent)
-    return events, events[-1]
-
-
-def said(folder: Path, target: str, **options: object) -> FinishedEvent:
-    """What a target says without a draft."""
-    with loaded(folder, target, "none", **options) as opened:  # type: ignore[arg-type]
-        return answered(opened)[1]
-
-
-def drafts(events: Sequence[Event]) -> Iterator[tuple[int, list[int]]]:
-    """The number of tokens of the answer before each draft, and the draft."""
-    n_tokens = 0
-    for event in events:
-        if isinstance(event, CommittedEvent):
-            n_tokens = event.n_tokens
-        if isinstance(event, DraftedEvent):
-            yield n_tokens, [node.token_id for node in event.nodes]
 
 
 def drafted_anew(opened: Models, text: Sequence[int], n: int) -> list[int]:
@@ -168,16 +114,21 @@ def test_a_file_is_known_by_its_architecture(folder: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("target", "draft", "said"),
     [
-        (TinyConfig(architecture="qwen2"), TinyEagle(), "does not hand out the layers' inputs of this "
-         "architecture (qwen2)"),
-        (replace(CONFIG, n_embd=128), DRAFTS["letters"], "it reads hidden states of 64 values, the "
-         "target's have 128"),
+        (TinyConfig(architecture="qwen2"), TinyEagle(), "does not hand out the layers' inputs"),
+        (
+            replace(CONFIG, n_embd=128),
+            DRAFTS["letters"],
+            "it reads hidden states of 64 values, the target's have 128",
+        ),
         (TinyConfig(n_layer=3), DRAFTS["letters"], "it reads layers 0, 2, 3, the target has 3"),
-        (CONFIG, replace(DRAFTS["shared"], n_embd=128, n_head=4), "it lacks embeddings and an output "
-         "matrix, and its hidden states have 128 values, the target's 64"),
+        (
+            CONFIG,
+            replace(DRAFTS["shared"], n_embd=128, n_head=4),
+            "it lacks embeddings and an output matrix, and its hidden states have 128 values",
+        ),
         (replace(CONFIG, tokenizer="spm"), DRAFTS["letters"], "tokenizers are of different kinds"),
     ],
-)  # fmt: skip
+)
 def test_a_draft_for_another_target_is_refused(
     tmp_path: Path, target: TinyConfig, draft: TinyEagle, said: str
 ) -> None:
@@ -327,26 +278,6 @@ def test_sampled_text_fits_the_targets_distribution(
     assert set(counts) <= set(exact)
     observed = np.array([counts[text] for text in exact])
     assert g_test(observed, np.array(list(exact.values()))).p_value > 1e-4
-
-
-def joint(opened: Models, prompt: Sequence[int]) -> dict[tuple[int, ...], float]:
-    """The probabilities of all texts of three letters behind a prompt."""
-    backend = LlamaBackend(opened.target, CONTEXT, n_ctx=64, clock=time.perf_counter)
-    found: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(3):
-        longer: dict[tuple[int, ...], float] = {}
-        for text, probability in found.items():
-            whole = [*prompt, *text]
-            n = len(whole)
-            backend.remove(0)
-            wants = [False] * (n - 1) + [True]
-            row = backend.decode(Batch(whole, list(range(n)), [(0,)] * n, wants))[0]
-            weights = np.exp(row[LETTERS].astype(float) - row[LETTERS].max())
-            for letter, weight in zip(LETTERS, weights / weights.sum(), strict=True):
-                longer[(*text, letter)] = probability * float(weight)
-        found = longer
-    backend.close()
-    return found
 
 
 # --- several answers ------------------------------------------------------------------------------
@@ -513,28 +444,3 @@ def test_llama_cpps_own_program_drafts_the_same(
     assert len(places) > 10
     for place in places:  # specgen ends a draft with the end of the text
         assert ours[place] == theirs[place][: len(ours[place])]
-
-
-def drafts_of(
-    program: Path, folder: Path, target: str, name: str, n_max: int, sampler: SamplerOptions
-) -> dict[int, list[int]]:
-    """What llama.cpp's program drafts, by the number of tokens of the answer before."""
-    command = f"""{program} -m {folder / target}.gguf -md {folder / name}.gguf --spec-type draft-eagle3
-        --spec-draft-n-max {n_max} --spec-draft-p-min 0 --temp 0 -n 60 -c 512 -t 1 -td 1 -lv 10
-        -fa off -ctk f32 -ctv f32 -ctkd f32 -ctvd f32"""
-    biases = [each for token, bias in sampler.logit_bias for each in ("-l", f"{token}+{bias:.0f}")]
-    for _ in range(8):  # its log is cut off now and then
-        run = subprocess.run(
-            [*command.split(), *biases, "-p", PROMPT], capture_output=True, check=True, timeout=120
-        )
-        if b"n_accept " in run.stderr + run.stdout:
-            break
-    pattern = rb"draft candidate   0, pos +\d+: +(\d+) |accepted (\d+)/\d+ draft"
-    found: dict[int, list[int]] = {}
-    place = 0
-    for token, n_accepted in re.findall(pattern, run.stdout + run.stderr):
-        if n_accepted:
-            place += 1 + int(n_accepted)
-        else:
-            found.setdefault(place, []).append(int(token))
-    return found

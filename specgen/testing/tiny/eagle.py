@@ -62,6 +62,8 @@ class TinyDflash:
     sliding_window: int = 0
     #: Whether masks see only those before them.
     causal: bool = False
+    #: Whether positions are turned as for a target that reads images (M-RoPE).
+    has_sections: bool = False
     seed: int = 100
 
 
@@ -97,6 +99,8 @@ def write_tiny_dflash(
     writer.add_bool("dflash.sample_from_anchor", dflash.from_anchor)
     writer.add_bool("dflash.attention.causal", dflash.causal)
     writer.add_mask_token_id(n_vocab - 1)
+    if dflash.has_sections:
+        writer.add_rope_dimension_sections([n_head // 2, 0, 0, 0])
     if dflash.sliding_window:
         writer.add_sliding_window(dflash.sliding_window)
         writer.add_array(
@@ -167,7 +171,11 @@ def _random(target: TinyConfig, seed: int) -> Random:
 def _shared_tensors(
     target: TinyConfig, draft: TinyEagle | TinyDflash, n_read: int
 ) -> dict[str, TinyWeights]:
-    random, n_embd, n_vocab = _random(target, draft.seed), draft.n_embd, len(tiny_vocabulary(target))
+    random, n_embd, n_vocab = (
+        _random(target, draft.seed),
+        draft.n_embd,
+        len(tiny_vocabulary(target)),
+    )
     n_drafted = n_vocab if draft.drafted is None else len(draft.drafted)
     found = {
         "fc.weight": random("fc", (n_embd, n_read), 1.0 / math.sqrt(n_read)),
