@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
+import os
 import shlex
 import statistics
 import sys
@@ -29,26 +29,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.answers import bench_prompts, write_json
 from specgen.decoding.draft import ROOT, Draft
 from specgen.decoding.drafters import draft_alone
 from specgen.decoding.policy import draft_up_to
 from specgen.decoding.sequence import Sequence
 from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.loaded_models import Models
+from specgen.llama.kernel_checks import choose_kernels, wanted_in
 from specgen.measure.bench.contenders import NOW
 from specgen.measure.bench.figures import ContenderFigures, geometric_mean, speedup_of
 from specgen.measure.bench.job import Job
 from specgen.measure.bench.plan import NGRAM, Field, Plan, find_fields
-from specgen.measure.bench.prompts import (
-    BenchPrompt,
-    first_of_each,
-    own_prompts,
-    read_bench_prompts,
-)
+from specgen.measure.bench.prompts import BenchPrompt
 from specgen.measure.bench.report import BenchReport, to_json_object
 from specgen.measure.bench.runs import Result
 from specgen.measure.selection.session_opening import open_memory
 from specgen.measure.selection.trial import Baseline, TargetAnswer, agreeing_path, measure_target
+from specgen.models import cache_folder
 from specgen.options import (
     AUTO_TREE,
     Contexts,
@@ -76,8 +74,8 @@ def main() -> None:
     parser.add_argument("-n", "--max-tokens", type=int, default=128)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    prompts = read_bench_prompts(asked.prompts) if asked.prompts else own_prompts()
-    prompts = first_of_each(prompts, asked.count) if asked.count else prompts
+    print(choose_kernels(wanted_in(os.environ), cache_folder()).label, file=sys.stderr)
+    prompts = bench_prompts(asked.prompts, asked.count)
     plan = Plan(
         policies=(asked.policy,),
         trees=(AUTO_TREE,),
@@ -99,9 +97,7 @@ def main() -> None:
         print(
             each.contender, f"{each.speedup:.2f}", "" if share is None else f"{share:.2f}", sep="\t"
         )
-    if asked.json:
-        text = json.dumps(to_json(report, found), indent=1, ensure_ascii=False)
-        asked.json.write_text(f"{text}\n", encoding="utf-8")
+    write_json(asked.json, to_json(report, found))
 
 
 def _tell(what: str, done: int, total: int) -> None:

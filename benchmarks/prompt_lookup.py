@@ -14,8 +14,8 @@ text.
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -25,13 +25,13 @@ from typing import Any
 
 from specgen.engine.loaded_models import Models
 from specgen.llama import default_threads
+from specgen.llama.kernel_checks import choose_kernels, wanted_in
 from specgen.measure.bench.contenders import NOW, Outcome, SessionContender, outcome_of_peer
 from specgen.measure.bench.figures import figures_of
 from specgen.measure.bench.peers import PeerError, PeerResult, run_program
-from specgen.measure.bench.prompts import first_of_each, own_prompts, read_bench_prompts
 from specgen.measure.bench.report import BenchReport, to_json_object
 from specgen.measure.bench.runs import Lineup, Runs, run_lineups
-from specgen.options import DraftSource, GenerationOptions, SessionOptions
+from specgen.models import cache_folder
 from specgen.render.tables import bench_lines
 
 #: The lengths of drafts that llama-cpp-python's documentation advises for CPUs and for GPUs.
@@ -40,21 +40,19 @@ _CONTEXT_STEP = 256
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("-m", "--target", type=Path, required=True)
+    # The child needs nothing of other scripts.
+    from benchmarks.answers import bench_prompts, opened, parser_of, tell, write_json
+
+    parser = parser_of(__doc__, max_tokens=128)
     parser.add_argument("--prompts", type=Path, help="default: those of `specgen bench`")
     parser.add_argument("-N", "--count", type=int, help="prompts of each category")
-    parser.add_argument("-n", "--max-tokens", type=int, default=128)
-    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    prompts = read_bench_prompts(asked.prompts) if asked.prompts else own_prompts()
-    prompts = first_of_each(prompts, asked.count) if asked.count else prompts
-    generation = GenerationOptions(max_tokens=asked.max_tokens)
-
-    def opened(draft: DraftSource) -> Models:
-        return Models(SessionOptions(asked.target, draft, generation=generation), time.perf_counter)
-
-    with opened("none") as plain, opened("ngram") as ngrams:
+    print(choose_kernels(wanted_in(os.environ), cache_folder()).label, file=sys.stderr)
+    prompts = bench_prompts(asked.prompts, asked.count)
+    with (
+        opened(asked.target, "none", asked.max_tokens) as plain,
+        opened(asked.target, "ngram", asked.max_tokens) as ngrams,
+    ):
         lineup = Lineup(
             asked.target.name,
             0.0,
@@ -65,18 +63,12 @@ def main() -> None:
             ),
         )
         runs = Runs()
-        run_lineups([lineup], prompts, runs, progress=_tell)
+        run_lineups([lineup], prompts, runs, progress=tell)
     figures = figures_of(runs.results)
     report = BenchReport({"command": sys.argv}, [], prompts, 1, runs, figures)
     for line in bench_lines(report):
         print(line)
-    if asked.json:
-        text = json.dumps(to_json_object(report), indent=1, ensure_ascii=False)
-        asked.json.write_text(f"{text}\n", encoding="utf-8")
-
-
-def _tell(done: int, total: int) -> None:
-    print(f"{done} of {total}", file=sys.stderr)
+    write_json(asked.json, to_json_object(report))
 
 
 class LookupContender:
