@@ -99,14 +99,7 @@ def check_greedy(
     answers = answers if answers is not None else PlainAnswers()
     if n_at_once > 1:
         prompts = _beyond_window(loaded, prompts)
-    asked = [
-        _Asked(number % len(prompts), prompts[number % len(prompts)])
-        for number in range(max(len(prompts), n_at_once))
-    ]
-    # Some end earlier, so that others begin in their cells while the rest go on.
-    n_most = loaded.options.generation.max_tokens
-    for number, each in enumerate(asked):
-        each.max_tokens = max(1, n_most * (1 + number % n_at_once) // n_at_once)
+    numbers = range(max(len(prompts), n_at_once))
     n_done = 0
     n_ctx = _room(loaded, prompts)
     try:
@@ -116,20 +109,21 @@ def check_greedy(
             return
         raise
     with run.engine:
-        # One by one, a plain answer takes memory for one comparison only, unless `answers` keeps it.
-        for group in [[each] for each in asked] if n_at_once == 1 else [asked]:
-            for each in group:
-                progress(n_done, 2 * len(asked))
+        # One by one, rows take memory for one comparison only, unless `answers` keeps those of plain answers.
+        for group in [range(n, n + 1) for n in numbers] if n_at_once == 1 else [numbers]:
+            asked = [run.ask(n, prompts) for n in group]
+            for each in asked:
+                progress(n_done, 2 * len(numbers))
                 each.plain = run.plain(answers, each)
                 n_done += 1
                 if interrupted():
                     return
-            for n_more in run.draft(group):
-                progress(n_done + n_more, 2 * len(asked))
-            n_done += len(group)
+            for n_more in run.draft(asked):
+                progress(n_done + n_more, 2 * len(numbers))
+            n_done += len(asked)
             if interrupted():
                 return
-            yield from map(run.compared, group)
+            yield from map(run.compared, asked)
 
 
 @dataclass(slots=True)
@@ -139,7 +133,7 @@ class _Asked:
 
     number: int
     prompt: Prompt
-    max_tokens: int = 0
+    max_tokens: int
     plain: PlainAnswer = field(default_factory=lambda: PlainAnswer([], {}))
     request: Request | None = None
     sequence: Sequence | None = None
@@ -175,6 +169,14 @@ class _Run:
         self._loop = Loop(self.engine.target, loaded.clock, interrupted)
         self._comparison = Comparison(loaded, n_ctx, way, self._batches_move)
 
+    def ask(self, n: int, prompts: abc.Sequence[Prompt]) -> _Asked:
+        """Return the n-th answer to make. Of those at once, some end earlier, so that others begin in their
+        cells while the rest go on."""
+        number, n_at_once = n % len(prompts), self.engine.n_parallel
+        n_most = self._loaded.options.generation.max_tokens
+        max_tokens = max(1, n_most * (1 + n % n_at_once) // n_at_once)
+        return _Asked(number, prompts[number], max_tokens)
+
     def plain(self, answers: PlainAnswers, asked: _Asked) -> PlainAnswer:
         """Return the first tokens of plain decoding's answer; it is made alone in the empty cache."""
         self._clear()
@@ -187,6 +189,7 @@ class _Run:
         """Generate speculative answers to all of a group, from an empty cache, and yield how many are done.
         Raise the first failure of an answer, or of its drafter."""
         self._clear()
+        self._by_index = {}
         options = self._loaded.options.generation
         for each in group:
             each.request = self.engine.insert(
