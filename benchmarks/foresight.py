@@ -49,6 +49,7 @@ from specgen.measure.selection.trial import Baseline, TargetAnswer, agreeing_pat
 from specgen.models import cache_folder
 from specgen.options import (
     AUTO_TREE,
+    ContextOptions,
     Contexts,
     DraftOptions,
     GenerationOptions,
@@ -83,7 +84,7 @@ def main() -> None:
         sampling=SamplerOptions(),
         drafting=DraftOptions(max_tokens=asked.draft_max),
         answer=GenerationOptions(max_tokens=asked.max_tokens),
-        machine=Contexts(),
+        machine=Contexts(ContextOptions(), ContextOptions()),
         chat=None,
         known=open_memory(),
     )

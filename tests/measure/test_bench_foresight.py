@@ -28,7 +28,14 @@ from specgen.decoding.drafters import Drafter, Drafting, draft_alone, ready
 from specgen.decoding.policy import RoundPlan, draft_up_to
 from specgen.measure.bench.plan import Field, Plan
 from specgen.measure.selection.trial import TargetAnswer, agreeing_path
-from specgen.options import AUTO_TREE, Contexts, DraftOptions, GenerationOptions, SamplerOptions
+from specgen.options import (
+    AUTO_TREE,
+    ContextOptions,
+    Contexts,
+    DraftOptions,
+    GenerationOptions,
+    SamplerOptions,
+)
 from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
 from tests.helpers.bench import report_of, result
 from tests.helpers.fake_generations import (
@@ -264,14 +271,14 @@ def test_the_script_reaches_no_more_than_the_best_and_no_less_than_plain_decodin
     document = json.loads(file.read_text(encoding="utf-8"))
     (foresight,) = document["foresight"]
     assert list(foresight["batch_s"]) == ["1", "2", "3", "4", "5"]
-    assert set(foresight["drafters"]) == {"draft.gguf", "bad.gguf", "ngram"}
+    assert set(foresight["drafters"]) == {"draft.gguf", "bad.gguf"}
     groups = {(each["prompt"], *each["drafters"]): each for each in foresight["best"]}
-    names = [("draft.gguf", "ngram"), ("bad.gguf", "ngram"), ("draft.gguf", "ngram", "bad.gguf")]
+    names = [("draft.gguf",), ("bad.gguf",), ("draft.gguf", "bad.gguf")]
     assert set(groups) == {(prompt, *group) for prompt in (1, 2) for group in names}
     assert all(each["speedup"] >= 0.999 for each in groups.values())
     for prompt in (1, 2):
-        both = groups[prompt, "draft.gguf", "ngram", "bad.gguf"]
-        assert both["best_s"] <= groups[prompt, "draft.gguf", "ngram"]["best_s"] * 1.001
+        both = groups[prompt, "draft.gguf", "bad.gguf"]
+        assert both["best_s"] <= groups[prompt, "draft.gguf"]["best_s"] * 1.001
         assert both["n_tokens"] == 19
     reached = {each["contender"]: each["foresight_reached"] for each in document["figures"]}
     assert reached["plain"] is None
@@ -284,7 +291,7 @@ def test_drafts_with_a_draft_of_their_own_are_left_out() -> None:
     )
     plan = Plan(
         ("fixed",), (AUTO_TREE,), (0.0,), SamplerOptions(), DraftOptions(policy="fixed", ngrams=False),
-        GenerationOptions(), Contexts(), None,
+        GenerationOptions(), Contexts(ContextOptions(), ContextOptions()), None,
     )  # fmt: skip
     assert groups_of(field, plan) == [("a",)]
     beside = dataclasses.replace(plan, drafting=DraftOptions(policy="fixed", ngrams=True))

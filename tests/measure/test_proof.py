@@ -383,7 +383,7 @@ def test_every_stage_of_a_staged_draft_takes_part(
                 yield backends
                 used.extend(b.model.name for b in backends if b.decode_s > 0.0)
 
-        loaded.draft_contexts = noted  # type: ignore[method-assign, assignment]
+        loaded.draft_contexts = noted  # type: ignore[method-assign]
         assert not any(result.is_defect for result in greedy(loaded))
         prompt = loaded.prompts.of_text(PROMPT, chat=False)
         check_sampled(loaded, prompt, SampledPlan(n_draws=200), seed=0)
