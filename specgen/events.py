@@ -12,6 +12,7 @@ complete yet are held back and belong to the token that completes it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -198,6 +199,14 @@ class ReasonCount:
     reason: str
     text: str
     n_rounds: int
+
+
+def undrafted_text(reasons: Sequence[ReasonCount], n_rounds: int) -> str:
+    """Return a sentence that says why rounds drafted nothing, of `n_rounds` in all."""
+    n_undrafted = sum(each.n_rounds for each in reasons)
+    rounds = "1 round" if n_rounds == 1 else f"{n_rounds} rounds"
+    why = "; ".join(f"{each.text} ({each.n_rounds})" for each in reasons)
+    return f"{n_undrafted} of {rounds} drafted nothing: {why}"
 
 
 @dataclass(frozen=True, slots=True)

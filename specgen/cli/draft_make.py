@@ -232,8 +232,6 @@ def _prompts(file: Path | None) -> list[str]:
 def _workshop(
     loaded: Models, wanted: TextWanted, progress: Progress, stop: Interrupt, output: Output
 ) -> Workshop:
-    from specgen.measure.selection.outlook import expected_speedup
-
     return Workshop(
         loaded,
         wanted,
@@ -242,5 +240,4 @@ def _workshop(
         progress=progress,
         tell=output.note,
         interrupted=stop,
-        expected=expected_speedup,
     )

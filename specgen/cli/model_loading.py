@@ -55,11 +55,14 @@ def opened(
     kernels: KernelChoice,
     output: Output,
     drafts: Sequence[DraftChoice] = (),
+    *,
+    drafts_later: bool = False,
 ) -> Iterator[Models]:
     """Load the models, as a `SessionOpener` does; close them at the end. Raises `ModelFileError`,
     `PairError`, and `UsageError` if kernels that were asked for cannot be used."""
     use_kernels(kernels, output)
-    with log_shown(output), make_opener(drafts, output).open(options) as loaded:
+    opener = make_opener(drafts, output, drafts_later=drafts_later)
+    with log_shown(output), opener.open(options) as loaded:
         yield loaded
 
 
@@ -92,7 +95,9 @@ def log_shown(output: Output) -> Iterator[None]:
         yield
 
 
-def make_opener(drafts: Sequence[DraftChoice], output: Output) -> SessionOpener:
+def make_opener(
+    drafts: Sequence[DraftChoice], output: Output, *, drafts_later: bool = False
+) -> SessionOpener:
     """Return a `SessionOpener`; on a terminal, it shows that models are loading. Notes go to standard
     error."""
 
@@ -111,5 +116,6 @@ def make_opener(drafts: Sequence[DraftChoice], output: Output) -> SessionOpener:
         clock=time.perf_counter,
         note=output.note,
         details=output.verbose,
+        drafts_later=drafts_later,
         loading=loading,
     )

@@ -222,7 +222,7 @@ class _Job:
         self._unequal_rows = ""
 
     def greedy(self, n_prompts: int) -> tuple[GreedyResult, ...]:
-        from specgen.measure.proof import PlainAnswers, check_at_once, check_greedy, evenly_chosen
+        from specgen.measure.proof import N_AT_ONCE, PlainAnswers, check_greedy, evenly_chosen
 
         sampler = replace(self._options.sampler, temperature=0.0, xtc_probability=0.0)
         results: list[GreedyResult] = []
@@ -249,9 +249,10 @@ class _Job:
                     self._progress("greedy", len(results), n_all)
             # The last way drafts most, and is loaded.
             some = evenly_chosen(fitting.items(), _N_AT_ONCE_PROMPTS)
-            checked = check_at_once(
+            checked = check_greedy(
                 loaded,
                 [prompt for _, prompt in some],
+                n_at_once=N_AT_ONCE,
                 interrupted=self._stop,
                 bug=self._bug,
                 answers=answers,

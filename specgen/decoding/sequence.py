@@ -196,7 +196,7 @@ class Sequence:
             target_s=tally.target_s,
             loop_s=tally.loop_s,
             wall_s=tally.wall_s,
-            undrafted=tuple(sorted(tally.undrafted.values(), key=lambda each: -each.n_rounds)),
+            undrafted=tally.reasons,
             plain_tokens_per_s=plain_tokens_per_s,
             estimated_speedup=speedup,
             estimated_whole_speedup=tally.whole_speedup(

@@ -54,10 +54,15 @@ class Tally:
         self.n_round_tokens += n_committed
         self.target_s_by_rows[n_rows].append(target_s)
 
-    def add_undrafted(self, reason: str, text: str) -> None:
-        """Add a round that drafted nothing, and why."""
+    def add_undrafted(self, reason: str, text: str, n_rounds: int = 1) -> None:
+        """Add rounds that drafted nothing, and why."""
         n_before = self.undrafted[reason].n_rounds if reason in self.undrafted else 0
-        self.undrafted[reason] = ReasonCount(reason, text, n_before + 1)
+        self.undrafted[reason] = ReasonCount(reason, text, n_before + n_rounds)
+
+    @property
+    def reasons(self) -> tuple[ReasonCount, ...]:
+        """Why rounds drafted nothing, the most frequent reason first."""
+        return tuple(sorted(self.undrafted.values(), key=lambda each: -each.n_rounds))
 
     def add_draft(self, draft: Draft, accepted: Sequence[int]) -> None:
         """Add a verified draft and the nodes of it that became a part of the text."""

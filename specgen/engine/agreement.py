@@ -9,14 +9,13 @@ acceptance rate at temperature 0, and close to it at higher temperatures (docs/l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
 
 from specgen.decoding.backend import Backend, Batch
 from specgen.decoding.drafters import Drafter, draft_alone
 from specgen.decoding.policy import draft_up_to
 from specgen.decoding.policy.acceptance import Chances, new_chances
-from specgen.decoding.policy.cost_table import CostTable
 from specgen.decoding.text_state import TextState
+from specgen.engine.calibration.gain import Agreement
 
 #: Prose and code as a model may write them. Tokens that are easy and hard to predict have about the
 #: proportions that they have in an answer.
@@ -38,18 +37,6 @@ _N_ENOUGH = 24
 #: Tokens that a draft with another vocabulary proposes at a place: a single one may be only the
 #: beginning of a token of the target.
 _N_TRANSLATED = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """The number of places where a drafter proposed a token, and where that was the target's token."""
-
-    n_places: int
-    n_agreed: int
-
-    @property
-    def rate(self) -> float | None:
-        return self.n_agreed / self.n_places if self.n_places else None
 
 
 class Walk:
@@ -141,12 +128,3 @@ def greedy_tokens(target: Backend, tokens: Sequence[int], start: int) -> Iterato
         said: list[int] = target.decode(batch).argmax(axis=1).tolist()
         yield from ((done + row + 1, token) for row, token in enumerate(said))
         done = end
-
-
-def can_pay(target: CostTable, draft: CostTable, n_max: int) -> bool:
-    """Whether a draft model that is always right would save time by the measured costs; False if
-    they are not known."""
-    if not target or not draft:
-        return False
-    plain_s, token_s = target.seconds(1), draft.seconds(1)
-    return any(target.seconds(n + 1) + n * token_s < (n + 1) * plain_s for n in range(1, n_max + 1))

@@ -20,7 +20,6 @@ from specgen.training.made_files import distilled_file, heads_file, pruned_file,
 
 if TYPE_CHECKING:
     from specgen.engine.loaded_models import Models
-    from specgen.training.pruned.making import ExpectedSpeedup
     from specgen.training.texts import TargetText
 
 Kind: TypeAlias = Literal["heads", "distilled", "pruned"]
@@ -55,7 +54,6 @@ class Workshop:
     """Makes drafts for a target, in a cache folder.
 
     `clock` gives seconds. `tell` gets a sentence about each result; `interrupted` returns whether to stop.
-    `expected` gives `make_pruned` the expected speed-up of a draft.
     """
 
     def __init__(
@@ -68,7 +66,6 @@ class Workshop:
         progress: Progress,
         tell: Callable[[str], None],
         interrupted: Callable[[], bool],
-        expected: ExpectedSpeedup,
     ) -> None:
         self._loaded = loaded
         self._wanted = wanted
@@ -77,7 +74,6 @@ class Workshop:
         self._progress = progress
         self._tell = tell
         self._interrupted = interrupted
-        self._expected = expected
         self._target = loaded.options.target
         self._identity = _identity(self._target)
         #: The folder of the text.
@@ -210,7 +206,6 @@ class Workshop:
             self._loaded,
             self._text(),
             output,
-            expected=self._expected,
             until_s=self._clock() + seconds,
             clock=self._clock,
             interrupted=self._interrupted,

@@ -23,7 +23,7 @@ from specgen.options import (
 
 if TYPE_CHECKING:
     from specgen.engine.calibration.memory import Memory
-    from specgen.measure.bench.peer_contenders import Against
+    from specgen.measure.bench.contenders import Against
     from specgen.options import SessionOptions
 
 #: The name of plain decoding.
@@ -111,18 +111,6 @@ class Plan:
         """Return the names of the drafters for a named draft: n-grams may draft beside a model."""
         adds_ngrams = self.drafting_of(way).adds_ngrams
         return [draft, NGRAM] if adds_ngrams and draft != NGRAM else [draft]
-
-    def groups(self, field: Field) -> list[tuple[str, ...]]:
-        """Return the groups of drafts that draft together, and the group of all of them. Drafts with a draft
-        of their own are left out."""
-        together = [
-            tuple(self.drafters(draft, way))
-            for draft, stages in field.drafts.items()
-            if len(stages) == 1
-            for way in self.ways
-        ]
-        named = tuple(dict.fromkeys(name for group in together for name in group))
-        return list(dict.fromkeys((*together, named))) if named else []
 
     def name(self, draft: str, way: DraftingSettings) -> str:
         """Return the name of a contender."""

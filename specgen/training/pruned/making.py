@@ -11,8 +11,8 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
+from specgen.engine.calibration.gain import Costs, expected_gain
 from specgen.engine.calibration.weight_copies import share_of_time
 from specgen.engine.loaded_models import Models
 from specgen.engine.measurements import measure_if_new
@@ -30,11 +30,6 @@ N_PLACES = 512
 _N_HELD_BACK = 1024
 #: The size, in cells, of the contexts in which decodes are timed.
 _N_CTX = 256
-
-
-#: The expected speed-up of a draft, from the seconds of the target's batches by their size, the seconds of a
-#: drafted token, and its acceptance rate (`specgen.measure.selection.outlook.expected_speedup`).
-ExpectedSpeedup: TypeAlias = Callable[[dict[int, float], float, float], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +56,7 @@ class PrunedCosts:
     estimated in proportion to their bytes, since a token reads all weights once.
     """
 
-    def __init__(self, loaded: Models, folder: Path, expected: ExpectedSpeedup) -> None:
-        self._expected = expected
+    def __init__(self, loaded: Models, folder: Path) -> None:
         model, target = loaded.target, loaded.options.target
         n_layer = model.n_layer
         kept = range(0, n_layer, 4)
@@ -101,7 +95,7 @@ class PrunedCosts:
 
     def speedup_at(self, cost: float, agreement: float) -> float:
         """Return the same if a token takes the share `cost` of the target's time."""
-        return self._expected(self.batch_s, cost * self.batch_s[1], agreement)
+        return expected_gain(Costs(self.batch_s, cost * self.batch_s[1]), agreement).speedup
 
 
 def timed_share(loaded: Models, own: LlamaBackend, file: Path) -> float:
@@ -118,7 +112,6 @@ def make_pruned(
     text: TargetText,
     output: Path,
     *,
-    expected: ExpectedSpeedup,
     until_s: float,
     clock: Callable[[], float],
     interrupted: Callable[[], bool],
@@ -135,7 +128,7 @@ def make_pruned(
     texts = judged_texts(text.answers, N_PLACES, held_back=False)
     held_back = judged_texts(text.answers, _N_HELD_BACK, held_back=True)
     check_room(target, output.parent)
-    costs = PrunedCosts(loaded, output.parent, expected)
+    costs = PrunedCosts(loaded, output.parent)
     context = loaded.costs.context_options()
     record = output.with_name(f"{output.name}.judged")
     with (
