@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
+from scripts import make_docs
 from scripts.wrap_markdown import WIDTH, too_long, wrapped
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,3 +99,27 @@ def test_any_paragraph_shows_the_same_after_wrapping(words: list[str]) -> None:
     text = "Start " + " ".join(words) + "\n"
     assert shown(wrapped(text)) == shown(text)
     assert wrapped(wrapped(text)) == wrapped(text)
+
+
+def anchors(path: Path) -> set[str]:
+    """Return what a link to a heading of the document may name."""
+    tokens = MarkdownIt("commonmark").parse(path.read_text(encoding="utf-8"))
+    pairs = itertools.pairwise(tokens)
+    return {
+        make_docs.anchor("".join(part.content for part in inline.children or ()))
+        for token, inline in pairs
+        if token.type == "heading_open"
+    }
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+def test_links_go_to_files_and_headings_that_exist(path: Path) -> None:
+    stale = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+        file, _, heading = link.partition("#")
+        goal = path.parent / file if file else path
+        if "://" in link:
+            continue
+        if not goal.exists() or (heading and goal.suffix == ".md" and heading not in anchors(goal)):
+            stale.append(link)
+    assert not stale
