@@ -36,11 +36,12 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.answers import answer, begin
-from specgen.arrays import Logits
-from specgen.backend.base import Backend, Batch
+from specgen.decoding.backend import Backend, Batch
+from specgen.decoding.loop import Loop
+from specgen.decoding.sampling import Distribution, Sampler, argmax
 from specgen.engine.drafter_factory import DrafterFactory
-from specgen.engine.loop import Loop
-from specgen.engine.models import Models
+from specgen.engine.loaded_models import Models
+from specgen.measure.proof import evenly_chosen, read_prompts
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -49,8 +50,7 @@ from specgen.options import (
     SessionOptions,
     VerifierName,
 )
-from specgen.proof import evenly_chosen, read_prompts
-from specgen.sampling import Distribution, Sampler, argmax
+from specgen.system.arrays import Logits
 
 VERIFIERS: tuple[VerifierName, ...] = ("match", "residual", "block")
 #: Draft temperatures relative to the target's, and top-k, of the sweep.

@@ -25,14 +25,14 @@ from typing import Any
 from llama_cpp import Llama
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-from specgen.adapters.llama_cpp import SpecgenDraft
-from specgen.backend.llama.context_opening import default_threads
-from specgen.bench.contenders import NOW
-from specgen.catalogue import cache_folder
-from specgen.engine.models import Models
-from specgen.kernels import choose_kernels
+from specgen.engine.loaded_models import Models
+from specgen.llama.context_opening import default_threads
+from specgen.llama.kernel_checks import choose_kernels
+from specgen.measure.bench.contenders import NOW
+from specgen.measure.proof import evenly_chosen, read_prompts
+from specgen.models import cache_folder
 from specgen.options import ContextOptions, SessionOptions
-from specgen.proof import evenly_chosen, read_prompts
+from specgen.serving.adapters.llama_cpp import SpecgenDraft
 
 PLAIN, LOOKUP = "Llama", "LlamaPromptLookupDecoding"
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from specgen.bench.contenders import NOW
 from specgen.engine.engine import generate
-from specgen.engine.models import Models
+from specgen.engine.loaded_models import Models
 from specgen.engine.prompts import Prompt
 from specgen.events import FinishedEvent
+from specgen.measure.bench.contenders import NOW
 from specgen.options import DraftOptions, DraftSource, parse_tree
 
 #: What a setting may say of a draft: the option's name and what its value is.

@@ -25,15 +25,15 @@ from typing import Any
 
 import requests
 
-from specgen.batch.lines import read_lines
-from specgen.batch.runner import Batch, Prompting
-from specgen.calibration.memory import Memory
-from specgen.catalogue import cache_folder
+from specgen.engine.calibration.memory import Memory
 from specgen.engine.engine import Engine
-from specgen.engine.models import Models
-from specgen.kernels import choose_kernels
+from specgen.engine.loaded_models import Models
+from specgen.llama.kernel_checks import choose_kernels
+from specgen.measure.proof import evenly_chosen, read_prompts
+from specgen.models import cache_folder
 from specgen.options import DraftSource, GenerationOptions, SamplerOptions, SessionOptions
-from specgen.proof import evenly_chosen, read_prompts
+from specgen.serving.batch.lines import read_lines
+from specgen.serving.batch.runner import Batch, Prompting
 
 N_AT_ONCE = (1, 2, 4, 8)
 PORT = 18435

@@ -17,13 +17,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from specgen.calibration.memory import Memory
-from specgen.catalogue import cache_folder
+from specgen.engine.calibration.memory import Memory
 from specgen.engine.chat_template import Message
 from specgen.engine.engine import Engine, generate
-from specgen.engine.models import Models
+from specgen.engine.loaded_models import Models
 from specgen.events import FinishedEvent
-from specgen.kernels import choose_kernels
+from specgen.llama.kernel_checks import choose_kernels
+from specgen.models import cache_folder
 from specgen.options import DraftSource, GenerationOptions, SessionOptions
 
 QUESTIONS = (

@@ -19,14 +19,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from specgen.backend.llama import LlamaModel
-from specgen.bench.contenders import NOW
-from specgen.machine import look_at_machine
-from specgen.proof import read_prompts
-from specgen.workshop.distil.distillation import RATE, SOFTNESS, distil
-from specgen.workshop.distil.training_texts import TrainingText, training_texts
-from specgen.workshop.making import own_prompts
-from specgen.workshop.texts import TargetText
+from specgen.llama import LlamaModel
+from specgen.measure.bench.contenders import NOW
+from specgen.measure.proof import read_prompts
+from specgen.system.machine import look_at_machine
+from specgen.training.distil.distillation import RATE, SOFTNESS, distil
+from specgen.training.distil.training_texts import TrainingText, training_texts
+from specgen.training.making import own_prompts
+from specgen.training.texts import TargetText
 
 
 def main() -> None:

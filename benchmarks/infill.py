@@ -32,13 +32,13 @@ from typing import Any, TypeAlias
 
 import requests
 
-from specgen.calibration.memory import Memory
-from specgen.catalogue import cache_folder
+from specgen.engine.calibration.memory import Memory
 from specgen.engine.engine import generate
 from specgen.engine.infill import Gap, infill_prompt
-from specgen.engine.models import Models
+from specgen.engine.loaded_models import Models
 from specgen.events import FinishedEvent
-from specgen.kernels import choose_kernels
+from specgen.llama.kernel_checks import choose_kernels
+from specgen.models import cache_folder
 from specgen.options import DraftSource, GenerationOptions, SessionOptions
 
 N_LINES = range(5, 21)

@@ -32,22 +32,22 @@ from typing import Any
 
 import numpy as np
 
-from specgen.backend.llama import LlamaModel
-from specgen.backend.llama.kernels import computing
-from specgen.catalogue import cache_folder, identify
 from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.engine import Engine
 from specgen.engine.kept_answers import last_number
-from specgen.engine.models import Models
+from specgen.engine.loaded_models import Models
 from specgen.events import FinishedEvent
-from specgen.json_values import as_json
-from specgen.kernels import choose_kernels
-from specgen.machine import look_at_machine
+from specgen.llama import LlamaModel
+from specgen.llama.kernel_checks import choose_kernels
+from specgen.llama.kernels import computing
+from specgen.measure.selection.session_opening import find_target, open_memory
+from specgen.measure.selection.trial import Baseline, Replay, TargetAnswer, answered_prompt, replay
+from specgen.models import cache_folder, identify
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
-from specgen.selection.session_opening import find_target, open_memory
-from specgen.selection.trial import Baseline, Replay, TargetAnswer, answered_prompt, replay
-from specgen.workshop.made_files import learning_folder
-from specgen.workshop.online.learning import Lesson, learn
+from specgen.system.json_values import as_json
+from specgen.system.machine import look_at_machine
+from specgen.training.made_files import learning_folder
+from specgen.training.online.learning import Lesson, learn
 
 N_PROMPTS, N_BLOCK = 40, 10
 REQUEST = (

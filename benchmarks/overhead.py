@@ -27,9 +27,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import answers
-from specgen.calibration.cost_table import CostTable
-from specgen.calibration.memory import Memory
-from specgen.engine.models import Models
+from specgen.decoding.policy.cost_table import CostTable
+from specgen.engine.calibration.memory import Memory
+from specgen.engine.loaded_models import Models
 from specgen.events import FinishedEvent
 from specgen.options import (
     ContextOptions,

@@ -30,20 +30,20 @@ from pathlib import Path
 
 import numpy as np
 
-from specgen.backend.llama import default_threads
-from specgen.catalogue import cache_folder, identify
-from specgen.engine.models import Models
-from specgen.kernels import choose_kernels, wanted_in
-from specgen.machine import look_at_machine
+from specgen.engine.loaded_models import Models
+from specgen.llama import default_threads
+from specgen.llama.kernel_checks import choose_kernels, wanted_in
+from specgen.measure.selection.outlook import WORTH, expected_speedup
+from specgen.models import cache_folder, identify
 from specgen.options import ContextOptions, SessionOptions
-from specgen.selection.outlook import WORTH, expected_speedup
-from specgen.workshop.made_files import pruned_file, text_folder
-from specgen.workshop.pruned.evaluations import Blocks, Evaluations
-from specgen.workshop.pruned.files import check_prunable, write_pruned
-from specgen.workshop.pruned.judging import Judge, judged_texts
-from specgen.workshop.pruned.making import N_PLACES, PrunedCosts, agreement_of, timed_share
-from specgen.workshop.pruned.search import Speedup, search
-from specgen.workshop.texts import TargetText
+from specgen.system.machine import look_at_machine
+from specgen.training.made_files import pruned_file, text_folder
+from specgen.training.pruned.evaluations import Blocks, Evaluations
+from specgen.training.pruned.files import check_prunable, write_pruned
+from specgen.training.pruned.judging import Judge, judged_texts
+from specgen.training.pruned.making import N_PLACES, PrunedCosts, agreement_of, timed_share
+from specgen.training.pruned.search import Speedup, search
+from specgen.training.texts import TargetText
 
 #: Places of other answers that a file is judged by.
 _N_HELD_BACK = 768

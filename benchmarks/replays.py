@@ -38,19 +38,19 @@ from typing import Any, cast
 import numpy as np
 
 from benchmarks.answers import begin, read_setting
-from specgen.arrays import Logits
-from specgen.backend.base import Backend, Batch
-from specgen.bench.prompts import BenchPrompt, first_of_each, read_bench_prompts
-from specgen.calibration.cost_table import CostTable
-from specgen.calibration.memory import Memory
-from specgen.calibration.timing import MIN_SIZES
+from specgen.decoding.backend import Backend, Batch
+from specgen.decoding.loop import Loop
+from specgen.decoding.policy.cost_table import CostTable
+from specgen.engine.calibration.memory import Memory
+from specgen.engine.calibration.timing import MIN_SIZES
 from specgen.engine.drafter_factory import DrafterFactory
-from specgen.engine.loop import Loop
+from specgen.engine.loaded_models import Models
 from specgen.engine.measurements import measure_if_new
-from specgen.engine.models import Models
 from specgen.events import FinishedEvent
+from specgen.measure.bench.prompts import BenchPrompt, first_of_each, read_bench_prompts
+from specgen.measure.proof.memo_backend import MemoBackend
 from specgen.options import GenerationOptions, SessionOptions
-from specgen.proof.memo_backend import MemoBackend
+from specgen.system.arrays import Logits
 from specgen.testing.fake_backend import FakeBackend
 
 #: Costs that are made up: seconds of a token, and what a row of the draft takes of that.

@@ -34,14 +34,15 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from specgen.backend.llama import LlamaBackend
-from specgen.calibration.memory import Memory
-from specgen.calibration.timing import begin, time_batch
-from specgen.catalogue import cache_folder
+from specgen.engine.calibration.memory import Memory
+from specgen.engine.calibration.timing import begin, time_batch
 from specgen.engine.engine import generate
-from specgen.engine.models import Models
+from specgen.engine.loaded_models import Models
 from specgen.events import FinishedEvent
-from specgen.kernels import choose_kernels
+from specgen.llama import LlamaBackend
+from specgen.llama.kernel_checks import choose_kernels
+from specgen.measure.proof import evenly_chosen, read_prompts
+from specgen.models import cache_folder
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -50,7 +51,6 @@ from specgen.options import (
     SessionOptions,
     Workers,
 )
-from specgen.proof import evenly_chosen, read_prompts
 
 DELAYS_MS = (0.0, 1.0, 5.0, 20.0)
 ROWS = (1, 2, 4, 8, 16)

@@ -14,8 +14,8 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from specgen.bench.own_prompts import OWN_PROMPTS
-from specgen.bench.prompts import first_of_each, read_bench_prompts
+from specgen.measure.bench.own_prompts import OWN_PROMPTS
+from specgen.measure.bench.prompts import first_of_each, read_bench_prompts
 
 _MORE = Path(__file__).with_name("prompts.jsonl")
 #: Our categories: what a table calls them, and what they are called in either of our files.

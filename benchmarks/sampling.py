@@ -21,11 +21,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from specgen.arrays import BoolArray, Logits, TokenArray
+from specgen.decoding.sampling import DryBreakers, Sampler
+from specgen.decoding.sampling.candidates import best
+from specgen.decoding.sampling.dry import dry_penalties
 from specgen.options import SamplerOptions
-from specgen.sampling import DryBreakers, Sampler
-from specgen.sampling.candidates import best
-from specgen.sampling.dry import dry_penalties
+from specgen.system.arrays import BoolArray, Logits, TokenArray
 
 VOCABULARIES = (12, 151_936)
 N_ROWS = 8

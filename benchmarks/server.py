@@ -27,7 +27,7 @@ from typing import Any
 
 import httpx
 
-from specgen.proof import evenly_chosen, read_prompts
+from specgen.measure.proof import evenly_chosen, read_prompts
 
 N_USERS = (1, 2, 4, 8)
 _FIRST_PORT = 18440

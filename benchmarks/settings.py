@@ -22,10 +22,10 @@ from collections import defaultdict
 from pathlib import Path
 
 from benchmarks.answers import answer, read_setting
-from specgen.bench.prompts import first_of_each, read_bench_prompts
-from specgen.catalogue import cache_folder
-from specgen.engine.models import Models
-from specgen.kernels import choose_kernels, wanted_in
+from specgen.engine.loaded_models import Models
+from specgen.llama.kernel_checks import choose_kernels, wanted_in
+from specgen.measure.bench.prompts import first_of_each, read_bench_prompts
+from specgen.models import cache_folder
 from specgen.options import ContextOptions, GenerationOptions, SamplerOptions, SessionOptions
 
 

@@ -19,13 +19,13 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from specgen.calibration.memory import Memory
-from specgen.catalogue import cache_folder
+from specgen.engine.calibration.memory import Memory
 from specgen.engine.engine import Engine
-from specgen.engine.models import Models
-from specgen.kernels import choose_kernels
+from specgen.engine.loaded_models import Models
+from specgen.llama.kernel_checks import choose_kernels
+from specgen.measure.proof import evenly_chosen, read_prompts
+from specgen.models import cache_folder
 from specgen.options import DraftSource, GenerationOptions, SessionOptions
-from specgen.proof import evenly_chosen, read_prompts
 
 N_AT_ONCE = (1, 2, 4, 8)
 

@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from specgen.bench.prompts import own_prompts, read_bench_prompts
-from specgen.calibration.cost_table import CostTable
-from specgen.calibration.memory import Memory
+from specgen.decoding.policy.cost_table import CostTable
+from specgen.engine.calibration.memory import Memory
 from specgen.engine.engine import generate
-from specgen.engine.models import Models
+from specgen.engine.loaded_models import Models
 from specgen.events import FinishedEvent
+from specgen.measure.bench.prompts import own_prompts, read_bench_prompts
 from specgen.options import (
     DraftOptions,
     GenerationOptions,

@@ -1,4 +1,4 @@
-"""Builds the library of kernels, `specgen/kernels/libspecgen-kernels.so`, from `kernels/*.cpp`.
+"""Builds the library of kernels, `specgen/llama/libspecgen-kernels.so`, from `kernels/*.cpp`.
 
 The build of the package does so (hatch_build.py), and this program::
 
@@ -33,7 +33,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 #: Below the root of the source: what is compiled, and what it becomes.
 SOURCES = "kernels"
-LIBRARY = "specgen/kernels/libspecgen-kernels.so"
+LIBRARY = "specgen/llama/libspecgen-kernels.so"
 #: What the library was built from, beside it.
 STAMP = "libspecgen-kernels.json"
 

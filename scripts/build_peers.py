@@ -27,10 +27,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from scripts import cmake_args
-from specgen.catalogue.index import ACCEPT, IndexFile, normalized, parse_page
-from specgen.catalogue.progress import LineProgress
-from specgen.catalogue.pypi import INDEX_VARIABLE, index_url
 from specgen.errors import FetchError, SpecgenError
+from specgen.models.index import ACCEPT, IndexFile, normalized, parse_page
+from specgen.models.progress import LineProgress
+from specgen.models.pypi import INDEX_VARIABLE, index_url
 
 PACKAGE = "llama-cpp-python"
 PROGRAMS = ("llama-speculative-simple", "llama-lookup")
@@ -154,7 +154,7 @@ def download(version: str, work: Path) -> Path:
     """Download the source distribution into a folder; the file. Raises `FetchError`."""
     import requests
 
-    from specgen.catalogue.transfer import Transfer
+    from specgen.models.transfer import Transfer
 
     archive = work / archive_name(version)
     with requests.Session() as session:

@@ -6,7 +6,7 @@ the source distribution of the very version that is installed::
 
     python -m scripts.build_rpc [--force] [--source FOLDER]
 
-The library, `specgen/backend/llama/libspecgen-rpc.so`, is linked to the GGML of that llama-cpp-python
+The library, `specgen/llama/libspecgen-rpc.so`, is linked to the GGML of that llama-cpp-python
 and serves no other version. It needs a C++ compiler. A llama-cpp-python that was built with
 -DGGML_RPC=on has the backend already: nothing is built then.
 """
@@ -24,10 +24,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts import build_kernels, build_peers, ggml_source
-from specgen.backend.build import LIBRARY, STAMP, version_of
 from specgen.errors import FetchError
+from specgen.system.llama_build import LIBRARY, STAMP, version_of
 
-FOLDER = Path(__file__).resolve().parent.parent / "specgen" / "backend" / "llama"
+FOLDER = Path(__file__).resolve().parent.parent / "specgen" / "llama"
 #: Below the folder of GGML.
 SOURCES = ("src/ggml-rpc/ggml-rpc.cpp", "src/ggml-rpc/transport.cpp")
 #: What GGML's own build gives a backend that is loaded at run time. `-fno-dse` as

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from specgen.api import AnswerOptions, Model, load
     from specgen.engine.chat_template import Message
     from specgen.engine.engine import Engine
-    from specgen.engine.models import Models
+    from specgen.engine.loaded_models import Models
     from specgen.engine.prompts import Prompt
     from specgen.engine.request import Request
     from specgen.errors import (
@@ -51,7 +51,7 @@ _MODULES = {
     "specgen.api": "AnswerOptions Model load",
     "specgen.engine.chat_template": "Message",
     "specgen.engine.engine": "Engine",
-    "specgen.engine.models": "Models",
+    "specgen.engine.loaded_models": "Models",
     "specgen.engine.prompts": "Prompt",
     "specgen.engine.request": "Request",
     "specgen.errors": "BackendError FetchError MemoryLimitError ModelFileError PairError PromptError "

@@ -13,17 +13,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
-from specgen.backend.llama.file_check import remember_checks
-from specgen.catalogue import cache_folder
-from specgen.constrain.json_schema import schema_grammar
+from specgen.decoding.grammar.json_schema import schema_grammar
 from specgen.engine.chat_template import Message
 from specgen.engine.engine import Engine
-from specgen.engine.models import Models
+from specgen.engine.loaded_models import Models
 from specgen.engine.prompts import Prompt
 from specgen.engine.request import Request
 from specgen.errors import UsageError
 from specgen.events import CommittedEvent, Event
-from specgen.kernels import choose_kernels
+from specgen.llama.file_check import remember_checks
+from specgen.llama.kernel_checks import choose_kernels
+from specgen.measure.selection.model_choice import staged
+from specgen.measure.selection.session_opening import SessionOpener, find_models, session_options
+from specgen.models import cache_folder
 from specgen.options import (
     ContextOptions,
     Contexts,
@@ -33,8 +35,6 @@ from specgen.options import (
     KernelChoice,
     SamplerOptions,
 )
-from specgen.selection.model_choice import staged
-from specgen.selection.session_opening import SessionOpener, find_models, session_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -19,8 +19,8 @@ from hypothesis.internal.constants_ast import Constants
 # runtime reads this once, when it is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from specgen.kernels import library_path
-from specgen.kernels.test_results import (
+from specgen.llama.kernel_checks import library_path
+from specgen.llama.kernel_checks.test_results import (
     CHILD_COMMAND,
     FILE_NAME,
     INSTRUCTIONS_VARIABLE,
@@ -28,7 +28,7 @@ from specgen.kernels.test_results import (
     result_of,
 )
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
-from tests.helpers_cli import Cli, Specgen, in_process
+from tests.helpers.cli import Cli, Specgen, in_process
 
 # How busy the machine is fails no test. (Where the variable CI is set, Hypothesis itself loads a profile that
 # takes fixed examples: start from its default in both places.)
@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 if TYPE_CHECKING:
-    from specgen.backend.llama.kernels import Kernels
+    from specgen.llama.kernels import Kernels
 
 #: The environment before any test touched it: real models are kept in the user's own cache.
 _OWN_ENVIRONMENT = dict(os.environ)
@@ -61,8 +61,8 @@ def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Who computes in tests is who computes for users: specgen's kernels where they can be used, or
     what the user's own SPECGEN_KERNELS asks for. They have to be attached before any test loads a
     model. Returns the folder that has the result of their self-test."""
-    from specgen.backend.llama.kernels import ask_before_loading
-    from specgen.kernels import choose_kernels, wanted_in
+    from specgen.llama.kernel_checks import choose_kernels, wanted_in
+    from specgen.llama.kernels import ask_before_loading
 
     folder = tmp_path_factory.mktemp("kernels")
     choose_kernels(wanted_in(_OWN_ENVIRONMENT), folder)
@@ -89,7 +89,7 @@ def _remembered(
 def attached_kernels() -> Iterator[Kernels | None]:
     """specgen's kernels, if they can be used here. After each test they are switched on or off as
     they were before it, whatever its command lines chose."""
-    from specgen.backend.llama.kernels import attached
+    from specgen.llama.kernels import attached
 
     found = attached()
     if found is None:
@@ -132,13 +132,13 @@ def _own_directories(_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) ->
     # Nor does it depend on what else runs here whether measurements are kept.
     monkeypatch.setattr("specgen.engine.measurements.core_time", lambda: None)
     # Nor does it depend on how quick it is what is told of progress.
-    monkeypatch.setattr("specgen.progress.INTERVAL_S", math.inf)
+    monkeypatch.setattr("specgen.system.progress.INTERVAL_S", math.inf)
     # Several workers share the cores: more threads than one are asked for by name.
-    monkeypatch.setattr("specgen.backend.llama.context_opening.default_threads", lambda: 1)
+    monkeypatch.setattr("specgen.llama.context_opening.default_threads", lambda: 1)
     # The kernels' self-test is made once: it takes a second.
-    monkeypatch.setattr("specgen.kernels.choice.result_of", _remembered)
+    monkeypatch.setattr("specgen.llama.kernel_checks.choice.result_of", _remembered)
     # Nor are the kernels tried on each of the tests' many models.
-    monkeypatch.setattr("specgen.kernels.choice._try_models", lambda _trials: None)
+    monkeypatch.setattr("specgen.llama.kernel_checks.choice._try_models", lambda _trials: None)
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def gemma3() -> Path:
 
 def _fetched(model: str) -> Path:
     """A real model in the user's own cache."""
-    from specgen.catalogue import fetch, load_registry
+    from specgen.models import fetch, load_registry
 
     with pytest.MonkeyPatch.context() as environment:
         for name in ("SPECGEN_CACHE", "XDG_CACHE_HOME", "HF_HOME"):

@@ -153,7 +153,7 @@ SAME_MEMBER(ggml_backend_buffer, context);
 static_assert(offsetof(ours::ggml_backend_device, iface) == offsetof(::ggml_backend_device, iface));
 SAME_MEMBER(ggml_backend_device_i, get_buffer_type);
 static_assert(offsetof(::ggml_backend_device_i, get_memory) == 2 * sizeof(void *),
-              "specgen/backend/llama/rpc.py::_DeviceStruct says otherwise");
+              "specgen/llama/rpc.py::_DeviceStruct says otherwise");
 
 SAME_SIZE(ggml_backend_reg_i);
 SAME_MEMBER(ggml_backend_reg_i, get_name);

@@ -22,14 +22,14 @@ from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
 from specgen.errors import BatchError, OutputError, UsageError
-from specgen.json_values import as_json
 from specgen.options import SessionOptions
+from specgen.system.json_values import as_json
 
 if TYPE_CHECKING:
-    from specgen.batch.lines import Line
-    from specgen.batch.results import Earlier, Results
-    from specgen.batch.runner import Batch
-    from specgen.engine.models import Models
+    from specgen.engine.loaded_models import Models
+    from specgen.serving.batch.lines import Line
+    from specgen.serving.batch.results import Earlier, Results
+    from specgen.serving.batch.runner import Batch
 
 
 @flags.takes_options(
@@ -117,7 +117,7 @@ def batch(
     if destination == STDIO and (retry_errors or allow_mixed):
         raise UsageError("--retry-errors and --allow-mixed need a file as OUT")
     _check_folder(destination)
-    from specgen.batch.lines import read_lines
+    from specgen.serving.batch.lines import read_lines
 
     name = "standard input" if source == STDIO else str(source)
     lines = read_lines(read_bytes(source), name, setup.sampling, setup.answer)
@@ -136,8 +136,8 @@ def batch(
         return answer_on_ray(cluster, work, todo, results, settings, output)
 
     with contextlib.ExitStack() as stack:
-        from specgen.batch.results import ResultsFile, ResultsStream, missing
         from specgen.render.text import counted
+        from specgen.serving.batch.results import ResultsFile, ResultsStream, missing
 
         results: Results = ResultsStream(sys.stdout.buffer)
         n_errors, todo = 0, lines
@@ -179,7 +179,7 @@ def _answer_here(
     output: Output,
 ) -> tuple[int, int]:
     """Get the lines answered on this machine; return the exit code, and the number of errors in results."""
-    from specgen.batch.runner import Batch, Prompting
+    from specgen.serving.batch.runner import Batch, Prompting
 
     with opened(work.options, work.kernels, output, work.drafts) as loaded:
         prompting = Prompting(work.chat, work.system, datetime.datetime.now().astimezone())
@@ -230,8 +230,8 @@ def _check_folder(destination: Path) -> None:
 @contextlib.contextmanager
 def _alone(destination: Path) -> Iterator[None]:
     """Keep other processes from writing to a file of results."""
-    from specgen.catalogue import cache_folder
-    from specgen.json_lines import locked
+    from specgen.models import cache_folder
+    from specgen.system.json_lines import locked
 
     name = hashlib.sha256(os.fsencode(destination.resolve())).hexdigest()[:16]
     held = OutputError(
@@ -244,7 +244,7 @@ def _alone(destination: Path) -> Iterator[None]:
 
 def _take_up(destination: Path, output: Output, *, retry_errors: bool) -> Earlier:
     """Return the results that a file already has."""
-    from specgen.batch.results import read_results, without_errors
+    from specgen.serving.batch.results import read_results, without_errors
 
     earlier = read_results(destination)
     if earlier.is_torn:

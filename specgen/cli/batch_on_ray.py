@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
 from specgen.errors import UsageError
+from specgen.measure.selection.default_draft import DraftChoice
 from specgen.options import Contexts, DraftSource, KernelChoice, SessionOptions
-from specgen.selection.default_draft import DraftChoice
 
 if TYPE_CHECKING:
-    from specgen.batch.lines import Line
-    from specgen.batch.results import Results
-    from specgen.engine.models import Models
+    from specgen.engine.loaded_models import Models
+    from specgen.serving.batch.lines import Line
+    from specgen.serving.batch.results import Results
 
 #: The number of longest lines that are tokenized to find out how large the caches have to be.
 _N_LARGEST = 8
@@ -86,8 +86,8 @@ def open_on_node(
     options: SessionOptions, drafts: Sequence[DraftChoice], kernels: KernelChoice
 ) -> Models:
     """Load the models in an actor. Files that are made, and what is learnt, stay on the node."""
-    from specgen.catalogue import cache_folder
     from specgen.cli.model_loading import make_opener, use_kernels
+    from specgen.models import cache_folder
 
     quiet = Output(quiet=True)
     use_kernels(kernels, quiet)
@@ -103,12 +103,12 @@ def answer_on_ray(
     output: Output,
 ) -> tuple[int, int]:
     """Get the lines answered; return the exit code, and the number of errors in results."""
-    from specgen.batch.line_worker import WorkerJob
-    from specgen.batch.on_ray import RayBatch
-    from specgen.batch.ray_job import RayJob
-    from specgen.batch.runner import Prompting
     from specgen.render.progress_bars import batch_progress, batch_summary
     from specgen.render.text import counted
+    from specgen.serving.batch.line_worker import WorkerJob
+    from specgen.serving.batch.on_ray import RayBatch
+    from specgen.serving.batch.ray_job import RayJob
+    from specgen.serving.batch.runner import Prompting
 
     options = _with_threads(_absolute(work.options), cluster)
     drafts = tuple(replace(each, draft=_absolute_path(each.draft)) for each in work.drafts)
@@ -177,7 +177,7 @@ def _with_threads(options: SessionOptions, cluster: RayOptions) -> SessionOption
 def _files(options: SessionOptions, drafts: Sequence[DraftChoice]) -> dict[str, int]:
     """Return the files that each node must have, with their sizes here. A draft that nobody named may be
     missing: then another one drafts."""
-    from specgen.batch.ray_actor import n_bytes_of
+    from specgen.serving.batch.ray_actor import n_bytes_of
 
     chosen = {draft.draft for draft in drafts if draft.why}
     named = [draft.draft for draft in drafts if not draft.why]
@@ -188,7 +188,7 @@ def _files(options: SessionOptions, drafts: Sequence[DraftChoice]) -> dict[str, 
 
 
 def _largest(lines: Sequence[Line]) -> tuple[Line, ...]:
-    from specgen.batch.lines import LineError
+    from specgen.serving.batch.lines import LineError
 
     def size(line: Line) -> float:
         assert not isinstance(line.request, LineError)

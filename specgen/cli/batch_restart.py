@@ -90,7 +90,7 @@ def _wait(workers: Workers, patience_s: float, note: Callable[[str], None]) -> i
 
 def _missing(workers: Workers) -> WorkerLostError | None:
     """Return the error of the first worker that does not respond."""
-    from specgen.backend.worker_probe import probe
+    from specgen.system.worker_probe import probe
 
     try:
         for endpoint in workers.endpoints:

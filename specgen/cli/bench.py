@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING
 
 from typer import Option
 
-from specgen.bench.job import Job
-from specgen.bench.plan import Plan, find_fields
 from specgen.cli import flags
 from specgen.cli.inputs import STDIO
 from specgen.cli.model_loading import log_shown, use_kernels
 from specgen.cli.output import Output
 from specgen.errors import OutputError, UsageError
+from specgen.measure.bench.job import Job
+from specgen.measure.bench.plan import Plan, find_fields
+from specgen.measure.selection.session_opening import open_memory
 from specgen.options import Contexts, DraftOptions, GenerationOptions, PolicyName, SamplerOptions
-from specgen.selection.session_opening import open_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specgen.bench.peer_contenders import Against
-    from specgen.bench.report import BenchReport
+    from specgen.measure.bench.peer_contenders import Against
+    from specgen.measure.bench.report import BenchReport
 
 _POLICIES: tuple[PolicyName, ...] = ("cost", "threshold", "fixed")
 
@@ -171,7 +171,7 @@ def bench(
     decoding's; the share reached of what --foresight found; the speed-up of
     whole answers, prompts included.
     """
-    from specgen.bench.prompts import first_of_each, own_prompts, read_bench_prompts
+    from specgen.measure.bench.prompts import first_of_each, own_prompts, read_bench_prompts
 
     if against and machine.target.workers is not None:
         raise UsageError("--against starts programs without workers: leave out --rpc")
@@ -229,7 +229,7 @@ def parse_policies(given: Sequence[str] | None) -> tuple[PolicyName, ...]:
 
 
 def _parse_against(given: Sequence[str] | None) -> tuple[Against, ...]:
-    from specgen.bench.peer_contenders import AGAINST
+    from specgen.measure.bench.peer_contenders import AGAINST
 
     for name in given or ():
         if name not in AGAINST:
@@ -246,8 +246,8 @@ def _check_folder(path: Path | None, option: str) -> None:
 
 def _write(report: BenchReport, json_file: Path | None, html_file: Path | None) -> None:
     """Show the report, and write the files that were asked for. Raises `OutputError`."""
-    from specgen.bench.html import to_html
-    from specgen.bench.report import to_json_object
+    from specgen.measure.bench.html import to_html
+    from specgen.measure.bench.report import to_json_object
     from specgen.render.tables import bench_lines, print_bench_tables
 
     document = json.dumps(to_json_object(report), indent=1, ensure_ascii=False)

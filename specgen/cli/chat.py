@@ -22,12 +22,12 @@ from specgen.cli.process import Interrupt
 from specgen.errors import OutputError, SpecgenError, UsageError, WorkerLostError
 
 if TYPE_CHECKING:
-    from specgen.chat.chat import Chat
-    from specgen.chat.commands import Command
-    from specgen.chat.conversation import Conversation
-    from specgen.chat.log import ChatLog
     from specgen.events import Event
-    from specgen.workshop.online.learner import Learner
+    from specgen.serving.chat.chat import Chat
+    from specgen.serving.chat.commands import Command
+    from specgen.serving.chat.conversation import Conversation
+    from specgen.serving.chat.log import ChatLog
+    from specgen.training.online.learner import Learner
 
 
 @flags.takes_options(
@@ -77,9 +77,9 @@ def chat(
     text = "".join(map(_file_text, files or ()))
     sources, options = setup.find(output)
     with contextlib.ExitStack() as stack:
-        from specgen.chat.chat import Chat, check_template
         from specgen.engine.engine import Engine
-        from specgen.workshop.online.learner import Learner
+        from specgen.serving.chat.chat import Chat, check_template
+        from specgen.training.online.learner import Learner
 
         conversation, log = stack.enter_context(_opened(path, output))
         loaded = stack.enter_context(opened(options, setup.machine.kernels, output, sources.drafts))
@@ -145,7 +145,7 @@ def _say(text: str) -> None:
 
 def _begin(talk: Chat, system: str | None, files: str) -> None:
     """Set the system message and the files of a conversation if it has others."""
-    from specgen.chat.conversation import Change
+    from specgen.serving.chat.conversation import Change
 
     if system is not None and system != talk.conversation.system:
         talk.change(Change("system", system))
@@ -155,8 +155,8 @@ def _begin(talk: Chat, system: str | None, files: str) -> None:
 
 def _talk(talk: Chat, view: _View, learner: Learner) -> int:
     """Answer messages until there are no more; return the exit code."""
-    from specgen.chat.commands import parse
     from specgen.cli.chat_input import PipedMessages, is_person
+    from specgen.serving.chat.commands import parse
 
     is_typed = is_person()
     messages = _typed() if is_typed else PipedMessages(sys.stdin.buffer)
@@ -189,9 +189,9 @@ def _talk(talk: Chat, view: _View, learner: Learner) -> int:
 
 
 def _typed() -> Iterable[str]:
-    from specgen.catalogue import data_folder
-    from specgen.chat.commands import COMMANDS
     from specgen.cli.chat_input import TypedMessages
+    from specgen.models import data_folder
+    from specgen.serving.chat.commands import COMMANDS
 
     names = tuple(f"/{command.name}" for command in COMMANDS)
     return TypedMessages(data_folder() / "chat-history", names)
@@ -200,9 +200,9 @@ def _typed() -> Iterable[str]:
 def _do(command: Command, talk: Chat, view: _View) -> int:
     """Carry out a command; return the exit code of a signal, or 0. Raises `UsageError` if it is not possible,
     `PromptError`, and `OutputError` if the conversation cannot be saved."""
-    from specgen.chat import log
-    from specgen.chat.conversation import Change
     from specgen.render.text import counted
+    from specgen.serving.chat import log
+    from specgen.serving.chat.conversation import Change
 
     name, argument = command.name, command.argument
     if name == "regen":
@@ -241,7 +241,7 @@ def _do(command: Command, talk: Chat, view: _View) -> int:
 
 
 def _help() -> str:
-    from specgen.chat.commands import COMMANDS
+    from specgen.serving.chat.commands import COMMANDS
 
     width = max(len(command.usage) for command in COMMANDS)
     lines = [f"{command.usage:<{width}}  {command.does}" for command in COMMANDS]
@@ -297,7 +297,7 @@ def _show_figures(talk: Chat) -> None:
 
 def _session_file(name: str) -> Path:
     """Return the file of a kept conversation. Raises `UsageError` for an invalid name."""
-    from specgen.catalogue import data_folder
+    from specgen.models import data_folder
 
     if not name.strip() or name.startswith(".") or Path(name).name != name or "\\" in name:
         raise UsageError(
@@ -309,8 +309,8 @@ def _session_file(name: str) -> Path:
 @contextlib.contextmanager
 def _opened(path: Path | None, output: Output) -> Iterator[tuple[Conversation, ChatLog | None]]:
     """Open a conversation and its log; without a file, a new conversation without a log."""
-    from specgen.chat.conversation import Conversation
-    from specgen.chat.log import ChatLog
+    from specgen.serving.chat.conversation import Conversation
+    from specgen.serving.chat.log import ChatLog
 
     if path is None:
         yield Conversation(), None

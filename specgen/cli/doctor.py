@@ -20,9 +20,9 @@ from specgen.errors import ModelFileError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specgen.backend.build import Build
-    from specgen.doctor import DoctorReport
-    from specgen.kernels import KernelStatus
+    from specgen.llama.kernel_checks import KernelStatus
+    from specgen.measure.doctor import DoctorReport
+    from specgen.system.llama_build import Build
 
 #: A heading and its items: (label, text).
 DoctorSection: TypeAlias = tuple[str, list[tuple[str, str]]]
@@ -46,14 +46,14 @@ def doctor(*, model: str | None = None, rpc: str | None = None, as_json: bool = 
     """Show what this machine and this build of llama.cpp can do, and check that it decodes."""
     from rich.console import Console
 
-    from specgen.doctor import diagnose
+    from specgen.measure.doctor import diagnose
 
     path = None if model is None else _model_file(model)
     endpoints = () if rpc is None else endpoints_of(rpc)
     with _status(Console(stderr=True)) as status:
         report = diagnose(path, on_check=status)
         if endpoints and report.build is not None:
-            from specgen.worker_checks import worker_checks
+            from specgen.measure.worker_checks import worker_checks
 
             found = worker_checks(endpoints, time.perf_counter, status)
             report = replace(report, checks=(*report.checks, *found))
@@ -67,8 +67,8 @@ def doctor(*, model: str | None = None, rpc: str | None = None, as_json: bool = 
 
 def _model_file(name: str) -> Path:
     """Return a model's file; raise `SpecgenError` for names that are unknown or whose file is not here."""
-    from specgen.catalogue import load_registry, locate
-    from specgen.selection import resolve
+    from specgen.measure.selection import resolve
+    from specgen.models import load_registry, locate
 
     registry = load_registry()
 
@@ -124,7 +124,7 @@ def _lines(label: str, text: str, width: int) -> list[str]:
 
 def _llama_version(build: Build) -> str:
     """Return the versions of llama-cpp-python and llama.cpp; if others are needed, which and how."""
-    from specgen.backend.build import REBUILD, REQUIRED_VERSION
+    from specgen.system.llama_build import REBUILD, REQUIRED_VERSION
 
     versions = f"{build.version}, llama.cpp {build.llama_version}"
     if build.has_required_version:
@@ -141,7 +141,7 @@ def _kernels(status: KernelStatus) -> str:
 
 
 def _sections(report: DoctorReport) -> Iterator[DoctorSection]:
-    from specgen.catalogue import human_bytes
+    from specgen.models import human_bytes
 
     machine, build = report.machine, report.build
     cores = f"{machine.n_physical_cores or '?'} cores, {machine.n_logical_cores or '?'} threads"

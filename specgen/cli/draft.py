@@ -13,17 +13,17 @@ from pathlib import Path
 import typer
 from typer import Option
 
-from specgen.catalogue import cache_folder, data_folder, human_bytes, identify
 from specgen.cli import flags
 from specgen.cli.draft_find import find
 from specgen.cli.draft_make import data, make
 from specgen.cli.model_loading import use_kernels
 from specgen.cli.output import Output
 from specgen.errors import ModelFileError, OutputError, UsageError
+from specgen.measure.selection.model_choice import ModelChoice
+from specgen.measure.selection.session_opening import find_models, find_target, open_memory
+from specgen.models import cache_folder, data_folder, human_bytes, identify
 from specgen.options import ContextOptions
-from specgen.selection.model_choice import ModelChoice
-from specgen.selection.session_opening import find_models, find_target, open_memory
-from specgen.workshop.made_files import learning_folder
+from specgen.training.made_files import learning_folder
 
 app = typer.Typer(
     name="draft", help="Find, make or train the best draft for a target.", no_args_is_help=True
@@ -63,9 +63,9 @@ def learn(
     draft agrees with the target more often in them; otherwise they are dropped. `specgen chat` and `specgen
     serve` do this by themselves, between answers.
     """
-    from specgen.calibration.weight_copies import Copies
-    from specgen.kernels import wanted_in
-    from specgen.workshop.online.learning import learn_from_files
+    from specgen.engine.calibration.weight_copies import Copies
+    from specgen.llama.kernel_checks import wanted_in
+    from specgen.training.online.learning import learn_from_files
 
     target_path = find_target(target, quiet=output.quiet)
     draft_path = _draft_model(target, draft, output)
@@ -121,7 +121,7 @@ def forget(*, target: str | None = None, output: Output) -> int:
 
 def _draft_model(target: str, draft: str | None, output: Output) -> Path:
     """Return the model that learns. Raises `UsageError` if none is known."""
-    from specgen.backend.llama.decoder_heads import is_heads_file
+    from specgen.llama.decoder_heads import is_heads_file
 
     sources = find_models(ModelChoice(target, draft, None), quiet=output.quiet)
     for choice in sources.drafts:
@@ -139,8 +139,8 @@ def _folder(target: Path) -> Path:
 
 def _store(target: Path) -> Path:
     """Return the folder of lookup texts that were kept in a target's tokens."""
-    from specgen.backend.llama import LlamaModel
-    from specgen.drafters.lookup.store import EarlierTexts
+    from specgen.decoding.drafters.lookup.store import EarlierTexts
+    from specgen.llama import LlamaModel
 
     with contextlib.closing(LlamaModel(target, vocabulary_only=True)) as model:
         return EarlierTexts(cache_folder() / "texts", model.vocabulary.digest()).folder

@@ -15,25 +15,19 @@ from typer import Argument, Option
 from specgen.cli import flags
 from specgen.cli.model_loading import opened
 from specgen.cli.output import Output
-from specgen.errors import (
-    BackendError,
-    MemoryLimitError,
-    ModelFileError,
-    PairError,
-    UsageError,
-)
+from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError, UsageError
+from specgen.measure.selection.default_draft import name_of
+from specgen.measure.selection.session_opening import find_target
 from specgen.options import Contexts, DraftOptions, GenerationOptions
-from specgen.selection.default_draft import name_of
-from specgen.selection.session_opening import find_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from specgen.cli.process import Interrupt
-    from specgen.engine.models import Models
+    from specgen.engine.loaded_models import Models
+    from specgen.measure.selection.draft_search import Search
     from specgen.options import DraftSource, SessionOptions
-    from specgen.progress import Progress
-    from specgen.selection.draft_search import Search
+    from specgen.system.progress import Progress
 
 
 @flags.takes_options(
@@ -79,7 +73,7 @@ def find(
     second; acceptance rate; tokens per round; milliseconds to draft a token,
     and to begin.
     """
-    from specgen.catalogue import identify, saved_draft
+    from specgen.models import identify, saved_draft
 
     if drafting.n_max == 0:
         raise UsageError("--draft-max 0 drafts nothing, so there is nothing to find")
@@ -102,7 +96,7 @@ def trial_options(
     target: Path, drafting: DraftOptions, answer: GenerationOptions, machine: Contexts
 ) -> SessionOptions:
     """Return the options with which drafts are tried."""
-    from specgen.catalogue import cache_folder
+    from specgen.models import cache_folder
     from specgen.options import SessionOptions
 
     return SessionOptions(
@@ -125,11 +119,11 @@ def search_drafts(
     stop: Interrupt,
 ) -> Search | None:
     """Try all drafts; return None if interrupted before there was a result."""
-    from specgen.backend.llama.decoder_heads import is_heads_file
-    from specgen.catalogue import load_registry, locate
-    from specgen.selection.candidates import Refused, find_candidates
-    from specgen.selection.draft_search import Search, Tried, by_speedup
-    from specgen.selection.trial import measure_target, plain_figures, try_draft
+    from specgen.llama.decoder_heads import is_heads_file
+    from specgen.measure.selection.candidates import Refused, find_candidates
+    from specgen.measure.selection.draft_search import Search, Tried, by_speedup
+    from specgen.measure.selection.trial import measure_target, plain_figures, try_draft
+    from specgen.models import load_registry, locate
 
     target = loaded.options.target
     known = [path for path in map(locate, load_registry().models.values()) if path is not None]
@@ -187,7 +181,7 @@ def show_search(
 
 def _save_best(search: Search) -> Search:
     """Save the best draft for the target."""
-    from specgen.catalogue import SavedDraft, identify, save_draft
+    from specgen.models import SavedDraft, identify, save_draft
 
     identity = identify(search.target)
     assert identity is not None, "a target that was opened"
@@ -207,8 +201,8 @@ def _save_best(search: Search) -> Search:
 
 def _print_search(search: Search, *, as_json: bool) -> None:
     """Print the ranking."""
+    from specgen.measure.selection.draft_search import to_json_object
     from specgen.render.tables import draft_lines, print_draft_table
-    from specgen.selection.draft_search import to_json_object
 
     if as_json:
         print(json.dumps(to_json_object(search), indent=2, ensure_ascii=False))

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 from typer import Option
 
-from specgen.catalogue import cache_folder
 from specgen.cli import flags
 from specgen.cli.draft_find import search_drafts, show_search, trial_options
 from specgen.cli.model_loading import log_shown, make_opener, opened, use_kernels
 from specgen.cli.output import Output
 from specgen.errors import UsageError
+from specgen.measure.selection.session_opening import find_target
+from specgen.models import cache_folder
 from specgen.options import Contexts, DraftOptions, GenerationOptions
-from specgen.selection.session_opening import find_target
-from specgen.workshop.making import (
+from specgen.training.making import (
     N_ANSWER_TOKENS,
     N_PARALLEL,
     N_TOKENS,
@@ -30,9 +30,9 @@ from specgen.workshop.making import (
 
 if TYPE_CHECKING:
     from specgen.cli.process import Interrupt
-    from specgen.engine.models import Models
-    from specgen.progress import Progress
-    from specgen.selection.draft_search import Search
+    from specgen.engine.loaded_models import Models
+    from specgen.measure.selection.draft_search import Search
+    from specgen.system.progress import Progress
 
 #: The number of prompts that compare drafts, and of tokens of their answers.
 _N_JUDGED = 8
@@ -148,8 +148,8 @@ def make(
 
     It prints the ranking as `specgen draft find` does.
     """
-    from specgen.proof import evenly_chosen
-    from specgen.workshop.texts import is_held_back
+    from specgen.measure.proof import evenly_chosen
+    from specgen.training.texts import is_held_back
 
     path = find_target(target, quiet=output.quiet)
     small = _small_model(draft, kind, path, output)
@@ -184,8 +184,8 @@ def make(
 def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Output) -> Path | None:
     """Return the model to fit; None without one. Raises `UsageError` if a fitted draft was asked for but is
     not possible."""
-    from specgen.catalogue import load_registry, locate
-    from specgen.workshop.distil.distillation import check_library
+    from specgen.models import load_registry, locate
+    from specgen.training.distil.distillation import check_library
 
     is_asked = draft is not None or kind == "distilled"
     if kind in ("heads", "pruned"):
@@ -224,7 +224,7 @@ def _delete_others(
 
 def _prompts(file: Path | None) -> list[str]:
     """Return the prompts of a file, each once, or those of the package."""
-    from specgen.proof import read_prompts
+    from specgen.measure.proof import read_prompts
 
     return own_prompts() if file is None else list(dict.fromkeys(read_prompts(file)))
 
@@ -232,7 +232,7 @@ def _prompts(file: Path | None) -> list[str]:
 def _workshop(
     loaded: Models, wanted: TextWanted, progress: Progress, stop: Interrupt, output: Output
 ) -> Workshop:
-    from specgen.selection.outlook import expected_speedup
+    from specgen.measure.selection.outlook import expected_speedup
 
     return Workshop(
         loaded,

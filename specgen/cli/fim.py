@@ -17,7 +17,7 @@ from specgen.errors import OutputError, PromptError, UsageError
 
 if TYPE_CHECKING:
     from specgen.engine.infill import Gap
-    from specgen.engine.models import Models
+    from specgen.engine.loaded_models import Models
     from specgen.events import FinishedEvent
 
 #: FILE:LINE or FILE:LINE:COLUMN; a file's name may have colons too.
@@ -103,7 +103,7 @@ class _Place:
     def write(self, middle: str) -> None:
         """Write the file with the middle in it, with the file's own line ends. Raises `OutputError`, also if
         the file changed meanwhile."""
-        from specgen.atomic import new_beside
+        from specgen.system.atomic_files import new_beside
 
         assert self.path is not None
         if "\r\n" in self.text:

@@ -11,21 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specgen.cli.output import Output
-from specgen.options import (
-    Contexts,
-    DraftOptions,
-    GenerationOptions,
-    KernelChoice,
-    SamplerOptions,
-)
-from specgen.selection.default_draft import DraftChoice
-from specgen.selection.model_choice import ModelChoice
-from specgen.selection.session_opening import SessionOpener, find_models, session_options
+from specgen.measure.selection.default_draft import DraftChoice
+from specgen.measure.selection.model_choice import ModelChoice
+from specgen.measure.selection.session_opening import SessionOpener, find_models, session_options
+from specgen.options import Contexts, DraftOptions, GenerationOptions, KernelChoice, SamplerOptions
 
 if TYPE_CHECKING:
-    from specgen.engine.models import Models
+    from specgen.engine.loaded_models import Models
+    from specgen.measure.selection.resolve import Sources
     from specgen.options import SessionOptions
-    from specgen.selection.resolve import Sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +67,10 @@ def use_kernels(wanted: KernelChoice, output: Output) -> None:
     """Choose what computes on the CPU, before the first model is loaded; print a note if the kernels are
     there but cannot be used. From then on, a crash in native code is reported in a line. Raises `UsageError`
     if kernels that were asked for cannot be used."""
-    from specgen.backend.llama.file_check import remember_checks
-    from specgen.backend.llama.library import end_with_a_line
-    from specgen.catalogue import cache_folder
-    from specgen.kernels import choose_kernels
+    from specgen.llama.file_check import remember_checks
+    from specgen.llama.kernel_checks import choose_kernels
+    from specgen.llama.library import end_with_a_line
+    from specgen.models import cache_folder
 
     end_with_a_line(sys.stdout.flush)
     remember_checks(cache_folder())
@@ -92,7 +86,7 @@ def log_shown(output: Output) -> Iterator[None]:
     if not output.verbose:
         yield
         return
-    from specgen.backend.llama import logging_to
+    from specgen.llama import logging_to
 
     with logging_to(lambda text: print(text, end="", file=sys.stderr, flush=True)):
         yield

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from specgen.catalogue import CatalogueModel, Pair, Registry
+    from specgen.models import CatalogueModel, Pair, Registry
 
     #: A model, and its path if it is on this disk.
     _Found: TypeAlias = tuple[CatalogueModel, Path | None]
@@ -40,7 +40,7 @@ def list_models(as_json: _Json = False) -> None:
     """
     import sys
 
-    from specgen.catalogue import load_registry, locate
+    from specgen.models import load_registry, locate
 
     registry = load_registry()
     found = [(model, locate(model)) for model in registry.models.values()]
@@ -71,7 +71,7 @@ def list_models(as_json: _Json = False) -> None:
 @app.command()
 def show(name: _Name, as_json: _Json = False) -> None:
     """Show what is known about a model or a pair."""
-    from specgen.catalogue import CatalogueModel, load_registry, locate
+    from specgen.models import CatalogueModel, load_registry, locate
 
     registry = load_registry()
     found = registry.find(name)
@@ -101,7 +101,7 @@ def pull(
     Files that are on this disk are not downloaded again, and an interrupted
     download goes on where it ended.
     """
-    from specgen.catalogue import fetch, load_registry, stderr_progress
+    from specgen.models import fetch, load_registry, stderr_progress
 
     progress = stderr_progress(quiet=quiet)
     for model in load_registry().models_of(name):
@@ -111,8 +111,8 @@ def pull(
 @app.command()
 def path(name: _Name) -> None:
     """Print where a model is on this disk; for a pair, the target first."""
-    from specgen.catalogue import load_registry, locate
     from specgen.errors import ModelFileError
+    from specgen.models import load_registry, locate
 
     paths = []
     for model in load_registry().models_of(name):
@@ -132,7 +132,7 @@ def print_model_tables(console: Console, registry: Registry, found: list[_Found]
     from rich.table import Table
     from rich.text import Text
 
-    from specgen.catalogue import human_bytes
+    from specgen.models import human_bytes
 
     models = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("model", "on disk", "size", "licence", "pairs"):

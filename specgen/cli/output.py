@@ -14,11 +14,11 @@ from specgen.errors import UsageError
 from specgen.options import GenerationOptions, Show
 
 if TYPE_CHECKING:
-    from specgen.engine.models import Models
+    from specgen.engine.loaded_models import Models
     from specgen.engine.prompts import Prompt
     from specgen.events import FinishedEvent
-    from specgen.progress import Progress
     from specgen.render.base import Renderer
+    from specgen.system.progress import Progress
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from specgen.cli.model_loading import Setup, opened
 from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
 from specgen.errors import UsageError
-from specgen.server.options import Limits, ServerOptions
+from specgen.serving.server.options import Limits, ServerOptions
 
 #: The default number of answers at once, if the memory has room for as many.
 _N_PARALLEL = 4
@@ -65,9 +65,9 @@ def serve(
     sources, options = setup.find(output)
     with contextlib.ExitStack() as stack:
         from specgen.engine.engine import Engine
-        from specgen.server.addresses import bound_socket, url_of
-        from specgen.server.run import serve as answer_requests
-        from specgen.workshop.online.learner import Learner
+        from specgen.serving.server.addresses import bound_socket, url_of
+        from specgen.serving.server.run import serve as answer_requests
+        from specgen.training.online.learner import Learner
 
         bound = stack.enter_context(bound_socket(server.host, server.port, limits.client_s))
         loaded = stack.enter_context(opened(options, setup.machine.kernels, output, sources.drafts))

@@ -12,22 +12,16 @@ from typing import TYPE_CHECKING
 from specgen.cli import flags
 from specgen.cli.model_loading import opened
 from specgen.cli.output import Output
-from specgen.errors import (
-    BackendError,
-    MemoryLimitError,
-    ModelFileError,
-    PairError,
-    UsageError,
-)
-from specgen.machine import core_time, share_of_others
+from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError, UsageError
+from specgen.measure.selection.model_choice import ModelChoice
+from specgen.measure.selection.session_opening import find_models, session_options
 from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
-from specgen.selection.model_choice import ModelChoice
-from specgen.selection.session_opening import find_models, session_options
+from specgen.system.machine import core_time, share_of_others
 
 if TYPE_CHECKING:
-    from specgen.engine.models import Models
-    from specgen.selection.resolve import Sources
-    from specgen.selection.tuning import Tuning
+    from specgen.engine.loaded_models import Models
+    from specgen.measure.selection.resolve import Sources
+    from specgen.measure.selection.tuning import Tuning
 
 
 @flags.takes_options(
@@ -71,7 +65,7 @@ def tune(
         opened(replace(options, draft="none"), machine.kernels, output) as loaded,
         output.measuring() as (progress, stop),
     ):
-        from specgen.selection.tuning import Tuner
+        from specgen.measure.selection.tuning import Tuner
 
         draft, notes = _draft(loaded, sources)
         before = core_time()
@@ -106,8 +100,8 @@ def _draft(loaded: Models, sources: Sources) -> tuple[Path | None, list[str]]:
 
 def _others(draft: Path | None, target: Path) -> list[Path]:
     """Return models on this disk, other than this draft, that may draft for a target."""
-    from specgen.catalogue import load_registry, locate
-    from specgen.selection.candidates import find_candidates
+    from specgen.measure.selection.candidates import find_candidates
+    from specgen.models import load_registry, locate
 
     known = [path for path in map(locate, load_registry().models.values()) if path is not None]
     named = [] if draft is None else [draft]
@@ -116,7 +110,7 @@ def _others(draft: Path | None, target: Path) -> list[Path]:
 
 def _keep(loaded: Models, tuning: Tuning | None) -> str:
     """Save what was learnt if the tuning is complete; return a sentence that says so."""
-    from specgen.catalogue import memory_file
+    from specgen.models import memory_file
 
     if tuning is None or tuning.is_interrupted:
         return "interrupted: not everything was measured, nothing was kept"
@@ -132,9 +126,9 @@ def _keep(loaded: Models, tuning: Tuning | None) -> str:
 
 
 def _show(tuning: Tuning, *, as_json: bool) -> None:
+    from specgen.measure.selection.advice import to_json_object
     from specgen.render.select import make_console
     from specgen.render.tables import print_advice
-    from specgen.selection.advice import to_json_object
 
     if as_json:
         print(json.dumps(to_json_object(tuning), indent=2, ensure_ascii=False))

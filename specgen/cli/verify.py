@@ -16,17 +16,15 @@ from specgen.cli import flags
 from specgen.cli.model_loading import log_shown, make_opener, use_kernels
 from specgen.cli.output import Output
 from specgen.errors import DefectError, PromptError, UsageError
+from specgen.measure.selection.model_choice import ModelChoice
+from specgen.measure.selection.session_opening import SessionOpener, find_models, session_options
 from specgen.options import Contexts, DraftOptions, GenerationOptions, SamplerOptions
-from specgen.selection.model_choice import ModelChoice
-from specgen.selection.session_opening import SessionOpener, find_models, session_options
 
 if TYPE_CHECKING:
     from specgen.cli.process import Interrupt
-    from specgen.engine.models import Models
+    from specgen.engine.loaded_models import Models
     from specgen.engine.prompts import Prompt
-    from specgen.options import SessionOptions
-    from specgen.progress import Progress
-    from specgen.proof import (
+    from specgen.measure.proof import (
         DraftingPlan,
         GreedyResult,
         ProofCheck,
@@ -35,6 +33,8 @@ if TYPE_CHECKING:
         SampledResult,
         UncheckedPrompt,
     )
+    from specgen.options import SessionOptions
+    from specgen.system.progress import Progress
 
 #: How many of the prompts are answered again, several at once.
 _N_AT_ONCE_PROMPTS = 6
@@ -133,7 +133,7 @@ def verify(
     answered again, three at once. Sampled: samples are tested against the target's exact distribution.
     Exit code 0 means that no defect was found, 11 that one was, or that nothing was drafted.
     """
-    from specgen.proof import (
+    from specgen.measure.proof import (
         BUGS,
         OWN_PROMPTS,
         SampledPlan,
@@ -201,7 +201,7 @@ class _Job:
         stop: Interrupt,
         seeded_bug: str | None,
     ) -> None:
-        from specgen.proof import BUGS
+        from specgen.measure.proof import BUGS
 
         self._options = options
         self._ways = ways
@@ -222,7 +222,7 @@ class _Job:
         self._unequal_rows = ""
 
     def greedy(self, n_prompts: int) -> tuple[GreedyResult, ...]:
-        from specgen.proof import PlainAnswers, check_at_once, check_greedy, evenly_chosen
+        from specgen.measure.proof import PlainAnswers, check_at_once, check_greedy, evenly_chosen
 
         sampler = replace(self._options.sampler, temperature=0.0, xtc_probability=0.0)
         results: list[GreedyResult] = []
@@ -274,7 +274,7 @@ class _Job:
         self, loaded: Models, way: DraftingPlan, plan: SampledPlan, n_places: int, n_before: int
     ) -> list[SampledResult]:
         """Sample at `n_places` places with one way to draft; `n_before` places came before."""
-        from specgen.proof import check_sampled, room
+        from specgen.measure.proof import check_sampled, room
 
         loaded.change_drafting(way.drafting)
         results: list[SampledResult] = []
@@ -303,7 +303,7 @@ class _Job:
 
     def _name_unequal_rows(self, loaded: Models, moved_by: list[float]) -> None:
         """Learn why rows depend on their batch, if they do and it is not known yet."""
-        from specgen.proof.rows import unequal_rows
+        from specgen.measure.proof.rows import unequal_rows
 
         prompt = loaded.prompts.of_text(self._prompts[0], chat=self._chat).tokens
         self._unequal_rows = self._unequal_rows or unequal_rows(
@@ -317,7 +317,7 @@ class _Job:
         sampled: tuple[SampledResult, ...],
     ) -> ProofReport:
         """Return the results. Raises `PromptError` if no prompt could be checked."""
-        from specgen.proof import ProofReport
+        from specgen.measure.proof import ProofReport
 
         skipped = tuple(self._skipped[number] for number in sorted(self._skipped))
         if skipped and not greedy and not sampled and not self._stop():
@@ -349,7 +349,7 @@ class _Job:
     def _prompt(self, loaded: Models, number: int, text: str, n_more: int) -> Prompt | None:
         """Return a prompt for the model; None, with a note, if it does not fit the context with `n_more`
         tokens. (A fixed date is used, so that one in a template does not matter.)"""
-        from specgen.proof import UncheckedPrompt
+        from specgen.measure.proof import UncheckedPrompt
 
         now = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
         prompt = loaded.prompts.of_text(text, chat=self._chat, now=now)
@@ -363,7 +363,7 @@ class _Job:
 
 
 def _show(report: ProofReport, *, json: bool) -> None:
-    from specgen.proof import to_json_object
+    from specgen.measure.proof import to_json_object
     from specgen.render.select import make_console
     from specgen.render.verify_report import print_report
 

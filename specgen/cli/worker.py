@@ -15,8 +15,8 @@ from specgen.cli.output import Output
 from specgen.cli.process import Interrupt
 from specgen.errors import BackendError, UsageError, WorkerLostError
 from specgen.options import KernelChoice
-from specgen.process_end import leave_running
-from specgen.server.addresses import is_loopback
+from specgen.serving.server.addresses import is_loopback
+from specgen.system.process_end import leave_running
 
 _EVERYWHERE = "0.0.0.0"  # noqa: S104 - with --insecure-network only
 #: Seconds: the longest wait for the worker's first response, and between two checks for signals.
@@ -69,10 +69,10 @@ def worker(
     machine only: connect from other machines through a tunnel (ssh -L). Ctrl-C ends it.
     """
     _check_address(host, insecure=insecure_network)
-    from specgen.backend.llama import default_threads
-    from specgen.backend.llama.kernels import attached, computing
-    from specgen.backend.llama.rpc import load_rpc, offered_devices, serve_devices
-    from specgen.catalogue import cache_folder
+    from specgen.llama import default_threads
+    from specgen.llama.kernels import attached, computing
+    from specgen.llama.rpc import load_rpc, offered_devices, serve_devices
+    from specgen.models import cache_folder
 
     use_kernels(kernels, output)
     load_rpc()
@@ -150,7 +150,7 @@ def _check_free(host: str, port: int) -> None:
 
 def _answers(host: str, port: int) -> bool:
     """Return whether the worker responds already."""
-    from specgen.backend.worker_probe import probe
+    from specgen.system.worker_probe import probe
 
     own = host if host != _EVERYWHERE else "127.0.0.1"
     try:

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 
-from specgen.backend.base import Backend, Batch
-from specgen.calibration.acceptance import Chances, new_chances
-from specgen.calibration.cost_table import CostTable
-from specgen.core.text_state import TextState
-from specgen.drafters import Drafter, draft_alone
-from specgen.policy import draft_up_to
+from specgen.decoding.backend import Backend, Batch
+from specgen.decoding.drafters import Drafter, draft_alone
+from specgen.decoding.policy import draft_up_to
+from specgen.decoding.policy.acceptance import Chances, new_chances
+from specgen.decoding.policy.cost_table import CostTable
+from specgen.decoding.text_state import TextState
 
 #: Prose and code as a model may write them. Tokens that are easy and hard to predict have about the
 #: proportions that they have in an answer.

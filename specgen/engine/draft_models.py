@@ -10,17 +10,17 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from specgen.backend.llama import LlamaModel, default_threads
-from specgen.backend.llama.decoder_heads import DecoderHeads, is_heads_file
-from specgen.calibration.cost_table import CostTable
-from specgen.calibration.weight_copies import Comparison, Copies
-from specgen.core.verifiers import make_verifier
-from specgen.drafters.translation import Translation
+from specgen.decoding.drafters.translation import Translation
+from specgen.decoding.policy.cost_table import CostTable
+from specgen.decoding.verifiers import make_verifier
 from specgen.engine.agreement import TEXT
+from specgen.engine.calibration.weight_copies import Comparison, Copies
 from specgen.engine.learnt_weights import learnt_weights
 from specgen.engine.pairing import check_pair
 from specgen.engine.request import RequestSettings
 from specgen.errors import ModelFileError, PairError, UsageError
+from specgen.llama import LlamaModel, default_threads
+from specgen.llama.decoder_heads import DecoderHeads, is_heads_file
 from specgen.options import ContextOptions, DraftOptions, DraftSource, TreeShape
 
 #: How a draft with another vocabulary is translated.

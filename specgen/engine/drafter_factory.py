@@ -12,14 +12,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from specgen.backend.base import Backend
-from specgen.backend.tree_batch import Branches
-from specgen.calibration.acceptance import Chances
-from specgen.calibration.cost_table import CostTable
-from specgen.core.last_hidden import LastHidden
-from specgen.core.text_state import Shaper, TextState
-from specgen.core.verifiers import make_verifier
-from specgen.drafters import (
+from specgen.decoding.backend import Backend
+from specgen.decoding.drafters import (
     Drafter,
     Drafters,
     Guesses,
@@ -30,13 +24,21 @@ from specgen.drafters import (
     TranslatedDrafter,
     TreeModelDrafter,
 )
-from specgen.drafters.translation import BeginningShaper, SharedShaper, Translation
+from specgen.decoding.drafters.translation import BeginningShaper, SharedShaper, Translation
+from specgen.decoding.last_hidden import LastHidden
+from specgen.decoding.policy import CostAwarePolicy, FixedPolicy, Policy, ThresholdPolicy
+from specgen.decoding.policy.acceptance import Chances
+from specgen.decoding.policy.cost_table import CostTable
+from specgen.decoding.sampling import Sampler
+from specgen.decoding.sequence import Sequence
+from specgen.decoding.text_state import Shaper, TextState
+from specgen.decoding.tree_batch import Branches
+from specgen.decoding.verifiers import make_verifier
 from specgen.engine.draft_models import DraftModel, HeadsDraft
-from specgen.engine.models import LONGEST_GUESS, Models
+from specgen.engine.loaded_models import LONGEST_GUESS, Models
 from specgen.engine.prefix_cache import Slot
 from specgen.engine.prompts import Prompt
 from specgen.engine.request import RequestSettings
-from specgen.engine.sequence import Sequence
 from specgen.options import (
     AUTO_TREE,
     DRAFT_TEMPERATURE,
@@ -45,8 +47,6 @@ from specgen.options import (
     SamplerOptions,
     TreeShape,
 )
-from specgen.policy import CostAwarePolicy, FixedPolicy, Policy, ThresholdPolicy
-from specgen.sampling import Sampler
 
 #: Makes a shaper of a chain of samplers and a text.
 MakeShaper: TypeAlias = Callable[[Sampler, TextState], Shaper]

@@ -9,16 +9,15 @@ from collections import abc, deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 
-from specgen.backend.llama import LlamaBackend
+from specgen.decoding.loop import Loop
+from specgen.decoding.sequence import Sequence
 from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.kept_answers import KeptAnswer, KeptAnswers
-from specgen.engine.loop import Loop
+from specgen.engine.loaded_models import MAX_SEQUENCES, Models
 from specgen.engine.measurements import measure_if_costs_decide
-from specgen.engine.models import MAX_SEQUENCES, Models
 from specgen.engine.prefix_cache import PrefixCache, Slot
 from specgen.engine.prompts import Prompt
 from specgen.engine.request import Request
-from specgen.engine.sequence import Sequence
 from specgen.errors import (
     BackendError,
     MemoryLimitError,
@@ -29,8 +28,9 @@ from specgen.errors import (
     WorkerLostError,
 )
 from specgen.events import Event, FinishedEvent, NoticeEvent, PromptEvent
-from specgen.json_values import as_json
+from specgen.llama import LlamaBackend
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
+from specgen.system.json_values import as_json
 
 #: The most tokens of a prompt that are read between two rounds of other answers, which wait for them.
 _N_READ_BESIDE = 64

@@ -25,10 +25,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specgen.backend.llama import LlamaModel
-from specgen.backend.llama.vocabulary import LlamaVocabulary
 from specgen.engine.prompts import Prompt
 from specgen.errors import UsageError
+from specgen.llama import LlamaModel
+from specgen.llama.vocabulary import LlamaVocabulary
 
 #: Control tokens that llama.cpp does not recognise: Codestral's for prefix and suffix, and StarCoder2's for a
 #: repository and its files.

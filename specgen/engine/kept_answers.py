@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specgen.atomic import replace_bytes
 from specgen.errors import OutputError
-from specgen.json_lines import AppendedFile, locked, take_lines, to_line, write_errors
+from specgen.system.atomic_files import replace_bytes
+from specgen.system.json_lines import AppendedFile, locked, take_lines, to_line, write_errors
 
 ANSWERS = "answers.jsonl"
 #: The most bytes of a file of answers; if it grows beyond that, its older half is removed.

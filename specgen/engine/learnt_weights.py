@@ -14,7 +14,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from specgen.atomic import replace_text
+from specgen.system.atomic_files import replace_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from specgen.backend.base import Backend
-from specgen.calibration.timing import MIN_SIZES, complete, is_measured, timed_batch_sizes
-from specgen.core.text_state import TextState
+from specgen.decoding.backend import Backend
+from specgen.decoding.text_state import TextState
 from specgen.engine.agreement import N_KNOWN, N_TOKENS, TEXT, Walk, can_pay, sample_agreement
+from specgen.engine.calibration.timing import MIN_SIZES, complete, is_measured, timed_batch_sizes
 from specgen.engine.drafter_factory import DrafterFactory
-from specgen.engine.models import MAX_SEQUENCES, Models
+from specgen.engine.loaded_models import MAX_SEQUENCES, Models
 from specgen.engine.prompts import Prompt, tokenize
-from specgen.machine import BUSY_SHARE, core_time, share_of_others
+from specgen.system.machine import BUSY_SHARE, core_time, share_of_others
 
 #: Batch sizes to time for a draft model: drafted tokens, the tokens of the last round, a prompt.
 _DRAFT_SIZES = (1, 2, 3, 4, 8, 16, 64)

@@ -6,10 +6,10 @@ from collections import abc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from specgen.backend.base import Backend
-from specgen.backend.tree_batch import Branches
+from specgen.decoding.backend import Backend
+from specgen.decoding.sequence import Sequence
+from specgen.decoding.tree_batch import Branches
 from specgen.engine.request import Request
-from specgen.engine.sequence import Sequence
 from specgen.errors import RollbackError, SpecgenError
 
 

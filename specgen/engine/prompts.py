@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from specgen.backend.llama import LlamaModel
-from specgen.backend.llama.vocabulary import LlamaVocabulary
 from specgen.engine import chat_template as chat
 from specgen.errors import PromptError, UsageError
+from specgen.llama import LlamaModel
+from specgen.llama.vocabulary import LlamaVocabulary
 
 #: The tools that a model may call, in the form of OpenAI's API.
 ToolDefinitions: TypeAlias = Sequence[Mapping[str, Any]]

@@ -6,14 +6,14 @@ import math
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from specgen.backend.llama import LlamaGrammar, LlamaModel
-from specgen.constrain.grammar import GrammarState
-from specgen.constrain.llguidance_grammar import LlguidanceGrammar
+from specgen.decoding.grammar.base import GrammarState
+from specgen.decoding.grammar.llguidance_grammar import LlguidanceGrammar
+from specgen.decoding.sampling import DryBreakers, Sampler
 from specgen.engine.prompts import Prompt
 from specgen.errors import SpecgenError, UsageError
 from specgen.events import Event, FinishedEvent
+from specgen.llama import LlamaGrammar, LlamaModel
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
-from specgen.sampling import DryBreakers, Sampler
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-from specgen.batch.runner import Tally
-from specgen.progress import Progress, ProgressLines
 from specgen.render.text import clean_line, counted
+from specgen.serving.batch.runner import Tally
+from specgen.system.progress import Progress, ProgressLines
 
 #: Seconds before which a speed means nothing.
 _LEAST_S = 1.0

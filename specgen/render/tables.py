@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from specgen.measure.selection.advice import advice, n_answer_tokens
+from specgen.measure.selection.default_draft import name_of
 from specgen.render.text import clean_line, counted
-from specgen.selection.advice import advice, n_answer_tokens
-from specgen.selection.default_draft import name_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specgen.bench.figures import CategoryFigures, ContenderFigures
-    from specgen.bench.report import BenchReport
-    from specgen.selection.draft_search import Search, Tried
-    from specgen.selection.trial import DraftFigures
-    from specgen.selection.tuning import Tuning
+    from specgen.measure.bench.figures import CategoryFigures, ContenderFigures
+    from specgen.measure.bench.report import BenchReport
+    from specgen.measure.selection.draft_search import Search, Tried
+    from specgen.measure.selection.trial import DraftFigures
+    from specgen.measure.selection.tuning import Tuning
 
 
 #: The width of output to a file, wide enough to read.

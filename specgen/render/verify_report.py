@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from specgen.proof import Difference, GreedyResult, ProofReport, SampledResult, WayName
+from specgen.measure.proof import Difference, GreedyResult, ProofReport, SampledResult, WayName
 from specgen.render.text import clean_line, counted
 
 #: Wide enough to read where output goes to a file.

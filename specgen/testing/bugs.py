@@ -13,13 +13,13 @@ from types import MappingProxyType
 
 import numpy as np
 
-from specgen.backend.llama import LlamaBackend
-from specgen.core.draft import ROOT, Draft
-from specgen.core.verifiers import MatchVerifier, Target, Verdict, Verifier
-from specgen.drafters import Drafter, Drafting, WrappedDrafter
-from specgen.engine.sequence import Sequence
-from specgen.policy import Offer, Policy, RoundPlan, Stop
-from specgen.sampling import Distribution
+from specgen.decoding.draft import ROOT, Draft
+from specgen.decoding.drafters import Drafter, Drafting, WrappedDrafter
+from specgen.decoding.policy import Offer, Policy, RoundPlan, Stop
+from specgen.decoding.sampling import Distribution
+from specgen.decoding.sequence import Sequence
+from specgen.decoding.verifiers import MatchVerifier, Target, Verdict, Verifier
+from specgen.llama import LlamaBackend
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
-from specgen.arrays import Logits
-from specgen.backend.base import Batch, Rollback
+from specgen.decoding.backend import Batch, Rollback
 from specgen.errors import BackendError, RollbackError
+from specgen.system.arrays import Logits
 
 #: Logits of the token after a text: float32[n_vocab], which may be read only.
 Language = Callable[[tuple[int, ...]], Logits]

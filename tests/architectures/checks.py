@@ -2,7 +2,7 @@
 
 With specgen's kernels texts and rows must be the very same; llama.cpp's own code may round a row
 differently in a batch, and then a row must be as near as batches alone leave rows, and a text may
-differ only where two tokens are that near (`specgen.proof`).
+differ only where two tokens are that near (`specgen.measure.proof`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from specgen.arrays import Logits
-from specgen.backend.base import Batch
-from specgen.backend.llama import LlamaBackend, LlamaModel
+from specgen.decoding.backend import Batch
 from specgen.engine.engine import Engine, generate
-from specgen.engine.models import Models
+from specgen.engine.loaded_models import Models
 from specgen.events import FinishedEvent
+from specgen.llama import LlamaBackend, LlamaModel
+from specgen.measure.proof import GreedyResult, check_greedy
+from specgen.measure.proof.rows import SLACK, movement
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -31,8 +32,7 @@ from specgen.options import (
     SessionOptions,
     parse_tree,
 )
-from specgen.proof import GreedyResult, check_greedy
-from specgen.proof.rows import SLACK, movement
+from specgen.system.arrays import Logits
 
 Kind: TypeAlias = Literal["f32", "q4_k"]
 

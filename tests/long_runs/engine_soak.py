@@ -20,12 +20,12 @@ from pathlib import Path
 
 import psutil
 
-from specgen.calibration.memory import Memory
-from specgen.catalogue import cache_folder
+from specgen.engine.calibration.memory import Memory
 from specgen.engine.engine import Engine
-from specgen.engine.models import Models
+from specgen.engine.loaded_models import Models
 from specgen.engine.request import Request
-from specgen.kernels import choose_kernels
+from specgen.llama.kernel_checks import choose_kernels
+from specgen.models import cache_folder
 from specgen.options import (
     ContextOptions,
     DraftOptions,

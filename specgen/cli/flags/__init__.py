@@ -20,8 +20,8 @@ from specgen.cli.flags.server import limits, server
 from specgen.cli.model_loading import Setup
 from specgen.cli.output import Output
 from specgen.errors import UsageError
+from specgen.measure.selection.model_choice import ModelChoice, staged
 from specgen.options import GenerationOptions, Grammar
-from specgen.selection.model_choice import ModelChoice, staged
 
 __all__ = [
     "CHAT",
@@ -140,7 +140,7 @@ class Trials:
 
     def texts(self) -> list[str]:
         """Return the prompts. Raises `PromptError`."""
-        from specgen.proof import OWN_PROMPTS, evenly_chosen, read_prompts
+        from specgen.measure.proof import OWN_PROMPTS, evenly_chosen, read_prompts
 
         every = OWN_PROMPTS if self.prompts is None else read_prompts(self.prompts)
         return evenly_chosen(every, self.n_prompts)
@@ -264,7 +264,7 @@ def _grammar(
     if json_schema_file is not None:
         json_schema = _read(json_schema_file, "--json-schema-file")
     if json_schema is not None:
-        from specgen.constrain.json_schema import schema_grammar
+        from specgen.decoding.grammar.json_schema import schema_grammar
 
         return schema_grammar(json_schema)
     return None if grammar is None else Grammar("gbnf", grammar)

@@ -125,7 +125,7 @@ def workers_of(
 
 def endpoints_of(rpc: str) -> tuple[str, ...]:
     """Return the addresses in --rpc. Raises `UsageError`."""
-    from specgen.backend.worker_probe import parse_endpoint
+    from specgen.system.worker_probe import parse_endpoint
 
     endpoints = tuple(endpoint.strip() for endpoint in rpc.split(","))
     for endpoint in endpoints:

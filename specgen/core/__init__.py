@@ -1,1 +1,0 @@
-"""The parts of a round: drafts, the text so far, and the verifiers."""

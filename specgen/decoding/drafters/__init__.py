@@ -1,0 +1,35 @@
+"""Drafters: n-grams, models, heads, and combinations of them."""
+
+from specgen.decoding.drafters.base import (
+    Ask,
+    Drafter,
+    Drafting,
+    PromptHeadSkipper,
+    WrappedDrafter,
+    draft_alone,
+    ready,
+)
+from specgen.decoding.drafters.combined import Drafters
+from specgen.decoding.drafters.heads import HeadsDrafter
+from specgen.decoding.drafters.model import ModelDrafter
+from specgen.decoding.drafters.ngram import SuffixDrafter
+from specgen.decoding.drafters.staged import Guesses
+from specgen.decoding.drafters.translated import TranslatedDrafter
+from specgen.decoding.drafters.tree import TreeModelDrafter
+
+__all__ = [
+    "Ask",
+    "Drafter",
+    "Drafters",
+    "Drafting",
+    "Guesses",
+    "HeadsDrafter",
+    "ModelDrafter",
+    "PromptHeadSkipper",
+    "SuffixDrafter",
+    "TranslatedDrafter",
+    "TreeModelDrafter",
+    "WrappedDrafter",
+    "draft_alone",
+    "ready",
+]

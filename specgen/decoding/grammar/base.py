@@ -1,0 +1,60 @@
+"""The states of a grammar: the interface that constrained decoding needs, for every implementation.
+
+In a draft tree each node has its own state of the grammar, so a state is a value: `after` returns the next
+one and leaves this one unchanged. A drafter and a verifier that ask for the same path get the same objects,
+so that the work is done once.
+
+A state keeps its children, and a child does not know its parent. The loop holds only the state at the end of
+the text. When it moves on, states of the past and of rejected branches are freed, and those of the accepted
+branch stay. (Weak references to children would lose the drafter's results before the verifier asks.) Whoever
+holds an old state holds every state reached from it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from specgen.system.arrays import BoolArray, TokenArray
+
+
+class GrammarState(Protocol):
+    """The state of a grammar after a text. Immutable."""
+
+    def allows(self, token_ids: TokenArray) -> BoolArray:
+        """bool[m]: which of these tokens may come next; end-of-text tokens exactly where the
+        text may end. It may happen that no token at all may.
+
+        Raises ValueError for ids that are not in the vocabulary.
+        """
+        ...
+
+    def after(self, token_id: int) -> GrammarState:
+        """The state one token later; after an end-of-text token one that allows nothing.
+
+        Raises ValueError if the token is not allowed here.
+        """
+        ...
+
+    def forced(self) -> int | None:
+        """The only token that may come next, if there is exactly one; if only end-of-text
+        tokens may, the first of them. Much cheaper than a model's decode."""
+        ...
+
+
+class _Ended:
+    """After an end-of-text token: nothing is allowed."""
+
+    def allows(self, token_ids: TokenArray) -> BoolArray:
+        return np.zeros(len(token_ids), np.bool_)
+
+    def after(self, token_id: int) -> GrammarState:
+        raise ValueError(f"the text has ended: the grammar does not allow token {token_id}")
+
+    def forced(self) -> int | None:
+        return None
+
+
+#: Where any grammar stands after an end-of-text token.
+ENDED: GrammarState = _Ended()

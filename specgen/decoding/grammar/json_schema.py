@@ -1,0 +1,144 @@
+"""JSON schemas (draft 2020-12) as grammars, which llguidance reads.
+
+llguidance honours a schema or refuses it by the name of a keyword. JSON is written on one line, with
+properties in the schema's order. As in llama.cpp, an object has no other properties than those that the
+schema names, unless it says that it may.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from specgen.decoding.grammar.llguidance_grammar import problem_of
+from specgen.errors import UsageError
+from specgen.options import Grammar
+
+#: Keywords that do not constrain the text; a reference or an alternative beside them is all of a schema.
+_SILENT = frozenset(
+    [
+        "$schema",
+        "$id",
+        "$comment",
+        "$defs",
+        "definitions",
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+    ]
+)
+#: Keywords about properties beside the named ones, or about their number.
+_OPENING = frozenset(
+    ["additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties"]
+)
+_ALTERNATIVES = ("anyOf", "oneOf")
+_UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: \[(.*)\]")
+_OUTER_REFERENCE = re.compile("Resource '(.*)' is not present in a registry")
+_N_SHOWN = 300
+
+
+def schema_grammar(schema: str) -> Grammar:
+    """Return the grammar of the JSON texts that conform to a schema; ``{}`` means any object. References are
+    resolved within the schema, and never fetched. Raises `UsageError` if the text is no schema, nothing
+    conforms to it, or it cannot be enforced."""
+    parsed = _parse(schema) or {"type": "object"}
+    grammar = Grammar("json_schema", json.dumps(_closed(parsed)))
+    problem = problem_of(grammar)
+    if problem is not None:
+        raise UsageError(f"the JSON schema cannot be enforced: {_plain(problem)}")
+    return grammar
+
+
+def _parse(schema: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(schema, parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise UsageError(f"the JSON schema is not JSON: {error}") from error
+    except RecursionError as error:
+        raise UsageError("the JSON schema is nested too deeply") from error
+    if not isinstance(parsed, dict):
+        raise UsageError(f"the JSON schema is {json.dumps(parsed)[:40]}, not an object")
+    return parsed
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no value")
+
+
+def _plain(problem: str) -> str:
+    """Return llguidance's message in one line."""
+    keywords, reference = _UNKNOWN_KEYWORDS.search(problem), _OUTER_REFERENCE.search(problem)
+    if keywords is not None:
+        return f"no grammar can enforce {keywords[1]}"
+    if reference is not None:
+        return f"$ref {reference[1]!r} leads out of the schema"
+    text = " ".join(problem.split())
+    return text if len(text) <= _N_SHOWN else f"{text[:_N_SHOWN]}..."
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema with ``additionalProperties: false`` in objects that name properties and do not
+    mention others. Objects that are combined with others, for example by ``allOf``, stay unchanged: a
+    property that one of them names is additional for another."""
+    closed: dict[str, Any] = json.loads(json.dumps(schema))
+    parts = list(_parts(closed))
+    if any(
+        "allOf" in part or ("$ref" in part and part.keys() - _SILENT - {"$ref"}) for part in parts
+    ):
+        return closed
+    todo: list[Any] = [closed]
+    while todo:
+        part = todo.pop()
+        if not isinstance(part, dict):
+            continue
+        todo += _children(part)
+        alternatives = [name for name in _ALTERNATIVES if name in part]
+        if alternatives:
+            if len(alternatives) == 1 and not part.keys() - _SILENT - {*alternatives}:
+                todo += _list(part[alternatives[0]])
+        elif _names_all(part):
+            part["additionalProperties"] = False
+    return closed
+
+
+def _names_all(part: dict[str, Any]) -> bool:
+    """Return whether a schema names all properties of an object, and does not mention others."""
+    named, required = part.get("properties"), part.get("required", [])
+    if not isinstance(named, dict) or part.keys() & _OPENING:
+        return False
+    return isinstance(required, list) and all(name in named for name in required)
+
+
+def _parts(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield a schema and those within it."""
+    todo = [schema]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, dict):
+            yield part
+            todo += _children(part)
+            for name in (*_ALTERNATIVES, "allOf"):
+                todo += _list(part.get(name))
+
+
+def _children(part: dict[str, Any]) -> list[Any]:
+    """Return the schemas within a schema that describe other values than it does, or are only referred to."""
+    found = [part.get(name) for name in ("items", "additionalProperties")]
+    found += _list(part.get("prefixItems"))
+    for name in ("properties", "patternProperties", "$defs", "definitions"):
+        named = part.get(name)
+        found += named.values() if isinstance(named, dict) else []
+    return found
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+__all__ = ["schema_grammar"]

@@ -1,0 +1,459 @@
+"""The draft/verify loop: propose, decode, verify, commit, observe.
+
+One round serves any number of sequences: their drafts are packed into one batch of the target and
+verified one by one. The loop reads no files or options and prints nothing; it changes `Sequence`s
+and returns events.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import abc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from specgen.decoding.backend import Backend, Batch, HiddenBackend
+from specgen.decoding.draft import NO_DRAFT, ROOT, Draft
+from specgen.decoding.drafters import Drafters
+from specgen.decoding.drafters.base import propose_together, refuse_nonsense
+from specgen.decoding.policy import Reason, ReasonName, RoundPlan, RoundResult
+from specgen.decoding.policy.cost_table import Others
+from specgen.decoding.round_events import (
+    committed,
+    draft_nodes,
+    next_kind,
+    rejected_branches,
+    with_logprobs,
+)
+from specgen.decoding.sampling import Distribution, NoTokenAllowedError
+from specgen.decoding.sequence import Sequence
+from specgen.decoding.text_state import TextState
+from specgen.decoding.tree_batch import keep_path, pack
+from specgen.decoding.verifiers import Verdict
+from specgen.errors import BackendError, SpecgenError
+from specgen.events import DraftedEvent, Event, NoticeEvent, Piece, TokenKind, VerifiedEvent
+from specgen.system.arrays import Hidden, Logits
+
+#: Single-token decodes timed by `plain_token_s`.
+_N_PROBES = 3
+#: The most committed tokens that are decoded in a round's batch; if there are more, they are decoded before.
+_MAX_PENDING = 16
+
+
+class Loop:
+    """Generates with one target.
+
+    `clock` returns the seconds of a monotonic clock. `interrupted` is called between decodes; once it
+    returns True, sequences finish with the text that they have.
+    """
+
+    def __init__(
+        self,
+        target: Backend,
+        clock: Callable[[], float],
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._target = target
+        self._hidden_target = target if isinstance(target, HiddenBackend) else None
+        self._clock = clock
+        self._interrupted = interrupted
+        self._started_s = clock()
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the loop was made: the `time_s` of events."""
+        return self._clock() - self._started_s
+
+    def run(self, sequence: Sequence) -> Iterator[Event]:
+        """Generate a whole answer, and yield its events. Raises the error that ends it early."""
+        yield from self.start(sequence)
+        while not sequence.is_finished:
+            yield from self.round([sequence])
+        if sequence.failure is not None:
+            raise sequence.failure
+
+    def start(self, sequence: Sequence) -> list[Event]:
+        """Decode a prompt, commit the first token, and return the events. There is no draft in this step,
+        so the first token comes as early, and the prompt is decoded in the same pieces, as in plain
+        decoding."""
+        events: list[Event] = []
+        while not (sequence.is_started or sequence.is_finished):
+            events += self.read(sequence)
+        return events
+
+    def read(self, sequence: Sequence, n_most: int | None = None) -> list[Event]:
+        """Decode one piece of a prompt, at most `n_most` tokens (by default as many as the target takes at
+        once). After the last piece, commit the first token. Return the events."""
+        if sequence.is_finished:
+            return []
+        started, tally = self._clock(), sequence.tally
+        target_s = self._target.decode_s
+        events: list[Event] = []
+        if sequence.read_since_s is None:
+            sequence.read_since_s = started
+            sequence.n_cached = self._target.length(sequence.slot.first)
+            # Tokens that the grammar forces need no decode: they are decoded with the prompt.
+            forced = _commit_forced(sequence)
+            if forced:
+                tally.first_token_s = self._clock() - started
+                events.append(committed(sequence, self.now_s, forced))
+        if self._interrupted() and not sequence.is_finished:
+            events += self._interrupt(sequence)
+        if not sequence.is_finished:
+            logits = self._read_piece(sequence, n_most or self._target.n_batch)
+            if logits is not None:
+                verdict = self._verify(sequence, NO_DRAFT, logits)
+                events += self._commit(sequence, NO_DRAFT, verdict, logits)
+                sequence.is_started = True
+        target_s = self._target.decode_s - target_s
+        tally.prompt_s += target_s
+        tally.target_s += target_s
+        now = self._clock()
+        tally.wall_s += now - started
+        tally.start_s = tally.wall_s
+        tally.n_start_tokens = len(sequence.tokens) - sequence.n_prompt
+        if sequence.is_started and tally.first_token_s is None:
+            tally.first_token_s = now - sequence.read_since_s
+        return events
+
+    def round(self, sequences: abc.Sequence[Sequence]) -> list[Event]:
+        """Run one round for all sequences that are started and not finished, and return the events.
+
+        If a sequence's grammar allows no token, or its logits are not numbers, it ends with a
+        `failure`, and the others go on. Raises `BackendError` if the target cannot decode the round's
+        batch. The statistics do not count time outside this call, in a renderer for example.
+        """
+        active = [sequence for sequence in sequences if not sequence.is_finished]
+        if not active:
+            return []
+        if self._interrupted():
+            return [event for sequence in active for event in self._interrupt(sequence)]
+        round_started = self._clock()
+        events: list[Event] = []
+        drafting = self._propose(active, events)
+
+        target_s, n_rows = self._target.decode_s, self._target.n_decoded_rows
+        batch = Batch()
+        for sequence, drafted in zip(active, drafting, strict=True):
+            n_room = self._target.n_batch // len(active) - len(drafted.draft)
+            pending = self._pending(sequence, n_room)
+            pack(batch, self._target, sequence.slot, pending, drafted.draft)
+        logits, hidden = self._decode_round(batch, active)
+        target_s = self._target.decode_s - target_s
+        # More rows than the batch has, if tokens were decoded again to restore a recurrent state.
+        n_rows = self._target.n_decoded_rows - n_rows
+
+        first_row = 0
+        for sequence, drafted in zip(active, drafting, strict=True):
+            draft = drafted.draft
+            rows = logits[first_row : first_row + 1 + len(draft)]
+            first_row += len(rows)
+            tally = sequence.tally
+            n_tokens = len(sequence.tokens)
+            n_before = n_tokens - tally.n_forced
+            try:
+                verdict = self._verify(sequence, draft, rows)
+            except BackendError as error:  # the grammar allows no token, or a logit is not a number
+                sequence.failure = error
+                continue
+            tally.n_rounds += 1
+            events += self._commit(sequence, draft, verdict, rows, drafted.plan.reason)
+            if sequence.hidden is not None and hidden is not None:
+                # The row of the last accepted node, whose logits chose the next token.
+                last_row = first_row - len(rows) + 1 + (verdict.path[-1] if verdict.path else ROOT)
+                sequence.hidden.take(hidden[last_row], n_tokens + len(verdict.path))
+            result = RoundResult(
+                drafted.plan,
+                draft,
+                verdict.path,
+                drafted.seconds,
+                target_s,
+                n_rows,
+                committed=tuple(sequence.tokens[n_tokens:]),
+                proposed=drafted.proposed,
+            )
+            sequence.policy.observe(result)
+            self._tell_drafters(sequence, result, events)
+            n_committed = len(sequence.tokens) - tally.n_forced - n_before
+            tally.add_decode(n_committed, n_rows, target_s)
+            # The sequences in a batch share its time equally.
+            tally.target_s += target_s / len(active)
+            tally.draft_s += drafted.model_s
+        wall_s = self._clock() - round_started
+        for sequence in active:
+            sequence.tally.wall_s += wall_s / len(active)
+        return events
+
+    def finish(self, sequence: Sequence, *, estimate_gain: bool) -> list[Event]:
+        """Return the summary of a finished sequence. With `estimate_gain`, a sequence that had drafts
+        is compared with plain decoding, which may take a few more decodes."""
+        sequence.policy.finish()
+        token_s, how = None, ""
+        if estimate_gain and sequence.tally.n_drafted:
+            token_s = sequence.tally.plain_token_s()
+            n_plain = len(sequence.tally.target_s_by_rows[1])
+            how = f"from the {n_plain} rounds of this answer that had no draft"
+            if token_s is None and sequence.finish_reason != "interrupted":
+                token_s = self.plain_token_s(sequence)
+                how = f"from {_N_PROBES} single-token decodes at the end of the answer"
+        return [sequence.finished_event(self.now_s, token_s, how)]
+
+    def plain_token_s(self, sequence: Sequence) -> float | None:
+        """Return the target's time for one token: the median seconds of a few decodes of the text's last
+        token, after which the cache is as before. None if there is no room."""
+        first = sequence.slot.first
+        length = self._target.length(first)
+        if length == 0 or length >= sequence.n_ctx:
+            return None
+        samples = []
+        for _ in range(_N_PROBES):
+            self._target.checkpoint(first)
+            batch = Batch()
+            batch.add(sequence.tokens[-1], length, (first,), True)
+            before = self._target.decode_s
+            self._target.decode(batch)
+            samples.append(self._target.decode_s - before)
+            self._target.remove(first, length)
+        return float(np.median(samples))
+
+    def _interrupt(self, sequence: Sequence) -> list[Event]:
+        """End the answer here, and return the event of the text that was held back, if any."""
+        sequence.finish("interrupted")
+        text = sequence.text.flush()
+        if not text:
+            return []
+        piece = Piece(sequence.tokens[-1], text, "plain", "target")
+        return [committed(sequence, self.now_s, [piece])]
+
+    def _read_piece(self, sequence: Sequence, n_most: int) -> Logits | None:
+        """Decode the next piece of the text that the cache does not hold yet: of the prompt, and of tokens
+        that the grammar forces after it. Return the logits after the last piece, float32[1, n_vocab];
+        None after the others."""
+        text, first = sequence.tokens, sequence.slot.first
+        start = self._target.length(first)
+        batch = Batch()
+        for offset, token in enumerate(text[start : start + n_most]):
+            batch.add(token, start + offset, (first,), False)
+        batch.wants_logits[-1] = is_last = start + n_most >= len(text)
+        logits = self._target.decode(batch)
+        return logits if is_last else None
+
+    def _decode_round(
+        self, batch: Batch, active: abc.Sequence[Sequence]
+    ) -> tuple[Logits, Hidden | None]:
+        """Decode a round's batch. Return the logits, float32[n_rows, n_vocab], and the hidden states,
+        float32[n_rows, n_embd], if a drafter needs these."""
+        is_wanted = any(sequence.hidden is not None for sequence in active)
+        target = self._hidden_target
+        if is_wanted and target is not None and len(batch) <= target.n_outputs:
+            return target.decode_hidden(batch)
+        return self._target.decode(batch), None
+
+    def _pending(self, sequence: Sequence, n_room: int) -> list[int]:
+        """Return the committed tokens that the cache does not hold yet: the last one and, if a grammar
+        forced tokens, those before it. If they do not fit into the round's batch, all but the last are
+        decoded here."""
+        first, tokens = sequence.slot.first, sequence.tokens
+        position = self._target.length(first)
+        if len(tokens) - position > max(1, min(n_room, _MAX_PENDING)):
+            n_batch = self._target.n_batch
+            for start in range(position, len(tokens) - 1, n_batch):
+                batch = Batch()
+                for index in range(start, min(start + n_batch, len(tokens) - 1)):
+                    batch.add(tokens[index], index, (first,), False)
+                self._target.decode(batch)
+            position = len(tokens) - 1
+        return tokens[position:]
+
+    def _propose(self, active: abc.Sequence[Sequence], events: list[Event]) -> list[_Drafted]:
+        """Plan a draft for each sequence and make the drafts together. If a drafter fails, drafting ends
+        for its sequence, but the answer goes on."""
+        drafting = [self._plan(sequence, active, events) for sequence in active]
+        planned = [
+            (sequence, drafted, drafted.drafters.propose(sequence.tokens, drafted.plan))
+            for sequence, drafted in zip(active, drafting, strict=True)
+            if drafted.drafters is not None
+        ]
+        proposals = propose_together([proposed for _, _, proposed in planned], self._clock)
+        for (sequence, drafted, _), proposal in zip(planned, proposals, strict=True):
+            started = self._clock()
+            plan = drafted.plan
+            n_most = len(plan.found) + plan.n_max
+            if proposal.error is None:
+                refuse_nonsense(proposal, n_most, self._target.n_vocab)
+            if proposal.error is not None:
+                self._fail(sequence, drafted, proposal.error, events)
+            else:
+                drafted.take(proposal.draft, sequence.state)
+            sequence.n_rows = 1 + len(drafted.draft)
+            # Heads ask for no decode: all their drafting is the draft model's time.
+            seconds = proposal.seconds + self._clock() - started
+            drafted.model_s = proposal.model_s if sequence.hidden is None else seconds
+            drafted.seconds += seconds
+        for sequence, drafted in zip(active, drafting, strict=True):
+            if not len(drafted.draft):
+                reason = drafted.plan.reason
+                sequence.tally.add_undrafted(reason.name, str(reason))
+        return drafting
+
+    def _plan(
+        self, sequence: Sequence, active: abc.Sequence[Sequence], events: list[Event]
+    ) -> _Drafted:
+        """Return what the sequence's free drafter finds, and its plan of the round."""
+        drafters = sequence.drafters
+        if drafters is None:
+            return _Drafted(RoundPlan(Reason(sequence.why_undrafted)))
+        started = self._clock()
+        # How much the others will draft is not known yet: about as much as in the last round.
+        n_other_rows = sum(each.n_rows for each in active) - sequence.n_rows
+        others = Others(len(active) - 1, n_other_rows)
+        try:
+            offer = sequence.offer(self._target.n_outputs // len(active) - 1, others)
+            plan = sequence.policy.plan(offer)
+        except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
+            drafted = _Drafted(RoundPlan(Reason("failed")))
+            self._fail(sequence, drafted, error, events)
+            return drafted
+        is_planned = len(plan.found) + plan.n_max > 0
+        return _Drafted(
+            plan,
+            drafters=drafters if is_planned else None,
+            proposed=(offer.found,),
+            seconds=self._clock() - started,
+        )
+
+    def _tell_drafters(self, sequence: Sequence, result: RoundResult, events: list[Event]) -> None:
+        if sequence.drafters is None:
+            return
+        try:
+            sequence.drafters.observe(result)
+        except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
+            self._end_drafting(sequence, error, events)
+
+    def _fail(
+        self, sequence: Sequence, drafted: _Drafted, error: Exception, events: list[Event]
+    ) -> None:
+        drafted.plan, drafted.draft = replace(drafted.plan, reason=Reason("failed")), NO_DRAFT
+        self._end_drafting(sequence, error, events)
+
+    def _end_drafting(self, sequence: Sequence, error: Exception, events: list[Event]) -> None:
+        sequence.drafters, sequence.why_undrafted = None, "failed"
+        events.append(self._drafting_failed(sequence, error))
+
+    def _drafting_failed(self, sequence: Sequence, error: Exception) -> NoticeEvent:
+        what = error.message if isinstance(error, SpecgenError) else repr(error)
+        return NoticeEvent(
+            sequence=sequence.index,
+            time_s=self.now_s,
+            message=f"drafting failed, going on without a draft: {what}",
+            detail="".join(traceback.format_exception(error)),
+        )
+
+    def _verify(self, sequence: Sequence, draft: Draft, logits: Logits) -> Verdict:
+        dead_ends: dict[int, NoTokenAllowedError] = {}
+
+        def target(node: int) -> Distribution:
+            if node != ROOT and sequence.vocabulary.is_end(draft.tokens[node]):
+                # Nothing follows the end of a text: a token that is chosen here is never committed.
+                return Distribution.certain(draft.tokens[node])
+            try:
+                return sequence.shaper.distribution(logits[node + 1], draft.text(node))
+            except NoTokenAllowedError as error:
+                if node == ROOT:
+                    raise
+                # A verifier may ask for nodes that it then rejects: only an accepted dead end fails.
+                dead_ends[node] = error
+                return Distribution.certain(draft.tokens[node])
+
+        verdict = sequence.verifier.verify(draft, target, sequence.rng)
+        if verdict.path and verdict.path[-1] in dead_ends:
+            raise dead_ends[verdict.path[-1]]
+        return verdict
+
+    def _commit(
+        self,
+        sequence: Sequence,
+        draft: Draft,
+        verdict: Verdict,
+        logits: Logits,
+        reason: Reason | None = None,
+    ) -> list[Event]:
+        """Commit the accepted path, the target's token, and the tokens that the grammar forces after it,
+        up to the end of the answer. Keep the accepted path in the cache. Return the events."""
+        rejected = rejected_branches(sequence, draft, verdict)
+        kinds: list[tuple[int, TokenKind, str]] = [
+            (draft.tokens[node], "accepted", draft.origins[node]) for node in verdict.path
+        ]
+        own_kind = next_kind(draft, verdict)
+        kinds.append((verdict.next_token, own_kind, "target"))
+
+        pieces: list[Piece] = []
+        for node, (token, kind, origin) in zip((ROOT, *verdict.path), kinds, strict=True):
+            piece = Piece(token, sequence.commit(token), kind, origin)
+            pieces.append(with_logprobs(sequence, piece, logits[node + 1]))
+            if sequence.is_finished:
+                break
+        n_accepted = min(len(verdict.path), len(pieces))
+        keep_path(self._target, sequence.slot, draft, verdict.path[:n_accepted])
+        pieces += _commit_forced(sequence)
+
+        events: list[Event] = []
+        now_s, number = self.now_s, sequence.tally.n_rounds
+        if len(draft):
+            sequence.tally.add_draft(draft, verdict.path[:n_accepted])
+            events.append(DraftedEvent(sequence.index, now_s, number, draft_nodes(sequence, draft)))
+            events.append(
+                VerifiedEvent(
+                    sequence=sequence.index,
+                    time_s=now_s,
+                    round=number,
+                    accepted=verdict.path,
+                    rejected=rejected,
+                    next_token_id=verdict.next_token,
+                    next_kind=own_kind,
+                )
+            )
+        events.append(committed(sequence, now_s, pieces, reason))
+        return events
+
+
+@dataclass(slots=True)
+class _Drafted:
+    """The drafting of one sequence in a round."""
+
+    plan: RoundPlan
+    #: What the free drafter found, and what the plan's drafters proposed.
+    proposed: tuple[Draft, ...] = ()
+    #: Those that carry out the plan; None if it drafts nothing.
+    drafters: Drafters | None = None
+    #: What is verified.
+    draft: Draft = NO_DRAFT
+    #: Seconds of the draft model's decodes, and of all drafting.
+    model_s: float = 0.0
+    seconds: float = 0.0
+
+    def take(self, draft: Draft, state: TextState) -> None:
+        """Take what was drafted, as far as the grammar allows it and it is worth verifying."""
+        self.proposed += (draft,)
+        allowed = draft
+        if not draft.is_drawn:  # sampled drafts obey the grammar already, and stay whole
+            allowed = state.within_grammar(draft)
+        self.draft = self.plan.stop.cut(allowed)
+        if not len(self.draft):
+            name: ReasonName = "grammar" if len(draft) and not len(allowed) else "unsure"
+            self.plan = replace(self.plan, reason=Reason(name))
+
+
+def _commit_forced(sequence: Sequence) -> list[Piece]:
+    """Commit the tokens to which the grammar leaves no alternative. Logits would change nothing, so no
+    decode is needed before them."""
+    pieces: list[Piece] = []
+    while not sequence.is_finished:
+        token = sequence.state.forced()
+        if token is None:
+            break
+        pieces.append(Piece(token, sequence.commit(token), "forced", "grammar"))
+    sequence.tally.n_forced += len(pieces)
+    return pieces

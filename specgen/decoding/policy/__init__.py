@@ -1,0 +1,32 @@
+"""How much is worth drafting: a fixed length, a bound on the probability, or measured costs."""
+
+from specgen.decoding.policy.cost_aware import CostAwarePolicy
+from specgen.decoding.policy.fixed import FixedPolicy, ThresholdPolicy
+from specgen.decoding.policy.plan import (
+    REASONS,
+    Offer,
+    Policy,
+    Reason,
+    ReasonName,
+    RoundPlan,
+    RoundResult,
+    Stop,
+    draft_up_to,
+)
+from specgen.decoding.policy.stopping import WhilePaying
+
+__all__ = [
+    "REASONS",
+    "CostAwarePolicy",
+    "FixedPolicy",
+    "Offer",
+    "Policy",
+    "Reason",
+    "ReasonName",
+    "RoundPlan",
+    "RoundResult",
+    "Stop",
+    "ThresholdPolicy",
+    "WhilePaying",
+    "draft_up_to",
+]

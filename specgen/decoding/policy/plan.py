@@ -1,0 +1,224 @@
+"""The plan of a round: a policy makes it once, as a value, and drafters follow it without asking back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Final, Literal, Protocol, TypeAlias
+
+from specgen.decoding.draft import NO_DRAFT, Draft
+from specgen.decoding.policy.cost_table import ALONE, FREE, Others, Price
+
+#: Why a round drafts, or why it drafts nothing. The list is closed: `REASONS` explains each.
+ReasonName: TypeAlias = Literal[
+    "found",
+    "model",
+    "found and model",
+    "trial",
+    "fixed",
+    "off",
+    "costs unknown",
+    "plain decode",
+    "no room",
+    "nothing found",
+    "prefill",
+    "row cost",
+    "acceptance",
+    "put aside",
+    "unsure",
+    "grammar",
+    "failed",
+]
+
+REASONS: Final[Mapping[ReasonName, str]] = MappingProxyType(
+    {
+        "found": "tokens found in earlier text are worth their rows in the target's batch",
+        "model": "the draft model is expected to save time",
+        "found and model": "the draft model goes on behind tokens found in earlier text",
+        "trial": "the draft model is tried again, to see whether it pays by now",
+        "fixed": "the draft length does not depend on costs",
+        "off": "nothing drafts for this answer",
+        "costs unknown": "the cost of the target's decodes is not known yet",
+        "plain decode": "a decode without a draft keeps the cost of a token up to date",
+        "no room": "the answer, the context or the batch has no room for a draft",
+        "nothing found": "no earlier text continues from here",
+        "prefill": "the draft model would have to read the text first, and that may not pay off",
+        "row cost": "even a draft that is always right would save nothing at these costs",
+        "acceptance": "too few drafted tokens are expected to be accepted",
+        "put aside": "the drafter lost time in this answer and waits",
+        "unsure": "the drafter was too unsure of its first token",
+        "grammar": "the grammar allows none of the drafted tokens",
+        "failed": "the drafter failed",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a round drafts what it drafts. `text` is the reason with its numbers."""
+
+    name: ReasonName
+    text: str = ""
+
+    def __str__(self) -> str:
+        return self.text or REASONS[self.name]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What is known when a round is planned, before anything is decoded."""
+
+    #: The tokens that the answer is expected to get still, and the most that may be drafted now.
+    n_left: int
+    n_most: int
+    #: What the drafter that costs nothing has found.
+    found: Draft = NO_DRAFT
+    #: The name of the drafter that has to decode, and its price behind the first n found tokens.
+    drafter: str | None = None
+    price: Callable[[int], Price] = lambda _n: FREE
+    #: The other sequences in the target's batch.
+    others: Others = ALONE
+
+
+class Stop(Protocol):
+    """How far a draft goes: a value that answers from what the drafter has seen in this round only.
+
+    `confidences` are the largest probabilities that the drafter gave to any token, one for each of its
+    looks so far: the last one belongs to the token that is about to be drafted. It is known before a
+    token is drawn, so that whether a token is drafted never depends on the token.
+    """
+
+    @property
+    def needs_confidence(self) -> bool:
+        """Whether `keeps` uses the confidences, each of which costs a pass over the logits."""
+        ...
+
+    def keeps(self, confidences: Sequence[float]) -> bool:
+        """Return whether to draft the token at the last look."""
+        ...
+
+    def looks(self, confidences: Sequence[float]) -> bool:
+        """Return whether another look, behind all these tokens, is worth a decode of the drafter."""
+        ...
+
+    def cut(self, draft: Draft) -> Draft:
+        """Return the part of a finished draft that is worth verifying: the first tokens of a chain, or
+        nodes of a tree, likeliest first. No token that was drawn at random is dropped."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Drafts go on up to their longest length, and are verified whole."""
+
+    needs_confidence: bool = False
+
+    def keeps(self, confidences: Sequence[float]) -> bool:
+        return True
+
+    def looks(self, confidences: Sequence[float]) -> bool:
+        return True
+
+    def cut(self, draft: Draft) -> Draft:
+        return draft
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPlan:
+    """What one sequence drafts in a round, and why.
+
+    The draft has up to three segments: `found`, the tokens of the free drafter that are verified; behind
+    them at most `n_max` tokens of the drafter that decodes, as far as `stop` lets it go; and, if `extends`
+    is set, tokens that the free drafter finds behind or beside those. `stop` cuts the finished draft.
+    """
+
+    reason: Reason
+    n_max: int = 0
+    found: Draft = NO_DRAFT
+    stop: Stop = field(default_factory=Whole)
+    extends: bool = False
+    #: The first tokens of the drafter that decodes are no choice: it drafts so many whatever `stop` says.
+    n_given: int = 0
+    #: The name of the drafter that decodes, and the seconds that its prefill takes: an investment in later
+    #: rounds. Policies learn from these.
+    drafter: str | None = None
+    prefill_s: float = 0.0
+
+    @property
+    def origin(self) -> str | None:
+        """The name of the drafter that the round is accounted to; None if nothing is drafted."""
+        if self.n_max > 0 and self.drafter is not None:
+            return self.drafter
+        return self.found.origins[0] if len(self.found) else None
+
+    @property
+    def needs_confidence(self) -> bool:
+        return self.stop.needs_confidence
+
+    def keeps(self, confidences: Sequence[float]) -> bool:
+        """Return whether to draft the token at the last look; see `Stop`."""
+        n_chosen = len(confidences) - self.n_given
+        if n_chosen <= 0:
+            return True
+        return len(confidences) <= self.n_max and self.stop.keeps(confidences[self.n_given :])
+
+    def looks(self, confidences: Sequence[float]) -> bool:
+        """Return whether to look for another token behind these; see `Stop`."""
+        n_chosen = len(confidences) - self.n_given
+        if n_chosen < 0:
+            return True
+        if len(confidences) >= self.n_max:
+            return False
+        return n_chosen == 0 or self.stop.looks(confidences[self.n_given :])
+
+    def behind(self, n_given: int) -> RoundPlan:
+        """Return the plan for a drafter that first drafts `n_given` tokens of the text again."""
+        if not n_given:
+            return self
+        return replace(self, n_max=self.n_max + n_given, n_given=n_given)
+
+
+def draft_up_to(n_max: int, *, needs_confidence: bool = False) -> RoundPlan:
+    """Return a plan for a single drafter that drafts `n_max` tokens, however sure it is."""
+    return RoundPlan(Reason("fixed"), n_max, stop=Whole(needs_confidence))
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    """The result of a round for one sequence, from which policies and drafters learn."""
+
+    plan: RoundPlan
+    #: The verified draft, and its accepted nodes.
+    draft: Draft
+    path: tuple[int, ...]
+    #: Seconds that this sequence's drafting took.
+    draft_s: float
+    #: Seconds and rows of the target's batch, those of other sequences included.
+    target_s: float
+    n_rows: int
+    #: The tokens that the round added to the text: the accepted ones, then the target's own.
+    committed: tuple[int, ...] = ()
+    #: All that was drafted and found, before it was cut: the text shows which of it was right.
+    proposed: tuple[Draft, ...] = ()
+
+
+class Policy(Protocol):
+    """Decides how much is drafted for one sequence: one plan a round, and one result to learn from."""
+
+    @property
+    def n_max(self) -> int:
+        """The most tokens of a draft."""
+        ...
+
+    def plan(self, offer: Offer) -> RoundPlan:
+        """Return the plan of the round that begins."""
+        ...
+
+    def observe(self, result: RoundResult) -> None:
+        """Learn from a round."""
+        ...
+
+    def finish(self) -> None:
+        """End the text, and count what it shows about other texts. May be called twice."""
+        ...

@@ -1,0 +1,101 @@
+"""Counts and times of an answer, for the summary."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specgen.decoding.draft import Draft
+from specgen.events import ReasonCount
+
+#: Fewer single-token rounds than this say too little about plain decoding.
+_MIN_PLAIN_SAMPLES = 3
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts and times of one generation. All times are seconds."""
+
+    #: Decodes of the target after the prompt's.
+    n_rounds: int = 0
+    #: Tokens committed in these rounds.
+    n_round_tokens: int = 0
+    #: Tokens that the grammar forced, including the end of the text.
+    n_forced: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
+    #: Why rounds drafted nothing, by the reason's name.
+    undrafted: dict[str, ReasonCount] = field(default_factory=dict)
+    drafted_by_depth: list[int] = field(default_factory=list)
+    accepted_by_depth: list[int] = field(default_factory=list)
+    #: The same by a node's place among its siblings; all nodes of a chain have place 0.
+    drafted_by_rank: list[int] = field(default_factory=list)
+    accepted_by_rank: list[int] = field(default_factory=list)
+    prompt_s: float = 0.0
+    draft_s: float = 0.0
+    target_s: float = 0.0
+    #: All time between the start and the end of rounds.
+    wall_s: float = 0.0
+    #: `wall_s` when the first token was committed.
+    first_token_s: float | None = None
+    #: `wall_s` when the prompt was decoded and its token committed, and the number of tokens then: a
+    #: grammar may have forced some before and after it.
+    start_s: float = 0.0
+    n_start_tokens: int = 0
+    #: The target's decode times by the number of rows.
+    target_s_by_rows: defaultdict[int, list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+    def add_decode(self, n_committed: int, n_rows: int, target_s: float) -> None:
+        """Add a decode of the target after the prompt's, which committed `n_committed` tokens."""
+        self.n_round_tokens += n_committed
+        self.target_s_by_rows[n_rows].append(target_s)
+
+    def add_undrafted(self, reason: str, text: str) -> None:
+        """Add a round that drafted nothing, and why."""
+        n_before = self.undrafted[reason].n_rounds if reason in self.undrafted else 0
+        self.undrafted[reason] = ReasonCount(reason, text, n_before + 1)
+
+    def add_draft(self, draft: Draft, accepted: Sequence[int]) -> None:
+        """Add a verified draft and the nodes of it that became a part of the text."""
+        self.n_drafted += len(draft)
+        self.n_accepted += len(accepted)
+        _count(self.drafted_by_depth, draft.depths())
+        _count(self.accepted_by_depth, range(len(accepted)))
+        places = draft.places()
+        _count(self.drafted_by_rank, places)
+        _count(self.accepted_by_rank, [places[node] for node in accepted])
+
+    @property
+    def loop_s(self) -> float:
+        """Time in specgen itself."""
+        return max(0.0, self.wall_s - self.draft_s - self.target_s)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return self.n_accepted / self.n_drafted if self.n_drafted else None
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        return self.n_round_tokens / self.n_rounds if self.n_rounds else None
+
+    def tokens_per_s(self, n_tokens: int) -> float | None:
+        """Tokens per second, not counting the prompt's decode and the tokens that came with it."""
+        if n_tokens <= self.n_start_tokens or self.wall_s <= self.start_s:
+            return None
+        return (n_tokens - self.n_start_tokens) / (self.wall_s - self.start_s)
+
+    def plain_token_s(self) -> float | None:
+        """Median time of the target's single-row decodes; None if there were too few."""
+        samples = self.target_s_by_rows.get(1, [])
+        return statistics.median(samples) if len(samples) >= _MIN_PLAIN_SAMPLES else None
+
+
+def _count(counts: list[int], indices: Sequence[int]) -> None:
+    if indices:
+        counts += [0] * (max(indices) + 1 - len(counts))
+    for index in indices:
+        counts[index] += 1

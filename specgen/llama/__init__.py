@@ -1,0 +1,26 @@
+"""llama.cpp as a backend, through llama-cpp-python's low-level API.
+
+This is the only package that imports llama_cpp. ctypes and its untyped values stay inside, and native
+failures become `SpecgenError`s here. The import takes a quarter of a second, so other modules import
+this package only when they need a model.
+"""
+
+from specgen.llama.context import LlamaBackend
+from specgen.llama.context_opening import default_threads
+from specgen.llama.grammar import LlamaGrammar
+from specgen.llama.library import LogSink, build, logging_to
+from specgen.llama.model import LlamaModel
+from specgen.llama.vocabulary import LlamaVocabulary
+from specgen.llama.weights import requantize
+
+__all__ = [
+    "LlamaBackend",
+    "LlamaGrammar",
+    "LlamaModel",
+    "LlamaVocabulary",
+    "LogSink",
+    "build",
+    "default_threads",
+    "logging_to",
+    "requantize",
+]

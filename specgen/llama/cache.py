@@ -1,0 +1,210 @@
+"""The KV cache of a context, with checks of every native result."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from specgen.errors import BackendError, RollbackError
+from specgen.llama.library import forget_log, last_error, llama_cpp
+
+
+class Cache:
+    """llama.cpp's memory of a context: the cells or states of each sequence.
+
+    `name` is the model's name, for messages. `n_window` is the number of tokens that layers with a
+    sliding window see; 0 if there are none. `call` makes native calls that may wait for workers.
+
+    llama.cpp gives cells that are outside the sliding window of their sequence's end to any sequence that
+    asks for some, even if others are free. A rollback moves the end back, and may then need them. But
+    llama.cpp never takes a cell that belongs to two sequences. So `guards` names a second sequence for
+    each sequence whose cells must stay; it always has the same cells, and nothing else uses it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        context: Any,
+        n_window: int = 0,
+        call: Callable[..., Any] = lambda function, *arguments: function(*arguments),
+        guards: Mapping[int, int] | None = None,
+    ) -> None:
+        self.name = name
+        self.call = call
+        self.context = context
+        self.n_window = n_window
+        self._guards = guards or {}
+        self._memory = llama_cpp.llama_get_memory(context)
+
+    def __bool__(self) -> bool:
+        """Return False for models without a cache."""
+        return bool(self._memory)
+
+    def length(self, sequence: int) -> int:
+        """Return the position after the last token of a sequence."""
+        return int(llama_cpp.llama_memory_seq_pos_max(self._memory, sequence)) + 1
+
+    def with_guards(self, sequences: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the sequences that a row of these sequences belongs to in the cache."""
+        if not self._guards:
+            return sequences
+        guards = (self._guards[each] for each in sequences if each in self._guards)
+        return (*sequences, *guards)
+
+    def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
+        """Let cells of `source` belong to `destination` too. No data moves."""
+        for each in self.with_guards((destination,)):
+            llama_cpp.llama_memory_seq_cp(self._memory, source, each, start, end)
+
+    def remove(self, sequence: int, start: int = 0) -> None:
+        """Drop a sequence's cells from `start` on. Raise `RollbackError` if llama.cpp cannot."""
+        for each in self.with_guards((sequence,)):
+            if not llama_cpp.llama_memory_seq_rm(self._memory, each, start, -1):
+                raise RollbackError(
+                    f"{self.name}: the cache cannot drop sequence {sequence} from position {start} on"
+                )
+
+    def drop_guard(self, sequence: int) -> None:
+        """Let a sequence have no guard, until `renew_guard`."""
+        if sequence in self._guards:
+            llama_cpp.llama_memory_seq_rm(self._memory, self._guards[sequence], 0, -1)
+
+    def renew_guard(self, sequence: int) -> None:
+        """Let a sequence's guard have the same cells as the sequence, after `drop_guard`."""
+        if sequence in self._guards:
+            guard = self._guards[sequence]
+            llama_cpp.llama_memory_seq_cp(self._memory, sequence, guard, 0, -1)
+
+    def check_window(self, sequence: int, start: int) -> None:
+        """Raise `RollbackError` if a token decoded at `start` would miss a part of its sliding window.
+        Only a sequence without a guard can have lost cells. Call it before a removal from `start` on, and
+        before cells up to `start` are copied. It sees nothing in a model with a recurrent state.
+        """
+        first = int(llama_cpp.llama_memory_seq_pos_min(self._memory, sequence))
+        if self.n_window and first > max(0, start + 1 - self.n_window):
+            raise RollbackError(
+                f"{self.name}: sequence {sequence} cannot go back to position {start}: its "
+                f"sliding window of {self.n_window} tokens is in the cache from {first} on only"
+            )
+
+    def check_length(self, sequence: int, expected: int) -> None:
+        """Raise `RollbackError` if a sequence does not have the expected length after a rollback."""
+        found = self.length(sequence)
+        if found != expected:
+            raise RollbackError(
+                f"{self.name}: sequence {sequence} was rolled back to position {expected}, "
+                f"its cache ends at {found}"
+            )
+
+
+class StateCopies(Protocol):
+    """Keeps at most one copy of the recurrent state of each sequence."""
+
+    def save(self, sequence: int, position: int) -> None:
+        """Replace the copy by the current state, which is that at `position`, the sequence's end."""
+        ...
+
+    def restore(self, sequence: int, position: int) -> None:
+        """Roll the sequence back to its copy at `position`, and keep the copy. Raise `RollbackError` if
+        that fails."""
+        ...
+
+    def forget(self, sequence: int) -> None:
+        """Drop the copy, if there is one."""
+        ...
+
+
+class SharedStates:
+    """Copies inside the cache: a second sequence shares the cell of the state.
+
+    When the first sequence continues, it leaves the shared cell and writes its new state to a free
+    one. It has to write this state anyway, so a copy costs only a few flags. The cache needs twice the
+    cells: the copy of sequence s belongs to sequence `n_sequences` + s.
+    """
+
+    def __init__(self, cache: Cache, n_sequences: int) -> None:
+        self._cache = cache
+        self._n_sequences = n_sequences
+
+    def save(self, sequence: int, position: int) -> None:
+        self.forget(sequence)
+        self._cache.copy(sequence, self._n_sequences + sequence)
+        self._cache.check_length(self._n_sequences + sequence, position)
+
+    def restore(self, sequence: int, position: int) -> None:
+        self._cache.remove(sequence)
+        self._cache.copy(self._n_sequences + sequence, sequence)
+        self._cache.check_length(sequence, position)
+
+    def forget(self, sequence: int) -> None:
+        self._cache.remove(self._n_sequences + sequence)
+
+
+class SavedStates:
+    """Copies outside the cache, in the memory of the process.
+
+    A copy is read from the device and written back. It holds only the recurrent part of the state where
+    llama.cpp can separate it: the attention cells of a hybrid model stay in the cache, and `restore`
+    drops the later ones. The buffers are reused for later copies.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._buffers: dict[int, Any] = {}
+        self._sizes: dict[int, int] = {}
+
+    def save(self, sequence: int, position: int) -> None:
+        context, flags = self._cache.context, llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+        call = self._cache.call
+        needed = int(call(llama_cpp.llama_state_seq_get_size_ext, context, sequence, flags))
+        buffer = self._buffers.get(sequence)
+        if buffer is None or len(buffer) < needed:
+            buffer = self._buffers[sequence] = (ctypes.c_uint8 * needed)()
+        forget_log()
+        written = int(
+            call(
+                llama_cpp.llama_state_seq_get_data_ext,
+                context,
+                buffer,
+                len(buffer),
+                sequence,
+                flags,
+            )
+        )
+        if written == 0 or written != needed:
+            raise BackendError(
+                f"{self._cache.name}: the state of sequence {sequence} at position {position} "
+                f"could not be saved ({written} of {needed} bytes): {last_error()}"
+            )
+        self._sizes[sequence] = written
+
+    def restore(self, sequence: int, position: int) -> None:
+        size = self._sizes[sequence]
+        # llama.cpp frees the cells of the sliding window, and restores them elsewhere.
+        self._cache.drop_guard(sequence)
+        forget_log()
+        read = int(
+            self._cache.call(
+                llama_cpp.llama_state_seq_set_data_ext,
+                self._cache.context,
+                self._buffers[sequence],
+                size,
+                sequence,
+                llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY,
+            )
+        )
+        if read != size:
+            raise RollbackError(
+                f"{self._cache.name}: the state of sequence {sequence} at position {position} "
+                f"could not be restored ({read} of {size} bytes): {last_error()}"
+            )
+        self._cache.remove(sequence, position)  # the later attention cells of a hybrid model
+        self._cache.renew_guard(sequence)
+        self._cache.check_length(sequence, position)
+
+    def forget(self, sequence: int) -> None:
+        self._sizes.pop(sequence, None)  # the buffer is kept for the next copy
+
+
+__all__ = ["Cache", "SavedStates", "SharedStates", "StateCopies"]

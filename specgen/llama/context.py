@@ -1,0 +1,329 @@
+"""A context of a model: its cache, and the decoding of batches."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from specgen.decoding.backend import Batch, Rollback
+from specgen.errors import BackendError, ModelFileError, WorkerLostError
+from specgen.llama.cache import Cache, SavedStates, SharedStates, StateCopies
+from specgen.llama.context_opening import ContextSize, open_context
+from specgen.llama.library import last_error, llama_cpp
+from specgen.llama.model import LlamaModel
+from specgen.llama.rewind import Rewinder
+from specgen.llama.vocabulary import LlamaVocabulary
+from specgen.options import ContextOptions
+from specgen.system.arrays import Hidden, Logits
+
+#: GGML's limit of threads.
+MAX_THREADS = 512
+
+
+class LlamaBackend:
+    """A context of a model: its KV cache, and the decoding of batches.
+
+    `n_ctx` is in tokens. `n_sequences` is the number of sequence ids. `n_outputs` is the most rows of
+    logits that one batch may want; memory is allocated for them. `n_rollback` is the most rows of a
+    batch that are likely to be dropped again (None: `n_outputs` - 1); models with a recurrent state may
+    keep a snapshot for each. If each text has several sequences, its own and then those of its branches,
+    `n_branches` is their number: a model with a sliding window then keeps what a rollback needs for the
+    texts' own sequences only. `on_tensor` is a native callback that sees the computed tensors; its owner
+    must keep it alive. `clock` gives seconds and is read before and after each decode. Raises
+    `MemoryLimitError` if the cache does not fit, `UsageError` if the options exclude each other,
+    `ModelFileError` if the model has no KV cache, `BackendError` otherwise.
+
+    Its creator closes it. Its model may be closed earlier; the context then decodes nothing more.
+    """
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        options: ContextOptions,
+        *,
+        n_ctx: int,
+        clock: Callable[[], float],
+        n_sequences: int = 1,
+        n_outputs: int = 1,
+        n_rollback: int | None = None,
+        n_branches: int = 1,
+        on_tensor: Any = None,
+    ) -> None:
+        self.model = model
+        self._clock = clock
+        self._handle: Any = None
+        # What these are is said in `Backend`.
+        self.n_ctx = n_ctx
+        self.n_batch = min(options.n_batch, n_ctx)
+        self.n_sequences = n_sequences
+        self.n_outputs = n_outputs
+        self.decode_s = 0.0
+        self.n_decoded_rows = 0
+        self.vocabulary: LlamaVocabulary = model.vocabulary
+        self.n_vocab = self.vocabulary.n_tokens
+
+        n_rows = max(self.n_batch, n_outputs)
+        size = ContextSize(n_ctx, n_rows, n_outputs, n_sequences, n_branches)
+        if n_rollback is None:
+            n_rollback = n_outputs - 1
+        context = open_context(model, options, size, n_rollback, on_tensor)
+        self._handle, self._n_snapshots = context.handle, context.n_snapshots
+        model.hold()
+        self._decode_native = partial(model.call, _decode) if model.is_remote else _decode
+        self._cache = Cache(model.name, self._handle, model.n_window, model.call, context.guards)
+        if not self._cache:
+            self.close()
+            raise ModelFileError(
+                f"{model.path}: the model has no KV cache, so it cannot generate text"
+            )
+        self._rows = _RowBuffers(size.n_rows, n_sequences, n_outputs, self._cache.with_guards)
+        self._logits = np.empty((n_outputs, 0), np.float32)
+        self._logits_address = 0
+        #: The tokens of each sequence; not used for models with a recurrent state (see `Rewinder`).
+        self._texts: list[list[int]] = [[] for _ in range(n_sequences)]
+        self._rewinder: Rewinder | None = None
+        if model.has_recurrent_state:
+            copies: StateCopies = SavedStates(self._cache)
+            if not self._n_snapshots:
+                copies = SharedStates(self._cache, n_sequences)
+            self._rewinder = Rewinder(
+                self._cache,
+                copies,
+                self._decode_rows,
+                n_rows=n_rows,
+                n_snapshots=self._n_snapshots,
+            )
+
+    @property
+    def rollback(self) -> Rollback:
+        if self._rewinder is None:
+            return "cells"
+        return "snapshots" if self._n_snapshots else "states"
+
+    @property
+    def can_branch(self) -> bool:
+        return self._rewinder is None
+
+    def decode(self, batch: Batch) -> Logits:
+        if self._rewinder is None:
+            logits = self._decode_rows(batch)
+            for token, sequences in zip(batch.tokens, batch.sequences, strict=True):
+                for sequence in sequences:
+                    self._texts[sequence].append(token)
+            return logits
+        self._rows.check(batch)
+        # The time of rollbacks, and of decoding tokens again, counts as decoding.
+        started, before_s = self._clock(), self.decode_s
+        try:
+            return self._rewinder.decode(batch)
+        finally:
+            self.decode_s = before_s + self._clock() - started
+
+    def decode_hidden(self, batch: Batch) -> tuple[Logits, Hidden]:
+        """Decode as `decode` does, and also return the final hidden states (after the last norm, before
+        the output matrix) of the rows that want logits: float32[n_wanted, n_embd]. Both results are
+        valid until the next decode.
+
+        llama.cpp computes an output for each row of such a batch, which is expensive for a prompt. Raise
+        `BackendError` also for models with a recurrent state: their batches may contain more rows,
+        which are decoded again.
+        """
+        if self._rewinder is not None:
+            raise BackendError(f"{self.model.name}: no hidden states of a recurrent model")
+        if len(batch) > self.n_outputs:
+            raise BackendError(
+                f"a batch wants {len(batch)} rows of hidden states; {self.n_outputs} at most"
+            )
+        wanted = np.flatnonzero(batch.wants_logits)
+        llama_cpp.llama_set_embeddings(self._handle, True)
+        try:
+            self.decode(batch)
+            logits = self._view(len(batch))
+            pointer = llama_cpp.llama_get_embeddings(self._handle)
+            if not pointer:
+                raise BackendError(f"{self.model.name}: llama.cpp gave no hidden states")
+            n_embd = self.model.n_embd
+            address = ctypes.addressof(pointer.contents)
+            memory = (ctypes.c_float * (len(batch) * n_embd)).from_address(address)
+            hidden = np.ctypeslib.as_array(memory).reshape(len(batch), n_embd)
+        finally:
+            llama_cpp.llama_set_embeddings(self._handle, False)
+        if len(wanted) < len(batch):
+            return logits[wanted], hidden[wanted]
+        return logits, hidden
+
+    def _decode_rows(self, batch: Batch) -> Logits:
+        if self.model.is_closed:
+            self.model.check_open()
+        n_wanted = self._rows.fill(batch)
+        started = self._clock()
+        status: int = self._decode_native(self._handle, self._rows.native)
+        self.decode_s += self._clock() - started
+        if status != 0:
+            raise BackendError(
+                f"{self.model.name}: llama.cpp could not decode {len(batch)} tokens at "
+                f"position {batch.positions[0]} of {self.n_ctx} ({_DECODE_ERRORS.get(status)}, "
+                f"status {status}): {last_error()}"
+            )
+        self.n_decoded_rows += len(batch)
+        return self._view(n_wanted)
+
+    def _view(self, n_rows: int) -> Logits:
+        """Return the first rows of llama.cpp's logits, without a copy: float32[n_rows, n_vocab]."""
+        if n_rows == 0:
+            return np.empty((0, self.n_vocab), np.float32)
+        pointer = llama_cpp.llama_get_logits(self._handle)
+        if not pointer:
+            raise BackendError(f"{self.model.name}: llama.cpp gave no logits")
+        address = ctypes.addressof(pointer.contents)
+        if address != self._logits_address:
+            # The address rarely changes. The view has `n_outputs` rows; only those of the batch are read.
+            memory = (ctypes.c_float * (self.n_outputs * self.n_vocab)).from_address(address)
+            self._logits = np.ctypeslib.as_array(memory).reshape(self.n_outputs, self.n_vocab)
+            self._logits_address = address
+        return self._logits[:n_rows]
+
+    def set_threads(self, n_single: int, n_batch: int) -> None:
+        """From now on decode batches of one row with `n_single` threads, and larger ones with `n_batch`
+        (llama.cpp's n_threads and n_threads_batch). This does not affect layers on a GPU. Raise
+        `ValueError` unless both are from 1 to `MAX_THREADS`."""
+        if not (1 <= n_single <= MAX_THREADS and 1 <= n_batch <= MAX_THREADS):
+            raise ValueError(f"{n_single} and {n_batch} threads; give 1 to {MAX_THREADS}")
+        llama_cpp.llama_set_n_threads(self._handle, n_single, n_batch)
+
+    @property
+    def threads(self) -> tuple[int, int]:
+        """The numbers of threads for batches of one row and for larger ones."""
+        handle = self._handle
+        return int(llama_cpp.llama_n_threads(handle)), int(llama_cpp.llama_n_threads_batch(handle))
+
+    def length(self, sequence: int) -> int:
+        if self._rewinder is not None:
+            return self._rewinder.length(sequence)
+        return self._cache.length(sequence)
+
+    def text(self, sequence: int) -> Sequence[int]:
+        if self._rewinder is not None:
+            return self._rewinder.text(sequence)
+        return self._texts[sequence]
+
+    def checkpoint(self, sequence: int) -> None:
+        if self._rewinder is not None:
+            self._rewinder.checkpoint(sequence)
+
+    def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
+        if self._rewinder is not None:
+            raise BackendError(
+                f"{self.model.name}: sequence {source} has a recurrent state, which sequence "
+                f"{destination} cannot share"
+            )
+        if end > 0 and self._cache.n_window:
+            self._cache.check_window(source, end)
+        self._cache.copy(source, destination, start, end)
+        shared = self._texts[source]
+        if start <= len(self._texts[destination]):
+            self._texts[destination][start:] = shared[start : len(shared) if end < 0 else end]
+
+    def remove(self, sequence: int, start: int = 0) -> None:
+        if self._rewinder is not None:
+            self._rewinder.remove(sequence, start)
+            return
+        if start > 0 and self._cache.n_window:
+            self._cache.check_window(sequence, start)
+        self._cache.remove(sequence, start)
+        del self._texts[sequence][start:]
+
+    def close(self) -> None:
+        if self._handle:
+            with contextlib.suppress(WorkerLostError):  # a lost worker's memory stays
+                self.model.call(llama_cpp.llama_free, self._handle)
+            self._handle = None
+            self.model.let_go()
+
+
+def _decode(context: Any, batch: Any) -> int:
+    """Decode a batch, wait for the GPU, which works on after llama_decode returns, and return llama.cpp's
+    status."""
+    status = int(llama_cpp.llama_decode(context, batch))
+    llama_cpp.llama_synchronize(context)
+    return status
+
+
+_DECODE_ERRORS = {
+    1: "no room in the cache",
+    2: "aborted",
+    -1: "a batch that makes no sense",
+    -2: "memory could not be allocated",
+    -3: "computing failed",
+}
+
+
+class _RowBuffers:
+    """The arrays that llama.cpp's batch points to, allocated once. `with_guards` is that of `Cache`."""
+
+    def __init__(
+        self,
+        n_rows: int,
+        n_sequences: int,
+        n_outputs: int,
+        with_guards: Callable[[tuple[int, ...]], tuple[int, ...]],
+    ) -> None:
+        self._n_outputs = n_outputs
+        self._with_guards = with_guards
+        # Plain ctypes arrays: NumPy is slower for the few numbers of a round.
+        self._tokens = (ctypes.c_int32 * n_rows)()
+        self._positions = (ctypes.c_int32 * n_rows)()
+        self._n_sequences = (ctypes.c_int32 * n_rows)()
+        n_most = len(with_guards(tuple(range(n_sequences))))
+        self._sequences = [(ctypes.c_int32 * n_most)() for _ in range(n_rows)]
+        self._wants_logits = (ctypes.c_int8 * n_rows)()
+        #: The current content of `_sequences`. The next batch mostly needs the same, so nothing is written.
+        self._written: list[tuple[int, ...]] = [()] * n_rows
+        int32_p = ctypes.POINTER(ctypes.c_int32)
+        self._pointers = (int32_p * n_rows)(
+            *(ctypes.cast(sequences, int32_p) for sequences in self._sequences)
+        )
+        self.native = llama_cpp.llama_batch(
+            n_tokens=0,
+            token=self._tokens,
+            embd=None,
+            pos=self._positions,
+            n_seq_id=self._n_sequences,
+            seq_id=self._pointers,
+            logits=self._wants_logits,
+        )
+
+    def check(self, batch: Batch) -> int:
+        """Return how many rows want logits. Raise `BackendError` if the batch is empty or too large."""
+        n = len(batch)
+        n_wanted = sum(batch.wants_logits)
+        if not 0 < n <= len(self._tokens):
+            raise BackendError(f"a batch of {n} rows; 1 to {len(self._tokens)} can be decoded")
+        if n_wanted > self._n_outputs:
+            raise BackendError(
+                f"a batch wants {n_wanted} rows of logits; {self._n_outputs} at most"
+            )
+        return n_wanted
+
+    def fill(self, batch: Batch) -> int:
+        """Write a batch to the buffers, and return how many rows want logits. Raise `BackendError` if
+        `check` does."""
+        n_wanted = self.check(batch)
+        n = len(batch)
+        struct.pack_into(f"{n}i", self._tokens, 0, *batch.tokens)
+        struct.pack_into(f"{n}i", self._positions, 0, *batch.positions)
+        struct.pack_into(f"{n}?", self._wants_logits, 0, *batch.wants_logits)
+        for row, sequences in enumerate(batch.sequences):
+            if sequences != self._written[row]:
+                native = self._with_guards(sequences)
+                struct.pack_into(f"{len(native)}i", self._sequences[row], 0, *native)
+                self._n_sequences[row] = len(native)
+                self._written[row] = sequences
+        self.native.n_tokens = n
+        return n_wanted

@@ -1,0 +1,189 @@
+"""Create a native context, after a check that it fits into memory."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from specgen.errors import MemoryLimitError, UsageError
+from specgen.llama.library import forget_log, has_gpu, last_error, llama_cpp
+from specgen.llama.model import CACHE_TYPES, LlamaModel
+from specgen.options import ContextOptions
+
+_FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
+#: The memory that a context needs beside its cache: graph, scratch, one batch of activations.
+_CONTEXT_OVERHEAD_BYTES = 100 * 2**20
+#: Architectures with snapshots whose graphs have no room for any number of them.
+_SMALL_GRAPHS = frozenset({"lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe"})
+
+
+@dataclass(frozen=True, slots=True)
+class ContextSize:
+    """The sizes of a context."""
+
+    #: Tokens in the cache.
+    n_ctx: int
+    #: The most rows of a batch, and the most of them that may want logits.
+    n_rows: int
+    n_outputs: int
+    #: The sequences, and how many of them each text has: its own, then those of its branches.
+    n_sequences: int
+    n_branches: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class OpenContext:
+    """A native context, the number of tokens that its snapshots go back, and the guards of its
+    sequences (see `Cache`)."""
+
+    handle: Any
+    n_snapshots: int
+    guards: dict[int, int]
+
+
+def n_native_sequences(model: LlamaModel, n_branches: int) -> int:
+    """Return the most of llama.cpp's sequences that a text with its branches needs: a copy of each
+    recurrent state (see `SharedStates`), and a guard if there is a sliding window (see `Cache`)."""
+    return n_branches * (2 if model.has_recurrent_state else 1) + (1 if model.n_window else 0)
+
+
+def open_context(
+    model: LlamaModel,
+    options: ContextOptions,
+    size: ContextSize,
+    n_rollback: int,
+    on_tensor: Any = None,
+) -> OpenContext:
+    """Open a native context.
+
+    Snapshots of `n_rollback` tokens are used if the model's architecture supports them and they fit
+    into memory; 0 asks for none. Without snapshots, a context for a model with a recurrent state has
+    twice as many sequences, for copies (see `SharedStates`). If the model has a sliding window and there
+    are several sequences, those of texts get guards. Those of branches get none: they are removed before
+    other rows are decoded, or do not become longer than a draft. Raise `MemoryLimitError` if the context
+    does not fit, `UsageError` if its options exclude each other.
+    """
+    _check_cache_types(options)
+    is_guarded = model.n_window > 0 and size.n_sequences > 1
+    guarded = range(0, size.n_sequences, size.n_branches) if is_guarded else range(0)
+    # llama.cpp aborts if the number of snapshots, plus one, reaches the number of rows in a batch.
+    n_snapshots = min(n_rollback, size.n_rows - 2, _most_snapshots(model))
+    if model.has_recurrent_state and n_snapshots > 0:
+        n_sequences = size.n_sequences + len(guarded)
+        needed = _needed_bytes(model, options, size, n_sequences * (1 + n_snapshots))
+        if needed <= _available_bytes(model, options):
+            handle = _make(model, options, size, n_sequences, n_snapshots, on_tensor)
+            if handle and llama_cpp.llama_n_rs_seq(handle) == n_snapshots:
+                guards = dict(zip(guarded, range(size.n_sequences, n_sequences), strict=True))
+                return OpenContext(handle, n_snapshots, guards)
+            if handle:  # an architecture without snapshots
+                model.call(llama_cpp.llama_free, handle)
+
+    first_guard = size.n_sequences * (2 if model.has_recurrent_state else 1)
+    n_sequences = first_guard + len(guarded)
+    needed, available = (
+        _needed_bytes(model, options, size, n_sequences),
+        _available_bytes(model, options),
+    )
+    if needed > available:
+        raise MemoryLimitError(
+            f"{model.name}: a context of {size.n_ctx} tokens needs about "
+            f"{needed / 2**30:.1f} GiB, but only {available / 2**30:.1f} GiB are free",
+            hint="use a smaller --ctx-size, or a smaller KV cache (--cache-type-k q8_0 "
+            "--cache-type-v q8_0)",
+        )
+    handle = _make(model, options, size, n_sequences, 0, on_tensor)
+    if not handle:
+        raise MemoryLimitError(
+            f"{model.name}: llama.cpp cannot make a context of {size.n_ctx} tokens: {last_error()}",
+            hint="use a smaller --ctx-size",
+        )
+    return OpenContext(handle, 0, dict(zip(guarded, range(first_guard, n_sequences), strict=True)))
+
+
+def _most_snapshots(model: LlamaModel) -> int:
+    """Return how many snapshots fit into llama.cpp's graph: it aborts if there are more. A graph has room for 8
+    operators for each tensor, 1024 at least. A layer needs some 70, and 3 for each snapshot."""
+    if model.metadata("general.architecture") not in _SMALL_GRAPHS:
+        return 2**31
+    return max(8, (1024 // max(1, model.n_layer) - 70) // 3)
+
+
+def _make(
+    model: LlamaModel,
+    options: ContextOptions,
+    size: ContextSize,
+    n_sequences: int,
+    n_snapshots: int,
+    on_tensor: Any,
+) -> Any:
+    """Return a native context; None if llama.cpp cannot create it."""
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx = size.n_ctx
+    params.n_batch = size.n_rows
+    params.n_ubatch = size.n_rows
+    params.n_seq_max = n_sequences
+    params.n_rs_seq = n_snapshots
+    # llama.cpp aborts if there are fewer outputs than sequences.
+    params.n_outputs_max = max(size.n_outputs, n_sequences)
+    params.n_threads = options.n_threads or default_threads()
+    params.n_threads_batch = options.n_threads_batch or params.n_threads
+    params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
+    params.type_k = CACHE_TYPES[options.cache_type_k][0]
+    params.type_v = CACHE_TYPES[options.cache_type_v][0]
+    params.kv_unified = True  # branches of a tree share cells
+    params.swa_full = True  # else a sliding window drops cells that a rollback needs
+    params.no_perf = True
+    if on_tensor is not None:
+        params.cb_eval = on_tensor
+    forget_log()
+    return model.call(llama_cpp.llama_init_from_model, model.handle, params)
+
+
+@functools.cache
+def default_threads() -> int:
+    """Return the number of physical cores: hyper-threads do not help matrix products."""
+    return psutil.cpu_count(logical=False) or os.cpu_count() or 1
+
+
+def _check_cache_types(options: ContextOptions) -> None:
+    quantised = options.cache_type_v not in ("f32", "f16", "bf16")
+    if quantised and options.flash_attention == "off":
+        raise UsageError(
+            f"--cache-type-v {options.cache_type_v} needs flash attention",
+            hint="leave out --flash-attn off, or use --cache-type-v f16",
+        )
+
+
+def _needed_bytes(
+    model: LlamaModel, options: ContextOptions, size: ContextSize, n_states: int
+) -> int:
+    """Estimate the size of a context with `n_states` recurrent states."""
+    cells = model.cache_bytes(size.n_ctx, options.cache_type_k, options.cache_type_v)
+    return cells + n_states * model.state_bytes() + _CONTEXT_OVERHEAD_BYTES
+
+
+def _available_bytes(model: LlamaModel, options: ContextOptions) -> float:
+    """Return the memory in bytes that a context may take.
+
+    If there is too little memory, Linux lets llama.cpp allocate it nevertheless, and kills the process
+    when llama.cpp clears it; or llama.cpp fails an assertion and aborts. The user sees no message either
+    way, so the limit is checked before. A GPU's allocator and workers report failures properly; there
+    the limit is infinite.
+    """
+    if model.is_remote or (options.n_gpu_layers != 0 and has_gpu()):
+        return float("inf")
+    return float(psutil.virtual_memory().available)
+
+
+__all__ = [
+    "ContextSize",
+    "OpenContext",
+    "default_threads",
+    "n_native_sequences",
+    "open_context",
+]

@@ -1,0 +1,268 @@
+"""Decoder heads: a small recurrent network that reads a target's final hidden state and predicts the
+tokens after the next one.
+
+A round of the target gives its next token x and the hidden state h from which x was chosen. From these
+two the heads predict the target's next hidden state h'. Like the target, they compute from h' the logits
+of the token that follows. From h' and that token they predict the next state, and so on:
+
+    h' = M h + N e + c + C silu(Q h + P e + b)       e: the embedding of the token x
+    logits = V h'                                    V: rows of the target's output matrix
+
+In Medusa (Cai et al., arXiv:2401.10774) and blockwise parallel decoding (Stern et al.,
+arXiv:1811.03115) each head reads h alone. In Hydra (Ankner et al., arXiv:2402.05109) each head also
+reads the tokens before its own. ReDrafter (Cheng et al., arXiv:2403.09919) uses one cell for all heads.
+EAGLE (Li et al., arXiv:2401.15077) predicts the target's next hidden state. V has only the frequent
+part of the vocabulary (FR-Spec, Zhao et al., arXiv:2502.14856).
+
+A file of heads is a GGUF with the architecture `ARCHITECTURE`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specgen.errors import BackendError, ModelFileError
+from specgen.llama.ggml_graph import CPU_BUFFER, buffer_types
+from specgen.llama.operators import (
+    SPECGEN_BUFFER,
+    FloatArray,
+    Matrix,
+    Weights,
+    dequantize,
+    multiply,
+    quantize,
+)
+from specgen.system.arrays import Hidden, Logits
+
+ARCHITECTURE = "specgen-heads"
+#: The types of the cell's matrices and of the matrices with a row for each token. The latter are by far
+#: the largest; with 4 bits the heads agree with a target as often as with 8.
+CELL_TYPE, VOCABULARY_TYPE = "q8_0", "q4_0"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """The weights of heads, and the target that they were made for.
+
+    n_embd is the size of a hidden state, n_inner the size of the argument of silu. Matrices that are
+    multiplied with the same vector are stored as one.
+    """
+
+    #: The target's name, the sizes of its hidden states and of its vocabulary, and the digest of its
+    #: vocabulary.
+    target: str
+    n_embd: int
+    n_vocab: int
+    vocabulary: str
+    #: The target's hidden states are multiplied with this first.
+    scale: float
+    #: int32[n_frequent], increasing: the frequent tokens, which the heads can predict.
+    tokens: NDArray[np.int32]
+    #: M and Q, N and P: (n_embd + n_inner, n_embd). c and b: float32[n_embd + n_inner].
+    of_state: Weights
+    of_token: Weights
+    bias: FloatArray
+    #: C: (n_embd, n_inner).
+    of_inner: Weights
+    #: The embeddings of the frequent tokens, then one embedding for all other tokens:
+    #: (n_frequent + 1, n_embd).
+    embeddings: Weights
+    #: V: (n_frequent, n_embd).
+    output: Weights
+
+
+class DecoderHeads:
+    """Heads that are loaded and can predict. Close them, or use them as a context manager.
+
+    A state is a predicted hidden state, float32[n_embd]. `compute_s` are the seconds spent in
+    predictions so far, by `clock`. Raises `ModelFileError` if the file has no heads, or is damaged.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float], n_threads: int) -> None:
+        self.path = path
+        self.weights = weights = read_heads(path)
+        self._clock = clock
+        self._n_threads = n_threads
+        self.compute_s = 0.0
+        n_frequent = len(weights.tokens)
+        self._index = np.full(weights.n_vocab, n_frequent, np.int64)
+        self._index[weights.tokens] = np.arange(n_frequent)
+        self._embeddings = weights.embeddings.data.reshape(n_frequent + 1, -1)
+        self._resources = contextlib.ExitStack()
+        with contextlib.ExitStack() as on_error:
+            matrices = [
+                on_error.enter_context(_quickest_matrix(each))
+                for each in (weights.of_state, weights.of_token, weights.of_inner, weights.output)
+            ]
+            self._of_state, self._of_token, self._of_inner, self._output = matrices
+            self._resources = on_error.pop_all()
+
+    def __enter__(self) -> DecoderHeads:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the weights. May be called twice."""
+        self._resources.close()
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def n_vocab(self) -> int:
+        return self.weights.n_vocab
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        return self.weights.tokens
+
+    def begin(self, hidden: Hidden, token: int) -> Hidden:
+        """Return the state after `token`, which the target chose from the hidden state
+        float32[n_embd], as float32[1, n_embd]."""
+        return self.advance(hidden[None] * np.float32(self.weights.scale), [token])
+
+    def advance(self, states: Hidden, tokens: Sequence[int]) -> Hidden:
+        """Return the states after one more token each: float32[n, n_embd]."""
+        started = self._clock()
+        embeddings = self._embeddings[self._index[list(tokens)]]
+        shape = (len(tokens), self.weights.n_embd)
+        embedded = dequantize(Weights(VOCABULARY_TYPE, shape, embeddings.reshape(-1)))
+        parts = self._times(self._of_state, states) + self._times(self._of_token, embedded)
+        parts += self.weights.bias
+        inner = parts[:, shape[1] :]
+        inner /= 1.0 + np.exp(-inner)  # silu
+        states = parts[:, : shape[1]] + self._times(self._of_inner, inner)
+        self.compute_s += self._clock() - started
+        return states
+
+    def logits(self, states: Hidden) -> Logits:
+        """Return the logits of the frequent tokens after each state: float32[n, n_frequent]."""
+        started = self._clock()
+        rows = self._times(self._output, states)
+        self.compute_s += self._clock() - started
+        return rows
+
+    def _times(self, matrix: Matrix, rows: FloatArray) -> FloatArray:
+        return multiply(matrix, rows, n_threads=self._n_threads)
+
+
+def _quickest_matrix(weights: Weights) -> Matrix:
+    """Return a matrix in the buffer of specgen's kernels if they are attached and take it, else in
+    GGML's plain buffer."""
+    if SPECGEN_BUFFER in buffer_types():
+        with contextlib.suppress(BackendError):
+            return Matrix(weights, SPECGEN_BUFFER)
+    return Matrix(weights, CPU_BUFFER)
+
+
+# --- files ------------------------------------------------------------------------------------
+
+_NUMBERS = ("n_embd", "n_vocab")
+_TEXTS = ("target", "vocabulary")
+_MATRICES = {
+    "of_state": CELL_TYPE,
+    "of_token": CELL_TYPE,
+    "of_inner": CELL_TYPE,
+    "embeddings": VOCABULARY_TYPE,
+    "output": VOCABULARY_TYPE,
+}
+
+
+def write_heads(path: Path, weights: HeadWeights) -> None:
+    """Write a file of heads. Raises `OSError`."""
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+    writer = GGUFWriter(path, ARCHITECTURE)
+    try:
+        for name in _NUMBERS:
+            writer.add_uint32(f"{ARCHITECTURE}.{name}", getattr(weights, name))
+        for name in _TEXTS:
+            writer.add_string(f"{ARCHITECTURE}.{name}", getattr(weights, name))
+        writer.add_float32(f"{ARCHITECTURE}.scale", weights.scale)
+        writer.add_tensor("tokens", weights.tokens)
+        writer.add_tensor("bias", weights.bias)
+        for name, type_name in _MATRICES.items():
+            matrix: Weights = getattr(weights, name)
+            data = matrix.data.reshape(matrix.shape[0], -1)
+            writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[type_name.upper()])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
+
+
+def is_heads_file(path: Path) -> bool:
+    """Return whether a file names the architecture of heads; False if it cannot be read."""
+    # The architecture is the first key of a file.
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return ARCHITECTURE.encode() in file.read(128)
+    return False
+
+
+def read_heads(path: Path) -> HeadWeights:
+    """Read a file of heads. Raise `ModelFileError` if it cannot be read or is damaged."""
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(path)
+        fields: dict[str, Any] = {
+            name: reader.fields[f"{ARCHITECTURE}.{name}"].contents()
+            for name in (*_NUMBERS, *_TEXTS, "scale")
+        }
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+        for name in ("tokens", "bias"):
+            fields[name] = np.array(tensors[name].data)
+        for name, type_name in _MATRICES.items():
+            n_columns, n_rows = (int(size) for size in tensors[name].shape)
+            data = np.array(tensors[name].data).reshape(-1).view(np.uint8)
+            fields[name] = Weights(type_name, (n_rows, n_columns), data)
+        weights = HeadWeights(**fields)
+        _check(weights)
+    except OSError as error:
+        raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, IndexError, TypeError) as error:  # not UTF-8, too
+        raise ModelFileError(
+            f"{path}: damaged decoder heads", hint="make them again with `specgen draft make`"
+        ) from error
+    return weights
+
+
+def _check(weights: HeadWeights) -> None:
+    """Raise `ValueError` if shapes do not match, or values are not possible."""
+    n_embd, n_frequent = weights.n_embd, len(weights.tokens)
+    n_inner = weights.of_inner.shape[1]
+    shapes = {
+        "of_state": (n_embd + n_inner, n_embd),
+        "of_token": (n_embd + n_inner, n_embd),
+        "of_inner": (n_embd, n_inner),
+        "embeddings": (n_frequent + 1, n_embd),
+        "output": (n_frequent, n_embd),
+    }
+    for name, shape in shapes.items():
+        if getattr(weights, name).shape != shape:
+            raise ValueError(f"{name}: {getattr(weights, name).shape}, {shape} expected")
+    tokens, bias = weights.tokens, weights.bias
+    if bias.shape != (n_embd + n_inner,) or not np.isfinite(bias).all():
+        raise ValueError("the bias")
+    is_sorted = tokens.ndim == 1 and bool((np.diff(tokens) > 0).all())
+    if not is_sorted or tokens[0] < 0 or tokens[-1] >= weights.n_vocab:
+        raise ValueError("tokens that the target does not have")
+    if not np.isfinite(weights.scale):
+        raise ValueError("the scale")
+
+
+def matrix(values: FloatArray, name: str) -> Weights:
+    """Quantise float32[n_rows, n_columns] to the matrix of this name in `HeadWeights`. n_columns must
+    be a multiple of 32."""
+    return quantize(values, _MATRICES[name])

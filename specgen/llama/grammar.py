@@ -1,0 +1,309 @@
+"""Grammars (GBNF) on top of llama.cpp's grammar sampler, as states that are values.
+
+llama.cpp decides which tokens may come next. This module avoids needless questions, because a question
+takes 0.1 microseconds for a token and a vocabulary may have 152 thousand. It also prevents questions
+that end the process: a token that is not allowed in `accept`, or one that does not exist in `apply`.
+
+A token is also refused, beyond llama.cpp's rules, if the text would not be UTF-8 with it (llama.cpp
+skips wrong bytes inside a token), if it contains a NUL (llama.cpp would read only up to it), or if it
+adds nothing to the text (llama.cpp would read a control token as its name).
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specgen.decoding.grammar.base import ENDED, GrammarState
+from specgen.decoding.grammar.gbnf import read_gbnf
+from specgen.decoding.grammar.gbnf_rules import Gbnf
+from specgen.errors import UsageError
+from specgen.llama.library import forget_log, last_error, llama_cpp
+from specgen.llama.token_table import BOUNDARY, INVALID, token_table
+from specgen.llama.vocabulary import LlamaVocabulary
+from specgen.system.arrays import BoolArray, TokenArray
+
+#: llama_token_data of llama.h.
+_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+#: For this many tokens or more, first find out which first bytes may come.
+_MANY = 512
+#: For this many or more, ask about only one token of each kind that the grammar distinguishes.
+_VERY_MANY = 8192
+#: The number of tokens in the first question, in a search for a second allowed token.
+_CHUNK = 64
+
+
+class LlamaGrammar:
+    """A grammar over the tokens of a vocabulary, which must stay open while the grammar is used.
+
+    `start` is the state before a text. Several threads may use a grammar; a lock lets one at a time ask
+    llama.cpp.
+
+    Raises `UsageError` if the grammar is not valid, or llama.cpp does not accept it.
+    """
+
+    def __init__(self, vocabulary: LlamaVocabulary, gbnf: str, root: str = "root") -> None:
+        grammar = read_gbnf(gbnf, root)
+        self.vocabulary = vocabulary
+        self.table = token_table(vocabulary)
+        self._grammar = grammar
+        self._kinds: npt.NDArray[np.int32] | None = None
+        self._asker = _Asker(vocabulary.n_tokens)
+        #: bool[n_tokens]: whether the token may follow a text that ends with a whole character.
+        self.usable: BoolArray = self.table.ends_in(BOUNDARY) != INVALID
+        self.usable[self.table.end_tokens] = True
+        self.probed = self._probed_bytes()
+        forget_log()
+        pointer = llama_cpp.llama_sampler_init_grammar(
+            vocabulary.handle, gbnf.encode(), root.encode()
+        )
+        if not pointer:
+            raise UsageError(f"llama.cpp does not take the grammar: {last_error()}")
+        self._sampler = _Sampler(pointer)
+
+    @property
+    def start(self) -> GrammarState:
+        """The state before a text. It is a new object each time, because a state keeps the states that
+        follow it in memory."""
+        return _LlamaState(self, self._sampler, BOUNDARY)
+
+    def ask(self, sampler: _Sampler, token_ids: npt.NDArray[np.integer[Any]]) -> BoolArray:
+        """Ask llama.cpp which of the tokens it allows: bool[n]. The tokens must exist."""
+        return self._asker.ask(sampler, token_ids)
+
+    def kinds(self) -> npt.NDArray[np.int32]:
+        """Return int32[n_tokens]: for each token the first token that the grammar treats alike.
+
+        It treats two texts alike if their characters, one by one, are in the same classes. This is valid
+        for tokens of whole characters, after a text that ends with a whole character.
+        """
+        if self._kinds is None:
+            self._kinds = self._find_kinds()
+        return self._kinds
+
+    def _find_kinds(self) -> npt.NDArray[np.int32]:
+        kinds = np.arange(self.vocabulary.n_tokens, dtype=np.int32)
+        classes = _Classes(self._grammar)
+        first: dict[str, int] = {}
+        whole = self.table.ends_in(BOUNDARY) == BOUNDARY
+        for token_id in np.flatnonzero(whole).tolist():
+            text = self.table.pieces[token_id].decode().translate(classes)
+            kinds[token_id] = first.setdefault(text, token_id)
+        return kinds
+
+    def _probed_bytes(self) -> BoolArray:
+        """Return bool[257]: whether the token of a single byte can be asked about in place of all tokens
+        that begin with this byte.
+
+        llama.cpp accepts the first byte of a character if some character in its range is allowed. For
+        ``[^é]``, however, it refuses the byte as soon as one of these characters is excluded.
+        """
+        probed = self.table.single >= 0
+        if any(
+            characters.negated and any(high >= 0x80 for _, high in characters.ranges)
+            for characters in self._grammar.characters()
+        ):
+            probed[0x80:] = False
+        return probed
+
+
+class _Sampler:
+    """Owns one of llama.cpp's grammar samplers. It may be freed after the model."""
+
+    __slots__ = ("pointer",)
+
+    def __init__(self, pointer: Any) -> None:
+        self.pointer = pointer
+
+    def advanced(self, token_id: int) -> _Sampler:
+        """Return a copy that has accepted a token. The token must be allowed."""
+        copy = _Sampler(llama_cpp.llama_sampler_clone(self.pointer))
+        llama_cpp.llama_sampler_accept(copy.pointer, token_id)
+        return copy
+
+    def __del__(self, free: Callable[[Any], None] = llama_cpp.llama_sampler_free) -> None:
+        free(self.pointer)
+
+
+class _Asker:
+    """Asks llama.cpp about tokens, with memory for candidates that is allocated once."""
+
+    def __init__(self, n_tokens: int) -> None:
+        self._candidates = np.zeros(n_tokens, _CANDIDATE)
+        self._ids = self._candidates["id"]
+        self._logits = self._candidates["logit"]
+        self._lock = threading.Lock()  # ctypes lets other threads run during native calls
+        self._native = llama_cpp.llama_token_data_array(
+            data=self._candidates.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_token_data)),
+            size=0,
+            selected=-1,
+            sorted=False,
+        )
+        self._reference = ctypes.byref(self._native)
+
+    def ask(self, sampler: _Sampler, token_ids: npt.NDArray[np.integer[Any]]) -> BoolArray:
+        n = len(token_ids)
+        with self._lock:
+            self._ids[:n] = token_ids
+            self._logits[:n] = 0.0
+            self._native.size = n
+            llama_cpp.llama_sampler_apply(sampler.pointer, self._reference)
+            answer: BoolArray = self._logits[:n] == 0.0  # refused tokens have minus infinity
+        return answer
+
+
+class _LlamaState:
+    """The state of a grammar after a text. `pending` is the UTF-8 state at the end of the text."""
+
+    __slots__ = ("_children", "_first_bytes", "_forced", "_grammar", "_sampler", "pending")
+
+    def __init__(self, grammar: LlamaGrammar, sampler: _Sampler, pending: int) -> None:
+        self._grammar = grammar
+        self._sampler = sampler
+        self.pending = pending
+        self._children: dict[int, GrammarState] = {}
+        self._first_bytes: BoolArray | None = None
+        self._forced: int | None = -1  # -1: not known yet
+
+    def allows(self, token_ids: TokenArray) -> BoolArray:
+        token_ids = np.asarray(token_ids, np.int64)
+        allowed = np.zeros(len(token_ids), np.bool_)
+        if not len(token_ids):
+            return allowed
+        self._check_exist(int(token_ids.min()), int(token_ids.max()))
+        wanted = self._usable()[token_ids]
+        if self.pending == BOUNDARY and (self._first_bytes is not None or len(token_ids) >= _MANY):
+            wanted &= self.may_begin()[self._grammar.table.first[token_ids]]
+        places = wanted.nonzero()[0]
+        if len(places):
+            allowed[places] = self._ask(token_ids[places])
+        return allowed
+
+    def after(self, token_id: int) -> GrammarState:
+        child = self._children.get(token_id)
+        if child is None:
+            self._check_exist(token_id, token_id)
+            if not (self._usable()[token_id] and self._ask(np.array([token_id]))[0]):
+                raise ValueError(f"the grammar does not allow token {token_id} here")
+            child = self._children[token_id] = self._make_child(token_id)
+        return child
+
+    def forced(self) -> int | None:
+        if self._forced == -1:
+            self._forced = self._find_forced()
+        return self._forced
+
+    def _make_child(self, token_id: int) -> GrammarState:
+        table = self._grammar.table
+        if table.is_end[token_id]:
+            return ENDED
+        pending = int(table.ends_in(self.pending)[token_id])
+        return _LlamaState(self._grammar, self._sampler.advanced(token_id), pending)
+
+    def _check_exist(self, lowest: int, highest: int) -> None:
+        n_tokens = len(self._grammar.usable)
+        if lowest < 0 or highest >= n_tokens:
+            wrong = lowest if lowest < 0 else highest
+            raise ValueError(f"there is no token {wrong}: the vocabulary has {n_tokens}")
+
+    def _usable(self) -> BoolArray:
+        """Return bool[n_tokens]: the tokens after which the text is UTF-8 and has grown."""
+        if self.pending == BOUNDARY:
+            return self._grammar.usable
+        return self._grammar.table.continues(self.pending)
+
+    def _ask(self, token_ids: TokenArray) -> BoolArray:
+        """Ask llama.cpp which of the tokens it allows; of very many, only about one of each kind."""
+        if len(token_ids) < _VERY_MANY or self.pending != BOUNDARY:
+            return self._grammar.ask(self._sampler, token_ids)
+        kinds = self._grammar.kinds()[token_ids]
+        answers = np.zeros(len(self._grammar.usable), np.bool_)
+        answers[kinds] = True
+        asked = answers.nonzero()[0]
+        answers[asked] = self._grammar.ask(self._sampler, asked)
+        allowed: BoolArray = answers[kinds]
+        return allowed
+
+    def may_begin(self) -> BoolArray:
+        """Return bool[257]: whether an allowed token can begin with this byte (`_NO_BYTE`: with none).
+        Call it only after whole characters."""
+        if self._first_bytes is None:
+            table, probed = self._grammar.table, self._grammar.probed
+            possible = np.ones(257, np.bool_)
+            possible[:256] = table.begins
+            asked = (probed & possible).nonzero()[0]
+            if len(asked):
+                possible[asked] = self._grammar.ask(self._sampler, table.single[asked])
+            self._first_bytes = possible
+        return self._first_bytes
+
+    def _find_forced(self) -> int | None:
+        """Return the only allowed token, or None. The cheapest tokens are checked first: end tokens, then
+        tokens of one byte. If only one first byte is left, the tokens that begin with it follow."""
+        ends = self._allowed_ends()
+        found: list[int] = []
+        for token_ids in self._candidates():
+            found += token_ids[self.allows(token_ids)].tolist()
+            if len(found) > 1 or (found and ends):
+                return None
+        return next(iter(found + ends), None)
+
+    def _allowed_ends(self) -> list[int]:
+        ends = self._grammar.table.end_tokens
+        return ends[self.allows(ends)].tolist() if len(ends) else []
+
+    def _candidates(self) -> Iterator[TokenArray]:
+        """Yield all tokens that might be allowed, except end tokens, in portions."""
+        table, grammar = self._grammar.table, self._grammar
+        if self.pending != BOUNDARY:
+            yield from _portions(self._usable().nonzero()[0])
+            return
+        possible = self.may_begin()
+        single = table.single[(possible & grammar.probed).nonzero()[0]]
+        yield single[:2]  # all of them are allowed, and two allowed tokens end the search
+        if len(single) == 1:
+            yield from _portions(self._beginning_with(int(single[0])))
+        rest = possible & ~grammar.probed
+        if rest[:256].any():
+            among = rest[table.first] & grammar.usable & ~table.is_end
+            yield from _portions(among.nonzero()[0])
+
+    def _beginning_with(self, single: int) -> TokenArray:
+        """Return the other tokens that begin with a token of one byte, and whose second byte may come
+        in the state after it."""
+        table = self._grammar.table
+        then = self.after(single)
+        seconds = np.ones(256, np.bool_)
+        if isinstance(then, _LlamaState) and then.pending == BOUNDARY:
+            seconds = then.may_begin()[:256]
+        return table.beginning_with(single, seconds)
+
+
+class _Classes(dict[int, int]):
+    """Maps a code point to the number of its class, for `str.translate`."""
+
+    def __init__(self, grammar: Gbnf) -> None:
+        super().__init__()
+        stretches = grammar.character_classes()
+        self._starts = [start for start, _ in stretches]
+        self._numbers = [number for _, number in stretches]
+
+    def __missing__(self, code_point: int) -> int:
+        number = self._numbers[bisect.bisect_right(self._starts, code_point) - 1]
+        self[code_point] = number
+        return number
+
+
+def _portions(token_ids: TokenArray) -> Iterator[TokenArray]:
+    """Yield the tokens in portions, a small one first: if two tokens in it are allowed, the search ends
+    there."""
+    start, size = 0, _CHUNK
+    while start < len(token_ids):
+        yield token_ids[start : start + size]
+        start, size = start + size, size * 8

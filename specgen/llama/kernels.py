@@ -1,0 +1,223 @@
+"""specgen's own kernels, attached to GGML: matrix products and attention for some CPUs.
+
+GGML loads the library of kernels (`ggml_backend_load`). The library then offers its own layout of
+weights to GGML's CPU backend. llama.cpp stores the weights of models that it loads afterwards in this
+layout, and the kernels compute the operators that use them. llama.cpp computes all other operators
+itself. The kernels serve all models of the process. They cannot be detached, but they can be switched
+off for models that are loaded later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specgen.errors import BackendError
+from specgen.llama.library import forget_log, ggml, last_error
+from specgen.system.llama_build import REBUILD
+
+#: The result of `computing` if specgen's kernels do not compute.
+LLAMA_CPP = "llama.cpp"
+#: In place of that result for a model on workers, which do not say what kernels they use.
+WORKERS = "workers"
+
+_TEXTS = (
+    "specgen_kernels_problem",
+    "specgen_kernels_instructions",
+    "specgen_kernels_built_for",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCounts:
+    """How much the kernels have computed since the process began."""
+
+    n_products: int
+    n_attentions: int
+    #: The size of the weights that are in the kernels' layout now.
+    packed_bytes: int
+    #: Attentions that were left to llama.cpp.
+    n_attentions_left: int
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSupport:
+    """Which of the kernels can compute a model."""
+
+    products: bool = True
+    attention: bool = True
+    #: Why not all of them can, as the rest of a sentence: "they died of SIGSEGV ..."; empty if they can.
+    problem: str = ""
+    #: Whether llama.cpp's own code can compute the model in a process with the kernels attached.
+    usable: bool = True
+
+
+class Kernels:
+    """The library of kernels that this process attached to GGML; see `attach`."""
+
+    def __init__(self, path: Path, library: Any) -> None:
+        self.path = path
+        self._library = library
+        #: Their instruction set: ``avx2``, ``avx-vnni``, ``avx512-vnni`` or ``amx-int8``.
+        self.instructions = _text(library.specgen_kernels_instructions())
+        self._enabled = (True, True)
+        #: Whether a model of this process cannot have the kernels' attention, which is the same for all.
+        self.lacks_attention = False
+
+    @property
+    def computes_products(self) -> bool:
+        """Whether models that are loaded now get the kernels' layout of weights."""
+        return self._enabled[0]
+
+    @property
+    def computes_attention(self) -> bool:
+        return self._enabled[1]
+
+    def enable(self, *, products: bool, attention: bool) -> None:
+        """Switch the kernels on or off. `products` applies to models that are loaded from now on;
+        `attention` to all attention from now on, and to products of tensors that are not packed, unless a
+        model excluded it."""
+        attention = attention and not self.lacks_attention
+        self._library.specgen_kernels_enable(int(products), int(attention))
+        self._enabled = (products, attention)
+
+    def serve(self) -> None:
+        """From now on pack the quantised weights that other machines send to this process's CPU through
+        llama.cpp's RPC."""
+        self._library.specgen_kernels_serve()
+
+    def counts(self) -> KernelCounts:
+        numbers = (ctypes.c_uint64 * 4)()
+        self._library.specgen_kernels_counts(numbers)
+        return KernelCounts(*numbers)
+
+
+_attached: Kernels | None = None
+_support_of: Callable[[Path], KernelSupport] | None = None
+
+
+def attach(path: Path) -> Kernels:
+    """Attach the library at `path` to GGML, once for the process, and switch its kernels on.
+
+    Raise `BackendError` with the reason if this fails: the file is not such a library, GGML has
+    another version (the hint installs the right one), the CPU lacks the instructions, or another
+    library is attached.
+    """
+    global _attached  # noqa: PLW0603 - GGML's own list, which it changes, is global too
+    if _attached is not None:
+        if _attached.path != path:
+            raise BackendError(f"other kernels are attached: {_attached.path}")
+        _attached.enable(products=True, attention=True)
+        return _attached
+    try:
+        library = ctypes.CDLL(os.fspath(path))
+        _declare(library)
+    except (OSError, AttributeError) as error:
+        raise BackendError(f"the library cannot be loaded: {error}") from error
+    load = ggml("ggml_backend_load", ctypes.c_void_p, ctypes.c_char_p)
+    forget_log()
+    loaded = load(os.fsencode(path))
+    problem = _text(library.specgen_kernels_problem())
+    if problem or not loaded:
+        fits = _text(library.specgen_kernels_built_for()) == ggml_version()
+        raise BackendError(
+            problem or f"GGML did not take the library: {last_error()}",
+            hint=None if fits else f"install the llama.cpp that they are for: {REBUILD}",
+        )
+    _attached = Kernels(path, library)
+    return _attached
+
+
+def attached() -> Kernels | None:
+    """Return the kernels of this process; None if none were attached."""
+    return _attached
+
+
+def computing() -> str:
+    """Return which kernels compute the matrix products on the CPU for models that are loaded now:
+    ``specgen`` and the instruction set, or ``llama.cpp``."""
+    if _attached is None or not _attached.computes_products:
+        return LLAMA_CPP
+    return f"specgen {_attached.instructions}"
+
+
+def ask_before_loading(support_of: Callable[[Path], KernelSupport] | None) -> None:
+    """From now on ask `support_of`, before a model file is loaded, which kernels can compute it. None: all
+    can."""
+    global _support_of  # noqa: PLW0603 - like the attached library, it holds for the process
+    _support_of = support_of
+
+
+def support_for(file: Path) -> KernelSupport:
+    """Return which of the kernels in use can compute a model file."""
+    if _attached is None or not _attached.computes_products or _support_of is None:
+        return KernelSupport()
+    return _support_of(file)
+
+
+@contextlib.contextmanager
+def loading_with(support: KernelSupport) -> Iterator[None]:
+    """Load a model within this context: kernels that cannot compute it are off. Attention, which is not
+    chosen by model, stays off."""
+    kernels = _attached
+    if kernels is None or not support.problem:
+        yield
+        return
+    kernels.lacks_attention |= not support.attention
+    kernels.enable(products=support.products, attention=kernels.computes_attention)
+    try:
+        yield
+    finally:
+        kernels.enable(products=True, attention=kernels.computes_attention)
+
+
+def lacks_attention() -> bool:
+    """Return whether the kernels of this process leave attention to llama.cpp because of a model."""
+    return _attached is not None and _attached.lacks_attention
+
+
+def ggml_version() -> str:
+    """Return the version of the GGML that llama.cpp is linked to; empty if it does not report one."""
+    try:
+        return _text(ggml("ggml_version", ctypes.c_char_p)())
+    except BackendError:
+        return ""
+
+
+def _declare(library: Any) -> None:
+    """Declare the types of the library's functions. Raise `AttributeError` if one is missing."""
+    for name in _TEXTS:
+        function = getattr(library, name)
+        function.restype, function.argtypes = ctypes.c_char_p, ()
+    library.specgen_kernels_counts.restype = None
+    library.specgen_kernels_counts.argtypes = (ctypes.POINTER(ctypes.c_uint64),)
+    library.specgen_kernels_enable.restype = None
+    library.specgen_kernels_enable.argtypes = (ctypes.c_int, ctypes.c_int)
+    library.specgen_kernels_serve.restype = None
+    library.specgen_kernels_serve.argtypes = ()
+
+
+def _text(value: bytes | None) -> str:
+    return (value or b"").decode("utf-8", "replace")
+
+
+__all__ = [
+    "LLAMA_CPP",
+    "WORKERS",
+    "KernelCounts",
+    "KernelSupport",
+    "Kernels",
+    "ask_before_loading",
+    "attach",
+    "attached",
+    "computing",
+    "ggml_version",
+    "lacks_attention",
+    "loading_with",
+    "support_for",
+]

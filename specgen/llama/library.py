@@ -1,0 +1,226 @@
+"""Load the native library, keep its log for error messages, describe its build, and report its end.
+
+The rest of the package imports llama_cpp from here. A library that cannot be loaded therefore raises
+the same `BackendError` wherever it is first needed.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import functools
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from specgen.errors import BackendError, MemoryLimitError, SpecgenError
+from specgen.system.llama_build import REBUILD, Build, Device
+
+# An assertion that fails in llama.cpp would call a debugger, which writes into the answer.
+os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+try:
+    import llama_cpp
+except (ImportError, OSError, RuntimeError) as error:
+    raise BackendError(
+        f"llama-cpp-python cannot be loaded: {error}",
+        hint=REBUILD,
+    ) from error
+
+LogSink = Callable[[str], None]
+
+_log_lines: collections.deque[str] = collections.deque(maxlen=200)
+_log_sinks: list[LogSink] = []
+
+
+def _on_log(_level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
+    """Keep llama.cpp's last log lines for error messages, and pass each to the current sink."""
+    line = text.decode("utf-8", "replace")
+    _log_lines.append(line)
+    for sink in _log_sinks[-1:]:
+        sink(line)
+
+
+# The module keeps the callback alive: llama.cpp would call freed memory otherwise.
+_log_callback = llama_cpp.llama_log_callback(_on_log)
+llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p(0))
+llama_cpp.llama_backend_init()
+
+
+@contextlib.contextmanager
+def logging_to(sink: LogSink) -> Iterator[None]:
+    """Pass llama.cpp's log to `sink`, piece by piece, inside this context. Outside, it is not shown."""
+    _log_sinks.append(sink)
+    try:
+        yield
+    finally:
+        _log_sinks.pop()
+
+
+def forget_log() -> None:
+    """Clear the log. Call it before a native call whose failure `last_error` is to explain."""
+    _log_lines.clear()
+
+
+def last_error() -> str:
+    """Return the error that llama.cpp logged since `forget_log`, as one line."""
+    lines = "".join(_log_lines).splitlines()
+    complaints = [line for line in lines if "error" in line.lower() or "failed" in line.lower()]
+    if complaints:  # the first one names the cause, those after it only pass it on
+        return complaints[0].strip()
+    return lines[-1].strip() if lines else "it does not say why"
+
+
+@functools.cache
+def ggml(name: str, result: Any, *arguments: Any) -> Any:
+    """Return a function of the GGML libraries, which llama-cpp-python loads but does not declare. Raise
+    `BackendError` if this build has none of that name.
+
+    Wheels have copies of these libraries under several names (libggml.so, libggml.so.0). The function
+    must come from the copy that llama.cpp is linked to: any other copy has its own list of devices.
+    """
+    for library in _ggml_libraries():
+        with contextlib.suppress(AttributeError):
+            function = library[name]
+            function.restype, function.argtypes = result, arguments
+            return function
+    raise BackendError(f"this build of llama.cpp has no function {name}", hint=REBUILD)
+
+
+def _ggml_libraries() -> Iterator[Any]:
+    """Yield llama.cpp's library, which also finds the symbols of the libraries that it is linked to.
+    Then yield the GGML libraries by name, for systems where it does not."""
+    from llama_cpp import _ctypes_extensions
+
+    yield llama_cpp.llama_cpp._lib  # noqa: SLF001
+    folder = Path(llama_cpp.__file__).parent / "lib"
+    for name in ("ggml", "ggml-base", "ggml-cpu"):
+        with contextlib.suppress(OSError, RuntimeError):
+            yield _ctypes_extensions.load_shared_library(name, folder)
+
+
+# --- the build and its devices --------------------------------------------------------------------
+
+_DEVICE_KINDS = {0: "cpu", 1: "gpu", 2: "integrated gpu", 3: "accelerator", 4: "meta"}
+
+
+def build() -> Build:
+    """Return the version and features of this build of llama.cpp, and the devices that it finds."""
+    return Build(
+        version=llama_cpp.__version__,
+        llama_version=llama_cpp.llama_version().decode("utf-8", "replace"),
+        system_info=llama_cpp.llama_print_system_info().decode("utf-8", "replace").strip(" |\n"),
+        gpu_offload=has_gpu(),
+        devices=_devices(),
+    )
+
+
+def has_gpu() -> bool:
+    """Return whether layers can be kept on a GPU of this machine."""
+    offloads = bool(llama_cpp.llama_supports_gpu_offload())
+    # With the RPC backend loaded, `llama_supports_gpu_offload` is true on any machine.
+    if offloads and llama_cpp.llama_supports_rpc():
+        return any("gpu" in device.kind for device in _devices())
+    return offloads
+
+
+def _devices() -> tuple[Device, ...]:
+    """Return GGML's devices; none if the functions of GGML cannot be found in this llama-cpp-python."""
+    with contextlib.suppress(BackendError, ImportError, OSError, RuntimeError):
+        return tuple(map(device_of, native_devices()))
+    return ()
+
+
+def native_devices() -> list[int]:
+    """Return GGML's devices as native pointers."""
+    get = ggml("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
+    return [get(index) for index in range(ggml("ggml_backend_dev_count", ctypes.c_size_t)())]
+
+
+def device_of(handle: int) -> Device:
+    """Return what GGML says of a device."""
+    name, description = (
+        ggml(f"ggml_backend_dev_{what}", ctypes.c_char_p, ctypes.c_void_p)(handle) or b""
+        for what in ("name", "description")
+    )
+    kind = ggml("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)(handle)
+    size_p = ctypes.POINTER(ctypes.c_size_t)
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    memory = ggml("ggml_backend_dev_memory", None, ctypes.c_void_p, size_p, size_p)
+    memory(handle, ctypes.byref(free), ctypes.byref(total))
+    return Device(
+        name=name.decode("utf-8", "replace"),
+        kind=_DEVICE_KINDS.get(kind, "other"),
+        description=description.decode("utf-8", "replace"),
+        memory_bytes=total.value,
+        free_bytes=free.value,
+    )
+
+
+# --- if native code ends the process --------------------------------------------------------------
+
+#: The callbacks, kept for as long as they may be called. The first one is `before_end`.
+_kept: list[Any] = []
+_ending = threading.Lock()
+_IN_SOURCE = re.compile(r"(?P<path>\S+?):(?P<line>\d+): (?P<what>.*)", re.DOTALL)
+_ASSERTED = "a damaged model file does this; fetch or convert it again, or report what led to it"
+#: Parts of the assertions with which GGML checks that memory was allocated.
+_NO_MEMORY = ("mem_buffer != NULL",)
+_SMALLER = "close other programs, or take a smaller model or --ctx-size"
+_SHORTER = "put the whole file back, or fetch the model again"
+
+
+def end_with_a_line(before_end: Callable[[], None] = lambda: None) -> None:
+    """From now on, if native code ends the process, print the reason in one line (and a hint) on standard
+    error and exit with the code of a `BackendError` or `MemoryLimitError`. `before_end` is called
+    first, to write pending output. Only the first call has an effect."""
+    if _kept:
+        return
+    _kept.append(before_end)
+    with contextlib.suppress(BackendError):  # an older GGML
+        callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_on_abort)
+        set_callback = ggml("ggml_set_abort_callback", ctypes.c_void_p, ctypes.c_void_p)
+        set_callback(ctypes.cast(callback, ctypes.c_void_p))
+        _kept.append(callback)
+    if hasattr(signal, "SIGBUS"):
+        # Set through the C library. Python would run its own handler only after the failed instruction,
+        # which would be repeated for ever.
+        handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(_on_bus_error)
+        ctypes.CDLL(None).signal(signal.SIGBUS, handler)
+        _kept.append(handler)
+
+
+def asserted(message: str) -> str:
+    """Return the error message for a failed assertion, from GGML's own `message`."""
+    found = _IN_SOURCE.fullmatch(message.strip())
+    if found is None:
+        return f"llama.cpp ended the process: {' '.join(message.split())}"
+    place = f"{os.path.basename(found['path'])}:{found['line']}"  # noqa: PTH119 - of another machine
+    return f"llama.cpp ended the process: {' '.join(found['what'].split())} ({place})"
+
+
+def _on_abort(message: bytes | None) -> None:
+    reason = (message or b"it gives no reason").decode("utf-8", "replace")
+    if any(sign in reason for sign in _NO_MEMORY):
+        _end(f"there is not enough memory; {asserted(reason)}", _SMALLER, MemoryLimitError)
+    _end(asserted(reason), _ASSERTED)
+
+
+def _on_bus_error(_number: int) -> None:
+    _end("a file became shorter while it was read: a model, most likely", _SHORTER)
+
+
+def _end(message: str, hint: str, kind: type[SpecgenError] = BackendError) -> NoReturn:
+    _ending.acquire()  # never released: if several threads fail at once, only the first one reports
+    with contextlib.suppress(Exception):
+        _kept[0]()
+    with contextlib.suppress(OSError):
+        os.write(2, f"error: {message}\nhint: {hint}\n".encode())
+    os._exit(kind.exit_code)
+
+
+__all__ = ["LogSink", "forget_log", "ggml", "last_error", "llama_cpp", "logging_to"]

@@ -1,0 +1,317 @@
+"""A loaded GGUF model, and errors for files that are not usable models."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from specgen.errors import BackendError, ModelFileError, UsageError
+from specgen.llama.file_check import check_file
+from specgen.llama.gguf_metadata import GgufMetadata, parts_of
+from specgen.llama.kernels import LLAMA_CPP, WORKERS, lacks_attention
+from specgen.llama.library import llama_cpp
+from specgen.llama.vocabulary import LlamaVocabulary
+from specgen.llama.weights import lease_weights
+from specgen.options import CacheType, Workers
+
+#: GGML's number of each KV cache type, and its bytes per value.
+CACHE_TYPES: dict[CacheType, tuple[int, float]] = {
+    "f32": (0, 4.0),
+    "f16": (1, 2.0),
+    "q4_0": (2, 18 / 32),
+    "q4_1": (3, 20 / 32),
+    "q5_0": (6, 22 / 32),
+    "q5_1": (7, 24 / 32),
+    "q8_0": (8, 34 / 32),
+    "iq4_nl": (20, 18 / 32),
+    "bf16": (30, 2.0),
+}
+#: Architectures with which llama.cpp computes a batch of several sequences wrong: it stores the state of one sequence
+#: in another one's cells (``plamo2``, which also ends the process then), or takes it from another one's row.
+_ONE_SEQUENCE = frozenset({"arwkv7", "plamo2", "rwkv6qwen2"})
+#: llama.cpp's LLAMA_POOLING_TYPE_UNSPECIFIED, as metadata give it.
+_UNSPECIFIED = ("-1", "4294967295")
+
+
+class LlamaModel:
+    """A GGUF model: its weights, vocabulary and metadata. Contexts are made from it. All open models of
+    the same file share one copy of the weights in memory.
+
+    `weights` is a copy of the file that is loaded in its place. `workers` are other machines that hold
+    its layers. With `vocabulary_only` its tensors stay on disk: no context can be made, and the sizes
+    are not known. Raises `ModelFileError` if the file cannot be used to generate text,
+    `MemoryLimitError` if it does not fit into memory, `WorkerLostError` if a worker does not answer.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        weights: Path | None = None,
+        n_gpu_layers: int = -1,
+        vocabulary_only: bool = False,
+        workers: Workers | None = None,
+    ) -> None:
+        file = path if weights is None else weights
+        check_file(file)
+        self.path = path
+        self._file = file
+        #: Whether it is closed: contexts of it decode nothing more.
+        self.is_closed = False
+        self._weights = lease_weights(
+            file, n_gpu_layers, vocabulary_only=vocabulary_only, workers=workers
+        )
+        #: The kernels that compute on the CPU, as `computing` names them; `WORKERS` if workers compute.
+        self.kernels = self._weights.kernels if workers is None else WORKERS
+        try:
+            self._check_usable()
+        except ModelFileError:
+            self.close()
+            raise
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def has_equal_rows(self) -> bool:
+        """Whether a row has the same bits in any batch, and after a prompt that was read in any pieces:
+        specgen's kernels compute on the CPU, and the model is no `row_exception`."""
+        return self.has_kernels and not self.row_exception
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether specgen's kernels compute on this machine's CPU."""
+        return self.kernels not in (LLAMA_CPP, WORKERS) and not lacks_attention()
+
+    @property
+    def kernel_problem(self) -> str:
+        """Why specgen's kernels do not compute this model although they compute others; empty if they do."""
+        return self._weights.kernel_problem
+
+    @cached_property
+    def row_exception(self) -> str:
+        """Why rows of this model depend on their batch, whatever computes; empty if they need not."""
+        return row_exception(self._file, self.metadata("general.architecture") or "")
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether other machines hold its layers."""
+        return self._weights.remote is not None
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """Makes native calls that may wait for workers: `call(function, *arguments)`. It raises
+        `WorkerLostError` if a worker is lost."""
+        return self._weights.call
+
+    @property
+    def handle(self) -> Any:
+        """The native model; raises `BackendError` if the model is closed."""
+        self.check_open()
+        return self._weights.handle
+
+    @property
+    def vocabulary(self) -> LlamaVocabulary:
+        """The model's tokens; raises `BackendError` if the model is closed."""
+        self.check_open()
+        return self._weights.vocabulary
+
+    def check_open(self) -> None:
+        """Raise `BackendError` if the model is closed."""
+        if self.is_closed:
+            raise BackendError(f"{self.name} is closed")
+
+    @property
+    def n_ctx_train(self) -> int:
+        """The context that the model was trained with, in tokens."""
+        return int(llama_cpp.llama_model_n_ctx_train(self.handle))
+
+    @property
+    def n_embd(self) -> int:
+        """Length of a hidden state."""
+        return int(llama_cpp.llama_model_n_embd(self.handle))
+
+    @property
+    def n_layer(self) -> int:
+        """The number of blocks (layers)."""
+        return int(llama_cpp.llama_model_n_layer(self.handle))
+
+    @property
+    def has_recurrent_state(self) -> bool:
+        """Whether it has a state that every token changes, as recurrent models have, and hybrid models
+        beside a cache of cells."""
+        return bool(
+            llama_cpp.llama_model_is_recurrent(self.handle)
+            or llama_cpp.llama_model_is_hybrid(self.handle)
+        )
+
+    @property
+    def why_one_sequence(self) -> str | None:
+        """Why several sequences cannot be decoded at once; None if they can."""
+        architecture = self.metadata("general.architecture")
+        if architecture not in _ONE_SEQUENCE:
+            return None
+        return f"{self.name}: llama.cpp computes several sequences of this architecture ({architecture}) wrong"
+
+    def check_parallel(self, n_answers: int) -> None:
+        """Raise `UsageError` if the model cannot make so many answers at once."""
+        if n_answers > 1 and (why := self.why_one_sequence):
+            raise UsageError(why, hint="make one answer at a time: --parallel 1")
+
+    @property
+    def n_window(self) -> int:
+        """The number of tokens that layers with a sliding window see; 0 if there are no such layers."""
+        return int(llama_cpp.llama_model_n_swa(self.handle))
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all tensors together."""
+        return int(llama_cpp.llama_model_size(self.handle))
+
+    def metadata(self, key: str) -> str | None:
+        """Return a value of the file's metadata as text; None if the key is missing."""
+        capacity = 256
+        while True:
+            buffer = ctypes.create_string_buffer(capacity)
+            n: int = llama_cpp.llama_model_meta_val_str(self.handle, key.encode(), buffer, capacity)
+            if n < 0:
+                return None
+            if n < capacity:
+                return buffer.value.decode("utf-8", "replace")
+            capacity = n + 1
+
+    def chat_template(self, name: str | None = None) -> str | None:
+        """Return the model's chat template (Jinja), or the one with this name: some files have a separate
+        one for tools. None if there is none."""
+        key = name.encode() if name is not None else None
+        template = llama_cpp.llama_model_chat_template(self.handle, key)
+        return template.decode("utf-8", "replace") if template else None
+
+    def cache_bytes(self, n_ctx: int, type_k: CacheType, type_v: CacheType) -> int:
+        """Estimate the size of the KV cache for a context of n_ctx tokens.
+
+        The estimate assumes that each layer is like the first, the only one that llama.cpp describes.
+        It is too small for hybrid models that begin with a recurrent layer. A sliding window saves
+        nothing, because the cache keeps all tokens (`swa_full` in `context_opening`).
+        """
+        n_head = int(llama_cpp.llama_model_n_head(self.handle)) or 1
+        n_head_kv = int(llama_cpp.llama_model_n_head_kv(self.handle))
+        n_layer = self.n_layer
+        head_size = int(llama_cpp.llama_model_n_embd(self.handle)) // n_head
+        size_k = self._number("attention.key_length") or head_size
+        size_v = self._number("attention.value_length") or head_size
+        a_token = size_k * CACHE_TYPES[type_k][1] + size_v * CACHE_TYPES[type_v][1]
+        return int(n_ctx * n_layer * n_head_kv * a_token)
+
+    def state_bytes(self) -> int:
+        """Estimate the size of one recurrent state; 0 for models without one.
+
+        The estimate assumes that each layer has a part of the state, except for full-attention layers
+        if the metadata gives their interval.
+        """
+        if not self.has_recurrent_state:
+            return 0
+        n_embd = int(llama_cpp.llama_model_n_embd(self.handle))
+        n_layer = self.n_layer
+        if interval := self._number("full_attention_interval"):
+            n_layer -= n_layer // interval
+        inner, state = self._number("ssm.inner_size"), self._number("ssm.state_size")
+        convolved = inner + 2 * self._number("ssm.group_count") * state
+        a_layer = inner * state + max(0, self._number("ssm.conv_kernel") - 1) * convolved
+        a_layer += max(0, self._number("shortconv.l_cache") - 1) * n_embd
+        a_layer += self._number("wkv.head_size") * n_embd
+        return 4 * n_layer * a_layer
+
+    def _number(self, key: str) -> int:
+        """Return a number of the architecture's metadata; 0 if it is missing."""
+        value = self.metadata(f"{self.metadata('general.architecture')}.{key}") or ""
+        return int(value) if value.isdecimal() else 0
+
+    def close(self) -> None:
+        """Close the model: contexts that were made from it can decode nothing more. The weights are
+        freed with the last model or context of this process that uses them. May be called twice."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._weights.release()
+
+    def hold(self) -> None:
+        """Keep the weights until `let_go`, for a context that was made from the model."""
+        self._weights.share()
+
+    def let_go(self) -> None:
+        """Release the weights for a context that was freed."""
+        self._weights.release()
+
+    def _check_usable(self) -> None:
+        """Raise `ModelFileError` if the model does not generate text."""
+        architecture = self.metadata("general.architecture") or "unknown"
+        pooling = self.metadata(f"{architecture}.pooling_type") or "0"
+        is_pooled = pooling not in ("0", *_UNSPECIFIED)
+        causal = self.metadata(f"{architecture}.attention.causal") or "true"
+        if llama_cpp.llama_model_has_encoder(self.handle):
+            what = "an encoder-decoder or encoder-only model"
+        elif llama_cpp.llama_model_is_diffusion(self.handle):
+            what = "a diffusion model"
+        elif not llama_cpp.llama_model_has_decoder(self.handle):
+            what = "a model without a decoder"
+        elif is_pooled or causal == "false":
+            what = "an embedding model"
+        elif self.vocabulary.kind == 0:
+            raise ModelFileError(f"{self.path}: the model has no vocabulary")
+        else:
+            return
+        raise ModelFileError(
+            f"{self.path}: {what} ({architecture}); specgen generates text, token by token",
+            hint="use a model that generates text",
+        )
+
+
+# --- rows that depend on their batch --------------------------------------------------------------
+
+#: By architecture.
+_ARCHITECTURES = {
+    "minimax-01": "llama.cpp computes its lightning attention in blocks as long as the batch "
+    "(SCALE of q_decay_exp)",
+    "chameleon": "llama.cpp excludes the tokens of images only in the first row of a batch "
+    "(SET of result_output)",
+}
+#: Types without a packed form that llama.cpp multiplies otherwise from 8 rows on, by GGML's number.
+_TILED_TYPES = {
+    16: "iq2_xxs",
+    17: "iq2_xs",
+    18: "iq3_xxs",
+    19: "iq1_s",
+    21: "iq3_s",
+    22: "iq2_s",
+    29: "iq1_m",
+}
+
+
+def row_exception(path: Path, architecture: str) -> str:
+    """Return why rows of a model depend on their batch, with the operator; empty if they do not."""
+    if architecture in _ARCHITECTURES:
+        return _ARCHITECTURES[architecture]
+    tiled = sorted(_TILED_TYPES[kind] for kind in _multiplied_types(path) & set(_TILED_TYPES))
+    if not tiled:
+        return ""
+    return (
+        f"llama.cpp adds up products of {' and '.join(tiled)} weights in another order for 8 and more "
+        "rows (MUL_MAT)"
+    )
+
+
+def _multiplied_types(path: Path) -> set[int]:
+    """Return the types of the matrices of a model's products; none if a file cannot be read. (Rows of the
+    embeddings are only copied.)"""
+    with ExitStack() as resources:
+        try:
+            parts = [GgufMetadata(resources, part) for part in parts_of(path)]
+        except BackendError:
+            return set()
+        tensors = [tensor for part in parts for tensor in part.tensors()]
+        return {tensor.type for tensor in tensors if "token_embd" not in tensor.name}

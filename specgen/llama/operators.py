@@ -1,0 +1,434 @@
+"""Single operators of GGML on the CPU: matrix products, products with the matrices of experts, and
+attention.
+
+They serve to compare implementations of an operator. The name of a buffer type for the weights selects
+the implementation: ``CPU`` is GGML's plain memory and plain code, ``CPU_REPACK`` a special layout of
+GGML, and `SPECGEN_BUFFER` the layout of specgen's kernels, if they are attached. Attention needs no
+buffer type: the kernels compute it if they are attached and enabled, else GGML does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specgen.errors import BackendError
+from specgen.llama.ggml_graph import (
+    CPU_BUFFER,
+    allocate,
+    buffer_types,
+    compute,
+    cpu_device,
+    find_buffer_type,
+    new_tensor,
+    no_data,
+    write_tensor,
+)
+from specgen.llama.library import ggml
+
+FloatArray: TypeAlias = NDArray[np.float32]
+HalfArray: TypeAlias = NDArray[np.float16]
+ByteArray: TypeAlias = NDArray[np.uint8]
+IndexArray: TypeAlias = NDArray[np.int32]
+
+#: The types of weights: GGUF's names and GGML's numbers. (GGML cannot be asked for them: for a number
+#: that it does not have it reads past the end of a table.)
+TYPE_NUMBERS = {
+    "f32": 0,
+    "f16": 1,
+    "bf16": 30,
+    "q4_0": 2,
+    "q4_1": 3,
+    "q5_0": 6,
+    "q5_1": 7,
+    "q8_0": 8,
+    "q2_k": 10,
+    "q3_k": 11,
+    "q4_k": 12,
+    "q5_k": 13,
+    "q6_k": 14,
+    "iq2_xxs": 16,
+    "iq2_xs": 17,
+    "iq3_xxs": 18,
+    "iq1_s": 19,
+    "iq4_nl": 20,
+    "iq3_s": 21,
+    "iq2_s": 22,
+    "iq4_xs": 23,
+    "iq1_m": 29,
+    "tq1_0": 34,
+    "tq2_0": 35,
+    "mxfp4": 39,
+}
+
+#: The buffer type of specgen's kernels.
+SPECGEN_BUFFER = "specgen"
+
+_F32, _F16, _I32 = TYPE_NUMBERS["f32"], TYPE_NUMBERS["f16"], 26
+_USAGE_WEIGHTS = 1
+_MAX_DIMENSIONS = 4
+#: The offset of the buffer in `ggml_tensor`: it follows the type, and is aligned like a pointer.
+_BUFFER_OFFSET = 8
+
+
+# --- weights --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A matrix, or one for each expert, in one of GGML's types."""
+
+    #: One of `TYPE_NUMBERS`.
+    type_name: str
+    #: (n_rows, n_columns) or (n_experts, n_rows, n_columns); the columns are contiguous in memory.
+    shape: tuple[int, ...]
+    #: The bytes as in a GGUF file: one row after the other.
+    data: ByteArray
+
+    def __post_init__(self) -> None:
+        if len(self.shape) not in (2, 3) or min(self.shape) < 1:
+            raise ValueError(f"{self.shape} is no shape of a matrix, or of several")
+        expected = math.prod(self.shape[:-1]) * row_bytes(self.type_name, self.shape[-1])
+        if self.data.size != expected:
+            raise ValueError(f"{self.data.size} bytes of weights, {expected} expected")
+
+
+def type_number(type_name: str) -> int:
+    """Return GGML's number of a type. Raise `ValueError` for a type that is not in `TYPE_NUMBERS`."""
+    try:
+        return TYPE_NUMBERS[type_name]
+    except KeyError:
+        raise ValueError(f"{type_name}: not one of {', '.join(TYPE_NUMBERS)}") from None
+
+
+def row_bytes(type_name: str, n_columns: int) -> int:
+    """Return the size of a row in bytes. Raise `ValueError` if its length is not a multiple of the type's
+    block."""
+    number = type_number(type_name)
+    block = int(ggml("ggml_blck_size", ctypes.c_int64, ctypes.c_int)(number))
+    if n_columns % block:
+        raise ValueError(f"{type_name}: rows of {n_columns} are no multiple of {block}")
+    return int(
+        ggml("ggml_row_size", ctypes.c_size_t, ctypes.c_int, ctypes.c_int64)(number, n_columns)
+    )
+
+
+def quantize(values: FloatArray, type_name: str) -> Weights:
+    """Quantise float32[(n_experts,) n_rows, n_columns] to a type; float types only round.
+
+    Types that need an importance matrix treat all columns as equally important. Raise `ValueError` for
+    a type or a shape that is not possible.
+    """
+    values = np.ascontiguousarray(values, np.float32)
+    size = math.prod(values.shape[:-1]) * row_bytes(type_name, values.shape[-1])
+    data = np.zeros(size, np.uint8)
+    convert = ggml(
+        "ggml_quantize_chunk",
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        *3 * (ctypes.c_int64,),
+        ctypes.c_void_p,
+    )
+    importance = np.ones(values.shape[-1], np.float32)
+    number = type_number(type_name)
+    needs_it = ggml("ggml_quantize_requires_imatrix", ctypes.c_bool, ctypes.c_int)(number)
+    n_written = convert(
+        number,
+        values.ctypes.data,
+        data.ctypes.data,
+        0,
+        math.prod(values.shape[:-1]),
+        values.shape[-1],
+        importance.ctypes.data if needs_it else None,
+    )
+    if n_written != size:
+        raise ValueError(f"{type_name}: GGML cannot quantise to this type")
+    return Weights(type_name, values.shape, data)
+
+
+class _TypeTraits(ctypes.Structure):
+    _fields_ = (
+        ("type_name", ctypes.c_char_p),
+        ("blck_size", ctypes.c_int64),
+        ("blck_size_interleave", ctypes.c_int64),
+        ("type_size", ctypes.c_size_t),
+        ("is_quantized", ctypes.c_bool),
+        ("to_float", ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)),
+        ("from_float_ref", ctypes.c_void_p),
+    )
+
+
+def dequantize(weights: Weights) -> FloatArray:
+    """Return the values of weights as float32 in their shape."""
+    number = type_number(weights.type_name)
+    if number == _F32:
+        return weights.data.view(np.float32).reshape(weights.shape).copy()
+    traits = ggml("ggml_get_type_traits", ctypes.POINTER(_TypeTraits), ctypes.c_int)(number)
+    values = np.empty(weights.shape, np.float32)
+    data = np.ascontiguousarray(weights.data)
+    traits.contents.to_float(data.ctypes.data, values.ctypes.data, values.size)
+    return values
+
+
+# --- operators ------------------------------------------------------------------------------
+
+
+class Matrix:
+    """Weights in a buffer of a given type, ready for products.
+
+    `n_experts_used` is the number of experts that a token uses; it only matters for the matrices of
+    experts. Raises `BackendError` if there is no such buffer type, or it does not accept these weights.
+    """
+
+    def __init__(
+        self, weights: Weights, buffer_type: str = CPU_BUFFER, *, n_experts_used: int = 1
+    ) -> None:
+        self.weights = weights
+        self.buffer_type = buffer_type
+        place = find_buffer_type(buffer_type)
+        with no_data() as probed:
+            if not _takes(weights.type_name, weights.shape, place, probed, n_experts_used):
+                raise BackendError(
+                    f"{buffer_type} does not take {weights.type_name} weights of {weights.shape}"
+                )
+        self._resources = ExitStack()
+        with ExitStack() as on_error:
+            context = on_error.enter_context(no_data())
+            number = type_number(weights.type_name)
+            self.tensor = new_tensor(context, number, weights.shape)
+            buffer = allocate(on_error, context, place)
+            set_usage = ggml("ggml_backend_buffer_set_usage", None, ctypes.c_void_p, ctypes.c_int)
+            set_usage(buffer, _USAGE_WEIGHTS)
+            write_tensor(self.tensor, weights.data)
+            self._resources = on_error.pop_all()
+
+    def close(self) -> None:
+        """Free the buffer."""
+        self._resources.close()
+        self.tensor = None
+
+    def __enter__(self) -> Matrix:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def multiply(matrix: Matrix, activations: FloatArray, *, n_threads: int = 1) -> FloatArray:
+    """MUL_MAT: multiply each row of float32[n_tokens, n_columns] with the matrix: float32[n_tokens, n_rows].
+
+    With leading dimensions, float32[a, b, n_tokens, n_columns], the same matrix is used for all. Of a stack
+    of matrices, each is used for b / n_matrices tables of tokens. Raise `ValueError` if the shapes do not
+    fit, `BackendError` if GGML cannot compute the product.
+    """
+    activations = np.ascontiguousarray(activations, np.float32)
+    *stack, n_rows, n_columns = matrix.weights.shape
+    if stack and (activations.ndim < 3 or activations.shape[-3] % stack[0]):
+        raise ValueError(f"{stack[0]} matrices for {activations.shape}; see multiply_experts")
+    if not 2 <= activations.ndim <= _MAX_DIMENSIONS or activations.shape[-1] != n_columns:
+        raise ValueError(f"{activations.shape} times a matrix of {matrix.weights.shape}")
+    product = ggml("ggml_mul_mat", ctypes.c_void_p, *3 * (ctypes.c_void_p,))
+
+    def build(context: Any) -> tuple[Any, list[tuple[Any, NDArray[Any]]]]:
+        vectors = new_tensor(context, _F32, activations.shape)
+        return product(context, matrix.tensor, vectors), [(vectors, activations)]
+
+    return compute(build, (*activations.shape[:-1], n_rows), n_threads)
+
+
+def multiply_experts(
+    matrix: Matrix, activations: FloatArray, experts: IndexArray, *, n_threads: int = 1
+) -> FloatArray:
+    """MUL_MAT_ID: multiply each token with the matrices of its experts: float32[n_tokens, n_used, n_rows].
+
+    `experts`, int32[n_tokens, n_used], are the numbers of the experts. The activations are
+    float32[n_tokens, n_used, n_columns], or float32[n_tokens, 1, n_columns] if all experts of a token
+    get the same. Raise `ValueError` if the shapes do not fit.
+    """
+    activations = np.ascontiguousarray(activations, np.float32)
+    experts = np.ascontiguousarray(experts, np.int32)
+    if len(matrix.weights.shape) != 3:
+        raise ValueError(f"a matrix of {matrix.weights.shape} has no experts")
+    n_experts, n_rows, n_columns = matrix.weights.shape
+    n_tokens, n_used = experts.shape
+    if activations.shape not in ((n_tokens, n_used, n_columns), (n_tokens, 1, n_columns)):
+        raise ValueError(f"activations of {activations.shape} for experts of {experts.shape}")
+    if experts.size and not 0 <= experts.min() <= experts.max() < n_experts:
+        raise ValueError(f"there are {n_experts} experts, of which {experts.max()} is none")
+    product = ggml("ggml_mul_mat_id", ctypes.c_void_p, *4 * (ctypes.c_void_p,))
+
+    def build(context: Any) -> tuple[Any, list[tuple[Any, NDArray[Any]]]]:
+        vectors = new_tensor(context, _F32, activations.shape)
+        numbers = new_tensor(context, _I32, experts.shape)
+        result = product(context, matrix.tensor, vectors, numbers)
+        return result, [(vectors, activations), (numbers, experts)]
+
+    return compute(build, (n_tokens, n_used, n_rows), n_threads)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """The parameters of an attention beside queries, keys, values and a mask."""
+
+    #: The factor of the scores; None means 1 / sqrt(key_size).
+    scale: float | None = None
+    #: ALiBi's largest bias; 0 for none. Needs a mask.
+    max_bias: float = 0.0
+    #: The limit of a soft cap on the scores; 0 for none.
+    softcap: float = 0.0
+    #: float32[n_heads]: for each head an extra score in the softmax, without a value.
+    sinks: FloatArray | None = None
+
+
+_PLAIN_ATTENTION = AttentionOptions()
+
+
+def attend(
+    queries: FloatArray,
+    keys: FloatArray,
+    values: FloatArray,
+    mask: HalfArray | None,
+    *,
+    options: AttentionOptions = _PLAIN_ATTENTION,
+    key_type: str = "f16",
+    value_type: str = "f16",
+    n_threads: int = 1,
+) -> FloatArray:
+    """FLASH_ATTN_EXT: return float32[n_streams, n_rows, n_heads, value_size].
+
+    Queries are float32[n_streams, n_rows, n_heads, key_size]. Keys and values are
+    float32[n_streams, n_cells, n_kv_heads, key_size or value_size]; this function converts them to
+    `key_type` and `value_type`. The memory layout is that of llama.cpp's cache. The mask,
+    float16[n_streams or 1, n_mask_heads, n_rows, n_cells], is added to the scores; None hides nothing.
+    Raise `ValueError` if the shapes do not fit.
+    """
+    queries = np.ascontiguousarray(queries, np.float32)
+    if mask is not None:
+        mask = np.ascontiguousarray(mask, np.float16)
+    _check_attention(queries, keys, values, mask, options)
+    cache_types = [type_number(key_type), type_number(value_type)]
+    cells = [
+        quantize(part.reshape(-1, part.shape[-1]), type_name).data
+        for part, type_name in ((keys, key_type), (values, value_type))
+    ]
+    scale = options.scale if options.scale is not None else queries.shape[-1] ** -0.5
+    attention = ggml(
+        "ggml_flash_attn_ext", ctypes.c_void_p, *5 * (ctypes.c_void_p,), *3 * (ctypes.c_float,)
+    )
+    permute = ggml("ggml_permute", ctypes.c_void_p, *2 * (ctypes.c_void_p,), *4 * (ctypes.c_int,))
+    add_sinks = ggml("ggml_flash_attn_ext_add_sinks", None, ctypes.c_void_p, ctypes.c_void_p)
+
+    def build(context: Any) -> tuple[Any, list[tuple[Any, NDArray[Any]]]]:
+        inputs: list[tuple[Any, NDArray[Any]]] = [
+            (new_tensor(context, _F32, queries.shape), queries),
+            (new_tensor(context, cache_types[0], keys.shape), cells[0]),
+            (new_tensor(context, cache_types[1], values.shape), cells[1]),
+        ]
+        # The operator wants the rows of each head together; a permuted view does that without a copy.
+        by_head = [permute(context, tensor, 0, 2, 1, 3) for tensor, _ in inputs]
+        masking = None
+        if mask is not None:
+            masking = new_tensor(context, _F16, mask.shape)
+            inputs.append((masking, mask))
+        result = attention(context, *by_head, masking, scale, options.max_bias, options.softcap)
+        if options.sinks is not None:
+            sinks = new_tensor(context, _F32, options.sinks.shape)
+            add_sinks(result, sinks)
+            inputs.append((sinks, np.ascontiguousarray(options.sinks, np.float32)))
+        return result, inputs
+
+    return compute(build, (*queries.shape[:-1], values.shape[-1]), n_threads)
+
+
+def _check_attention(
+    queries: FloatArray,
+    keys: FloatArray,
+    values: FloatArray,
+    mask: HalfArray | None,
+    options: AttentionOptions,
+) -> None:
+    """Raise `ValueError` for shapes for which GGML would abort."""
+    if not queries.ndim == keys.ndim == values.ndim == 4:
+        raise ValueError("queries, keys and values have four dimensions each")
+    n_streams, n_rows, n_heads, key_size = queries.shape
+    if keys.shape[:-1] != values.shape[:-1]:
+        raise ValueError(f"keys of {keys.shape}, values of {values.shape}")
+    n_cells, n_kv_heads = keys.shape[1:3]
+    if keys.shape[0] != n_streams or keys.shape[-1] != key_size or n_heads % n_kv_heads:
+        raise ValueError(f"queries of {queries.shape}, keys of {keys.shape}")
+    if mask is not None:
+        fits = mask.ndim == 4 and mask.shape[2:] == (n_rows, n_cells)
+        if not fits or n_streams % mask.shape[0] or n_heads % mask.shape[1]:
+            raise ValueError(f"a mask of {mask.shape}, queries of {queries.shape}")
+    elif options.max_bias > 0:
+        raise ValueError("a bias needs a mask")
+    if options.sinks is not None and options.sinks.shape != (n_heads,):
+        raise ValueError(f"{n_heads} heads, sinks of {options.sinks.shape}")
+
+
+def takes(type_name: str, shape: tuple[int, ...], buffer_type: str) -> bool:
+    """Return whether a buffer type accepts weights of this type and shape. Raise `BackendError` if there
+    is no buffer type of that name."""
+    with no_data() as context:
+        return _takes(type_name, shape, find_buffer_type(buffer_type), context, 1)
+
+
+def _takes(
+    type_name: str, shape: tuple[int, ...], place: Any, context: Any, n_experts_used: int
+) -> bool:
+    """Ask GGML in the way of llama.cpp: with an empty buffer and an operator without data."""
+    row_bytes(type_name, shape[-1])
+    tensor = new_tensor(context, type_number(type_name), shape)
+    n_tokens = 512
+    if len(shape) == 2:
+        vectors = new_tensor(context, _F32, (n_tokens, shape[-1]))
+        product = ggml("ggml_mul_mat", ctypes.c_void_p, *3 * (ctypes.c_void_p,))
+        operator = product(context, tensor, vectors)
+    else:
+        vectors = new_tensor(context, _F32, (n_tokens, n_experts_used, shape[-1]))
+        numbers = new_tensor(context, _I32, (n_tokens, n_experts_used))
+        product = ggml("ggml_mul_mat_id", ctypes.c_void_p, *4 * (ctypes.c_void_p,))
+        operator = product(context, tensor, vectors, numbers)
+    make = ggml("ggml_backend_buft_alloc_buffer", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    buffer = make(place, 0)
+    if not buffer:
+        raise BackendError("GGML could not make a buffer")
+    try:
+        ctypes.c_void_p.from_address(tensor + _BUFFER_OFFSET).value = buffer
+        supports = ggml("ggml_backend_dev_supports_op", ctypes.c_bool, *2 * (ctypes.c_void_p,))
+        return bool(supports(cpu_device(), operator))
+    finally:
+        ggml("ggml_backend_buffer_free", None, ctypes.c_void_p)(buffer)
+
+
+__all__ = [
+    "CPU_BUFFER",
+    "SPECGEN_BUFFER",
+    "TYPE_NUMBERS",
+    "AttentionOptions",
+    "Matrix",
+    "Weights",
+    "attend",
+    "buffer_types",
+    "dequantize",
+    "multiply",
+    "multiply_experts",
+    "quantize",
+    "row_bytes",
+    "takes",
+    "type_number",
+]

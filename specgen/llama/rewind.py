@@ -1,0 +1,251 @@
+"""Drop the end of a sequence of a recurrent or hybrid model, whose cache cannot drop single tokens.
+
+An attention cache has one cell for each token, and single cells can be dropped. A recurrent model has
+one state for each sequence, and every token changes it. A rollback must go back to an earlier state.
+There are three ways; the first one that is possible is used:
+
+- llama.cpp's *snapshots*, for some architectures: a decode of n rows of a sequence keeps the states
+  after each of the last few rows. They reach back to the state after the first row of the last decode,
+  not to the state before it. The next decode replaces them.
+- A *copy* of the state (`StateCopies`), made at a checkpoint. The tokens between the checkpoint and the
+  new end of the sequence are decoded again.
+- The whole sequence is decoded again from its beginning.
+
+A removal does none of this yet: it only changes the remembered text of the sequence. Before the
+sequence's next decode, the cache is made to agree with the text. Several removals therefore cost no more
+than one, and tokens that must be decoded again come before the new rows in the same batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from specgen.decoding.backend import Batch
+from specgen.errors import BackendError
+from specgen.llama.cache import Cache, StateCopies
+from specgen.system.arrays import Logits
+
+#: The most tokens that are decoded again, in each round, before the new rows. If there are more, they
+#: are decoded once in a separate decode, and the state after them is copied. Another row in a batch costs
+#: from a twentieth of a decode (on a GPU) to half of one (a small model on a CPU); a separate decode
+#: costs a whole one. The best limit is 6 for the GPU and 0 for the small model; 3 is within a tenth of
+#: the best for both.
+_MAX_REPEATED = 3
+
+
+@dataclass(slots=True)
+class _Text:
+    """A sequence: its tokens, and how many of them the cache holds."""
+
+    tokens: list[int] = field(default_factory=list)
+    #: The number of tokens that the cache holds, and how many of them, from the first, are still those
+    #: of the text.
+    n_cached: int = 0
+    n_agreed: int = 0
+    #: The earliest position that snapshots go back to; `n_cached` if there are none.
+    snapshots_from: int = 0
+    #: The position of the state's copy; None if there is no copy.
+    copied_at: int | None = None
+    #: Whether a checkpoint was set and nothing has been decoded since.
+    checkpoint_due: bool = False
+
+    @property
+    def n_missing(self) -> int:
+        """The number of tokens of the text that the cache does not hold. Valid after `_agree`, when the
+        cache holds no other tokens."""
+        return len(self.tokens) - self.n_cached
+
+
+class Rewinder:
+    """Decodes for a context with recurrent states, and rolls them back.
+
+    `decode` decodes a batch of at most `n_rows` rows without changes. `n_snapshots` is the number of
+    tokens that llama.cpp's snapshots can go back; 0 if there are none.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        copies: StateCopies,
+        decode: Callable[[Batch], Logits],
+        *,
+        n_rows: int,
+        n_snapshots: int,
+    ) -> None:
+        self._cache = cache
+        self._copies = copies
+        self._decode_rows = decode
+        self._n_rows = n_rows
+        self._n_snapshots = n_snapshots
+        self._texts: dict[int, _Text] = {}
+
+    def length(self, sequence: int) -> int:
+        text = self._texts.get(sequence)
+        return len(text.tokens) if text else 0
+
+    def text(self, sequence: int) -> list[int]:
+        text = self._texts.get(sequence)
+        return text.tokens if text else []
+
+    def checkpoint(self, sequence: int) -> None:
+        self._text(sequence).checkpoint_due = True
+
+    def remove(self, sequence: int, start: int) -> None:
+        text = self._text(sequence)
+        if start <= 0:
+            self._copies.forget(sequence)
+            self._cache.remove(sequence)
+            del self._texts[sequence]
+            return
+        del text.tokens[start:]
+        text.n_agreed = min(text.n_agreed, start)
+        if text.copied_at is not None and text.copied_at > start:
+            self._copies.forget(sequence)
+            text.copied_at = None
+
+    def decode(self, batch: Batch) -> Logits:
+        """Decode a batch that continues the texts of its sequences, after any pending rollback. Raise
+        `BackendError`; also `RollbackError`, a subclass, if the rollback fails."""
+        n_rows = self._check(batch)
+        for sequence in n_rows:
+            self._agree(sequence)
+        n_whole = Counter({s: n + self._texts[s].n_missing for s, n in n_rows.items()})
+        for sequence, n in n_rows.items():
+            self._copy_if_due(sequence, n, n_whole)
+        whole = Batch()
+        for sequence in n_rows:
+            self._add_missing(whole, sequence)
+        if len(whole) + len(batch) > self._n_rows:
+            for sequence in n_rows:
+                self._catch_up(sequence)
+            whole = Batch()
+        if len(whole) == 0:
+            whole = batch
+        else:
+            whole.tokens += batch.tokens
+            whole.positions += batch.positions
+            whole.sequences += batch.sequences
+            whole.wants_logits += batch.wants_logits
+        logits = self._run(whole)
+        for token, (sequence,) in zip(batch.tokens, batch.sequences, strict=True):
+            self._texts[sequence].tokens.append(token)
+        return logits
+
+    def _text(self, sequence: int) -> _Text:
+        return self._texts.setdefault(sequence, _Text())
+
+    def _check(self, batch: Batch) -> Counter[int]:
+        """Return the number of rows of each sequence. Raise `BackendError` for a wrong position: llama.cpp
+        would only warn and continue from the state of another text."""
+        n_rows: Counter[int] = Counter()
+        for position, sequences in zip(batch.positions, batch.sequences, strict=True):
+            if len(sequences) != 1:
+                raise BackendError(
+                    f"{self._cache.name}: a row of sequences {sequences}; a recurrent state "
+                    "belongs to one",
+                )
+            sequence = sequences[0]
+            expected = self.length(sequence) + n_rows[sequence]
+            if position != expected:
+                raise BackendError(
+                    f"{self._cache.name}: a row at position {position}; sequence {sequence} "
+                    f"goes on at {expected}"
+                )
+            n_rows[sequence] += 1
+        return n_rows
+
+    def _agree(self, sequence: int) -> None:
+        """Drop tokens from the cache that are not in the text. The cache may then hold fewer tokens than
+        the text."""
+        text = self._text(sequence)
+        if text.n_agreed == text.n_cached:
+            return
+        if text.n_agreed >= text.snapshots_from:
+            self._cache.remove(sequence, text.n_agreed)
+            self._cache.check_length(sequence, text.n_agreed)
+        elif text.copied_at is not None and text.copied_at <= text.n_agreed:
+            self._copies.restore(sequence, text.copied_at)
+            text.n_agreed = text.copied_at
+        else:
+            self._cache.remove(sequence)
+            text.n_agreed = 0
+        # llama.cpp can go back only once between two decodes, so no snapshot can be used any more.
+        text.n_cached = text.snapshots_from = text.n_agreed
+
+    def _copy_if_due(self, sequence: int, n: int, n_whole: Counter[int]) -> None:
+        """Copy the state before n rows are decoded that may be dropped, unless snapshots will be enough.
+        `n_whole` counts the rows of each sequence, including those that are decoded again."""
+        text = self._text(sequence)
+        if not text.checkpoint_due:
+            return
+        text.checkpoint_due = False
+        reach = self._reach(n_whole[sequence], n_whole)
+        if reach >= n or (reach == n - 1 and n > 1):
+            # In the second case snapshots do not help if all n rows are dropped. That is rare, since a
+            # draft is decoded to keep some of its rows; the text is then decoded from its beginning.
+            return
+        self._copy(sequence)
+
+    def _copy(self, sequence: int) -> None:
+        """Make a copy of the state at the end of the text, unless there is one that is near enough."""
+        text = self._text(sequence)
+        if text.n_missing and text.copied_at is not None and text.n_missing <= _MAX_REPEATED:
+            return
+        self._catch_up(sequence)
+        if text.copied_at != len(text.tokens):
+            self._copies.save(sequence, len(text.tokens))
+            text.copied_at = len(text.tokens)
+
+    def _catch_up(self, sequence: int) -> None:
+        """Decode the tokens of the text that the cache does not hold."""
+        text = self._text(sequence)
+        while text.n_missing:
+            batch = Batch()
+            self._add_missing(batch, sequence)
+            self._run(batch)
+
+    def _add_missing(self, batch: Batch, sequence: int) -> None:
+        """Add rows for the tokens of the text that the cache does not hold, at most one full batch."""
+        text = self._text(sequence)
+        for position in range(text.n_cached, len(text.tokens))[: self._n_rows]:
+            batch.add(text.tokens[position], position, (sequence,), False)
+
+    def _run(self, batch: Batch) -> Logits:
+        """Decode rows, and record what the cache and its snapshots hold afterwards."""
+        n_rows = Counter(sequence for (sequence,) in batch.sequences)
+        try:
+            logits = self._decode_rows(batch)
+        except BaseException:
+            # The cache may hold any part of the batch: keep nothing of it.
+            for sequence in n_rows:
+                text = self._text(sequence)
+                text.n_agreed, text.copied_at = 0, None
+                text.n_cached = text.snapshots_from = len(text.tokens) + len(batch)
+            raise
+        for sequence, n in n_rows.items():
+            text = self._text(sequence)
+            text.n_cached += n
+            text.n_agreed = text.n_cached
+            text.snapshots_from = text.n_cached - self._reach(n, n_rows)
+        if len(n_rows) > 1:
+            # llama.cpp moves the cells of a batch together. If this moves the cell of another sequence,
+            # the state of that sequence moves too, but its snapshots do not.
+            for sequence, text in self._texts.items():
+                if sequence not in n_rows:
+                    text.snapshots_from = text.n_cached
+        return logits
+
+    def _reach(self, n: int, n_rows: Counter[int]) -> int:
+        """Return how many tokens snapshots go back after a decode of n rows of a sequence.
+
+        llama.cpp decodes sequences with unequal numbers of rows in several parts. With three or more
+        sequences, a later part may move the cell of an earlier one, so this returns 0.
+        """
+        if len(n_rows) > 2 and len(set(n_rows.values())) > 1:
+            return 0
+        return min(n - 1, self._n_snapshots)
+
+
+__all__ = ["Rewinder"]

@@ -1,0 +1,200 @@
+"""llama.cpp's RPC backend: use the devices of other machines for a model, and offer this machine's
+devices to others."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from specgen.errors import BackendError, UsageError
+from specgen.llama.library import device_of, forget_log, ggml, last_error, llama_cpp, native_devices
+from specgen.llama.remote_calls import RemoteCalls
+from specgen.options import Workers
+from specgen.system.llama_build import LIBRARY, REINSTALL, version_of
+
+_BUILD_HINT = (
+    "in a checkout of specgen: make rpc; with pip: "
+    f'CMAKE_ARGS="-DGGML_RPC=on -DCMAKE_CXX_FLAGS=-fno-dse" {REINSTALL}'
+)
+#: The tensor names of an output matrix, as a regular expression. Models without one use the embeddings.
+_OUTPUT_MATRIX = rb"^(output|token_embd)\.weight$"
+
+
+def library_path() -> Path | None:
+    """Return the RPC backend library that scripts/build_rpc.py built; None if it was not built."""
+    path = Path(__file__).with_name(LIBRARY)
+    return path if path.is_file() else None
+
+
+def load_rpc() -> Any:
+    """Return GGML's registry entry of the RPC backend: the one in this build of llama.cpp, or that of the
+    library. Raise `BackendError`, with a hint how to build it, if there is neither."""
+    find = ggml("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)
+    if found := find(b"RPC"):
+        return found
+    path = library_path()
+    if path is None:
+        raise BackendError(
+            "this build of llama.cpp has no RPC backend, which workers need", hint=_BUILD_HINT
+        )
+    version = version_of(path)
+    if version != llama_cpp.__version__.partition("+")[0]:
+        raise BackendError(
+            f"{path.name} was built for llama-cpp-python {version or 'of an unknown version'}, and "
+            f"{llama_cpp.__version__} is installed",
+            hint=_BUILD_HINT,
+        )
+    forget_log()
+    loaded = ggml("ggml_backend_load", ctypes.c_void_p, ctypes.c_char_p)(os.fsencode(path))
+    if not loaded:
+        raise BackendError(f"GGML did not take {path.name}: {last_error()}", hint=_BUILD_HINT)
+    return loaded
+
+
+def remote_devices(endpoints: Sequence[str], calls: RemoteCalls) -> list[int]:
+    """Return the devices of workers, in the order of `endpoints`, as native pointers. They are not added to
+    GGML's list of devices, so that no other model is placed on them. Raise `WorkerLostError` if a worker
+    does not answer, `BackendError` if it has no device."""
+    add_server = _procedure(
+        load_rpc(), b"ggml_backend_rpc_add_server", ctypes.c_void_p, ctypes.c_char_p
+    )
+    count = ggml("ggml_backend_reg_dev_count", ctypes.c_size_t, ctypes.c_void_p)
+    get = ggml("ggml_backend_reg_dev_get", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    devices: list[int] = []
+    for endpoint in endpoints:
+        server = calls(add_server, endpoint.encode())
+        if not server:
+            raise BackendError(f"the worker {endpoint} offers no device")
+        devices += [get(server, index) for index in range(count(server))]
+    return devices
+
+
+def spread(params: Any, devices: Sequence[int], workers: Workers) -> list[Any]:
+    """Set the parameters that spread a model over the devices of workers. Return the objects that must be
+    kept alive until the model is loaded. Raise `UsageError` if there are more shares than devices."""
+    array = (ctypes.c_void_p * (len(devices) + 1))(*devices, None)
+    params.devices = ctypes.cast(array, ctypes.c_void_p).value
+    kept: list[Any] = [array]
+    if split := workers.tensor_split:
+        if len(split) > len(devices):
+            raise UsageError(
+                f"--tensor-split has {len(split)} shares, but the workers have "
+                f"{len(devices)} devices"
+            )
+        shares = (ctypes.c_float * int(llama_cpp.llama_max_devices()))(*split)
+        params.tensor_split = shares
+        kept.append(shares)
+    if workers.output_here:
+        here = ggml("ggml_backend_cpu_buffer_type", ctypes.c_void_p)()
+        overrides = (_Placement * 2)(_Placement(_OUTPUT_MATRIX, here), _Placement(None, None))
+        params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p).value
+        kept.append(overrides)
+    return kept
+
+
+class Offered:
+    """A device of this machine that a worker offers."""
+
+    def __init__(self, handle: int, memory_bytes: int | None) -> None:
+        about = device_of(handle)
+        self.name, self.description = about.name, about.description
+        self.handle = handle
+        self.is_cpu = about.kind == "cpu"
+        self._kept = None if memory_bytes is None else _limit_memory(handle, memory_bytes)
+
+    @property
+    def free_bytes(self) -> int:
+        """The free memory that clients are told."""
+        return device_of(self.handle).free_bytes
+
+
+def offered_devices(memory_bytes: int | None) -> list[Offered]:
+    """Return this machine's GPUs, or its CPU if there are none. `memory_bytes` limits the free memory that
+    clients are told for each device; clients spread a model by it."""
+    load_rpc()
+    kinds = {device: device_of(device).kind for device in native_devices()}
+    chosen = [device for device, kind in kinds.items() if kind not in ("cpu", "accelerator")]
+    chosen = chosen or [device for device, kind in kinds.items() if kind == "cpu"]
+    return [Offered(device, memory_bytes) for device in chosen]
+
+
+def serve_devices(
+    endpoint: str, devices: Sequence[Offered], n_threads: int, cache: Path | None
+) -> None:
+    """Compute for clients, one after the other, until the process ends. Return only if llama.cpp gives up.
+    `cache` is a folder for tensors, so that clients need not send them again."""
+    start = _procedure(
+        load_rpc(),
+        b"ggml_backend_rpc_start_server",
+        None,
+        ctypes.c_char_p,
+        ctypes.c_char_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_void_p,
+    )
+    array = (ctypes.c_void_p * len(devices))(*(device.handle for device in devices))
+    folder = None if cache is None else os.fsencode(cache)
+    start(endpoint.encode(), folder, n_threads, len(devices), array)
+
+
+# --- GGML's structures -----------------------------------------------------------------------------
+
+_GET_MEMORY = ctypes.CFUNCTYPE(
+    None, ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)
+)
+
+
+class _Placement(ctypes.Structure):
+    """llama.cpp's `llama_model_tensor_buft_override`: the buffer type of tensors with some names."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
+
+
+class _DeviceStruct(ctypes.Structure):
+    """The beginning of GGML's `ggml_backend_device`: function pointers; the third one returns the memory."""
+
+    _fields_ = (
+        ("name", ctypes.c_void_p),
+        ("description", ctypes.c_void_p),
+        ("memory", ctypes.c_void_p),
+    )
+
+
+def _limit_memory(device: int, limit: int) -> Any:
+    """Make a device report at most `limit` bytes of memory, in this process. Return the callback, which
+    must be kept alive."""
+    struct = _DeviceStruct.from_address(device)
+    own = ctypes.cast(struct.memory, _GET_MEMORY)
+
+    def tell(asked: int, free: Any, total: Any) -> None:
+        own(asked, free, total)
+        free[0], total[0] = min(limit, free[0]), min(limit, total[0])
+
+    struct.memory = ctypes.cast(limited := _GET_MEMORY(tell), ctypes.c_void_p).value
+    return limited
+
+
+def _procedure(registry: Any, name: bytes, result: Any, *arguments: Any) -> Any:
+    """Return a function of the RPC backend by its name. Raise `BackendError` if there is none."""
+    find = ggml(
+        "ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p
+    )
+    address = find(registry, name)
+    if not address:
+        raise BackendError(f"llama.cpp's RPC backend has no {name.decode()}", hint=_BUILD_HINT)
+    return ctypes.CFUNCTYPE(result, *arguments)(address)
+
+
+__all__ = [
+    "Offered",
+    "library_path",
+    "load_rpc",
+    "offered_devices",
+    "remote_devices",
+    "serve_devices",
+    "spread",
+]

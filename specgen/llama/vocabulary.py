@@ -1,0 +1,160 @@
+"""The tokens of a GGUF model."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specgen.errors import BackendError
+from specgen.llama.library import llama_cpp
+
+#: The size of the first buffer for a token's bytes; most tokens fit.
+_PIECE_BYTES = 64
+#: The number of entries that `digest` reads, about.
+_N_SAMPLED = 2048
+#: A marker before text that continues other text; no vocabulary has a token that joins it to the text.
+_MARKER = "☺"
+
+
+class LlamaVocabulary:
+    """The tokens of a GGUF model, valid while the model is open. `texts` replaces what llama.cpp says
+    that some tokens add to the text."""
+
+    def __init__(self, model: Any, texts: Mapping[int, bytes] | None = None) -> None:
+        self._model = model
+        #: llama.cpp's vocabulary.
+        self.handle = llama_cpp.llama_model_get_vocab(model)
+        self.n_tokens: int = llama_cpp.llama_vocab_n_tokens(self.handle)
+        self._pieces: dict[int, bytes] = dict(texts or {})
+        self._is_end: dict[int, bool] = {}
+        self._ends: list[int] | None = None
+        self._views: dict[frozenset[int], LlamaVocabulary] = {}
+
+    @property
+    def add_bos(self) -> bool:
+        return bool(llama_cpp.llama_vocab_get_add_bos(self.handle))
+
+    @property
+    def kind(self) -> int:
+        """llama.cpp's number of the vocabulary type (SPM, BPE, WPM, ...); 0 is none."""
+        return int(llama_cpp.llama_vocab_type(self.handle))
+
+    def special_tokens(self) -> dict[str, int]:
+        """Return the special tokens by role; -1 for a token that the model does not have."""
+        return {
+            "bos": llama_cpp.llama_vocab_bos(self.handle),
+            "eos": llama_cpp.llama_vocab_eos(self.handle),
+            "eot": llama_cpp.llama_vocab_eot(self.handle),
+        }
+
+    def infill_tokens(self) -> dict[str, int]:
+        """Return the fill-in-the-middle tokens by role; -1 for a token that the model does not have. The
+        file names them, or llama.cpp recognises them by their entries."""
+        return {
+            "prefix": llama_cpp.llama_vocab_fim_pre(self.handle),
+            "suffix": llama_cpp.llama_vocab_fim_suf(self.handle),
+            "middle": llama_cpp.llama_vocab_fim_mid(self.handle),
+            "pad": llama_cpp.llama_vocab_fim_pad(self.handle),
+            "repository": llama_cpp.llama_vocab_fim_rep(self.handle),
+            "separator": llama_cpp.llama_vocab_fim_sep(self.handle),
+        }
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        data = text.encode()
+        capacity = len(data) + 8
+        while True:
+            buffer = (llama_cpp.llama_token * capacity)()
+            n: int = llama_cpp.llama_tokenize(
+                self.handle, data, len(data), buffer, capacity, add_special, parse_special
+            )
+            if n >= 0:
+                return list(buffer[:n])
+            if -n <= capacity:
+                raise BackendError(f"llama.cpp could not tokenize {len(data)} bytes of text")
+            capacity = -n
+
+    def tokenize_inside(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """Tokenize text that continues other text, without the space that SentencePiece adds at a
+        beginning. Names of control tokens are plain text unless `parse_special`."""
+        if self.kind != llama_cpp.LLAMA_VOCAB_TYPE_SPM:
+            return self.tokenize(text, add_special=False, parse_special=parse_special)
+        marker = self.tokenize(_MARKER, add_special=False, parse_special=False)
+        whole = self.tokenize(_MARKER + text, add_special=False, parse_special=parse_special)
+        return whole[len(marker) :]
+
+    def control_token(self, entry: str) -> int:
+        """Return the control token with this entry in the token table; -1 if there is none."""
+        tokens = self.tokenize(entry, add_special=False, parse_special=True)
+        if len(tokens) != 1 or self.token_text(tokens[0]) != entry:
+            return -1
+        return tokens[0] if self.token_bytes(tokens[0]) == b"" else -1
+
+    def showing(self, entries: Sequence[str]) -> LlamaVocabulary:
+        """Return a vocabulary of the same tokens in which control tokens with these entries add them to
+        the text. Return this vocabulary if none of the entries is a control token."""
+        shown = {self.control_token(entry): entry.encode() for entry in entries}
+        shown.pop(-1, None)
+        if not shown:
+            return self
+        key = frozenset(shown)
+        if key not in self._views:
+            self._views[key] = LlamaVocabulary(self._model, shown)
+        return self._views[key]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._read_piece(token_id, special=False)
+        return piece
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_entry(token_id).decode("utf-8", "replace")
+
+    def token_entry(self, token_id: int) -> bytes:
+        """Return the entry in the token table as the file has it."""
+        return llama_cpp.llama_vocab_get_text(self.handle, token_id) or b""
+
+    def digest(self) -> str:
+        """Return a hash that distinguishes vocabularies: of the kind, the size and a sample of the
+        entries."""
+        step = max(1, self.n_tokens // _N_SAMPLED)
+        found = hashlib.blake2b(f"{self.kind} {self.n_tokens}".encode(), digest_size=16)
+        for token_id in range(0, self.n_tokens, step):
+            found.update(self.token_entry(token_id) + b"\0")
+        return found.hexdigest()
+
+    def token_attributes(self, token_id: int) -> int:
+        """Return llama.cpp's attribute bits: unknown, unused, normal, control, ..."""
+        return int(llama_cpp.llama_vocab_get_attr(self.handle, token_id))
+
+    def is_end(self, token_id: int) -> bool:
+        is_end = self._is_end.get(token_id)
+        if is_end is None:
+            is_end = bool(llama_cpp.llama_vocab_is_eog(self.handle, token_id))
+            self._is_end[token_id] = is_end
+        return is_end
+
+    def end_tokens(self) -> Sequence[int]:
+        if self._ends is None:  # llama.cpp has no list of them, so all tokens are checked
+            self._ends = [token_id for token_id in range(self.n_tokens) if self.is_end(token_id)]
+        return self._ends
+
+    def control_text(self, token_id: int) -> str:
+        """Return a token as text, a control token by its name, as chat templates write it."""
+        if token_id < 0:
+            return ""
+        return self._read_piece(token_id, special=True).decode("utf-8", "replace")
+
+    def _read_piece(self, token_id: int, *, special: bool) -> bytes:
+        capacity = _PIECE_BYTES
+        while True:
+            # A new buffer each time: one thread may tokenize prompts while another one decodes.
+            buffer = ctypes.create_string_buffer(capacity)
+            n: int = llama_cpp.llama_token_to_piece(
+                self.handle, token_id, buffer, capacity, 0, special
+            )
+            if n >= 0:
+                return buffer.raw[:n]
+            capacity = -n

@@ -1,0 +1,264 @@
+"""The weights of model files: each file is loaded once and shared by all its users; copies of files with other
+weights."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterator
+from functools import cached_property
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal, TypeAlias
+
+from specgen.errors import BackendError, MemoryLimitError, ModelFileError, WorkerLostError
+from specgen.llama.kernels import LLAMA_CPP, KernelSupport, computing, loading_with, support_for
+from specgen.llama.library import forget_log, last_error, llama_cpp
+from specgen.llama.remote_calls import RemoteCalls
+from specgen.llama.rpc import remote_devices, spread
+from specgen.llama.vocabulary import LlamaVocabulary
+from specgen.options import Workers
+from specgen.system.worker_probe import check_protocol, probe
+
+#: A version of a file (device, inode, size, time), the number of layers on a GPU, the kernels, whether
+#: only the vocabulary is loaded, and the workers.
+_Key: TypeAlias = tuple[int, int, int, int, int, str, bool, Workers | None]
+
+_loaded: dict[_Key, LoadedWeights] = {}
+
+#: The longest that a worker may take to answer a probe, in seconds.
+_PROBE_S = 10.0
+
+
+class LoadedWeights:
+    """The native model of a file. `lease_weights` makes it. It counts its users, and is freed when the
+    last one releases it."""
+
+    def __init__(
+        self, key: _Key, handle: Any, kernel_problem: str, remote: RemoteCalls | None = None
+    ) -> None:
+        self._key = key
+        self._n_users = 1
+        #: Why specgen's kernels do not compute this model although they compute others; empty if they do.
+        self.kernel_problem = kernel_problem
+        #: llama.cpp's pointer.
+        self.handle = handle
+        #: Makes the calls that may wait for workers; None if this machine has all layers.
+        self.remote = remote
+
+    @property
+    def kernels(self) -> str:
+        """The kernels that the weights were loaded for, as `computing` names them."""
+        return self._key[5]
+
+    @cached_property
+    def vocabulary(self) -> LlamaVocabulary:
+        """The model's tokens."""
+        return LlamaVocabulary(self.handle)
+
+    def share(self) -> None:
+        """Count one more user."""
+        self._n_users += 1
+
+    def release(self) -> None:
+        """Count one user less."""
+        self._n_users -= 1
+        if self._n_users == 0:
+            _loaded.pop(self._key, None)
+            with contextlib.suppress(WorkerLostError):  # a lost worker's memory stays
+                self.call(llama_cpp.llama_model_free, self.handle)
+            self.handle = None
+            if self.remote is not None:
+                self.remote.close()
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """Makes native calls that may wait for workers; see `RemoteCalls`."""
+        return self.remote or _call_here
+
+
+def _call_here(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+def lease_weights(
+    file: Path,
+    n_gpu_layers: int,
+    *,
+    vocabulary_only: bool = False,
+    workers: Workers | None = None,
+) -> LoadedWeights:
+    """Return the weights of a file, or its vocabulary only, and count the caller as a user. They are
+    loaded if nothing in this process uses them already. `workers`, if given, hold the layers. Raise
+    `ModelFileError` if llama.cpp cannot load the file, `MemoryLimitError` if there is not enough memory,
+    `OSError` if the file is gone, `WorkerLostError` if a worker does not answer."""
+    about = file.stat()
+    support = KernelSupport() if vocabulary_only else support_for(file)
+    key = (
+        about.st_dev,
+        about.st_ino,
+        about.st_size,
+        about.st_mtime_ns,
+        n_gpu_layers,
+        computing() if support.products else LLAMA_CPP,
+        vocabulary_only,
+        workers,
+    )
+    known = _loaded.get(key)
+    if known is not None:
+        known.share()
+        return known
+    params = llama_cpp.llama_model_default_params()
+    params.n_gpu_layers = n_gpu_layers
+    params.vocab_only = vocabulary_only
+    forget_log()
+    remote: RemoteCalls | None = None
+    if workers is None or vocabulary_only:
+        with loading_with(support), _interrupt_between_tensors(params):
+            handle = llama_cpp.llama_model_load_from_file(os.fsencode(file), params)
+    else:
+        _check_workers(workers, file, about.st_size)
+        remote = RemoteCalls(workers.endpoints, workers.timeout_s)
+        with loading_with(support):
+            handle = _load_onto(workers, remote, file, params)
+    if not handle:
+        if remote is not None:
+            remote.close()
+        reason = last_error()
+        if "allocate" in reason:
+            raise MemoryLimitError(
+                f"{file}: not enough memory for this model: {reason}",
+                hint="close other programs, or use a smaller model or a smaller quantisation",
+            )
+        raise ModelFileError(
+            f"{file}: llama.cpp cannot load this model: {reason}",
+            hint="if the download was cut short, fetch the file again; if the model is "
+            "newer than this llama.cpp, upgrade specgen",
+        )
+    weights = _loaded[key] = LoadedWeights(key, handle, support.problem, remote)
+    return weights
+
+
+def _check_workers(workers: Workers, file: Path, n_bytes: int) -> None:
+    """Probe workers before the model is loaded, because these errors are clearer than GGML's. Raise
+    `WorkerLostError` if one does not answer, `BackendError` if one has another protocol,
+    `MemoryLimitError` if they offer too little memory."""
+    held = {endpoint for key in _loaded if key[-1] for endpoint in key[-1].endpoints}
+    if not held.isdisjoint(workers.endpoints):
+        return  # such a worker serves this process already, and would not answer a second connection
+    found = [probe(name, min(workers.timeout_s, _PROBE_S)) for name in workers.endpoints]
+    for worker in found:
+        check_protocol(worker)
+    free_bytes = sum(device.free_bytes for worker in found for device in worker.devices)
+    if free_bytes < n_bytes and not workers.tensor_split:
+        raise MemoryLimitError(
+            f"{file}: the model has {n_bytes / 2**30:.1f} GiB, but the workers offer only "
+            f"{free_bytes / 2**30:.1f} GiB",
+            hint="name more workers, or let them offer more (`specgen worker --memory`)",
+        )
+
+
+def _load_onto(workers: Workers, remote: RemoteCalls, file: Path, params: Any) -> Any:
+    """Load a model onto workers. Return its native handle, or None if llama.cpp cannot load it."""
+
+    def go_on(_share: float, _data: object) -> bool:
+        remote.alive()
+        return True
+
+    progress = llama_cpp.llama_progress_callback(go_on)
+    params.progress_callback = progress
+    try:
+        kept = spread(params, remote_devices(workers.endpoints, remote), workers)
+        handle = remote(llama_cpp.llama_model_load_from_file, os.fsencode(file), params)
+    except BaseException:
+        remote.close()
+        raise
+    del kept, progress  # llama.cpp reads them while it loads
+    return handle
+
+
+@contextlib.contextmanager
+def _interrupt_between_tensors(params: Any) -> Iterator[None]:
+    """Let Ctrl-C stop the loading of a model. The signal handler only makes llama.cpp's progress callback
+    ask for a stop; KeyboardInterrupt is raised afterwards. If it were raised in the callback, ctypes
+    would print it and lose it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:
+        yield
+        return
+    is_wanted = False
+
+    def want(_number: int, _frame: FrameType | None) -> None:
+        nonlocal is_wanted
+        is_wanted = True
+
+    # Keep the callback until llama.cpp is done, which would call freed memory otherwise.
+    goes_on = llama_cpp.llama_progress_callback(lambda _share, _data: not is_wanted)
+    params.progress_callback = goes_on
+    signal.signal(signal.SIGINT, want)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if is_wanted:
+            raise KeyboardInterrupt
+
+
+# --- copies with other weights --------------------------------------------------------------------
+
+#: llama.cpp's numbers of the file types with matrices of these types. With `pure` all matrices get the
+#: type, also the output matrix, which llama.cpp otherwise does not change or gives more bits.
+_FILE_TYPES = {"q4_0": 2, "q8_0": 7}
+#: Seconds between the moments at which Ctrl-C is noticed.
+_LOOK_S = 0.1
+
+
+def requantize(
+    model: Path,
+    copy: Path,
+    n_threads: int,
+    type_name: Literal["q4_0", "q8_0"] = "q4_0",
+    *,
+    left_out: Collection[int] = (),
+    as_is: bool = False,
+) -> None:
+    """Write a copy of a GGUF file with all matrices in one type, whether they were quantised or not. With
+    `as_is` they keep their types. The copy lacks the blocks whose numbers are in `left_out`.
+
+    A matrix whose row length is not a multiple of 32 gets the type that llama.cpp falls back to. Raise
+    `BackendError` if llama.cpp cannot write the copy; a part of it may exist then.
+    """
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = _FILE_TYPES[type_name]
+    params.allow_requantize = True
+    params.pure = True
+    params.nthread = n_threads
+    params.only_copy = as_is
+    if left_out:
+        params.prune_layers = (ctypes.c_int32 * (len(left_out) + 1))(*sorted(left_out), -1)
+    results: list[int] = []
+
+    def make() -> None:
+        results.append(
+            llama_cpp.llama_model_quantize(
+                os.fsencode(model), os.fsencode(copy), ctypes.byref(params)
+            )
+        )
+
+    forget_log()
+    # In a thread, so that Ctrl-C works: native code cannot be interrupted, and this may take a minute.
+    worker = threading.Thread(target=make, name="requantize", daemon=True)
+    worker.start()
+    while worker.is_alive():
+        worker.join(_LOOK_S)
+    if results != [0]:
+        raise BackendError(f"{model}: llama.cpp cannot requantise it: {last_error()}")
+
+
+__all__ = ["LoadedWeights", "lease_weights", "requantize"]

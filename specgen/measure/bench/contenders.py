@@ -1,0 +1,158 @@
+"""The contenders of a benchmark: plain decoding, drafting in some way, another program."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from specgen.events import CommittedEvent, FinishedEvent, NoticeEvent
+
+if TYPE_CHECKING:
+    from specgen.engine.loaded_models import Models
+
+#: The date for chat templates that write one, fixed so that prompts do not change between runs.
+NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
+#: Tokens of an answer that only warms up.
+_N_WARM_UP = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The measurements of one answer; None means that a contender does not report it. Times are seconds.
+
+    `tokens_per_s` counts the tokens after the first one. `token_ids` exclude the token that ended the answer.
+    Counts by depth begin with the first drafted token. `target_s`, `draft_s` and `own_s` divide the time
+    after the prompt: in the target, in the drafter, and in the program itself.
+    """
+
+    text: str
+    n_tokens: int
+    finish_reason: str | None
+    tokens_per_s: float | None
+    time_to_first_token_s: float | None
+    token_ids: tuple[int, ...] | None = None
+    n_rounds: int | None = None
+    n_drafted: int | None = None
+    n_accepted: int | None = None
+    mean_accepted_length: float | None = None
+    drafted_by_depth: tuple[int, ...] = ()
+    accepted_by_depth: tuple[int, ...] = ()
+    prompt_s: float | None = None
+    target_s: float | None = None
+    draft_s: float | None = None
+    own_s: float | None = None
+    #: Notices for the user, for example that drafting failed.
+    notices: tuple[str, ...] = ()
+
+    @property
+    def is_interrupted(self) -> bool:
+        return self.finish_reason == "interrupted"
+
+    def says_the_same(self, other: Outcome) -> bool:
+        """Return whether two texts are equal, token by token if both report their tokens.
+
+        A program that does not report them may write some tokens more than the limit. If the other answer
+        ended at the limit, only its text has to agree.
+        """
+        if self.token_ids is not None and other.token_ids is not None:
+            return self.token_ids == other.token_ids
+        limited, longer = (self, other) if self.finish_reason == "length" else (other, self)
+        if limited.finish_reason == "length":
+            # The limit may have cut a character in two; the longer text has all of it.
+            return longer.text.startswith(limited.text.rstrip("\N{REPLACEMENT CHARACTER}"))
+        return self.text == other.text
+
+
+class Contender(Protocol):
+    """Answers prompts, always in the same way.
+
+    Both methods may raise a `SpecgenError`: `PromptError` if the prompt does not fit, any other if the
+    contender cannot go on.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name in tables; it is unique in a lineup."""
+        ...
+
+    def answer(self, prompt: str) -> Outcome:
+        """Answer a prompt, given as a user types it."""
+        ...
+
+    def warm_up(self, prompt: str) -> None:
+        """Do whatever makes the first answer slower than others, for example a short answer."""
+        ...
+
+
+class SessionContender:
+    """Loaded models with their options as a contender. It does not close them."""
+
+    def __init__(
+        self,
+        name: str,
+        loaded: Models,
+        *,
+        chat: bool | None = None,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._name = name
+        self._loaded = loaded
+        self._chat = chat
+        self._interrupted = interrupted
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def answer(self, prompt: str) -> Outcome:
+        from specgen.engine.engine import generate
+
+        loaded = self._loaded
+        begun = loaded.prompts.of_text(prompt, chat=self._chat, now=NOW)
+        notices: list[str] = []
+        finished: FinishedEvent | None = None
+        for event in generate(loaded, begun, interrupted=self._interrupted, estimate_gain=False):
+            if isinstance(event, NoticeEvent):
+                notices.append(event.message)
+            elif isinstance(event, FinishedEvent):
+                finished = event
+        assert finished is not None, "the last event of a generation"
+        return outcome_of(finished, tuple(notices))
+
+    def warm_up(self, prompt: str) -> None:
+        from specgen.engine.engine import generate
+
+        loaded = self._loaded
+        begun = loaded.prompts.of_text(prompt, chat=self._chat, now=NOW)
+        events = generate(loaded, begun, interrupted=self._interrupted, estimate_gain=False)
+        # Closing the generator frees the contexts.
+        with contextlib.closing(events):
+            for event in events:
+                if isinstance(event, CommittedEvent) and event.n_tokens >= _N_WARM_UP:
+                    break
+
+
+def outcome_of(finished: FinishedEvent, notices: tuple[str, ...] = ()) -> Outcome:
+    """Return the outcome of a generation that ended with this event."""
+    return Outcome(
+        text=finished.text,
+        n_tokens=finished.n_tokens,
+        finish_reason=finished.finish_reason,
+        tokens_per_s=finished.tokens_per_s,
+        time_to_first_token_s=finished.time_to_first_token_s,
+        token_ids=finished.token_ids,
+        n_rounds=finished.n_rounds,
+        n_drafted=finished.n_drafted,
+        n_accepted=finished.n_accepted,
+        mean_accepted_length=finished.mean_accepted_length,
+        drafted_by_depth=finished.drafted_by_depth,
+        accepted_by_depth=finished.accepted_by_depth,
+        prompt_s=finished.prompt_s,
+        target_s=max(0.0, finished.target_s - finished.prompt_s),
+        draft_s=finished.draft_s,
+        own_s=finished.loop_s,
+        notices=notices,
+    )

@@ -1,0 +1,151 @@
+"""llama-cpp-python's prompt lookup (`LlamaPromptLookupDecoding`) as a contender.
+
+It runs in a separate process, `python -m specgen.measure.bench.prompt_lookup`: a job as JSON on stdin, one line of JSON on
+stdout. With a drafter, `Llama` keeps the logits of every position, a context times a vocabulary of floats;
+and a crash of it must not end specgen. Its figure is computed as specgen's: the tokens after the first one
+over the time after it. `Llama.generate` is measured, the loop below its completions, which spares it making
+text.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from specgen.measure.bench.peers import PeerError, PeerResult, run_program
+
+_CONTEXT_STEP = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LookupJob:
+    """The job, which is decoded greedily. `n_drafted_max` is the length of a draft: 10 is the default, and 2
+    what its documentation advises on a CPU. `prompt` has the tokens that specgen would begin with. llama.cpp
+    uses flash attention if it can; `Llama` leaves it off unless told."""
+
+    target: str
+    prompt: tuple[int, ...]
+    n_tokens: int
+    n_threads: int
+    n_drafted_max: int = 10
+    ngram_max: int = 2
+    n_gpu_layers: int = -1
+    flash_attention: bool = True
+
+
+def run_lookup(
+    job: LookupJob,
+    *,
+    limit_s: float = 900.0,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> PeerResult | None:
+    """Let llama-cpp-python answer; None if `interrupted` returned True and it was killed. Raises `PeerError`
+    if it fails or takes longer than `limit_s` seconds."""
+    command = (sys.executable, "-m", "specgen.measure.bench.prompt_lookup")
+    data = json.dumps(asdict(job))
+    output = run_program(command, limit_s=limit_s, interrupted=interrupted, stdin=data)
+    if output is None:
+        return None
+    try:
+        told = json.loads(output[0].splitlines()[-1])
+        told["token_ids"] = tuple(told["token_ids"])
+        return PeerResult(**told, n_prompt_tokens=len(job.prompt), command=command)
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise PeerError("llama-cpp-python's prompt lookup tells no figures") from error
+
+
+class CountingDrafter:
+    """Counts the tokens that a drafter of llama-cpp-python drafts, and those that are accepted."""
+
+    def __init__(self, drafter: Callable[[Any], Any]) -> None:
+        self._drafter = drafter
+        self._n_text = self._n_draft = 0
+        self.n_drafted = self.n_accepted = 0
+
+    def __call__(self, input_ids: Any, /, **_: Any) -> Any:
+        """Draft; `input_ids` is the text so far, all committed."""
+        self.settle(len(input_ids))
+        draft = self._drafter(input_ids)
+        self._n_text, self._n_draft = len(input_ids), len(draft)
+        return draft
+
+    def settle(self, n_text: int) -> None:
+        """Count accepted tokens: the text now has `n_text` tokens, and all since the last draft but one, the
+        target's own, are accepted ones."""
+        if self._n_draft:
+            self.n_drafted += self._n_draft
+            self.n_accepted += min(self._n_draft, max(0, n_text - self._n_text - 1))
+        self._n_draft = 0
+
+
+def answer(job: LookupJob, clock: Callable[[], float]) -> dict[str, Any]:
+    """Load the model and generate; return the fields of a `PeerResult` that this gives."""
+    from specgen.llama.vocabulary import LlamaVocabulary
+
+    drafter, model = _open(job)
+    vocabulary = LlamaVocabulary(model.model)
+    started_s = clock()
+    times_s: list[float] = []
+    token_ids: list[int] = []
+    for token_id in model.generate(job.prompt, temp=0.0):
+        times_s.append(clock())
+        token_ids.append(int(token_id))
+        if len(token_ids) == job.n_tokens or vocabulary.is_end(token_ids[-1]):
+            break
+    drafter.settle(len(job.prompt) + len(token_ids))
+    seconds = times_s[-1] - times_s[0]
+    pieces = (vocabulary.token_bytes(token) for token in token_ids if not vocabulary.is_end(token))
+    return {
+        "text": b"".join(pieces).decode("utf-8", "replace"),
+        "token_ids": token_ids[:-1] if vocabulary.is_end(token_ids[-1]) else token_ids,
+        "n_tokens": len(token_ids),
+        "tokens_per_s": (len(token_ids) - 1) / seconds if seconds else None,
+        "seconds": seconds,
+        "prompt_s": times_s[0] - started_s,
+        "n_drafted": drafter.n_drafted,
+        "n_accepted": drafter.n_accepted,
+    }
+
+
+def _open(job: LookupJob) -> tuple[CountingDrafter, Any]:
+    """Return the drafter and a `Llama`, warmed up and empty."""
+    from specgen.llama.library import llama_cpp
+
+    drafter = CountingDrafter(
+        llama_cpp.llama_speculative.LlamaPromptLookupDecoding(
+            max_ngram_size=job.ngram_max, num_pred_tokens=job.n_drafted_max
+        )
+    )
+    n_ctx = len(job.prompt) + job.n_tokens + job.n_drafted_max
+    make_llama: Any = llama_cpp.Llama  # typed for subclasses of its own drafter
+    model = make_llama(
+        model_path=job.target,
+        n_ctx=-(-n_ctx // _CONTEXT_STEP) * _CONTEXT_STEP,
+        n_threads=job.n_threads,
+        n_threads_batch=job.n_threads,
+        n_gpu_layers=job.n_gpu_layers,
+        flash_attn=job.flash_attention,
+        # Otherwise it has room for the logits of one batch only, and fails later.
+        logits_all=True,
+        verbose=False,
+        draft_model=drafter,
+    )
+    # llama.cpp's programs warm up too.
+    model.eval(job.prompt[-1:])
+    model.reset()
+    return drafter, model
+
+
+def main() -> None:
+    """Answer the job on stdin."""
+    job = json.load(sys.stdin)
+    job["prompt"] = tuple(job["prompt"])
+    sys.stdout.write(json.dumps(answer(LookupJob(**job), time.perf_counter)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,449 @@
+"""The checks of `specgen doctor`: this machine, this build of llama.cpp, and whether it decodes.
+
+An import of llama.cpp proves nothing: a build for another CPU, or one that the compiler miscompiled,
+ends the process at the first batch. Every check therefore runs in a child process
+(`python -m specgen.measure.doctor --child ...`), which decodes real batches and answers with a line of JSON. If
+the child dies, its signal or exit code shows what is wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specgen import __version__, errors
+from specgen.errors import BackendError, SpecgenError
+from specgen.llama.kernel_checks import KernelStatus
+from specgen.options import ContextOptions
+from specgen.system.child_process import ChildDiedError, ChildError, ChildTimeoutError, ask_child
+from specgen.system.llama_build import REBUILD, REINSTALL, Build, Device
+from specgen.system.machine import Machine, look_at_machine
+
+if TYPE_CHECKING:
+    from specgen.system.arrays import Logits
+    from specgen.testing.tiny import TensorType
+
+#: The command that starts a child; the name of a task and its arguments follow.
+CHILD_COMMAND = (sys.executable, "-m", "specgen.measure.doctor", "--child")
+#: The quantised types that are decoded: those whose kernels differ most between CPUs.
+TENSOR_TYPES: tuple[TensorType, ...] = ("q8_0", "q4_0")
+#: The longest wait for a child with a tiny model, and for one with the user's model.
+TINY_TIMEOUT_S = 120.0
+MODEL_TIMEOUT_S = 1800.0
+
+#: The largest allowed deviation of logits that are computed in two ways: the root mean square of their
+#: differences divided by the standard deviation of the logits. Rounded activations cause 0.02, on some
+#: models 0.05; a kernel that computes something else causes 1.
+TOLERANCE = 0.1
+
+#: The name of the check of specgen's kernels.
+_KERNELS = "specgen's kernels"
+
+_TEXT = (
+    "The quick brown fox jumps over the lazy dog; 0123456789 (and so on).\n"
+    "What comes next is for the model to say, one token after the other."
+)
+
+
+# --- the report -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A check and its result."""
+
+    name: str
+    passed: bool
+    #: The result or the problem, in a line.
+    message: str
+    #: What to do about the problem.
+    hint: str | None = None
+    #: The name of the error's class in `specgen.errors`; None if the check passed.
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorReport:
+    """Everything that `specgen doctor` finds."""
+
+    version: str
+    machine: Machine
+    #: None if llama.cpp could not be loaded.
+    build: Build | None
+    #: Which kernels compute on the CPU, and why.
+    kernels: KernelStatus
+    cache_folder: Path
+    config_folder: Path
+    data_folder: Path
+    #: The files of the known models that are on this disk, by name.
+    models: Mapping[str, Path]
+    checks: tuple[Check, ...]
+
+    @property
+    def healthy(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    def raise_first_error(self) -> None:
+        """Raise the error of the first failed check; do nothing if there is none."""
+        for check in self.checks:
+            if not check.passed:
+                raise _error_named(check.error, f"{check.name}: {check.message}", check.hint)
+
+    def to_json_object(self) -> dict[str, Any]:
+        """The report as a JSON-ready dict."""
+        values = {**dataclasses.asdict(self), "healthy": self.healthy}
+        if self.build is not None:
+            values["build"]["features"] = self.build.features
+        ready: dict[str, Any] = json.loads(json.dumps(values, default=str))
+        return ready
+
+
+def diagnose(
+    model: Path | None = None,
+    *,
+    child: Sequence[str] | None = None,
+    on_check: Callable[[str], None] | None = None,
+) -> DoctorReport:
+    """Run all checks; decode with tiny models and with `model`, if given.
+
+    `child` is the command that starts a child process (by default `CHILD_COMMAND`). `on_check` receives
+    the name of each check before it runs.
+    """
+    from specgen.models import cache_folder, config_folder, data_folder
+
+    found, problem = _models_on_disk()
+    on_check = on_check or (lambda _name: None)
+    child = child or CHILD_COMMAND
+    build, checks = _decode_checks(model, child, on_check)
+    kernels = _kernels(build, on_check)
+    if model is not None and kernels.computes == "specgen":
+        name = f"rows of {model.name}"
+        on_check(name)
+        checks.append(_decode_check(name, [*child, "rows", os.fspath(model)], MODEL_TIMEOUT_S))
+    return DoctorReport(
+        version=__version__,
+        machine=look_at_machine(),
+        build=build,
+        kernels=kernels,
+        cache_folder=cache_folder(),
+        config_folder=config_folder(),
+        data_folder=data_folder(),
+        models=found,
+        checks=(
+            *checks,
+            *_kernel_checks(kernels),
+            *_trial_checks(kernels, model, on_check),
+            *([problem] if problem else []),
+        ),
+    )
+
+
+def _kernels(build: Build | None, on_check: Callable[[str], None]) -> KernelStatus:
+    """Test specgen's kernels anew, unless the user chose llama.cpp's in the environment."""
+    from specgen.llama import kernel_checks as kernels
+    from specgen.models import cache_folder
+
+    if kernels.wanted_in(os.environ) == "llama.cpp":
+        reason = f"{kernels.VARIABLE} asks for llama.cpp's"
+        return KernelStatus("llama.cpp", reason=reason, path=kernels.library_path())
+    if build is None:
+        return KernelStatus("llama.cpp", reason="llama.cpp could not be loaded")
+    if kernels.library_path() is not None:
+        on_check(_KERNELS)
+    return kernels.examine_kernels(cache_folder(), anew=True)
+
+
+def _kernel_checks(kernels: KernelStatus) -> list[Check]:
+    """Return a check of the kernels; none if they do not support this machine, or are not used."""
+    if kernels.computes == "specgen":
+        return [Check(_KERNELS, passed=True, message=kernels.tested)]
+    if kernels.is_broken:
+        error, message = BackendError.__name__, kernels.reason or ""
+        return [Check(_KERNELS, passed=False, message=message, hint=kernels.hint, error=error)]
+    return []
+
+
+def _trial_checks(
+    kernels: KernelStatus, model: Path | None, on_check: Callable[[str], None]
+) -> list[Check]:
+    """Try the kernels on a model anew, if they are used."""
+    from specgen.llama.kernel_checks import ModelTrials
+    from specgen.models import cache_folder
+
+    if model is None or kernels.computes != "specgen" or kernels.path is None:
+        return []
+    name = f"{_KERNELS} on {model.name}"
+    on_check(name)
+    try:
+        problem = ModelTrials(kernels.path, cache_folder()).try_anew(model)
+    except OSError as error:
+        problem = f"the file cannot be read: {error.strerror}"
+    if not problem:
+        return [Check(name, passed=True, message="load it and decode")]
+    hint = "llama.cpp's own code computes this model; report this as a defect of specgen"
+    return [Check(name, passed=False, message=problem, hint=hint, error=BackendError.__name__)]
+
+
+def _models_on_disk() -> tuple[dict[str, Path], Check | None]:
+    from specgen.models import load_registry, locate
+
+    try:
+        registry = load_registry()
+    except SpecgenError as error:
+        return {}, _failed("the list of models", error)
+    places = {name: locate(model) for name, model in registry.models.items()}
+    return {name: path for name, path in places.items() if path is not None}, None
+
+
+# --- the checks, seen from the parent -------------------------------------------------------
+
+
+def _decode_checks(
+    model: Path | None, child: Sequence[str], on_check: Callable[[str], None]
+) -> tuple[Build | None, list[Check]]:
+    """Load llama.cpp, then decode each tensor type on each kind of device, then the model."""
+    name = "loading llama.cpp"
+    on_check(name)
+    try:
+        build = _build_of(run_child([*child, "build"], TINY_TIMEOUT_S))
+    except SpecgenError as error:
+        return None, [_failed(name, error)]
+    places = {"CPU": "0"}
+    if build.gpu_offload and any("gpu" in device.kind for device in build.devices):
+        places["GPU"] = "-1"
+    checks = []
+    with tempfile.TemporaryDirectory(prefix="specgen-doctor-") as folder:
+        for tensor_type in TENSOR_TYPES:
+            for place, n_gpu_layers in places.items():
+                name = f"{tensor_type} on the {place}"
+                on_check(name)
+                task = ["tiny", tensor_type, n_gpu_layers, folder]
+                checks.append(_decode_check(name, [*child, *task], TINY_TIMEOUT_S))
+    if model is not None:
+        on_check(model.name)
+        task = ["model", os.fspath(model), list(places.values())[-1]]
+        checks.append(_decode_check(model.name, [*child, *task], MODEL_TIMEOUT_S))
+    return build, checks
+
+
+def _decode_check(name: str, command: Sequence[str], timeout_s: float) -> Check:
+    try:
+        answer = run_child(command, timeout_s)
+    except SpecgenError as error:
+        return _failed(name, error)
+    return Check(name=name, passed=True, message=str(answer["message"]))
+
+
+def _failed(name: str, error: SpecgenError) -> Check:
+    return Check(
+        name=name,
+        passed=False,
+        message=error.message,
+        hint=error.hint,
+        error=type(error).__name__,
+    )
+
+
+def run_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
+    """Run a command and return the JSON object that it prints.
+
+    Raise the `SpecgenError` that the child reports, and `BackendError` if it dies, does not answer in
+    time, or answers something else; the hint says what to do.
+    """
+    try:
+        answer = ask_child(command, timeout_s)
+    except ChildDiedError as error:
+        raise _death(error) from None
+    except ChildTimeoutError as error:
+        raise BackendError(
+            str(error),
+            hint="try again if the machine is busy; otherwise build llama.cpp again: " + REINSTALL,
+        ) from None
+    except ChildError as error:
+        raise BackendError(str(error)) from error
+    if "error" in answer:
+        raise _error_named(answer["error"], answer["message"], answer["hint"])
+    return answer
+
+
+def _death(child: ChildDiedError) -> BackendError:
+    """Return an error that explains the death of a child, with a hint against its cause."""
+    name = child.signal_name
+    message = (
+        f"llama.cpp died of {name}" if name else f"the check ended with code {child.returncode}"
+    )
+    if child.description:
+        message += f" ({child.description.lower()})"
+    if child.last_words:
+        message += f": {child.last_words}"
+    if name == "SIGILL":
+        hint = (
+            "it was built for another CPU, or by GCC 12, which gets the code for AMX wrong; "
+            f"build it again, here: {REBUILD}"
+        )
+    elif name == "SIGKILL":
+        hint = "most likely the memory ran out: free some, or take a smaller model"
+    else:
+        hint = f"build llama.cpp again: {REINSTALL}"
+    return BackendError(message, hint=hint)
+
+
+def _error_named(name: str | None, message: str, hint: str | None) -> SpecgenError:
+    kind = getattr(errors, name or "", BackendError)
+    error: SpecgenError = kind(message, hint)
+    return error
+
+
+def _build_of(answer: Mapping[str, Any]) -> Build:
+    devices = tuple(Device(**device) for device in answer["devices"])
+    return Build(**{**answer, "devices": devices})
+
+
+# --- the checks, in the child ---------------------------------------------------------------
+
+
+def child_main(arguments: Sequence[str]) -> None:
+    """Carry out a task and print its result as JSON."""
+    task, *rest = arguments
+    tasks: dict[str, Callable[..., dict[str, Any]]] = {
+        "build": _load,
+        "tiny": _decode_tiny,
+        "model": _decode_model,
+        "rows": _compare_rows,
+    }
+    try:
+        answer = tasks[task](*rest)
+    except SpecgenError as error:
+        answer = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
+    sys.stdout.write(json.dumps(answer) + "\n")
+
+
+def _load() -> dict[str, Any]:
+    from specgen import llama
+
+    return dataclasses.asdict(llama.build())
+
+
+def _decode_tiny(tensor_type: TensorType, n_gpu_layers: str, folder: str) -> dict[str, Any]:
+    """Decode with a tiny model whose matrices are large enough for every kernel.
+
+    The logits of a batch are compared with those of single tokens, and with those of a model with the
+    same weights in f32, which other kernels compute.
+    """
+    from specgen.testing.tiny import TinyConfig, write_tiny_model
+
+    config = TinyConfig(
+        n_vocab=512, n_embd=256, n_head=4, n_ff=512, tensor_type=tensor_type, seed=1
+    )
+    exact = dataclasses.replace(config, tensor_type="f32", rounded_to=tensor_type)
+    # One thread: on a busy machine several threads wait for each other, which takes far longer.
+    options = ContextOptions(n_gpu_layers=int(n_gpu_layers), n_threads=1)
+    path = write_tiny_model(Path(folder) / f"{tensor_type}.gguf", config)
+    together, one_by_one = _decode_both_ways(path, options)
+    path = write_tiny_model(Path(folder) / f"{tensor_type}-exact.gguf", exact)
+    reference, _ = _decode_both_ways(path, options)
+    return _agreement(
+        len(together),
+        {
+            "single tokens": deviation(together, one_by_one),
+            "the same weights in f32": deviation(together, reference),
+        },
+    )
+
+
+def _decode_model(model: str, n_gpu_layers: str) -> dict[str, Any]:
+    options = ContextOptions(n_gpu_layers=int(n_gpu_layers))
+    together, one_by_one = _decode_both_ways(Path(model), options)
+    return _agreement(len(together), {"single tokens": deviation(together, one_by_one)})
+
+
+def _compare_rows(model: str) -> dict[str, Any]:
+    """Say whether rows of a model have the same bits in any batch with specgen's kernels, or why not."""
+    from specgen.llama import LlamaModel
+    from specgen.llama.kernel_checks import choose_kernels
+    from specgen.llama.unequal_rows import find_unequal_operator, repeated
+    from specgen.models import cache_folder
+
+    choose_kernels("specgen", cache_folder())
+    opened = LlamaModel(Path(model), n_gpu_layers=0)
+    try:
+        text = opened.vocabulary.tokenize(_TEXT, add_special=True, parse_special=False)
+        options = ContextOptions(n_gpu_layers=0)
+        why = opened.row_exception or find_unequal_operator(opened, options, repeated(text))
+    finally:
+        opened.close()
+    if why:
+        return {"message": f"they depend on their batch: {why}"}
+    return {"message": "they have the same bits in any batch, with specgen's kernels"}
+
+
+def _decode_both_ways(path: Path, options: ContextOptions) -> tuple[Logits, Logits]:
+    """Return the logits of a text, float32[n_tokens, n_vocab], decoded in one batch and token by token."""
+    import numpy as np
+
+    from specgen.decoding.backend import Batch
+    from specgen.llama import LlamaBackend, LlamaModel
+
+    n_tokens = 24
+    model = LlamaModel(path, n_gpu_layers=options.n_gpu_layers)
+    backend = LlamaBackend(model, options, n_ctx=256, clock=time.perf_counter, n_outputs=n_tokens)
+    tokens = model.vocabulary.tokenize(_TEXT, add_special=True, parse_special=False)[:n_tokens]
+
+    def decode(start: int, end: int) -> Logits:
+        batch = Batch()
+        for position in range(start, end):
+            batch.add(tokens[position], position, (0,), True)
+        return backend.decode(batch).copy()
+
+    together = decode(0, len(tokens))
+    backend.remove(0)
+    one_by_one = np.concatenate([decode(at, at + 1) for at in range(len(tokens))])
+    backend.close()
+    model.close()
+    return together, one_by_one
+
+
+def deviation(logits: Logits, others: Logits) -> float:
+    """Return the deviation of two tables of logits; see `TOLERANCE`. Infinite if a logit is not finite."""
+    import numpy as np
+
+    if not (np.isfinite(logits).all() and np.isfinite(others).all()):
+        return float("inf")
+    return float(np.sqrt(np.mean((logits - others) ** 2)) / max(float(np.std(others)), 1e-12))
+
+
+def _agreement(n_tokens: int, deviations: Mapping[str, float]) -> dict[str, Any]:
+    """Return the message of a passed check. Raise `BackendError` if a deviation exceeds `TOLERANCE`."""
+    for other, found in deviations.items():
+        if not found <= TOLERANCE:
+            raise BackendError(
+                f"the logits of {n_tokens} tokens in a batch differ from those of {other} by "
+                f"{found:.0%} of their spread",
+                hint=f"this build computes wrong results; build llama.cpp again: {REBUILD}",
+            )
+    apart = ", ".join(f"by {found:.1%} from {other}" for other, found in deviations.items())
+    return {"message": f"decodes (a batch of {n_tokens} tokens differs {apart})"}
+
+
+__all__ = [
+    "CHILD_COMMAND",
+    "REBUILD",
+    "Check",
+    "DoctorReport",
+    "Machine",
+    "child_main",
+    "deviation",
+    "diagnose",
+    "run_child",
+]
+
+if __name__ == "__main__":
+    child_main(sys.argv[sys.argv.index("--child") + 1 :])

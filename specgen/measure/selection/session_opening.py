@@ -1,0 +1,200 @@
+"""Open a session: its files, its options, and the draft that is picked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specgen.measure.selection.default_draft import DraftChoice
+from specgen.measure.selection.model_choice import ModelChoice
+from specgen.measure.selection.pick import Taken, take_first
+from specgen.measure.selection.resolve import Disk, Sources, find_model, resolve
+from specgen.options import (
+    Contexts,
+    DraftOptions,
+    GenerationOptions,
+    SamplerOptions,
+    SessionOptions,
+)
+
+if TYPE_CHECKING:
+    from specgen.engine.calibration.memory import Memory
+    from specgen.engine.loaded_models import Models
+    from specgen.measure.selection.resolve import Fetch
+    from specgen.models import Registry
+    from specgen.options import DraftSource
+
+#: Shows that the model with this name is loading, within a `with` block that gets a function for messages.
+Loading = Callable[[str], AbstractContextManager[Callable[[str], None]]]
+
+
+def find_models(choice: ModelChoice, *, quiet: bool) -> Sources:
+    """Return the files of the run. Missing ones are fetched, with progress on standard error."""
+    from specgen.models import cache_folder, identify, load_registry, locate, saved_draft
+    from specgen.training.made_files import heads_file
+
+    registry = load_registry()
+    made_heads = partial(heads_file, cache_folder())
+    disk = Disk(locate, identify, saved_draft, made_heads)
+    get = _fetch(registry, quiet=quiet)
+    sources = resolve(choice.target, choice.draft, choice.pair, registry, get, disk)
+    helpers: list[DraftSource] = [
+        "ngram" if name == "ngram" else find_model(name, registry, get) for name in choice.helpers
+    ]
+    return replace(sources, helpers=tuple(helpers))
+
+
+def find_target(name: str, *, quiet: bool) -> Path:
+    """Return the file of a target. If it is missing, it is fetched, with progress on standard error."""
+    from specgen.models import load_registry
+
+    registry = load_registry()
+    return find_model(name, registry, _fetch(registry, quiet=quiet))
+
+
+def _fetch(registry: Registry, *, quiet: bool) -> Fetch:
+    from specgen.models import SilentProgress, fetch, stderr_progress
+
+    def get(name: str) -> Path:
+        progress = SilentProgress() if quiet else stderr_progress()
+        return fetch(registry.model(name), progress=progress)
+
+    return get
+
+
+def session_options(
+    sources: Sources,
+    sampling: SamplerOptions,
+    drafting: DraftOptions,
+    answer: GenerationOptions,
+    contexts: Contexts,
+    *,
+    learn: bool = False,
+) -> SessionOptions:
+    """Return the options of a session. With `learn`, answers are kept: drafts learn from them, and n-grams
+    are looked up in them."""
+    from specgen.models import cache_folder, data_folder, identify
+    from specgen.training.made_files import learning_folder
+
+    learning = None
+    if learn and (identity := identify(sources.target)) is not None:
+        learning = learning_folder(data_folder(), identity)
+        drafting = replace(drafting, lookup_store=True)
+    return SessionOptions(
+        target=sources.target,
+        draft=sources.draft,
+        sampler=sampling,
+        drafting=drafting,
+        generation=answer,
+        target_context=contexts.target,
+        draft_context=contexts.draft,
+        helpers=sources.helpers,
+        cache=cache_folder(),
+        learning=learning,
+    )
+
+
+class SessionOpener:
+    """Loads the models of one session after the other.
+
+    The first of `drafts` that fits the target and is expected to be faster on this machine replaces the
+    draft of the options. `note` is called with the reason and, with `details`, with the measured costs. Only
+    a draft that the user named can raise an error: in place of a draft that specgen chose, the next one is
+    used. Later sessions use the draft of the first one, without a note. `clock` returns seconds; `loading`
+    shows the progress.
+    """
+
+    def __init__(
+        self,
+        drafts: Sequence[DraftChoice] = (),
+        *,
+        clock: Callable[[], float],
+        note: Callable[[str], None] = lambda _text: None,
+        details: bool = False,
+        loading: Loading = lambda _name: contextlib.nullcontext(lambda _what: None),
+    ) -> None:
+        self._drafts = list(drafts)
+        self._clock = clock
+        self._note = note
+        self._details = details
+        self._loading = loading
+        self._memory = open_memory()
+        self._noted: set[Path] = set()
+
+    @property
+    def draft(self) -> DraftSource | None:
+        """The draft in use, once a session is open; None if it is that of the options."""
+        return self._drafts[0].draft if self._drafts else None
+
+    def open(self, options: SessionOptions) -> Models:
+        """Load the models. Raises `ModelFileError`, `MemoryLimitError` or `PairError`."""
+        from specgen.engine.loaded_models import Models
+
+        if self._drafts:
+            options = replace(options, draft=self._drafts[0].draft)
+        # Drafts that specgen chose are loaded after the target. So errors of the two can be told
+        # apart, and the target is loaded only once if several drafts are tried.
+        is_chosen = bool(self._drafts and self._drafts[0].why)
+        taken: Taken | None = None
+        with contextlib.ExitStack() as on_error:
+            with self._loading(options.target.name) as tell:
+                own = replace(options, draft="none") if is_chosen else options
+                loaded = on_error.enter_context(Models(own, self._clock, self._memory, tell))
+                if is_chosen:
+                    taken = take_first(loaded, self._drafts)
+                    self._drafts = [DraftChoice(taken.draft)]
+                    if taken.measured:  # not every command saves what its session learns
+                        self._memory.save()
+            on_error.pop_all()
+        if (
+            loaded.drafts.compared
+        ):  # a copy that is not quicker is a result too, and took as long to find
+            self._memory.save()
+        if taken is not None:
+            for note in (*(taken.measured if self._details else ()), taken.note):
+                self._note(note)
+        self._note_kernels(loaded)
+        return loaded
+
+    def _note_kernels(self, loaded: Models) -> None:
+        """Say once of each model that specgen's kernels cannot compute it."""
+        for model in (loaded.target, loaded.drafts.model):
+            if model is None or not model.kernel_problem or model.path in self._noted:
+                continue
+            self._noted.add(model.path)
+            self._note(
+                f"{model.name}: llama.cpp's own code computes this model, since specgen's kernels failed in a "
+                f"trial ({model.kernel_problem}); please report this (`specgen doctor -m` tries again)"
+            )
+
+
+def open_memory() -> Memory:
+    """Return the memory of this machine with this build of llama.cpp and the kernels in use."""
+    from specgen.engine.calibration.memory import Memory
+    from specgen.llama import build
+    from specgen.llama.kernels import computing
+    from specgen.models import memory_file
+    from specgen.system.machine import look_at_machine
+
+    built, machine = build(), look_at_machine()
+    about = {
+        "llama_cpp_python": built.version,
+        "features": built.system_info,
+        "devices": [device.description for device in built.devices],
+        "cores": [machine.n_physical_cores, machine.n_logical_cores, _n_usable_cores()],
+        "cpu": machine.cpu,
+        "kernels": computing(),
+    }
+    return Memory(memory_file(), about)
+
+
+def _n_usable_cores() -> int | None:
+    """Return the number of cores that this process may use; None if the system does not say."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else None

@@ -1,0 +1,404 @@
+"""The speed-up that a draft would bring, computed without running it with the target.
+
+The target answers a few prompts plainly, once, and the time of its batches is measured. Each draft is
+then replayed on these answers. It proposes as it would while they are generated; proposed tokens that
+agree with the answer count as accepted, and the round costs the measured time of a batch of its size.
+This is speculative decoding at temperature 0 without the target's computation. So a dozen drafts can be
+tried in only their own time.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+from collections import abc, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specgen.decoding.backend import Backend, Batch
+from specgen.decoding.draft import NO_DRAFT, ROOT, Draft
+from specgen.decoding.drafters import draft_alone
+from specgen.decoding.loop import Loop
+from specgen.decoding.policy import Reason, RoundPlan, RoundResult, draft_up_to
+from specgen.decoding.sequence import Sequence
+from specgen.engine.calibration.timing import time_batch, timed_batch_sizes
+from specgen.engine.drafter_factory import DrafterFactory
+from specgen.engine.measurements import measure_if_new
+from specgen.errors import PromptError
+from specgen.llama import LlamaBackend
+from specgen.measure.selection.outlook import rows_s
+from specgen.system.arrays import Hidden
+
+if TYPE_CHECKING:
+    from specgen.engine.loaded_models import Models
+    from specgen.engine.prompts import Prompt
+
+#: After each answer, the first `_N_OFTEN` sizes of batches are timed `_N_REPEATS` times, except a single
+#: row, which the answer itself times; the larger sizes are timed once.
+_N_REPEATS = 3
+_N_OFTEN = 6
+#: The date that templates get: the present one must not change the answers.
+_NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
+
+#: Called with the number of prompts that are done, and of all prompts.
+PromptsDone = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetAnswer:
+    """A prompt as it was given, and the tokens of the target's own answer at temperature 0. The token that
+    ends the answer is among them: a draft may propose it like any other."""
+
+    prompt: str
+    tokens: tuple[int, ...]
+    #: The hidden states from which the target chose each token, float32[n_tokens, n_embd]; None if they
+    #: were not asked for.
+    hidden: Hidden | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """A target without a draft: its answers, generated in contexts of `n_ctx` tokens, and `batch_s`, the
+    median seconds of decodes by their rows: of 1 row, and of at least one larger size if a round has room
+    for a draft. `chat` says whether the prompts used its template (None: if it has one).
+
+    `skipped` are the numbers, from 1 on, of prompts that do not fit into the context. `answer_token_s` are
+    the median seconds of a token, one for each answer with more than one token: they are much the same
+    if the machine is otherwise idle.
+    """
+
+    answers: tuple[TargetAnswer, ...]
+    skipped: tuple[int, ...]
+    n_ctx: int
+    batch_s: dict[int, float]
+    chat: bool | None = None
+    answer_token_s: tuple[float, ...] = ()
+
+    @property
+    def token_s(self) -> float:
+        """Seconds of a token in plain decoding."""
+        return self.batch_s[1]
+
+    def rows_s(self, n_rows: int) -> float:
+        """Return the seconds of a batch of `n_rows` rows, interpolated between the sizes that were timed."""
+        return rows_s(self.batch_s, n_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The result of a drafter for one answer, without the token that came from the prompt's decode.
+
+    All times are seconds. `start_s` is the draft model's decode of the prompt, `draft_s` all drafting
+    after it, `target_s` the time of the target's batches by their measured costs, and `plain_s` the
+    target's time for the same tokens in plain decoding.
+    """
+
+    n_tokens: int
+    n_rounds: int
+    n_drafted: int
+    n_accepted: int
+    start_s: float
+    draft_s: float
+    target_s: float
+    plain_s: float
+    #: The number of rounds that had a draft.
+    n_drafts: int = 0
+
+    @property
+    def speedup(self) -> float:
+        """The speed-up over plain decoding. The decodes of the prompt, by target and draft, do not count."""
+        return self.plain_s / (self.target_s + self.draft_s)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFigures:
+    """The figures of a draft over all answers together. `worst_speedup` is that of the answer with the
+    least speed-up. `draft_token_s` are the seconds of a drafted token, `start_s` those of the draft model's
+    decode of a prompt. Figures that do not exist, since nothing was drafted, are None."""
+
+    speedup: float
+    worst_speedup: float
+    tokens_per_s: float
+    acceptance_rate: float | None
+    mean_accepted_length: float
+    draft_token_s: float | None
+    start_s: float
+    #: The mean number of tokens in a draft, over the rounds that had one, and the share of these rounds.
+    draft_length: float | None = None
+    draft_share: float = 0.0
+
+
+def measure_target(
+    loaded: Models,
+    prompts: abc.Sequence[str],
+    *,
+    chat: bool | None = None,
+    hidden: bool = False,
+    interrupted: Callable[[], bool] = lambda: False,
+    progress: PromptsDone = lambda _done, _total: None,
+) -> Baseline | None:
+    """Let the target answer the prompts without a draft, and time its batches of 1 row up to the most rows
+    of a round by the options. With `hidden`, the hidden states are kept too, from which decoder
+    heads draft.
+
+    The temperature must be 0. Returns None if interrupted. Raises `PromptError` if no prompt fits
+    into the context, if no answer is longer than a token, or if the context has no room to time the
+    batches; and `MemoryLimitError`.
+    """
+    fitting, skipped = _fitting(loaded, prompts, chat)
+    n_ctx = max(loaded.context_size(len(prompt.tokens)) for _, prompt in fitting)
+    sizes = timed_batch_sizes(loaded.n_rows_max)
+    samples: defaultdict[int, list[float]] = defaultdict(list)
+    answers: list[TargetAnswer] = []
+    token_s: list[float] = []
+    with loaded.contexts(n_ctx, drafts=False) as (target, _):
+        for text, prompt in fitting:
+            progress(len(answers), len(fitting))
+            target.remove(0)
+            generation = DrafterFactory(loaded).sequence(prompt, n_ctx, None, 0, plain=True)
+            list(Loop(target, loaded.clock, interrupted).run(generation))
+            if interrupted():
+                return None
+            n_prompt = generation.n_prompt
+            states = _hidden_states(target, generation.tokens, n_prompt) if hidden else None
+            answers.append(TargetAnswer(text, tuple(generation.tokens[n_prompt:]), states))
+            if tokens_s := generation.tally.target_s_by_rows[1]:
+                samples[1] += tokens_s
+                token_s.append(statistics.median(tokens_s))
+            # Batches are timed right after the single tokens, since a machine's pace changes.
+            for size in _timed_sizes(sizes):
+                if interrupted():
+                    return None
+                if (seconds := time_batch(target, generation.tokens, size)) is not None:
+                    samples[size].append(seconds)
+    if not samples[1]:
+        raise PromptError("no answer is longer than a token: there is nothing to draft")
+    if any(not samples[size] for size in sizes):
+        raise PromptError(
+            f"a context of {n_ctx} tokens has no room to time batches of {sizes[-1]} rows",
+            hint="use a larger --ctx-size, or a smaller --draft-max",
+        )
+    batch_s = {size: statistics.median(samples[size]) for size in sizes}
+    for size, seconds in batch_s.items():
+        loaded.costs.table().start(size, seconds)
+    return Baseline(tuple(answers), skipped, n_ctx, batch_s, chat, tuple(token_s))
+
+
+def try_draft(
+    loaded: Models,
+    baseline: Baseline,
+    *,
+    interrupted: Callable[[], bool] = lambda: False,
+    progress: PromptsDone = lambda _done, _total: None,
+) -> DraftFigures | None:
+    """Return the figures of the loaded draft for its target; None if interrupted.
+
+    Raises `MemoryLimitError` or `BackendError` if the draft model cannot be run.
+    """
+    with loaded.contexts(baseline.n_ctx) as (target, draft):
+        measure_if_new(loaded, target, draft)
+        replays = _replays(loaded, baseline, draft, interrupted, progress)
+    is_whole = len(replays) == len(baseline.answers)
+    return summarise(replays, baseline.token_s) if is_whole else None
+
+
+def replay(
+    generation: Sequence, answer: TargetAnswer, baseline: Baseline, clock: Callable[[], float]
+) -> Replay:
+    """Replay the rounds of a known answer with the generation's drafter.
+
+    `generation` must be at the end of its prompt; afterwards it is at the end of the answer. `clock`
+    returns seconds and is read around each proposal.
+    """
+    drafters, policy = generation.drafters, generation.policy
+    tokens = answer.tokens
+    n_drafted = n_accepted = n_rounds = n_drafts = 0
+    draft_s = target_s = 0.0
+
+    def propose(plan: RoundPlan | None = None) -> _Proposed:
+        if drafters is None:
+            return _Proposed(RoundPlan(Reason("off")))
+        started = clock()
+        offer = generation.offer(policy.n_max)
+        plan = plan or policy.plan(offer)
+        draft = draft_alone(drafters.propose(generation.tokens, plan))
+        return _Proposed(plan, plan.stop.cut(draft), (offer.found, draft), clock() - started)
+
+    def commit(proposed: _Proposed) -> int:
+        """End a round, and return the number of accepted tokens."""
+        draft = proposed.draft
+        done = len(generation.tokens) - generation.n_prompt
+        path = agreeing_path(draft, tokens[done:])
+        for token in tokens[done : done + len(path) + 1]:
+            generation.commit(token)
+        if generation.hidden is not None and answer.hidden is not None and done:
+            last = done + len(path)
+            if last < len(answer.hidden):
+                generation.hidden.take(answer.hidden[last], generation.n_prompt + last)
+        n_rows = 1 + len(draft)
+        told = tuple(tokens[done : done + len(path) + 1])
+        result = RoundResult(
+            proposed.plan,
+            draft,
+            path,
+            proposed.seconds,
+            baseline.rows_s(n_rows),
+            n_rows,
+            told,
+            proposed.whole,
+        )
+        policy.observe(result)
+        if drafters is not None:
+            drafters.observe(result)
+        return len(path)
+
+    # In a real answer, the prompt's round has no draft, and the draft model decodes the prompt in the next
+    # round. Here it decodes the prompt before, for a proposal that is not used. So the rounds have only
+    # costs that grow with the answer.
+    start_s = propose(draft_up_to(1)).seconds
+    commit(_Proposed(RoundPlan(Reason("plain decode"))))
+    while len(generation.tokens) - generation.n_prompt < len(tokens):
+        proposed = propose()
+        n_rounds += 1
+        n_drafts += len(proposed.draft) > 0
+        n_drafted += len(proposed.draft)
+        draft_s += proposed.seconds
+        target_s += baseline.rows_s(1 + len(proposed.draft))
+        n_accepted += commit(proposed)
+    policy.finish()
+    n_tokens = len(tokens) - 1
+    plain_s = n_tokens * baseline.token_s
+    return Replay(
+        n_tokens,
+        n_rounds,
+        n_drafted,
+        n_accepted,
+        start_s=start_s,
+        draft_s=draft_s,
+        target_s=target_s,
+        plain_s=plain_s,
+        n_drafts=n_drafts,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Proposed:
+    """The drafting of a replayed round: its plan, the draft to verify, all that was proposed, and seconds."""
+
+    plan: RoundPlan
+    draft: Draft = NO_DRAFT
+    whole: tuple[Draft, ...] = ()
+    seconds: float = 0.0
+
+
+def summarise(replays: abc.Sequence[Replay], plain_token_s: float) -> DraftFigures:
+    """Return the figures of all answers together. Answers of a single token say nothing and do not
+    count."""
+    told = [replay for replay in replays if replay.n_rounds]
+    n_drafted = sum(replay.n_drafted for replay in told)
+    n_drafts = sum(replay.n_drafts for replay in told)
+    n_tokens = sum(replay.n_tokens for replay in told)
+    draft_s = sum(replay.draft_s for replay in told)
+    seconds = draft_s + sum(replay.target_s for replay in told)
+    speedup = n_tokens * plain_token_s / seconds
+    return DraftFigures(
+        speedup=speedup,
+        worst_speedup=min(replay.speedup for replay in told),
+        tokens_per_s=n_tokens / seconds,
+        acceptance_rate=sum(r.n_accepted for r in told) / n_drafted if n_drafted else None,
+        mean_accepted_length=n_tokens / sum(replay.n_rounds for replay in told),
+        draft_token_s=draft_s / n_drafted if n_drafted else None,
+        start_s=sum(replay.start_s for replay in told) / len(told),
+        draft_length=n_drafted / n_drafts if n_drafts else None,
+        draft_share=n_drafts / sum(replay.n_rounds for replay in told),
+    )
+
+
+def plain_figures(baseline: Baseline) -> DraftFigures:
+    """Return the figures of plain decoding."""
+    return DraftFigures(1.0, 1.0, 1.0 / baseline.token_s, None, 1.0, None, 0.0)
+
+
+def agreeing_path(draft: Draft, tokens: abc.Sequence[int]) -> tuple[int, ...]:
+    """Return the nodes of a draft that a target accepts if its own next tokens are `tokens`: the longest
+    path from the root down that agrees with them."""
+    path: list[int] = []
+    for token in tokens:
+        node = path[-1] if path else ROOT
+        following = [child for child in draft.children(node) if draft.tokens[child] == token]
+        if not following:
+            break
+        path.append(following[0])
+    return tuple(path)
+
+
+def answered_prompt(loaded: Models, baseline: Baseline, answer: TargetAnswer) -> Prompt:
+    """Return the prompt of an answer. Each draft needs a prompt of its own, since it contains the draft's
+    tokens."""
+    return loaded.prompts.of_text(answer.prompt, chat=baseline.chat, now=_NOW)
+
+
+def _fitting(
+    loaded: Models, texts: abc.Sequence[str], chat: bool | None
+) -> tuple[list[tuple[str, Prompt]], tuple[int, ...]]:
+    """Return the prompts that fit into the context, as they were given and as the models see them, and
+    the numbers of the others. Raises `PromptError` if none fits."""
+    fitting: list[tuple[str, Prompt]] = []
+    skipped: list[int] = []
+    failure: PromptError | None = None
+    for number, text in enumerate(texts, 1):
+        prompt = loaded.prompts.of_text(text, chat=chat, now=_NOW)
+        try:
+            loaded.context_size(len(prompt.tokens) + 1)
+        except PromptError as error:
+            failure = error
+            skipped.append(number)
+        else:
+            fitting.append((text, prompt))
+    if not fitting:
+        raise failure or PromptError("there are no prompts")
+    return fitting, tuple(skipped)
+
+
+def _hidden_states(target: LlamaBackend, tokens: abc.Sequence[int], n_prompt: int) -> Hidden:
+    """Return the hidden states from which each token of an answer was chosen, float32[n_tokens, n_embd].
+    The answer is decoded again, after its prompt, which the cache holds."""
+    target.remove(0, n_prompt - 1)
+    pieces: list[Hidden] = []
+    for start in range(n_prompt - 1, len(tokens) - 1, target.n_outputs):
+        batch = Batch()
+        for position in range(start, min(start + target.n_outputs, len(tokens) - 1)):
+            batch.add(tokens[position], position, (0,), True)
+        pieces.append(target.decode_hidden(batch)[1].copy())
+    return np.concatenate(pieces)
+
+
+def _timed_sizes(sizes: abc.Sequence[int]) -> Iterator[int]:
+    """Yield the sizes of batches to time after an answer. The first of `sizes`, a single row, is left
+    out: the answer itself times it."""
+    for repeat in range(_N_REPEATS):
+        yield from sizes[1 : None if repeat == 0 else _N_OFTEN]
+
+
+def _replays(
+    loaded: Models,
+    baseline: Baseline,
+    draft: Backend | None,
+    interrupted: Callable[[], bool],
+    progress: PromptsDone,
+) -> list[Replay]:
+    """Return a replay of each answer; fewer if interrupted."""
+    replays: list[Replay] = []
+    for answer in baseline.answers:
+        progress(len(replays), len(baseline.answers))
+        if interrupted():
+            break
+        prompt = answered_prompt(loaded, baseline, answer)
+        if draft is not None:
+            draft.remove(0)
+        generation = DrafterFactory(loaded).sequence(prompt, baseline.n_ctx, draft, 0)
+        replays.append(replay(generation, answer, baseline, loaded.clock))
+    return replays

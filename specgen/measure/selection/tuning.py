@@ -1,0 +1,345 @@
+"""Measure what drafting gains for a target on this machine, and why.
+
+The numbers of threads come first, since all else depends on them. Then the costs of decodes are measured
+while the target answers a few prompts. Then the draft is compared with these answers, and the gain of the
+draft, of n-grams, of both and of other drafts is computed (`specgen.measure.selection.trial`). The results replace
+those in the models' memory; the caller saves it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specgen.engine.agreement import Agreement
+from specgen.engine.calibration.threads import ThreadTimes, measure_threads, thread_counts
+from specgen.engine.calibration.weight_copies import Comparison
+from specgen.engine.measurements import agreement_walk, measure_if_new
+from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError, SpecgenError
+from specgen.llama import default_threads
+from specgen.measure.selection.outlook import Costs, Outlook, known_costs, outlook
+from specgen.measure.selection.trial import (
+    Baseline,
+    DraftFigures,
+    answered_prompt,
+    measure_target,
+    plain_figures,
+    try_draft,
+)
+from specgen.options import DraftSource
+
+if TYPE_CHECKING:
+    from specgen.engine.loaded_models import Models
+    from specgen.system.progress import Progress
+
+#: About how many seconds of decoding the comparison of numbers of threads takes.
+_THREADS_BUDGET_S = 20.0
+#: Cells of the contexts in which they are compared.
+_N_CTX = 256
+#: The precision of the least acceptance rate with which a draft pays.
+_PRECISION = 0.005
+#: Errors that are the draft's and not the target's.
+_DRAFT_ERRORS = (BackendError, MemoryLimitError, ModelFileError, PairError)
+
+
+@dataclass(frozen=True, slots=True)
+class TriedDraft:
+    """A way to draft, with or without n-grams beside a model, and its figures."""
+
+    draft: DraftSource
+    ngrams: bool
+    figures: DraftFigures
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFindings:
+    """The measurements of a draft model: its agreement with the target, the `costs` of both models (None if
+    a round has no room for a draft), the times by number of threads, and the comparison with a copy of
+    its weights, if there was one."""
+
+    draft: Path
+    agreement: Agreement
+    costs: Costs | None
+    threads: ThreadTimes | None = None
+    compared: Comparison | None = None
+
+    @property
+    def expected(self) -> Outlook | None:
+        """The speed-up that a formula expects from costs and agreement; None if these are not known."""
+        rate = self.agreement.rate
+        return outlook(self.costs, rate) if self.costs is not None and rate is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """The measurements of a target and of its draft model, if it has one. `threads` is None if the user
+    named a number or the tuning was interrupted. `ways` are in no order. `refused` are drafts that cannot
+    draft for the target, with reasons. `others_share` is the share of all cores' time that other programs
+    took meanwhile; None if it is unknown."""
+
+    target: Path
+    baseline: Baseline
+    threads: ThreadTimes | None
+    draft: DraftFindings | None
+    ways: tuple[TriedDraft, ...]
+    refused: tuple[tuple[Path, str], ...] = ()
+    is_interrupted: bool = False
+    others_share: float | None = None
+
+    @property
+    def best(self) -> TriedDraft:
+        """The way with the best speed-up, rounded to two digits; of equal ones, the simplest."""
+        return max(self.ways, key=lambda way: (round(way.figures.speedup, 2), -_effort(way)))
+
+    def way(self, draft: DraftSource, *, ngrams: bool = False) -> TriedDraft | None:
+        """Return a way with its figures; None if it was not tried."""
+        found = (way for way in self.ways if way.draft == draft and way.ngrams == ngrams)
+        return next(found, None)
+
+
+class Tuner:
+    """Tunes loaded models, which need not have a draft. The temperature must be 0, and its policy
+    must decide by costs."""
+
+    def __init__(
+        self,
+        loaded: Models,
+        *,
+        interrupted: Callable[[], bool] = lambda: False,
+        progress: Progress = lambda _what, _done, _total: None,
+    ) -> None:
+        self._loaded = loaded
+        self._interrupted = interrupted
+        self._progress = progress
+        self._target = loaded.options.target
+
+    def run(
+        self,
+        draft: Path | None,
+        others: Iterable[Path],
+        prompts: Sequence[str],
+        *,
+        chat: bool | None = None,
+    ) -> Tuning | None:
+        """Measure the target, the draft, and other files that may draft for it.
+
+        If interrupted, returns the measurements so far, or None if the target's are not complete. Raises
+        `PromptError`, and `ModelFileError`, `PairError`, `MemoryLimitError` or `BackendError` if the target
+        or `draft` fails; other drafts that fail are only listed as refused.
+        """
+        if draft is not None:
+            self._loaded.costs.forget_weights(draft)
+        self._loaded.change_draft(draft if draft is not None else "none")
+        threads = self._threads(None)
+        draft_threads = self._threads(draft) if draft is not None else None
+        self._loaded.costs.forget()
+        baseline = measure_target(
+            self._loaded,
+            prompts,
+            chat=chat,
+            interrupted=self._interrupted,
+            progress=self._telling(self._target.name),
+        )
+        if baseline is None:
+            return None
+        found = Tuning(
+            self._target,
+            baseline,
+            threads,
+            None,
+            (TriedDraft("none", False, plain_figures(baseline)),),
+        )
+        if draft is not None and not self._interrupted():
+            found = self._with_draft(found, draft, draft_threads)
+        found = self._with_others(found, [path for path in others if path != draft])
+        return replace(found, is_interrupted=self._interrupted())
+
+    def _with_draft(self, found: Tuning, draft: Path, threads: ThreadTimes | None) -> Tuning:
+        """Return the tuning with the measurements of the loaded draft model added."""
+        self._loaded.costs.forget(draft)
+        agreement = self._walk(found.baseline, draft)
+        if agreement is None:
+            return found
+        for ngrams in (False, True):
+            found = self._with_way(found, draft, ngrams=ngrams)
+        # The target's costs are those of the baseline: the trial of a draft may have changed the table.
+        costs = known_costs(self._loaded, draft)
+        if costs is not None:
+            costs = Costs(found.baseline.batch_s, costs.draft_token_s)
+        latest = {compared.model: compared for compared in self._loaded.drafts.compared}
+        findings = DraftFindings(draft, agreement, costs, threads, latest.get(draft.name))
+        return replace(found, draft=findings)
+
+    def _with_others(self, found: Tuning, others: Iterable[Path]) -> Tuning:
+        """Return the tuning with the figures of n-grams and of other drafts added, each as `specgen run`
+        would use it."""
+        sources: list[DraftSource] = ["ngram", *others]
+        for source in sources:
+            if self._interrupted():
+                break
+            is_model = isinstance(source, Path)
+            try:
+                self._loaded.change_draft(source)
+                if isinstance(source, Path):
+                    self._loaded.costs.forget(source)
+                found = self._with_way(found, source, ngrams=is_model)
+            except _DRAFT_ERRORS as error:
+                refused = (Path(source), _reason(error, source))
+                found = replace(found, refused=(*found.refused, refused))
+        return found
+
+    def _with_way(self, found: Tuning, draft: DraftSource, *, ngrams: bool) -> Tuning:
+        """Return the tuning with the figures of the loaded draft added; unchanged if interrupted."""
+        name = Path(draft).name if isinstance(draft, Path) else "n-grams"
+        what = f"{name} and n-grams" if ngrams else name
+        self._loaded.let_ngrams_draft(ngrams)
+        try:
+            figures = try_draft(
+                self._loaded,
+                found.baseline,
+                interrupted=self._interrupted,
+                progress=self._telling(what),
+            )
+        finally:
+            self._loaded.let_ngrams_draft(None)
+        if figures is None:
+            return found
+        return replace(found, ways=(*found.ways, TriedDraft(draft, ngrams, figures)))
+
+    def _threads(self, draft: Path | None) -> ThreadTimes | None:
+        """Measure and keep the best numbers of threads for the target, or for the loaded draft model.
+        None if the user named a number, or if interrupted."""
+        loaded = self._loaded
+        options = loaded.options.target_context if draft is None else loaded.options.draft_context
+        is_named = options.n_threads is not None or options.n_threads_batch is not None
+        if is_named or self._interrupted():
+            return None
+        model = draft or self._target
+        self._progress(f"threads for {model.name}", 0, 1)
+        n_train = loaded.target.n_ctx_train
+        n_ctx = min(_N_CTX, n_train) if n_train > 0 else _N_CTX
+        default = default_threads()
+        counts = thread_counts(default, os.cpu_count() or default, _n_usable_cores())
+        with loaded.contexts(n_ctx, drafts=draft is not None) as (target, drafting):
+            backend = target if draft is None else drafting
+            assert backend is not None, "the loaded draft"
+            found = measure_threads(backend, counts, default, _THREADS_BUDGET_S, self._interrupted)
+        if self._interrupted():
+            return None
+        loaded.memory.keep_threads(model, options, found.chosen)
+        return found
+
+    def _walk(self, baseline: Baseline, draft: Path) -> Agreement | None:
+        """Return how often the loaded draft model agrees with the target's answers, over all their
+        places; None if interrupted. The acceptance statistics learn from this."""
+        n_places = n_agreed = 0
+        tell = self._telling(f"agreement of {draft.name}")
+        with self._loaded.contexts(baseline.n_ctx) as (target, drafting):
+            assert drafting is not None, "the loaded draft"
+            measure_if_new(self._loaded, target, drafting)
+            for number, answer in enumerate(baseline.answers):
+                tell(number, len(baseline.answers))
+                prompt = answered_prompt(self._loaded, baseline, answer)
+                drafting.remove(0)
+                walk = agreement_walk(self._loaded, prompt, drafting)
+                tokens = [*prompt.tokens, *answer.tokens]
+                for place in range(len(prompt.tokens), len(tokens)):
+                    if self._interrupted():
+                        return None
+                    walk.look(tokens, place, tokens[place])
+                n_places += walk.found.n_places
+                n_agreed += walk.found.n_agreed
+        return Agreement(n_places, n_agreed)
+
+    def _telling(self, what: str) -> Callable[[int, int], None]:
+        return lambda done, total: self._progress(what, done, total)
+
+
+# --- what if ---------------------------------------------------------------------------------
+
+
+def break_even(costs: Costs) -> float | None:
+    """Return the least acceptance rate with which a draft saves time, by the formula of `outlook`; None if
+    it never does."""
+    if outlook(costs, 1.0).speedup <= 1.0:
+        return None
+    low, high = 0.0, 1.0
+    while high - low > _PRECISION:
+        middle = (low + high) / 2
+        low, high = (low, middle) if outlook(costs, middle).speedup > 1.0 else (middle, high)
+    return high
+
+
+def with_cheaper_draft(costs: Costs, share: float) -> Costs:
+    """Return the costs if a drafted token took only this share of its time."""
+    return Costs(costs.batch_s, share * costs.draft_token_s)
+
+
+def with_flat_batches(costs: Costs) -> Costs:
+    """Return the costs if the target's batches took no longer than a single token. A target whose decodes
+    wait for the weights comes near that."""
+    return Costs(dict.fromkeys(costs.batch_s, costs.batch_s[1]), costs.draft_token_s)
+
+
+def speedup_with(
+    findings: DraftFindings,
+    measured: float,
+    *,
+    costs: Costs | None = None,
+    rate: float | None = None,
+) -> float | None:
+    """Return the expected speed-up of a draft with other costs or another rate of agreement (None: those
+    that were measured). `measured` is its measured speed-up. None if costs or agreement are not known.
+
+    `measured` is scaled by the ratio of the formula's results. What the formula leaves out, such as that
+    drafts stop where they are unsure, is left out of both. Speed-ups below 1 count as 1, since nobody has
+    to draft at a loss.
+    """
+    own_rate = findings.agreement.rate
+    if findings.costs is None or own_rate is None:
+        return None
+    before = outlook(findings.costs, own_rate).speedup
+    after = outlook(
+        costs if costs is not None else findings.costs, rate if rate is not None else own_rate
+    ).speedup
+    return max(1.0, measured) * max(1.0, after) / max(1.0, before)
+
+
+def halfway_right(rate: float) -> float:
+    """Return the rate of agreement of a draft that agrees at half of the places where one with `rate`
+    does not."""
+    return (1.0 + rate) / 2.0
+
+
+def _effort(way: TriedDraft) -> int:
+    """Return how complex a way is, beside its time: 0 for plain decoding, 3 for a model with n-grams."""
+    if way.draft == "none":
+        return 0
+    return 2 + way.ngrams if isinstance(way.draft, Path) else 1
+
+
+def _reason(error: SpecgenError, draft: DraftSource) -> str:
+    """Return an error's message without the name of its file."""
+    return error.message.removeprefix(f"{draft}: ")
+
+
+def _n_usable_cores() -> int:
+    """Return the number of cores that this process may use; all cores if the system does not say."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+__all__ = [
+    "DraftFindings",
+    "TriedDraft",
+    "Tuner",
+    "Tuning",
+    "break_even",
+    "halfway_right",
+    "speedup_with",
+    "with_cheaper_draft",
+    "with_flat_batches",
+]

@@ -1,0 +1,66 @@
+"""Models by name: what there is, what is on this disk, and downloads that resume.
+
+Nothing here prints, and nothing heavy (requests, huggingface_hub, rich) is imported before
+it is needed.
+"""
+
+from specgen.models.choices import SavedDraft, save_draft, saved_draft
+from specgen.models.fetching import fetch, locate
+from specgen.models.files import FileIdentity, identify, shard_number
+from specgen.models.folders import (
+    cache_folder,
+    config_folder,
+    data_folder,
+    memory_file,
+    models_folder,
+    saved_drafts_file,
+    user_registry_file,
+)
+from specgen.models.progress import (
+    DownloadProgress,
+    LineProgress,
+    RichProgress,
+    SilentProgress,
+    stderr_progress,
+)
+from specgen.models.registry import (
+    NGRAM,
+    CatalogueModel,
+    HubSource,
+    Pair,
+    PypiSource,
+    Registry,
+    load_registry,
+)
+from specgen.models.sizes import human_bytes
+
+__all__ = [
+    "NGRAM",
+    "CatalogueModel",
+    "DownloadProgress",
+    "FileIdentity",
+    "HubSource",
+    "LineProgress",
+    "Pair",
+    "PypiSource",
+    "Registry",
+    "RichProgress",
+    "SavedDraft",
+    "SilentProgress",
+    "cache_folder",
+    "config_folder",
+    "data_folder",
+    "fetch",
+    "human_bytes",
+    "identify",
+    "load_registry",
+    "locate",
+    "memory_file",
+    "models_folder",
+    "save_draft",
+    "saved_draft",
+    "saved_drafts_file",
+    "shard_number",
+    "stderr_progress",
+    "user_registry_file",
+]

@@ -1,0 +1,264 @@
+"""Turn the body of a request into a job for the engine."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias, get_args
+
+from specgen.engine.infill import ContextFile, Gap, infill_prompt
+from specgen.engine.loaded_models import Models
+from specgen.engine.prompts import Prompt, template_of
+from specgen.options import GenerationOptions, SamplerOptions, VerifierName
+from specgen.serving.openai_format.request import BodyError, Request, read_request, with_call_form
+from specgen.serving.server.errors import RequestError
+from specgen.serving.server.jobs import AnswerRequest
+from specgen.serving.server.options import Limits
+
+#: ``chat`` and ``completion`` are OpenAI's; ``infill`` is llama.cpp's, for a text with a gap.
+Endpoint: TypeAlias = Literal["chat", "completion", "infill"]
+#: Fields of llama.cpp's server whose accepted values change nothing, since specgen always acts so.
+_DONE_ANYWAY: dict[str, tuple[Any, ...]] = {"cache_prompt": (True,), "id_slot": (-1,)}
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSettings:
+    """A request's wishes about drafts, from its field `speculative`."""
+
+    draft: bool = True
+    #: The most tokens drafted in a round, and the verifier; None keeps the server's setting.
+    max: int | None = None
+    verifier: VerifierName | None = None
+    #: Whether a stream says of each token where it comes from.
+    pieces: bool = False
+
+    @staticmethod
+    def of(value: Any) -> DraftSettings:
+        """Return the wishes in a field's value. Raises `BodyError`."""
+        name = "speculative"
+        if value is None:
+            return DraftSettings()
+        if not isinstance(value, dict):
+            raise BodyError(name, 'it is no object like {"draft": true, "max": 8}')
+        for field in value:
+            if field not in ("draft", "max", "verifier", "pieces"):
+                raise BodyError(f"{name}.{field}", "there is no such field")
+        found = DraftSettings(
+            draft=_boolean(f"{name}.draft", value.get("draft"), default=True),
+            pieces=_boolean(f"{name}.pieces", value.get("pieces"), default=False),
+            max=_whole(f"{name}.max", value.get("max"), 0),
+        )
+        verifier = value.get("verifier")
+        if verifier is None:
+            return found
+        if verifier not in get_args(VerifierName):
+            known = ", ".join(get_args(VerifierName))
+            raise BodyError(f"{name}.verifier", f"it is none of {known}")
+        return replace(found, verifier=verifier)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRequest:
+    """The content of a body: `n` answers to each of its `requests`, which differ only in their prompts.
+
+    If there is a `gap`, the answer fills it."""
+
+    endpoint: Endpoint
+    requests: tuple[Request, ...]
+    n: int = 1
+    gap: Gap | None = None
+    #: Whether the answer is streamed, and whether a separate last chunk has the usage.
+    streams: bool = False
+    has_usage_alone: bool = False
+    wish: DraftSettings = DraftSettings()
+
+    @property
+    def n_answers(self) -> int:
+        """The number of answers in all."""
+        return self.n * len(self.requests)
+
+
+def read_server_request(
+    endpoint: Endpoint,
+    body: Mapping[str, Any],
+    sampling: SamplerOptions,
+    generation: GenerationOptions,
+    limits: Limits,
+) -> ServerRequest:
+    """Read a body; `sampling` and `generation` give the defaults of its fields. Raises `BodyError`."""
+    fields = dict(body)
+    for name, allowed in _DONE_ANYWAY.items():
+        value = fields.pop(name, None)
+        if value is not None and value not in allowed:
+            raise BodyError(name, f"{value!r} is not supported")
+    wish = DraftSettings.of(fields.pop("speculative", None))
+    streams = _boolean("stream", fields.pop("stream", None), default=False)
+    usage = fields.pop("stream_options", None)
+    if not isinstance(usage, dict | None):
+        raise BodyError("stream_options", "it is no object")
+    alone = _boolean(
+        "stream_options.include_usage", (usage or {}).get("include_usage"), default=False
+    )
+    n = _whole("n", fields.pop("n", None), 1) or 1
+    gap = None
+    if endpoint == "infill":
+        gap = _gap(fields)
+    elif endpoint == "completion":
+        suffix = fields.pop("suffix", None)
+        if suffix:
+            gap = Gap(_text("prompt", fields.get("prompt")), _text("suffix", suffix))
+    prompts: list[Any] = [None]
+    if endpoint == "completion" and gap is None and _is_several(fields.get("prompt")):
+        prompts = fields["prompt"]
+    if n * len(prompts) > limits.n_answers > 0:
+        raise BodyError("n", f"{n * len(prompts)} answers; at most {limits.n_answers} are allowed")
+    kind: Literal["chat", "completion"] = "chat" if endpoint == "chat" else "completion"
+    requests: list[Request] = []
+    for prompt in prompts:
+        own = fields
+        if gap is not None:
+            own = {**fields, "prompt": "-"}  # a placeholder: the gap has the text
+        elif prompt is not None:
+            own = {**fields, "prompt": prompt}
+        requests.append(read_request(kind, own, sampling, generation))
+    return ServerRequest(endpoint, tuple(requests), n, gap, streams, alone, wish)
+
+
+def with_model_template(asked: ServerRequest, loaded: Models) -> ServerRequest:
+    """Return the same with the form of tool calls of the target, from its chat template. Raises
+    `BodyError`."""
+    template = template_of(loaded.target, has_tools=True)
+    requests = tuple(with_call_form(request, template) for request in asked.requests)
+    return replace(asked, requests=requests)
+
+
+def _is_several(prompt: Any) -> bool:
+    """Return whether a prompt is a list of prompts: texts, or lists of tokens."""
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
+
+
+def _gap(fields: dict[str, Any]) -> Gap:
+    """Take llama.cpp's fields out of a body and return their gap. `prompt` is text that the gap already
+    begins with."""
+    prefix = _text("input_prefix", fields.pop("input_prefix", None) or "")
+    begun = _text("prompt", fields.pop("prompt", None) or "")
+    suffix = _text("input_suffix", fields.pop("input_suffix", None) or "")
+    extra = fields.pop("input_extra", None) or []
+    if not isinstance(extra, list):
+        raise BodyError("input_extra", "it is no list of objects with filename and text")
+    files: list[ContextFile] = []
+    for number, each in enumerate(extra):
+        where = f"input_extra[{number}]"
+        if not isinstance(each, dict):
+            raise BodyError(where, "it is no object with filename and text")
+        name = _text(f"{where}.filename", each.get("filename") or "tmp")
+        files.append(ContextFile(name, _text(f"{where}.text", each.get("text"))))
+    if not (prefix or begun or suffix):
+        raise BodyError("input_prefix", "there is no text before or after the gap")
+    return Gap(prefix + begun, suffix, context=tuple(files))
+
+
+def answer_requests(
+    asked: ServerRequest, loaded: Models, n_ctx: int, limits: Limits
+) -> list[AnswerRequest]:
+    """Return what to submit to an engine with contexts of `n_ctx` tokens: all answers to the first prompt,
+    then those to the next. Raises `UsageError`, `PromptError`, and `RequestError` for a prompt that does not
+    fit."""
+    asks: list[AnswerRequest] = []
+    wish = asked.wish
+    for request in asked.requests:
+        generation = _within(request.generation, limits.answer_tokens)
+        prompt = _prompt(asked, request, loaded, n_ctx, generation)
+        _check_length(len(prompt.tokens), n_ctx, limits.prompt_tokens)
+        for number in range(asked.n):
+            sampling = request.sampling
+            if sampling.seed >= 0:
+                sampling = replace(sampling, seed=sampling.seed + number)
+            asks.append(
+                AnswerRequest(prompt, sampling, generation, wish.draft, wish.max, wish.verifier)
+            )
+    return asks
+
+
+def _prompt(
+    asked: ServerRequest,
+    request: Request,
+    loaded: Models,
+    n_ctx: int,
+    generation: GenerationOptions,
+) -> Prompt:
+    if asked.gap is not None:
+        # The far ends of a long text matter little: the text is cut to leave room for an answer.
+        n_answer = generation.max_tokens if generation.max_tokens >= 0 else n_ctx // 4
+        n_room = max(n_ctx // 4, n_ctx - n_answer)
+        return infill_prompt(loaded.target, loaded.drafts.own_vocabulary, asked.gap, n_room).prompt
+    if request.kind == "chat":
+        return loaded.prompts.of_messages(
+            request.messages, now=_now(), tools=request.tool_definitions
+        )
+    if request.tokens is not None:
+        return loaded.prompts.of_tokens(request.tokens)
+    return loaded.prompts.of_text(request.text, chat=False)
+
+
+def _check_length(n_tokens: int, n_ctx: int, n_most: int) -> None:
+    if n_tokens > n_ctx:
+        raise RequestError(
+            400,
+            f"the prompt has {n_tokens} tokens, but the context has {n_ctx}",
+            code="context_length_exceeded",
+        )
+    if n_tokens > n_most > 0:
+        raise RequestError(
+            400,
+            f"the prompt has {n_tokens} tokens; at most {n_most} are allowed",
+            code="context_length_exceeded",
+        )
+
+
+def _within(generation: GenerationOptions, n_most: int) -> GenerationOptions:
+    """Return the same with at most `n_most` tokens (0: no limit)."""
+    if n_most <= 0 or 0 <= generation.max_tokens <= n_most:
+        return generation
+    return replace(generation, max_tokens=n_most)
+
+
+def _boolean(name: str, value: Any, *, default: bool) -> bool:
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise BodyError(name, "it is not true or false")
+    return value
+
+
+def _whole(name: str, value: Any, least: int) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
+        raise BodyError(name, f"it is no whole number of {least} or more")
+    return value
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise BodyError(name, "it is not a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise BodyError(name, f"half a surrogate pair at character {error.start}") from None
+    return value
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now().astimezone()
+
+
+__all__ = [
+    "DraftSettings",
+    "Endpoint",
+    "ServerRequest",
+    "answer_requests",
+    "read_server_request",
+    "with_model_template",
+]

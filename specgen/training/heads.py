@@ -1,0 +1,441 @@
+"""Decoder heads trained on a target's own text, with NumPy.
+
+`specgen.llama.decoder_heads` describes what heads compute. Training has two steps. Ridge
+regression finds a linear map to the target's next hidden state; each place gives as many numbers to learn
+from as a hidden state has, so little text suffices. Then gradient descent minimises the cross-entropy with
+the target's own distribution, several tokens ahead. (Distillation as in DistillSpec, Zhou et al.,
+arXiv:2310.08461; unrolled as in training a recurrent drafter, Cheng et al., arXiv:2403.09919.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specgen.errors import UsageError
+from specgen.llama.decoder_heads import HeadWeights, matrix
+from specgen.llama.operators import FloatArray
+from specgen.training.model_rows import ModelRows
+from specgen.training.texts import N_TOP, TargetText
+
+_ONE = np.float32(1.0)
+Parameters: TypeAlias = dict[str, NDArray[Any]]
+
+#: The number of tokens that heads can guess: first those of the text, then those with the lowest ids, since
+#: tokenizers give low ids to frequent tokens. (In the 1.5B's held-back answers 8,192 tokens cover 0.86 of the
+#: places, 32,768 cover 0.96.)
+N_FREQUENT = 32_768
+#: The size of the inner layer (inside silu), and the number of tokens ahead that the heads are trained for.
+N_INNER = 1024
+N_AHEAD = 3
+#: The weight of a token's loss, relative to the token before it.
+_FADING = 0.8
+#: Places in a step, the most passes over the text, and the learning rate.
+_N_BATCH = 256
+_N_PASSES = 3
+_RATE = 2e-4
+_N_WARM = 30
+#: Tokens that the text lacks are sampled: this many stand for all of them in a step.
+_N_OTHERS = 2048
+_RIDGE = 300.0
+#: The fewest places to learn from, and to judge by.
+_LEAST_PLACES = 8 * _N_BATCH
+_LEAST_JUDGED = 100
+#: Steps between judgements.
+_JUDGED_EVERY = 40
+#: Judgements without a better one after which training ends.
+_PATIENCE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How often heads predict the target's token on held-back answers.
+
+    Item k is for the token k + 1 places ahead, given the right tokens before it: `top_1` counts the likeliest
+    token, `top_4` the four likeliest."""
+
+    top_1: tuple[float, ...]
+    top_4: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedHeads:
+    """Heads, their agreement with the target, and the amount of training."""
+
+    weights: HeadWeights
+    #: The agreement of the linear map alone, and after training.
+    before: Agreement
+    after: Agreement
+    n_places: int
+    n_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Places of texts. Row i has the hidden state from which the target chose a token, this token with the
+    next ones, and the target's distribution for each of the next ones."""
+
+    #: float32[n, n_embd], int32[n, 1 + N_AHEAD].
+    hidden: FloatArray
+    tokens: NDArray[np.int32]
+    #: The next hidden state: float32[n, n_embd].
+    next_hidden: FloatArray
+    #: The likeliest tokens at later places: int32[n, N_AHEAD, N_TOP], float32[n, N_AHEAD, N_TOP].
+    top_tokens: NDArray[np.int32]
+    top_probabilities: FloatArray
+
+    def __len__(self) -> int:
+        return len(self.hidden)
+
+
+def train_heads(
+    text: TargetText,
+    target: Path,
+    *,
+    name: str,
+    n_vocab: int,
+    vocabulary: str,
+    clock: Callable[[], float],
+    until_s: float,
+    interrupted: Callable[[], bool],
+    progress: Callable[[int, int], None],
+    seed: int = 0,
+) -> TrainedHeads | None:
+    """Train heads for `target` on the text that it wrote; None if `interrupted` returns True.
+
+    Training ends when `clock` reaches `until_s` at the latest. `progress` gets the steps done and the steps
+    in all. The result has the weights that agreed best on the held-back answers. Raises `UsageError` if the
+    text is too short or `n_embd` is no multiple of 32, `ModelFileError` if the target's file is damaged.
+    """
+    learnt, judged = _places(text, held_back=False), _places(text, held_back=True)
+    if len(learnt) < _LEAST_PLACES or len(judged) < _LEAST_JUDGED:
+        raise UsageError(
+            f"{len(learnt)} places to learn from and {len(judged)} to judge by: too few",
+            hint=f"make more text: heads need {_LEAST_PLACES} and {_LEAST_JUDGED}",
+        )
+    n_embd = learnt.hidden.shape[1]
+    if n_embd % 32:
+        raise UsageError(
+            f"{name} has hidden states of {n_embd}: decoder heads need a multiple of 32"
+        )
+    scale = float(1.0 / np.sqrt(np.square(learnt.hidden).mean()))
+    rows = ModelRows(target)
+    tokens = _frequent(text, n_vocab)
+    task = _Task(rows, tokens, learnt, judged, scale, n_vocab, np.random.default_rng(seed))
+    network = _Network(task.linear_map(), n_embd, N_INNER, task.rng)
+    before = best = task.judge(network)
+    best_parameters = network.copied()
+    n_steps = _N_PASSES * max(1, len(learnt) // _N_BATCH)
+    optimizer, step, n_worse = _Adam(network.parameters), 0, 0
+    order: NDArray[np.int64] = np.empty(0, np.int64)
+    started_s = clock()
+    while step < n_steps and n_worse < _PATIENCE:
+        if interrupted():
+            return None
+        if len(order) < _N_BATCH:
+            order = task.rng.permutation(len(learnt))
+        batch, order = order[:_N_BATCH], order[_N_BATCH:]
+        gradients = task.gradients(network, batch)
+        spent = (clock() - started_s) / max(1e-9, until_s - started_s)
+        done = max(step / n_steps, spent)
+        optimizer.step(gradients, _rate(step, done))
+        step += 1
+        is_last = step == n_steps or spent >= 1.0
+        if step % _JUDGED_EVERY == 0 or is_last:
+            agreement = task.judge(network)
+            n_worse += 1
+            if sum(agreement.top_1) > sum(best.top_1):
+                best, best_parameters, n_worse = agreement, network.copied(), 0
+        progress(step, n_steps)
+        if is_last:
+            break
+    network.parameters.update(best_parameters)
+    weights = _weights(network.parameters, task, name, n_vocab, vocabulary)
+    return TrainedHeads(weights, before, best, len(learnt), step)
+
+
+def _rate(step: int, done: float) -> float:
+    """The learning rate of a step: a warm-up, then half a cosine."""
+    along = 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+    return _RATE * min(1.0, (step + 1) / _N_WARM) * (0.02 + 0.98 * along)
+
+
+def _places(text: TargetText, *, held_back: bool) -> _Places:
+    """The places with N_AHEAD tokens behind them, in the answers that are held back or in the others."""
+    hidden, behind, tokens, top_tokens, top_probabilities = [], [], [], [], []
+    for index, answer in enumerate(text.answers):
+        n = len(answer.tokens) - N_AHEAD
+        if answer.is_held_back != held_back or n < 1:
+            continue
+        states = text.hidden(index).astype(np.float32)
+        own = np.array(answer.tokens, np.int32)
+        likeliest, probabilities = text.top(index)
+        hidden.append(states[:n])
+        behind.append(states[1 : 1 + n])
+        tokens.append(np.stack([own[k : k + n] for k in range(1 + N_AHEAD)], axis=1))
+        ahead = range(1, 1 + N_AHEAD)
+        top_tokens.append(np.stack([likeliest[k : k + n] for k in ahead], axis=1))
+        top_probabilities.append(np.stack([probabilities[k : k + n] for k in ahead], axis=1))
+    if not hidden:
+        none = np.empty((0, 0), np.float32)
+        no_tokens = np.empty((0, 0), np.int32)
+        return _Places(none, no_tokens, none, no_tokens, none)
+    return _Places(
+        np.concatenate(hidden),
+        np.concatenate(tokens),
+        np.concatenate(behind),
+        np.concatenate(top_tokens),
+        np.concatenate(top_probabilities).astype(np.float32),
+    )
+
+
+def _frequent(text: TargetText, n_vocab: int) -> NDArray[np.int32]:
+    """The ids of the tokens to guess, increasing."""
+    counts = Counter(
+        token for answer in text.answers if not answer.is_held_back for token in answer.tokens
+    )
+    tokens = {token for token, _ in counts.most_common(N_FREQUENT)}
+    for token in range(n_vocab):
+        if len(tokens) >= N_FREQUENT:
+            break
+        tokens.add(token)
+    return np.array(sorted(tokens), np.int32)
+
+
+class _Task:
+    """The training data, gradients on it, and the agreement on held-back places."""
+
+    def __init__(
+        self,
+        rows: ModelRows,
+        tokens: NDArray[np.int32],
+        learnt: _Places,
+        judged: _Places,
+        scale: float,
+        n_vocab: int,
+        rng: np.random.Generator,
+    ) -> None:
+        self.rng = rng
+        self.tokens, self.scale = tokens, scale
+        self._learnt, self._judged = learnt, judged
+        #: Each token's place among the frequent ones; -1 for the others.
+        self._index = np.full(n_vocab, -1, np.int64)
+        self._index[tokens] = np.arange(len(tokens))
+        self.embeddings = _with_others(rows.embeddings(tokens))
+        #: The output matrix for scaled states (V in `decoder_heads`).
+        self.output = rows.output(tokens) / np.float32(scale)
+        seen = self._index[np.unique(learnt.tokens)]
+        #: The frequent tokens of the text, and those that are not in it.
+        self._own = seen[seen >= 0]
+        self._others = np.setdiff1d(np.arange(len(tokens)), self._own)
+
+    def linear_map(self) -> FloatArray:
+        """The linear map of (state, embedding, 1) to the next state by ridge regression:
+        float32[2 n_embd + 1, n_embd]."""
+        learnt = self._learnt
+        n_embd = learnt.hidden.shape[1]
+        gram = np.zeros((2 * n_embd + 1, 2 * n_embd + 1), np.float64)
+        products = np.zeros((2 * n_embd + 1, n_embd), np.float64)
+        for start in range(0, len(learnt), 4096):
+            part = slice(start, start + 4096)
+            hidden = learnt.hidden[part] * np.float32(self.scale)
+            ones = np.ones((len(hidden), 1), np.float32)
+            inputs = np.concatenate([hidden, self._embedded(learnt.tokens[part, 0]), ones], axis=1)
+            gram += inputs.T @ inputs
+            products += inputs.T @ (learnt.next_hidden[part] * np.float32(self.scale))
+        gram += _RIDGE * np.eye(len(gram))
+        return np.linalg.solve(gram, products).astype(np.float32)
+
+    def gradients(self, network: _Network, batch: NDArray[np.int64]) -> Parameters:
+        """The gradients of the cross-entropy with the target's distribution at the places `batch`."""
+        learnt = self._learnt
+        n = len(batch)
+        n_others = min(_N_OTHERS, len(self._others))
+        others = self.rng.choice(self._others, n_others, replace=False)
+        candidates = np.concatenate([self._own, others])
+        place = np.full(len(self.tokens), -1, np.int64)
+        place[candidates] = np.arange(len(candidates))
+        output = self.output[candidates]
+        # The sampled tokens stand for all tokens that the text lacks.
+        bias = np.zeros(len(candidates), np.float32)
+        if n_others:
+            bias[len(self._own) :] = np.log(len(self._others) / n_others)
+        state = learnt.hidden[batch] * np.float32(self.scale)
+        passes, losses = [], []
+        for k in range(N_AHEAD):
+            forward = network.forward(state, self._embedded(learnt.tokens[batch, k]))
+            state = forward.result
+            errors = _softmax(state @ output.T + bias)
+            likeliest = self._index[learnt.top_tokens[batch, k]]
+            likeliest = np.where(likeliest >= 0, place[likeliest], -1)
+            wanted = np.where(likeliest >= 0, learnt.top_probabilities[batch, k], np.float32(0.0))
+            mass = wanted.sum(axis=1, keepdims=True)
+            wanted = wanted / np.maximum(mass, 1e-6)
+            errors *= mass > 0.0
+            is_there = likeliest >= 0
+            places = np.repeat(np.arange(n)[:, None], N_TOP, axis=1)
+            np.subtract.at(errors, (places[is_there], likeliest[is_there]), wanted[is_there])
+            losses.append((errors @ output) * np.float32(_FADING**k / n))
+            passes.append(forward)
+        return network.backward(passes, losses)
+
+    def judge(self, network: _Network) -> Agreement:
+        """How often the network predicts the target's token on held-back places, given the tokens before."""
+        judged = self._judged
+        right = np.zeros(N_AHEAD)
+        among = np.zeros(N_AHEAD)
+        for start in range(0, len(judged), _N_BATCH):
+            part = slice(start, start + _N_BATCH)
+            state = judged.hidden[part] * np.float32(self.scale)
+            for k in range(N_AHEAD):
+                state = network.forward(state, self._embedded(judged.tokens[part, k])).result
+                logits = state @ self.output.T
+                expected = self._index[judged.tokens[part, k + 1]]
+                best = np.argpartition(logits, -4, axis=1)[:, -4:]
+                right[k] += (logits.argmax(axis=1) == expected).sum()
+                among[k] += (best == expected[:, None]).any(axis=1).sum()
+        n = len(judged)
+        return Agreement(tuple((right / n).tolist()), tuple((among / n).tolist()))
+
+    def _embedded(self, tokens: NDArray[np.int32]) -> FloatArray:
+        rows: FloatArray = self.embeddings[self._index[tokens]]  # -1: the last row
+        return rows
+
+
+def _with_others(embeddings: FloatArray) -> FloatArray:
+    """Embeddings of the frequent tokens at one scale, and a last row, their mean, for all others."""
+    embeddings = embeddings / np.sqrt(np.square(embeddings).mean())
+    return np.concatenate([embeddings, embeddings.mean(axis=0, keepdims=True)]).astype(np.float32)
+
+
+def _sigmoid(values: FloatArray) -> FloatArray:
+    result = np.exp(-values)
+    result += _ONE
+    np.reciprocal(result, out=result)
+    return result
+
+
+def _softmax(logits: FloatArray) -> FloatArray:
+    logits -= logits.max(axis=1, keepdims=True)
+    np.exp(logits, out=logits)
+    logits /= logits.sum(axis=1, keepdims=True)
+    return logits
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """The values of a forward pass that the backward pass needs."""
+
+    state: FloatArray
+    embedded: FloatArray
+    inner: FloatArray
+    sigmoid: FloatArray
+    result: FloatArray
+
+
+@dataclass
+class _Network:
+    """The cell of the heads, with rows as vectors: M, N, c; Q, P, b; C."""
+
+    linear: FloatArray
+    n_embd: int
+    n_inner: int
+    rng: np.random.Generator
+    parameters: Parameters = field(init=False)
+
+    def __post_init__(self) -> None:
+        n_embd, n_inner = self.n_embd, self.n_inner
+        deviation = 1.0 / np.sqrt(2 * n_embd)
+        inner = self.rng.normal(0.0, deviation, (2 * n_embd, n_inner)).astype(np.float32)
+        self.parameters = {
+            "M": self.linear[:n_embd].copy(),
+            "N": self.linear[n_embd:-1].copy(),
+            "c": self.linear[-1].copy(),
+            "Q": inner[:n_embd].copy(),
+            "P": inner[n_embd:].copy(),
+            "b": np.zeros(n_inner, np.float32),
+            "C": np.zeros((n_inner, n_embd), np.float32),  # at first the linear map is all
+        }
+
+    def copied(self) -> Parameters:
+        return {name: values.copy() for name, values in self.parameters.items()}
+
+    def forward(self, state: FloatArray, embedded: FloatArray) -> _Pass:
+        p = self.parameters
+        inner: FloatArray = state @ p["Q"] + embedded @ p["P"] + p["b"]
+        sigmoid = _sigmoid(inner)
+        result: FloatArray = (
+            state @ p["M"] + embedded @ p["N"] + p["c"] + (inner * sigmoid) @ p["C"]
+        )
+        return _Pass(state, embedded, inner, sigmoid, result)
+
+    def backward(self, passes: list[_Pass], losses: list[NDArray[Any]]) -> Parameters:
+        """The gradients by the parameters; `losses[k]` is the gradient by the result of `passes[k]`."""
+        p = self.parameters
+        gradients = {name: np.zeros_like(values) for name, values in p.items()}
+        behind: NDArray[Any] = np.zeros_like(losses[-1])
+        for forward, loss in zip(reversed(passes), reversed(losses), strict=True):
+            by_result = loss + behind
+            inner, sigmoid = forward.inner, forward.sigmoid
+            slope: NDArray[Any] = sigmoid * (_ONE + inner * (_ONE - sigmoid))
+            by_inner = (by_result @ p["C"].T) * slope
+            gradients["M"] += forward.state.T @ by_result
+            gradients["N"] += forward.embedded.T @ by_result
+            gradients["c"] += by_result.sum(axis=0)
+            gradients["C"] += (inner * sigmoid).T @ by_result
+            gradients["Q"] += forward.state.T @ by_inner
+            gradients["P"] += forward.embedded.T @ by_inner
+            gradients["b"] += by_inner.sum(axis=0)
+            behind = by_result @ p["M"].T + by_inner @ p["Q"].T
+        return gradients
+
+
+class _Adam:
+    """Adam (Kingma and Ba, arXiv:1412.6980), in place."""
+
+    def __init__(self, parameters: Parameters, betas: tuple[float, float] = (0.9, 0.98)) -> None:
+        self._parameters = parameters
+        self._betas = betas
+        self._means = {name: np.zeros_like(values) for name, values in parameters.items()}
+        self._squares = {name: np.zeros_like(values) for name, values in parameters.items()}
+        self._n = 0
+
+    def step(self, gradients: Parameters, rate: float) -> None:
+        self._n += 1
+        first, second = self._betas
+        for name, gradient in gradients.items():
+            mean, square = self._means[name], self._squares[name]
+            mean *= first
+            mean += (1.0 - first) * gradient
+            square *= second
+            square += (1.0 - second) * np.square(gradient)
+            root = np.sqrt(square / (1.0 - second**self._n)) + 1e-8
+            self._parameters[name] -= np.float32(rate / (1.0 - first**self._n)) * mean / root
+
+
+def _weights(
+    parameters: Parameters, task: _Task, name: str, n_vocab: int, vocabulary: str
+) -> HeadWeights:
+    """The weights in a file's layout: a matrix has a row for each output."""
+    p = parameters
+    return HeadWeights(
+        target=name,
+        n_embd=p["M"].shape[0],
+        n_vocab=n_vocab,
+        vocabulary=vocabulary,
+        scale=task.scale,
+        tokens=task.tokens,
+        of_state=matrix(np.concatenate([p["M"].T, p["Q"].T]), "of_state"),
+        of_token=matrix(np.concatenate([p["N"].T, p["P"].T]), "of_token"),
+        bias=np.concatenate([p["c"], p["b"]]),
+        of_inner=matrix(np.ascontiguousarray(p["C"].T), "of_inner"),
+        embeddings=matrix(task.embeddings, "embeddings"),
+        output=matrix(task.output, "output"),
+    )

@@ -1,0 +1,454 @@
+"""`specgen batch` as a user meets it: each line is answered once, as `specgen run` would answer it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny.config import CHATML_TEMPLATE
+from tests.helpers.cli import Result, in_process
+
+PROMPTS = [
+    "the cat is in the",
+    "a dog",
+    "the cat is on the mat and",
+    "one two three one two three one",
+    "x",
+    "the cat is in the house of",
+]
+Batch = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target and a draft that have a chat template, and one that has none."""
+    folder = tmp_path_factory.mktemp("batch")
+    target = TinyConfig(logit_scale=6.0, chat_template=CHATML_TEMPLATE, n_ctx_train=512)
+    write_tiny_model(folder / "target.gguf", target)
+    write_tiny_model(folder / "draft.gguf", target.draft(0.02))
+    write_tiny_model(folder / "plain.gguf", TinyConfig(logit_scale=6.0, n_ctx_train=512))
+    return folder
+
+
+def options(models: Path, target: str = "target", draft: str = "draft") -> list[str]:
+    draft = draft if draft in ("ngram", "none") else str(models / f"{draft}.gguf")
+    return ["-m", str(models / f"{target}.gguf"), "-md", draft, "-n", "16"]
+
+
+@pytest.fixture
+def specgen(capsys: pytest.CaptureFixture[str], models: Path) -> Batch:
+    """Runs a command in this process with the tiny models."""
+    run = in_process(capsys)
+
+    def command(name: str, *arguments: str | Path, **names: str) -> Result:
+        return run(name, *options(models, **names), *arguments)
+
+    return command
+
+
+def write(path: Path, *lines: str | dict[str, Any]) -> Path:
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def records(path: Path) -> dict[str, dict[str, Any]]:
+    """The results of a file by custom_id, each of which is there once."""
+    found: dict[str, dict[str, Any]] = {}
+    for raw in path.read_bytes().splitlines():
+        each = json.loads(raw, parse_constant=pytest.fail)
+        assert each["custom_id"] not in found
+        found[each["custom_id"]] = each
+    return found
+
+
+def texts(path: Path) -> dict[str, str]:
+    """The answers of a file by custom_id."""
+    return {name: text_of(each) for name, each in records(path).items()}
+
+
+def text_of(record: dict[str, Any]) -> str:
+    assert record["error"] is None
+    assert record["response"]["status_code"] == 200
+    (choice,) = record["response"]["body"]["choices"]
+    text: str = choice["text"] if "text" in choice else choice["message"]["content"]
+    return text
+
+
+@pytest.mark.parametrize("parallel", [1, 3, 8])
+@pytest.mark.parametrize("draft", ["draft", "ngram", "none"])
+def test_answers_are_those_of_run(
+    specgen: Batch, tmp_path: Path, parallel: int, draft: str
+) -> None:
+    lines: list[str | dict[str, Any]] = [*PROMPTS]
+    lines += [{"prompt": PROMPTS[0], "temperature": 0.8, "seed": seed} for seed in (1, 2)]
+    source, out = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    done = specgen("batch", source, out, "-np", str(parallel), draft=draft)
+    assert (done.code, done.out) == (0, "")
+    found = texts(out)
+    assert len(found) == len(lines)
+    for number, prompt in enumerate(PROMPTS, start=1):
+        assert found[str(number)] == specgen("run", prompt, "-q", draft=draft).out
+    for number, seed in ((7, 1), (8, 2)):
+        seeded = specgen("run", PROMPTS[0], "-q", "--temp", "0.8", "--seed", str(seed), draft=draft)
+        assert found[str(number)] == seeded.out
+
+
+def test_the_number_at_once_is_chosen(specgen: Batch, tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in.jsonl", *PROMPTS), tmp_path / "out.jsonl"
+    done = specgen("batch", source, out)
+    assert done.code == 0
+    assert " at once" in done.err
+    alone = tmp_path / "alone.jsonl"
+    specgen("batch", source, alone, "-np", "1", draft="none")
+    assert texts(out) == texts(alone)
+
+
+def test_unlimited_answers_end_where_those_of_run_end(specgen: Batch, tmp_path: Path) -> None:
+    """The batch's context has room for its longest line; a short one does not go on for longer."""
+    source = write(tmp_path / "in.jsonl", "x", " ".join(["the cat is in the house"] * 20))
+    out = tmp_path / "out.jsonl"
+    assert specgen("batch", source, out, "-n", "-1", "-np", "2", draft="none").code == 0
+    whole = specgen("run", "x", "-q", "-n", "-1", draft="none").out
+    assert len(whole) > 500
+    assert texts(out)["1"] == whole
+
+
+def test_requests_in_openai_s_form(specgen: Batch, tmp_path: Path) -> None:
+    turns = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": PROMPTS[0]},
+    ]
+    chat = {"messages": turns, "max_tokens": 9, "logprobs": True, "top_logprobs": 2, "model": "x"}
+    raw = {"prompt": PROMPTS[1], "max_tokens": 7, "logprobs": 1}
+    url = "/v1/chat/completions"
+    source = write(
+        tmp_path / "in.jsonl",
+        {"custom_id": "chat", "method": "POST", "url": url, "body": chat},
+        {"custom_id": "raw", "method": "POST", "url": "/v1/completions", "body": raw},
+        {
+            "custom_id": "form",
+            "url": url,
+            "body": {**chat, "response_format": {"type": "json_object"}},
+        },
+    )
+    out = tmp_path / "out.jsonl"
+    assert specgen("batch", source, out, "-np", "3").code == 0
+    found = records(out)
+    body = found["chat"]["response"]["body"]
+    assert body["object"] == "chat.completion"
+    assert body["usage"]["completion_tokens"] == 9
+    assert body["choices"][0]["finish_reason"] == "length"
+    content = body["choices"][0]["logprobs"]["content"]
+    assert len(content) == 9
+    assert all(len(entry["top_logprobs"]) == 2 for entry in content)
+    own = specgen("run", PROMPTS[0], "-q", "-n", "9", "--system", "be brief")
+    assert text_of(found["chat"]) == own.out
+    assert found["raw"]["response"]["body"]["object"] == "text_completion"
+    assert found["raw"]["response"]["body"]["usage"]["completion_tokens"] == 7
+    assert len(found["raw"]["response"]["body"]["choices"][0]["logprobs"]["tokens"]) == 7
+    raw_run = specgen("run", PROMPTS[1], "-q", "-n", "7", "--raw")
+    assert text_of(found["raw"]) == raw_run.out
+    assert text_of(found["form"]).startswith("{")
+
+
+def test_lines_that_begin_alike_share_the_cache(specgen: Batch, tmp_path: Path) -> None:
+    heads = [" ".join(["the cat is in the house"] * 10), " ".join(["a dog is on the mat"] * 10)]
+    prompts = [f"{heads[number % 2]} number {number}" for number in range(6)]
+    source, out = write(tmp_path / "in.jsonl", *prompts), tmp_path / "out.jsonl"
+    assert specgen("batch", source, out, "-np", "1", "-n", "4").code == 0
+    found = [each["response"]["body"] for each in records(out).values()]
+    cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in found]
+    # The first of each head reads it; the template's own beginning is in the cache then.
+    assert sorted(n > 50 for n in cached) == [False, False, True, True, True, True]
+    assert list(records(out)) == ["1", "3", "5", "2", "4", "6"]
+    alone = tmp_path / "alone.jsonl"
+    specgen("batch", source, alone, "-np", "4", "-n", "4", draft="none")
+    assert texts(out) == texts(alone)
+
+
+def test_it_goes_on_with_what_is_missing(specgen: Batch, tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in.jsonl", *PROMPTS), tmp_path / "out.jsonl"
+    assert specgen("batch", source, out, "-np", "2").code == 0
+    whole = out.read_bytes().splitlines(keepends=True)
+    out.write_bytes(b"".join(whole[:3]) + whole[3][:100])
+    again = specgen("batch", source, out, "-np", "2")
+    assert again.code == 0
+    assert "the last result is incomplete and was dropped" in again.err
+    assert "has results for 3 of 6 lines" in again.err
+    assert out.read_bytes().splitlines(keepends=True)[:3] == whole[:3]
+    assert len(records(out)) == 6
+    nothing = specgen("batch", source, out, "-np", "2")
+    assert nothing.code == 0
+    assert "has results for 6 of 6 lines" in nothing.err
+
+
+def test_results_of_other_settings_are_refused(specgen: Batch, tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in.jsonl", *PROMPTS[:2]), tmp_path / "out.jsonl"
+    assert specgen("batch", source, out, "-np", "2").code == 0
+    before = out.read_bytes()
+    refused = specgen("batch", source, out, "--temp", "0.5")
+    assert refused.code == 2
+    assert "temperature as by default (now 0.5)" in refused.err
+    other = specgen("batch", source, out, target="plain", draft="none")
+    assert other.code == 2
+    assert 'target "target.gguf" (now "plain.gguf")' in other.err
+    write(source, *PROMPTS[:2], "more")
+    assert out.read_bytes() == before
+    mixed = specgen("batch", source, out, "--temp", "0.5", "--allow-mixed", "-np", "1")
+    assert mixed.code == 0
+    assert out.read_bytes().startswith(before)
+    assert len(records(out)) == 3
+    # What drafts changes no answer, and is no other setting.
+    write(source, *PROMPTS[:2])
+    out.write_bytes(before)
+    assert specgen("batch", source, out, draft="none").code == 0
+
+
+def test_lines_that_fail(specgen: Batch, tmp_path: Path) -> None:
+    long = " ".join(["the cat is in the house"] * 200)
+    bias = {"prompt": "x", "logit_bias": {"100000": 1}}
+    grammar = {"prompt": "x", "grammar": "root ::= nothing"}
+    source = write(tmp_path / "in.jsonl", PROMPTS[0], "{broken", long, bias, grammar, PROMPTS[1])
+    with source.open("ab") as file:
+        file.write(b"caf\xe9\n")
+    out = tmp_path / "out.jsonl"
+    done = specgen("batch", source, out, "-np", "2")
+    assert done.code == 12
+    assert done.err.splitlines()[-2].startswith("error: 5 lines of 7 could not be answered")
+    found = records(out)
+    codes = {name: each["error"]["code"] for name, each in found.items() if each["error"]}
+    assert codes == {
+        "2": "invalid_json",
+        "3": "invalid_prompt",
+        "4": "invalid_request",
+        "5": "invalid_request",
+        "7": "invalid_utf8",
+    }
+    assert "512" in found["3"]["error"]["message"]
+    assert "there is no token 100000" in found["4"]["error"]["message"]
+    assert all(text_of(found[name]) for name in "16")
+    # They are not asked for again, unless that is wanted.
+    again = specgen("batch", source, out, "-np", "2")
+    assert again.code == 12
+    assert records(out) == found
+    write(source, PROMPTS[0], PROMPTS[2], long, bias, grammar, PROMPTS[1])
+    retried = specgen("batch", source, out, "--retry-errors", "--allow-mixed", "-np", "2")
+    assert retried.code == 12
+    assert retried.err.splitlines()[-2].startswith("error: 3 lines of 6")
+    assert text_of(records(out)["2"])
+
+
+def test_a_model_without_a_template(specgen: Batch, tmp_path: Path) -> None:
+    turns = {"messages": [{"role": "user", "content": "hi"}]}
+    source, out = write(tmp_path / "in.jsonl", turns, PROMPTS[0]), tmp_path / "out.jsonl"
+    assert specgen("batch", source, out, target="plain", draft="none").code == 12
+    found = records(out)
+    assert "needs a chat template" in found["1"]["error"]["message"]
+    assert text_of(found["2"])
+
+
+def test_from_standard_input_to_standard_output(
+    specgen: Batch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the cat\na dog\n")))
+    done = specgen("batch", "-", "-", "-np", "2", "-q")
+    assert (done.code, done.err) == (0, "")
+    found = [json.loads(line) for line in done.out.splitlines()]
+    assert sorted(each["custom_id"] for each in found) == ["1", "2"]
+    refused = specgen("batch", "-", "-", "--retry-errors")
+    assert refused.code == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "out", "code", "words"),
+    [
+        ("missing.jsonl", "out.jsonl", 3, "missing.jsonl: cannot be read"),
+        ("", "out.jsonl", 3, "cannot be read"),
+        ("empty.jsonl", "out.jsonl", 3, "empty.jsonl has no line"),
+        ("twice.jsonl", "out.jsonl", 3, "custom_id 'a' is on lines 1 and 2"),
+        ("good.jsonl", "missing/out.jsonl", 10, "there is no folder"),
+        ("good.jsonl", "", 10, "a folder, not a file"),
+        ("good.jsonl", "good.jsonl", 10, "line 1 is not a result"),
+    ],
+)
+def test_bad_files(
+    specgen: Batch, tmp_path: Path, source: str, out: str, code: int, words: str
+) -> None:
+    write(tmp_path / "empty.jsonl")
+    write(tmp_path / "good.jsonl", "x", "y")
+    same = {"custom_id": "a", "prompt": "x"}
+    write(tmp_path / "twice.jsonl", same, same)
+    done = specgen("batch", tmp_path / source, tmp_path / out, "-np", "2")
+    assert (done.code, done.out) == (code, "")
+    assert words in done.err
+    assert len(done.err.splitlines()) <= 2
+    assert (tmp_path / "good.jsonl").read_text(encoding="utf-8") == "x\ny\n"
+
+
+# --- processes that end before their time ------------------------------------------------------
+
+
+def child(models: Path, source: Path, out: Path) -> subprocess.Popen[bytes]:
+    command = [
+        sys.executable,
+        "-m",
+        "specgen",
+        "batch",
+        str(source),
+        str(out),
+        "-np",
+        "3",
+        "-t",
+        "1",
+    ]
+    return subprocess.Popen(
+        [*command, *options(models), "-n", "40"], stderr=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+
+
+@pytest.mark.usefixtures("tested_kernels")
+def test_killed_at_any_moment_nothing_is_lost_or_there_twice(models: Path, tmp_path: Path) -> None:
+    prompts = [f"{PROMPTS[number % 6]} {number}" for number in range(60)]
+    source, whole = write(tmp_path / "in.jsonl", *prompts), tmp_path / "whole.jsonl"
+    process = child(models, source, whole)
+    process.communicate()
+    assert process.returncode == 0
+    out, chance = tmp_path / "out.jsonl", random.Random(5)
+    n_killed = 0
+    for n_tries in range(60):
+        process = child(models, source, out)
+        n_before = lines_in(out)
+        # Until it has written a few more, and then at any moment.
+        while process.poll() is None and lines_in(out) < n_before + chance.randint(1, 14):
+            time.sleep(0.002)
+        time.sleep(chance.random() * 0.02)
+        process.kill()
+        process.communicate()
+        if process.returncode == 0:
+            break
+        n_killed += 1
+        assert n_tries < 59
+    assert n_killed >= 3
+    assert texts(out) == texts(whole)
+
+
+def lines_in(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.usefixtures("tested_kernels")
+def test_a_signal_ends_it_and_finishes_nothing_half(
+    models: Path, tmp_path: Path, number: int, code: int
+) -> None:
+    prompts = [f"{PROMPTS[index % 6]} {index}" for index in range(400)]
+    source, out = write(tmp_path / "in.jsonl", *prompts), tmp_path / "out.jsonl"
+    process = child(models, source, out)
+    while process.poll() is None and lines_in(out) < 4:
+        time.sleep(0.002)
+    process.send_signal(number)
+    _, errors = process.communicate()
+    assert process.returncode == code, errors
+    assert b"Traceback" not in errors
+    found = records(out)
+    assert 4 <= len(found) < 400
+    for each in found.values():
+        body = each["response"]["body"]
+        assert body["choices"][0]["finish_reason"] == "stop" or (
+            body["usage"]["completion_tokens"] == 40
+        )
+
+
+@pytest.mark.usefixtures("tested_kernels")
+def test_two_do_not_write_to_one_file(specgen: Batch, models: Path, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", *(f"{PROMPTS[0]} {index}" for index in range(400)))
+    out = tmp_path / "out.jsonl"
+    process = child(models, source, out)
+    try:
+        while process.poll() is None and lines_in(out) < 1:
+            time.sleep(0.002)
+        refused = specgen("batch", source, out)
+        assert refused.code == 10
+        assert "another specgen batch is writing to it" in refused.err
+    finally:
+        process.kill()
+        process.communicate()
+    assert specgen("batch", source, out, "-n", "40", "-np", "4").code == 0
+
+
+def test_calls_of_tools(specgen: Batch, models: Path, tmp_path: Path) -> None:
+    values = {"type": "object", "properties": {"unit": {"enum": ["m", "ft"]}}, "required": ["unit"]}
+    function = {"name": "length", "parameters": {**values, "additionalProperties": False}}
+    body = {
+        "messages": [{"role": "user", "content": "the cat"}],
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": {"type": "function", "function": {"name": "length"}},
+        "max_tokens": 100,
+    }
+    source = write(tmp_path / "in.jsonl", body)
+    template = "{{ tools }}<tool_call>{{ messages[0].content }}"
+    config = TinyConfig(logit_scale=6.0, chat_template=template, n_ctx_train=512)
+    write_tiny_model(models / "tools.gguf", config)
+    out = tmp_path / "out.jsonl"
+    assert specgen("batch", source, out, target="tools", draft="ngram").code == 0
+    (choice,) = records(out)["1"]["response"]["body"]["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "length"
+    assert json.loads(call["function"]["arguments"])["unit"] in ("m", "ft")
+    refused = tmp_path / "refused.jsonl"
+    assert specgen("batch", source, refused, draft="ngram").code != 0
+    assert records(refused)["1"]["error"]["message"].startswith("tools: ")
+
+
+@pytest.fixture
+def one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models' architecture is one of those whose sequences llama.cpp cannot compute together."""
+    monkeypatch.setattr("specgen.llama.model._ONE_SEQUENCE", frozenset({"llama"}))
+
+
+@pytest.mark.usefixtures("one_sequence")
+@pytest.mark.parametrize("draft", ["none", "draft"])
+def test_a_model_of_one_sequence_makes_one_answer_at_a_time(
+    specgen: Batch, tmp_path: Path, draft: str
+) -> None:
+    source = write(tmp_path / "in.jsonl", *PROMPTS)
+    out = tmp_path / "out.jsonl"
+    result = specgen("batch", source, out, "--parallel", "2", draft=draft)
+    assert result.code == 2
+    assert "target.gguf: llama.cpp computes several sequences of this architecture" in result.err
+    assert "--parallel 1" in result.err
+    result = specgen("batch", source, out, draft=draft)
+    assert result.code == 0
+    assert "(llama) wrong: answers are made one after the other" in result.err
+    assert "1 at once" in result.err
+    assert len(texts(out)) == len(PROMPTS)
+
+
+def test_a_draft_of_one_sequence_is_refused_for_several_answers(
+    specgen: Batch, tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specgen.llama import LlamaModel
+
+    why = LlamaModel.why_one_sequence.fget  # type: ignore[attr-defined]
+    draft = property(lambda model: why(model) if model.name == "draft.gguf" else None)
+    monkeypatch.setattr("specgen.llama.model._ONE_SEQUENCE", frozenset({"llama"}))
+    monkeypatch.setattr(LlamaModel, "why_one_sequence", draft)
+    source = write(tmp_path / "in.jsonl", *PROMPTS)
+    result = specgen("batch", source, tmp_path / "out.jsonl", "--parallel", "2")
+    assert result.code == 2
+    assert "error: draft.gguf: llama.cpp computes several sequences" in result.err

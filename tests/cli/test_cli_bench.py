@@ -1,0 +1,413 @@
+"""`specgen bench` on tiny models. What is quick is not tested here: only what is told."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import specgen.cli
+from specgen.cli.bench import parse_policies
+from specgen.engine.calibration.memory import Memory
+from specgen.engine.calibration.threads import Threads
+from specgen.errors import UsageError
+from specgen.measure.bench.plan import Field, Plan, named_apart
+from specgen.measure.bench.runs import Runs
+from specgen.options import (
+    AUTO_TREE,
+    ContextOptions,
+    Contexts,
+    DraftOptions,
+    GenerationOptions,
+    SamplerOptions,
+)
+from specgen.render.tables import bench_lines, print_bench_tables
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.helpers.bench import foresight_of, report_of, result
+
+#: Quick, and enough for a test of the command line.
+SHORT = ("-t", "1", "-fa", "off", "-n", "20", "-c", "256")
+N_COLUMNS = 16
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+
+Specgen = Callable[..., Outcome]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    records = [
+        {"prompt": "def add(a, b): return a + b # and the sum is the sum is", "category": "code"},
+        {"prompt": "Once upon a time", "category": "prose"},
+        {"turns": ["def sub(a, b): return a - b", "more"], "category": "code"},
+    ]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def bench(capsys: pytest.CaptureFixture[str], tiny_models: Path, prompts: Path) -> Specgen:
+    """Runs `specgen bench` for the tiny target; files may be given by their tiny names."""
+
+    def run(*arguments: str | Path, prompts: Path | None = prompts) -> Outcome:
+        named = [
+            str(path) if (path := tiny_models / f"{argument}.gguf").exists() else str(argument)
+            for argument in arguments
+        ]
+        own = [] if "-m" in named or "--pair" in named else ["-m", str(tiny_models / "target.gguf")]
+        files = [] if prompts is None else ["--prompts", str(prompts)]
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            specgen.cli.main(["bench", *own, *files, *SHORT, *named])
+        captured = capsys.readouterr()
+        assert isinstance(exit_.value.code, int)
+        return Outcome(exit_.value.code, captured.out, captured.err)
+
+    return run
+
+
+def rows(outcome: Outcome) -> list[list[str]]:
+    assert outcome.code == 0, outcome.err
+    return [line.split("\t") for line in outcome.out.splitlines()]
+
+
+# --- what is measured
+
+
+def test_in_a_pipe_each_contender_is_a_line_for_all_and_one_for_each_category(
+    bench: Specgen,
+) -> None:
+    outcome = bench("--draft", "draft", "--draft", "ngram", "--policy", "fixed")
+    assert outcome.err == ""
+    found = rows(outcome)
+    assert {len(row) for row in found} == {N_COLUMNS}
+    assert [row[:5] for row in found] == [
+        ["target.gguf", "0", name, category, number]
+        for name in ("plain", "draft.gguf", "ngram")
+        for category, number in (("overall", "3"), ("code", "2"), ("prose", "1"))
+    ]
+    by_name = {row[2]: row for row in found if row[3] == "overall"}
+    assert by_name["plain"][5] == "1.00"
+    assert by_name["plain"][10] == ""  # nothing was drafted
+    assert float(by_name["draft.gguf"][10]) > 0.5
+    assert {row[13] for row in by_name.values()} == {"0"}  # no text is another
+
+
+def test_all_policies_temperatures_and_drafts_are_gone_through(bench: Specgen) -> None:
+    outcome = bench(
+        "--draft", "draft", "--draft", "ngram", "--policy", "fixed,threshold", "--policy", "cost",
+        "--temp", "0", "--temp", "0.8", "-N", "1", "--json", "-",
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    document: dict[str, Any] = json.loads(outcome.out)
+    names = ["plain"] + [
+        f"{draft}, {policy}"
+        for draft in ("draft.gguf", "ngram")
+        for policy in ("fixed", "threshold", "cost")
+    ]
+    told = [(each["temperature"], each["contender"]) for each in document["figures"]]
+    assert told == [(temperature, name) for temperature in (0.0, 0.8) for name in names]
+    assert [(each["temperature"], each["name"]) for each in document["contenders"]] == told
+    assert len(document["results"]) == 2 * len(told)
+    for each in document["figures"]:
+        assert each["n_different"] == (0 if each["temperature"] == 0.0 else None)
+
+
+def test_json_has_everything_raw(bench: Specgen, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    outcome = bench("--draft", "draft", "--repeat", "2", "--logit-bias", "5-inf", "--json", file)
+    assert len(rows(outcome)) == 6
+    document: dict[str, Any] = json.loads(
+        file.read_text(encoding="utf-8"), parse_constant=pytest.fail
+    )
+    keys = (
+        "specgen date command machine llama_cpp kernels files settings n_rounds is_interrupted prompts "
+        "contenders figures foresight failures skipped_prompts results"
+    )
+    assert " ".join(document) == keys
+    assert (document["n_rounds"], document["is_interrupted"]) == (2, False)
+    assert [each["category"] for each in document["prompts"]] == ["code", "prose", "code"]
+    assert len(document["results"]) == 2 * 2 * 3
+    first = document["results"][0]
+    assert (first["contender"], first["is_plain"], first["round"]) == ("plain", True, 1)
+    assert first["outcome"]["n_tokens"] == len(first["outcome"]["token_ids"]) == 20
+    texts: dict[int, set[str]] = {}
+    for each in document["results"]:
+        texts.setdefault(each["prompt"], set()).add(each["outcome"]["text"])
+    assert {len(found) for found in texts.values()} == {1}
+
+
+def test_json_names_the_files_that_were_looked_up(bench: Specgen, tmp_path: Path) -> None:
+    text, file = tmp_path / "text.txt", tmp_path / "out.json"
+    text.write_text("the cat is in the house", encoding="utf-8")
+    bench("--draft", "ngram", "--lookup-file", text, "--json", file)
+    settings = json.loads(file.read_text(encoding="utf-8"))["settings"]
+    assert str(text) in json.dumps(settings)
+
+
+def test_foresight_is_no_slower_than_plain_decoding(bench: Specgen) -> None:
+    arguments = ("--draft", "draft", "--draft", "bad", "--policy", "fixed", "--draft-max", "4")
+    document = json.loads(bench(*arguments, "--foresight", "--json", "-").out)
+    (foresight,) = document["foresight"]
+    assert list(foresight["batch_s"]) == ["1", "2", "3", "4", "5"]
+    assert set(foresight["drafters"]) == {"draft.gguf", "bad.gguf"}
+    groups = {(each["prompt"], *each["drafters"]): each for each in foresight["best"]}
+    names = [("draft.gguf",), ("bad.gguf",), ("draft.gguf", "bad.gguf")]
+    assert set(groups) == {(prompt, *group) for prompt in (1, 2, 3) for group in names}
+    assert all(each["speedup"] >= 0.999 for each in groups.values())
+    for prompt in (1, 2, 3):
+        both = groups[prompt, "draft.gguf", "bad.gguf"]
+        assert both["best_s"] <= groups[prompt, "draft.gguf"]["best_s"] * 1.001
+        assert both["n_tokens"] == 19
+    reached = {each["contender"]: each["foresight_reached"] for each in document["figures"]}
+    assert reached["plain"] is None
+    assert reached["draft.gguf"] > 0.0
+
+
+def test_a_draft_may_have_a_draft_of_its_own(bench: Specgen, tiny_models: Path) -> None:
+    draft, bad = tiny_models / "draft.gguf", tiny_models / "bad.gguf"
+    arguments = ("--draft", f"{draft}+{bad}", "--draft", f"{draft}+ngram", "--draft", draft)
+    document = json.loads(bench(*arguments, "-N", "1", "--foresight", "--json", "-").out)
+    names = ["plain", "draft.gguf+bad.gguf", "draft.gguf+ngram", "draft.gguf"]
+    assert [each["contender"] for each in document["figures"]] == names
+    assert {each["n_different"] for each in document["figures"]} == {0}
+    assert set(document["files"]) == {str(tiny_models / "target.gguf"), str(draft), str(bad)}
+    # What one could foresee is not known of them.
+    reached = [each["foresight_reached"] is not None for each in document["figures"]]
+    assert reached == [False, False, False, True]
+    for wrong in (f"{draft}+", "ngram+ngram", f"{draft}+none"):
+        assert bench("--draft", wrong).code == 2
+
+
+def test_a_plus_sign_may_be_part_of_a_files_name(
+    bench: Specgen, tiny_models: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "a+b.gguf"
+    file.write_bytes((tiny_models / "draft.gguf").read_bytes())
+    document = json.loads(bench("--draft", file, "-N", "1", "--json", "-").out)
+    assert [each["contender"] for each in document["figures"]] == ["plain", "a+b.gguf"]
+
+
+def test_n_grams_beside_a_model_count_in_its_foresight(bench: Specgen) -> None:
+    arguments = ("--draft", "draft", "--ngrams", "--policy", "fixed", "-N", "1")
+    document = json.loads(bench(*arguments, "--foresight", "--json", "-").out)
+    assert document["contenders"][1]["drafters"] == ["draft.gguf", "ngram"]
+    (foresight,) = document["foresight"]
+    assert set(foresight["drafters"]) == {"draft.gguf", "ngram"}
+    assert {tuple(each["drafters"]) for each in foresight["best"]} == {("draft.gguf", "ngram")}
+
+
+def test_several_targets_have_the_same_drafts(
+    bench: Specgen, tiny_models: Path, tmp_path: Path
+) -> None:
+    other = write_tiny_model(tmp_path / "target.gguf", TinyConfig(logit_scale=5.0))
+    outcome = bench(
+        "-m", "target", "-m", other, "--draft", "draft", "--draft", "none", "-N", "1",
+        "--policy", "fixed",
+    )  # fmt: skip
+    told = [row[:3] for row in rows(outcome) if row[3] == "overall"]
+    assert told == [
+        [str(target), "0", name]
+        for target in (tiny_models / "target.gguf", other)
+        for name in ("plain", "draft.gguf")
+    ]
+
+
+def test_without_a_draft_n_grams_are_measured(bench: Specgen) -> None:
+    told = [row[2] for row in rows(bench("-N", "1")) if row[3] == "overall"]
+    assert told == ["plain", "ngram"]
+
+
+def test_without_prompts_our_own_are_taken(bench: Specgen) -> None:
+    outcome = bench("--draft", "none", "-N", "1", "-c", "512", "-n", "2", prompts=None)
+    assert [row[3] for row in rows(outcome)] == ["overall", "code", "edit", "prose", "chat"]
+
+
+def test_the_page_is_written(bench: Specgen, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    rows(bench("--draft", "draft", "--html", page))
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("<!DOCTYPE html>")
+    assert "draft.gguf" in text
+    assert "<svg" in text
+
+
+# --- what goes wrong
+
+
+def test_what_cannot_be_is_told_before_anything_is_loaded(bench: Specgen, tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    for arguments, message in (
+        (("--policy", "fast"), "--policy fast: one of cost, threshold, fixed"),
+        (("--policy", ","), "--policy is empty"),
+        (("--draft-max", "0"), "--draft-max 0"),
+        (("--html", missing / "x.html"), "there is no folder"),
+        (("--json", tmp_path), "is a folder"),
+        (("--quiet", "--verbose"), "exclude each other"),
+    ):
+        outcome = bench(*arguments)
+        assert (outcome.code, outcome.out) == (2, "")
+        assert message in outcome.err
+    outcome = bench("--temp", "-1")
+    assert outcome.code == 2
+
+
+def test_a_bad_prompt_is_named_by_its_line(bench: Specgen, prompts: Path) -> None:
+    prompts.write_text('{"prompt": "x"}\n{"text": "y"}\n', encoding="utf-8")
+    outcome = bench("--draft", "none")
+    assert outcome.code == 3
+    assert "line 2: no prompt in it" in outcome.err
+
+
+def test_a_draft_that_cannot_be_loaded_is_an_error(bench: Specgen, tmp_path: Path) -> None:
+    outcome = bench("--draft", tmp_path / "missing.gguf")
+    assert (outcome.code, outcome.out) == (4, "")
+
+
+def test_a_prompt_that_is_too_long_is_skipped(bench: Specgen, prompts: Path) -> None:
+    with prompts.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"prompt": "too long " * 400}) + "\n")
+    outcome = bench("--draft", "draft", "--policy", "fixed", "--foresight")
+    assert [row[4] for row in rows(outcome) if row[3] == "overall"] == ["3", "3"]
+    assert outcome.err.startswith("note: prompt 4 was left out: the prompt has ")
+    assert outcome.err.count("\n") == 1
+
+
+def test_an_error_after_results_costs_no_results(
+    bench: Specgen, tiny_models: Path, tmp_path: Path
+) -> None:
+    missing, file = tmp_path / "missing.gguf", tmp_path / "out.json"
+    outcome = bench("-m", "target", "-m", missing, "--draft", "none", "--json", file)
+    assert outcome.code == 4
+    assert [line.split("\t")[0] for line in outcome.out.splitlines()] == ["target.gguf"] * 3
+    assert len(json.loads(file.read_text(encoding="utf-8"))["results"]) == 3
+    assert "missing.gguf" in outcome.err
+
+
+def test_an_interruption_tells_what_there_is(
+    bench: Specgen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from specgen.measure.bench.contenders import SessionContender
+
+    answer = SessionContender.answer
+    n_answers = 0
+
+    def answer_and_stop(self: SessionContender, prompt: str) -> Any:
+        nonlocal n_answers
+        n_answers += 1
+        if n_answers == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return answer(self, prompt)
+
+    monkeypatch.setattr(SessionContender, "answer", answer_and_stop)
+    file = tmp_path / "out.json"
+    outcome = bench("--draft", "draft", "--policy", "fixed", "--foresight", "--json", file)
+    assert outcome.code == 130
+    assert outcome.err == "note: interrupted: not everything was measured\n"
+    document = json.loads(file.read_text(encoding="utf-8"))
+    assert document["is_interrupted"] is True
+    assert (len(document["results"]), document["foresight"]) == (3, [])
+    assert [line.split("\t")[2:5] for line in outcome.out.splitlines()][:2] == [
+        ["plain", "overall", "2"],
+        ["plain", "code", "1"],
+    ]
+
+
+def test_quiet_says_nothing_on_standard_error(bench: Specgen, prompts: Path) -> None:
+    with prompts.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"prompt": "too long " * 400}) + "\n")
+    assert bench("--draft", "none", "--quiet").err == ""
+
+
+# --- parts
+
+
+def test_policies_by_name_once_each() -> None:
+    assert parse_policies(["fixed, cost", "fixed"]) == ("fixed", "cost")
+    assert len(parse_policies(None)) == 1
+    with pytest.raises(UsageError, match="--policy x"):
+        parse_policies(["cost,x"])
+
+
+def test_files_of_one_name_are_told_apart() -> None:
+    paths = [Path("/a/x.gguf"), Path("/b/x.gguf"), Path("/a/y.gguf")]
+    assert named_apart(paths) == {
+        str(paths[0]): paths[0],
+        str(paths[1]): paths[1],
+        "y.gguf": paths[2],
+    }
+
+
+@pytest.mark.parametrize("has_foresight", [False, True])
+def test_the_tables_tell_each_lineup(has_foresight: bool) -> None:
+    results = [
+        each
+        for prompt, category in ((1, "[b]code[/b]"), (2, "prose"))
+        for temperature in (0.0, 0.8)
+        for each in (
+            result("plain", prompt, 10.0, category=category, temperature=temperature),
+            result("[red]a", prompt, 25.0, category=category, temperature=temperature),
+        )
+    ]
+    foresights = [foresight_of("[red]a", {1: 5.0, 2: 5.0})] if has_foresight else []
+    report = report_of(results, foresights=foresights)
+    out = io.StringIO()
+    print_bench_tables(report, Console(file=out, width=120))
+    text = out.getvalue()
+    assert text.count("target.gguf, temperature") == 2
+    assert text.count("[red]a") == 4
+    assert text.count("[b]code[/b]") == 2
+    assert "2.50" in text
+    assert ("50%" in text) is has_foresight
+    assert {line.count("\t") for line in bench_lines(report)} == {N_COLUMNS - 1}
+
+
+def test_without_results_there_is_nothing_to_tell() -> None:
+    report = report_of([], runs=Runs(), is_interrupted=True)
+    assert list(bench_lines(report)) == []
+    print_bench_tables(report, Console(file=io.StringIO()))
+
+
+def test_models_have_as_many_threads_as_were_found_to_be_best(tmp_path: Path) -> None:
+    """As `specgen run` has it: but for who names a number."""
+    target, draft = tmp_path / "t.gguf", tmp_path / "d.gguf"
+    target.touch()
+    draft.touch()
+    memory, context = Memory(), ContextOptions()
+    memory.keep_threads(target, context, Threads(3, 5))
+
+    def options(machine: Contexts) -> tuple[ContextOptions, ContextOptions]:
+        plan = Plan(
+            policies=("cost",),
+            trees=(AUTO_TREE,),
+            temperatures=(0.0,),
+            sampling=SamplerOptions(),
+            drafting=DraftOptions(),
+            answer=GenerationOptions(),
+            machine=machine,
+            chat=None,
+            known=memory,
+        )
+        found = plan.options(Field("t", target, {"d": (draft,)}), (draft,))
+        return found.target_context, found.draft_context
+
+    ours, drafts = options(Contexts(context, context))
+    assert (ours.n_threads, ours.n_threads_batch) == (3, 5)
+    assert (drafts.n_threads, drafts.n_threads_batch) == (None, None)
+    named = ContextOptions(n_threads=1)
+    assert options(Contexts(named, named))[0] == named

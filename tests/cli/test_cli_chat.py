@@ -1,0 +1,542 @@
+"""`specgen chat` as a user meets it: in pipes, and at a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny.config import CHATML_TEMPLATE
+from tests.helpers.cli import ROOT, Result, in_process
+
+if TYPE_CHECKING:
+    import pexpect
+
+Chat = Callable[..., Result]
+
+pytestmark = pytest.mark.usefixtures("tested_kernels")
+#: A terminal is told to mark pastes when a message can be typed.
+READY = "\x1b[?2004h"
+posix = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals and terminals")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target and a draft that have a chat template, and one that has none. What they
+    say is printable and in one line."""
+    folder = tmp_path_factory.mktemp("chat")
+    target = TinyConfig(
+        logit_scale=6.0, chat_template=CHATML_TEMPLATE, n_ctx_train=2048, unprintable_scale=0.0
+    )
+    write_tiny_model(folder / "target.gguf", target)
+    write_tiny_model(folder / "draft.gguf", target.draft(0.02))
+    write_tiny_model(folder / "plain.gguf", TinyConfig(logit_scale=6.0))
+    return folder
+
+
+def options(models: Path, target: str = "target", draft: str = "draft") -> list[str]:
+    draft = draft if draft in ("ngram", "none") else str(models / f"{draft}.gguf")
+    return ["-m", str(models / f"{target}.gguf"), "-md", draft, "-n", "12", "-t", "1"]
+
+
+@pytest.fixture
+def chat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, models: Path) -> Chat:
+    """Runs `specgen chat` with lines in its standard input."""
+    run = in_process(capsys)
+
+    def talk(*arguments: str, lines: str | bytes = "", **names: str) -> Result:
+        data = lines if isinstance(lines, bytes) else lines.encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        return run("chat", *options(models, **names), *arguments)
+
+    return talk
+
+
+def finished(result: Result) -> list[dict[str, object]]:
+    """The summaries of the answers of a --json run."""
+    events = [json.loads(line) for line in result.out.splitlines()]
+    return [event for event in events if event["event"] == "finished"]
+
+
+def prompts(result: Result) -> list[str]:
+    events = [json.loads(line) for line in result.out.splitlines()]
+    return [event["text"] for event in events if event["event"] == "prompt"]
+
+
+# --- in a pipe
+
+
+@pytest.mark.parametrize("draft", ["draft", "ngram"])
+def test_each_line_is_a_turn_and_only_answers_are_on_stdout(chat: Chat, draft: str) -> None:
+    lines = "the cat\n\nis on\nthe mat\n"
+    plain = chat(lines=lines, draft="none")
+    assert plain.code == 0
+    assert plain.out.count("\n") == 3
+    assert "\x1b" not in plain.out
+    found = chat(lines=lines, draft=draft)
+    assert (found.code, found.out) == (0, plain.out)
+
+
+def test_the_turns_are_those_of_the_model_s_template_and_decode_only_what_is_new(
+    chat: Chat, capsys: pytest.CaptureFixture[str], models: Path
+) -> None:
+    result = chat("--json", "--system", "be brief", lines="the cat\nis on\nthe mat\n")
+    texts, found = prompts(result), finished(result)
+    answers = [str(each["text"]) for each in found]
+    head = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nthe cat<|im_end|>\n"
+    assert texts[0] == f"{head}<|im_start|>assistant\n"
+    assert texts[1] == (
+        f"{head}<|im_start|>assistant\n{answers[0]}<|im_end|>\n"
+        "<|im_start|>user\nis on<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert [each["n_cached_tokens"] == 0 for each in found] == [True, False, False]
+    for text, answer in zip(texts, answers, strict=True):
+        alone = in_process(capsys)("run", *options(models, draft="none"), "--raw", "-q", "-p", text)
+        assert alone.out == answer
+
+
+def test_a_seed_gives_other_answers_to_the_same_question_and_the_same_the_next_time(
+    chat: Chat,
+) -> None:
+    lines = "the cat\n/regen\n/regen\nis on\n"
+    first = chat("--temp", "1.5", "--seed", "7", lines=lines)
+    assert len(set(first.out.splitlines())) == 4
+    assert chat("--temp", "1.5", "--seed", "7", lines=lines).out == first.out
+    assert "the new answer is the same" not in first.err
+    assert "the new answer is the same" in chat(lines=lines).err
+
+
+def test_a_backslash_joins_lines(chat: Chat) -> None:
+    result = chat("--json", lines="the cat\\\nis on\\\nthe mat\nlast \\")
+    assert "user\nthe cat\nis on\nthe mat<|im_end|>" in prompts(result)[0]
+    assert "user\nlast <|im_end|>" in prompts(result)[1]
+
+
+def test_commands_in_a_pipe_speak_on_stderr(chat: Chat, tmp_path: Path) -> None:
+    file = tmp_path / "kept.jsonl"
+    lines = [
+        "the cat",
+        "/system be brief",
+        "/draft off",
+        "is on",
+        "/regen",
+        "/stats",
+        f"/save {file}",
+        "/undo",
+        "/reset",
+        f"/load {file}",
+        "/draft on",
+        "/help",
+        "the mat",
+        "/quit",
+        "never asked",
+    ]
+    result = chat("--json", lines="\n".join(lines))
+    assert result.code == 0
+    texts, found = prompts(result), finished(result)
+    assert len(texts) == 4
+    assert "be brief" in texts[1]
+    assert texts[2] == texts[1]
+    assert found[2]["text"] == found[1]["text"]
+    assert found[1]["n_drafted"] == found[2]["n_drafted"] == 0
+    assert found[3]["n_drafted"] != 0
+    assert found[0]["n_drafted"] != 0
+    assert "is on" in texts[3]
+    assert "never asked" not in texts[3]
+    for words in ("1 turn left", "0 turns left", "/undo", "conversation of 2 turns"):
+        assert words in result.err
+    assert "in all: 3 answers" in result.err
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("/foo", "there is no command /foo"),
+        ("/undo", "there is no turn to take back"),
+        ("/regen", "there is no question to answer again"),
+        ("/stats", "there is no answer yet"),
+        ("/think", "no thinking block"),
+        ("/load missing.jsonl", "missing.jsonl: cannot be read"),
+        ("/save missing/x.jsonl", "missing/x.jsonl: cannot be written"),
+        ("cat " * 3000, "the message, with the system message and files, has"),
+    ],
+)
+def test_a_bad_line_is_told_and_the_conversation_goes_on(chat: Chat, line: str, words: str) -> None:
+    plain = chat(lines="the cat\n", draft="none")
+    result = chat(lines=f"{line}\nthe cat\n")
+    assert result.out == plain.out
+    assert result.code in (2, 3)
+    errors = [each for each in result.err.splitlines() if each.startswith("error: ")]
+    assert len(errors) == 1
+    assert words in errors[0]
+
+
+def test_what_is_no_conversation_at_all(chat: Chat, tmp_path: Path) -> None:
+    assert "needs a chat template" in chat(target="plain", draft="none", lines="x\n").err
+    bad = chat(lines=b"the cat\ncaf\xe9\nmore\n")
+    assert bad.code == 3
+    assert "byte 0xe9 on line 2" in bad.err
+    assert bad.out.count("\n") == 1
+    assert chat(lines="").code == 0
+    assert "is not a valid name" in chat("--session", "a/b", lines="x\n").err
+    assert "cannot be read" in chat("--file", str(tmp_path / "no"), lines="x\n").err
+
+
+def test_files_stand_before_the_first_message(chat: Chat, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a house\n", encoding="utf-8")
+    text = prompts(chat("--json", "--file", str(tmp_path / "a.txt"), lines="the cat\n"))[0]
+    assert f"user\n{tmp_path / 'a.txt'}:\n\na house\n\nthe cat<|im_end|>" in text
+
+
+def test_what_has_no_room_goes_with_a_notice(chat: Chat) -> None:
+    lines = "".join(f"number {n} of the cat\n" for n in range(8))
+    result = chat("--json", "-c", "256", "--system", "be brief", lines=lines)
+    assert result.code == 0
+    events = [json.loads(line) for line in result.out.splitlines()]
+    notices = [event["message"] for event in events if event["event"] == "notice"]
+    gone = [message for message in notices if "left out from here on" in message]
+    assert gone
+    assert all("the system message kept" in message for message in gone)
+    last = prompts(result)[-1]
+    assert "be brief" in last
+    assert "number 0" not in last
+    assert "number 7" in last
+    assert len(finished(result)) == 8
+
+
+@pytest.mark.parametrize(("given", "n_ctx"), [((), 4096), (("-c", "0"), 6144), (("-c", "99"), 99)])
+def test_the_room_of_the_context(
+    chat: Chat, models: Path, given: tuple[str, ...], n_ctx: int
+) -> None:
+    config = TinyConfig(chat_template=CHATML_TEMPLATE, n_ctx_train=6144)
+    write_tiny_model(models / "long.gguf", config)
+    result = chat("--json", "-q", *given, lines="the cat\n", target="long", draft="none")
+    assert json.loads(result.out.splitlines()[0])["n_ctx"] == n_ctx
+
+
+def test_a_conversation_is_kept_and_goes_on(chat: Chat) -> None:
+    whole = chat(lines="the cat\nis on\nthe mat\n")
+    first = chat("--session", "zoo", lines="the cat\nis on\n")
+    second = chat("--session", "zoo", lines="the mat\n")
+    assert first.out + second.out == whole.out
+    assert "going on with a conversation of 2 turns" in second.err
+    (file,) = (Path(os.environ["SPECGEN_DATA"]) / "chats").glob("*.jsonl")
+    file.write_bytes(file.read_bytes()[:-9])
+    torn = chat("--session", "zoo", lines="")
+    assert "note: the incomplete last line of " in torn.err
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(lines[0] + b"damage\n" + lines[1])
+    assert chat("--session", "zoo", lines="x\n").code == 3
+
+
+def test_a_thought_is_unchanged_in_a_pipe_and_shown_when_asked_for(chat: Chat) -> None:
+    text = "<think>\nwhy not\x1b[2J</think>\n\nyes"
+    grammar = 'root ::= "<think>\\nwhy not\\x1b[2J</think>\\n\\nyes"'
+    result = chat("--grammar", grammar, "-n", "99", "-q", lines="the cat\n/think\n")
+    assert (result.code, result.out) == (0, f"{text}\n")
+    assert result.err == "why not\N{SYMBOL FOR ESCAPE}[2J\n"
+
+
+def test_drafts_go_off_and_on(chat: Chat) -> None:
+    lines = "a\n/draft off\nb\n/draft on\nc\n"
+    result = chat("--json", "-q", lines=lines)
+    assert [each["n_drafted"] == 0 for each in finished(result)] == [False, True, False]
+    assert result.err == "drafts from now on: none\ndrafts from now on: draft.gguf\n"
+    nothing = chat("-q", lines="/draft on\n", draft="none")
+    assert nothing.err == "drafts from now on: none\n"
+
+
+def test_an_answer_that_fails_is_told_and_the_conversation_goes_on(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specgen.engine.engine import Engine
+    from specgen.errors import BackendError
+
+    whole = chat("--session", "kept", lines="the cat\n").out
+    decode, n_calls = Engine._round, iter(range(10_000))
+
+    def fail(engine: Engine) -> object:
+        if next(n_calls) == 3:
+            raise BackendError("out of order")
+        return decode(engine)
+
+    monkeypatch.setattr(Engine, "_round", fail)
+    result = chat("--session", "fails", lines="the cat\n/regen\n")
+    assert result.code == 9
+    assert "error: out of order" in result.err
+    beginning, again, _ = result.out.split("\n")
+    assert f"{again}\n" == whole
+    assert whole.startswith(beginning)
+    assert len(beginning) < len(again)
+    changes = [line["change"] for line in kept("fails")]
+    assert changes == ["question", "answer", "answer"]
+
+
+def test_a_conversation_that_cannot_be_kept_ends_a_pipe(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specgen.errors import OutputError
+    from specgen.serving.chat.log import ChatLog
+
+    chat("--session", "zoo", lines="the cat\n")
+    before = kept("zoo")
+
+    def full(_log: ChatLog) -> None:
+        raise OutputError("zoo.jsonl: cannot be written: No space left on device")
+
+    monkeypatch.setattr(ChatLog, "_write", full)
+    result = chat("--session", "zoo", lines="is on\nthe mat\n")
+    assert (result.code, result.out) == (10, "")
+    assert "No space left" in result.err
+    assert kept("zoo") == before
+
+
+def test_a_question_without_an_answer_can_be_answered_later(chat: Chat) -> None:
+    whole = chat("--session", "zoo", lines="the cat\nis on\n").out
+    (file,) = (Path(os.environ["SPECGEN_DATA"]) / "chats").glob("*.jsonl")
+    file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:3]))
+    later = chat("--session", "zoo", lines="/regen\n")
+    assert "conversation of 2 turns; the last one has no answer: /regen" in later.err
+    assert later.out == whole.splitlines(keepends=True)[1]
+    assert "the new answer is the same" not in later.err
+
+
+@posix
+def test_killed_at_any_moment_only_the_answer_in_the_making_is_lost(
+    models: Path, chat: Chat
+) -> None:
+    lines = [f"number {number}" for number in range(40)]
+    answers = chat("-c", "2048", lines="\n".join(lines[:12])).out.splitlines()
+    command = [sys.executable, "-m", "specgen", "chat", *options(models), "-q", "-c", "2048"]
+    seen = -1
+    for n_changes in (1, 4, 7, 12):  # each time it goes on where it was killed
+        process = subprocess.Popen(
+            [*command, "--session", "killed"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            cwd=ROOT,
+        )
+        assert process.stdin is not None
+        n_asked = max(0, seen)
+        process.stdin.write("".join(f"{line}\n" for line in lines[n_asked:]).encode())
+        process.stdin.flush()
+        wait_for("killed", n_changes)
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        found = chat("--session", "killed", "--json", "-q", lines="")
+        assert found.code == 0, found.err
+        turns = [line for line in kept("killed") if line["change"] == "answer"]
+        assert [turn["text"] for turn in turns[:12]] == answers[: len(turns)]
+        assert len(turns) >= seen
+        seen = len(turns)
+    assert seen > 1
+
+
+@posix
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_a_pipe_ends_it_with_what_there_is(
+    models: Path, number: int, code: int
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "specgen", "chat", *options(models), "-n", "1900", "--ignore-eos"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(b"the cat\nmore\n")
+    process.stdin.flush()
+    beginning = process.stdout.read(5)
+    process.send_signal(number)
+    rest, errors = process.communicate()
+    assert process.returncode == code, errors
+    assert b"Traceback" not in errors
+    assert len(beginning + rest) > 5
+
+
+# --- at a terminal
+
+
+@pytest.fixture
+def terminal(models: Path) -> Iterator[Callable[..., pexpect.spawn[str]]]:
+    """Begins a conversation at a terminal."""
+    if os.name == "nt":
+        pytest.skip("needs a POSIX terminal")
+    import pexpect
+
+    children: list[pexpect.spawn[str]] = []
+
+    def begin(*arguments: str) -> pexpect.spawn[str]:
+        child = pexpect.spawn(
+            sys.executable,
+            ["-m", "specgen", "chat", *options(models), "-q", *arguments],
+            dimensions=(30, 100),
+            encoding="utf-8",
+            env={**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"},
+            timeout=30,
+            cwd=str(ROOT),
+        )
+        children.append(child)
+        child.expect_exact(READY)
+        return child
+
+    yield begin
+    for child in children:
+        child.close(force=True)
+
+
+def kept(name: str) -> list[dict[str, str]]:
+    """The lines of a conversation's file."""
+    file = Path(os.environ["SPECGEN_DATA"]) / "chats" / f"{name}.jsonl"
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def wait_for(name: str, n_lines: int) -> list[dict[str, str]]:
+    """The lines of a conversation's file, when there are so many."""
+    lines: list[dict[str, str]] = []
+    for _ in range(6000):
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            lines = kept(name)
+        if len(lines) >= n_lines:
+            break
+        time.sleep(0.01)
+    assert len(lines) >= n_lines
+    return lines
+
+
+def test_typing(terminal: Callable[..., pexpect.spawn[str]], chat: Chat) -> None:
+    child = terminal("--session", "typed")
+    child.send("the cat\r")
+    lines = wait_for("typed", 2)
+    assert lines[0]["text"] == "the cat"
+    assert lines[1]["text"] + "\n" == chat(lines="the cat\n", draft="none").out
+    child.expect_exact(READY)
+    # A backslash goes on with another line; Ctrl-C clears what was typed.
+    child.send("never\x03")
+    child.send("is on\\\rthe mat\r")
+    assert wait_for("typed", 4)[2]["text"] == "is on\nthe mat"
+    child.expect_exact(READY)
+    # A paste with line ends in it is one message.
+    child.send("\x1b[200~one\ntwo\x1b[201~\r")
+    assert wait_for("typed", 6)[4]["text"] == "one\ntwo"
+    child.expect_exact(READY)
+    # The history has what was typed before.
+    child.send("\x1b[A\x1b[A\x1b[A")
+    child.send("\r")
+    assert wait_for("typed", 8)[6]["text"] in ("is on\nthe mat", "the cat", "one\ntwo")
+    child.send("\x04")
+    child.expect_exact("\x1b[?2004l", timeout=60)
+    child.wait()
+    assert child.exitstatus == 0
+
+
+@posix
+def test_what_is_typed_while_an_answer_comes_is_read_after_it_and_not_shown(
+    terminal: Callable[..., pexpect.spawn[str]],
+) -> None:
+    child = terminal("--session", "ahead", "-n", "1500", "--ignore-eos")
+    child.send("the cat\r")
+    child.expect("tokens  ")
+    child.send("zebra\r")
+    child.expect_exact(READY)
+    assert "zebra" not in str(child.before)
+    child.expect("tokens  ")
+    assert wait_for("ahead", 3)[2]["text"] == "zebra"
+
+
+@posix
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_at_the_input_ends_it_and_leaves_the_terminal_as_it_was(
+    terminal: Callable[..., pexpect.spawn[str]], number: int
+) -> None:
+    import pty
+    import termios
+
+    child = terminal()
+    reader = pty.os.dup(child.child_fd)  # type: ignore[attr-defined]
+    assert not termios.tcgetattr(reader)[3] & termios.ICANON
+    child.kill(number)
+    child.expect_exact("\x1b[?2004l")
+    child.wait()
+    assert child.exitstatus == 128 + number
+    assert termios.tcgetattr(reader)[3] & termios.ICANON
+    os.close(reader)
+
+
+@posix
+def test_two_interrupts_end_the_answer_and_not_the_conversation(
+    terminal: Callable[..., pexpect.spawn[str]],
+) -> None:
+    child = terminal("--session", "twice", "-n", "1900", "--ignore-eos")
+    child.send("the cat\r")
+    child.expect("tokens  ")
+    child.kill(signal.SIGINT)
+    child.kill(signal.SIGINT)
+    assert wait_for("twice", 2)[1]["change"] == "answer"
+    child.expect_exact(READY)
+    child.send("/stats\r")
+    child.send("is on\r")
+    child.expect("tokens  ")
+    child.send("\x03")
+    assert wait_for("twice", 4)[3]["change"] == "answer"
+
+
+@posix
+def test_ctrl_c_stops_an_answer_and_keeps_what_there_is(
+    terminal: Callable[..., pexpect.spawn[str]],
+) -> None:
+    child = terminal("--session", "stopped", "-n", "1900", "--ignore-eos")
+    child.send("the cat\r")
+    child.expect("tokens  ")  # the line with the speed
+    child.send("\x03")
+    lines = wait_for("stopped", 2)
+    assert lines[1]["change"] == "answer"
+    assert lines[1]["text"]
+    child.expect_exact(READY)
+    child.send("/undo\r")
+    child.expect("0 turns left")
+    child.send("\x04")
+    child.wait()
+    assert child.exitstatus == 0
+
+
+def test_the_answer_is_coloured_at_a_terminal(
+    terminal: Callable[..., pexpect.spawn[str]],
+) -> None:
+    child = terminal("--session", "coloured")
+    child.send("the cat\r")
+    wait_for("coloured", 2)
+    child.send("\x04")
+    shown = child.read()
+    assert re.search(r"\x1b\[4;32m", shown), shown
+
+
+def test_a_pipe_does_not_load_the_editor(models: Path) -> None:
+    code = (
+        "import sys, specgen.cli\n"
+        "try: specgen.cli.main(sys.argv[1:])\n"
+        "finally: print('prompt_toolkit' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "chat", *options(models), "-q"],
+        input=b"the cat\n",
+        capture_output=True,
+        check=True,
+        cwd=ROOT,
+    )
+    assert done.stderr == b"False\n"

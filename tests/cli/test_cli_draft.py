@@ -1,0 +1,473 @@
+"""`specgen draft find`, and what `specgen run` makes of what it found."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from specgen.measure.selection.candidates import Refused, find_candidates
+from specgen.measure.selection.draft_search import Search, Tried, by_speedup
+from specgen.measure.selection.trial import Baseline, DraftFigures, TargetAnswer
+from specgen.models import SavedDraft, identify, save_draft, saved_draft, saved_drafts_file
+from specgen.render.tables import draft_lines, print_draft_table
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.helpers.cli import Result, Specgen, in_process, on_terminal, rest_of
+
+ROOT = Path(__file__).parents[2]
+PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
+#: Quick, and enough for a test of the command line.
+SHORT = ("-t", "1", "-fa", "off", "-N", "2", "-n", "24", "--draft-p-min", "0")
+
+
+@pytest.fixture
+def specgen_(capsys: pytest.CaptureFixture[str]) -> Specgen:
+    return in_process(capsys)
+
+
+@pytest.fixture
+def find(specgen_: Specgen, tiny_models: Path) -> Specgen:
+    """Runs `specgen draft find` for the tiny target; files may be given by their tiny names."""
+
+    def run(*arguments: str | Path, target: str = "target") -> Result:
+        named = [
+            tiny_models / f"{argument}.gguf"
+            if isinstance(argument, str) and (tiny_models / f"{argument}.gguf").exists()
+            else argument
+            for argument in arguments
+        ]
+        return specgen_("draft", "find", "-m", tiny_models / f"{target}.gguf", *SHORT, *named)
+
+    return run
+
+
+def columns(result: Result) -> dict[str, list[str]]:
+    """The columns after the draft, by what drafts."""
+    assert result.code == 0, result.err
+    rows = [line.split("\t") for line in result.out.splitlines()]
+    return {Path(name).stem: rest for name, *rest in rows}
+
+
+# --- what is found
+
+
+def test_in_a_pipe_each_draft_is_a_line_of_figures(find: Specgen) -> None:
+    result = find("draft", "bad")
+    assert result.err == ""
+    found = columns(result)
+    assert set(found) == {"draft", "bad", "ngram", "none"}
+    assert {len(figures) for figures in found.values()} == {7}
+    assert found["none"][:2] == ["1.00", "1.00"]
+    assert (found["none"][3], found["none"][5]) == ("", "")
+    # What is accepted does not depend on the machine: one draft is close to the target, the
+    # other is not.
+    accepted = {name: float(found[name][3]) for name in ("draft", "bad")}
+    assert accepted["draft"] > 0.5 > accepted["bad"]
+    speedups = [float(figures[0]) for figures in found.values()]
+    assert speedups == sorted(speedups, reverse=True)
+
+
+def test_json_has_every_figure_the_refused_files_and_the_target(
+    find: Specgen, tiny_models: Path
+) -> None:
+    result = find("draft", "bert", "--json")
+    assert result.code == 0
+    document: dict[str, Any] = json.loads(result.out)
+    keys = (
+        "target plain_tokens_per_s batch_s n_prompts n_tokens skipped_prompts drafts refused "
+        "saved is_interrupted"
+    )
+    assert " ".join(document) == keys
+    assert document["target"] == str(tiny_models / "target.gguf")
+    assert list(document["batch_s"]) == ["1", "2", "3", "4"]
+    assert (document["n_prompts"], document["n_tokens"]) == (2, 48)
+    names = {Path(entry["draft"]).stem for entry in document["drafts"]}
+    assert names == {"draft", "ngram", "none"}
+    for entry in document["drafts"]:
+        assert set(entry) == {"draft", *DraftFigures.__dataclass_fields__}
+    (refused,) = document["refused"]
+    assert refused["file"] == str(tiny_models / "bert.gguf")
+    assert document["saved"] is None
+    assert document["is_interrupted"] is False
+    by_name = {Path(entry["draft"]).stem: entry for entry in document["drafts"]}
+    plain = by_name["none"]
+    assert plain["tokens_per_s"] == pytest.approx(document["plain_tokens_per_s"])
+    draft = by_name["draft"]
+    assert draft["speedup"] == pytest.approx(draft["tokens_per_s"] / plain["tokens_per_s"])
+    assert draft["worst_speedup"] <= draft["speedup"]
+
+
+def test_what_is_accepted_is_what_a_run_accepts(
+    find: Specgen, specgen_: Specgen, tiny_models: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": PROMPT}) + "\n", encoding="utf-8")
+    for draft in ("draft", "bad"):
+        document = json.loads(find(draft, "--json", "--prompts", file).out)
+        (entry,) = (entry for entry in document["drafts"] if draft in entry["draft"])
+        own = ("-m", tiny_models / "target.gguf", "-md", tiny_models / f"{draft}.gguf")
+        run = specgen_("run", *own, "-t", "1", "-fa", "off", "-n", "24", "--draft-p-min", "0",
+                       "--json", PROMPT)  # fmt: skip
+        finished = json.loads(run.out.splitlines()[-1])
+        assert entry["acceptance_rate"] == pytest.approx(finished["acceptance_rate"])
+        assert entry["mean_accepted_length"] == pytest.approx(finished["mean_accepted_length"])
+
+
+def test_the_models_of_a_folder_are_tried(find: Specgen, tiny_models: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    (folder / "deeper").mkdir(parents=True)
+    draft = (tiny_models / "draft.gguf").read_bytes()
+    (folder / "one.gguf").write_bytes(draft)
+    (folder / "notes.txt").write_bytes(draft)
+    (folder / "deeper" / "two.gguf").write_bytes(draft)
+    result = find(folder)
+    assert set(columns(result)) == {"one", "ngram", "none"}
+    assert result.err == ""
+
+
+def test_models_that_have_a_name_and_are_on_the_disk_are_tried(
+    find: Specgen, tiny_models: Path
+) -> None:
+    from specgen.models import load_registry, models_folder
+    from specgen.models.store import file_sha256, slot_of
+
+    draft = tiny_models / "draft.gguf"
+    config = saved_drafts_file().parent
+    config.mkdir(parents=True)
+    (config / "models.toml").write_text(
+        f"""
+        [[models]]
+        name = "known"
+        file = "known.gguf"
+        size_bytes = {draft.stat().st_size}
+        sha256 = "{file_sha256(draft)}"
+        licence = "MIT"
+        parameters = "1"
+        quantisation = "F32"
+        description = "known"
+        """,
+        encoding="utf-8",
+    )
+    slot = slot_of(load_registry().model("known"), models_folder())
+    assert set(columns(find())) == {"ngram", "none"}
+    slot.folder.mkdir(parents=True)
+    slot.file.write_bytes(draft.read_bytes())
+    assert set(columns(find())) == {"known", "ngram", "none"}
+
+
+# --- what cannot draft
+
+
+def test_what_cannot_draft_is_a_line_each_and_no_failure(
+    find: Specgen, tmp_path: Path, tiny_models: Path
+) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes((tiny_models / "draft.gguf").read_bytes()[:5000])
+    text = tmp_path / "text.gguf"
+    text.write_text("no model", encoding="utf-8")
+    missing = tmp_path / "missing.gguf"
+    result = find(broken, text, missing, "bert", "target", "draft")
+    assert set(columns(result)) == {"draft", "ngram", "none"}
+    notes = result.err.splitlines()
+    assert len(notes) == 5
+    for path in (broken, text, missing, tiny_models / "bert.gguf", tiny_models / "target.gguf"):
+        (note,) = (note for note in notes if note.startswith(f"note: {path}: "))
+        assert note.count(str(path)) == 1
+    assert "the target itself" in result.err
+    assert "embedding" in result.err or "encoder" in result.err
+    quiet = find(broken, "--quiet")
+    assert quiet.err == ""
+    assert set(columns(quiet)) == {"ngram", "none"}
+
+
+def write(folder: Path, name: str, n_bytes: int) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(name[-1:].encode() * n_bytes)
+    return path
+
+
+def test_candidates_by_name_and_size(tmp_path: Path) -> None:
+    target = write(tmp_path, "target.gguf", 100)
+    folder = tmp_path / "folder"
+    small = write(folder, "small.gguf", 50)
+    larger = write(folder, "larger.gguf", 101)
+    write(folder, "m-00001-of-00002.gguf", 10)
+    second = write(folder, "m-00002-of-00002.gguf", 20)
+    projector = write(folder, "mmproj-model-f16.gguf", 10)
+    write(folder, "copy/target.gguf", 100)
+    again = write(tmp_path, "elsewhere/small.gguf", 50)
+    known = write(tmp_path, "known.gguf", 60)
+
+    def found(*named: Path) -> tuple[list[str], dict[str, str]]:
+        candidates, refused = find_candidates(named, [known, again], target)
+        return [path.name for path in candidates], {r.file.name: r.reason for r in refused}
+
+    candidates, refused = found(folder)
+    assert candidates == ["m-00001-of-00002.gguf", "small.gguf", "known.gguf"]
+    assert set(refused) == {"larger.gguf", "mmproj-model-f16.gguf"}
+    assert "larger than the target (101 B)" in refused["larger.gguf"]
+    assert "mmproj" in refused["mmproj-model-f16.gguf"]
+    # What is named itself is tried even if it is larger, and is told why it cannot be.
+    candidates, refused = found(larger, second, projector, folder / "copy", small, small)
+    assert candidates == ["larger.gguf", "small.gguf", "known.gguf"]
+    assert refused["target.gguf"] == "it is the target itself"
+    assert "name the first" in refused["m-00002-of-00002.gguf"]
+    assert set(refused) == {"target.gguf", "m-00002-of-00002.gguf", "mmproj-model-f16.gguf"}
+    # The first of equal files is taken, and files come before folders.
+    assert find_candidates([folder, again], [], target)[0][0] == again
+    # Of models that only specgen knows of nothing is said.
+    assert find_candidates([], [larger, target, known], target) == ([known], [])
+    assert len(find_candidates([target], [larger, target, known], target)[1]) == 1
+
+
+# --- what is kept
+
+
+def test_save_keeps_the_best_and_run_takes_it(
+    find: Specgen, specgen_: Specgen, tiny_models: Path
+) -> None:
+    target = identify(tiny_models / "target.gguf")
+    assert target is not None
+    find("draft")
+    assert saved_draft(target) is None
+    result = find("draft", "--save")
+    best, *figures = result.out.splitlines()[0].split("\t")
+    saved = saved_draft(target)
+    assert saved is not None
+    assert str(saved.draft) == best
+    assert saved.speedup == pytest.approx(float(figures[0]), abs=0.006)
+    assert saved.date is not None
+    name = {"ngram": "n-grams"}.get(best, Path(best).name)
+    (note,) = result.err.splitlines()
+    assert note.startswith("note: ")
+    assert name in note
+
+
+def run_without_a_draft(specgen_: Specgen, target: Path, *more: str) -> Result:
+    return specgen_("run", "-m", target, "-t", "1", "-fa", "off", "-n", "20", *more, PROMPT)
+
+
+def drafted_by(result: Result) -> str:
+    draft: str = json.loads(result.out.splitlines()[0])["draft"]
+    return draft
+
+
+def test_run_takes_what_was_saved_and_says_so_unless_quiet(
+    specgen_: Specgen, tiny_models: Path
+) -> None:
+    target = tiny_models / "target.gguf"
+    identity = identify(target)
+    assert identity is not None
+    expected = run_without_a_draft(specgen_, target, "--draft", "none", "--no-stats")
+    assert expected.err == ""
+    for draft, name in (
+        (tiny_models / "draft.gguf", "draft.gguf"),
+        ("ngram", "n-grams"),
+        ("none", "not drafting"),
+    ):
+        save_draft(identity, SavedDraft(draft, speedup=1.25))  # type: ignore[arg-type]
+        result = run_without_a_draft(specgen_, target, "--json")
+        assert drafted_by(result) == (draft.name if isinstance(draft, Path) else draft)
+        (note,) = result.err.splitlines()
+        assert note.startswith("note: ")
+        assert name in note
+        assert "draft find" in note
+        assert run_without_a_draft(specgen_, target, "--no-stats").out == expected.out
+        assert run_without_a_draft(specgen_, target, "--quiet").err == ""
+        named = run_without_a_draft(specgen_, target, "--json", "--draft", "ngram")
+        assert drafted_by(named) == "ngram"
+        assert named.err == ""
+
+
+@pytest.mark.parametrize("what", ["broken", "gone", "bert"])
+def test_a_saved_draft_that_cannot_draft_costs_a_note_and_not_the_answer(
+    specgen_: Specgen, tiny_models: Path, tmp_path: Path, what: str
+) -> None:
+    target = tiny_models / "target.gguf"
+    identity = identify(target)
+    assert identity is not None
+    draft = tmp_path / f"{what}.gguf"
+    if what == "broken":
+        draft.write_bytes((tiny_models / "draft.gguf").read_bytes()[:5000])
+    elif what == "bert":
+        write_tiny_model(draft, TinyConfig(architecture="bert"))
+    save_draft(identity, SavedDraft(draft))
+    result = run_without_a_draft(specgen_, target, "--json")
+    assert result.code == 0
+    assert drafted_by(result) == "ngram"
+    (note,) = result.err.splitlines()
+    assert str(draft) in note
+    assert "n-grams" in note
+    # What the user asks for himself is another matter.
+    assert run_without_a_draft(specgen_, target, "--draft", str(draft)).code == 4
+
+
+def test_without_anything_known_n_grams_draft_and_a_note_says_so(
+    specgen_: Specgen, tiny_models: Path
+) -> None:
+    result = run_without_a_draft(specgen_, tiny_models / "target.gguf", "--json")
+    assert drafted_by(result) == "ngram"
+    (note,) = result.err.splitlines()
+    assert "n-grams" in note
+    assert "specgen draft find" in note
+
+
+def test_a_damaged_file_of_choices_is_one_error_and_only_where_it_matters(
+    find: Specgen, specgen_: Specgen, tiny_models: Path
+) -> None:
+    file = saved_drafts_file()
+    file.parent.mkdir(parents=True)
+    file.write_text("{", encoding="utf-8")
+    target = tiny_models / "target.gguf"
+    for result in (run_without_a_draft(specgen_, target), find("--save")):
+        assert result.code == 2
+        assert result.out == ""
+        error, hint = result.err.splitlines()
+        assert error.startswith(f"error: {file} is not JSON")
+        assert hint == f"hint: correct {file}, or move it away"
+    assert run_without_a_draft(specgen_, target, "--draft", "none").code == 0
+    assert find().code == 0
+
+
+def test_a_target_that_is_missing_is_its_own_error(specgen_: Specgen, tmp_path: Path) -> None:
+    for result in (
+        run_without_a_draft(specgen_, tmp_path / "missing.gguf"),
+        specgen_("draft", "find", "-m", tmp_path / "missing.gguf"),
+    ):
+        assert result.code == 4
+        assert result.out == ""
+        assert result.err.startswith("error: ")
+        assert "no such file" in result.err
+
+
+def test_verify_takes_what_was_saved(specgen_: Specgen, tiny_models: Path) -> None:
+    target = tiny_models / "target.gguf"
+    identity = identify(target)
+    assert identity is not None
+    own = ("verify", "-m", target, "-t", "1", "-fa", "off", "-N", "1", "-n", "8", "--places", "1")
+    save_draft(identity, SavedDraft(tiny_models / "draft.gguf"))
+    result = specgen_(*own, "--draws", "100", "--depth", "1")
+    assert result.code == 0
+    assert result.out.startswith("target.gguf with drafts from draft.gguf")
+    (note,) = result.err.splitlines()
+    assert "draft.gguf" in note
+    save_draft(identity, SavedDraft("none"))
+    result = specgen_(*own)
+    assert result.code == 2
+    assert "nothing to verify" in result.err
+
+
+# --- how it ends
+
+
+@pytest.mark.usefixtures("tested_kernels")
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals and terminals")
+def test_ctrl_c_shows_what_is_measured_so_far(tiny_models: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": PROMPT}) + "\n", encoding="utf-8")
+    for number in range(120):  # a line of JSON each: all of them fit the pipe
+        (tmp_path / f"{number}.gguf").symlink_to(tiny_models / "draft.gguf")
+    command = ["draft", "find", "-m", str(tiny_models / "target.gguf"), str(tmp_path)]
+    command += [*SHORT, "--prompts", str(file), "--json", "--save"]
+    with on_terminal(command) as (process, terminal):
+        shown = b""
+        while b"10.gguf" not in shown:  # the progress says so; some are done
+            shown += os.read(terminal, 4096)
+        process.send_signal(signal.SIGINT)
+        shown += rest_of(terminal)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    document = json.loads(out)
+    assert document["is_interrupted"]
+    assert document["saved"] is None
+    assert 2 < len(document["drafts"]) < 122
+    assert b"note: interrupted" in shown
+    assert not saved_drafts_file().exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "message"),
+    [
+        (("--draft-max", "0"), 2, "nothing to find"),
+        (("--quiet", "--verbose"), 2, "--quiet"),
+        (("-n", "1"), 2, "-n"),
+        (("--prompts", "/nowhere.jsonl"), 3, "cannot be read"),
+        (("-c", "8"), 3, "the context"),
+    ],
+)
+def test_wrong_options_are_one_error(
+    find: Specgen, more: tuple[str, ...], code: int, message: str
+) -> None:
+    result = find(*more)
+    assert result.code == code
+    assert result.out == ""
+    assert result.err.startswith("error: ")
+    assert message in result.err
+
+
+def test_a_context_without_room_for_batches_is_told(find: Specgen) -> None:
+    result = find("-c", "256", "--draft-max", "128", "-n", "200")
+    assert result.code == 3
+    assert "--draft-max" in result.err
+
+
+# --- the ranking
+
+
+def figures(speedup: float) -> DraftFigures:
+    return DraftFigures(speedup, speedup - 0.2, 10 * speedup, 0.625, 2.5, 0.00412, 0.0816)
+
+
+def test_of_equals_what_needs_no_model_comes_first_and_not_drafting_before_a_model() -> None:
+    tried = [
+        Tried(Path("equal.gguf"), figures(1.004)),
+        Tried("none", figures(1.0)),
+        Tried("ngram", figures(0.996)),
+        Tried(Path("best.gguf"), figures(1.2)),
+        Tried(Path("worst.gguf"), figures(0.7)),
+    ]
+    order = [Path("best.gguf"), "ngram", "none", Path("equal.gguf"), Path("worst.gguf")]
+    assert [one.draft for one in by_speedup(tried)] == order
+
+
+def search(**changes: Any) -> Search:
+    baseline = Baseline((TargetAnswer("a", (1, 2)),) * 6, (), 256, {1: 0.1, 2: 0.12})
+    plain = dataclasses.replace(figures(1.0), acceptance_rate=None, draft_token_s=None)
+    tried = (
+        Tried(Path("/models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"), figures(1.41)),
+        Tried("ngram", figures(1.1)),
+        Tried("none", plain),
+    )
+    refused = (Refused(Path("mmproj.gguf"), "no language model"),)
+    return dataclasses.replace(Search(Path("target.gguf"), baseline, tried, refused), **changes)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_is_whole_at_every_width(width: int) -> None:
+    stream = io.StringIO()
+    print_draft_table(
+        search(), Console(file=stream, width=width, force_terminal=True, color_system=None)
+    )
+    shown = stream.getvalue()
+    assert max(map(len, shown.splitlines())) <= width
+    words = shown.split()
+    assert " ".join(words[:8]) == "draft speed-up worst tokens/s accepted length ms start"
+    assert "1.41 1.21 14.10 0.62 2.50 4.12 81.6" in " ".join(words)
+    assert "n-grams 1.10" in " ".join(words)
+    assert "none 1.00 0.80 10.00 - 2.50 - 81.6" in " ".join(words)
+    assert "…" not in shown
+
+
+def test_a_line_in_a_pipe_names_the_file_with_its_folder() -> None:
+    first, second, third = draft_lines(search().tried)
+    assert first.split("\t")[0] == "/models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
+    assert second.split("\t")[0] == "ngram"
+    assert third.split("\t")[4:7] == ["", "2.50", ""]

@@ -1,0 +1,195 @@
+"""What drafts, and how much, as a user asks for it: the answer is the same in every case."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specgen.llama import LlamaBackend
+from specgen.models import cache_folder, memory_file
+from tests.helpers.cli import Cli, Result, complaint, events_of
+
+PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
+
+
+@pytest.fixture
+def plain(cli: Cli) -> str:
+    """The answer without a draft."""
+    result = cli.run(PROMPT, draft="none")
+    assert result.code == 0
+    return result.out
+
+
+def nodes_of(result: Result, plain: str) -> list[dict[str, Any]]:
+    """What was drafted for an answer that is what it should be."""
+    events = events_of(result)
+    assert events[-1]["text"] == plain.removesuffix("\n")
+    assert not [event["message"] for event in events if "failed" in event.get("message", "")]
+    return [node for event in events if event["event"] == "drafted" for node in event["nodes"]]
+
+
+def origins_of(result: Result, plain: str) -> set[str]:
+    return {node["origin"] for node in nodes_of(result, plain)}
+
+
+def stored(name: str) -> list[Path]:
+    """Files in a folder of the cache."""
+    return [path for path in (cache_folder() / name).rglob("*") if path.is_file()]
+
+
+# --- policies
+
+
+@pytest.mark.parametrize("policy", ["cost", "threshold", "fixed"])
+@pytest.mark.parametrize("draft", ["draft", "bad", "ngram", "none"])
+def test_every_policy_keeps_the_answer(cli: Cli, plain: str, policy: str, draft: str) -> None:
+    for more in ((), ("--temp", "1", "--seed", "3", "--verifier", "match")):
+        expected = cli.run(PROMPT, *more, draft="none").out
+        result = cli.run(PROMPT, "--policy", policy, *more, draft=draft)
+        assert (result.code, result.out) == (0, expected)
+        assert "drafting failed" not in result.err
+
+
+def test_costs_decide_unless_something_else_is_asked_for(
+    cli: Cli, plain: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measures(*arguments: str) -> bool:
+        memory_file().unlink(missing_ok=True)
+        result = cli.run(PROMPT, *arguments)
+        assert result.out == plain
+        return "measured the costs of drafting" in result.err
+
+    assert not measures()  # the tests' own SPECGEN_POLICY
+    assert measures("--policy", "cost")
+    monkeypatch.delenv("SPECGEN_POLICY")
+    assert measures()
+    assert not measures("--policy", "fixed")
+    message = complaint(cli.run(PROMPT, "--policy", "fast"), 2)
+    assert "--policy" in message
+    assert "threshold" in message
+
+
+# --- n-grams beside a model
+
+
+#: Answers that repeat themselves.
+REPETITIVE = ("--grammar", "root ::= [ab]{60}")
+
+
+@pytest.mark.parametrize("policy", ["cost", "threshold", "fixed"])
+def test_ngrams_draft_beside_a_model_where_they_are_asked_to(cli: Cli, policy: str) -> None:
+    plain = cli.run(PROMPT, *REPETITIVE, draft="none").out
+    arguments = ("--json", "--policy", policy, *REPETITIVE)
+    both = origins_of(cli.run(PROMPT, *arguments, "--ngrams"), plain)
+    alone = origins_of(cli.run(PROMPT, *arguments, "--no-ngrams"), plain)
+    assert alone <= {"model"}
+    if policy != "cost":  # there, it depends on the machine who drafts
+        assert "ngram" in both
+        assert alone == {"model"}
+        assert origins_of(cli.run(PROMPT, *arguments), plain) == alone
+
+
+# --- texts to look up
+
+
+@pytest.mark.parametrize("kind", ["text", "records", "folder"])
+def test_texts_are_looked_up(cli: Cli, tmp_path: Path, kind: str) -> None:
+    """What has the answer drafts it, whatever else drafts."""
+    readable = ("--grammar", "root ::= [a-z ]{60}", "--json")
+    events = events_of(cli.run(PROMPT, *readable, draft="ngram"))
+    plain = events[-1]["text"]
+    whole = PROMPT + plain
+    place = tmp_path / ("records.jsonl" if kind == "records" else "text.txt")
+    place.write_text(json.dumps({"prompt": "", "answer": whole}) if kind == "records" else whole)
+    place = tmp_path if kind == "folder" else place
+    for draft, more in (("ngram", ()), ("bad", ("--ngrams",))):
+        result = cli.run(PROMPT, *readable, "--lookup-file", str(place), *more, draft=draft)
+        assert "lookup" in origins_of(result, plain)
+        assert events_of(result)[-1]["n_rounds"] < events[-1]["n_rounds"]
+    # What was made of the texts is kept, and not taken without being asked for.
+    assert stored("lookup")
+    assert "lookup" not in origins_of(cli.run(PROMPT, *readable, draft="ngram"), plain)
+
+
+def test_texts_that_cannot_be_looked_up_exit_with_2(cli: Cli, tmp_path: Path) -> None:
+    missing = tmp_path / "missing.txt"
+    assert "missing.txt" in complaint(cli.run(PROMPT, "--lookup-file", str(missing)), 2)
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"\xff\x00\xfe")
+    assert "not UTF-8" in complaint(cli.run(PROMPT, "--lookup-file", str(binary)), 2)
+
+
+def test_earlier_answers_draft_where_they_are_kept(cli: Cli, plain: str) -> None:
+    arguments = ("--json", "--lookup-store")
+    assert origins_of(cli.run(PROMPT, "--json", draft="ngram"), plain) <= {"ngram"}
+    assert not stored("texts"), "nothing is kept that nobody asked for"
+    first = cli.run(PROMPT, *arguments, draft="ngram")
+    assert origins_of(first, plain) <= {"ngram"}
+    assert stored("texts")
+    again = cli.run(PROMPT, *arguments, draft="ngram")
+    assert "lookup" in origins_of(again, plain)
+    assert events_of(again)[-1]["n_rounds"] < events_of(first)[-1]["n_rounds"]
+    # They are not read without being asked for, nor in another vocabulary.
+    assert "lookup" not in origins_of(cli.run(PROMPT, "--json", draft="ngram"), plain)
+    other = events_of(cli.run(PROMPT, *arguments, target="other", draft="ngram"))
+    assert not [e for e in other if e["event"] == "drafted" and e["nodes"][0]["origin"] == "lookup"]
+
+
+# --- a draft for the draft
+
+
+@pytest.fixture
+def decodes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """The rows of each decode, by the model's name."""
+    found: dict[str, list[int]] = {}
+    decode = LlamaBackend.decode
+
+    def noted(self: LlamaBackend, batch: Any) -> Any:
+        found.setdefault(self.model.name, []).append(len(batch))
+        return decode(self, batch)
+
+    monkeypatch.setattr(LlamaBackend, "decode", noted)
+    return found
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+@pytest.mark.parametrize("helper", ["bad", "ngram", "bad ngram", "other"])
+def test_drafts_of_drafts_change_nothing_that_is_said(
+    cli: Cli, plain: str, temperature: str, helper: str, decodes: dict[str, list[int]]
+) -> None:
+    sampling = ("--temp", temperature, "--seed", "5")
+    arguments = (*sampling, "--json", "--draft-max", "8", "--draft-p-min", "0")
+    alone = events_of(cli.run(PROMPT, *arguments))
+    decodes.clear()
+    helpers = [name if name == "ngram" else cli.model(name) for name in helper.split()]
+    more = [part for name in helpers for part in ("--draft", name)]
+    staged = events_of(cli.run(PROMPT, *arguments, *more))
+    drafted = [
+        [[n["token_id"] for n in event["nodes"]] for event in events if event["event"] == "drafted"]
+        for events in (alone, staged)
+    ]
+    assert drafted[0] == drafted[1]
+    assert staged[-1]["text"] == alone[-1]["text"]
+    named = {Path(name).name for name in helpers if name != "ngram"}
+    assert set(decodes) == {"target.gguf", "draft.gguf", *named}
+
+
+@pytest.mark.parametrize(
+    ("drafts", "code", "message"),
+    [
+        (("none", "ngram"), 2, "--draft none"),
+        (("ngram", "draft"), 2, "--draft ngram needs no draft"),
+        (("draft", "no such"), 6, "no such"),
+        (("draft", "bert"), 4, "bert.gguf"),
+    ],
+)
+def test_wrong_drafts_of_drafts_are_refused(
+    cli: Cli, drafts: tuple[str, ...], code: int, message: str
+) -> None:
+    names = [cli.model(name) if name in ("draft", "bert") else name for name in drafts]
+    arguments = [part for name in names for part in ("--draft", name)]
+    result = cli("-m", cli.model("target"), *arguments, PROMPT)
+    assert message in complaint(result, code)

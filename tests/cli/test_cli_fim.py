@@ -1,0 +1,281 @@
+"""`specgen fim` as a user meets it: places in files, the middle alone on standard output, and in place."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import stat
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specgen.cli import output
+from specgen.cli.fim import _PLACE
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny.config import INFILL_TOKENS
+from tests.helpers.cli import Result, complaint, events_of, in_process
+
+Fim = Callable[..., Result]
+
+TEXT = "the cat is\n  in the house\n\na dog is on the mat\n"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models that know gaps, and one that does not."""
+    folder = tmp_path_factory.mktemp("fim")
+    target = TinyConfig(
+        logit_scale=6.0, control_tokens=INFILL_TOKENS, add_bos=False, unprintable_scale=0.0
+    )
+    write_tiny_model(folder / "target.gguf", target)
+    write_tiny_model(folder / "draft.gguf", target.draft(0.02))
+    # Says control tokens as gladly as others.
+    marks = replace(target, control_scale=1.0)
+    write_tiny_model(folder / "marks.gguf", marks)
+    write_tiny_model(folder / "marks-draft.gguf", marks.draft(0.02))
+    write_tiny_model(folder / "plain.gguf", TinyConfig(logit_scale=6.0))
+    write_tiny_model(folder / "other.gguf", TinyConfig(tokenizer="spm", logit_scale=6.0))
+    return folder
+
+
+@pytest.fixture
+def fim(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    models: Path,
+    tmp_path: Path,
+) -> Fim:
+    """Runs `specgen fim` in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    run = in_process(capsys)
+
+    def command(*arguments: str, target: str = "target", draft: str = "draft") -> Result:
+        draft = draft if draft in ("ngram", "none") else str(models / f"{draft}.gguf")
+        own = ["-m", str(models / f"{target}.gguf"), "-md", draft, "-n", "12", "--no-stats"]
+        return run("fim", *own, *arguments)
+
+    return command
+
+
+def write(name: str, text: str = TEXT) -> None:
+    Path(name).write_bytes(text.encode())
+
+
+def prompt_of(result: Result) -> str:
+    event = events_of(result)[0]
+    text: str = event["text"]
+    return text
+
+
+def between(prefix: str, suffix: str) -> str:
+    return f"<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>"
+
+
+@pytest.mark.parametrize(
+    ("place", "prefix"),
+    [
+        ("a.txt:1", "the cat is"),
+        ("a.txt:1:1", ""),
+        ("a.txt:1:5", "the "),
+        ("a.txt:2", "the cat is\n  in the house"),
+        ("a.txt:2:3", "the cat is\n  "),
+        ("a.txt:3", "the cat is\n  in the house\n"),
+        ("a.txt:4:20", "the cat is\n  in the house\n\na dog is on the mat"),
+        ("a.txt:5", TEXT),
+        ("b:3:c.txt:1", "the cat is"),
+    ],
+)
+def test_places_in_a_file(fim: Fim, place: str, prefix: str) -> None:
+    for name in ("a.txt", "b:3:c.txt"):
+        write(name)
+    assert prompt_of(fim(place, "--json")) == between(prefix, TEXT[len(prefix) :])
+
+
+@pytest.mark.parametrize("draft", ["draft", "other", "ngram"])
+def test_the_middle_is_alone_on_standard_output_and_the_same_with_any_draft(
+    fim: Fim, draft: str
+) -> None:
+    write("a.txt")
+    plain = fim("a.txt:2", draft="none")
+    assert plain.code == 0
+    assert plain.out
+    assert "<|" not in plain.out
+    found = fim("a.txt:2", draft=draft)
+    assert (found.code, found.out) == (0, plain.out)
+    assert Path("a.txt").read_text(encoding="utf-8") == TEXT
+
+
+def test_a_middle_ends_at_a_mark_that_is_no_end_of_text(fim: Fim) -> None:
+    write("a.txt")
+    places = [f"a.txt:4:{column}" for column in range(1, 20)]
+
+    def ends(draft: str, *options: str) -> list[tuple[str, str]]:
+        found = [
+            events_of(fim(place, "--json", *options, target="marks", draft=draft))[-1]
+            for place in places
+        ]
+        return [(event["text"], event["stopped_by"]) for event in found]
+
+    plain = ends("none")
+    assert {"<|fim_middle|>", "<|fim_pad|>"} <= {stopped_by for _, stopped_by in plain}
+    fixed = ("--policy", "fixed", "--draft-max", "4", "--draft-p-min", "0")
+    assert ends("marks-draft", *fixed) == plain
+    assert ends("ngram", *fixed) == plain
+    assert {stopped_by for _, stopped_by in ends("none", "--ignore-eos")} == {None}
+
+
+def test_texts_from_files_and_from_standard_input(
+    fim: Fim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("before.txt", "the cat ")
+    write("behind.txt", " the mat")
+    both = ("--prefix-file", "before.txt", "--suffix-file", "behind.txt", "--json")
+    assert prompt_of(fim(*both)) == between("the cat ", " the mat")
+    assert prompt_of(fim("--prefix-file", "before.txt", "--json")) == between("the cat ", "")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a dog ")))
+    piped = fim("--prefix-file", "-", "--suffix-file", "behind.txt", "--json")
+    assert prompt_of(piped) == between("a dog ", " the mat")
+
+
+def test_other_files_of_the_project(fim: Fim, tmp_path: Path) -> None:
+    write("a.txt")
+    write("b.txt", "a house")
+    found = prompt_of(fim("a.txt:1", "--context-file", "b.txt", "--json"))
+    assert found == (
+        f"<|repo_name|>{tmp_path.name}\n<|file_sep|>b.txt\na house<|file_sep|>a.txt\n"
+        + between("the cat is", TEXT[10:])
+    )
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("bom", ["", "\ufeff"])
+def test_in_place(fim: Fim, newline: str, bom: str) -> None:
+    text = bom + TEXT.replace("\n", newline)
+    write("a.txt", text)
+    Path("a.txt").chmod(0o640)
+    found = fim("a.txt:2:5", "--in-place")
+    assert found.code == 0
+    head = text.index("in the house") + 2
+    middle = found.out.replace("\n", newline)
+    assert Path("a.txt").read_bytes() == (text[:head] + middle + text[head:]).encode()
+    if os.name != "nt":
+        assert stat.S_IMODE(Path("a.txt").stat().st_mode) == 0o640
+    assert sorted(path.name for path in Path().iterdir()) == ["a.txt"]
+
+
+def test_the_model_sees_one_kind_of_line_end(fim: Fim) -> None:
+    write("a.txt", TEXT.replace("\n", "\r\n"))
+    assert prompt_of(fim("a.txt:2", "--json")) == between(TEXT[:25], TEXT[25:])
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need a right there")
+def test_a_link_stays_one(fim: Fim) -> None:
+    write("a.txt")
+    Path("link.txt").symlink_to("a.txt")
+    assert fim("link.txt:1", "--in-place").code == 0
+    assert Path("link.txt").is_symlink()
+    assert len(Path("a.txt").read_text(encoding="utf-8")) > len(TEXT)
+
+
+def test_a_file_that_somebody_else_changed_is_left_alone(
+    fim: Fim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show = output.show_answer
+
+    def change(*arguments: object, **options: object) -> int:
+        code = show(*arguments, **options)  # type: ignore[arg-type]
+        write("a.txt", "changed")
+        return code
+
+    monkeypatch.setattr(sys.modules["specgen.cli.fim"], "show_answer", change)
+    write("a.txt")
+    found = fim("a.txt:1", "--in-place")
+    assert found.code == 10
+    assert "changed meanwhile" in found.err
+    assert found.out
+    assert Path("a.txt").read_text(encoding="utf-8") == "changed"
+
+
+def test_what_the_context_has_no_room_for(fim: Fim) -> None:
+    write("a.txt", TEXT * 30)
+    write("b.txt", "a house")
+    found = fim("a.txt:60", "-c", "200", "--context-file", "b.txt")
+    assert found.code == 0
+    (note,) = found.err.splitlines()
+    assert note.startswith("note: not read, since the context is too small (raise -c): the first ")
+    assert note.endswith("tokens behind the gap, b.txt")
+    assert fim("a.txt:60", "-c", "200", "-q").err == ""
+
+
+def test_a_middle_that_was_cut_off_is_written_with_a_note(fim: Fim) -> None:
+    write("a.txt")
+    found = fim("a.txt:1", "-n", "2", "--in-place")
+    assert (found.code, found.err) == (0, "note: the middle was cut off after 2 tokens\n")
+    assert Path("a.txt").read_text(encoding="utf-8") == TEXT[:10] + found.out + TEXT[10:]
+
+
+@pytest.mark.parametrize(
+    ("place", "file", "line", "column"),
+    [
+        (r"C:\x.py:3", r"C:\x.py", "3", None),
+        (r"C:\x.py:3:4", r"C:\x.py", "3", "4"),
+        ("C:/x.py:3", "C:/x.py", "3", None),
+        ("a:b:7", "a:b", "7", None),
+    ],
+)
+def test_names_of_files_may_have_colons(
+    place: str, file: str, line: str, column: str | None
+) -> None:
+    found = _PLACE.fullmatch(place)
+    assert found is not None
+    assert (found["file"], found["line"], found["column"]) == (file, line, column)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("a.txt",), 2, "'a.txt' is not a place in a file"),
+        (("a.txt:x",), 2, "is not a place"),
+        (("a.txt:" + "9" * 20,), 2, "is not a place"),
+        (("a.txt:0",), 3, "a.txt has no line 0: it has 5"),
+        (("a.txt:6",), 3, "a.txt has no line 6: it has 5"),
+        (("a.txt:1:12",), 3, "line 1 has no column 12: it has 10 characters"),
+        (("a.txt:1:0",), 3, "no column 0"),
+        (("missing.txt:1",), 3, "missing.txt: cannot be read"),
+        ((".:1",), 3, "cannot be read"),
+        (("latin.txt:1",), 3, "latin.txt is not UTF-8: byte 0xe9 at offset 7 (line 2)"),
+        (("a.txt:1", "--context-file", "latin.txt"), 3, "latin.txt is not UTF-8"),
+        (("a.txt:1", "--prefix-file", "a.txt"), 2, "exclude each other"),
+        ((), 2, "no gap"),
+        (("--prefix-file", "a.txt", "--in-place"), 2, "--in-place needs FILE:LINE"),
+        (("--prefix-file", "-", "--suffix-file", "-"), 2, "cannot both be standard input"),
+        (("--prefix-file", "empty.txt"), 3, "no text before or after the gap"),
+        (("empty.txt:1",), 3, "no text before or after the gap"),
+        (("a.txt:1", "-n", "90", "-c", "100"), 2, "--max-tokens 90 leaves 10 of 100 tokens"),
+        (("a.txt:1", "--logprobs", "2"), 2, "--logprobs needs --json"),
+    ],
+    ids=str,
+)
+def test_bad_input(fim: Fim, arguments: tuple[str, ...], code: int, words: str) -> None:
+    write("a.txt")
+    write("empty.txt", "")
+    Path("latin.txt").write_bytes("gut\ncaf\xe9\n".encode("latin-1"))
+    assert words in complaint(fim(*arguments), code)
+
+
+def test_a_model_that_knows_no_gaps(fim: Fim) -> None:
+    write("a.txt")
+    said = complaint(fim("a.txt:1", target="plain", draft="none"), 2)
+    assert "plain.gguf has no tokens for fill-in-the-middle" in said
+
+
+def test_events(fim: Fim) -> None:
+    write("a.txt")
+    *_, finished = events_of(fim("a.txt:2", "--json"))
+    assert finished["event"] == "finished"
+    assert json.dumps(finished["text"])
+    assert finished["n_tokens"] <= 12

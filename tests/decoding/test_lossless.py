@@ -1,0 +1,403 @@
+"""Lossless in every mode: drafter x verifier x samplers x kind of cache, on tiny models.
+
+Greedy text is compared in all combinations, and so are the rows of logits that it rests on: that
+shows a wrong cache best. What judges drafts is the same code whatever the cache. So sampled text
+is drawn with all drafters, verifiers and samplers on one cache; on each of the others with all
+drafters and samplers, and with the verifiers in turn, so that each meets every cache and sampler.
+`auto` is one of the other verifiers for each kind of draft, and a test shows which.
+
+Drafts in another vocabulary are translated before any verifier sees them. They take part in what
+they could break: greedy text on every cache; sampled text with every sampler and, where drafts
+carry distributions, every verifier on one cache; and once on each of the others.
+
+A draft that learnt is its model with other weights: with random changes it takes part on one cache,
+with every verifier, drawn and matched, and once it is loaded again between answers.
+
+At temperature 0 the text must be plain decoding's, token by token. Above, draws must fit the
+target's exact joint distribution of the next three tokens (G-tests, as `specgen verify` makes
+them); with matching, a seed's text must also be plain decoding's.
+
+The tests that could fail by chance have a false-alarm level that sums to `OVERALL_LEVEL` over
+the whole matrix: a correct specgen would fail somewhere in it with that probability, were the
+seeds drawn anew. They are fixed, so what passes goes on passing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specgen.engine.engine import Engine, generate
+from specgen.engine.learnt_weights import Learnt, write_learnt
+from specgen.engine.loaded_models import Models
+from specgen.events import FinishedEvent
+from specgen.measure.proof import SampledPlan, check_greedy, check_sampled, split_level
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    DraftSource,
+    GenerationOptions,
+    Grammar,
+    SamplerOptions,
+    SessionOptions,
+    TranslateMode,
+    VerifierName,
+)
+from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
+from tests.helpers.heads import make_heads
+from tests.helpers.tiny import write_respelled_model
+
+OVERALL_LEVEL = 1e-3
+DEPTH = 3
+N_DRAWS = 1200
+#: A total variation distance that so many draws find with probability 0.99 in each test.
+DEVIATION = 0.15
+#: Whatever a tiny model says was said before, so that one token makes an n-gram.
+PROMPT = "".join(map(chr, range(32, 127))) + " the cat is in the else for with that it be not self"
+#: Two or three letters, a mark that is forced after three, and so on.
+GRAMMAR = """
+root ::= word word word word word word word word+ "."
+word ::= [a-h] [a-h] ([a-h] "-" | "," | ";")
+"""
+
+#: How each kind of cache drops what was refused: cells, also of sliding windows; snapshots of
+#: recurrent states; and copies of the state with decoding again.
+CACHES: dict[str, Architecture] = {
+    "attention": "llama",
+    "sliding window": "gemma3",
+    "recurrent": "mamba",
+    "hybrid, snapshots": "lfm2",
+    "hybrid, copies": "jamba",
+}
+DRAFTERS = ("draft", "ngram")
+#: Decoder heads draft for models without a recurrent state.
+WITH_HEADS = ("attention", "sliding window")
+VERIFIERS: tuple[VerifierName, ...] = ("match", "residual", "block")
+FLAT = SamplerOptions(temperature=1.0, top_k=4, top_p=1.0, min_p=0.0)
+AGAINST_REPETITION = {
+    "repeat_penalty": 1.3,
+    "presence_penalty": 0.2,
+    "frequency_penalty": 0.1,
+    "dry_multiplier": 0.6,
+    "dry_allowed_length": 1,
+}
+GREEDY = {
+    "greedy": SamplerOptions(),
+    "greedy, penalties": SamplerOptions(**AGAINST_REPETITION),  # type: ignore[arg-type]
+    "greedy, typical": SamplerOptions(typical_p=0.4, top_k=12, logit_bias=((70, 1.5),)),
+    "greedy, grammar": SamplerOptions(),
+}
+SAMPLED = {
+    "top-k": FLAT,
+    "default chain": SamplerOptions(temperature=0.8, top_k=5),
+    "penalties": replace(FLAT, **AGAINST_REPETITION),  # type: ignore[arg-type]
+    "others": replace(FLAT, typical_p=0.8, top_n_sigma=2.0, dynatemp_range=0.5, temperature=0.9),
+    "XTC": replace(FLAT, xtc_probability=0.5, xtc_threshold=0.12),
+    "grammar": FLAT,
+}
+
+
+def drafters(cache: str) -> tuple[str, ...]:
+    """What drafts for a model with this kind of cache."""
+    return (*DRAFTERS, "heads") if cache in WITH_HEADS else DRAFTERS
+
+
+DRAFTED = [(cache, drafter) for cache in CACHES for drafter in drafters(cache)]
+#: The cache on which every verifier meets every sampler.
+BROADEST = "attention"
+CASES = [
+    (cache, drafter, verifier, name)
+    for shift, cache in enumerate(CACHES)
+    for drafter in drafters(cache)
+    for turn, name in enumerate(SAMPLED, shift)
+    for number, verifier in enumerate(VERIFIERS)
+    if cache == BROADEST or number == turn % len(VERIFIERS)
+]
+#: How drafts in another vocabulary are translated, and what judges them: those that are
+#: translated as text were chosen without chance, whoever drafted them.
+TRANSLATED: dict[TranslateMode, tuple[VerifierName, ...]] = {
+    "string": ("match",),
+    "tokens": VERIFIERS,
+}
+#: The byte-level target with a SentencePiece draft is on every cache; this is the reverse.
+REVERSED = "attention, reversed"
+TRANSLATED_SAMPLED = [
+    (BROADEST, translate, verifier, samplers)
+    for translate, verifiers in TRANSLATED.items()
+    for verifier in verifiers
+    for samplers in SAMPLED
+    # What is translated as text was drafted without knowing of the grammar: none of it is left.
+    if (translate, samplers) != ("string", "grammar")
+] + [
+    (cache, translate, verifiers[-1], "top-k")
+    for translate, verifiers in TRANSLATED.items()
+    for cache in (*(cache for cache in CACHES if cache != BROADEST), REVERSED)
+]
+#: What judges a draft that learnt, and the samplers.
+LEARNT_SAMPLED = [(verifier, "top-k") for verifier in VERIFIERS] + [("block", "grammar")]
+N_TESTS = (len(CASES) + len(TRANSLATED_SAMPLED) + len(LEARNT_SAMPLED)) * DEPTH
+LEVEL = split_level(OVERALL_LEVEL, N_TESTS)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name, architecture in CACHES.items():
+        config = TinyConfig(architecture=architecture, logit_scale=2.0, unprintable_scale=0.0)
+        write_tiny_model(folder / f"{name}.gguf", config)
+        write_tiny_model(folder / f"{name} draft.gguf", config.draft(0.1))
+        write_respelled_model(folder / f"{name} respelled.gguf", config.draft(0.05))
+        if name in WITH_HEADS:
+            make_heads(folder / f"{name}.gguf", folder / f"{name} heads.gguf", folder / name)
+        if name == BROADEST:
+            let_learn(folder, config.draft(0.3))
+        if name == "attention":
+            write_respelled_model(folder / f"{REVERSED}.gguf", config)
+            write_tiny_model(folder / f"{REVERSED} respelled.gguf", config.draft(0.05))
+    return folder
+
+
+def let_learn(folder: Path, config: TinyConfig) -> None:
+    """Let the draft for the broadest cache have learnt other weights, at random."""
+    (folder / "learning").mkdir(exist_ok=True)
+    write_tiny_model(folder / "learning" / "w.gguf", config)
+    write_learnt(folder / "learning", folder / f"{BROADEST} draft.gguf", Learnt("w.gguf"))
+
+
+def loaded(
+    models: Path,
+    cache: str,
+    drafter: str,
+    verifier: VerifierName,
+    samplers: str,
+    seed: int = 0,
+    translate: TranslateMode = "off",
+) -> Models:
+    has_learnt = drafter == "learnt"
+    words: dict[str, DraftSource] = {"ngram": "ngram", "none": "none"}
+    name = "draft" if has_learnt else drafter
+    draft = words.get(drafter, models / f"{cache} {name}.gguf")
+    # f32 and no flash attention: rows are then equal in batches of every shape.
+    context = ContextOptions(
+        n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32"
+    )
+    sampler = GREEDY.get(samplers) or SAMPLED[samplers]
+    options = SessionOptions(
+        target=models / f"{cache}.gguf",
+        draft=draft,
+        sampler=replace(sampler, seed=seed),
+        drafting=DraftOptions(
+            policy="fixed",
+            max_tokens=3,
+            p_min=0.0,
+            ngram_min=1,
+            ngram_max=3,
+            verifier=verifier,
+            translate=translate,
+        ),
+        generation=GenerationOptions(
+            max_tokens=40, grammar=Grammar("gbnf", GRAMMAR) if "grammar" in samplers else None
+        ),
+        target_context=context,
+        draft_context=context,
+        learning=models / "learning" if has_learnt else None,
+    )
+    return Models(options, time.perf_counter)
+
+
+with_every_drafter = pytest.mark.parametrize(("cache", "drafter"), DRAFTED)
+with_every_verifier = pytest.mark.parametrize("verifier", VERIFIERS)
+
+
+@with_every_drafter
+@with_every_verifier
+@pytest.mark.parametrize("samplers", GREEDY)
+def test_greedy_text_is_that_of_plain_decoding(
+    models: Path, cache: str, drafter: str, verifier: VerifierName, samplers: str
+) -> None:
+    with loaded(models, cache, drafter, verifier, samplers) as opened:
+        prompt = opened.prompts.of_text(PROMPT, chat=False)
+        (result,) = check_greedy(opened, [prompt])
+    assert result.difference is None
+    assert result.n_drafted > 0
+
+
+def said(loaded: Models) -> FinishedEvent:
+    """What a session says after the prompt."""
+    *_, last = generate(loaded, loaded.prompts.of_text(PROMPT, chat=False))
+    assert isinstance(last, FinishedEvent)
+    return last
+
+
+@pytest.mark.parametrize(
+    ("drafter", "translate", "samplers", "same"),
+    [
+        ("draft", "off", "top-k", "block"),
+        ("draft", "off", "greedy", "match"),
+        ("ngram", "off", "top-k", "match"),
+        ("respelled", "tokens", "top-k", "block"),
+        ("respelled", "string", "top-k", "match"),
+    ],
+)
+def test_auto_judges_as_the_verifier_for_that_kind_of_draft(
+    models: Path, drafter: str, translate: TranslateMode, samplers: str, same: VerifierName
+) -> None:
+    for seed in range(5):
+        ends = []
+        for name in ("auto", same):
+            with loaded(models, BROADEST, drafter, name, samplers, seed, translate) as opened:
+                ends.append(said(opened))
+        auto, other = ends
+        assert auto.n_drafted > 0
+        assert auto.token_ids == other.token_ids
+        assert auto.drafted_by_depth == other.drafted_by_depth
+        assert auto.accepted_by_depth == other.accepted_by_depth
+
+
+def test_every_verifier_meets_every_cache_and_sampler() -> None:
+    met = {(verifier, each) for cache, _, verifier, name in CASES for each in (cache, name)}
+    assert met == set(itertools.product(VERIFIERS, (*CACHES, *SAMPLED)))
+    others = [case for case in CASES if case[0] != BROADEST]
+    assert {(c, d, s) for c, d, _, s in others} == {
+        (cache, drafter, name)
+        for (cache, drafter), name in itertools.product(DRAFTED, SAMPLED)
+        if cache != BROADEST
+    }
+
+
+@pytest.mark.parametrize(("cache", "drafter", "verifier", "samplers"), CASES)
+def test_sampled_text_fits_the_targets_distribution(
+    models: Path, cache: str, drafter: str, verifier: VerifierName, samplers: str
+) -> None:
+    plan = SampledPlan(depth=DEPTH, level=LEVEL, n_draws=N_DRAWS)
+    with loaded(models, cache, drafter, verifier, samplers) as opened:
+        prompt = opened.prompts.of_text(PROMPT, chat=False)
+        result = check_sampled(opened, prompt, plan, seed=5)
+    assert result is not None
+    assert result.fits, [depth.test for depth in result.depths]
+    assert not result.rows.is_defect, result.rows
+    assert result.n_impossible == 0
+    assert result.n_drafted > N_DRAWS / 2
+    assert result.depths[-1].test.n_cells >= 5
+    assert max(depth.detectable for depth in result.depths) <= DEVIATION
+
+
+@with_every_drafter
+@pytest.mark.parametrize("samplers", SAMPLED)
+def test_matching_keeps_a_seeds_text(models: Path, cache: str, drafter: str, samplers: str) -> None:
+    for seed in range(3):
+        with loaded(models, cache, drafter, "match", samplers, seed) as opened:
+            fast = said(opened)
+            plain_options = replace(opened.options, draft="none")
+        with Models(plain_options, time.perf_counter) as opened:
+            plain = said(opened)
+        assert fast.token_ids == plain.token_ids
+
+
+# --- drafts in another vocabulary
+
+
+@pytest.mark.parametrize("cache", [*CACHES, REVERSED])
+@pytest.mark.parametrize("translate", TRANSLATED)
+@pytest.mark.parametrize("samplers", GREEDY)
+def test_greedy_text_with_translated_drafts_is_that_of_plain_decoding(
+    models: Path, cache: str, translate: TranslateMode, samplers: str
+) -> None:
+    with loaded(models, cache, "respelled", "auto", samplers, translate=translate) as opened:
+        prompt = opened.prompts.of_text(PROMPT, chat=False)
+        (result,) = check_greedy(opened, [prompt])
+    assert result.difference is None
+    if (translate, samplers) != ("string", "greedy, grammar"):
+        assert result.n_drafted > 0
+    if samplers == "greedy":
+        assert result.n_accepted > 0
+
+
+@pytest.mark.parametrize(("cache", "translate", "verifier", "samplers"), TRANSLATED_SAMPLED)
+def test_sampled_text_with_translated_drafts_fits_the_targets_distribution(
+    models: Path, cache: str, translate: TranslateMode, verifier: VerifierName, samplers: str
+) -> None:
+    plan = SampledPlan(depth=DEPTH, level=LEVEL, n_draws=N_DRAWS)
+    with loaded(models, cache, "respelled", verifier, samplers, translate=translate) as opened:
+        prompt = opened.prompts.of_text(PROMPT, chat=False)
+        result = check_sampled(opened, prompt, plan, seed=5)
+    assert result is not None
+    assert result.fits, [depth.test for depth in result.depths]
+    assert not result.rows.is_defect, result.rows
+    assert result.n_impossible == 0
+    assert result.n_drafted > N_DRAWS / 2
+    assert result.n_accepted > 0
+    assert result.depths[-1].test.n_cells >= 5
+    assert max(depth.detectable for depth in result.depths) <= DEVIATION
+
+
+@pytest.mark.parametrize("translate", TRANSLATED)
+@pytest.mark.parametrize("samplers", SAMPLED)
+def test_matching_translated_drafts_keeps_a_seeds_text(
+    models: Path, translate: TranslateMode, samplers: str
+) -> None:
+    with loaded(models, "attention", "respelled", "match", samplers, translate=translate) as opened:
+        fast = said(opened)
+        plain_options = replace(opened.options, draft="none")
+    with Models(plain_options, time.perf_counter) as opened:
+        plain = said(opened)
+    assert fast.token_ids == plain.token_ids
+
+
+# --- drafts that learnt
+
+
+@with_every_verifier
+@pytest.mark.parametrize("samplers", GREEDY)
+def test_greedy_text_with_a_draft_that_learnt_is_that_of_plain_decoding(
+    models: Path, verifier: VerifierName, samplers: str
+) -> None:
+    with loaded(models, BROADEST, "learnt", verifier, samplers) as opened:
+        assert opened.drafts.learnt is not None
+        (result,) = check_greedy(opened, [opened.prompts.of_text(PROMPT, chat=False)])
+    assert result.difference is None
+    assert result.n_drafted > 0
+
+
+@pytest.mark.parametrize(("verifier", "samplers"), LEARNT_SAMPLED)
+def test_sampled_text_with_a_draft_that_learnt_fits_the_targets_distribution(
+    models: Path, verifier: VerifierName, samplers: str
+) -> None:
+    plan = SampledPlan(depth=DEPTH, level=LEVEL, n_draws=N_DRAWS)
+    with loaded(models, BROADEST, "learnt", verifier, samplers) as opened:
+        assert opened.drafts.learnt is not None
+        result = check_sampled(opened, opened.prompts.of_text(PROMPT, chat=False), plan, seed=5)
+    assert result is not None
+    assert result.fits, [depth.test for depth in result.depths]
+    assert not result.rows.is_defect, result.rows
+    assert result.n_impossible == 0
+    assert result.n_drafted > N_DRAWS / 2
+    assert max(depth.detectable for depth in result.depths) <= DEVIATION
+
+
+@pytest.mark.parametrize("samplers", ["greedy", *SAMPLED])
+def test_a_draft_that_learns_between_answers_keeps_a_seeds_text(
+    models: Path, samplers: str
+) -> None:
+    """The target's cache holds the beginning, the draft's nothing."""
+    with loaded(models, BROADEST, "none", "match", samplers, 3) as opened:
+        plain = said(opened)
+    with (
+        loaded(models, BROADEST, "learnt", "match", samplers, 3) as opened,
+        Engine(opened) as engine,
+    ):
+        prompt = opened.prompts.of_text(PROMPT, chat=False)
+        found = []
+        for noise in (0.3, 0.05, 0.6):
+            let_learn(models, TinyConfig(logit_scale=2.0, unprintable_scale=0.0).draft(noise))
+            assert engine.reload_draft()
+            answer = engine.insert(prompt)
+            list(engine.run())
+            assert answer.finished is not None
+            found.append(answer.finished)
+    assert [each.token_ids for each in found] == [plain.token_ids] * 3
+    assert len({each.n_accepted for each in found}) > 1

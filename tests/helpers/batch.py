@@ -1,0 +1,89 @@
+"""Lines of batches, who answers them, and what comes of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from specgen.engine.loaded_models import Models
+from specgen.options import ContextOptions, GenerationOptions, SamplerOptions, SessionOptions
+from specgen.serving.batch.line_worker import WorkerJob
+from specgen.serving.batch.lines import Line, read_lines
+from specgen.serving.batch.runner import Prompting
+
+PROMPTING = Prompting(None, None, datetime(2026, 1, 1, tzinfo=timezone.utc))
+SETTINGS = {"target": "t.gguf"}
+#: Longer than anything takes that these tests wait for, in seconds.
+PATIENCE_S = 120.0
+
+
+def lines_of(*rows: str | Mapping[str, Any]) -> list[Line]:
+    data = "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
+    return read_lines(data.encode(), "in", SamplerOptions(), GenerationOptions(max_tokens=20))
+
+
+class Collected:
+    """Results, by custom_id; each comes once."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, Mapping[str, Any]] = {}
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        assert record["custom_id"] not in self.records
+        self.records[record["custom_id"]] = record
+
+    def text(self, custom_id: str) -> str:
+        return text_of(self.records[custom_id])
+
+
+def text_of(record: Mapping[str, Any]) -> str:
+    choice = record["response"]["body"]["choices"][0]
+    return str(choice.get("text") or choice["message"]["content"])
+
+
+def answers(path: Path) -> dict[str, str]:
+    """The texts of a file of results, by custom_id; none is an error, and each comes once."""
+    found = Collected()
+    for raw in path.read_text(encoding="utf-8").splitlines():
+        record = json.loads(raw)
+        assert record["error"] is None
+        found.write(record)
+    return {custom_id: found.text(custom_id) for custom_id in found.records}
+
+
+def greedy_and_seeded(n: int, n_tokens: int) -> list[dict[str, Any]]:
+    """Greedy lines and lines with a seed, whose answers have so many tokens."""
+    return [
+        {"custom_id": f"r{k}", "prompt": f"the cat {k}", "max_tokens": n_tokens, "ignore_eos": True}
+        | ({"temperature": 0.8, "seed": k} if k % 2 else {})
+        for k in range(n)
+    ]
+
+
+def wait_for_results(out: Path, n: int, process: subprocess.Popen[str]) -> None:
+    """Wait until a command that runs has written so many results."""
+    until = time.monotonic() + PATIENCE_S
+    while not out.exists() or out.read_bytes().count(b"\n") < n:
+        assert time.monotonic() < until
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+
+
+def open_tiny(path: Path) -> Models:
+    options = SessionOptions(
+        path,
+        draft="ngram",
+        target_context=ContextOptions(n_threads=1),
+        generation=GenerationOptions(max_tokens=20),
+    )
+    return Models(options, time.perf_counter)
+
+
+def worker_job(path: Path, *, parallel: int = 2, largest: Sequence[Line] = ()) -> WorkerJob:
+    return WorkerJob(partial(open_tiny, path), PROMPTING, SETTINGS, parallel, tuple(largest))

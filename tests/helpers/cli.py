@@ -1,0 +1,130 @@
+"""The command line on tiny models, in the test's own process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+import specgen.cli
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+
+Specgen = Callable[..., Result]
+
+
+def in_process(capsys: pytest.CaptureFixture[str]) -> Specgen:
+    """What runs the command line in this process."""
+
+    def run(*arguments: str | Path) -> Result:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            specgen.cli.main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        assert isinstance(exit_.value.code, int)
+        return Result(exit_.value.code, captured.out, captured.err)
+
+    return run
+
+
+@contextlib.contextmanager
+def on_terminal(arguments: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A command in a process of its own, whose standard error is a terminal; and what reads that."""
+    import pty
+
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "specgen", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+    ) as process:
+        os.close(theirs)
+        try:
+            yield process, ours
+        finally:
+            process.kill()
+            os.close(ours)
+
+
+def rest_of(terminal: int) -> bytes:
+    """What comes from a terminal until the other end is gone."""
+    shown = b""
+    with contextlib.suppress(OSError):  # what a terminal says then
+        while chunk := os.read(terminal, 65536):
+            shown += chunk
+    return shown
+
+
+class Cli:
+    """Runs the command line in this process."""
+
+    def __init__(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, models: Path
+    ) -> None:
+        self._capsys, self._monkeypatch, self.models = capsys, monkeypatch, models
+
+    def __call__(self, *arguments: str, stdin: bytes | None = None) -> Result:
+        stream = io.TextIOWrapper(io.BytesIO(stdin or b""))
+        if stdin is None:
+            self._monkeypatch.setattr(stream, "isatty", lambda: True)
+        self._monkeypatch.setattr(sys, "stdin", stream)
+        self._capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            specgen.cli.main(["run", *arguments])
+        captured = self._capsys.readouterr()
+        assert isinstance(exit_.value.code, int)
+        return Result(exit_.value.code, captured.out, captured.err)
+
+    def model(self, name: str) -> str:
+        return str(self.models / f"{name}.gguf")
+
+    def run(self, *arguments: str, target: str = "target", draft: str = "draft") -> Result:
+        draft = draft if draft in ("ngram", "none") else self.model(draft)
+        own = ["-m", self.model(target), "-md", draft, "-t", "1", "-n", "30", "-fa", "off"]
+        return self(*own, *arguments)
+
+
+def events_of(result: Result) -> list[dict[str, Any]]:
+    """The events of a --json run, each of which conforms to the schema."""
+    assert result.code == 0, result.err
+    events = [json.loads(line, parse_constant=pytest.fail) for line in result.out.splitlines()]
+    for event in events:
+        _validator().validate(event)
+    return events
+
+
+@functools.cache
+def _validator() -> Draft202012Validator:
+    schema = json.loads((ROOT / "docs" / "events.schema.json").read_text(encoding="utf-8"))
+    return Draft202012Validator(schema)
+
+
+def complaint(result: Result, code: int) -> str:
+    """The error of a failed run: one line of what happened, at most one of what to do."""
+    lines = result.err.splitlines()
+    assert result.code == code, result.err
+    assert result.out == ""
+    assert lines[0].startswith("error: ")
+    assert len(lines) == 1 or (len(lines) == 2 and lines[1].startswith("hint: "))
+    return result.err

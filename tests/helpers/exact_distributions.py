@@ -1,0 +1,68 @@
+"""All that can happen where something is left to chance, and how likely each of it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from specgen.decoding.sampling import Distribution
+
+
+class Fate:
+    """Decides what is left to chance, as told beforehand and then in the first way; remembers what
+    else could have been decided, and how likely all of it was. Stands for a random generator."""
+
+    def __init__(self, decided: Sequence[int]) -> None:
+        self._decided = decided
+        self.taken: list[int] = []
+        self.n_ways: list[int] = []
+        self.chance = 1.0
+
+    def decide(self, chances: Sequence[float]) -> int:
+        place = len(self.taken)
+        way = self._decided[place] if place < len(self._decided) else 0
+        self.taken.append(way)
+        self.n_ways.append(len(chances))
+        self.chance *= chances[way]
+        return way
+
+    def random(self) -> Coin:
+        return Coin(self)
+
+
+@dataclass
+class Coin:
+    """A uniform number that is below what it is compared with, or not, as fate has it."""
+
+    fate: Fate
+    factor: float = 1.0
+
+    def __mul__(self, factor: float) -> Coin:
+        return Coin(self.fate, self.factor * factor)
+
+    def __lt__(self, bound: float) -> bool:
+        chance = min(1.0, bound / self.factor)
+        return self.fate.decide((chance, 1.0 - chance)) == 0
+
+
+def all_fates(run: Callable[[Fate], None]) -> Iterator[Fate]:
+    """Let something happen in every way there is; distributions are drawn from by fate."""
+    decided: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Distribution, "draw", _draw)
+        while True:
+            fate = Fate(decided)
+            run(fate)
+            yield fate
+            decided = fate.taken
+            while decided and decided[-1] + 1 == fate.n_ways[len(decided) - 1]:
+                decided.pop()
+            if not decided:
+                return
+            decided[-1] += 1
+
+
+def _draw(self: Distribution, fate: Fate) -> int:
+    return int(self.token_ids[fate.decide(self.probs.tolist())])

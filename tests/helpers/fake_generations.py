@@ -1,0 +1,388 @@
+"""Builders for generations on the fake backend, and drafters that only tests need."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import abc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+
+from specgen.decoding.backend import Batch
+from specgen.decoding.draft import NO_DRAFT, ROOT, Draft
+from specgen.decoding.drafters import (
+    Drafter,
+    Drafters,
+    Drafting,
+    ModelDrafter,
+    SuffixDrafter,
+    TranslatedDrafter,
+    TreeModelDrafter,
+    WrappedDrafter,
+    ready,
+)
+from specgen.decoding.drafters.translation import BeginningShaper, SharedShaper, Translation
+from specgen.decoding.grammar.base import GrammarState
+from specgen.decoding.loop import Loop
+from specgen.decoding.policy import FixedPolicy, Policy, RoundPlan, RoundResult
+from specgen.decoding.policy.cost_table import FREE, CostTable, Price
+from specgen.decoding.sampling import Distribution, Sampler, distribution
+from specgen.decoding.sequence import Sequence
+from specgen.decoding.text_state import Shaper, TextState
+from specgen.decoding.tree_batch import Branches
+from specgen.decoding.verifiers import AutoVerifier, Verifier
+from specgen.engine.draft_models import Translated
+from specgen.engine.drafter_factory import draft_sampling, guess_sampling
+from specgen.events import Event
+from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, parse_tree
+from specgen.system.arrays import Logits
+from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, Language, random_language
+
+GREEDY = SamplerOptions()
+N_VOCAB = 12
+PROMPT = (3, 1, 4, 1, 5)
+
+
+class Clock:
+    """Time that passes by one second a reading."""
+
+    def __init__(self) -> None:
+        self._readings = itertools.count()
+
+    def __call__(self) -> float:
+        return float(next(self._readings))
+
+
+@dataclass
+class TreeDrafter:
+    """Drafts random trees, some of whose branches follow the target's own language.
+
+    `right` is the chance that a node gets the language's most likely token; siblings differ.
+    """
+
+    language: Language
+    n_branches: int
+    right: float
+    rng: np.random.Generator
+    name: str = "tree"
+
+    def price(self, n_context: int) -> Price:
+        return FREE
+
+    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        return ready(self.draft(context, plan.n_max))
+
+    def draft(self, context: abc.Sequence[int], n_max: int) -> Draft:
+        tokens: list[int] = []
+        parents: list[int] = []
+        n_leaves = 1
+        for _ in range(int(self.rng.integers(1, n_max + 1))):
+            parent = int(self.rng.integers(ROOT, len(tokens)))
+            siblings = {tokens[i] for i in range(len(tokens)) if parents[i] == parent}
+            adds_leaf = parent in parents if tokens else False
+            if adds_leaf and n_leaves == self.n_branches:
+                continue
+            row = self.language(tuple(context) + self._path(tokens, parents, parent))
+            best = int(row.argmax())
+            if self.rng.random() >= self.right or best in siblings:
+                free = [t for t in range(len(row)) if t not in siblings]
+                best = int(self.rng.choice(free))
+            n_leaves += adds_leaf
+            tokens.append(best)
+            parents.append(parent)
+        n = len(tokens)
+        return Draft(tuple(tokens), tuple(parents), ("tree",) * n, (None,) * n, (None,) * n)
+
+    def observe(self, result: RoundResult) -> None:
+        pass
+
+    def rewind(self, n_tokens: int) -> None:
+        pass
+
+    @staticmethod
+    def _path(tokens: abc.Sequence[int], parents: abc.Sequence[int], node: int) -> tuple[int, ...]:
+        path: list[int] = []
+        while node != ROOT:
+            path.append(tokens[node])
+            node = parents[node]
+        return tuple(reversed(path))
+
+
+@dataclass
+class SiblingDrafter:
+    """Draws siblings at random, without replacement, from a draft language: trees of depth
+    `depth` whose nodes all have up to `n_siblings` children."""
+
+    language: Language
+    options: SamplerOptions
+    n_siblings: int
+    depth: int
+    rng: np.random.Generator
+    name: str = "siblings"
+
+    def price(self, n_context: int) -> Price:
+        return FREE
+
+    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        return ready(self.draft(context, plan.n_max))
+
+    def draft(self, context: abc.Sequence[int], n_max: int) -> Draft:
+        tokens: list[int] = []
+        parents: list[int] = []
+        distributions: list[Distribution | None] = []
+        level: list[tuple[int, tuple[int, ...]]] = [(ROOT, tuple(context))]
+        for _ in range(self.depth):
+            below: list[tuple[int, tuple[int, ...]]] = []
+            for parent, text in level:
+                remaining: Distribution | None = distribution(self.language(text), self.options)
+                for _ in range(self.n_siblings):
+                    if remaining is None or len(tokens) == n_max:
+                        break
+                    token = remaining.draw(self.rng)
+                    tokens.append(token)
+                    parents.append(parent)
+                    distributions.append(remaining)
+                    below.append((len(tokens) - 1, (*text, token)))
+                    remaining = remaining.without(token)
+            level = below
+        n = len(tokens)
+        return Draft(tuple(tokens), tuple(parents), ("s",) * n, (None,) * n, tuple(distributions))
+
+    def observe(self, result: RoundResult) -> None:
+        pass
+
+    def rewind(self, n_tokens: int) -> None:
+        pass
+
+
+class FailingDrafter(WrappedDrafter):
+    """Works for a while, then raises."""
+
+    def __init__(self, inner: Drafter, n_good: int, error: Exception) -> None:
+        super().__init__(inner)
+        self._n_good = n_good
+        self._error = error
+
+    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        if self._n_good == 0:
+            raise self._error
+        self._n_good -= 1
+        return (yield from super().propose(context, plan, n_drafted))
+
+
+class NonsenseDrafter(WrappedDrafter):
+    """Works for a while, then proposes what `nonsense` makes of a draft and of how many were asked for."""
+
+    def __init__(
+        self, inner: Drafter, n_good: int, nonsense: Callable[[Draft, int], object]
+    ) -> None:
+        super().__init__(inner)
+        self._n_good = n_good
+        self._nonsense = nonsense
+
+    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        draft = yield from super().propose(context, plan, n_drafted)
+        self._n_good -= 1
+        return draft if self._n_good >= 0 else cast(Draft, self._nonsense(draft, plan.n_max))
+
+
+class DeafDrafter(WrappedDrafter):
+    """Fails when it is told what became of its first draft."""
+
+    def observe(self, result: RoundResult) -> None:
+        raise ZeroDivisionError("told of a round")
+
+
+class NoDrafter:
+    """Never has a draft."""
+
+    name = "nothing"
+
+    def price(self, n_context: int) -> Price:
+        return FREE
+
+    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        return ready(NO_DRAFT)
+
+    def observe(self, result: RoundResult) -> None:
+        pass
+
+    def rewind(self, n_tokens: int) -> None:
+        pass
+
+
+@dataclass
+class Timed:
+    """A backend whose decodes take what a table says."""
+
+    inner: FakeBackend
+    costs: CostTable
+    decode_s: float = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def decode(self, batch: Batch) -> Logits:
+        self.decode_s += self.costs.seconds(len(batch))
+        return self.inner.decode(batch)
+
+
+@dataclass
+class Setup:
+    """What a generation on the fake backend is made of; `run` makes and runs it."""
+
+    language: Language = field(default_factory=lambda: random_language(N_VOCAB, seed=7))
+    vocabulary: FakeVocabulary = field(default_factory=lambda: FakeVocabulary.letters(N_VOCAB))
+    #: A drafter, several, or what makes one that sees the text.
+    drafter: Drafter | Drafters | Callable[[TextState], Drafter | Drafters] | None = None
+    sampler: SamplerOptions = GREEDY
+    grammar: GrammarState | None = None
+    drafting: DraftOptions = field(
+        default_factory=lambda: DraftOptions(policy="fixed", max_tokens=4, p_min=0.0)
+    )
+    #: Makes the policy of a generation; None takes fixed drafts, as `drafting` has them.
+    policy: Callable[[DraftOptions], Policy] | None = None
+    options: GenerationOptions = field(default_factory=lambda: GenerationOptions(max_tokens=40))
+    n_ctx: int = 256
+    n_batch: int = 64
+    seed: int = 0
+    prompt: abc.Sequence[int] = PROMPT
+    n_branches: int = 8
+    verifier: Verifier | None = None
+    target: FakeBackend = field(init=False)
+
+    def generation(self, index: int = 0) -> Sequence:
+        state = TextState(self.prompt, self.grammar)
+        return Sequence(
+            vocabulary=self.vocabulary,
+            options=self.options,
+            n_ctx=self.n_ctx,
+            drafters=drafters_of(self.drafter(state) if callable(self.drafter) else self.drafter),
+            policy=(self.policy or FixedPolicy)(self.drafting),
+            verifier=self.verifier or AutoVerifier(),
+            shaper=Shaper(Sampler(self.sampler), state),
+            state=state,
+            rng=np.random.default_rng(self.seed),
+            slot=Branches(first=index * self.n_branches, n_branches=self.n_branches),
+            index=index,
+        )
+
+    def backend(self, n_generations: int = 1) -> FakeBackend:
+        self.target = FakeBackend(
+            self.vocabulary,
+            self.language,
+            n_ctx=self.n_ctx * n_generations,
+            n_batch=self.n_batch,
+            n_sequences=self.n_branches * n_generations,
+        )
+        return self.target
+
+    def run(self, interrupted: Callable[[], bool] = lambda: False) -> tuple[Sequence, list[Event]]:
+        loop = Loop(self.backend(), Clock(), interrupted)
+        generation = self.generation()
+        events = list(loop.run(generation))
+        events += loop.finish(generation, estimate_gain=False)
+        return generation, events
+
+
+def drafters_of(drafter: Drafter | Drafters | None) -> Drafters | None:
+    """The drafters of a generation that has this one. N-grams cost nothing, and speak first."""
+    if drafter is None or isinstance(drafter, Drafters):
+        return drafter
+    return Drafters(drafter) if isinstance(drafter, SuffixDrafter) else Drafters(model=drafter)
+
+
+def model_drafter(
+    language: Language,
+    vocabulary: FakeVocabulary,
+    sampler: SamplerOptions = GREEDY,
+    *,
+    n_ctx: int = 256,
+    n_batch: int = 64,
+    seed: int = 99,
+    state: TextState | None = None,
+    costs: CostTable | None = None,
+) -> tuple[ModelDrafter, FakeBackend]:
+    """A drafter and its backend. It needs the text's state where samplers look back, and costs
+    where drafting has a price."""
+    backend = FakeBackend(vocabulary, language, n_ctx=n_ctx, n_batch=n_batch, n_sequences=1)
+    chain = Sampler(sampler)
+    drafter = ModelDrafter(
+        backend,
+        Shaper(chain, state or TextState(PROMPT)),
+        np.random.default_rng(seed),
+        draws=chain.is_random,
+        n_shared_tokens=vocabulary.n_tokens,
+        costs=costs,
+    )
+    return drafter, backend
+
+
+def tree_drafter(
+    language: Language,
+    vocabulary: FakeVocabulary,
+    shape: str,
+    sampler: SamplerOptions = GREEDY,
+    *,
+    draws: bool = False,
+    n_ctx: int = 256,
+    seed: int = 99,
+    state: TextState | None = None,
+    costs: CostTable | None = None,
+    n_sequences: int = 40,
+    n_deepest: int | None = None,
+) -> tuple[TreeModelDrafter, FakeBackend]:
+    """A drafter of trees of a shape as `--tree` has it, and its backend, as `DraftModel` makes it.
+    `sampler` is the target's."""
+    backend = FakeBackend(vocabulary, language, n_ctx=n_ctx, n_batch=64, n_sequences=n_sequences)
+    shaped = sampler if draws else guess_sampling(sampler, parse_tree(shape))
+    drafter = TreeModelDrafter(
+        backend,
+        Shaper(Sampler(shaped), state or TextState(PROMPT)),
+        np.random.default_rng(seed),
+        draws=draws,
+        n_shared_tokens=vocabulary.n_tokens,
+        shape=parse_tree(shape),
+        costs=costs,
+        n_deepest=n_deepest,
+    )
+    return drafter, backend
+
+
+def translated_drafter(
+    translation: Translation,
+    language: Language,
+    vocabulary: FakeVocabulary,
+    mode: Translated,
+    state: TextState,
+    sampler: SamplerOptions = GREEDY,
+    *,
+    draws: bool = False,
+    ignore_eos: bool = False,
+    draft_prompt: abc.Sequence[int] | None = None,
+    n_ctx: int = 256,
+    n_batch: int = 64,
+    seed: int = 99,
+) -> tuple[TranslatedDrafter, FakeBackend]:
+    """A drafter whose model has another vocabulary, as `DraftModel` makes it, and its backend.
+    `sampler` is what the target's logits go through; with `draws`, the draft's do so too."""
+    backend = FakeBackend(vocabulary, language, n_ctx=n_ctx, n_batch=n_batch, n_sequences=1)
+    text = translation.text(state.tokens, draft_prompt)
+    rng = np.random.default_rng(seed)
+    if mode == "string":
+        ends = vocabulary.end_tokens() if ignore_eos else ()
+        never = SamplerOptions(logit_bias=tuple((token, -math.inf) for token in ends))
+        shaper = BeginningShaper(Sampler(never), translation.draft_lexicon)
+        inner = ModelDrafter(backend, shaper, rng, draws=False, n_shared_tokens=vocabulary.n_tokens)
+        return TranslatedDrafter(inner, translation, text, shaper), backend
+    shaped = draft_sampling(sampler, DraftOptions(policy="fixed"), draws=draws)
+    shared = SharedShaper(translation.shared, Shaper(Sampler(shaped), state))
+    inner = ModelDrafter(backend, shared, rng, draws=draws, n_shared_tokens=vocabulary.n_tokens)
+    return TranslatedDrafter(inner, translation, text, shared), backend
+
+
+def ngram_drafter() -> SuffixDrafter:
+    return SuffixDrafter(1, 3)

@@ -1,0 +1,73 @@
+"""A grammar for tests on the fake backend: a finite automaton over token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from specgen.decoding.grammar.base import GrammarState
+from specgen.system.arrays import BoolArray, TokenArray
+
+
+class FakeGrammar:
+    """`rules[state][token]` is the state after the token; what is not there is not allowed.
+
+    States are any integers, the text begins in 0. End-of-text tokens are listed like others;
+    where they lead should be a state without rules, as it is for `end_tokens`, which are
+    allowed in the states of `may_end` without being listed.
+    """
+
+    def __init__(
+        self,
+        rules: Mapping[int, Mapping[int, int]],
+        *,
+        may_end: frozenset[int] = frozenset(),
+        end_tokens: tuple[int, ...] = (),
+    ) -> None:
+        self.rules = {
+            state: {
+                **(dict.fromkeys(end_tokens, -1) if state in may_end else {}),
+                **rules.get(state, {}),
+            }
+            for state in {*rules, *may_end}
+        }
+        self.end_tokens = end_tokens
+        #: How many tokens were asked about, and how many states were made.
+        self.n_asked = 0
+        self.n_made = 0
+
+    @property
+    def start(self) -> GrammarState:
+        return FakeState(self, 0)
+
+
+class FakeState:
+    def __init__(self, grammar: FakeGrammar, state: int) -> None:
+        self.grammar = grammar
+        self.state = state
+        self._children: dict[int, GrammarState] = {}
+
+    def allows(self, token_ids: TokenArray) -> BoolArray:
+        self.grammar.n_asked += len(token_ids)
+        allowed = self._allowed()
+        return np.array([token_id in allowed for token_id in token_ids.tolist()], np.bool_)
+
+    def after(self, token_id: int) -> GrammarState:
+        if token_id not in self._children:
+            if token_id not in self._allowed():
+                raise ValueError(f"the grammar does not allow token {token_id} here")
+            self.grammar.n_made += 1
+            self._children[token_id] = FakeState(self.grammar, self._allowed()[token_id])
+        return self._children[token_id]
+
+    def forced(self) -> int | None:
+        allowed = self._allowed()
+        if len(allowed) == 1:
+            return next(iter(allowed))
+        if allowed and allowed.keys() <= set(self.grammar.end_tokens):
+            return next(token for token in self.grammar.end_tokens if token in allowed)
+        return None
+
+    def _allowed(self) -> Mapping[int, int]:
+        return self.grammar.rules.get(self.state, {})

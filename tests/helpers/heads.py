@@ -1,0 +1,77 @@
+"""Decoder heads of tiny targets, made as `specgen draft make` makes them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from specgen.engine.loaded_models import Models
+from specgen.llama.decoder_heads import write_heads
+from specgen.options import ContextOptions, GenerationOptions, SessionOptions
+from specgen.training.heads import TrainedHeads, train_heads
+from specgen.training.texts import TargetText, write_text
+
+N_EMBD = 64
+#: Tokens of the text that the heads are made from, and of an answer.
+N_TOKENS, N_ANSWER = 3600, 60
+
+
+def prompts(n: int = 80) -> list[str]:
+    """Strings of letters, each another one."""
+    rng = random.Random(0)
+    return ["".join(rng.choices("abcdefgh ", k=24)) + str(number) for number in range(n)]
+
+
+def opened(target: Path) -> Models:
+    """A target without a draft."""
+    context = ContextOptions(n_threads=1)
+    options = SessionOptions(
+        target=target,
+        draft="none",
+        generation=GenerationOptions(max_tokens=N_ANSWER, ignore_eos=True),
+        target_context=context,
+        draft_context=context,
+    )
+    return Models(options, time.perf_counter)
+
+
+def written(loaded: Models, folder: Path, texts: Sequence[str], n_tokens: int = N_TOKENS) -> int:
+    """Let a target write into a folder."""
+    return write_text(
+        loaded,
+        texts,
+        folder,
+        n_tokens=n_tokens,
+        n_parallel=8,
+        max_tokens=N_ANSWER,
+        interrupted=lambda: False,
+        progress=lambda _done, _total: None,
+    )
+
+
+def trained(loaded: Models, folder: Path) -> TrainedHeads | None:
+    """Heads by the text in a folder."""
+    model = loaded.target
+    return train_heads(
+        TargetText(folder, model.n_embd),
+        loaded.options.target,
+        name=model.name,
+        n_vocab=model.vocabulary.n_tokens,
+        vocabulary=model.vocabulary.digest(),
+        clock=time.monotonic,
+        until_s=time.monotonic() + 60.0,
+        interrupted=lambda: False,
+        progress=lambda _done, _total: None,
+    )
+
+
+def make_heads(target: Path, path: Path, folder: Path) -> TrainedHeads:
+    """Write heads for a target to `path`, by way of a text in `folder`."""
+    with opened(target) as loaded:
+        written(loaded, folder, prompts())
+        made = trained(loaded, folder)
+    assert made is not None
+    write_heads(path, made.weights)
+    return made

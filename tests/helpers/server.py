@@ -1,0 +1,134 @@
+"""A real server on the loopback, with tiny models."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+from specgen.engine.calibration.memory import Memory
+from specgen.engine.engine import Engine
+from specgen.engine.loaded_models import Models
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    DraftSource,
+    GenerationOptions,
+    SamplerOptions,
+    SessionOptions,
+)
+from specgen.serving.server.addresses import bound_socket, url_of
+from specgen.serving.server.options import ServerOptions
+from specgen.serving.server.run import DrainingServer, http_server
+
+#: Rows are equal in batches of every shape, with or without specgen's kernels.
+EXACT = ContextOptions(n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32")
+#: Drafts in every round: what measured costs say of tiny models is a matter of chance.
+FIXED = DraftOptions(policy="fixed", max_tokens=4, ngram_min=1)
+N_CTX = 256
+#: For what is certain to come, on a machine that has other things to do.
+PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that is running."""
+
+    url: str
+    loaded: Models
+    engine: Engine
+    http: httpx.Client
+    server: DrainingServer
+    thread: threading.Thread
+
+    @property
+    def client(self) -> openai.OpenAI:
+        """A client that does not ask again by itself."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def metric(self, name: str) -> float:
+        """The value of one of the figures at /metrics, with its labels if it has some."""
+        for line in self.http.get("/metrics").text.splitlines():
+            if line.startswith(f"specgen:{name} "):
+                return float(line.split()[-1])
+        raise AssertionError(f"there is no {name}")
+
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Nothing is decoded meanwhile."""
+        with self.engine._stepping:
+            yield
+
+
+def wait_until(is_so: Callable[[], bool], what: str) -> None:
+    """Wait for what is certain to come."""
+    until = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < until, f"waited in vain for {what}"
+        time.sleep(0.005)
+
+
+def session_of(
+    target: Path,
+    draft: DraftSource = "ngram",
+    *,
+    max_tokens: int = 24,
+    sampler: SamplerOptions | None = None,
+    drafting: DraftOptions = FIXED,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Models:
+    """A session whose rows are exact."""
+    options = SessionOptions(
+        target=target,
+        draft=draft,
+        sampler=sampler or SamplerOptions(),
+        drafting=drafting,
+        generation=GenerationOptions(max_tokens=max_tokens),
+        target_context=EXACT,
+        draft_context=EXACT,
+    )
+    return Models(options, clock, Memory())
+
+
+@contextlib.contextmanager
+def running(
+    loaded: Models,
+    options: ServerOptions | None = None,
+    *,
+    n_parallel: int = 4,
+    n_ctx: int = N_CTX,
+    learn_alone: bool = True,
+    between_answers: Callable[[bool], None] = lambda _begins: None,
+) -> Iterator[Running]:
+    """Run a server in a thread of this process; it closes the session at the end."""
+    options = options or ServerOptions(port=0)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(loaded)
+        engine = Engine(loaded, n_parallel=n_parallel, n_ctx=n_ctx, learn_alone=learn_alone)
+        bound = stack.enter_context(
+            bound_socket(options.host, options.port, options.limits.client_s)
+        )
+        server = stack.enter_context(
+            http_server(loaded, engine, options, between_answers=between_answers)
+        )
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+        thread.start()
+        try:
+            wait_until(lambda: server.started, "the server")
+            keys = {"Authorization": f"Bearer {options.api_keys[0]}"} if options.api_keys else {}
+            url = url_of(bound)
+            with httpx.Client(base_url=url, headers=keys, timeout=PATIENCE_S) as http:
+                yield Running(url, loaded, engine, http, server, thread)
+        finally:
+            server.should_exit = True
+            thread.join()

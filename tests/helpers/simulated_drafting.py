@@ -1,0 +1,171 @@
+"""Made-up worlds in which drafting has known costs and known chances, for tests of policies.
+
+No clock and no model: what a decode takes is looked up in a table, and whether a drafted token is
+accepted was drawn before anything is drafted, so that all policies face the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from specgen.decoding.draft import NO_DRAFT, Draft
+from specgen.decoding.policy import Offer, Policy, RoundPlan, RoundResult
+from specgen.decoding.policy.cost_table import Price
+from specgen.system.arrays import ProbArray
+
+#: A token that is never right.
+WRONG = -1
+
+
+@dataclass(frozen=True)
+class World:
+    """A text of `n_tokens` tokens, and what it costs to come by them.
+
+    `target_s` are the seconds of a target's batch by its rows. A model's decode takes
+    `draft_s`; at each place of the text its confidence and whether it is right there are known
+    beforehand: `confidences` and `rights`. Where it was wrong it goes on as if it had been right.
+    """
+
+    target_s: Callable[[int], float]
+    draft_s: float
+    confidences: ProbArray
+    rights: ProbArray
+    n_max: int = 16
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.rights)
+
+    @property
+    def plain_s(self) -> float:
+        """Seconds without drafts."""
+        return self.n_tokens * self.target_s(1)
+
+    def table(self) -> dict[int, float]:
+        """What a measurement of the target says."""
+        return {n: self.target_s(n) for n in range(1, self.n_max + 2)}
+
+    def fixed_s(self, n_draft: int) -> float:
+        """Seconds with drafts of a fixed length."""
+        seconds, place = 0.0, 0
+        while place < self.n_tokens:
+            n = min(n_draft, self.n_tokens - place - 1)
+            seconds += n * self.draft_s + self.target_s(n + 1)
+            place += self.n_right(place, n) + 1
+        return seconds
+
+    def best_fixed(self) -> tuple[int, float]:
+        """The best of all fixed lengths, none among them, and its seconds."""
+        seconds = {n: self.fixed_s(n) for n in range(self.n_max + 1)}
+        best = min(seconds, key=lambda n: seconds[n])
+        return best, seconds[best]
+
+    def n_right(self, place: int, n: int) -> int:
+        """How many of n drafted tokens after the first `place` of the text are accepted."""
+        return min(n, self._n_right_from[place])
+
+    @cached_property
+    def _n_right_from(self) -> list[int]:
+        """How many tokens in a row are right, from each place of the text on."""
+        counts: list[int] = []
+        for is_right in reversed(self.rights.tolist()):
+            counts.append(counts[-1] + 1 if is_right and counts else int(is_right))
+        return counts[::-1]
+
+
+@dataclass
+class Run:
+    """What became of a policy in a world."""
+
+    seconds: float = 0.0
+    n_rounds: int = 0
+    #: Drafted tokens by the number of rounds with so many, and decodes of the draft model.
+    lengths: list[int] = field(default_factory=list)
+    n_looks: int = 0
+
+
+def run(world: World, policy: Policy, *, backlog_s: float = 0.0, seed: int = 0) -> Run:
+    """Let a policy decide about a model's drafts through the whole text. `backlog_s` is what the
+    model has to read first, once."""
+    found = Run()
+    place, behind_s = 0, backlog_s
+    while place < world.n_tokens:
+        n_left = world.n_tokens - place
+        whole, draft_s = NO_DRAFT, 0.0
+        price = Price(world.draft_s, world.draft_s, behind_s)
+        plan = policy.plan(Offer(n_left, n_left - 1, drafter="model", price=always(price)))
+        if plan.n_max >= 1:
+            draft_s, behind_s = behind_s, 0.0
+            whole, n_looks = _drafted(world, plan, place)
+            draft_s += n_looks * world.draft_s
+            found.n_looks += n_looks
+        draft = plan.stop.cut(whole)
+        n_right = world.n_right(place, len(draft))
+        target_s = world.target_s(len(draft) + 1)
+        told = tuple(range(place, place + n_right + 1))
+        policy.observe(
+            RoundResult(
+                plan,
+                draft,
+                tuple(range(n_right)),
+                draft_s,
+                target_s,
+                len(draft) + 1,
+                told,
+                (whole,),
+            )
+        )
+        place += n_right + 1
+        found.seconds += draft_s + target_s
+        found.n_rounds += 1
+        found.lengths.append(len(draft))
+    policy.finish()
+    return found
+
+
+def always(price: Price) -> Callable[[int], Price]:
+    """The price of a drafter wherever it starts."""
+    return lambda _n_found: price
+
+
+def _drafted(world: World, plan: RoundPlan, place: int) -> tuple[Draft, int]:
+    """What a model drafts, and how many decodes that took."""
+    tokens: list[int] = []
+    confidences: list[float] = []
+    looks: list[float] = []
+    n_looks = 0
+    while True:
+        n_looks += 1
+        at = place + len(tokens)
+        confidence = float(world.confidences[at])
+        looks.append(confidence)
+        if not plan.keeps(looks):
+            break
+        tokens.append(at if world.rights[at] else WRONG)
+        confidences.append(confidence)
+        if len(tokens) == plan.n_max or not plan.looks(looks):
+            break
+    return Draft.chain(tokens, "model", confidences, looks=looks), n_looks
+
+
+def text(
+    n_tokens: int, chance: Callable[[float], float], *, sureness: float = 1.0, seed: int = 0
+) -> tuple[ProbArray, ProbArray]:
+    """Confidences and what is right: each confidence is right with its chance. The higher
+    `sureness`, the more confidences are near 0 or 1; at 0 all are alike."""
+    rng = np.random.default_rng(seed)
+    confidences = np.full(n_tokens, 0.75)
+    if sureness > 0.0:
+        confidences = rng.beta(1.5 / sureness, 0.5 / sureness, n_tokens)
+    rights = rng.random(n_tokens) < np.array([chance(float(c)) for c in confidences])
+    return confidences, rights.astype(np.float64)
+
+
+def steps(table: Mapping[int, float]) -> Callable[[int], float]:
+    """A jagged curve: each number of rows costs what the largest one not above it does."""
+    sizes = sorted(table)
+    return lambda n: table[max(size for size in sizes if size <= n)]

@@ -1,0 +1,103 @@
+"""Tiny models that say the same in other tokens, or are damaged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from specgen.testing.tiny import TinyConfig, TinyVocabulary, tiny_vocabulary, write_tiny_model
+from specgen.training.distil import block_scales
+from specgen.training.distil.gguf_weights import read_weights, write_weights
+
+
+def write_respelled_model(path: Path, config: TinyConfig) -> Path:
+    """Write what `config` describes with the other tokenizer: tokens that stand for the same have
+    the same weights, those that only this one has are unlikely. It agrees with the first about
+    texts that the two spell alike."""
+    from gguf import GGUFReader
+
+    other = replace(config, tokenizer="spm" if config.tokenizer == "bpe" else "bpe")
+    like = write_tiny_model(path.with_suffix(".like"), config)
+    write_tiny_model(path, other)
+    counterparts = _counterparts(tiny_vocabulary(other), tiny_vocabulary(config))
+    tensors = {tensor.name: tensor.data for tensor in GGUFReader(like).tensors}
+    for tensor in GGUFReader(path, "r+").tensors:
+        if tensor.name not in {"token_embd.weight", "output.weight"}:
+            continue
+        rows: npt.NDArray[np.float32] = tensor.data
+        if tensor.name == "output.weight":
+            rows[:] = 0.0
+        for token, counterpart in counterparts.items():
+            rows[token] = tensors[tensor.name][counterpart]
+    like.unlink()
+    return path
+
+
+def with_a_token_twice(path: Path) -> Path:
+    """A tiny model whose vocabulary has one token at two places: llama.cpp asserts that none has."""
+    data = write_tiny_model(path, TinyConfig()).read_bytes()
+
+    def entry(text: bytes) -> bytes:
+        return len(text).to_bytes(8, "little") + text
+
+    one, other = entry("Ġfor".encode()), entry("Ġthe".encode())  # as byte-level BPE spells spaces
+    assert data.count(one) == data.count(other) == 1
+    path.write_bytes(data.replace(one, other))
+    return path
+
+
+def _counterparts(vocabulary: TinyVocabulary, other: TinyVocabulary) -> dict[int, int]:
+    ends = [(vocabulary.bos, other.bos), (vocabulary.eos, other.eos), (vocabulary.eot, other.eot)]
+    known = {_bytes(other, token): token for token in range(other.n_used)}
+    # Of a byte and a character that stand for the same, the later one is the tokenizer's choice.
+    mine = {_bytes(vocabulary, token): token for token in range(vocabulary.n_used)}
+    found = {token: known[data] for data, token in mine.items() if data in known}
+    return {**found, **dict(ends)}
+
+
+def _bytes(vocabulary: TinyVocabulary, token: int) -> bytes:
+    text = vocabulary.tokens[token]
+    if text.startswith("<0x"):
+        return bytes((int(text[3:5], 16),))
+    if text.startswith("<"):
+        return text.encode() if len(text) > 1 else b"<"
+    if not vocabulary.merges:
+        return text.replace("▁", " ").encode()
+    return bytes(_BYTES[character] for character in text)
+
+
+def _byte_level() -> dict[str, int]:
+    """The bytes of the characters that byte-level BPE writes for them."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in visible]
+    codes = {chr(byte): byte for byte in visible}
+    return codes | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTES = _byte_level()
+
+
+def write_with_other_scales(model: Path, path: Path, size: float, seed: int = 0) -> Path:
+    """Write a copy of a model with the blocks of its layers' matrices multiplied by factors of 1 - `size` to
+    1 + `size`: training their scales can undo it."""
+    weights = read_weights(model)
+    n_layer = weights.hyperparameters.n_layer
+    names = [name for name in weights.tensors if ".attn_" in name or ".ffn_" in name]
+    stacked = {
+        name.removeprefix("blk.0."): np.stack(
+            [weights.tensors[name.replace(".0.", f".{layer}.", 1)] for layer in range(n_layer)]
+        )
+        for name in names
+        if name.startswith("blk.0.") and weights.tensors[name].ndim == 2
+    }
+    types = {name: [weights.types[f"blk.0.{name}"]] for name in stacked}
+    rng = np.random.default_rng(seed)
+    changes = {
+        name: rng.uniform(-size, size, values.shape).astype(np.float32)
+        for name, values in block_scales.initial_changes(stacked, types).items()
+    }
+    write_weights(model, changes, path)
+    return path

@@ -1,0 +1,41 @@
+"""Time that passes by what decodes would cost, for sessions on tiny models: what a policy decides by
+costs is then the same on every machine, and in every run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import llama_cpp
+import pytest
+
+from specgen.decoding.backend import Batch
+from specgen.llama import LlamaBackend
+from specgen.system.arrays import Logits
+
+
+class VirtualTime:
+    """A session's clock. A decode takes what `seconds` says of the model's name and the number of
+    rows; all else takes no time."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[str, int], float]
+    ) -> None:
+        self.now_s = 0.0
+        self._name = ""
+        decode, llama_decode = LlamaBackend.decode, llama_cpp.llama_decode
+
+        def named(backend: LlamaBackend, batch: Batch) -> Logits:
+            self._name = backend.model.name
+            return decode(backend, batch)
+
+        def timed(context: Any, batch: Any) -> int:
+            self.now_s += seconds(self._name, batch.n_tokens)
+            result: int = llama_decode(context, batch)
+            return result
+
+        monkeypatch.setattr(LlamaBackend, "decode", named)
+        monkeypatch.setattr(llama_cpp, "llama_decode", timed)
+
+    def __call__(self) -> float:
+        return self.now_s

@@ -1,0 +1,110 @@
+"""Worker processes on the loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from specgen.system.llama_build import LIBRARY
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+
+
+def has_rpc() -> bool:
+    """Whether there is an RPC backend to test, built by scripts/build_rpc.py or with llama.cpp."""
+    if (ROOT / "specgen" / "llama" / LIBRARY).is_file():
+        return True
+    found = importlib.util.find_spec("llama_cpp")
+    assert found is not None
+    assert found.origin is not None
+    return any((Path(found.origin).parent / "lib").glob("*ggml-rpc*"))
+
+
+needs_rpc = pytest.mark.skipif(not has_rpc(), reason="llama.cpp's RPC was not built (make rpc)")
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A worker that listens."""
+
+    endpoint: str
+    process: subprocess.Popen[str]
+
+
+#: Below those that systems hand out by themselves: no other test gets a port before it is used here.
+_ports = itertools.count(20000 + os.getpid() * 61 % 12000)
+
+
+def free_port() -> int:
+    """A port on which nothing listens."""
+    for port in _ports:
+        with contextlib.suppress(OSError), socket.socket() as trial:
+            trial.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("ports do not end")
+
+
+@contextlib.contextmanager
+def running_worker(*arguments: str, port: int | None = None) -> Iterator[Worker]:
+    """A worker process, until it is killed at the end. Fails if it does not listen."""
+    endpoint = f"127.0.0.1:{port or free_port()}"
+    command = [sys.executable, "-m", "specgen", "worker", "--port", endpoint.partition(":")[2]]
+    process = subprocess.Popen(
+        [*command, "--threads", "1", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"listening on {endpoint}\n"
+        yield Worker(endpoint, process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def specgen(*arguments: str | Path) -> subprocess.Popen[str]:
+    """A specgen command in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "specgen", *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+    )
+
+
+def finished(process: subprocess.Popen[str], timeout_s: float = 120.0) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error. Fails if the process does not end in time."""
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        pytest.fail(f"no end within {timeout_s} s: {process.communicate()}")
+    return process.returncode, out, err
+
+
+def wait_for(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Wait until something is so. Fails if it takes longer."""
+    until = time.monotonic() + timeout_s
+    while not is_so():
+        if time.monotonic() > until:
+            pytest.fail(f"it was not so within {timeout_s} s")
+        time.sleep(0.02)

@@ -1,0 +1,319 @@
+"""scripts/build_kernels.py: the kernels are compiled where they can be, once, and never in the way."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from scripts import build_kernels
+from scripts.build_kernels import LIBRARY, BuildError, build
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="compilers as scripts")
+ROOT = Path(__file__).parents[2]
+
+#: Notes how it is called, and writes something where it is told to; `REFUSED` is a flag that it
+#: does not know, and a file that says `error` is one that it cannot compile.
+COMPILER = """#!{python}
+import sys
+arguments = sys.argv[1:]
+with open({log!r}, "a") as log:
+    log.write(" ".join(arguments) + "\\n")
+if "--version" in arguments:
+    print({version!r})
+    sys.exit()
+if {refused!r} in arguments:
+    sys.exit("unrecognized option")
+for argument in arguments:
+    if argument.endswith(".cpp") and "error" in open(argument).read():
+        sys.exit(argument + ":1: error: nonsense")
+if "-o" in arguments:
+    open(arguments[arguments.index("-o") + 1], "w").close()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_platform", lambda: build_kernels.PLATFORM)
+
+
+class Compiler:
+    """A compiler that compiles nothing."""
+
+    def __init__(self, folder: Path, *, refused: str = "", version: str = "1.0") -> None:
+        folder.mkdir(exist_ok=True)
+        self._log, self.path = folder / "log", folder / "compiler"
+        script = COMPILER.format(
+            python=sys.executable, log=str(self._log), refused=refused, version=version
+        )
+        self.path.write_text(script)
+        self.path.chmod(0o755)
+        self.environment = {"CXX": str(self.path)}
+
+    def commands(self) -> list[list[str]]:
+        """How it was called to compile and link, since it was asked last."""
+        lines = self._log.read_text().splitlines() if self._log.exists() else []
+        self._log.unlink(missing_ok=True)
+        return [words for words in map(str.split, lines) if "-o" in words]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """The source of a library."""
+    folder = tmp_path / "source"
+    (folder / "kernels").mkdir(parents=True)
+    for name in ("attach", "avx2", "avx_vnni", "avx512_vnni", "amx_int8"):
+        (folder / "kernels" / f"{name}.cpp").write_text(f"int {name};\n")
+    (folder / "kernels" / "vector.h").write_text("int vector;\n")
+    return folder
+
+
+@pytest.fixture
+def compiler(tmp_path: Path) -> Compiler:
+    return Compiler(tmp_path / "compiler")
+
+
+def compiled(commands: Sequence[Sequence[str]]) -> dict[str, Sequence[str]]:
+    """The commands that compiled, by the file's name."""
+    return {Path(word).name: words for words in commands for word in words if word.endswith(".cpp")}
+
+
+def test_every_file_is_compiled_with_flags_of_its_own(source: Path, compiler: Compiler) -> None:
+    library = build(source, compiler.environment)
+    assert library == source / LIBRARY
+    assert library.is_file()
+    commands = compiler.commands()
+    files = compiled(commands)
+    assert sorted(files) == [
+        "amx_int8.cpp",
+        "attach.cpp",
+        "avx2.cpp",
+        "avx512_vnni.cpp",
+        "avx_vnni.cpp",
+    ]
+    for words in files.values():
+        assert {"-O3", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden"} <= set(words)
+        assert not any(word.startswith("-D") for word in words)
+    assert not any(word.startswith("-m") for word in files["attach.cpp"])
+    assert {"-mavx2", "-mfma", "-mf16c"} <= set(files["avx2.cpp"])
+    assert "-mavxvnni" not in files["avx2.cpp"]
+    assert "-mavxvnni" in files["avx_vnni.cpp"]
+    assert {"-march=skylake-avx512", "-mavx512vnni"} <= set(files["avx512_vnni.cpp"])
+    assert "-mamx-int8" not in files["avx512_vnni.cpp"]
+    assert {"-mavx512vnni", "-mamx-tile", "-mamx-int8"} <= set(files["amx_int8.cpp"])
+    assert "-shared" in commands[-1]
+    assert sum(word.endswith(".o") for word in commands[-1]) == 5
+    assert sorted(path.name for path in library.parent.iterdir()) == [
+        "libspecgen-kernels.json",
+        "libspecgen-kernels.so",
+    ]
+
+
+def test_nothing_is_compiled_twice(
+    source: Path, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(source, compiler.environment)
+    compiler.commands()
+    build(source, compiler.environment)
+    assert compiler.commands() == []
+    (source / "kernels" / "vector.h").write_text("int other;\n")
+    build(source, compiler.environment)
+    assert len(compiler.commands()) == 6
+    build(source, compiler.environment, force=True)
+    assert len(compiler.commands()) == 6
+    monkeypatch.setattr(build_kernels, "COMMON_FLAGS", ("-O1",))
+    build(source, compiler.environment)
+    assert len(compiler.commands()) == 6
+    newer = Compiler(tmp_path / "compiler", version="2.0")
+    build(source, newer.environment)
+    assert len(newer.commands()) == 6
+    (source / LIBRARY).unlink()
+    build(source, newer.environment)
+    assert len(newer.commands()) == 6
+    (source / LIBRARY).with_name(build_kernels.STAMP).write_text("nonsense")
+    build(source, newer.environment)
+    assert len(newer.commands()) == 6
+
+
+def test_a_file_whose_flags_are_unknown_is_left_out(source: Path, tmp_path: Path) -> None:
+    old = Compiler(tmp_path / "old", refused="-mavxvnni")
+    assert build(source, old.environment) is not None
+    commands = old.commands()
+    files = compiled(commands)
+    assert sorted(files) == ["amx_int8.cpp", "attach.cpp", "avx2.cpp", "avx512_vnni.cpp"]
+    for words in files.values():
+        assert "-DWITHOUT_AVX_VNNI" in words
+        assert "-DWITHOUT_AVX512_VNNI" not in words
+    assert not any("avx_vnni.o" in word for word in commands[-1])
+
+
+def test_a_file_that_is_needed_is_not_left_out(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = Compiler(tmp_path / "old", refused="-mavx2")
+    assert build(source, old.environment) is None
+    assert "could not build avx2.cpp" in capsys.readouterr().err
+
+
+def test_a_failure_is_told_and_leaves_no_older_library(
+    source: Path, compiler: Compiler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build(source, compiler.environment)
+    (source / "kernels" / "attach.cpp").write_text("error\n")
+    capsys.readouterr()
+    assert build(source, compiler.environment) is None
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "attach.cpp:1: error: nonsense" in said.err
+    last = said.err.splitlines()[-1]
+    assert last.startswith("the kernels are not built: ")
+    assert "could not build attach.cpp" in last
+    assert last.endswith("specgen works without them")
+    assert list((source / LIBRARY).parent.iterdir()) == []
+
+
+def test_a_failure_is_fatal_if_kernels_are_required(source: Path, compiler: Compiler) -> None:
+    (source / "kernels" / "attach.cpp").write_text("error\n")
+    environment = {**compiler.environment, build_kernels.VARIABLE: "required"}
+    with pytest.raises(BuildError, match=r"attach\.cpp") as caught:
+        build(source, environment)
+    assert "error: nonsense" in caught.value.output
+
+
+def test_without_a_compiler_there_are_no_kernels(
+    source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    assert build(source, {}) is None
+    assert build(source, {"CXX": "nothing -x"}) is None
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert "there is no C++ compiler" in lines[0]
+    assert "nothing" in lines[1]
+    with pytest.raises(BuildError, match="no C\\+\\+ compiler"):
+        build(source, {build_kernels.VARIABLE: "required"})
+
+
+def test_another_platform_has_no_kernels(
+    source: Path,
+    compiler: Compiler,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_platform", lambda: "macosx-14.0-arm64")
+    assert build(source, compiler.environment) is None
+    assert compiler.commands() == []
+    assert capsys.readouterr().err.count("this is macosx-14.0-arm64") == 1
+
+
+def test_the_build_can_be_skipped(
+    source: Path, compiler: Compiler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build(source, compiler.environment)
+    compiler.commands()
+    assert build(source, {**compiler.environment, build_kernels.VARIABLE: "off"}) is None
+    assert compiler.commands() == []
+    assert (source / LIBRARY).exists()
+    assert "SPECGEN_KERNELS_BUILD is off" in capsys.readouterr().err
+    with pytest.raises(BuildError, match="it can be auto, off, required"):
+        build(source, {build_kernels.VARIABLE: "perhaps"})
+
+
+def test_the_program_prints_the_library(
+    source: Path,
+    compiler: Compiler,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(build_kernels, "ROOT", source)
+    monkeypatch.setenv("CXX", str(compiler.path))
+    build_kernels.main([])
+    assert capsys.readouterr().out == f"{source / LIBRARY}\n"
+    (source / "kernels" / "avx2.cpp").write_text("error\n")
+    with pytest.raises(SystemExit) as exit_:
+        build_kernels.main(["--force"])
+    assert exit_.value.code == 1
+    monkeypatch.setenv(build_kernels.VARIABLE, "required")
+    with pytest.raises(SystemExit, match="could not build avx2"):
+        build_kernels.main([])
+
+
+def test_a_real_compiler_makes_a_library_that_loads(source: Path) -> None:
+    if shutil.which("c++") is None or not sys.platform.startswith("linux"):
+        pytest.skip("no C++ compiler")
+    shown = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
+    (source / "kernels" / "attach.cpp").write_text(shown)
+    for name in ("avx2", "avx_vnni", "avx512_vnni", "amx_int8"):
+        (source / "kernels" / f"{name}.cpp").unlink()
+    library = build(source, {})
+    assert library is not None
+    assert ctypes.CDLL(str(library)).answer() == 42
+    stamp = json.loads(library.with_name(build_kernels.STAMP).read_text())
+    assert len(stamp["built from"]) == 64
+
+
+# --- the wheel ------------------------------------------------------------------------------
+
+
+def wheel_of(source: Path, folder: Path) -> tuple[str, set[str], str]:
+    """The name, the files and the tags of a wheel that is built from a source."""
+    from hatchling.builders.wheel import WheelBuilder
+
+    (built,) = WheelBuilder(str(source)).build(directory=str(folder), versions=["standard"])
+    with zipfile.ZipFile(built) as wheel:
+        names = set(wheel.namelist())
+        about = next(name for name in names if name.endswith(".dist-info/WHEEL"))
+        return Path(built).name, names, wheel.read(about).decode()
+
+
+@pytest.fixture
+def package(source: Path) -> Path:
+    """A source that can be built, with this project's way of building it."""
+    for name in ("pyproject.toml", "README.md", "LICENSE", "models.toml", "hatch_build.py"):
+        shutil.copy(ROOT / name, source / name)
+    (source / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "build_kernels.py", source / "scripts")
+    (source / "specgen").mkdir()
+    shutil.copy(ROOT / "specgen" / "__init__.py", source / "specgen")
+    (source / ".gitignore").write_text("/specgen/llama/*.so\n/specgen/llama/*.json\n")
+    return source
+
+
+def test_a_wheel_with_kernels_is_for_this_platform(
+    package: Path, tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", str(compiler.path))
+    monkeypatch.delenv(build_kernels.VARIABLE, raising=False)
+    name, files, about = wheel_of(package, tmp_path / "wheels")
+    assert name.endswith("-py3-none-linux_x86_64.whl")
+    assert LIBRARY in files
+    assert "Root-Is-Purelib: false" in about
+    assert "Tag: py3-none-linux_x86_64" in about
+
+
+@pytest.mark.parametrize("reason", ["off", "failed"])
+def test_a_wheel_without_kernels_is_pure(
+    package: Path,
+    tmp_path: Path,
+    compiler: Compiler,
+    monkeypatch: pytest.MonkeyPatch,
+    reason: str,
+) -> None:
+    monkeypatch.setenv("CXX", str(compiler.path))
+    build(package, compiler.environment)  # what an earlier build left is not taken along
+    if reason == "off":
+        monkeypatch.setenv(build_kernels.VARIABLE, "off")
+    else:
+        (package / "kernels" / "avx2.cpp").write_text("error\n")
+    name, files, about = wheel_of(package, tmp_path / "wheels")
+    assert name.endswith("-py3-none-any.whl")
+    assert LIBRARY not in files
+    assert "Root-Is-Purelib: true" in about

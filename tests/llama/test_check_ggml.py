@@ -1,0 +1,222 @@
+"""scripts/check_ggml.py: what the kernels declare of GGML is what its headers say, or the check fails.
+
+The headers are those of the required llama-cpp-python, downloaded once (scripts/ggml_source.py).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from scripts import build_peers, check_ggml, ggml_source
+from scripts.build_kernels import BuildError
+from specgen.llama.kernel_checks.choice import library_path
+from specgen.system.llama_build import REQUIRED_VERSION
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the kernels are for Linux"
+)
+
+
+@pytest.fixture(scope="module")
+def source() -> Path:
+    """The source of the required llama-cpp-python."""
+    return ggml_source.fetch(REQUIRED_VERSION)
+
+
+@pytest.fixture
+def kernels(tmp_path: Path) -> Path:
+    """A copy of the kernels, to be changed."""
+    return shutil.copytree(check_ggml.KERNELS, tmp_path / "kernels")
+
+
+def replace(file: Path, old: str, new: str) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert text.count(old) == 1, f"{file.name} has {old!r} {text.count(old)} times"
+    file.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def test_the_kernels_declare_what_ggml_has(
+    source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ggml_source, "fetch", lambda _version: source)
+    check_ggml.main([])
+    version = ggml_source.ggml_version(source)
+    assert capsys.readouterr().out == f"kernels/ggml_internals.h agrees with ggml {version}\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("int32_t flags;", "int32_t flags, more;", "ggml_tensor has another size"),
+        (
+            "    size_t view_offs;\n    void *data;\n",
+            "    void *data;\n    size_t view_offs;\n",
+            "ggml_tensor::data lies elsewhere",
+        ),
+        ("ggml_tensor *src[10]", "ggml_tensor *src[9]", "ggml_tensor::src has another type"),
+        ("int ith, nth;", "int nth, ith;", "ggml_compute_params::ith lies elsewhere"),
+        ("bool (*is_host)", "int (*is_host)", "is_host has another type"),
+        (
+            "void (*clear)(ggml_backend_buffer *, uint8_t);\n",
+            "",
+            "ggml_backend_buffer_i::reset lies elsewhere",
+        ),
+        ("void *of_no_interest[6]", "void *of_no_interest[5]", "get_buffer_type lies elsewhere"),
+        (
+            "int (*chunk_add)(ggml_threadpool *, int)",
+            "int (*chunk_add)(ggml_threadpool *)",
+            "ggml_threadpool_chunk_add has another type",
+        ),
+        ("backend_api_version = 2", "backend_api_version = 3", "have another interface"),
+        ("n_ggml_types = ", "n_ggml_types = 1 + ", "more or fewer types"),
+        ("n_ggml_operators = ", "n_ggml_operators = 1 + ", "more or fewer operators"),
+        ('built_for_ggml[] = "', 'built_for_ggml[] = "1', "another version of ggml"),
+        (
+            "    virtual ~extra_buffer_type() {}\n",
+            "",
+            "supports_op lies elsewhere in ggml's virtual",
+        ),
+        (
+            "    virtual bool work_size",
+            "    virtual void more() = 0;\n    virtual bool work_size",
+            "compute_forward lies elsewhere in ggml's virtual",
+        ),
+    ],
+)
+def test_a_wrong_declaration_is_found(
+    source: Path, kernels: Path, old: str, new: str, complaint: str
+) -> None:
+    replace(kernels / "ggml_internals.h", old, new)
+    with pytest.raises(BuildError) as caught:
+        check_ggml.check(source, kernels)
+    assert complaint in caught.value.output
+
+
+def test_a_virtual_function_that_ggml_adds_is_found(source: Path, tmp_path: Path) -> None:
+    newer = shutil.copytree(source, tmp_path / "newer")
+    replace(
+        newer / ggml_source.GGML / "src" / "ggml-cpu" / "traits.h",
+        "    virtual tensor_traits * get_tensor_traits",
+        "    virtual void more() = 0;\n    virtual tensor_traits * get_tensor_traits",
+    )
+    with pytest.raises(BuildError) as caught:
+        check_ggml.check(newer)
+    assert "ggml has a virtual function more" in caught.value.output
+
+
+def test_blocks_of_weights_have_ggmls_sizes(source: Path, kernels: Path) -> None:
+    replace(kernels / "packed_formats.h", "gguf_bytes = 210", "gguf_bytes = 212")
+    with pytest.raises(BuildError) as caught:
+        check_ggml.check(source, kernels)
+    assert "block_q6_K has another size" in caught.value.output
+
+
+def test_the_command_ends_with_what_differs(source: Path, tmp_path: Path) -> None:
+    newer = shutil.copytree(source, tmp_path / "newer")
+    replace(newer / ggml_source.GGML / "CMakeLists.txt", "_MAJOR 0", "_MAJOR 9")
+    with pytest.raises(SystemExit, match=r"for another version of ggml(.|\n)*headers of ggml 9\."):
+        check_ggml.main(["--source", str(newer)])
+    with pytest.raises(SystemExit, match=r"CMakeLists\.txt cannot be read: No such file"):
+        check_ggml.main(["--source", str(tmp_path / "nothing")])
+
+
+# --- the source -----------------------------------------------------------------------------
+
+
+def test_the_source_is_fetched_once_and_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    top = "llama_cpp_python-1.2.3"
+    ggml = f"{top}/{ggml_source.GGML}"
+    wanted = ("CMakeLists.txt", "include/ggml.h", "src/ggml-cpu/traits.h", "src/ggml-rpc/a.cpp")
+    other = ("src/ggml.c", "src/ggml-cpu/arch/x86/quants.c", "src/ggml-cuda/common.cuh")
+    downloads = []
+
+    def download(version: str, work: Path) -> Path:
+        downloads.append(version)
+        with tarfile.open(work / f"{top}.tar.gz", "w:gz") as archive:
+            for name in (f"{top}/LICENSE", *(f"{ggml}/{part}" for part in (*wanted, *other))):
+                member = tarfile.TarInfo(name)
+                member.size = 4
+                archive.addfile(member, io.BytesIO(b"text"))
+        return work / f"{top}.tar.gz"
+
+    monkeypatch.setattr(build_peers, "download", download)
+    folder = tmp_path / "build"
+    root = ggml_source.fetch("1.2.3", folder)
+    assert ggml_source.fetch("1.2.3", folder) == root
+    assert downloads == ["1.2.3"]
+    found = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
+    assert found == {f"{ggml_source.GGML}/{part}" for part in wanted}
+    with pytest.raises(BuildError, match="does not say which version of GGML"):
+        ggml_source.ggml_version(root)
+    assert {path.name for path in folder.iterdir()} == {top, f"{top}.lock"}
+
+
+def test_a_damaged_source_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(_version: str, work: Path) -> Path:
+        archive = work / "llama_cpp_python-1.2.3.tar.gz"
+        archive.write_bytes(b"nonsense")
+        return archive
+
+    monkeypatch.setattr(build_peers, "download", download)
+    with pytest.raises(BuildError, match="cannot be unpacked"):
+        ggml_source.fetch("1.2.3", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["llama_cpp_python-1.2.3.lock"]
+
+
+# --- another version at run time --------------------------------------------------------------
+
+#: GGML's libraries as the kernels find them: by their names, in a process that has loaded them.
+LIBRARIES = ("libggml-base.so.0", "libggml-cpu.so.0")
+ATTACH = """
+import ctypes, json, sys
+*ggml, kernels = (ctypes.CDLL(path) for path in sys.argv[1:])
+kernels.specgen_kernels_problem.restype = ctypes.c_char_p
+kernels.ggml_backend_init.restype = ctypes.c_void_p
+print(json.dumps([kernels.ggml_backend_init(), kernels.specgen_kernels_problem().decode()]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (
+            'extern "C" const char *ggml_version() { return "9.8.7"; }',
+            "they are for ggml {version}, and llama.cpp has ggml 9.8.7",
+        ),
+        ("", "they are for ggml {version}, and llama.cpp's has no function ggml_version"),
+        (None, "they are for ggml {version}, and its libraries "),
+    ],
+)
+def test_another_ggml_is_refused_by_name(
+    source: Path, tmp_path: Path, code: str | None, reason: str
+) -> None:
+    library = library_path()
+    if library is None:
+        pytest.skip("the kernels were not built")
+    loaded = []
+    for name in LIBRARIES if code is not None else ():
+        file, path = tmp_path / f"{name}.cpp", tmp_path / name
+        file.write_text(code or "")
+        command = ["c++", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(path), str(file)]
+        subprocess.run(command, check=True, timeout=120)
+        loaded.append(str(path))
+    answer = subprocess.run(
+        [sys.executable, "-c", ATTACH, *loaded, str(library)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    registration, problem = json.loads(answer.stdout)
+    assert registration is None
+    assert problem.startswith(reason.format(version=ggml_source.ggml_version(source)))

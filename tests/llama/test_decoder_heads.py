@@ -1,0 +1,385 @@
+"""Decoder heads: what they compute, their files, what drafts with them, and how they are trained."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specgen.decoding.backend import Batch
+from specgen.decoding.last_hidden import LastHidden
+from specgen.decoding.loop import Loop
+from specgen.engine.drafter_factory import DrafterFactory
+from specgen.engine.engine import Engine, generate
+from specgen.engine.loaded_models import Models
+from specgen.errors import ModelFileError, PairError, UsageError
+from specgen.events import FinishedEvent
+from specgen.llama.decoder_heads import (
+    DecoderHeads,
+    HeadWeights,
+    is_heads_file,
+    matrix,
+    read_heads,
+    write_heads,
+)
+from specgen.llama.operators import FloatArray, dequantize
+from specgen.options import (
+    ContextOptions,
+    DraftOptions,
+    GenerationOptions,
+    Grammar,
+    SamplerOptions,
+    SessionOptions,
+)
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from specgen.training.heads import _Adam, _Network
+from tests.helpers.heads import make_heads, opened, prompts, trained, written
+
+PROMPT = "abc fed cab. abcd"
+CONTEXT = ContextOptions(n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, and heads that were made for it."""
+    folder = tmp_path_factory.mktemp("heads")
+    write_tiny_model(folder / "t.gguf", TinyConfig(logit_scale=6.0))
+    make_heads(folder / "t.gguf", folder / "heads.gguf", folder / "text")
+    return folder
+
+
+def loaded(
+    folder: Path,
+    draft: Path | None = None,
+    drafting: DraftOptions | None = None,
+    *,
+    target: str = "t.gguf",
+    grammar: str | None = None,
+    sampler: SamplerOptions | None = None,
+) -> Models:
+    options = SessionOptions(
+        target=folder / target,
+        draft=draft or folder / "heads.gguf",
+        drafting=drafting or DraftOptions(policy="fixed", max_tokens=3, p_min=0.0, ngrams=False),
+        sampler=sampler or SamplerOptions(),
+        generation=GenerationOptions(
+            max_tokens=40, grammar=Grammar("gbnf", grammar) if grammar else None
+        ),
+        target_context=CONTEXT,
+        draft_context=CONTEXT,
+    )
+    return Models(options, time.perf_counter)
+
+
+# --- what they compute --------------------------------------------------------------------------
+
+
+def some_weights(n_embd: int = 64, n_inner: int = 32, n_vocab: int = 90) -> HeadWeights:
+    rng = np.random.default_rng(0)
+
+    def drawn(*shape: int) -> FloatArray:
+        return rng.normal(0.0, 0.2, shape).astype(np.float32)
+
+    tokens = np.sort(rng.choice(n_vocab, 40, replace=False)).astype(np.int32)
+    return HeadWeights(
+        target="t.gguf",
+        n_embd=n_embd,
+        n_vocab=n_vocab,
+        vocabulary="abc",
+        scale=0.5,
+        tokens=tokens,
+        of_state=matrix(drawn(n_embd + n_inner, n_embd), "of_state"),
+        of_token=matrix(drawn(n_embd + n_inner, n_embd), "of_token"),
+        bias=drawn(n_embd + n_inner),
+        of_inner=matrix(drawn(n_embd, n_inner), "of_inner"),
+        embeddings=matrix(drawn(41, n_embd), "embeddings"),
+        output=matrix(drawn(40, n_embd), "output"),
+    )
+
+
+def test_they_compute_what_the_page_says(tmp_path: Path) -> None:
+    weights = some_weights()
+    write_heads(tmp_path / "h.gguf", weights)
+    n_embd = weights.n_embd
+    state_matrix, token_matrix = dequantize(weights.of_state), dequantize(weights.of_token)
+    embeddings = dequantize(weights.embeddings)
+    is_frequent = set(weights.tokens.tolist())
+    other = next(token for token in range(weights.n_vocab) if token not in is_frequent)
+    tokens = [int(weights.tokens[7]), other]
+    rows = [embeddings[7], embeddings[-1]]
+    hidden = np.random.default_rng(1).normal(0.0, 1.0, n_embd).astype(np.float32)
+    with DecoderHeads(tmp_path / "h.gguf", time.perf_counter, 1) as heads:
+        state, expected = heads.begin(hidden, tokens[0]), hidden * 0.5
+        for embedded, token in zip(rows, [*tokens[1:], None], strict=True):
+            parts = state_matrix @ expected + token_matrix @ embedded + weights.bias
+            inner = parts[n_embd:]
+            silu = inner / (1.0 + np.exp(-inner))
+            expected = parts[:n_embd] + dequantize(weights.of_inner) @ silu
+            np.testing.assert_allclose(state[0], expected, rtol=0.05, atol=0.05)
+            logits = heads.logits(state)
+            assert logits.shape == (1, 40)
+            np.testing.assert_allclose(
+                logits[0], dequantize(weights.output) @ expected, rtol=0.1, atol=0.15
+            )
+            if token is not None:
+                state = heads.advance(state, [token])
+        assert heads.compute_s > 0.0
+
+
+def test_several_states_are_what_each_is_alone(tmp_path: Path) -> None:
+    write_heads(tmp_path / "h.gguf", some_weights())
+    rng = np.random.default_rng(2)
+    with DecoderHeads(tmp_path / "h.gguf", time.perf_counter, 1) as heads:
+        states = rng.normal(0.0, 1.0, (5, 64)).astype(np.float32)
+        tokens = [3, 80, 3, 12, 55]
+        together = heads.advance(states, tokens)
+        for index, token in enumerate(tokens):
+            alone = heads.advance(states[index : index + 1], [token])
+            np.testing.assert_allclose(together[index], alone[0], rtol=1e-4, atol=1e-4)
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
+    weights = some_weights()
+    write_heads(tmp_path / "h.gguf", weights)
+    assert is_heads_file(tmp_path / "h.gguf")
+    read = read_heads(tmp_path / "h.gguf")
+    assert (read.target, read.vocabulary, read.n_vocab) == ("t.gguf", "abc", 90)
+    np.testing.assert_array_equal(read.tokens, weights.tokens)
+    np.testing.assert_array_equal(read.output.data, weights.output.data)
+    np.testing.assert_array_equal(read.of_inner.data, weights.of_inner.data)
+
+
+def test_other_files_are_none_of_heads(tmp_path: Path, tiny_models: Path) -> None:
+    assert not is_heads_file(tiny_models / "target.gguf")
+    assert not is_heads_file(tmp_path / "none.gguf")
+    with pytest.raises(ModelFileError, match="damaged decoder heads"):
+        read_heads(tiny_models / "target.gguf")
+
+
+def test_damage_is_told_or_harmless(folder: Path, tmp_path: Path) -> None:
+    """Whatever is changed or cut off, there is an error of ours or heads of the same shape."""
+    data = (folder / "heads.gguf").read_bytes()
+    rng = np.random.default_rng(3)
+    path = tmp_path / "damaged.gguf"
+    n_refused = 0
+    for trial in range(60):
+        damaged = bytearray(data)
+        if trial % 3 == 0:
+            del damaged[int(rng.integers(len(data))) :]
+        else:
+            for _ in range(4):
+                place = int(rng.integers(1200 if trial % 3 == 1 else len(data)))
+                damaged[place] = int(rng.integers(256))
+        path.write_bytes(damaged)
+        try:
+            read_heads(path)
+        except ModelFileError:
+            n_refused += 1
+    assert n_refused >= 20
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scale": float("nan")},
+        {"bias": np.full(96, np.inf, np.float32)},
+        {"tokens": np.arange(40, dtype=np.int32)[::-1].copy()},
+        {"tokens": np.arange(60, 100, dtype=np.int32)},
+        {"n_embd": 32},
+    ],
+)
+def test_parts_that_do_not_go_together_are_refused(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    write_heads(tmp_path / "h.gguf", replace(some_weights(), **change))  # type: ignore[arg-type]
+    with pytest.raises(ModelFileError, match="damaged decoder heads"):
+        read_heads(tmp_path / "h.gguf")
+
+
+def test_heads_of_another_model_are_refused(folder: Path, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "other.gguf", TinyConfig(tokenizer="spm"))
+    with pytest.raises(PairError, match=r"heads.gguf: made for t.gguf, not for other.gguf"):
+        loaded(tmp_path, folder / "heads.gguf", target="other.gguf")
+
+
+def test_a_recurrent_target_has_no_heads(folder: Path, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "mamba.gguf", TinyConfig(architecture="mamba"))
+    with pytest.raises(PairError, match="recurrent state"):
+        loaded(tmp_path, folder / "heads.gguf", target="mamba.gguf")
+
+
+def test_nothing_drafts_for_heads(folder: Path) -> None:
+    options = SessionOptions(
+        target=folder / "t.gguf", draft=folder / "heads.gguf", helpers=("ngram",)
+    )
+    with pytest.raises(UsageError, match="decoder heads take no draft of their own"):
+        Models(options, time.perf_counter)
+
+
+# --- drafting -----------------------------------------------------------------------------------
+
+
+def test_hidden_states_are_kept_for_a_text_that_goes_back() -> None:
+    last = LastHidden()
+    assert last.before(9) is None
+    for n_read in (4, 6, 7):
+        last.take(np.full(3, n_read, np.float32), n_read)
+    assert [found and found[0] for found in map(last.before, (9, 8, 7, 5, 4))] == [7, 7, 6, 4, None]
+    last.rewind(6)
+    found = last.before(9)
+    assert found is not None
+    assert found[1].tolist() == [6.0] * 3
+    last.rewind(3)
+    assert last.before(9) is None
+
+
+@pytest.mark.parametrize("grammar", [None, 'root ::= ("ab" [c-h] "---" [a-h]){12}'])
+def test_the_loop_leaves_the_state_behind_what_was_read(folder: Path, grammar: str | None) -> None:
+    """After each round it is the state that a decode of the text alone gives."""
+    with loaded(folder, grammar=grammar) as speculative:
+        prompt = speculative.prompts.of_text(PROMPT)
+        with speculative.contexts(512) as (target, _), speculative.contexts(512) as (alone, _):
+            loop = Loop(target, time.perf_counter)
+            generation = DrafterFactory(speculative).sequence(prompt, 512, None, 0)
+            loop.start(generation)
+            last = generation.hidden
+            assert last is not None
+            n_seen = set()
+            while not generation.is_finished:
+                loop.round([generation])
+                found = last.before(len(generation.tokens))
+                assert found is not None
+                n_read, state = found
+                n_seen.add(len(generation.tokens) - n_read)
+                alone.remove(0)
+                batch = Batch(
+                    generation.tokens[: n_read - 1],
+                    list(range(n_read - 1)),
+                    [(0,)] * (n_read - 1),
+                    [False] * (n_read - 1),
+                )
+                alone.decode(batch)
+                one = Batch([generation.tokens[n_read - 1]], [n_read - 1], [(0,)], [True])
+                _, hidden = alone.decode_hidden(one)
+                np.testing.assert_allclose(state, hidden[0], rtol=1e-4, atol=1e-4)
+            assert generation.tally.n_drafted > 0
+            assert n_seen == {1} if grammar is None else max(n_seen) > 3
+
+
+@pytest.mark.parametrize("policy", ["fixed", "threshold", "cost"])
+@pytest.mark.parametrize("tree", ["off", "auto", "2,2,1", "2x3"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_text_is_that_of_plain_decoding(
+    folder: Path, policy: str, tree: str, temperature: float
+) -> None:
+    from specgen.options import parse_tree
+
+    drafting = DraftOptions(
+        policy=policy,  # type: ignore[arg-type]
+        max_tokens=None if tree[0] == "2" else 4,
+        tree=parse_tree(tree),
+        verifier="match",
+    )
+    sampler = SamplerOptions(temperature=temperature, seed=4)
+    with loaded(folder, drafting=drafting, sampler=sampler) as speculative:
+        prompt = speculative.prompts.of_text(PROMPT)
+        *_, fast = generate(speculative, prompt)
+    with loaded(folder, drafting=drafting, sampler=sampler) as plain:
+        plain.change_draft("none")
+        *_, slow = generate(plain, plain.prompts.of_text(PROMPT))
+    assert isinstance(fast, FinishedEvent)
+    assert isinstance(slow, FinishedEvent)
+    assert fast.token_ids == slow.token_ids
+    if policy != "cost":
+        assert fast.n_drafted > 0
+
+
+def test_answers_at_once_are_what_they_are_alone(folder: Path) -> None:
+    with loaded(folder) as speculative:
+        texts = [f"{PROMPT} {letter}" for letter in "abcdef"]
+        with Engine(speculative, n_parallel=3, n_ctx=256) as engine:
+            together = engine.answers(texts)
+        for text, said in zip(texts, together, strict=True):
+            *_, alone = generate(speculative, speculative.prompts.of_text(text))
+            assert isinstance(alone, FinishedEvent)
+            assert alone.text == said
+
+
+def test_heads_draft_behind_n_grams_and_before_them(folder: Path) -> None:
+    drafting = DraftOptions(policy="fixed", max_tokens=6, p_min=0.0, ngrams=True, ngram_min=1)
+    with loaded(folder, drafting=drafting) as speculative:
+        *_, last = generate(speculative, speculative.prompts.of_text(PROMPT * 3))
+        speculative.change_draft("none")
+        *_, plain = generate(speculative, speculative.prompts.of_text(PROMPT * 3))
+    assert isinstance(last, FinishedEvent)
+    assert isinstance(plain, FinishedEvent)
+    assert last.token_ids == plain.token_ids
+    assert last.n_drafted > 0
+
+
+# --- training -----------------------------------------------------------------------------------
+
+
+def test_trained_heads_agree_more_than_the_linear_map_and_than_chance(folder: Path) -> None:
+    with opened(folder / "t.gguf") as target:
+        written(target, folder / "text", prompts())
+        made = trained(target, folder / "text")
+    assert made is not None
+    assert sum(made.after.top_1) >= sum(made.before.top_1)
+    assert made.after.top_1[0] > 0.2
+    assert all(four >= one for one, four in zip(made.after.top_1, made.after.top_4, strict=True))
+
+
+def test_gradients_are_those_of_the_loss() -> None:
+    """Compared with differences: two passes one after the other, in double precision."""
+    rng = np.random.default_rng(5)
+    n_embd, n_inner, n = 6, 4, 3
+    linear = np.zeros((2 * n_embd + 1, n_embd), np.float32)
+    network = _Network(linear, n_embd, n_inner, rng)
+    for name, values in network.parameters.items():
+        network.parameters[name] = rng.normal(0.0, 0.3, values.shape)
+    states: Any = rng.normal(0.0, 1.0, (n, n_embd))
+    embedded: Any = rng.normal(0.0, 1.0, (2, n, n_embd))
+    aims = rng.normal(0.0, 1.0, (2, n, n_embd))
+
+    def passes() -> list[Any]:
+        first = network.forward(states, embedded[0])
+        return [first, network.forward(first.result, embedded[1])]
+
+    def loss() -> float:
+        return float(
+            sum(
+                0.5 * np.square(each.result - aim).sum()
+                for each, aim in zip(passes(), aims, strict=True)
+            )
+        )
+
+    made = passes()
+    slopes = [each.result - aim for each, aim in zip(made, aims, strict=True)]
+    gradients = network.backward(made, slopes)
+    for name, values in network.parameters.items():
+        for place in list(np.ndindex(values.shape))[:: max(1, values.size // 7)]:
+            kept = values[place]
+            values[place] = kept + 1e-5
+            above = loss()
+            values[place] = kept - 1e-5
+            below = loss()
+            values[place] = kept
+            assert gradients[name][place] == pytest.approx(
+                (above - below) / 2e-5, rel=1e-4, abs=1e-6
+            )
+
+
+def test_adam_goes_downhill() -> None:
+    parameters = {"x": np.array([3.0, -2.0], np.float32)}
+    adam = _Adam(parameters)
+    for _ in range(400):
+        adam.step({"x": 2.0 * parameters["x"]}, 0.05)
+    assert np.abs(parameters["x"]).max() < 0.05

@@ -1,0 +1,164 @@
+"""What is wrong with a model's file is said once it is named; what was right is not read again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specgen.errors import ModelFileError
+from specgen.llama import LlamaModel, file_check
+from specgen.llama.file_check import FILE_NAME, CheckedFiles
+from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
+from tests.helpers.tiny import with_a_token_twice
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where checks of this test are remembered."""
+    monkeypatch.setattr(file_check, "_checked", CheckedFiles())
+    file_check.remember_checks(tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files whose metadata is read."""
+    found: list[Path] = []
+    check = file_check._check_metadata
+
+    def counted(path: Path) -> None:
+        found.append(path)
+        check(path)
+
+    monkeypatch.setattr(file_check, "_check_metadata", counted)
+    return found
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "model.gguf", TinyConfig())
+
+
+def test_a_token_that_is_there_twice_is_refused(tmp_path: Path, folder: Path) -> None:
+    """llama.cpp asserts that none is."""
+    path = with_a_token_twice(tmp_path / "twice.gguf")
+    for _ in range(2):  # nothing wrong is remembered as right
+        with pytest.raises(ModelFileError, match=r"tokens \d+ and \d+ are both 'Ġthe'"):
+            file_check.check_file(path)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "metadata", "wrong"),
+    [
+        ("llama", {"llama.block_count": 0}, "llama.block_count is 0"),
+        ("llama", {"llama.block_count": 513}, "llama.block_count is 513"),
+        ("llama", {"llama.attention.layer_norm_rms_epsilon": -1.0}, "epsilon is -1"),
+        ("llama", {"llama.rope.freq_base": float("inf")}, "freq_base is inf"),
+        # llama.cpp would never finish the first batch.
+        ("llama", {"llama.rope.dimension_count": 0}, "rope.dimension_count is 0"),
+        ("lfm2", {"lfm2.rope.dimension_count": 0}, "rope.dimension_count is 0"),
+    ],
+)
+def test_metadata_that_llama_cpp_does_not_survive_is_refused(
+    tmp_path: Path,
+    architecture: Architecture,
+    metadata: dict[str, int | float | str],
+    wrong: str,
+) -> None:
+    config = TinyConfig(architecture=architecture)
+    path = write_tiny_model(tmp_path / "wrong.gguf", config, metadata=metadata)
+    with pytest.raises(ModelFileError, match=wrong):
+        file_check.check_file(path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "metadata"),
+    [
+        # Keys for parts and architectures that this model is not.
+        ("llama", {"llama.posnet.block_count": 0, "llama.convnext.block_count": 0}),
+        ("llama", {"bert.block_count": 0, "bert.attention.layer_norm_epsilon": -1.0}),
+        # llama.cpp's LLAMA_POOLING_TYPE_UNSPECIFIED, and none.
+        ("llama", {"llama.pooling_type": 0xFFFFFFFF}),
+        ("llama", {"llama.pooling_type": 0}),
+        # Nothing is rotated in these.
+        ("jamba", {"jamba.rope.dimension_count": 0}),
+        ("mamba2", {"mamba2.rope.dimension_count": 0}),
+    ],
+)
+def test_metadata_that_look_wrong_and_are_right_are_taken(
+    tmp_path: Path, architecture: Architecture, metadata: dict[str, int | float | str]
+) -> None:
+    config = TinyConfig(architecture=architecture)
+    path = write_tiny_model(tmp_path / "right.gguf", config, metadata=metadata)
+    LlamaModel(path).close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "hint"),
+    [("adapter", "a LoRA adapter", "merge"), ("mmproj", "images or sound", "belongs to")],
+)
+def test_a_file_that_is_a_part_of_a_model_is_called_that(
+    tmp_path: Path, kind: str, said: str, hint: str
+) -> None:
+    path = write_tiny_model(tmp_path / "part.gguf", TinyConfig(), metadata={"general.type": kind})
+    with pytest.raises(ModelFileError, match=said) as caught:
+        LlamaModel(path)
+    assert hint in (caught.value.hint or "")
+
+
+def test_a_file_is_read_once(model: Path, folder: Path, read: list[Path]) -> None:
+    file_check.check_file(model)
+    assert read == [model]
+    file_check.check_file(model)
+    assert read == [model]
+    file_check.remember_checks(folder)  # as the next process does
+    file_check.check_file(model)
+    assert read == [model]
+
+
+def test_a_file_that_changed_is_read_again(model: Path, folder: Path, read: list[Path]) -> None:
+    file_check.check_file(model)
+    with_a_token_twice(model)
+    with pytest.raises(ModelFileError, match="are both"):
+        file_check.check_file(model)
+    assert read == [model, model]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [b"", b"\xff\x00", b"[" * 100_000, b"[]", b'{"results": 1}', b'{"results": [null, {}, "a"]}'],
+)
+def test_a_damaged_list_is_made_anew(
+    model: Path, folder: Path, read: list[Path], damaged: bytes
+) -> None:
+    folder.mkdir()
+    (folder / FILE_NAME).write_bytes(damaged)
+    file_check.check_file(model)
+    file_check.check_file(model)
+    assert read == [model]
+
+
+def test_a_list_that_cannot_be_written_costs_a_check(
+    model: Path, folder: Path, read: list[Path]
+) -> None:
+    folder.write_text("a file where the folder would be")
+    file_check.check_file(model)
+    file_check.check_file(model)
+    assert read == [model, model]
+
+
+def test_the_latest_files_are_remembered(tmp_path: Path) -> None:
+    checked = CheckedFiles(tmp_path / "cache")
+    files = [tmp_path / str(number) for number in range(300)]
+    for file in files:
+        file.write_bytes(b"")
+        checked.add(file)
+    assert not checked.has(files[0])
+    assert checked.has(files[-1])
+    assert len(json.loads((tmp_path / "cache" / FILE_NAME).read_text())["results"]) == 256
+    assert not CheckedFiles().has(files[-1])
+    files[-1].unlink()
+    assert not checked.has(files[-1])

@@ -1,0 +1,201 @@
+"""Models with specgen's kernels: they say what llama.cpp's own code says, to the same bits in any batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from specgen.decoding.backend import Batch
+from specgen.llama import LlamaBackend, LlamaModel
+from specgen.llama.kernels import Kernels
+from specgen.options import CacheType, ContextOptions, FlashAttention
+from specgen.system.arrays import Logits
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny.config import Architecture
+
+ARCHITECTURES = tuple(name for name in get_args(Architecture) if name != "bert")
+#: Those whose every row is the kernels' and of operators that compute rows one by one.
+ATTENTION_ONLY = ("llama", "qwen2", "gemma3")
+TEXT = tuple(int(token) for token in np.random.default_rng(0).integers(3, 250, 120))
+
+
+def tiny(folder: Path, config: TinyConfig) -> Path:
+    return write_tiny_model(folder / "tiny.gguf", config)
+
+
+def opened(path: Path, options: ContextOptions | None = None) -> LlamaBackend:
+    return LlamaBackend(
+        LlamaModel(path),
+        options or ContextOptions(n_threads=2),
+        n_ctx=256,
+        clock=time.perf_counter,
+        n_sequences=4,
+        n_outputs=64,
+    )
+
+
+def decode(
+    backend: LlamaBackend,
+    tokens: Sequence[int],
+    positions: Sequence[int],
+    sequences: Sequence[tuple[int, ...]] | None = None,
+) -> Logits:
+    batch = Batch()
+    for i, (token, position) in enumerate(zip(tokens, positions, strict=True)):
+        batch.add(token, position, sequences[i] if sequences else (0,), True)
+    return backend.decode(batch).copy()
+
+
+def along(backend: LlamaBackend, sizes: Sequence[int]) -> Logits:
+    """The rows of `TEXT`, decoded in batches of these sizes, over and over."""
+    backend.remove(0)
+    rows: list[Logits] = []
+    start = 0
+    while start < len(TEXT):
+        size = sizes[len(rows) % len(sizes)]
+        piece = TEXT[start : start + size]
+        rows.append(decode(backend, piece, range(start, start + len(piece))))
+        start += len(piece)
+    return np.concatenate(rows)
+
+
+def spread(one: Logits, other: Logits) -> float:
+    return float(np.std(one - other) / np.std(other))
+
+
+@pytest.mark.parametrize("flash_attention", ["on", "off"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_kernels_change_no_more_than_rounding(
+    kernels: Kernels, tmp_path: Path, architecture: Architecture, flash_attention: FlashAttention
+) -> None:
+    path = tiny(tmp_path, TinyConfig(architecture=architecture))
+    options = ContextOptions(n_threads=2, flash_attention=flash_attention)
+    with_kernels = opened(path, options)
+    before = kernels.counts()
+    ours = along(with_kernels, (1, 4, 7))
+    after = kernels.counts()
+    assert after.n_products > before.n_products
+    kernels.enable(products=False, attention=False)
+    without = opened(path, options)
+    theirs = along(without, (1, 4, 7))
+    assert kernels.counts().n_products == after.n_products
+    assert spread(ours, theirs) < 0.01
+    for backend in (with_kernels, without):
+        backend.close()
+        backend.model.close()
+
+
+@pytest.mark.parametrize("tensor_type", ["f32", "f16", "q8_0", "q4_0", "q5_1"])
+@pytest.mark.parametrize("architecture", ATTENTION_ONLY)
+@pytest.mark.parametrize("flash_attention", ["on", "off"])
+@pytest.mark.usefixtures("kernels")
+def test_rows_are_the_same_bits_in_any_batch(
+    tmp_path: Path, architecture: Architecture, tensor_type: str, flash_attention: FlashAttention
+) -> None:
+    config = TinyConfig(
+        architecture=architecture,
+        tensor_type=tensor_type,  # type: ignore[arg-type]
+        n_head=4,
+        n_head_kv=2,
+        sliding_window=32 if architecture == "gemma3" else 0,
+    )
+    options = ContextOptions(n_threads=2, flash_attention=flash_attention)
+    backend = opened(tiny(tmp_path, config), options)
+    alone = along(backend, (1,))
+    for sizes in ((2,), (3, 8), (16,), (32,), (5, 1, 13)):
+        assert np.array_equal(along(backend, sizes), alone), sizes
+    backend.close()
+    backend.model.close()
+
+
+@pytest.mark.parametrize(
+    ("cache_type", "flash_attention"),
+    [(name, "on") for name in ("f32", "f16", "bf16", "q8_0")]
+    + [(name, "off") for name in ("f32", "f16", "bf16")],
+)
+@pytest.mark.usefixtures("kernels")
+def test_and_with_any_cache_and_number_of_threads(
+    tmp_path: Path, cache_type: CacheType, flash_attention: FlashAttention
+) -> None:
+    path = tiny(tmp_path, TinyConfig(n_embd=128))
+    expected = None
+    for n_threads in (1, 2, 3):
+        options = ContextOptions(
+            n_threads=n_threads,
+            cache_type_k=cache_type,
+            cache_type_v=cache_type,
+            flash_attention=flash_attention,
+        )
+        backend = opened(path, options)
+        for sizes in ((1,), (4, 9)):
+            rows = along(backend, sizes)
+            expected = rows if expected is None else expected
+            assert np.array_equal(rows, expected), (n_threads, sizes)
+        backend.close()
+        backend.model.close()
+
+
+@pytest.mark.parametrize("flash_attention", ["on", "off"])
+@pytest.mark.usefixtures("kernels")
+def test_trees_and_the_holes_that_they_leave(
+    tmp_path: Path, flash_attention: FlashAttention
+) -> None:
+    """The kept branch lies behind a refused one in the cache, and what follows fills the hole."""
+    options = ContextOptions(n_threads=2, flash_attention=flash_attention)
+    backend = opened(tiny(tmp_path, TinyConfig(n_layer=3)), options)
+    alone = along(backend, (1,))
+    backend.remove(0)
+    decode(backend, TEXT[:50], range(50))
+    for branch in (1, 2):
+        backend.copy(0, branch)
+    root, wrong, right = (0, 1, 2), (1,), (2,)
+    tree = [TEXT[50], 7, 8, 9, TEXT[51], TEXT[52]]
+    rows = decode(
+        backend, tree, [50, 51, 52, 53, 51, 52], [root, wrong, wrong, wrong, right, right]
+    )
+    assert np.array_equal(rows[[0, 4, 5]], alone[50:53])
+    backend.copy(2, 0, 51)
+    backend.remove(1)
+    backend.remove(2)
+    for start, end in ((53, 55), (55, 56), (56, 72)):
+        rows = decode(backend, TEXT[start:end], range(start, end))
+        assert np.array_equal(rows, alone[start:end]), start
+    backend.close()
+    backend.model.close()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_several_sequences_in_one_batch(tmp_path: Path) -> None:
+    backend = opened(tiny(tmp_path, TinyConfig()))
+    texts = [TEXT[i * 10 : i * 10 + 24] for i in range(4)]
+    alone = []
+    for text in texts:
+        backend.remove(0)
+        alone.append(np.concatenate([decode(backend, [t], [i]) for i, t in enumerate(text)]))
+    backend.remove(0)
+    for start in range(0, 24, 6):  # six rows of each
+        tokens: list[int] = []
+        positions: list[int] = []
+        sequences: list[tuple[int, ...]] = []
+        for sequence, text in enumerate(texts):
+            tokens += text[start : start + 6]
+            positions += range(start, start + 6)
+            sequences += [(sequence,)] * 6
+        rows = decode(backend, tokens, positions, sequences).reshape(4, 6, -1)
+        for sequence in range(4):
+            assert np.array_equal(rows[sequence], alone[sequence][start : start + 6])
+    backend.close()
+    backend.model.close()
+
+
+def test_weights_are_freed_with_their_model(kernels: Kernels, tmp_path: Path) -> None:
+    before = kernels.counts().packed_bytes
+    model = LlamaModel(tiny(tmp_path, TinyConfig()))
+    assert kernels.counts().packed_bytes > before
+    model.close()
+    assert kernels.counts().packed_bytes == before

@@ -1,0 +1,276 @@
+"""The kernels' products: right, the same bits in any company, for every type and instruction set."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specgen.llama import operators
+from specgen.llama.kernels import Kernels
+from specgen.llama.operators import SPECGEN_BUFFER, FloatArray, Matrix, Weights
+
+TYPES = (
+    *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"),
+    *("iq4_nl", "iq4_xs", "mxfp4", "f16", "bf16", "f32"),
+)
+FLOAT_TYPES = ("f16", "bf16", "f32")
+#: Rows of weights that come together in a group, at most; columns that are multiplied at once, at
+#: most, and with AMX.
+MOST_ROWS, MOST_COLUMNS, MOST_COLUMNS_OF_TILES = 16, 12, 96
+
+
+@pytest.fixture(autouse=True)
+def _on(kernels: Kernels) -> None:
+    """Skips these tests where there are no kernels."""
+
+
+def normal(*shape: int, seed: int = 0) -> FloatArray:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def block(type_name: str) -> int:
+    """The rows of a type are multiples of this."""
+    return next(n for n in (1, 32, 256) if _fits(type_name, n))
+
+
+def _fits(type_name: str, n: int) -> bool:
+    try:
+        operators.row_bytes(type_name, n)
+    except ValueError:
+        return False
+    return True
+
+
+def exact(weights: Weights, tokens: FloatArray) -> FloatArray:
+    product = tokens.astype(np.float64) @ operators.dequantize(weights).astype(np.float64).T
+    return product.astype(np.float32)
+
+
+def error(computed: FloatArray, expected: FloatArray) -> float:
+    return float(np.sqrt(np.square(computed - expected).mean() / np.square(expected).mean()))
+
+
+@pytest.mark.parametrize("type_name", TYPES)
+def test_errors_are_not_larger_than_ggmls(type_name: str) -> None:
+    weights, tokens = operators.quantize(normal(75, 1536), type_name), normal(64, 1536, seed=1)
+    expected = exact(weights, tokens)
+    with Matrix(weights) as plain, Matrix(weights, SPECGEN_BUFFER) as packed:
+        ggmls = error(operators.multiply(plain, tokens), expected)
+        ours = error(operators.multiply(packed, tokens, n_threads=2), expected)
+    # With float32 weights both round sums only, each in another order.
+    assert ours < (3e-7 if type_name == "f32" else 1.005 * ggmls)
+
+
+@pytest.mark.parametrize("type_name", TYPES)
+def test_a_row_is_the_same_bits_in_any_company(type_name: str) -> None:
+    weights, tokens = operators.quantize(normal(50, 1024), type_name), normal(40, 1024, seed=2)
+    with Matrix(weights, SPECGEN_BUFFER) as packed:
+        alone = np.concatenate([operators.multiply(packed, row[None]) for row in tokens])
+        for n_rows in (*range(1, MOST_COLUMNS + 2), 16, 17, 23, 25, 32, 40):
+            for n_threads in (1, 2, 3):
+                together = operators.multiply(packed, tokens[:n_rows], n_threads=n_threads)
+                assert np.array_equal(together, alone[:n_rows]), (n_rows, n_threads)
+
+
+@pytest.mark.parametrize("type_name", TYPES)
+def test_a_prompt_is_the_same_bits_in_any_pieces(type_name: str) -> None:
+    n_tokens = 2 * MOST_COLUMNS_OF_TILES + 7
+    weights, tokens = operators.quantize(normal(35, 512), type_name), normal(n_tokens, 512, seed=2)
+    with Matrix(weights, SPECGEN_BUFFER) as packed:
+        alone = np.concatenate([operators.multiply(packed, row[None]) for row in tokens])
+        for n_rows in (48, 49, 65, 80, 81, 95, 96, 97, n_tokens):
+            for first in (0, n_tokens - n_rows):
+                piece = slice(first, first + n_rows)
+                together = operators.multiply(packed, tokens[piece], n_threads=2)
+                assert np.array_equal(together, alone[piece]), (n_rows, first)
+
+
+@given(
+    type_name=st.sampled_from(TYPES),
+    n_rows=st.integers(1, 3 * MOST_ROWS + 1),
+    n_blocks=st.integers(1, 5),
+    n_tokens=st.integers(1, 5 * MOST_COLUMNS),
+    n_threads=st.integers(1, 4),
+    exponent=st.integers(-30, 30),
+    seed=st.integers(0, 99),
+)
+def test_shapes_and_scales(
+    type_name: str,
+    n_rows: int,
+    n_blocks: int,
+    n_tokens: int,
+    n_threads: int,
+    exponent: int,
+    seed: int,
+) -> None:
+    n_inputs = block(type_name) * n_blocks * (7 if block(type_name) == 1 else 1)
+    weights = operators.quantize(normal(n_rows, n_inputs, seed=seed), type_name)
+    tokens = normal(n_tokens, n_inputs, seed=seed + 1) * np.float32(2.0**exponent)
+    with Matrix(weights, SPECGEN_BUFFER) as packed:
+        computed = operators.multiply(packed, tokens, n_threads=n_threads)
+    sizes = np.abs(tokens) @ np.abs(operators.dequantize(weights)).T
+    bound = 1e-6 if type_name in FLOAT_TYPES else 0.02
+    assert (np.abs(computed - exact(weights, tokens)) <= bound * sizes).all()
+
+
+@pytest.mark.parametrize("type_name", TYPES)
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("n_tokens", [5, 26])
+def test_what_is_no_number_spoils_its_own_row_only(
+    type_name: str, poison: float, n_tokens: int
+) -> None:
+    weights, tokens = operators.quantize(normal(33, 512), type_name), normal(n_tokens, 512, seed=3)
+    with Matrix(weights, SPECGEN_BUFFER) as packed:
+        clean = operators.multiply(packed, tokens)
+        tokens[2, 300] = poison
+        spoilt = operators.multiply(packed, tokens, n_threads=2)
+    assert not np.isfinite(spoilt[2]).any()
+    others = np.delete(np.arange(n_tokens), 2)
+    assert np.array_equal(spoilt[others], clean[others])
+
+
+@pytest.mark.parametrize("type_name", TYPES)
+def test_zeros_and_denormal_numbers(type_name: str) -> None:
+    weights, tokens = operators.quantize(normal(20, 256), type_name), np.zeros((3, 256), np.float32)
+    tokens[1] = 1e-42
+    tokens[2, 7] = 1e37
+    with Matrix(weights, SPECGEN_BUFFER) as packed:
+        computed = operators.multiply(packed, tokens)
+    assert not computed[0].any()
+    assert np.abs(computed[1]).max() < 1e-38
+    assert np.allclose(computed[2], exact(weights, tokens)[2], rtol=0.01, atol=1e30)
+
+
+@pytest.mark.parametrize("type_name", TYPES)
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_experts(type_name: str, broadcast: bool) -> None:
+    n_experts, n_used, n_tokens = 6, 3, 29
+    weights = operators.quantize(normal(n_experts, 35, 512), type_name)
+    tokens = normal(n_tokens, 1 if broadcast else n_used, 512, seed=4)
+    rng = np.random.default_rng(5)
+    experts = np.argsort(rng.random((n_tokens, n_experts)), axis=1)[:, :n_used].astype(np.int32)
+    experts[experts == 4] = 5  # one that nobody takes, and one that a token takes twice
+    with Matrix(weights, SPECGEN_BUFFER, n_experts_used=n_used) as packed:
+        together = operators.multiply_experts(packed, tokens, experts, n_threads=2)
+        for row in (0, 7, 28):
+            alone = operators.multiply_experts(
+                packed, tokens[row : row + 1], experts[row : row + 1]
+            )
+            assert np.array_equal(alone[0], together[row])
+    chosen = operators.dequantize(weights)[experts]
+    expected = np.einsum("tuk,turk->tur", np.broadcast_to(tokens, (n_tokens, n_used, 512)), chosen)
+    assert error(together, expected) < 0.015
+
+
+def test_further_dimensions_are_batches() -> None:
+    weights, tokens = operators.quantize(normal(20, 64), "q8_0"), normal(2, 3, 5, 64)
+    with Matrix(weights, SPECGEN_BUFFER) as packed:
+        computed = operators.multiply(packed, tokens, n_threads=2)
+        assert np.array_equal(computed[1, 2], operators.multiply(packed, tokens[1, 2]))
+
+
+def test_other_types_are_left_to_llama_cpp() -> None:
+    assert not operators.takes("iq2_xxs", (32, 256), SPECGEN_BUFFER)
+    assert not operators.takes("tq1_0", (32, 256), SPECGEN_BUFFER)
+
+
+@pytest.mark.parametrize("type_name", [name for name in TYPES if name not in FLOAT_TYPES])
+def test_sums_of_the_largest_codes_do_not_overflow(type_name: str) -> None:
+    """Weights and activations whose codes are all as large as they can be: every sum, whatever
+    computes it, then has its largest value."""
+    signs = np.where(normal(32, 1) < 0, -1, 1).astype(np.float32)
+    weights = operators.quantize(np.repeat(signs, 512, axis=1), type_name)
+    tokens = np.ones((26, 512), np.float32)
+    tokens[1::2] *= -1
+    with Matrix(weights, SPECGEN_BUFFER) as packed:
+        computed = operators.multiply(packed, tokens, n_threads=2)
+        assert np.array_equal(computed[:1], operators.multiply(packed, tokens[:1]))
+        assert np.array_equal(computed[1:2], operators.multiply(packed, tokens[1:2]))
+    assert error(computed, exact(weights, tokens)) < 1e-5
+
+
+def test_llama_cpps_own_tiles_are_left_as_they_were() -> None:
+    """Its code for AMX configures the tiles of a thread once, and relies on that for good."""
+    if "AMX" not in operators.buffer_types():
+        pytest.skip("llama.cpp has no code for AMX here")
+    weights, tokens = operators.quantize(normal(64, 512), "q4_k"), normal(40, 512, seed=6)
+    with Matrix(weights, "AMX") as theirs, Matrix(weights, SPECGEN_BUFFER) as ours:
+        before = operators.multiply(theirs, tokens)
+        for _ in range(2):
+            operators.multiply(ours, tokens)
+            assert np.array_equal(operators.multiply(theirs, tokens), before)
+
+
+# Each instruction set in a process of its own: it is chosen when the library is attached.
+_CHILD = """
+import hashlib, json, sys
+import numpy as np
+from specgen.llama import operators
+from specgen.llama.kernels import attach
+from specgen.llama.kernel_checks import library_path
+from tests.llama.test_kernel_products import (
+    MOST_COLUMNS, MOST_COLUMNS_OF_TILES, TYPES, error, exact, normal
+)
+
+kernels = attach(library_path())
+found = {"instructions": kernels.instructions}
+for name in TYPES:
+    weights, tokens = operators.quantize(normal(37, 768), name), normal(110, 768, seed=1)
+    with operators.Matrix(weights, operators.SPECGEN_BUFFER) as packed:
+        computed = operators.multiply(packed, tokens, n_threads=2)
+        same = all(
+            np.array_equal(operators.multiply(packed, tokens[:n]), computed[:n])
+            for n in (*range(1, MOST_COLUMNS + 6), 25, MOST_COLUMNS_OF_TILES)
+        )
+    digest = hashlib.sha256(computed.tobytes()).hexdigest()
+    found[name] = [error(computed, exact(weights, tokens)), same, digest]
+print(json.dumps(found))
+"""
+
+
+#: By type: the error, whether rows are the same bits in batches, a digest of the results.
+Found = dict[str, tuple[float, bool, str]]
+
+
+@functools.cache
+def found_with(instructions: str) -> Found:
+    """What the kernels for an instruction set compute. Skips the test where the CPU has it not."""
+    environment = {**os.environ, "SPECGEN_KERNELS_INSTRUCTIONS": instructions}
+    root = Path(__file__).resolve().parents[2]
+    child = subprocess.run(
+        [sys.executable, "-c", _CHILD],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "this CPU lacks" in child.stderr:
+        pytest.skip(f"this CPU has no {instructions}")
+    assert child.returncode == 0, child.stderr
+    found = json.loads(child.stdout)
+    assert found.pop("instructions") == instructions
+    return {name: tuple(values) for name, values in found.items()}
+
+
+@pytest.mark.parametrize("instructions", ["avx2", "avx-vnni", "avx512-vnni", "amx-int8"])
+def test_every_instruction_set_that_the_cpu_has(instructions: str) -> None:
+    for type_name, (wrong, same, _) in found_with(instructions).items():
+        assert wrong < (1e-6 if type_name in FLOAT_TYPES else 0.01), type_name
+        assert same, type_name
+
+
+def test_tiles_give_the_bits_of_vectors() -> None:
+    vectors, tiles = found_with("avx512-vnni"), found_with("amx-int8")
+    assert {name: digest for name, (_, _, digest) in tiles.items()} == {
+        name: digest for name, (_, _, digest) in vectors.items()
+    }

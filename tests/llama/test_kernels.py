@@ -1,0 +1,535 @@
+"""specgen's kernels: attached where they work, left alone where they do not, and told of."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specgen.errors import UsageError
+from specgen.llama.kernel_checks import choice, test_results
+from specgen.llama.kernel_checks.choice import KernelStatus
+from specgen.llama.kernel_checks.test_results import FILE_NAME, TestResult, result_of, run_test
+from specgen.llama.kernels import ggml_version
+from specgen.options import KernelChoice
+from specgen.system.llama_build import REBUILD, REQUIRED_VERSION
+from tests.helpers.cli import ROOT, Cli, complaint, events_of
+from tests.helpers.kernels import stand_in
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernels are for Linux")
+PROMPT = "def add(a, b): return a + b"
+PASSED = {"outcome": "passed", "message": "all is well", "instructions": "avx2"}
+
+
+def python(program: str) -> list[str]:
+    """The command of a Python process that runs `program`."""
+    return [sys.executable, "-c", program]
+
+
+def answering(answer: Mapping[str, str], log: Path | None = None) -> list[str]:
+    """A child that gives an answer without testing anything, and notes each time it does."""
+    noting = f"open({str(log)!r}, 'a').write('tested\\n'); " if log else ""
+    return python(f"{noting}print({json.dumps(dict(answer))!r})")
+
+
+def in_process(program: str, *arguments: str) -> Any:
+    """What a program prints as JSON: whoever attaches kernels does so for the whole process."""
+    answer = subprocess.run(
+        [*python(program), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr
+    return json.loads(answer.stdout)
+
+
+ATTACH = """
+import json, sys
+from pathlib import Path
+from specgen.llama import kernels
+from specgen.errors import BackendError
+
+found = [kernels.computing()]
+for path in sys.argv[1:]:
+    try:
+        attached = kernels.attach(Path(path))
+    except BackendError as error:
+        found.append(error.message)
+        continue
+    found += [kernels.computing(), attached.counts().n_products]
+    attached.enable(products=False, attention=True)
+    found += [kernels.computing(), attached.counts().n_products]
+print(json.dumps(found))
+"""
+
+
+# --- attaching ------------------------------------------------------------------------------
+
+
+@linux
+def test_a_library_is_attached_once_and_switched_off_and_on(tmp_path: Path) -> None:
+    path = str(stand_in(tmp_path))
+    once = ["specgen avx2", 11, "llama.cpp", 1]
+    assert in_process(ATTACH, path, path) == ["llama.cpp", *once, *once]
+
+
+@linux
+def test_why_a_library_cannot_be_attached_is_said(tmp_path: Path) -> None:
+    refusing = stand_in(tmp_path / "a", problem="they are for ggml 0.0.0")
+    incomplete = stand_in(tmp_path / "b", macros=["INCOMPLETE"])
+    whole = stand_in(tmp_path / "c")
+    empty = tmp_path / "empty.so"
+    empty.write_bytes(b"")
+    second = stand_in(tmp_path / "d")
+    paths = [refusing, incomplete, empty, tmp_path / "missing.so", whole, second]
+    _, *reasons, other = in_process(ATTACH, *map(str, paths))
+    assert reasons[0] == "they are for ggml 0.0.0"
+    assert "cannot be loaded" in reasons[1]
+    assert "specgen_kernels_enable" in reasons[1]
+    assert "cannot be loaded" in reasons[2]
+    assert "cannot be loaded" in reasons[3]
+    assert reasons[4] == "specgen avx2"
+    assert "other kernels are attached" in other
+
+
+def test_ggml_functions_are_those_of_the_library_that_llama_cpp_uses() -> None:
+    # Another copy of the library would have been loaded for them.
+    program = """
+import json
+from specgen.llama import build, kernels
+assert build().devices and kernels.ggml_version()
+lines = open("/proc/self/maps").read().splitlines()
+print(json.dumps(sorted({line.split("/")[-1] for line in lines if "libggml" in line})))
+"""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("needs /proc")
+    names = in_process(program)
+    assert len({name.partition(".so")[0] for name in names}) == len(names), names
+
+
+# --- the self-test --------------------------------------------------------------------------
+
+
+@linux
+def test_a_library_without_kernels_fails_the_self_test(tmp_path: Path) -> None:
+    result = run_test(stand_in(tmp_path))
+    assert result.outcome == "failed"
+    assert "no buffer type specgen" in result.message
+
+
+@linux
+def test_a_library_that_refuses_is_not_broken(tmp_path: Path) -> None:
+    built_for = f'BUILT_FOR="{ggml_version()}"'
+    result = run_test(stand_in(tmp_path, problem="this CPU has no AVX2", macros=[built_for]))
+    assert result == TestResult("refused", "this CPU has no AVX2")
+
+
+@linux
+def test_kernels_for_another_llama_cpp_say_how_to_get_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = stand_in(tmp_path, problem="they are for ggml 0.0.0")
+    monkeypatch.setattr(choice, "library_path", lambda: library)
+    for _ in range(2):  # the second time as remembered
+        status = choice.choose_kernels("auto", tmp_path / "cache")
+        assert status.reason == "they are for ggml 0.0.0"
+        assert not status.is_broken
+        assert status.hint is not None
+        assert REBUILD in status.hint
+        assert f"llama-cpp-python=={REQUIRED_VERSION}" in status.hint
+        assert "--kernels llama.cpp" in status.hint
+
+
+@linux
+def test_the_kernels_are_for_the_required_llama_cpp() -> None:
+    path = choice.library_path()
+    if path is None:
+        pytest.skip("the kernels were not built")
+    assert importlib.metadata.version("llama-cpp-python").partition("+")[0] == REQUIRED_VERSION
+    library = ctypes.CDLL(str(path))
+    library.specgen_kernels_built_for.restype = ctypes.c_char_p
+    assert library.specgen_kernels_built_for().decode() == ggml_version()
+
+
+@linux
+@pytest.mark.parametrize("n_bytes", [0, 100, 3000, 9000])
+def test_a_truncated_library_does_not_pass(tmp_path: Path, n_bytes: int) -> None:
+    path = stand_in(tmp_path)
+    path.write_bytes(path.read_bytes()[:n_bytes])
+    result = run_test(path)  # what is mapped of it may lie behind its end: SIGBUS
+    assert result.outcome != "passed"
+    assert "loaded" in result.message or "SIGBUS" in result.message
+
+
+@linux
+def test_a_crash_is_a_failed_test(tmp_path: Path) -> None:
+    result = run_test(stand_in(tmp_path, macros=["DIES"]))
+    assert result.outcome == "failed"
+    assert "SIGABRT" in result.message
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_an_illegal_instruction_is_named(tmp_path: Path) -> None:
+    dying = python(f"import os; os.kill(os.getpid(), {int(signal.SIGILL)})")
+    assert run_test(tmp_path, child=dying) == TestResult("failed", "they died of SIGILL")
+
+
+@pytest.mark.parametrize(
+    ("child", "message"),
+    [
+        (python("print('nonsense')"), "it gave no answer"),
+        (python('print(\'{"outcome": "fine"}\')'), "it gave no answer"),
+        (python("import sys; sys.exit('what a pity')"), "it ended with code 1: what a pity"),
+        (["no-such-program"], "no-such-program cannot be started"),
+    ],
+)
+def test_a_child_without_an_answer_has_failed(
+    tmp_path: Path, child: Sequence[str], message: str
+) -> None:
+    result = run_test(tmp_path, child=child)
+    assert result.outcome == "failed"
+    assert message in result.message
+
+
+def test_a_child_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
+    result = run_test(tmp_path, child=python("import time; time.sleep(600)"), timeout_s=0.5)
+    assert result.outcome == "failed"
+    assert "no answer within" in result.message
+
+
+# --- remembering ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that passes for the library, and no kernels in this process."""
+    path = tmp_path / "libspecgen-kernels.so"
+    path.write_bytes(b"a library")
+    monkeypatch.setattr(choice, "library_path", lambda: path)
+    return path
+
+
+def n_tests(log: Path) -> int:
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def test_a_result_is_remembered_until_something_changes(
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, cache = tmp_path / "log", tmp_path / "cache"
+    child = answering(PASSED, log)
+    expected = TestResult("passed", "all is well", "avx2")
+    for _ in range(2):
+        assert result_of(library, cache, child=child) == expected
+    assert n_tests(log) == 1
+    monkeypatch.setenv(test_results.INSTRUCTIONS_VARIABLE, "avx2")
+    result_of(library, cache, child=child)
+    assert n_tests(log) == 2
+    monkeypatch.delenv(test_results.INSTRUCTIONS_VARIABLE)
+    library.write_bytes(b"another library")
+    result_of(library, cache, child=child)
+    assert n_tests(log) == 3
+    monkeypatch.setattr(test_results, "_cpu", lambda: "another CPU")
+    result_of(library, cache, child=child)
+    assert n_tests(log) == 4
+    library.write_bytes(b"a library")
+    monkeypatch.undo()
+    result_of(library, cache, child=child)
+    assert n_tests(log) == 4
+    result_of(library, cache, child=child, anew=True)
+    assert n_tests(log) == 5
+
+
+@pytest.mark.parametrize("content", ["", "nonsense", "[]", '{"results": 1}'])
+def test_a_broken_file_is_made_again(tmp_path: Path, library: Path, content: str) -> None:
+    (tmp_path / FILE_NAME).write_text(content)
+    log = tmp_path / "log"
+    for _ in range(2):
+        result_of(library, tmp_path, child=answering(PASSED, log))
+    assert n_tests(log) == 1
+
+
+def test_a_broken_result_is_made_again(tmp_path: Path, library: Path) -> None:
+    log = tmp_path / "log"
+    result_of(library, tmp_path, child=answering(PASSED, log))
+    file = tmp_path / FILE_NAME
+    document = json.loads(file.read_text())
+    for key in document["results"]:
+        document["results"][key] = {"outcome": "splendid", "message": 1}
+    file.write_text(json.dumps(document))
+    assert result_of(library, tmp_path, child=answering(PASSED, log)).outcome == "passed"
+    assert n_tests(log) == 2
+
+
+def test_few_results_are_kept(tmp_path: Path, library: Path) -> None:
+    for number in range(12):
+        library.write_bytes(bytes([number]))
+        result_of(library, tmp_path, child=answering(PASSED))
+    kept = json.loads((tmp_path / FILE_NAME).read_text())["results"]
+    assert len(kept) == 8
+
+
+def test_a_cache_that_cannot_be_written_remembers_nothing(tmp_path: Path, library: Path) -> None:
+    cache = tmp_path / "file"
+    cache.write_text("no folder")
+    assert result_of(library, cache, child=answering(PASSED)).outcome == "passed"
+
+
+# --- choosing -------------------------------------------------------------------------------
+
+
+def test_what_was_not_built_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "library_path", lambda: None)
+    status = choice.choose_kernels("auto", tmp_path)
+    assert status.label == "llama.cpp"
+    assert status.reason
+    assert status.path is None
+    monkeypatch.setattr("sysconfig.get_platform", lambda: "macosx-14.0-arm64")
+    assert choice.choose_kernels("auto", tmp_path).reason == "there are none for macosx-14.0-arm64"
+    with pytest.raises(UsageError, match="there are none for macosx"):
+        choice.choose_kernels("specgen", tmp_path)
+    assert choice.choose_kernels("llama.cpp", tmp_path).computes == "llama.cpp"
+
+
+def test_a_library_that_was_built_lies_in_the_package_and_passes_its_test() -> None:
+    path = choice.library_path()
+    if path is None:
+        pytest.skip("the kernels were not built")
+    assert path == ROOT / "specgen" / "kernels" / "libspecgen-kernels.so"
+    result = run_test(path)
+    assert result.outcome in ("passed", "refused"), result
+    assert bool(result.instructions) == (result.outcome == "passed")
+
+
+def test_the_environment_may_choose() -> None:
+    assert choice.wanted_in({}) == "auto"
+    assert choice.wanted_in({"SPECGEN_KERNELS": ""}) == "auto"
+    assert choice.wanted_in({"SPECGEN_KERNELS": "specgen"}) == "specgen"
+    with pytest.raises(UsageError, match="'other'; set it to one of auto, specgen, llama.cpp"):
+        choice.wanted_in({"SPECGEN_KERNELS": "other"})
+
+
+@pytest.mark.parametrize("outcome", ["refused", "failed"])
+def test_what_does_not_pass_is_not_used(tmp_path: Path, library: Path, outcome: str) -> None:
+    child = answering({"outcome": outcome, "message": "the reason"})
+    status = choice.choose_kernels("auto", tmp_path, child=child)
+    assert status.computes == "llama.cpp"
+    assert status.path == library
+    assert status.reason is not None
+    assert "the reason" in status.reason
+    assert status.is_broken == (outcome == "failed")
+    with pytest.raises(UsageError, match="the reason") as caught:
+        choice.choose_kernels("specgen", tmp_path, child=child)
+    assert caught.value.hint is not None
+    assert "--kernels llama.cpp" in caught.value.hint
+
+
+CHOOSE = """
+import json, sys
+from pathlib import Path
+from specgen.llama import kernels
+from specgen.llama.kernel_checks import choice
+
+path, cache, *wanted = sys.argv[1:]
+choice.library_path = lambda: Path(path)
+child = [sys.executable, "-c", "print('" + json.dumps(
+    {"outcome": "passed", "message": "all is well", "instructions": "avx2"}
+) + "')"]
+found = []
+for each in wanted:
+    status = choice.choose_kernels(each, Path(cache), child=child)
+    assert status.label == kernels.computing(), status
+    found.append(status.label)
+print(json.dumps(found))
+"""
+
+
+@linux
+def test_a_process_may_choose_again(tmp_path: Path) -> None:
+    wanted: list[KernelChoice] = ["llama.cpp", "auto", "llama.cpp", "specgen"]
+    chosen = in_process(CHOOSE, str(stand_in(tmp_path)), str(tmp_path / "cache"), *wanted)
+    assert chosen == ["llama.cpp", "specgen avx2", "llama.cpp", "specgen avx2"]
+
+
+@linux
+def test_what_passed_and_then_refuses_is_not_used(tmp_path: Path) -> None:
+    refusing = stand_in(tmp_path, problem="something else is in the way")
+    assert in_process(CHOOSE, str(refusing), str(tmp_path), "auto") == ["llama.cpp"]
+
+
+# --- the command line -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def refused(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that are there, and not for this machine."""
+    result = TestResult("refused", "they are for ggml 0.0.0")
+    monkeypatch.setattr(choice, "result_of", lambda *_args, **_options: result)
+    monkeypatch.setenv("SPECGEN_KERNELS", "auto")
+
+
+def test_a_run_without_kernels_says_nothing_of_them(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "library_path", lambda: None)
+    for wanted in ("auto", "llama.cpp"):
+        result = cli.run(PROMPT, "--kernels", wanted)
+        assert result.code == 0
+        assert "kernels" not in result.err
+    told = events_of(cli.run(PROMPT, "--json"))[0]
+    assert told["kernels"] == "llama.cpp"
+
+
+@pytest.mark.usefixtures("refused")
+def test_kernels_that_cannot_be_used_are_told_of_once(cli: Cli) -> None:
+    result = cli.run(PROMPT)
+    assert result.code == 0
+    assert result.err.count("note: not using specgen's kernels: they are for ggml 0.0.0\n") == 1
+    for quiet in (("--quiet",), ("--kernels", "llama.cpp")):
+        assert "kernels" not in cli.run(PROMPT, *quiet).err
+
+
+@pytest.mark.usefixtures("refused")
+def test_kernels_that_were_asked_for_must_be_usable(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = complaint(cli.run(PROMPT, "--kernels", "specgen"), 2)
+    assert said.startswith("error: specgen's kernels cannot be used: they are for ggml 0.0.0")
+    monkeypatch.setenv("SPECGEN_KERNELS", "specgen")
+    assert complaint(cli.run(PROMPT), 2) == said
+
+
+def test_a_choice_that_is_none_is_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--kernels" in complaint(cli.run(PROMPT, "--kernels", "other"), 2)
+    monkeypatch.setenv("SPECGEN_KERNELS", "other")
+    assert "SPECGEN_KERNELS" in complaint(cli.run(PROMPT), 2)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("run", "-p", "Hi"),
+        ("batch", "in.jsonl", "out.jsonl"),
+        ("fim", "in.jsonl:1"),
+        ("chat",),
+        ("verify",),
+        ("tune",),
+        ("bench",),
+        ("draft", "find"),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.usefixtures("refused")
+def test_every_command_that_loads_models_takes_the_choice(
+    cli: Cli,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    command: Sequence[str],
+) -> None:
+    import specgen.cli
+
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text("Hi\n", encoding="utf-8")
+    with pytest.raises(SystemExit) as exit_:
+        specgen.cli.main([*command, "-m", cli.model("target"), "--kernels", "specgen"])
+    assert exit_.value.code == 2
+    assert "specgen's kernels cannot be used" in capsys.readouterr().err
+
+
+def test_what_was_measured_is_kept_apart_by_who_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specgen.engine.calibration.threads import Threads
+    from specgen.llama import kernels
+    from specgen.measure.selection.session_opening import open_memory
+    from specgen.options import ContextOptions
+
+    model, context = tmp_path / "model.gguf", ContextOptions()
+    model.write_bytes(b"model")
+    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
+    known = open_memory()
+    known.keep_threads(model, context, Threads(2, 3))
+    known.keep_weights(model, context, "own")
+    known.costs(model, context, 0, 1).start(1, 0.5)
+    known.save()
+    again = open_memory()
+    assert again.threads(model, context) == Threads(2, 3)
+    assert again.costs(model, context, 0, 1)
+    monkeypatch.setattr(kernels, "computing", lambda: "specgen avx2")
+    other = open_memory()
+    assert other.threads(model, context) is None
+    assert other.weights(model, context) is None
+    assert not other.costs(model, context, 0, 1)
+
+
+def test_the_summary_names_our_kernels_and_not_llama_cpps() -> None:
+    from specgen.render.summary import summary_items
+    from tests.helpers.events import Script
+
+    items = dict(summary_items(Script().finished(), kernels="specgen avx2"))
+    assert str(items["kernels"]) == "specgen avx2"
+    assert "kernels" not in dict(summary_items(Script().finished(), kernels="llama.cpp"))
+
+
+# --- the doctor -----------------------------------------------------------------------------
+
+
+def report_with(status: KernelStatus, monkeypatch: pytest.MonkeyPatch) -> Any:
+    from specgen.llama import kernel_checks as kernels
+    from specgen.measure import doctor
+
+    monkeypatch.setenv("SPECGEN_KERNELS", "auto")
+    monkeypatch.setattr(kernels, "examine_kernels", lambda *_args, **_options: status)
+    monkeypatch.setattr(doctor, "TENSOR_TYPES", ())
+    return doctor.diagnose()
+
+
+def test_the_doctor_shows_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from specgen.cli.doctor import _kernels
+
+    status = KernelStatus("specgen", "avx2", path=Path("library"), tested="all is well")
+    report = report_with(status, monkeypatch)
+    assert [(check.name, check.passed, check.message) for check in report.checks] == [
+        ("specgen's kernels", True, "all is well")
+    ]
+    assert _kernels(report.kernels) == "specgen avx2"
+    assert report.to_json_object()["kernels"]["instructions"] == "avx2"
+
+
+def test_the_doctor_shows_why_kernels_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from specgen.cli.doctor import _kernels
+
+    refused = KernelStatus("llama.cpp", reason="they are for ggml 0", hint="mend it")
+    report = report_with(refused, monkeypatch)
+    assert report.healthy
+    assert _kernels(report.kernels) == (
+        "llama.cpp's own, not specgen's: they are for ggml 0; mend it"
+    )
+    broken = KernelStatus("llama.cpp", reason="their test failed: SIGILL", is_broken=True)
+    report = report_with(broken, monkeypatch)
+    assert not report.healthy
+    assert "SIGILL" in report.checks[0].message
+
+
+def test_the_doctor_does_without_kernels_where_the_user_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from specgen.measure import doctor
+
+    monkeypatch.setattr(doctor, "TENSOR_TYPES", ())
+    monkeypatch.setenv("SPECGEN_KERNELS", "llama.cpp")
+    report = doctor.diagnose()
+    assert report.checks == ()
+    assert "SPECGEN_KERNELS" in (report.kernels.reason or "")

@@ -1,0 +1,435 @@
+"""The llama.cpp backend on tiny models: trees, rollback, limits, and files that are no models."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from specgen.decoding.backend import Batch
+from specgen.decoding.draft import ROOT, Draft
+from specgen.decoding.tree_batch import Branches, keep_path, pack
+from specgen.errors import BackendError, MemoryLimitError, ModelFileError, UsageError
+from specgen.llama import LlamaBackend, LlamaModel, weights
+from specgen.llama.kernels import Kernels
+from specgen.llama.library import llama_cpp
+from specgen.options import ContextOptions
+from specgen.system.arrays import Logits
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+
+TEXT = [300 % 290, 17, 45, 99, 3, 120, 33]
+#: Six nodes, four leaves, two of them deep.
+TREE = Draft(
+    tokens=(40, 41, 42, 43, 44, 45),
+    parents=(ROOT, ROOT, 0, 0, 2, 1),
+    origins=("test",) * 6,
+    probabilities=(None,) * 6,
+    distributions=(None,) * 6,
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaModel]:
+    path = write_tiny_model(
+        tmp_path_factory.mktemp("models") / "tiny.gguf", TinyConfig(n_head_kv=1)
+    )
+    model = LlamaModel(path)
+    yield model
+    model.close()
+
+
+def context(model: LlamaModel, *, n_sequences: int = 8, n_ctx: int = 256) -> LlamaBackend:
+    return LlamaBackend(
+        model,
+        # f32 throughout, so that rounding does not hide a small mistake
+        ContextOptions(n_threads=1, cache_type_k="f32", cache_type_v="f32", flash_attention="off"),
+        n_ctx=n_ctx,
+        clock=time.perf_counter,
+        n_sequences=n_sequences,
+        n_outputs=16,
+    )
+
+
+def decode(backend: LlamaBackend, tokens: Sequence[int], sequence: int = 0) -> Logits:
+    """Decode tokens one by one; returns a copy of the last one's logits."""
+    row: Logits | None = None
+    for token in tokens:
+        batch = Batch()
+        batch.add(token, backend.length(sequence), (sequence,), True)
+        row = backend.decode(batch)[0].copy()
+    assert row is not None
+    return row
+
+
+def test_a_trees_logits_equal_those_of_its_paths(model: LlamaModel) -> None:
+    backend = context(model)
+    decode(backend, TEXT[:-1])
+    batch = Batch()
+    pack(batch, backend, Branches(0, 8), TEXT[-1:], TREE)
+    assert len(batch) == 1 + len(TREE)
+    logits = backend.decode(batch).copy()
+    assert logits.shape == (7, model.vocabulary.n_tokens)
+    alone = context(model, n_sequences=1)
+    for node in range(ROOT, len(TREE)):
+        alone.remove(0)
+        path = [TREE.tokens[i] for i in TREE.path(node)]
+        expected = decode(alone, TEXT + path)
+        assert logits[node + 1] == pytest.approx(expected, abs=2e-4)
+        assert int(logits[node + 1].argmax()) == int(expected.argmax())
+    # The tokens matter: a row that saw its sibling's branch would differ by far more.
+    other = decode_path(alone, [*TEXT, 41, 42, 44])
+    assert np.abs(logits[5] - other).max() > 0.05
+    backend.close()
+    alone.close()
+
+
+def decode_path(backend: LlamaBackend, tokens: Sequence[int]) -> Logits:
+    backend.remove(0)
+    return decode(backend, tokens)
+
+
+@pytest.mark.parametrize("path", [(), (0,), (1,), (0, 2), (0, 3), (0, 2, 4), (1, 5)])
+@pytest.mark.parametrize("first", [0, 3])
+def test_keeping_a_path_leaves_the_cache_as_if_it_alone_had_been_decoded(
+    model: LlamaModel, path: tuple[int, ...], first: int
+) -> None:
+    backend = context(model)
+    decode(backend, [5, 6, 7], sequence=7)  # another generation, which must not notice
+    other = decode(backend, [8], sequence=7)
+    decode(backend, TEXT[:-1], sequence=first)
+    batch = Batch()
+    slot = Branches(first, 4)
+    pack(batch, backend, slot, TEXT[-1:], TREE)
+    backend.decode(batch)
+    keep_path(backend, slot, TREE, path)
+
+    kept = TEXT + [TREE.tokens[node] for node in path]
+    assert backend.length(first) == len(kept)
+    assert all(backend.length(branch) == 0 for branch in range(first + 1, first + 4))
+    alone = context(model, n_sequences=1)
+    expected = decode(alone, [*kept, 60, 61])
+    assert decode(backend, [60, 61], sequence=first) == pytest.approx(expected, abs=2e-4)
+    backend.remove(7, 3)
+    assert decode(backend, [8], sequence=7) == pytest.approx(other, abs=2e-4)
+    backend.close()
+    alone.close()
+
+
+def test_only_wanted_logits_are_given_and_they_are_a_view(model: LlamaModel) -> None:
+    backend = context(model)
+    batch = Batch()
+    for position, token in enumerate(TEXT):
+        batch.add(token, position, (0,), position in (2, 6))
+    logits = backend.decode(batch)
+    assert logits.shape == (2, model.vocabulary.n_tokens)
+    assert not logits.flags.owndata
+    assert backend.n_decoded_rows == len(TEXT)
+    assert backend.decode_s > 0
+    first, last = logits.copy()
+    alone = context(model)
+    assert first == pytest.approx(decode(alone, TEXT[:3]), abs=2e-4)
+    assert last == pytest.approx(decode(alone, TEXT[3:]), abs=2e-4)
+    unread = Batch()
+    unread.add(1, 7, (0,), False)
+    assert backend.decode(unread).shape == (0, model.vocabulary.n_tokens)
+    backend.close()
+    alone.close()
+
+
+def test_hidden_states_are_what_the_logits_are_made_of(model: LlamaModel) -> None:
+    """The output matrix, found from some rows, gives the logits of the others."""
+    backend, plain = context(model), context(model)
+    all_logits, all_hidden = [], []
+    for start in range(0, 240, 16):
+        batch = Batch()
+        for position in range(start, start + 16):
+            batch.add((7 * position * position + 3) % 290, position, (0,), True)
+        logits, hidden = backend.decode_hidden(batch)
+        assert hidden.shape == (16, model.n_embd)
+        assert logits == pytest.approx(plain.decode(batch), abs=2e-4)
+        all_logits.append(logits.copy())
+        all_hidden.append(hidden.copy())
+    found, seen = np.concatenate(all_logits), np.concatenate(all_hidden)
+    assert len(seen) > 2 * model.n_embd
+    half = len(seen) // 2 + model.n_embd // 2
+    matrix, *_ = np.linalg.lstsq(seen[:half], found[:half], rcond=None)
+    assert seen[half:] @ matrix == pytest.approx(found[half:], abs=1e-2)
+    backend.close()
+    plain.close()
+
+
+def test_hidden_states_are_given_of_wanted_rows_and_leave_no_trace(model: LlamaModel) -> None:
+    backend, alone = context(model), context(model)
+    batch = Batch()
+    for position, token in enumerate(TEXT):
+        batch.add(token, position, (0,), position in (2, 6))
+    logits, hidden = backend.decode_hidden(batch)
+    assert (len(logits), len(hidden)) == (2, 2)
+    expected = decode(alone, TEXT)
+    assert logits[1] == pytest.approx(expected, abs=2e-4)
+    after = Batch()
+    after.add(5, len(TEXT), (0,), True)
+    following = backend.decode(after)
+    assert following.shape == (1, model.vocabulary.n_tokens)
+    assert following[0] == pytest.approx(decode(alone, [5]), abs=2e-4)
+    too_many = Batch()
+    for position in range(17):
+        too_many.add(1, 8 + position, (0,), position == 16)
+    with pytest.raises(BackendError, match="17 rows of hidden states; 16 at most"):
+        backend.decode_hidden(too_many)
+    backend.close()
+    alone.close()
+
+
+def test_what_cannot_be_decoded_is_an_error_with_the_position(model: LlamaModel) -> None:
+    backend = context(model)
+    decode(backend, TEXT)
+    gap = Batch()
+    gap.add(1, 50, (0,), True)
+    with pytest.raises(BackendError, match="position 50"):
+        backend.decode(gap)
+    with pytest.raises(BackendError, match="0 rows"):
+        backend.decode(Batch())
+    greedy = Batch()
+    for position in range(17):
+        greedy.add(1, len(TEXT) + position, (0,), True)
+    with pytest.raises(BackendError, match="17 rows of logits"):
+        backend.decode(greedy)
+    backend.close()
+    backend.close()
+
+
+def test_the_vocabulary_is_byte_exact(model: LlamaModel) -> None:
+    vocabulary = model.vocabulary
+    for text in (
+        "hello world",
+        "  tabs\tand\n\nlines ",
+        "é 😀 中文 עברית",
+        "a\x00b",
+        "def f(self):",
+    ):
+        tokens = vocabulary.tokenize(text, add_special=False, parse_special=False)
+        assert b"".join(vocabulary.token_bytes(token) for token in tokens) == text.encode()
+    with_bos = vocabulary.tokenize("a", add_special=True, parse_special=False)
+    assert with_bos[0] == vocabulary.special_tokens()["bos"]
+    assert vocabulary.token_bytes(with_bos[0]) == b""
+    assert vocabulary.control_text(with_bos[0]) == "<|begin|>"
+    name = vocabulary.tokenize("<|im_end|>", add_special=False, parse_special=True)
+    assert len(name) == 1
+    assert vocabulary.is_end(name[0])
+    assert name[0] in vocabulary.end_tokens()
+    assert len(vocabulary.tokenize("<|im_end|>", add_special=False, parse_special=False)) > 1
+    assert vocabulary.tokenize("", add_special=False, parse_special=True) == []
+
+
+def test_metadata_of_any_length_is_read(tmp_path: Path) -> None:
+    template = "{# " + "x" * 5000 + " #}"
+    model = LlamaModel(write_tiny_model(tmp_path / "m.gguf", TinyConfig(chat_template=template)))
+    assert model.metadata("tokenizer.chat_template") == template
+    assert model.chat_template() == template
+    assert model.metadata("no.such.key") is None
+    assert model.n_ctx_train == 4096
+    model.close()
+    with pytest.raises(BackendError, match="closed"):
+        _ = model.n_ctx_train
+
+
+# --- files that are no models
+
+
+def complaint(path: Path) -> str:
+    with pytest.raises(ModelFileError) as caught:
+        LlamaModel(path)
+    assert "\n" not in caught.value.message
+    assert caught.value.message.startswith(str(path))
+    return f"{caught.value.message} | {caught.value.hint}"
+
+
+def test_bad_files_are_named_with_what_to_do(tmp_path: Path) -> None:
+    assert "no such file" in complaint(tmp_path / "none.gguf")
+    assert "a directory" in complaint(tmp_path)
+    (tmp_path / "inside.gguf").write_bytes(b"GGUF")
+    assert "inside.gguf" in complaint(tmp_path)
+    empty = tmp_path / "empty.gguf"
+    empty.touch()
+    assert "empty" in complaint(empty)
+    other = tmp_path / "model.safetensors"
+    other.write_bytes(b"\x00" * 100)
+    assert "not a GGUF file" in complaint(other)
+    header = tmp_path / "header.gguf"
+    header.write_bytes(b"GGUF" + b"\x03\x00\x00\x00" + b"\xff" * 40)
+    assert "cannot load" in complaint(header)
+    beyond = tmp_path / "file" / "below.gguf"
+    (tmp_path / "file").touch()
+    assert "cannot be read" in complaint(beyond)
+
+
+def test_a_model_that_the_memory_has_no_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_tiny_model(tmp_path / "large.gguf", TinyConfig())
+    reason = "failed to allocate CPU buffer of size 996893184"
+    monkeypatch.setattr(llama_cpp, "llama_model_load_from_file", lambda *_: None)
+    monkeypatch.setattr(weights, "last_error", lambda: reason)
+    with pytest.raises(MemoryLimitError, match=reason):
+        LlamaModel(path)
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    for share in (0.05, 0.5, 0.95):
+        path = write_tiny_model(tmp_path / "cut.gguf", TinyConfig(), keep_fraction=share)
+        assert "fetch the file again" in complaint(path)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs named pipes")
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.gguf"
+    os.mkfifo(pipe)
+    assert "a pipe or a device" in complaint(pipe)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("block_count", struct.pack("<I", 0)),
+        ("block_count", struct.pack("<I", 2**31)),
+        ("rope.dimension_count", struct.pack("<I", 0)),
+        ("attention.layer_norm_rms_epsilon", struct.pack("<f", -1.0)),
+        ("attention.layer_norm_rms_epsilon", struct.pack("<f", math.nan)),
+    ],
+)
+def test_metadata_that_ends_the_process_is_refused(tmp_path: Path, key: str, value: bytes) -> None:
+    """llama.cpp asserts that there is no such value."""
+    path = write_tiny_model(tmp_path / "odd.gguf", TinyConfig())
+    data = path.read_bytes()
+    name = f"llama.{key}".encode()
+    place = data.index(name) + len(name) + 4  # behind the key is the value's type
+    path.write_bytes(data[:place] + value + data[place + 4 :])
+    assert f"llama.{key} is" in complaint(path)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+def test_ctrl_c_ends_the_loading_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_tiny_model(tmp_path / "model.gguf", TinyConfig())
+    told: list[bool] = []
+
+    def load(_file: bytes, params: Any) -> None:
+        told.append(params.progress_callback(0.1, None))
+        signal.raise_signal(signal.SIGINT)
+        told.append(params.progress_callback(0.2, None))
+
+    monkeypatch.setattr(llama_cpp, "llama_model_load_from_file", load)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            LlamaModel(path)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert told == [True, False]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_encoder_is_refused(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "bert.gguf", TinyConfig(architecture="bert"))
+    assert "generates text" in complaint(path)
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "secret.gguf", TinyConfig())
+    path.chmod(0)
+    assert "cannot be read" in complaint(path)
+
+
+# --- contexts that cannot be
+
+
+def test_a_context_larger_than_the_memory_is_refused(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_ctx = 100_000_000
+    with pytest.raises(MemoryLimitError, match=r"GiB are free"):
+        context(model, n_ctx=n_ctx)
+    needed = model.cache_bytes(4096, "f16", "f16")
+    # Two layers, one head of keys and one of values, 32 numbers each, 2 bytes a number.
+    assert needed == 4096 * 2 * 2 * 32 * 2
+    assert model.cache_bytes(4096, "q8_0", "q8_0") == pytest.approx(needed * 34 / 64)
+
+    class Little:
+        available = 50 * 2**20
+
+    monkeypatch.setattr(psutil, "virtual_memory", Little)
+    with pytest.raises(MemoryLimitError, match=r"0\.0 GiB are free"):
+        context(model)
+
+
+def test_a_quantised_value_cache_needs_flash_attention(model: LlamaModel) -> None:
+    options = ContextOptions(cache_type_v="q8_0", flash_attention="off", n_threads=1)
+    with pytest.raises(UsageError, match="flash attention"):
+        LlamaBackend(model, options, n_ctx=256, clock=time.perf_counter)
+    on = replace(options, cache_type_k="q8_0", flash_attention="on")
+    backend = LlamaBackend(model, on, n_ctx=256, clock=time.perf_counter)
+    decode(backend, TEXT)
+    backend.close()
+
+
+# --- weights
+
+
+def test_weights_of_a_file_are_in_memory_once(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "one.gguf", TinyConfig())
+    first = LlamaModel(path)
+    link = tmp_path / "other name.gguf"
+    link.symlink_to(path)
+    second = LlamaModel(link)
+    assert first.handle == second.handle
+    assert (first.name, second.name) == ("one.gguf", "other name.gguf")
+    # Each is closed for itself, and the last one frees the weights.
+    with contextlib.closing(context(second)) as backend:
+        expected = decode(backend, TEXT)
+        first.close()
+        first.close()
+        with pytest.raises(BackendError, match="one.gguf is closed"):
+            _ = first.handle
+        backend.remove(0)
+        assert np.array_equal(decode(backend, TEXT), expected)
+    second.close()
+    assert not [key for key in weights._loaded if key[1] == path.stat().st_ino]
+
+
+def test_another_file_of_the_same_name_has_weights_of_its_own(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "one.gguf", TinyConfig(seed=1))
+    first = LlamaModel(path)
+    new = write_tiny_model(tmp_path / "new.gguf", TinyConfig(seed=2))
+    new.replace(path)
+    second = LlamaModel(path)
+    assert first.handle != second.handle
+    rows = []
+    for model in (first, second):
+        with contextlib.closing(context(model)) as backend:
+            rows.append(decode(backend, TEXT))
+        model.close()
+    assert not np.allclose(rows[0], rows[1])
+
+
+def test_weights_are_packed_for_who_computes(tmp_path: Path, kernels: Kernels) -> None:
+    path = write_tiny_model(tmp_path / "one.gguf", TinyConfig())
+    with contextlib.closing(LlamaModel(path)) as ours:
+        kernels.enable(products=False, attention=False)
+        with contextlib.closing(LlamaModel(path)) as theirs:
+            assert ours.kernels != theirs.kernels
+            assert ours.handle != theirs.handle

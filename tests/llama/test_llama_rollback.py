@@ -1,0 +1,612 @@
+"""Dropping the end of a sequence, for every kind of cache that llama.cpp has.
+
+Whatever was decoded and dropped before, the logits of what is decoded next are those of the
+kept text alone. The tiny models' arithmetic is f32 throughout, so that they are equal but for
+rounding, and a state that is one token behind or ahead is far off: see
+`test_a_rollback_left_out_would_be_seen`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import pytest
+
+from specgen.decoding.backend import Batch, Rollback
+from specgen.errors import BackendError, RollbackError
+from specgen.llama import LlamaBackend, LlamaModel
+from specgen.llama.cache import Cache
+from specgen.llama.library import llama_cpp
+from specgen.options import ContextOptions
+from specgen.system.arrays import Logits
+from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+
+CONFIGS = {
+    "llama": TinyConfig(),
+    "gemma3": TinyConfig(architecture="gemma3", sliding_window=8),
+    "mamba": TinyConfig(architecture="mamba"),
+    "mamba2": TinyConfig(architecture="mamba2"),
+    "jamba": TinyConfig(architecture="jamba"),
+    "lfm2": TinyConfig(architecture="lfm2"),
+    "lfm2-window": TinyConfig(architecture="lfm2", sliding_window=8),
+    "qwen35": TinyConfig(architecture="qwen35"),
+}
+#: Each way to roll back: the model, what it is opened with, and what it then does.
+WAYS: list[tuple[str, int | None, Rollback]] = [
+    ("llama", None, "cells"),
+    ("gemma3", None, "cells"),
+    ("mamba", None, "states"),
+    ("mamba2", None, "states"),
+    ("jamba", None, "states"),
+    ("lfm2", None, "snapshots"),
+    ("lfm2", 0, "states"),
+    ("lfm2-window", None, "snapshots"),
+    ("lfm2-window", 2, "snapshots"),
+    ("lfm2-window", 0, "states"),
+    ("qwen35", None, "snapshots"),
+    ("qwen35", 2, "snapshots"),
+    ("qwen35", 0, "states"),
+]
+N_OUTPUTS = 8
+OPTIONS = ContextOptions(
+    n_threads=1, n_gpu_layers=0, cache_type_k="f32", cache_type_v="f32", flash_attention="off"
+)
+#: Longer than the sliding windows by far.
+TEXT = [int(token) for token in np.random.default_rng(3).integers(0, 280, 40)]
+DRAFT = [7, 77, 177, 8, 88, 188]
+
+Opener: TypeAlias = Callable[..., LlamaBackend]
+
+
+def loaded_models(folder: Path) -> Iterator[dict[str, LlamaModel]]:
+    """Yield a model of each of `CONFIGS`, written to a folder, and close them all."""
+    loaded = {
+        name: LlamaModel(write_tiny_model(folder / f"{name}.gguf", config), n_gpu_layers=0)
+        for name, config in CONFIGS.items()
+    }
+    yield loaded
+    for model in loaded.values():
+        model.close()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, LlamaModel]]:
+    yield from loaded_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(name="opened")
+def _opened(models: dict[str, LlamaModel]) -> Iterator[Opener]:
+    backends = []
+
+    def opened(
+        name: str,
+        n_rollback: int | None = None,
+        n_sequences: int = 1,
+        n_batch: int = 256,
+        n_outputs: int = N_OUTPUTS,
+        n_branches: int = 1,
+    ) -> LlamaBackend:
+        backend = LlamaBackend(
+            models[name],
+            replace(OPTIONS, n_batch=n_batch),
+            n_ctx=256,
+            clock=time.perf_counter,
+            n_sequences=n_sequences,
+            n_outputs=n_outputs,
+            n_rollback=n_rollback,
+            n_branches=n_branches,
+        )
+        backends.append(backend)
+        return backend
+
+    yield opened
+    for backend in backends:
+        backend.close()
+
+
+@pytest.fixture(name="expected", scope="module")
+def _expected(models: dict[str, LlamaModel]) -> Iterator[Callable[[str, Sequence[int]], Logits]]:
+    """The logits after a text that a model decodes for the first time, token by token."""
+    backends: dict[str, LlamaBackend] = {}
+    known: dict[tuple[str, tuple[int, ...]], Logits] = {}
+
+    def expected(name: str, text: Sequence[int]) -> Logits:
+        key = (name, tuple(text))
+        if key not in known:
+            if name not in backends:
+                backends[name] = LlamaBackend(
+                    models[name], OPTIONS, n_ctx=256, clock=time.perf_counter
+                )
+            backends[name].remove(0)
+            known[key] = decode(backends[name], text)
+        return known[key]
+
+    yield expected
+    for backend in backends.values():
+        backend.close()
+
+
+def decode(backend: LlamaBackend, tokens: Sequence[int], sequence: int = 0) -> Logits:
+    """Decode tokens one by one; the logits after the last of them."""
+    return [decode_together(backend, [token], sequence) for token in tokens][-1]
+
+
+def decode_together(backend: LlamaBackend, tokens: Sequence[int], sequence: int = 0) -> Logits:
+    """Decode tokens in one batch; the logits after the last of them."""
+    batch = Batch()
+    start = backend.length(sequence)
+    for position, token in enumerate(tokens, start):
+        batch.add(token, position, (sequence,), position == start + len(tokens) - 1)
+    row: Logits = backend.decode(batch)[0].copy()
+    return row
+
+
+def assert_same(name: str, found: Logits, expected: Logits) -> None:
+    # gemma3's activation function is read from a table, which magnifies rounding.
+    np.testing.assert_allclose(found, expected, atol=0.02 if name == "gemma3" else 1e-4)
+    assert int(found.argmax()) == int(expected.argmax())
+
+
+Expected: TypeAlias = Callable[[str, Sequence[int]], Logits]
+every_way = pytest.mark.parametrize(("name", "n_rollback", "rollback"), WAYS)
+
+
+@every_way
+def test_each_model_is_rolled_back_in_its_own_way(
+    opened: Opener, name: str, n_rollback: int | None, rollback: Rollback
+) -> None:
+    backend = opened(name, n_rollback)
+    assert backend.rollback == rollback
+    assert backend.can_branch == (rollback == "cells")
+    assert backend.model.has_recurrent_state == (rollback != "cells")
+
+
+@every_way
+@pytest.mark.parametrize("n_kept", range(len(DRAFT) + 1))
+def test_any_number_of_drafted_rows_can_be_dropped(
+    opened: Opener,
+    expected: Expected,
+    name: str,
+    n_rollback: int | None,
+    rollback: Rollback,
+    n_kept: int,
+) -> None:
+    backend = opened(name, n_rollback)
+    decode_together(backend, TEXT)
+    backend.checkpoint(0)
+    decode_together(backend, DRAFT)
+    backend.remove(0, len(TEXT) + n_kept)
+    assert backend.length(0) == len(TEXT) + n_kept
+    text = [*TEXT, *DRAFT[:n_kept], 50]
+    assert_same(name, decode(backend, [50]), expected(name, text))
+    assert_same(name, decode_together(backend, [60, 61]), expected(name, [*text, 60, 61]))
+    assert backend.length(0) == len(text) + 2
+    n_repeated = backend.n_decoded_rows - len(TEXT) - len(DRAFT) - 3
+    if rollback == "cells" or n_kept == len(DRAFT):
+        assert n_repeated == 0
+    elif rollback == "states":
+        assert n_repeated == n_kept
+    elif n_kept > 0 and n_rollback is None:  # each snapshot serves
+        assert n_repeated == 0
+
+
+@every_way
+@pytest.mark.parametrize("n_kept", range(4))
+def test_tokens_decoded_one_by_one_can_be_dropped(
+    opened: Opener,
+    expected: Expected,
+    name: str,
+    n_rollback: int | None,
+    rollback: Rollback,
+    n_kept: int,
+) -> None:
+    """As a model that drafts does."""
+    backend = opened(name, n_rollback)
+    decode_together(backend, TEXT)
+    for n_round in range(3):
+        start = backend.length(0)
+        backend.checkpoint(0)
+        decode(backend, DRAFT[:3])
+        backend.remove(0, start + n_kept)
+        text = [*TEXT, *([*DRAFT[:n_kept], 50, 51] * (n_round + 1))]
+        assert_same(name, decode_together(backend, [50, 51]), expected(name, text))
+    n_new = len(TEXT) + 3 * 5
+    # A copy of the state is near: the whole text is not decoded again.
+    assert backend.n_decoded_rows - n_new <= (0 if rollback == "cells" else 3 * n_kept)
+
+
+@every_way
+@pytest.mark.parametrize("seed", range(4))
+def test_rounds_of_all_kinds_in_a_row(
+    opened: Opener,
+    expected: Expected,
+    name: str,
+    n_rollback: int | None,
+    rollback: Rollback,
+    seed: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    backend = opened(name, n_rollback, n_batch=16)
+    text: list[int] = []
+
+    def extend(n: int) -> Logits:
+        tokens = [int(token) for token in rng.integers(0, 280, n)]
+        text.extend(tokens)
+        return decode_together(backend, tokens)
+
+    for _ in range(3):
+        extend(16)
+    for _ in range(25):
+        kind = rng.choice(["draft", "plain", "singles", "twice", "early", "same place"])
+        start = len(text)
+        if kind in {"draft", "twice", "same place"}:
+            backend.checkpoint(0)
+            extend(int(rng.integers(1, N_OUTPUTS)))
+        elif kind == "singles":
+            backend.checkpoint(0)
+            for _ in range(3):
+                extend(1)
+        if kind == "plain":
+            extend(int(rng.integers(1, 4)))
+        else:
+            for _ in range(2 if kind == "twice" else 1):
+                first = max(0, start - 4) if kind == "early" else start
+                kept = int(rng.integers(first, len(text) + 1))
+                backend.remove(0, kept)
+                del text[kept:]
+                assert backend.length(0) == len(text)
+        if kind == "same place":
+            backend.checkpoint(0)
+            backend.checkpoint(0)
+            backend.remove(0, len(text))
+        assert_same(name, extend(int(rng.integers(1, 4))), expected(name, text))
+
+
+@every_way
+def test_sequences_are_rolled_back_each_for_itself(
+    opened: Opener,
+    expected: Expected,
+    name: str,
+    n_rollback: int | None,
+    rollback: Rollback,
+) -> None:
+    """In one batch, with equal and unequal numbers of rows, with some left out, and with
+    others that begin anew."""
+    rng = np.random.default_rng(5)
+    backend = opened(name, n_rollback, n_sequences=4)
+    texts: list[list[int]] = [[] for _ in range(4)]
+    for sequence in (2, 0, 3, 1):  # so that their cells lie otherwise than their numbers
+        texts[sequence] = [int(token) for token in rng.integers(0, 280, 10 + sequence)]
+        decode_together(backend, texts[sequence], sequence)
+    for n_round in range(20):
+        if n_round % 6 == 5:
+            backend.remove(n_round % 4)
+            texts[n_round % 4] = [n_round]
+            decode_together(backend, [n_round], n_round % 4)
+        chosen = [s for s in range(4) if rng.random() < 0.8] or [0]
+        equal = rng.random() < 0.5
+        batch = Batch()
+        for sequence in chosen:
+            backend.checkpoint(sequence)
+            n = 2 if equal else int(rng.integers(1, 3))
+            for _ in range(n):
+                token = int(rng.integers(0, 280))
+                batch.add(token, len(texts[sequence]), (sequence,), wants_logits=True)
+                texts[sequence].append(token)
+        logits = backend.decode(batch).copy()
+        for row, (sequence,) in enumerate(batch.sequences):
+            text = texts[sequence][: batch.positions[row] + 1]
+            assert_same(name, logits[row], expected(name, text))
+        for sequence in chosen:
+            kept = len(texts[sequence]) - int(rng.integers(0, 2))
+            backend.remove(sequence, kept)
+            del texts[sequence][kept:]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_rollback_left_out_would_be_seen(expected: Expected, name: str) -> None:
+    """A state that still holds the dropped tokens is the state of another text."""
+    kept = expected(name, [*TEXT, 50])
+    for n_stale in range(1, 4):
+        stale = expected(name, [*TEXT, *DRAFT[:n_stale], 50])
+        assert np.abs(stale - kept).max() > 0.05
+    one_behind = expected(name, [*TEXT[:-1], 50])
+    assert np.abs(one_behind - kept).max() > 0.05
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen35"])
+def test_llama_cpp_itself_takes_a_snapshot_that_was_never_made(
+    models: dict[str, LlamaModel], opened: Opener, expected: Expected, name: str
+) -> None:
+    """Why the backend counts rows: going back before the last decode is granted, to what the
+    snapshot's place held before."""
+    backend = opened(name)
+    decode_together(backend, TEXT)
+    decode_together(backend, DRAFT)
+    assert len(DRAFT) < N_OUTPUTS
+    cache = Cache(name, backend._handle)
+    cache.remove(0, len(TEXT))
+    cache.check_length(0, len(TEXT))
+    batch = Batch()
+    batch.add(50, len(TEXT), (0,), wants_logits=True)
+    stale = backend._decode_rows(batch)[0]
+    assert np.abs(stale - expected(name, [*TEXT, 50])).max() > 0.05
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen35"])
+def test_snapshots_of_a_cell_that_was_moved_are_not_used(
+    opened: Opener, expected: Expected, name: str
+) -> None:
+    """llama.cpp decodes these rows in two parts: sequence 0, then 1 and 2, whose cells it
+    puts side by side, and sequence 0's, which lies between them, elsewhere."""
+    backend = opened(name, n_sequences=3)
+    for sequence in (1, 0, 2):
+        decode_together(backend, [sequence, *TEXT[:9]], sequence)
+    batch = Batch()
+    for sequence, n in ((0, 4), (1, 2), (2, 2)):
+        backend.checkpoint(sequence)
+        for offset in range(n):
+            batch.add(DRAFT[offset], 10 + offset, (sequence,), wants_logits=True)
+    backend.decode(batch)
+    for sequence in range(3):
+        backend.remove(sequence, 11)
+    for sequence in range(3):
+        text = [sequence, *TEXT[:9], DRAFT[0], 50]
+        assert_same(name, decode(backend, [50], sequence), expected(name, text))
+
+
+@every_way
+def test_a_copy_of_another_text_is_not_used(
+    opened: Opener, expected: Expected, name: str, n_rollback: int | None, rollback: Rollback
+) -> None:
+    backend = opened(name, n_rollback)
+    decode_together(backend, TEXT)
+    backend.checkpoint(0)
+    decode(backend, DRAFT[:2])  # the state is copied before them
+    backend.remove(0, len(TEXT) - 2)
+    decode_together(backend, DRAFT)
+    backend.remove(0, len(TEXT) + 2)
+    text = [*TEXT[:-2], *DRAFT[:4], 50]
+    assert_same(name, decode(backend, [50]), expected(name, text))
+
+
+def test_a_long_run_of_rounds_repeats_few_rows(opened: Opener) -> None:
+    """Of states that are copied, not each round's: what is decoded again stays a few rows."""
+    backend = opened("mamba")
+    decode_together(backend, TEXT)
+    n_new, n_rounds, n_before = len(TEXT), 40, 0
+    for _ in range(n_rounds):
+        backend.checkpoint(0)
+        start, n_before = backend.length(0), backend.n_decoded_rows
+        decode_together(backend, DRAFT[:5])
+        assert backend.n_decoded_rows - n_before <= 5 + 3 + 3
+        backend.remove(0, start + 3)
+        n_new += 5
+    assert backend.n_decoded_rows - n_new < 5 * n_rounds
+
+
+def free_cells_before(backend: LlamaBackend, sequence: int) -> None:
+    """Decode `TEXT` in a sequence, with free cells before it, and then a text in sequence 2, which uses them.
+    llama.cpp would also use those of the first sequence that have left the window of its end."""
+    decode_together(backend, DRAFT, sequence=3)
+    decode_together(backend, TEXT, sequence=sequence)
+    backend.remove(3)
+    decode_together(backend, TEXT[:20], sequence=2)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "lfm2-window"])
+def test_other_texts_do_not_use_the_cells_of_a_sliding_window(
+    opened: Opener, expected: Expected, name: str
+) -> None:
+    backend = opened(name, n_sequences=4)
+    free_cells_before(backend, sequence=0)
+    n_decoded = backend.n_decoded_rows
+    backend.remove(0, 10)
+    assert_same(name, decode(backend, [50]), expected(name, [*TEXT[:10], 50]))
+    n_repeated = backend.n_decoded_rows - n_decoded - 1
+    assert n_repeated == (0 if backend.rollback == "cells" else 10)
+
+
+def test_a_branch_that_lost_its_window_is_refused(opened: Opener, expected: Expected) -> None:
+    """Cells of branches are kept for as long as no branch is longer than the window."""
+    backend = opened("gemma3", n_sequences=4, n_branches=2)
+    free_cells_before(backend, sequence=1)
+    with pytest.raises(RollbackError, match=r"sequence 1 cannot go back to position 10: its sl"):
+        backend.remove(1, 10)
+    with pytest.raises(RollbackError, match=r"sequence 1 cannot go back to position 10: its sl"):
+        backend.copy(1, 0, 0, 10)
+    assert backend.length(1) == len(TEXT)
+    backend.remove(1, len(TEXT) - 1)
+    assert_same("gemma3", decode(backend, [50], 1), expected("gemma3", [*TEXT[:-1], 50]))
+
+
+@pytest.mark.parametrize("name", ["mamba", "jamba", "qwen35"])
+def test_a_decode_that_fails_leaves_the_text_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, opened: Opener, expected: Expected, name: str
+) -> None:
+    backend = opened(name)
+    decode_together(backend, TEXT)
+    backend.checkpoint(0)
+    decode_together(backend, DRAFT)
+    backend.remove(0, len(TEXT) + 2)
+    fails = backend._decode_rows
+
+    def failing(batch: Batch) -> Logits:
+        fails(batch)
+        raise BackendError("after the cache was changed")
+
+    rewinder = backend._rewinder
+    with monkeypatch.context() as patch:
+        patch.setattr(rewinder, "_decode_rows", failing)
+        with pytest.raises(BackendError, match="after the cache"):
+            decode_together(backend, [9, 10])
+    assert backend.length(0) == len(TEXT) + 2
+    assert_same(name, decode(backend, [50]), expected(name, [*TEXT, *DRAFT[:2], 50]))
+
+
+def test_a_refused_rollback_names_sequence_and_position(
+    monkeypatch: pytest.MonkeyPatch, opened: Opener
+) -> None:
+    backend = opened("qwen35", n_sequences=2)
+    decode_together(backend, TEXT, sequence=1)
+    decode_together(backend, DRAFT, sequence=1)
+    backend.remove(1, len(TEXT) + 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(llama_cpp, "llama_memory_seq_rm", lambda *_: False)
+        with pytest.raises(RollbackError, match=r"sequence 1 from position 42 on"):
+            decode(backend, [50], sequence=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(llama_cpp, "llama_memory_seq_rm", lambda *_: True)
+        with pytest.raises(RollbackError, match=r"position 42, its cache ends at 46"):
+            decode(backend, [50], sequence=1)
+
+
+def test_a_state_that_cannot_be_saved_or_restored_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, opened: Opener
+) -> None:
+    backend = opened("qwen35")
+    decode_together(backend, TEXT)
+    backend.checkpoint(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(llama_cpp, "llama_state_seq_get_data_ext", lambda *_: 0)
+        with pytest.raises(BackendError, match=r"sequence 0 at position 40 could not be saved"):
+            decode(backend, [50])
+    decode_together(backend, [50])
+    backend.checkpoint(0)
+    decode(backend, [51, 52])
+    backend.remove(0, 42)
+    with monkeypatch.context() as patch:
+        patch.setattr(llama_cpp, "llama_state_seq_set_data_ext", lambda *_: 7)
+        with pytest.raises(RollbackError, match=r"position 41 could not be restored \(7 of"):
+            decode(backend, [53])
+
+
+def test_a_recurrent_state_is_not_shared_and_has_no_gaps(opened: Opener) -> None:
+    backend = opened("mamba", n_sequences=2)
+    decode_together(backend, TEXT)
+    with pytest.raises(BackendError, match="cannot share"):
+        backend.copy(0, 1)
+    shared = Batch()
+    shared.add(1, len(TEXT), (0, 1), wants_logits=True)
+    with pytest.raises(BackendError, match=r"\(0, 1\)"):
+        backend.decode(shared)
+    gap = Batch()
+    gap.add(1, len(TEXT) + 1, (0,), wants_logits=True)
+    with pytest.raises(BackendError, match="position 41; sequence 0 goes on at 40"):
+        backend.decode(gap)
+    assert backend.length(1) == 0
+
+
+def test_snapshots_that_do_not_fit_the_memory_are_done_without(
+    monkeypatch: pytest.MonkeyPatch, opened: Opener
+) -> None:
+    class Machine:
+        available = 600 * 2**20
+
+    monkeypatch.setattr("psutil.virtual_memory", Machine)
+    assert opened("qwen35").rollback == "snapshots"
+    monkeypatch.setattr(LlamaModel, "state_bytes", lambda _: 100 * 2**20)
+    assert opened("qwen35").rollback == "states"
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "jamba", "lfm2", "qwen35"])
+def test_the_estimate_of_a_state_is_no_less_than_the_state(opened: Opener, name: str) -> None:
+    backend = opened(name, 0)
+    decode_together(backend, TEXT)
+    size = llama_cpp.llama_state_seq_get_size_ext(
+        backend._handle,
+        0,
+        llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY,
+    )
+    assert 0.8 * size <= backend.model.state_bytes() <= 3 * size
+
+
+# --- the fake, which holds the loop to the rules
+
+
+def fake() -> FakeBackend:
+    vocabulary = FakeVocabulary.letters(8)
+    backend = FakeBackend(vocabulary, random_language(8), recurrent=True)
+    batch = Batch()
+    for position in range(4):
+        batch.add(position, position, (0,), wants_logits=False)
+    backend.decode(batch)
+    return backend
+
+
+def test_the_fake_goes_back_to_its_checkpoint_and_not_further() -> None:
+    backend = fake()
+    assert backend.rollback == "states"
+    with pytest.raises(RollbackError, match="no checkpoint"):
+        backend.remove(0, 3)
+    backend.checkpoint(0)
+    batch = Batch()
+    batch.add(5, 4, (0,), wants_logits=True)
+    backend.decode(batch)
+    with pytest.raises(RollbackError, match="checkpoint at 4"):
+        backend.remove(0, 3)
+    backend.remove(0, 5)  # nothing
+    backend.remove(0, 4)
+    assert backend.text(0) == (0, 1, 2, 3)
+    backend.remove(0)
+    assert backend.length(0) == 0
+    backend.decode(Batch([1], [0], [(0,)], [False]))
+    backend.decode(Batch([1], [1], [(0,)], [False]))
+    with pytest.raises(RollbackError, match="no checkpoint"):
+        backend.remove(0, 1)
+
+
+def test_the_fake_shares_no_state() -> None:
+    backend = fake()
+    assert not backend.can_branch
+    with pytest.raises(BackendError, match="cannot share"):
+        backend.copy(0, 1)
+    with pytest.raises(BackendError, match="belongs to one"):
+        backend.decode(Batch([1], [4], [(0, 1)], [False]))
+
+
+def test_a_deep_model_keeps_as_many_snapshots_as_its_graph_has_room_for(tmp_path: Path) -> None:
+    """llama.cpp ends the process if there are more."""
+    from tests.llama.test_kernels import in_process
+
+    model = write_tiny_model(tmp_path / "model.gguf", TinyConfig(architecture="lfm2", n_layer=16))
+    program = """
+import json, sys
+from pathlib import Path
+from specgen.decoding.backend import Batch
+from specgen.llama import LlamaBackend, LlamaModel
+from specgen.options import ContextOptions
+
+model = LlamaModel(Path(sys.argv[1]))
+options = ContextOptions(n_threads=1)
+wide, narrow = (
+    LlamaBackend(model, options, n_ctx=256, clock=lambda: 0.0, n_outputs=n) for n in (40, 4)
+)
+
+def decode(backend, tokens, start):
+    batch = Batch()
+    for place, token in enumerate(tokens, start):
+        batch.add(token, place, (0,), True)
+    return backend.decode(batch)
+
+text = list(range(10, 20))
+for n_rows in (1, 5, 30):
+    decode(wide, text, 0)
+    decode(wide, range(30, 30 + n_rows), len(text))
+    wide.remove(0, len(text))
+    after = decode(wide, [99], len(text))[0].copy()
+    wide.remove(0)
+    for start in range(0, len(text), 2):
+        decode(narrow, text[start:start + 2], start)
+    expected = decode(narrow, [99], len(text))[0]
+    assert abs(after - expected).max() < 1e-3 * abs(expected).max()
+    narrow.remove(0)
+print(json.dumps(wide.rollback))
+"""
+    assert in_process(program, str(model)) == "snapshots"

@@ -1,0 +1,308 @@
+"""Our samplers against llama.cpp's own, called through the low-level API."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from specgen.decoding.sampling import Distribution, Sampler
+from specgen.options import DEFAULT_SAMPLERS, SamplerName, SamplerOptions
+from specgen.system.arrays import Logits, TokenArray
+from tests.helpers.llama_samplers import as_dict, assert_same, native_distribution
+
+#: Everything off, at temperature 1.
+OFF = SamplerOptions(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+
+
+def options(**changes: object) -> SamplerOptions:
+    return dataclasses.replace(OFF, **changes)  # type: ignore[arg-type]
+
+
+def row(n_vocab: int, scale: float, seed: int) -> Logits:
+    return np.random.default_rng(seed).normal(0.0, scale, n_vocab).astype(np.float32)
+
+
+def with_impossible(logits: Logits, seed: int) -> Logits:
+    """A fifth of the tokens, not the best one, cannot be."""
+    chosen = np.random.default_rng(seed).random(len(logits)) < 0.2
+    chosen[logits.argmax()] = False
+    return np.where(chosen, np.float32(-np.inf), logits)
+
+
+def spike(n_vocab: int) -> Logits:
+    logits = np.full(n_vocab, -100.0, np.float32)
+    logits[n_vocab // 2] = 100.0
+    return logits
+
+
+RANDOM_ROWS = {
+    "flat-ish": row(300, 0.3, 1),
+    "usual": row(300, 3.0, 2),
+    "peaked": row(300, 12.0, 3),
+    "large": row(3000, 4.0, 4),
+    "tiny": row(2, 1.0, 5),
+}
+NASTY_ROWS = {
+    "one token": np.array([1.5], np.float32),
+    "constant": np.full(97, -2.5, np.float32),
+    "ties": np.repeat(np.array([3.0, 2.0, 1.0, -4.0], np.float32), 16),
+    "two equal best": np.array([0.0, 5.0, 1.0, 5.0], np.float32),
+    "huge": row(200, 1e30, 6),
+    "minute": row(200, 1e-30, 7),
+    "negative": row(200, 2.0, 8) - 1000,
+    "spike": spike(500),
+    "impossible": with_impossible(row(300, 3.0, 9), 10),
+    "all but one impossible": np.array([-np.inf, -np.inf, 0.5, -np.inf], np.float32),
+}
+ROWS = RANDOM_ROWS | NASTY_ROWS
+
+
+def test_the_rows_are_those_meant() -> None:
+    assert all(logits.dtype == np.float32 for logits in ROWS.values())
+
+
+def check(logits: Logits, chosen: SamplerOptions, history: TokenArray | None = None) -> None:
+    text = np.zeros(0, np.int64) if history is None else history
+    ours = Sampler(chosen).distribution(logits.copy(), text)
+    assert_same(ours, native_distribution(logits, chosen, text.tolist()))
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("k", [1, 2, 7, 40, 299, 300, 10_000])
+def test_top_k(name: str, k: int) -> None:
+    check(ROWS[name], options(top_k=k))
+
+
+#: None of them a multiple of 1/40, 1/97 or 1/200, the probabilities in flat rows: on the border
+#: between two equal tokens, rounding decides.
+SHARES = [0.0, 0.1013, 0.5127, 0.9017, 0.9501]
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("p", SHARES)
+@pytest.mark.parametrize("k", [0, 40])
+def test_top_p(name: str, p: float, k: int) -> None:
+    check(ROWS[name], options(top_p=p, top_k=k))
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("p", [0.001, 0.05, 0.4, 1.0])
+@pytest.mark.parametrize("k", [0, 40])
+def test_min_p(name: str, p: float, k: int) -> None:
+    check(ROWS[name], options(min_p=p, top_k=k))
+
+
+#: Rows in which no token's probability is zero in float32.
+POSSIBLE = [name for name, r in ROWS.items() if float(r.max()) - float(r.min()) < 80]
+
+
+@pytest.mark.parametrize("name", POSSIBLE)
+@pytest.mark.parametrize("p", SHARES)
+@pytest.mark.parametrize("k", [0, 40])
+def test_typical(name: str, p: float, k: int) -> None:
+    check(ROWS[name], options(typical_p=p, top_k=k))
+
+
+def test_typical_ignores_tokens_without_probability_where_llama_cpp_has_nan() -> None:
+    """0 log 0 is NaN in llama.cpp, so every distance from the entropy is, and it sorts by
+    these: no matter what p is, it keeps an arbitrary start of its list."""
+    possible = row(50, 2.0, 11)
+    padded = np.concatenate((possible, np.full(5, -np.inf, np.float32)))
+    chosen = options(typical_p=0.5)
+    ours = Sampler(chosen).distribution(padded)
+    assert_same(ours, native_distribution(possible, chosen))
+    # The most typical tokens are not the most likely ones here; llama.cpp takes the latter.
+    theirs = native_distribution(padded, chosen)
+    assert set(theirs) != set(as_dict(ours))
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("n", [0.3, 1.0, 2.2, 100.0])
+@pytest.mark.parametrize("k", [0, 40])
+def test_top_n_sigma(name: str, n: float, k: int) -> None:
+    if name in ("huge", "minute"):
+        pytest.skip("llama.cpp squares the logits in float32, which here is infinite or zero")
+    check(ROWS[name], options(top_n_sigma=n, top_k=k))
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("t", [0.01, 0.3, 0.8, 1.7, 20.0])
+@pytest.mark.parametrize("k", [0, 40])
+def test_temperature(name: str, t: float, k: int) -> None:
+    if name == "huge" and t < 1.0:
+        pytest.skip("in llama.cpp these logits over such a temperature are infinite")
+    check(ROWS[name], options(temperature=t, top_k=k))
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(("t", "spread"), [(0.8, 0.5), (1.0, 3.0), (0.0, 1.5)])
+@pytest.mark.parametrize("exponent", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("k", [0, 40])
+def test_dynamic_temperature(name: str, t: float, spread: float, exponent: float, k: int) -> None:
+    check(
+        ROWS[name],
+        options(temperature=t, dynatemp_range=spread, dynatemp_exponent=exponent, top_k=k),
+    )
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("threshold", [0.0, 0.004, 0.1, 0.3, 0.5, 0.6])
+@pytest.mark.parametrize("k", [0, 40])
+def test_xtc_is_the_mixture_of_llama_cpps_two_outcomes(name: str, threshold: float, k: int) -> None:
+    """Its die always says yes at probability 1, never at 0."""
+    if name in ("impossible", "all but one impossible", "spike") and threshold == 0.0:
+        pytest.skip("llama.cpp may keep a token whose probability is 0, and that one only")
+    check(ROWS[name], options(xtc_probability=1.0, xtc_threshold=threshold, top_k=k))
+    if name in ("constant", "ties", "minute"):
+        return  # which of the equal tokens is kept is not defined there
+    chosen = options(
+        xtc_probability=0.3, xtc_threshold=threshold, top_k=k, min_p=0.001, temperature=0.9
+    )
+    with_removal, without = (
+        native_distribution(ROWS[name], dataclasses.replace(chosen, xtc_probability=p))
+        for p in (1.0, 0.0)
+    )
+    mixture = {
+        token: 0.3 * with_removal.get(token, 0.0) + 0.7 * without.get(token, 0.0)
+        for token in with_removal | without
+    }
+    assert_same(Sampler(chosen).distribution(ROWS[name].copy()), mixture)
+
+
+HISTORY = np.random.default_rng(12).integers(0, 40, 200)
+
+
+@pytest.mark.parametrize("name", ["usual", "peaked", "ties", "impossible", "negative", "huge"])
+@pytest.mark.parametrize("last_n", [0, 1, 5, 64, 1000, -1])
+@pytest.mark.parametrize(
+    ("repeat", "frequency", "presence"),
+    [(1.3, 0.0, 0.0), (0.7, 0.0, 0.0), (1.0, 0.2, 0.0), (1.0, 0.0, 1.1), (1.2, -0.1, 0.4)],
+)
+def test_penalties(
+    name: str, last_n: int, repeat: float, frequency: float, presence: float
+) -> None:
+    logits = ROWS[name]
+    chosen = options(
+        repeat_last_n=last_n,
+        repeat_penalty=repeat,
+        frequency_penalty=frequency,
+        presence_penalty=presence,
+        top_k=30,
+        min_p=0.001,
+    )
+    check(logits, chosen, HISTORY[len(logits) > HISTORY])
+
+
+def test_a_bias_of_the_same_token_twice_is_added_twice() -> None:
+    pairs = ((3, 1.5), (7, -np.inf), (3, 1.0), (11, -2.0))
+    for order in (DEFAULT_SAMPLERS, ("temperature", "top_k")):
+        check(ROWS["usual"], options(logit_bias=pairs, top_k=20, samplers=order, temperature=0.7))
+
+
+@pytest.mark.parametrize("t", [0.0, -1.0])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"top_k": 40, "top_p": 0.95, "min_p": 0.05},
+        {"repeat_penalty": 3.0, "presence_penalty": 9.0},
+        {"typical_p": 0.2},
+        {"top_n_sigma": 1.0},
+        {"xtc_probability": 1.0, "xtc_threshold": 0.02},
+        {"logit_bias": ((5, 50.0),)},
+    ],
+)
+@pytest.mark.parametrize("name", ["usual", "flat-ish", "large", "negative"])
+def test_at_temperature_zero_the_best_survivor_is_taken(
+    name: str, changes: dict[str, object], t: float
+) -> None:
+    chosen = options(temperature=t, **changes)
+    theirs = native_distribution(ROWS[name], chosen, HISTORY.tolist())
+    ours = Sampler(chosen).distribution(ROWS[name].copy(), HISTORY)
+    assert as_dict(ours) == pytest.approx(theirs)
+
+
+def random_options(rng: random.Random) -> SamplerOptions:
+    """Any samplers in any order; each as likely on as off."""
+
+    def maybe(off: float, *values: float) -> float:
+        return rng.choice(values) if rng.random() < 0.5 else off
+
+    samplers: list[SamplerName] = [name for name in DEFAULT_SAMPLERS if name != "dry"]
+    if rng.random() < 0.7:
+        rng.shuffle(samplers)
+    return SamplerOptions(
+        temperature=maybe(1.0, 0.0, 0.3, 0.8, 1.6),
+        top_k=int(maybe(0, 3, 20, 60)),
+        top_p=maybe(1.0, 0.3, 0.77, 0.943),
+        min_p=maybe(0.0, 0.0123, 0.157),
+        samplers=tuple(samplers[: rng.randint(3, 8)]),
+        repeat_last_n=int(maybe(64, -1, 10)),
+        repeat_penalty=maybe(1.0, 1.1, 1.5),
+        presence_penalty=maybe(0.0, 0.21, 1.3),
+        frequency_penalty=maybe(0.0, 0.12),
+        typical_p=maybe(1.0, 0.33, 0.912),
+        top_n_sigma=maybe(-1.0, 0.71, 1.93),
+        xtc_probability=maybe(0.0, 1.0),
+        xtc_threshold=rng.choice((0.023, 0.137)),
+        dynatemp_range=maybe(0.0, 0.0, 0.45),
+        dynatemp_exponent=rng.choice((1.0, 1.7)),
+        logit_bias=((3, 2.25), (17, -1.5), (20, -np.inf)) if rng.random() < 0.3 else (),
+    )
+
+
+def breaks_typical(chosen: SamplerOptions) -> bool:
+    """Whether llama.cpp's typical sampler may meet tokens whose probability is 0 in float32
+    (see above): forbidden ones, or at a low temperature."""
+    if "typ_p" not in chosen.samplers or chosen.typical_p >= 1.0:
+        return False
+    before = chosen.samplers[: chosen.samplers.index("typ_p")]
+    return (
+        bool(chosen.logit_bias)
+        or (chosen.top_n_sigma > 0 and "top_n_sigma" in before)
+        or "temperature" in before
+    )
+
+
+@pytest.mark.parametrize("seed", range(400))
+def test_any_chain_in_any_order(seed: int) -> None:
+    rng = random.Random(seed)
+    chosen = random_options(rng)
+    while breaks_typical(chosen):
+        chosen = random_options(rng)
+    logits = row(rng.choice((30, 150)), rng.choice((1.0, 2.5, 4.0)), seed)
+    history = np.array([rng.randrange(30) for _ in range(rng.randint(0, 100))], np.int64)
+    theirs = native_distribution(logits, chosen, history.tolist())
+    before = logits.copy()
+    ours = Sampler(chosen).distribution(logits, history)
+    assert (logits == before).all()
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("t", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize(
+    ("k", "p", "min_p"), list(itertools.product([0, 40], [1.0, 0.95], [0.0, 0.05]))
+)
+def test_a_vocabulary_of_real_size(t: float, k: int, p: float, min_p: float) -> None:
+    chosen = options(temperature=t, top_k=k, top_p=p, min_p=min_p)
+    for scale in (0.5, 3.0):
+        logits = row(50_000, scale, 13)
+        logits[::7] = -np.inf
+        ours = Sampler(chosen).distribution(logits)
+        # Adding up thousands of float32 numbers, llama.cpp is off by some tokens.
+        edge = 1e-3 if p < 1.0 and k == 0 else 0.0
+        theirs = native_distribution(logits, chosen)
+        assert_same(ours, theirs, edge=edge)
+        assert abs(len(theirs) - len(ours.token_ids)) <= 0.01 * len(theirs)
+
+
+def test_the_mixture_at_temperature_zero_has_two_certain_tokens() -> None:
+    logits = np.array([2.0, 1.0, 1.9, -3.0], np.float32)
+    chosen = options(temperature=0.0, xtc_probability=0.25, xtc_threshold=0.1)
+    found = Sampler(chosen).distribution(logits)
+    assert as_dict(found) == pytest.approx({0: 0.75, 1: 0.25})
+    assert isinstance(found, Distribution)

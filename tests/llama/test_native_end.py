@@ -1,0 +1,147 @@
+"""What ends the process in native code is told in one line, with an exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specgen import cli
+from specgen.errors import BackendError, MemoryLimitError
+from specgen.llama.file_check import CheckedFiles
+from specgen.llama.library import asserted
+from specgen.models import cache_folder
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.helpers.tiny import with_a_token_twice
+
+ROOT = Path(__file__).parents[2]
+TRUNCATED = """
+import mmap, sys
+from specgen.llama.library import end_with_a_line
+end_with_a_line(sys.stdout.flush)
+print("what was said so far")
+with open(sys.argv[1], "r+b") as file:
+    mapped = mmap.mmap(file.fileno(), 0)
+    file.truncate(0)
+    mapped[5000]
+"""
+#: A context of GGML for which there is no memory.
+NO_MEMORY = """
+import ctypes, resource
+from specgen.llama.library import ggml
+from specgen.llama.library import end_with_a_line
+end_with_a_line()
+class Parameters(ctypes.Structure):
+    _fields_ = [("size", ctypes.c_size_t), ("buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
+limit = 2**36
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+ggml("ggml_init", ctypes.c_void_p, Parameters)(Parameters(2 * limit, None, False))
+"""
+#: A model of which nothing is left, behind its first answer; some of it is read by other threads.
+MODEL_TRUNCATED = """
+import os, sys
+import specgen
+from specgen.llama.library import end_with_a_line
+from specgen.options import ContextOptions
+end_with_a_line(sys.stdout.flush)
+with specgen.load(sys.argv[1], "none", context=ContextOptions(n_threads=2)) as model:
+    model.generate("the cat", max_tokens=4)
+    print("what was said so far")
+    os.truncate(sys.argv[1], 0)
+    model.generate("a dog", max_tokens=4)
+"""
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env={**os.environ, "OMP_WAIT_POLICY": "passive"},
+    )
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_failed_assertion_is_one_line(tmp_path: Path, tiny_models: Path, role: str) -> None:
+    damaged = with_a_token_twice(tmp_path / "twice.gguf")
+    CheckedFiles(cache_folder()).add(damaged)  # wrongly: it would be refused otherwise
+    target = damaged if role == "target" else tiny_models / "target.gguf"
+    draft = damaged if role == "draft" else "none"
+    result = run("-m", "specgen", "run", "-m", target, "-md", draft, "-n", "4", "abc")
+    assert result.returncode == BackendError.exit_code
+    assert result.stdout == ""
+    message, hint = result.stderr.splitlines()
+    assert message.startswith("error: llama.cpp ended the process: GGML_ASSERT(")
+    assert hint.startswith("hint: ")
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGBUS"), reason="a signal of Unix")
+def test_a_file_that_became_shorter_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "mapped").write_bytes(bytes(8192))
+    result = run("-c", TRUNCATED, tmp_path / "mapped")
+    assert result.returncode == BackendError.exit_code
+    assert result.stdout == "what was said so far\n"
+    message, hint = result.stderr.splitlines()
+    assert message == "error: a file became shorter while it was read: a model, most likely"
+    assert hint.startswith("hint: ")
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="llama.cpp maps models elsewhere as well, or not"
+)
+def test_a_model_that_became_shorter_is_one_line(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model.gguf", TinyConfig())
+    result = run("-c", MODEL_TRUNCATED, model)
+    assert result.returncode == BackendError.exit_code
+    assert result.stdout == "what was said so far\n"
+    message, _hint = result.stderr.splitlines()
+    assert message == "error: a file became shorter while it was read: a model, most likely"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a limit on address space")
+def test_memory_that_runs_out_in_native_code_is_one_line() -> None:
+    result = run("-c", NO_MEMORY)
+    assert result.returncode == MemoryLimitError.exit_code
+    message, hint = result.stderr.splitlines()
+    assert message.startswith("error: there is not enough memory; ")
+    assert "damaged" not in hint
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), ImportError("a.so: failed to map segment from shared object")]
+)
+def test_memory_that_runs_out_in_python_is_one_line(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit) as end:
+        cli.main([])
+    assert end.value.code == MemoryLimitError.exit_code
+    message, _hint = capsys.readouterr().err.splitlines()
+    assert message == "error: there is not enough memory"
+
+
+def test_other_imports_that_fail_are_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise ImportError("no module of that name")
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(ImportError, match="no module"):
+        cli.main([])
+
+
+def test_the_message_names_what_failed_and_no_path() -> None:
+    assert asserted("/somewhere/src/llama-vocab.cpp:12: GGML_ASSERT(a == b) failed\n") == (
+        "llama.cpp ended the process: GGML_ASSERT(a == b) failed (llama-vocab.cpp:12)"
+    )
+    assert asserted("no place\nat all") == "llama.cpp ended the process: no place at all"

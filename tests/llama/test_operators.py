@@ -1,0 +1,244 @@
+"""Single operators of GGML, against NumPy: what kernels are compared with must itself be right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specgen.errors import BackendError
+from specgen.llama import operators
+from specgen.llama.kernels import Kernels
+from specgen.llama.operators import (
+    CPU_BUFFER,
+    AttentionOptions,
+    FloatArray,
+    Matrix,
+    Weights,
+    attend,
+    multiply,
+    multiply_experts,
+    quantize,
+)
+
+#: What rounding activations to 8 bits makes, as a root mean square; without that, numbers of 16 bits.
+ROUNDED, HALF = 0.015, 0.004
+
+
+@pytest.fixture(autouse=True)
+def _without_kernels(attached_kernels: Kernels | None) -> None:
+    """GGML's own code computes."""
+    if attached_kernels is not None:
+        attached_kernels.enable(products=False, attention=False)
+
+
+def normal(*shape: int, seed: int = 0) -> FloatArray:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def error(computed: FloatArray, expected: FloatArray) -> float:
+    assert computed.shape == expected.shape
+    return float(np.sqrt(np.square(computed - expected).mean() / np.square(expected).mean()))
+
+
+# --- products -------------------------------------------------------------------------------
+
+
+#: GGML takes seconds to prepare for these.
+SLOW = {"iq1_s", "iq1_m", "iq2_xs", "iq2_s", "iq2_xxs"}
+
+
+@pytest.mark.parametrize("type_name", [name for name in operators.TYPE_NUMBERS if name not in SLOW])
+def test_a_product_of_every_type(type_name: str) -> None:
+    weights = quantize(normal(33, 512), type_name)
+    tokens = normal(5, 512, seed=1)
+    with Matrix(weights) as matrix:
+        computed = multiply(matrix, tokens, n_threads=2)
+    assert error(computed, tokens @ operators.dequantize(weights).T) < ROUNDED
+
+
+def test_floats_are_what_they_were() -> None:
+    values = normal(4, 32)
+    assert np.array_equal(operators.dequantize(quantize(values, "f32")), values)
+    halves = operators.dequantize(quantize(values, "f16"))
+    assert np.array_equal(halves, values.astype(np.float16).astype(np.float32))
+
+
+def test_further_dimensions_are_batches() -> None:
+    weights, tokens = quantize(normal(8, 64), "q8_0"), normal(2, 3, 5, 64)
+    with Matrix(weights) as matrix:
+        computed = multiply(matrix, tokens)
+        assert np.array_equal(computed[1, 2], multiply(matrix, tokens[1, 2]))
+        assert multiply(matrix, tokens[0, 0, :0]).shape == (0, 8)
+    assert computed.shape == (2, 3, 5, 8)
+
+
+def test_other_buffer_types_compute_the_same() -> None:
+    found = operators.buffer_types()
+    assert found[0] == CPU_BUFFER
+    weights, tokens = quantize(normal(64, 512), "q4_0"), normal(7, 512)
+    with Matrix(weights) as matrix:
+        expected = multiply(matrix, tokens)
+    for buffer_type in found[1:]:
+        if operators.takes("q4_0", weights.shape, buffer_type):
+            with Matrix(weights, buffer_type) as matrix:
+                assert error(multiply(matrix, tokens), expected) < ROUNDED
+
+
+def test_what_a_buffer_type_does_not_take_is_an_error() -> None:
+    weights = quantize(normal(3, 32), "f32")
+    for buffer_type in operators.buffer_types()[1:]:
+        if not operators.takes("f32", weights.shape, buffer_type):
+            with pytest.raises(BackendError, match="does not take f32"):
+                Matrix(weights, buffer_type)
+    with pytest.raises(BackendError, match="no buffer type nonsense"):
+        Matrix(weights, "nonsense")
+
+
+@pytest.mark.parametrize("n_given", [1, 2])
+def test_products_with_experts(n_given: int) -> None:
+    weights = quantize(normal(6, 16, 256), "q4_k")
+    tokens, n_used = normal(5, n_given, 256, seed=1), 2
+    experts = np.array([[0, 5], [5, 0], [1, 2], [3, 3], [4, 1]], np.int32)
+    with Matrix(weights, n_experts_used=n_used) as matrix:
+        computed = multiply_experts(matrix, tokens, experts)
+    chosen = operators.dequantize(weights)[experts]
+    each = np.broadcast_to(tokens, (5, n_used, 256))
+    assert error(computed, np.einsum("tuc,turc->tur", each, chosen)) < ROUNDED
+
+
+def test_shapes_that_do_not_fit_are_errors() -> None:
+    with Matrix(quantize(normal(4, 64), "q8_0")) as matrix:
+        with pytest.raises(ValueError, match="times a matrix"):
+            multiply(matrix, normal(2, 32))
+        with pytest.raises(ValueError, match="times a matrix"):
+            multiply(matrix, normal(64))
+        with pytest.raises(ValueError, match="no experts"):
+            multiply_experts(matrix, normal(1, 1, 64), np.zeros((1, 1), np.int32))
+    with Matrix(quantize(normal(2, 4, 64), "q8_0")) as matrix:
+        with pytest.raises(ValueError, match="multiply_experts"):
+            multiply(matrix, normal(2, 64))
+        with pytest.raises(ValueError, match="is none"):
+            multiply_experts(matrix, normal(1, 1, 64), np.full((1, 1), 2, np.int32))
+        with pytest.raises(ValueError, match="activations of"):
+            multiply_experts(matrix, normal(2, 1, 64), np.zeros((1, 1), np.int32))
+    with pytest.raises(ValueError, match="no multiple of 256"):
+        quantize(normal(4, 64), "q4_k")
+    with pytest.raises(ValueError, match="q9: not one of"):
+        quantize(normal(4, 64), "q9")
+    with pytest.raises(ValueError, match="bytes of weights"):
+        Weights("q8_0", (4, 64), np.zeros(3, np.uint8))
+    with pytest.raises(ValueError, match="no shape"):
+        Weights("q8_0", (64,), np.zeros(68, np.uint8))
+
+
+# --- attention ------------------------------------------------------------------------------
+
+
+def reference(
+    queries: FloatArray,
+    keys: FloatArray,
+    values: FloatArray,
+    mask: Any,
+    options: AttentionOptions,
+) -> FloatArray:
+    """Attention as its formula has it."""
+    n_heads, size = queries.shape[2:]
+    keys, values = (np.repeat(part, n_heads // part.shape[2], axis=2) for part in (keys, values))
+    scale = options.scale or size**-0.5
+    scores = np.einsum("srhk,schk->shrc", queries, keys).astype(np.float64) * scale
+    if options.softcap:
+        scores = options.softcap * np.tanh(scores / options.softcap)
+    if mask is not None:
+        slopes: Any = 1.0
+        if options.max_bias:  # for a power of two of heads
+            slopes = 2.0 ** (-options.max_bias / n_heads * np.arange(1, n_heads + 1))
+            slopes = slopes[None, :, None, None]
+        scores = scores + mask * slopes
+    top = scores.max(axis=-1, keepdims=True)
+    if options.sinks is not None:
+        top = np.maximum(top, options.sinks[None, :, None, None])
+    weights = np.exp(scores - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    if options.sinks is not None:
+        total = total + np.exp(options.sinks[None, :, None, None] - top)
+    found: FloatArray = np.einsum("shrc,schv->srhv", weights / total, values).astype(np.float32)
+    return found
+
+
+def parts(n_streams: int = 1, value_size: int = 64) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Queries, keys and values: 5 rows, 8 heads, 2 of them for keys and values, 96 cells."""
+    return (
+        normal(n_streams, 5, 8, 64, seed=1),
+        normal(n_streams, 96, 2, 64, seed=2),
+        normal(n_streams, 96, 2, value_size, seed=3),
+    )
+
+
+def holes(*shape: int) -> Any:
+    """A mask that hides a third of the cells."""
+    hidden = np.random.default_rng(4).random(shape) < 1 / 3
+    return np.where(hidden, -np.inf, 0).astype(np.float16)
+
+
+@pytest.mark.parametrize(
+    ("cache_type", "tolerance"), [("f32", 1e-4), ("f16", HALF), ("bf16", 0.02), ("q8_0", 0.02)]
+)
+def test_attention_over_every_usual_cache(cache_type: str, tolerance: float) -> None:
+    queries, keys, values = parts()
+    mask = holes(1, 1, 5, 96)
+    computed = attend(
+        queries, keys, values, mask, key_type=cache_type, value_type=cache_type, n_threads=2
+    )
+    plain = AttentionOptions()
+    assert error(computed, reference(queries, keys, values, mask, plain)) < tolerance
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        AttentionOptions(),
+        AttentionOptions(scale=0.3),
+        AttentionOptions(softcap=2.0),
+        AttentionOptions(sinks=normal(8, seed=5)),
+    ],
+)
+@pytest.mark.parametrize("mask", [None, holes(1, 1, 5, 96), holes(2, 1, 5, 96)])
+def test_attention_with_all_it_may_have(options: AttentionOptions, mask: Any) -> None:
+    queries, keys, values = parts(n_streams=2)
+    computed = attend(queries, keys, values, mask, options=options)
+    assert error(computed, reference(queries, keys, values, mask, options)) < HALF
+
+
+def test_attention_with_a_bias_by_distance() -> None:
+    queries, keys, values = parts()
+    distance = np.linspace(-6.0, 0.0, 96, dtype=np.float16)
+    mask = np.broadcast_to(distance, (1, 1, 5, 96))
+    options = AttentionOptions(max_bias=8.0)
+    computed = attend(queries, keys, values, mask, options=options)
+    assert error(computed, reference(queries, keys, values, mask, options)) < HALF
+
+
+def test_values_may_have_another_size_than_keys() -> None:
+    queries, keys, values = parts(value_size=32)
+    computed = attend(queries, keys, values, None)
+    assert error(computed, reference(queries, keys, values, None, AttentionOptions())) < HALF
+
+
+def test_attentions_that_do_not_fit_are_errors() -> None:
+    queries, keys, values = parts()
+    with pytest.raises(ValueError, match="four dimensions"):
+        attend(queries[0], keys, values, None)
+    with pytest.raises(ValueError, match="values of"):
+        attend(queries, keys, values[:, :5], None)
+    with pytest.raises(ValueError, match="keys of"):
+        attend(queries[..., :32], keys, values, None)
+    with pytest.raises(ValueError, match="keys of"):
+        attend(queries[:, :, :7], keys, values, None)
+    with pytest.raises(ValueError, match="a mask of"):
+        attend(queries, keys, values, holes(1, 1, 5, 95))
+    with pytest.raises(ValueError, match="a bias needs a mask"):
+        attend(queries, keys, values, None, options=AttentionOptions(max_bias=8.0))
+    with pytest.raises(ValueError, match="sinks"):
+        attend(queries, keys, values, None, options=AttentionOptions(sinks=normal(3)))

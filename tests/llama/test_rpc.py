@@ -1,0 +1,508 @@
+"""A target on workers: llama.cpp's RPC, with worker processes on the loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specgen.cli.flags.machine import workers_of
+from specgen.decoding.backend import Batch
+from specgen.engine.calibration.memory import Memory
+from specgen.errors import BackendError, MemoryLimitError, UsageError, WorkerLostError
+from specgen.llama import LlamaBackend, LlamaModel, weights
+from specgen.llama.kernels import Kernels
+from specgen.measure.worker_checks import worker_checks
+from specgen.options import ContextOptions, Workers
+from specgen.system import worker_probe
+from specgen.system.arrays import Logits
+from specgen.system.worker_probe import (
+    RemoteDevice,
+    WorkerInfo,
+    check_protocol,
+    lost_among,
+    own_protocol,
+    parse_endpoint,
+    probe,
+)
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny.config import Architecture
+from tests.helpers.cli import Cli
+from tests.helpers.workers import (
+    Worker,
+    finished,
+    free_port,
+    needs_rpc,
+    running_worker,
+    specgen,
+    wait_for,
+)
+
+QUICK = ("-t", "1", "--no-stats", "--quiet", "-n", "24")
+
+
+@pytest.fixture(scope="module")
+def two_workers() -> Iterator[tuple[Worker, Worker]]:
+    with running_worker() as first, running_worker("--memory", "64") as second:
+        yield first, second
+
+
+def endpoints(*found: Worker) -> str:
+    return ",".join(worker.endpoint for worker in found)
+
+
+def read_until(process: subprocess.Popen[str], sign: str) -> None:
+    """Read lines of standard error up to one that has `sign`. Fails if there is none."""
+    assert process.stderr is not None
+    lines: list[str] = []
+    for line in process.stderr:
+        if sign in line:
+            return
+        lines.append(line)
+    pytest.fail(f"no {sign!r} among {lines}")
+
+
+@needs_rpc
+class TestTarget:
+    """What is decoded over the wire."""
+
+    def run(self, *arguments: str | Path) -> tuple[int, str, str]:
+        return finished(specgen("run", *QUICK, *arguments))
+
+    @pytest.mark.parametrize("draft", ["none", "ngram", "draft.gguf"])
+    def test_the_text_is_that_of_this_machine(
+        self, two_workers: tuple[Worker, Worker], tiny_models: Path, draft: str
+    ) -> None:
+        if draft.endswith(".gguf"):
+            draft = str(tiny_models / draft)
+        own = ("-m", tiny_models / "target.gguf", "--kernels", "llama.cpp", "a b a b a")
+        here = self.run(*own, "-md", "none")
+        there = self.run(*own, "-md", draft, "--rpc", endpoints(*two_workers))
+        assert here[0] == 0, here
+        assert len(here[1]) > 10
+        assert there == here
+
+    def test_layers_lie_where_the_split_puts_them(
+        self, two_workers: tuple[Worker, Worker], tiny_models: Path
+    ) -> None:
+        def placed(split: str) -> list[bool]:
+            process = specgen(
+                *("run", "-m", tiny_models / "target.gguf", "-md", "none", "-n", "2", "--verbose"),
+                *("--rpc", endpoints(*two_workers), "--tensor-split", split, "abc"),
+            )
+            code, _, err = finished(process)
+            assert code == 0, err
+            lines = [line for line in err.splitlines() if "model buffer size" in line]
+            return [any(f"[{w.endpoint}]" in line for line in lines) for w in two_workers]
+
+        assert placed("1,1") == [True, True]
+        assert placed("1,0") == [True, False]
+        assert placed("0,1") == [False, True]
+
+    def test_the_output_matrix_may_stay(
+        self, two_workers: tuple[Worker, Worker], tiny_models: Path
+    ) -> None:
+        """Fewer bytes than logits come back, and the text is the same."""
+        own = ("-m", tiny_models / "target.gguf", "-md", "none", "--kernels", "llama.cpp", "a b")
+        there = self.run(*own, "--rpc", endpoints(*two_workers))
+        here = self.run(*own, "--rpc", endpoints(*two_workers), "--output-here")
+        assert there[0] == 0, there
+        assert here == there
+
+    def test_a_share_too_many_is_refused(
+        self, two_workers: tuple[Worker, Worker], tiny_models: Path
+    ) -> None:
+        own = ("-m", tiny_models / "target.gguf", "-md", "none", "--tensor-split", "1,2,3", "a")
+        code, _, err = self.run(*own, "--rpc", endpoints(*two_workers))
+        assert code == UsageError.exit_code
+        assert "3 shares, but the workers have 2 devices" in err
+
+
+@needs_rpc
+class TestKernels:
+    """specgen's kernels on workers."""
+
+    @pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen35", "mamba2"])
+    def test_rows_are_those_of_the_kernels_here(
+        self,
+        kernels: Kernels,
+        two_workers: tuple[Worker, Worker],
+        tmp_path: Path,
+        architecture: Architecture,
+    ) -> None:
+        """To the last bit: a batch costs no more there, and texts are those of this machine."""
+        config = TinyConfig(architecture=architecture, tensor_type="q8_0")
+        path = write_tiny_model(tmp_path / "tiny.gguf", config)
+        remote = Workers(tuple(worker.endpoint for worker in two_workers))
+        rows = []
+        for workers_ in (None, remote):
+            model = LlamaModel(path, workers=workers_)
+            rows.append(self.rows(model))
+            model.close()
+        # Gated delta nets are computed by operators of llama.cpp's that differ between devices.
+        rounding = 1e-4 if architecture == "qwen35" else 0.0
+        here, there = rows
+        np.testing.assert_allclose(there, here, rtol=0.0, atol=rounding)
+        if architecture == "llama":  # what else a worker computes is llama.cpp's in any case
+            kernels.enable(products=False, attention=False)
+            model = LlamaModel(path)
+            others = self.rows(model)
+            model.close()
+            assert not np.array_equal(others, there)
+
+    def rows(self, model: LlamaModel) -> Logits:
+        """Logits of some tokens: a batch, then two of them alone."""
+        options = ContextOptions(n_threads=1)
+        found = []
+        backend = LlamaBackend(
+            model, options, n_ctx=256, clock=time.perf_counter, n_sequences=1, n_outputs=8
+        )
+        for start, end in ((0, 6), (6, 7), (7, 8)):
+            batch = Batch()
+            for position in range(start, end):
+                batch.add(10 + position, position, (0,), True)
+            found.append(backend.decode(batch).copy())
+        backend.close()
+        return np.concatenate(found)
+
+
+@needs_rpc
+class TestLoss:
+    """Workers that die or hang."""
+
+    #: Long enough that no machine gets through before the worker is gone.
+    LONG = ("-n", "4000", "-c", "4096", "--ignore-eos", "-md", "none", "-t", "1", "--raw")
+
+    @pytest.mark.parametrize(
+        ("number", "why"), [(signal.SIGKILL, "ended"), (signal.SIGSTOP, "2 s")]
+    )
+    def test_what_was_said_stands_and_an_exit_code_says_why(
+        self,
+        two_workers: tuple[Worker, Worker],
+        tiny_models: Path,
+        number: signal.Signals,
+        why: str,
+    ) -> None:
+        with running_worker() as worker:
+            process = specgen(
+                *("run", "-m", tiny_models / "target.gguf", *self.LONG, "--json"),
+                *("--rpc", endpoints(two_workers[0], worker), "--rpc-timeout", "2", "abc"),
+            )
+            assert process.stdout is not None
+            for line in process.stdout:
+                if '"event": "committed"' in line:
+                    break
+            worker.process.send_signal(number)
+            code, out, err = finished(process, 60.0)
+        assert code == WorkerLostError.exit_code
+        assert "Traceback" not in err
+        message = next(line for line in err.splitlines() if line.startswith("error: "))
+        assert worker.endpoint in message
+        assert why in message
+        if number == signal.SIGKILL:  # of one that hangs nobody can tell from here
+            assert two_workers[0].endpoint not in message
+        end = json.loads(out.splitlines()[-1])
+        assert (end["event"], end["finish_reason"]) == ("finished", "interrupted")
+        assert end["n_tokens"] > 0
+
+    def batch(
+        self, folder: Path, models: Path, *arguments: str, n_last: int = 4000
+    ) -> tuple[subprocess.Popen[str], Path]:
+        """A batch of four lines, two at once, of which the last two have `n_last` tokens; the file of its
+        results."""
+        source, results = folder / "in.jsonl", folder / "out.jsonl"
+        lines = [
+            {"custom_id": str(n), "prompt": "a" * (n + 1), "max_tokens": 20 if n < 2 else n_last}
+            for n in range(4)
+        ]
+        source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        process = specgen(
+            *("batch", source, results, "-m", models / "target.gguf", "-md", "none", "-t", "1"),
+            *("--ignore-eos", "-np", "2", "-c", "4096", *arguments),
+        )
+        return process, results
+
+    def test_a_batch_keeps_what_is_done_and_writes_no_errors(
+        self, tmp_path: Path, tiny_models: Path
+    ) -> None:
+        with running_worker() as worker:
+            wanted = ("--rpc", worker.endpoint, "--host-timeout", "0.5")
+            process, results = self.batch(tmp_path, tiny_models, *wanted)
+            wait_for(lambda: results.exists() and results.read_text().count("\n") == 2)
+            worker.process.kill()
+            code, _, err = finished(process, 60.0)
+        assert code == WorkerLostError.exit_code, err
+        assert "waiting for all workers" in err
+        written = [json.loads(line) for line in results.read_text().splitlines()]
+        assert {line["custom_id"] for line in written} == {"0", "1"}
+        assert all(line["error"] is None for line in written)
+
+    def test_a_batch_goes_on_when_the_worker_is_back(
+        self, tmp_path: Path, tiny_models: Path
+    ) -> None:
+        with running_worker() as first, running_worker() as stays:
+            wanted = ("--rpc", f"{first.endpoint},{stays.endpoint}")
+            process, results = self.batch(tmp_path, tiny_models, *wanted, n_last=1500)
+            wait_for(lambda: results.exists() and results.read_text().count("\n") == 2)
+            first.process.kill()
+            read_until(process, "waiting for all workers")
+            with running_worker(port=parse_endpoint(first.endpoint)[1]):
+                code, _, err = finished(process, 60.0)
+        assert code == 0, err
+        written = [json.loads(line) for line in results.read_text().splitlines()]
+        assert sorted(line["custom_id"] for line in written) == ["0", "1", "2", "3"]
+        assert all(line["error"] is None for line in written)
+
+    def test_ctrl_c_ends_the_wait(self, tmp_path: Path, tiny_models: Path) -> None:
+        with running_worker() as worker:
+            process, results = self.batch(tmp_path, tiny_models, "--rpc", worker.endpoint)
+            wait_for(lambda: results.exists() and results.read_text().count("\n") == 2)
+            worker.process.kill()
+            read_until(process, "waiting for all workers")
+            process.send_signal(signal.SIGINT)
+            code, _, err = finished(process, 30.0)
+        assert code == 130
+        assert "Traceback" not in err
+
+    def test_a_worker_that_is_not_there_is_told(self, tiny_models: Path) -> None:
+        endpoint = f"127.0.0.1:{free_port()}"
+        code, out, err = finished(
+            specgen("run", "-m", tiny_models / "target.gguf", "-md", "none", "--rpc", endpoint, "a")
+        )
+        assert (code, out) == (WorkerLostError.exit_code, "")
+        assert err.splitlines()[0].startswith(f"error: cannot reach the worker {endpoint}: ")
+
+    def test_ctrl_c_ends_a_worker_with_a_line(self) -> None:
+        with running_worker() as worker:
+            worker.process.send_signal(signal.SIGINT)
+            code, _, err = finished(worker.process, 30.0)
+        assert code == 0
+        assert err.splitlines()[-1].startswith("the worker has ended")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("run", "Hi"),
+        ("batch", "in.jsonl", "out.jsonl"),
+        ("fim", "in.jsonl:1"),
+        ("chat",),
+        ("serve",),
+        ("verify",),
+        ("tune",),
+        ("bench",),
+        ("draft", "find"),
+        ("draft", "data"),
+        ("draft", "make"),
+    ],
+    ids=" ".join,
+)
+def test_every_command_that_loads_a_target_asks_the_workers(
+    cli: Cli,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    command: Sequence[str],
+) -> None:
+    import specgen.cli
+
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text("Hi\n", encoding="utf-8")
+    endpoint = f"127.0.0.1:{free_port()}"
+    with pytest.raises(SystemExit) as exit_:
+        specgen.cli.main([*command, "-m", cli.model("target"), "--rpc", endpoint])
+    assert exit_.value.code == WorkerLostError.exit_code
+    assert f"cannot reach the worker {endpoint}" in capsys.readouterr().err
+
+
+class TestProbe:
+    """Asking a worker what it is, without llama.cpp."""
+
+    @needs_rpc
+    def test_it_tells_protocol_and_memory(self, two_workers: tuple[Worker, Worker]) -> None:
+        found = probe(two_workers[1].endpoint, 10.0, time.perf_counter)
+        assert found.protocol == own_protocol()
+        assert [device.free_bytes for device in found.devices] == [64 * 2**20]
+        assert found.round_trip_s is not None
+        assert 0.0 < found.round_trip_s < 10.0
+
+    @needs_rpc
+    def test_the_doctor_tells_of_each_worker(self, two_workers: tuple[Worker, Worker]) -> None:
+        missing = f"127.0.0.1:{free_port()}"
+        checks = worker_checks((two_workers[0].endpoint, missing), time.perf_counter)
+        assert [check.passed for check in checks] == [True, True, False]
+        assert "GiB free; a round trip takes" in checks[1].message
+        assert checks[2].error == "WorkerLostError"
+
+    def test_another_version_is_told_with_its_cure(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(worker_probe, "own_protocol", lambda: "7.0.0")
+        check_protocol(WorkerInfo("a:1", "7.0.0", (), None))
+        with pytest.raises(
+            BackendError, match=r"a:1 has RPC protocol 7\.0\.1, this machine 7\.0\.0"
+        ):
+            check_protocol(WorkerInfo("a:1", "7.0.1", (), None))
+
+    def test_silence_is_no_worker(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+            with pytest.raises(WorkerLostError, match=r"does not answer within 0\.2 s"):
+                probe(endpoint, 0.2)
+
+    def test_another_protocol_is_no_worker(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+
+            def answer() -> None:
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(100)
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+            thread = threading.Thread(target=answer)
+            thread.start()
+            with pytest.raises(WorkerLostError, match="does not answer as a worker"):
+                probe(f"127.0.0.1:{server.getsockname()[1]}", 5.0)
+            thread.join()
+
+    def test_the_worker_that_ended_its_connection_is_lost(self) -> None:
+        """Even if it still accepts connections: a process that is killed does so for a moment. The other
+        is not asked, since it may accept none while it serves."""
+        with contextlib.ExitStack() as stack:
+            listening = [
+                stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+                for _ in range(2)
+            ]
+            addresses = [server.getsockname() for server in listening]
+            clients = [stack.enter_context(socket.create_connection(a)) for a in addresses]
+            serving = [stack.enter_context(server.accept()[0]) for server in listening]
+            endpoints = [f"{host}:{port}" for host, port in addresses]
+            stack.enter_context(socket.create_connection(addresses[1]))  # fills its queue
+            serving[0].close()
+            assert clients[0].recv(1) == b""
+            for _ in range(3):
+                assert lost_among(endpoints) == endpoints[:1]
+
+    def test_of_workers_that_are_silent_nobody_can_tell(self) -> None:
+        with contextlib.ExitStack() as stack:
+            listening = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in "ab"]
+            for server in listening:
+                stack.enter_context(socket.create_connection(server.getsockname()))
+            endpoints = [f"127.0.0.1:{server.getsockname()[1]}" for server in listening]
+            assert lost_among(endpoints) == endpoints
+
+    def test_a_worker_that_accepts_no_connection_is_lost(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            endpoints = [f"127.0.0.1:{server.getsockname()[1]}", f"127.0.0.1:{free_port()}"]
+            assert lost_among(endpoints) == endpoints[1:]
+
+    @pytest.mark.parametrize("text", ["", "host", "host:", ":5", "host:0", "host:70000", "::1:5"])
+    def test_other_texts_are_no_endpoints(self, text: str) -> None:
+        with pytest.raises(UsageError, match="is not the address of a worker"):
+            parse_endpoint(text)
+
+
+class TestRemoteCalls:
+    """Calls that may take long, in a process of their own: a lost one is left running."""
+
+    def test_what_was_alive_before_a_call_does_not_lengthen_it(self) -> None:
+        script = """
+import time
+from specgen.llama.remote_calls import RemoteCalls
+from specgen.errors import WorkerLostError
+calls = RemoteCalls(("127.0.0.1:1",), 2.0)
+assert calls(lambda: 7) == 7
+calls.alive()
+started = time.monotonic()
+try:
+    calls(time.sleep, 60)
+except WorkerLostError as error:
+    print(error.message, error.hint)
+    print(time.monotonic() - started < 3.5)
+"""
+        command = [sys.executable, "-c", script]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        message, is_short = run.stdout.splitlines()
+        assert message.startswith("lost 127.0.0.1:1: no answer within 2 s")
+        assert "--rpc-timeout" in message
+        assert is_short == "True"
+
+
+class TestOptions:
+    """--rpc and what goes with it, before anything is loaded."""
+
+    def test_workers(self) -> None:
+        found = workers_of("a:1, b:2", "3,1", output_here=True, timeout_s=5.0)
+        assert found is not None
+        assert (found.endpoints, found.tensor_split, found.timeout_s) == (
+            ("a:1", "b:2"),
+            (3.0, 1.0),
+            5.0,
+        )
+        assert workers_of(None, None, output_here=False, timeout_s=5.0) is None
+
+    @pytest.mark.parametrize(
+        ("rpc", "split"),
+        [
+            (None, "1,2"),
+            ("a:1,a:1", None),
+            (",".join(f"a:{port}" for port in range(1, 18)), None),
+            ("a:1", "0"),
+            ("a:1", "-1,2"),
+            ("a:1", "x"),
+            ("a:1", "nan"),
+        ],
+    )
+    def test_what_makes_no_sense_is_refused(self, rpc: str | None, split: str | None) -> None:
+        with pytest.raises(UsageError):
+            workers_of(rpc, split, output_here=False, timeout_s=5.0)
+
+    def test_other_programs_are_not_compared_over_the_wire(self) -> None:
+        code, out, err = finished(specgen("bench", "--against", "llama.cpp", "--rpc", "a:1"))
+        assert (code, out) == (UsageError.exit_code, "")
+        assert "--against" in err
+
+    def test_costs_belong_to_a_placement(self, tmp_path: Path) -> None:
+        memory, model = Memory(), tmp_path / "model.gguf"
+
+        def table(placed: Workers | None) -> object:
+            return memory.costs(model, ContextOptions(workers=placed), 0, 2)
+
+        alone, there = table(None), table(Workers(("a:1",)))
+        split = table(Workers(("a:1", "b:1"), (1.0, 2.0)))
+        assert len({id(one) for one in (alone, there, split)}) == 3
+        assert table(Workers(("a:1",), timeout_s=1.0)) is there
+
+    def test_another_address_needs_a_word(self) -> None:
+        code, out, err = finished(specgen("worker", "--host", "0.0.0.0"))
+        assert (code, out) == (UsageError.exit_code, "")
+        assert "--insecure-network" in err
+
+    def test_workers_that_offer_too_little_are_told(
+        self, monkeypatch: pytest.MonkeyPatch, tiny_models: Path
+    ) -> None:
+        def offer(endpoint: str, _timeout_s: float) -> WorkerInfo:
+            return WorkerInfo(endpoint, "1.0.0", (RemoteDevice(1000, 2**40),), None)
+
+        monkeypatch.setattr(weights, "probe", offer)
+        monkeypatch.setattr(weights, "check_protocol", lambda _worker: None)
+        with pytest.raises(MemoryLimitError, match=r"the workers offer only 0\.0 GiB"):
+            LlamaModel(tiny_models / "target.gguf", workers=Workers(("a:1", "b:1")))
+
+    def test_a_build_without_rpc_names_the_cure(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from specgen.llama import rpc
+
+        monkeypatch.setattr(rpc, "ggml", lambda *_: lambda _name: None)
+        monkeypatch.setattr(rpc, "library_path", lambda: None)
+        with pytest.raises(BackendError, match="no RPC backend") as error:
+            rpc.load_rpc()
+        assert error.value.hint is not None
+        assert "make rpc" in error.value.hint

@@ -1,0 +1,224 @@
+"""What answers add up to."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specgen.measure.bench.figures import (
+    ContenderFigures,
+    Spread,
+    Worst,
+    figures_of,
+    geometric_mean,
+    spread,
+)
+from specgen.measure.bench.runs import Result
+from tests.helpers.bench import foresight_of, outcome, report_of, result
+
+SPEEDS = st.floats(0.1, 1000.0)
+
+
+def by_name(results: list[Result]) -> dict[str, ContenderFigures]:
+    return {each.contender: each for each in figures_of(results)}
+
+
+def test_a_speedup_is_over_plain_decoding_of_the_same_prompt_in_the_same_round() -> None:
+    results = [
+        result("plain", 1, 10.0),
+        result("a", 1, 20.0),
+        result("plain", 2, 40.0),
+        result("a", 2, 20.0),
+        result("plain", 1, 5.0, round=2),
+        result("a", 1, 20.0, round=2),
+    ]
+    figures = by_name(results)["a"]
+    assert figures.speedup == pytest.approx((2.0 * 0.5 * 4.0) ** (1 / 3))
+    assert figures.speedups == Spread(0.5, 1.25, 2.0, 3.0, 4.0)
+    assert figures.worst == Worst(2, 0.5)
+    assert figures.n_answers == 3
+    assert figures.tokens_per_s == spread([20.0, 20.0, 20.0])
+    assert by_name(results)["plain"].speedup == pytest.approx(1.0)
+
+
+def test_the_worst_prompt_is_so_over_all_its_rounds() -> None:
+    results = [
+        each
+        for number, (prompt, speed) in enumerate([(1, 0.5), (1, 8.0), (2, 1.0), (2, 1.0)])
+        for each in (
+            result("plain", prompt, 1.0, round=number),
+            result("a", prompt, speed, round=number),
+        )
+    ]
+    worst = by_name(results)["a"].worst
+    assert worst is not None
+    assert worst.prompt == 2
+    assert worst.speedup == pytest.approx(1.0)
+
+
+def test_categories_count_alike_however_many_answers_they_have() -> None:
+    results = []
+    for prompt, (category, speed) in enumerate([("x", 4.0), ("y", 1.0), ("y", 1.0), ("y", 1.0)]):
+        results.append(result("plain", prompt, 1.0, category=category))
+        results.append(result("a", prompt, speed, category=category))
+    figures = by_name(results)["a"]
+    assert [(each.category, each.n_answers) for each in figures.categories] == [("x", 1), ("y", 3)]
+    assert [each.speedup for each in figures.categories] == pytest.approx([4.0, 1.0])
+    assert figures.speedup == pytest.approx(2.0)
+
+
+def test_lineups_have_a_plain_decoding_each() -> None:
+    results = [
+        result("plain", 1, 10.0),
+        result("plain", 1, 5.0, temperature=0.8),
+        result("a", 1, 10.0),
+        result("a", 1, 10.0, temperature=0.8),
+        result("a", 1, 10.0, target="other"),
+    ]
+    figures = figures_of(results)
+    told = [(each.target, each.temperature, each.contender, each.speedup) for each in figures]
+    assert told == [
+        ("target.gguf", 0.0, "plain", pytest.approx(1.0)),
+        ("target.gguf", 0.0, "a", pytest.approx(1.0)),
+        ("target.gguf", 0.8, "plain", pytest.approx(1.0)),
+        ("target.gguf", 0.8, "a", pytest.approx(2.0)),
+        ("other", 0.0, "a", None),
+    ]
+
+
+def test_counts_and_shares_are_over_all_answers() -> None:
+    other = outcome(
+        n_rounds=15,
+        n_drafted=30,
+        n_accepted=5,
+        mean_accepted_length=4.0,
+        drafted_by_depth=(5, 4),
+        accepted_by_depth=(5,),
+        target_s=1.4,
+        draft_s=0.0,
+        own_s=0.6,
+        time_to_first_token_s=3.0,
+    )
+    figures = by_name(
+        [
+            result("plain", 1, 1.0),
+            result("plain", 2, 1.0),
+            result("a", 1, 1.0),
+            result("a", 2, 1.0, outcome=other),
+        ]
+    )["a"]
+    assert (figures.n_rounds, figures.n_drafted, figures.n_tokens) == (20, 40, 22)
+    assert figures.acceptance_rate == pytest.approx(0.25)
+    assert figures.acceptance_by_position == pytest.approx((0.9, 1 / 9))
+    assert figures.mean_accepted_length == pytest.approx((5 * 2.0 + 15 * 4.0) / 20)
+    assert figures.shares is not None
+    shares = (figures.shares.target, figures.shares.draft, figures.shares.own)
+    assert shares == pytest.approx((2.0 / 3.0, 0.1, 0.7 / 3.0))
+    assert figures.shares.token_s == pytest.approx(3.0 / 20)
+    assert figures.first_token == pytest.approx(2.0)
+
+
+def test_whole_answers_have_their_prompts_in_them_and_as_many_tokens_as_plain_decodings() -> None:
+    def answer(name: str, prompt: int, speed: float, prompt_s: float | None, n: int) -> Result:
+        told = outcome(speed, prompt_s=prompt_s, n_tokens=n)
+        return result(name, prompt, speed, category="xy"[prompt - 1], outcome=told)
+
+    figures = by_name(
+        [
+            answer("plain", 1, 10.0, 2.0, 61),  # 2 + 6 seconds
+            answer("a", 1, 20.0, 1.0, 11),  # 1 + 3
+            answer("plain", 2, 10.0, 2.0, 61),
+            answer("a", 2, 10.0, 10.0, 61),  # 10 + 6
+            answer("b", 1, 20.0, None, 61),
+        ]
+    )
+    assert figures["plain"].whole == pytest.approx(1.0)
+    assert figures["a"].whole == pytest.approx((2.0 * 0.5) ** 0.5)
+    assert figures["b"].whole is None
+
+
+def test_positions_at_which_little_was_drafted_are_left_out() -> None:
+    few = outcome(drafted_by_depth=(9, 4, 9), accepted_by_depth=(9, 4, 9))
+    assert by_name([result("a", 1, 1.0, outcome=few)])["a"].acceptance_by_position == (1.0,)
+
+
+def test_what_a_contender_does_not_tell_is_none() -> None:
+    silent = outcome(
+        None, token_ids=None, n_rounds=None, n_drafted=None, n_accepted=None,
+        mean_accepted_length=None, drafted_by_depth=(), accepted_by_depth=(),
+        time_to_first_token_s=None, prompt_s=None, target_s=None, draft_s=None, own_s=None,
+    )  # fmt: skip
+    figures = by_name([result("plain", 1, 1.0), result("a", 1, None, outcome=silent)])["a"]
+    for name in ("speedup", "speedups", "worst", "tokens_per_s", "n_rounds", "n_drafted",
+                 "acceptance_rate", "mean_accepted_length", "shares", "first_token", "whole"):  # fmt: skip
+        assert getattr(figures, name) is None, name
+    assert figures.acceptance_by_position == ()
+    assert figures.n_different == 0  # by its text
+
+
+@pytest.mark.parametrize(("temperature", "n"), [(0.0, 2), (0.8, None)])
+def test_texts_that_differ_are_counted_at_temperature_0(temperature: float, n: int | None) -> None:
+    outcomes = [
+        outcome(),
+        outcome(token_ids=(1,)),
+        outcome(token_ids=None, text="another"),
+        outcome(token_ids=None),
+    ]
+    results = []
+    for prompt, own in enumerate(outcomes):
+        results.append(result("plain", prompt, 1.0, temperature=temperature))
+        results.append(result("a", prompt, 1.0, temperature=temperature, outcome=own))
+    assert by_name(results)["a"].n_different == n
+
+
+@pytest.mark.parametrize(
+    ("own", "of_plain", "ended_by", "same"),
+    [
+        ("one two three", "one two", "length", True),  # it goes on after the limit
+        ("one too three", "one two", "length", False),
+        ("one", "one two", "length", False),
+        ("caf\u00e9s", "caf\N{REPLACEMENT CHARACTER}", "length", True),  # cut within a character
+        ("one two", "one two", "stop", True),
+        ("one two three", "one two", "stop", False),
+    ],
+)
+def test_what_another_program_says_after_the_limit_is_no_difference(
+    own: str, of_plain: str, ended_by: str, same: bool
+) -> None:
+    other = outcome(token_ids=None, finish_reason=None, text=own)
+    plain = outcome(finish_reason=ended_by, text=of_plain)
+    assert other.says_the_same(plain) is same
+    assert plain.says_the_same(other) is same
+
+
+@given(st.lists(SPEEDS, min_size=1))
+def test_spreads_are_in_order_and_means_within(values: list[float]) -> None:
+    found, mean = spread(values), geometric_mean(values)
+    assert found is not None
+    assert mean is not None
+    ordered = [found.low, found.quartile, found.median, found.third_quartile, found.high]
+    assert ordered == pytest.approx(sorted(ordered))
+    assert (found.low, found.high) == (min(values), max(values))
+    assert found.low * 0.999 <= mean <= found.high * 1.001
+
+
+def test_of_no_values_there_is_nothing_to_tell() -> None:
+    assert spread([]) is None
+    assert geometric_mean([]) is None
+    assert figures_of([]) == ()
+
+
+def test_the_share_reached_of_foresight_is_over_the_prompts_that_it_knows() -> None:
+    results = [
+        each
+        for prompt, speed in ((1, 1.0), (2, 2.0), (3, 9.0))
+        for each in (result("plain", prompt, 1.0), result("a", prompt, speed))
+    ]
+    report = report_of(results, foresights=[foresight_of("a", {1: 2.0, 2: 2.0, 7: 1.0})])
+    plain, own = report.figures
+    assert report.share_reached(own) == pytest.approx((0.5 * 1.0) ** 0.5)
+    assert report.share_reached(plain) is None
+    assert report_of(results).share_reached(own) is None
+    others = report_of(results, foresights=[foresight_of("b", {1: 2.0})])
+    assert others.share_reached(own) is None

@@ -1,0 +1,205 @@
+"""The best that could be reached, against trying everything."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specgen.decoding.drafters import Drafter, Drafting, draft_alone, ready
+from specgen.decoding.policy import RoundPlan, draft_up_to
+from specgen.measure.bench.foresight import (
+    DrafterForesight,
+    ScheduledRound,
+    best_schedule,
+    run_lengths,
+)
+from specgen.measure.bench.foresight_replay import Foresight, foresee_drafter
+from specgen.measure.selection.trial import TargetAnswer, agreeing_path
+from specgen.options import DraftOptions, GenerationOptions
+from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
+from tests.helpers.fake_generations import (
+    N_VOCAB,
+    Clock,
+    NoDrafter,
+    Setup,
+    model_drafter,
+    ngram_drafter,
+)
+
+LANGUAGE = random_language(N_VOCAB, seed=7)
+N_MAX = 4
+SECONDS = st.floats(0.01, 10.0)
+
+
+@st.composite
+def tasks(draw: st.DrawFn) -> tuple[int, list[float], list[DrafterForesight]]:
+    """A number of tokens, the costs of batches, and what some drafters could do."""
+    n_tokens = draw(st.integers(0, 7))
+    lengths = st.lists(st.integers(0, N_MAX), min_size=n_tokens, max_size=n_tokens).map(tuple)
+    drafters = st.builds(DrafterForesight, lengths, SECONDS, SECONDS)
+    rows_s = draw(st.lists(SECONDS, min_size=N_MAX + 1, max_size=N_MAX + 1))
+    return n_tokens, rows_s, draw(st.lists(drafters, max_size=3))
+
+
+def least_s(
+    place: int, n_tokens: int, rows_s: list[float], drafters: list[DrafterForesight]
+) -> float:
+    """By trying everything."""
+    if place == n_tokens:
+        return 0.0
+    ways = [rows_s[0] + least_s(place + 1, n_tokens, rows_s, drafters)]
+    for drafter in drafters:
+        for k in range(1, drafter.accepted[place] + 1):
+            if place + k + 1 <= n_tokens:
+                rest_s = least_s(place + k + 1, n_tokens, rows_s, drafters)
+                ways.append(drafter.first_s + (k - 1) * drafter.next_s + rows_s[k] + rest_s)
+    return min(ways)
+
+
+@given(tasks())
+def test_no_way_is_quicker(task: tuple[int, list[float], list[DrafterForesight]]) -> None:
+    n_tokens, rows_s, drafters = task
+    way = best_schedule(n_tokens, lambda n_rows: rows_s[n_rows - 1], drafters)
+    assert way.seconds == pytest.approx(least_s(0, n_tokens, rows_s, drafters))
+    place, seconds = 0, 0.0
+    for step in way.steps:
+        seconds += rows_s[step.n_drafted]
+        if step.drafter is not None:
+            drafter = drafters[step.drafter]
+            assert 1 <= step.n_drafted <= drafter.accepted[place]
+            seconds += drafter.seconds(step.n_drafted)
+        else:
+            assert step.n_drafted == 0
+        place += step.n_drafted + 1
+    assert place == n_tokens
+    assert seconds == pytest.approx(way.seconds)
+
+
+def test_jagged_costs_decide_how_much_is_drafted() -> None:
+    rows_s = {1: 1.0, 2: 1.1, 3: 1.2, 4: 5.0, 5: 5.0}
+    drafter = DrafterForesight((4,) * 6, 0.1, 0.1)
+    way = best_schedule(6, rows_s.__getitem__, [drafter])
+    assert way.steps == (ScheduledRound(0, 2), ScheduledRound(0, 2))
+    assert way.seconds == pytest.approx(2 * 1.4)
+
+
+def test_without_drafters_it_is_plain_decoding() -> None:
+    way = best_schedule(5, lambda n_rows: 2.0 * n_rows, [])
+    assert (way.seconds, way.steps) == (10.0, (ScheduledRound(None, 0),) * 5)
+    assert best_schedule(0, float, []).steps == ()
+
+
+@given(st.lists(st.booleans()), st.integers(1, 5), st.integers(1, 5))
+def test_runs_are_found_with_few_looks(right: list[bool], n_max: int, n_drafts: int) -> None:
+    looks: list[int] = []
+
+    def look(place: int) -> tuple[int, int]:
+        """A draft model of drafts of `n_drafts` tokens, or to the end."""
+        looks.append(place)
+        n_right = 0
+        while place + n_right < len(right) and n_right < n_drafts and right[place + n_right]:
+            n_right += 1
+        return min(n_drafts, len(right) - place), n_right
+
+    found = run_lengths(len(right), n_max, look)
+    assert looks == sorted(set(looks))
+    for place, length in enumerate(found):
+        following = [*right[place:], False]
+        assert length == min(n_max, following.index(False))
+
+
+def plain_answer(setup: Setup) -> tuple[int, ...]:
+    generation, _ = dataclasses.replace(setup, drafter=None).run()
+    return tuple(generation.tokens[generation.n_prompt :])
+
+
+def model(seed: int | None = None, noise: float = 0.0) -> Drafter:
+    """A draft model, one that takes time."""
+    language = LANGUAGE if seed is None else random_language(N_VOCAB, seed=seed)
+    if noise:
+        language = noisy(language, noise)
+    drafter, backend = model_drafter(language, FakeVocabulary.letters(N_VOCAB))
+    backend.decode_s = 1.0
+    return drafter
+
+
+def drafters() -> dict[str, Callable[[], Drafter]]:
+    return {
+        "itself": model,
+        "close": lambda: model(noise=1.0),
+        "far": lambda: model(seed=8),
+        "ngram": ngram_drafter,
+        "nothing": NoDrafter,
+    }
+
+
+@pytest.mark.parametrize("name", ["itself", "close", "far", "ngram", "nothing"])
+def test_what_is_accepted_at_each_place_is_what_a_draft_from_there_has_right(name: str) -> None:
+    setup = Setup(
+        drafting=DraftOptions(policy="fixed", max_tokens=N_MAX, p_min=0.0),
+        options=GenerationOptions(max_tokens=40),
+    )
+    tokens = plain_answer(setup)
+    setup.drafter = drafters()[name]()
+    generation = setup.generation()
+    found = foresee_drafter(generation, TargetAnswer("", tokens), N_MAX, Clock())
+    assert len(found.accepted) == len(tokens) - 1
+    assert found.first_s >= 0.0
+    assert found.next_s >= 0.0
+    for place, n_accepted in enumerate(found.accepted[:-1]):
+        setup.drafter = drafters()[name]()
+        fresh = setup.generation()
+        for token in tokens[: 1 + place]:
+            fresh.commit(token)
+        n_max = min(N_MAX, fresh.n_draftable)
+        drafters_here = fresh.drafters
+        assert drafters_here is not None
+        found_here = drafters_here.look_up(fresh.tokens, n_max)
+        draft = draft_alone(drafters_here.propose(fresh.tokens, draft_up_to(n_max)))
+        draft = draft if len(draft) else found_here
+        n_right = len(agreeing_path(draft, tokens[1 + place :]))
+        # Near the end, what counts is what could still be drafted.
+        assert min(n_accepted, n_max) == n_right
+
+
+def test_times_are_medians_of_what_drafts_took() -> None:
+    class Slow:
+        """Each draft takes two seconds, and three for each of its tokens."""
+
+        def __init__(self, inner: Drafter, clock: list[float]) -> None:
+            self.inner, self.clock = inner, clock
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.inner, name)
+
+        def propose(self, context: list[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+            draft = draft_alone(self.inner.propose(context, plan))
+            self.clock[0] += 2.0 + 3.0 * len(draft)
+            return ready(draft)
+
+    setup = Setup(
+        drafting=DraftOptions(policy="fixed", max_tokens=N_MAX, p_min=0.0),
+        options=GenerationOptions(max_tokens=40),
+    )
+    tokens, clock = plain_answer(setup), [0.0]
+    setup.drafter = Slow(drafters()["close"](), clock)  # type: ignore[assignment]
+    found = foresee_drafter(setup.generation(), TargetAnswer("", tokens), N_MAX, lambda: clock[0])
+    assert (found.first_s, found.next_s) == (5.0, 3.0)
+
+
+def test_a_foresight_tells_the_best_of_exactly_these_drafters() -> None:
+    from specgen.measure.bench.foresight_replay import Foreseen
+
+    told = (
+        Foreseen(1, ("a",), 9, 5, 4.0, 2.0),
+        Foreseen(1, ("a", "b"), 9, 3, 4.0, 1.0),
+        Foreseen(2, ("b",), 9, 9, 4.0, 4.0),
+    )
+    foresight = Foresight("target", {1: 0.1}, {}, told)
+    assert foresight.speedups(["a"]) == {1: 2.0}
+    assert foresight.speedups(["b", "a"]) == {1: 4.0}
+    assert foresight.speedups(["c"]) == {}

@@ -1,0 +1,240 @@
+"""scripts/build_peers.py: the right source, checked, and built once."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import json
+import os
+import shutil
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts import build_peers, cmake_args
+from scripts.build_peers import BuildError
+from specgen.errors import FetchError
+from specgen.models.index import IndexFile
+from specgen.models.pypi import INDEX_VARIABLE
+from tests.helpers.fetch import Resource, WebServer, sha256, web_server
+
+posix = pytest.mark.skipif(os.name != "posix", reason="scripts as programs")
+
+VERSION = "1.2.3"
+NAME = f"llama_cpp_python-{VERSION}"
+PAGE = "/simple/llama-cpp-python/"
+#: Notes how it is called; in place of a build, it writes programs that note the same.
+CMAKE = f"""#!{sys.executable}
+import os, sys
+with open({{log!r}}, "a") as log:
+    print(os.environ["CMAKE_BUILD_PARALLEL_LEVEL"], *sys.argv[1:], file=log)
+print("compiling")
+if "--build" in sys.argv:
+    folder = os.path.join(sys.argv[sys.argv.index("--build") + 1], "bin")
+    os.makedirs(folder)
+    for name in sys.argv[sys.argv.index("--target") + 1 :]:
+        with open(os.path.join(folder, name), "w") as program:
+            program.write("#!/bin/sh\\nexit {{code}}\\n")
+        os.chmod(program.name, 0o755)
+    open(os.path.join(folder, "libllama.so"), "w").close()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _name: f"{VERSION}+cu124")
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WebServer]:
+    with web_server() as server:
+        monkeypatch.setenv(INDEX_VARIABLE, f"{server.url}/simple")
+        yield server
+
+
+def archive_of(*members: str) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for member in members:
+            archive.addfile(tarfile.TarInfo(member))
+    return buffer.getvalue()
+
+
+def publish(server: WebServer, content: bytes, *, fragment: str | None = None) -> None:
+    if fragment is None:
+        fragment = f"#sha256={sha256(content)}"
+    server.resources[f"/{NAME}.tar.gz"] = Resource(content)
+    page = f'<a href="/{NAME}.tar.gz{fragment}">{NAME}.tar.gz</a>'
+    server.resources[PAGE] = Resource(page.encode(), "text/html")
+
+
+def source_folder(folder: Path) -> Path:
+    (folder / "vendor" / "llama.cpp").mkdir(parents=True)
+    (folder / "vendor" / "llama.cpp" / "CMakeLists.txt").touch()
+    return folder
+
+
+@pytest.fixture
+def cmake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cmake that builds at once; the file that it notes its arguments in."""
+    return make_cmake(tmp_path, monkeypatch)
+
+
+def make_cmake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0) -> Path:
+    folder, log = tmp_path / "tools", tmp_path / "cmake.log"
+    folder.mkdir()
+    (folder / "cmake").write_text(CMAKE.format(log=str(log), code=code), encoding="utf-8")
+    (folder / "cmake").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    monkeypatch.delenv("CMAKE_BUILD_PARALLEL_LEVEL", raising=False)
+    monkeypatch.setattr(cmake_args, "is_gcc", lambda _command: True)
+    return log
+
+
+class TestSource:
+    def test_which_file(self) -> None:
+        def name(*names: str) -> str | None:
+            files = [IndexFile(name, "url", None) for name in names]
+            found = build_peers.find_source(files, VERSION)
+            return found.name if found else None
+
+        assert name(f"{NAME}-py3-none-any.whl", f"{NAME}.tar.gz") == f"{NAME}.tar.gz"
+        assert name(f"llama-cpp-python-{VERSION}.tar.gz") == f"llama-cpp-python-{VERSION}.tar.gz"
+        assert name(f"{NAME}4.tar.gz", f"{NAME}.zip") is None
+
+    def test_it_is_fetched_and_unpacked_once(self, server: WebServer, tmp_path: Path) -> None:
+        publish(server, archive_of(f"{NAME}/vendor/llama.cpp/CMakeLists.txt"))
+        root = build_peers.fetch(VERSION, tmp_path)
+        assert root == tmp_path / NAME
+        assert (root / "vendor" / "llama.cpp" / "CMakeLists.txt").is_file()
+        assert [path.name for path in tmp_path.iterdir()] == [NAME]
+        assert build_peers.fetch(VERSION, tmp_path) == root
+        assert len(server.starts(PAGE)) == 1
+
+    @pytest.mark.parametrize("fragment", ["", "#md5=00"])
+    def test_an_index_without_a_sha256(
+        self, server: WebServer, tmp_path: Path, fragment: str
+    ) -> None:
+        publish(server, archive_of(f"{NAME}/file"), fragment=fragment)
+        with pytest.raises(FetchError, match=f"no source distribution .* {VERSION} with a SHA-256"):
+            build_peers.fetch(VERSION, tmp_path)
+
+    def test_another_file(self, server: WebServer, tmp_path: Path) -> None:
+        publish(server, archive_of(f"{NAME}/file"), fragment=f"#sha256={'0' * 64}")
+        with pytest.raises(FetchError, match="does not have the SHA-256"):
+            build_peers.fetch(VERSION, tmp_path)
+
+    def test_no_such_package(self, server: WebServer, tmp_path: Path) -> None:
+        with pytest.raises(FetchError, match="no source distribution"):
+            build_peers.fetch(VERSION, tmp_path)
+
+    @pytest.mark.parametrize(
+        "content",
+        [b"no archive", archive_of("other/file")],
+        # An archive has the time at which it was made, and each worker of pytest makes its own.
+        ids=["no archive", "another file"],
+    )
+    def test_what_cannot_be_unpacked(
+        self, server: WebServer, tmp_path: Path, content: bytes
+    ) -> None:
+        publish(server, content)
+        with pytest.raises(BuildError, match=f"{NAME}.tar.gz cannot be unpacked"):
+            build_peers.fetch(VERSION, tmp_path)
+        assert not (tmp_path / NAME).exists()
+
+
+class TestSettings:
+    def test_ours_come_after_the_users(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cmake_args, "is_gcc", lambda _command: True)
+        settings = build_peers.cmake_settings({"CMAKE_ARGS": "-D GGML_CUDA=on"})
+        assert settings == [
+            "-DCMAKE_BUILD_TYPE=Release",
+            "-DGGML_CUDA=on",
+            "-DCMAKE_CXX_FLAGS=-fno-dse",
+            *build_peers.SETTINGS,
+        ]
+
+    def test_other_compilers_are_not_told_the_flag(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cmake_args, "is_gcc", lambda _command: False)
+        assert "-DCMAKE_CXX_FLAGS=-fno-dse" not in build_peers.cmake_settings({})
+
+
+@posix
+class TestBuilding:
+    def test_a_build(self, cmake: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        folder = tmp_path / "peers"
+        build_peers.build(folder, source_folder(tmp_path / "source"))
+        configured, built = cmake.read_text(encoding="utf-8").splitlines()
+        work = folder / f"build-{VERSION}" / "cmake"
+        jobs = os.cpu_count()
+        assert configured.startswith(f"{jobs} -S {tmp_path / 'source'} -B {work} -DCMAKE_BUILD")
+        assert built == (
+            f"{jobs} --build {work} --config Release --target llama-speculative-simple llama-lookup"
+        )
+        names = sorted(path.name for path in (folder / "bin").iterdir())
+        assert names == ["libllama.so", "llama-lookup", "llama-speculative-simple"]
+        assert not work.parent.exists()
+        stdout, stderr = capfd.readouterr()
+        assert stdout == ""
+        assert "compiling" in stderr
+        assert f"of llama-cpp-python {VERSION}, which takes some minutes" in stderr
+
+    def test_built_once(self, cmake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder, source = tmp_path / "peers", source_folder(tmp_path / "source")
+
+        def n_builds() -> int:
+            build_peers.build(folder, source)
+            return len(cmake.read_text(encoding="utf-8").splitlines()) // 2
+
+        assert n_builds() == 1
+        assert n_builds() == 1
+        monkeypatch.setenv("CMAKE_ARGS", "-DGGML_CUDA=on")
+        assert n_builds() == 2
+        monkeypatch.delenv("CMAKE_ARGS")  # asks for nothing: what was built stays
+        assert n_builds() == 2
+        (folder / "bin" / "llama-lookup").unlink()
+        assert n_builds() == 3
+        monkeypatch.setattr(importlib.metadata, "version", lambda _name: "1.2.4")
+        assert n_builds() == 4
+        stamp = json.loads((folder / "peers.json").read_text(encoding="utf-8"))
+        assert stamp["version"] == "1.2.4"
+        (folder / "peers.json").write_text("[]", encoding="utf-8")
+        assert n_builds() == 5
+
+    def test_programs_that_do_not_run(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        make_cmake(tmp_path, monkeypatch, code=3)
+        folder = tmp_path / "peers"
+        with pytest.raises(BuildError, match=r"--version ...` failed \(3\)"):
+            build_peers.build(folder, source_folder(tmp_path / "source"))
+        assert not (folder / "bin").exists()
+        assert not (folder / "peers.json").exists()
+
+    def test_errors_are_one_line(
+        self,
+        cmake: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(SystemExit) as caught:
+            build_peers.main([str(tmp_path / "peers"), "--source", str(tmp_path / "empty")])
+        assert str(caught.value) == (
+            f"{tmp_path / 'empty'} is not an unpacked llama-cpp-python: there is no "
+            "vendor/llama.cpp"
+        )
+        monkeypatch.setattr(shutil, "which", lambda _name: None)
+        with pytest.raises(SystemExit, match="^cmake is needed .* cannot be found$"):
+            build_peers.main([str(tmp_path / "peers")])
+
+    def test_nothing_is_installed(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        def version(name: str) -> str:
+            raise importlib.metadata.PackageNotFoundError(name)
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+        with pytest.raises(SystemExit, match="^llama-cpp-python is not installed: make install$"):
+            build_peers.main([str(tmp_path)])

@@ -1,0 +1,317 @@
+"""`specgen doctor` finds a build that does not decode, and says what to do about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specgen import cli
+from specgen.errors import BackendError, ModelFileError, UsageError
+from specgen.measure import doctor
+from specgen.system import child_process as child
+from specgen.system.llama_build import REQUIRED_VERSION, Build
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+
+posix = pytest.mark.skipif(os.name != "posix", reason="signals")
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SPECGEN_CONFIG", str(tmp_path / "config"))
+
+
+def python(program: str) -> list[str]:
+    """The command of a Python process that runs `program`."""
+    return [sys.executable, "-c", program]
+
+
+def dying(number: signal.Signals, *, task: str = "") -> list[str]:
+    """A child that does its work, but kills itself where `task` is among its arguments."""
+    return python(
+        "import os, sys\n"
+        "from specgen.measure.doctor import child_main\n"
+        f"if {task!r} in ['', *sys.argv]: os.kill(os.getpid(), {int(number)})\n"
+        "child_main(sys.argv[1:])"
+    )
+
+
+# --- a child and its end --------------------------------------------------------------------
+
+
+def test_the_answer_of_a_child_is_its_json() -> None:
+    assert doctor.run_child(python("print('{\"a\": [1]}')"), 60) == {"a": [1]}
+
+
+@posix
+def test_an_illegal_instruction_is_named_with_its_cure() -> None:
+    with pytest.raises(BackendError) as caught:
+        doctor.run_child(dying(signal.SIGILL), 60)
+    assert "SIGILL (illegal instruction)" in caught.value.message
+    assert caught.value.hint is not None
+    assert (
+        'CMAKE_ARGS="-DCMAKE_CXX_FLAGS=-fno-dse" pip install --force-reinstall --no-cache-dir '
+        f"llama-cpp-python=={REQUIRED_VERSION}"
+    ) in caught.value.hint
+    assert "\n" not in caught.value.message + caught.value.hint
+
+
+@posix
+@pytest.mark.parametrize(
+    ("number", "hint"),
+    [
+        (signal.SIGSEGV, "build llama.cpp again"),
+        (signal.SIGABRT, "build llama.cpp again"),
+        (signal.SIGKILL, "memory"),
+    ],
+)
+def test_other_signals_are_named(number: signal.Signals, hint: str) -> None:
+    with pytest.raises(BackendError, match=number.name) as caught:
+        doctor.run_child(dying(number), 60)
+    assert hint in str(caught.value.hint)
+
+
+@posix
+def test_a_signal_reported_by_a_shell_is_one_too() -> None:
+    with pytest.raises(BackendError, match="SIGILL"):
+        doctor.run_child(python(f"raise SystemExit(128 + {int(signal.SIGILL)})"), 60)
+
+
+@pytest.mark.parametrize(
+    ("returncode", "name"),
+    [(0xC000001D, "SIGILL"), (0xC0000005 - 2**32, "SIGSEGV"), (0xC0000409, "SIGABRT")],
+)
+def test_windows_status_codes_are_signals_too(returncode: int, name: str) -> None:
+    assert name in doctor._death(child.ChildDiedError(returncode, "")).message
+
+
+def test_a_code_without_a_signal_comes_with_the_last_words() -> None:
+    program = "import sys; print('first', file=sys.stderr); sys.exit('assertion failed')"
+    with pytest.raises(BackendError, match=r"code 1.*: assertion failed"):
+        doctor.run_child(python(program), 60)
+
+
+def test_a_child_that_hangs_is_not_waited_for() -> None:
+    with pytest.raises(BackendError, match="no answer within"):
+        doctor.run_child(python("import time; time.sleep(600)"), 0.5)
+
+
+@pytest.mark.parametrize("printed", ["", "nonsense", "[1]"])
+def test_a_child_without_an_answer_has_failed(printed: str) -> None:
+    with pytest.raises(BackendError, match="gave no answer"):
+        doctor.run_child(python(f"print({printed!r})"), 60)
+
+
+def test_a_command_that_cannot_be_started_has_failed(tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match="cannot be started"):
+        doctor.run_child([str(tmp_path / "nothing")], 60)
+
+
+# --- the real thing -------------------------------------------------------------------------
+
+
+def test_this_build_decodes() -> None:
+    tried: list[str] = []
+    report = doctor.diagnose(on_check=tried.append)
+    assert report.healthy, report.checks
+    report.raise_first_error()
+    assert [check.name for check in report.checks][:1] == ["q8_0 on the CPU"]
+    assert tried == ["loading llama.cpp", *(check.name for check in report.checks)]
+    assert report.build is not None
+    assert report.build.version.startswith("0.3.")
+    assert any(device.kind == "cpu" for device in report.build.devices)
+    assert report.machine.cpu
+    assert 0 < report.machine.available_bytes < report.machine.memory_bytes
+    json_object = report.to_json_object()
+    assert json.loads(json.dumps(json_object)) == json_object
+    assert json_object["healthy"] is True
+
+
+def test_a_model_of_ones_own_is_decoded_too(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "own.gguf", TinyConfig(tokenizer="spm", tensor_type="q4_1"))
+    report = doctor.diagnose(path)
+    assert report.healthy, report.checks
+    (own,) = [check for check in report.checks if check.name == "own.gguf"]
+    assert "24 tokens" in own.message
+    rows = [check.message for check in report.checks if check.name == "rows of own.gguf"]
+    same = "they have the same bits in any batch, with specgen's kernels"
+    assert rows == ([same] if report.kernels.computes == "specgen" else [])
+
+
+def test_a_model_that_does_not_generate_is_the_models_fault(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "bert.gguf", TinyConfig(architecture="bert", n_ctx_train=64))
+    report = doctor.diagnose(path)
+    assert not report.healthy
+    with pytest.raises(ModelFileError, match=r"^bert\.gguf: "):
+        report.raise_first_error()
+
+
+@posix
+def test_a_kernel_that_dies_is_found_and_the_others_are_tried() -> None:
+    report = doctor.diagnose(child=dying(signal.SIGILL, task="q4_0"))
+    assert {check.name: check.passed for check in report.checks}["q8_0 on the CPU"]
+    assert not {check.name: check.passed for check in report.checks}["q4_0 on the CPU"]
+    with pytest.raises(BackendError, match=r"q4_0 on the CPU: llama\.cpp died of SIGILL"):
+        report.raise_first_error()
+
+
+@pytest.mark.parametrize("error", ["ImportError", "OSError", "RuntimeError"])
+def test_without_llama_cpp_the_hint_says_how_to_install_it(tmp_path: Path, error: str) -> None:
+    (tmp_path / "llama_cpp.py").write_text(f"raise {error}('libllama.so: not found')")
+    child = python(
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from specgen.measure.doctor import child_main\n"
+        "child_main(sys.argv[1:])"
+    )
+    report = doctor.diagnose(child=child)
+    assert report.build is None
+    assert [check.passed for check in report.checks] == [False]
+    with pytest.raises(BackendError, match="not found") as caught:
+        report.raise_first_error()
+    assert "pip install" in str(caught.value.hint)
+
+
+def test_a_broken_list_of_models_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "models.toml").write_text("this is no TOML")
+    report = doctor.diagnose()
+    assert report.checks[0].passed
+    with pytest.raises(UsageError, match="the list of models"):
+        report.raise_first_error()
+
+
+# --- the comparison -------------------------------------------------------------------------
+
+
+def test_deviation_is_relative_to_the_spread_of_the_logits() -> None:
+    logits = np.random.default_rng(0).standard_normal((8, 100), dtype=np.float32) * 5 + 20
+    noise = np.random.default_rng(1).standard_normal((8, 100), dtype=np.float32)
+    others = np.random.default_rng(2).standard_normal((8, 100), dtype=np.float32) * 5 + 20
+    assert doctor.deviation(logits, logits) == 0.0
+    assert doctor.deviation(logits + noise, logits) == pytest.approx(0.2, rel=0.1)
+    assert doctor.deviation(logits, others) > 1.0
+    assert doctor.deviation(np.zeros_like(logits), logits) > 1.0
+    assert doctor.deviation(np.full_like(logits, np.nan), logits) == float("inf")
+
+
+@pytest.mark.parametrize("found", [0.11, 1.4, float("inf"), float("nan")])
+def test_logits_too_far_apart_are_an_error(found: float) -> None:
+    with pytest.raises(BackendError, match="differ from those of single tokens") as caught:
+        doctor._agreement(24, {"single tokens": found})
+    assert doctor.REBUILD in str(caught.value.hint)
+
+
+# --- what is shown --------------------------------------------------------------------------
+
+
+def test_features_are_read_from_what_llama_cpp_says_of_itself() -> None:
+    def features(system_info: str) -> dict[str, tuple[str, ...]]:
+        return Build("", "", system_info, gpu_offload=False, devices=()).features
+
+    assert features("CPU : AVX = 1 | AVX2 = 1 | AMX_INT8 = 1 | SSE3 = 0") == {
+        "CPU": ("AVX", "AVX2", "AMX_INT8")
+    }
+    assert features("CUDA : ARCHS = 800,900 | USE_GRAPHS = 1 | CPU : NEON = 1 | ") == {
+        "CUDA": ("ARCHS=800,900", "USE_GRAPHS"),
+        "CPU": ("NEON",),
+    }
+    assert features("") == {}
+
+
+def run_cli(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["doctor", *arguments])
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def test_the_command_shows_what_it_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = tmp_path / "here.gguf"
+    monkeypatch.setattr("specgen.models.locate", lambda _model: model)
+    assert run_cli() == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "llama-cpp-python" in out
+    assert "GPU offload" in out
+    assert str(tmp_path / "cache") in out
+    assert str(model) in out
+    assert out.count("  ok  ") >= 2
+    assert "\x1b" not in out
+    assert all(line == line.rstrip() for line in out.splitlines())
+
+
+def test_another_llama_cpp_python_is_named_with_the_one_that_is_needed() -> None:
+    from specgen.cli.doctor import _llama_version
+
+    def shown(version: str) -> str:
+        return _llama_version(Build(version, "0.6.0", "", gpu_offload=False, devices=()))
+
+    assert shown(REQUIRED_VERSION) == f"{REQUIRED_VERSION}, llama.cpp 0.6.0"
+    assert shown(f"{REQUIRED_VERSION}+cu124") == f"{REQUIRED_VERSION}+cu124, llama.cpp 0.6.0"
+    assert shown("9.8.7") == (
+        f"9.8.7, llama.cpp 0.6.0: specgen is made for {REQUIRED_VERSION}; {doctor.REBUILD}"
+    )
+
+
+def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("--json") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert json.loads(out)["healthy"] is True
+
+
+@posix
+@pytest.mark.parametrize("arguments", [(), ("--json",)])
+def test_a_build_that_does_not_decode_exits_with_9(
+    arguments: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor, "CHILD_COMMAND", dying(signal.SIGILL, task="q8_0"))
+    assert run_cli(*arguments) == BackendError.exit_code == 9
+    out, err = capsys.readouterr()
+    assert err.startswith("error: q8_0 on the CPU: llama.cpp died of SIGILL")
+    assert f"\nhint: {err.partition('hint: ')[2]}" in err
+    assert doctor.REBUILD in err
+    assert "SIGILL" in out
+
+
+def test_the_command_decodes_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "own.gguf", TinyConfig())
+    assert run_cli("--model", str(path)) == 0
+    assert "own.gguf: decodes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "hint"),
+    [
+        ("no-such-model", 6, "specgen models"),
+        ("missing.gguf", 4, ""),
+    ],
+)
+def test_a_model_that_is_not_there_is_named(
+    model: str, code: int, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_cli("--model", model) == code
+    err = capsys.readouterr().err
+    assert model in err
+    assert hint in err
+
+
+def test_a_known_model_that_is_not_on_disk_is_not_fetched(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specgen.models import load_registry
+
+    monkeypatch.setattr("specgen.models.locate", lambda _model: None)
+    name = next(iter(load_registry().models))
+    assert run_cli("--model", name) == ModelFileError.exit_code
+    assert f"specgen models pull {name}" in capsys.readouterr().err

@@ -1,0 +1,221 @@
+"""Trying a draft on answers that are known: what it would do, and what that would gain."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from specgen.decoding.draft import Draft
+from specgen.decoding.drafters import Drafter
+from specgen.decoding.policy import RoundResult
+from specgen.errors import BackendError
+from specgen.measure.selection.trial import (
+    Baseline,
+    Replay,
+    TargetAnswer,
+    agreeing_path,
+    replay,
+    summarise,
+)
+from specgen.options import DraftOptions, GenerationOptions
+from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
+from tests.helpers.fake_generations import (
+    N_VOCAB,
+    Clock,
+    FailingDrafter,
+    NoDrafter,
+    Setup,
+    model_drafter,
+    ngram_drafter,
+)
+
+LANGUAGE = random_language(N_VOCAB, seed=7)
+#: A batch of n rows takes 8 + 2 n seconds, so a token by itself takes 10.
+BASELINE = Baseline((), (), 256, {rows: 8.0 + 2.0 * rows for rows in (1, 2, 3, 5)})
+
+
+def plain_answer(setup: Setup) -> tuple[int, ...]:
+    generation, _ = dataclasses.replace(setup, drafter=None).run()
+    return tuple(generation.tokens[generation.n_prompt :])
+
+
+def replayed(setup: Setup, clock: Callable[[], float] | None = None) -> Replay:
+    answer = TargetAnswer("", plain_answer(setup))
+    generation = setup.generation()
+    result = replay(generation, answer, BASELINE, clock or Clock())
+    assert tuple(generation.tokens[generation.n_prompt :]) == answer.tokens
+    assert generation.is_finished
+    return result
+
+
+def drafters() -> dict[str, Callable[[], Drafter]]:
+    vocabulary = FakeVocabulary.letters(N_VOCAB)
+    return {
+        "itself": lambda: model_drafter(LANGUAGE, vocabulary)[0],
+        "close": lambda: model_drafter(noisy(LANGUAGE, 1.0), vocabulary)[0],
+        "far": lambda: model_drafter(random_language(N_VOCAB, seed=8), vocabulary)[0],
+        "ngram": ngram_drafter,
+        "nothing": NoDrafter,
+    }
+
+
+@pytest.mark.parametrize("name", ["itself", "close", "far", "ngram", "nothing"])
+@pytest.mark.parametrize(
+    "drafting",
+    [
+        DraftOptions(policy="fixed", max_tokens=4, p_min=0.0),
+        DraftOptions(policy="fixed", max_tokens=3, p_min=0.3),
+        DraftOptions(policy="fixed", max_tokens=4, p_min=0.2, min_tokens=2),
+    ],
+)
+@pytest.mark.parametrize("max_tokens", [40, 2])
+def test_a_replay_drafts_and_accepts_what_the_two_together_would(
+    name: str, drafting: DraftOptions, max_tokens: int
+) -> None:
+    setup = Setup(drafting=drafting, options=GenerationOptions(max_tokens=max_tokens))
+    setup.drafter = drafters()[name]()
+    real, _ = setup.run()
+    setup.drafter = drafters()[name]()
+    found = replayed(setup)
+    tally = real.tally
+    assert found.n_rounds == tally.n_rounds
+    assert found.n_drafted == tally.n_drafted
+    assert found.n_accepted == tally.n_accepted
+    assert found.n_tokens == tally.n_round_tokens
+
+
+def test_the_drafts_differ_in_what_is_accepted() -> None:
+    rates = {}
+    for name, make in drafters().items():
+        found = replayed(Setup(drafter=make()))
+        rates[name] = found.n_accepted / found.n_drafted if found.n_drafted else 0.0
+    assert rates["itself"] == 1.0
+    assert rates["itself"] > rates["close"] > rates["far"]
+
+
+def test_an_answer_that_ends_by_itself_is_replayed_to_its_end() -> None:
+    vocabulary = FakeVocabulary.letters(N_VOCAB, ends=[2])
+    for seed in range(20):
+        setup = Setup(language=random_language(N_VOCAB, seed=seed), vocabulary=vocabulary)
+        if len(answer := plain_answer(setup)) < 40:
+            break
+    else:
+        pytest.fail("no answer ends by itself")
+    assert vocabulary.is_end(answer[-1])
+    setup.drafter = model_drafter(setup.language, vocabulary)[0]
+    real, _ = setup.run()
+    setup.drafter = model_drafter(setup.language, vocabulary)[0]
+    assert replayed(setup).n_accepted == real.tally.n_accepted
+
+
+def test_what_a_round_costs_is_the_batch_and_the_drafting() -> None:
+    # Each proposal takes a second of this clock; the first is the decode of the prompt.
+    itself = replayed(
+        Setup(drafter=drafters()["itself"](), options=GenerationOptions(max_tokens=11))
+    )
+    # 10 tokens after the prompt's: rounds of 4 + 1 of them.
+    assert (itself.n_tokens, itself.n_rounds, itself.n_drafted) == (10, 2, 8)
+    assert (itself.start_s, itself.draft_s) == (1.0, 2.0)
+    assert itself.target_s == 2 * 18.0
+    assert itself.plain_s == 10 * 10.0
+    assert itself.speedup == pytest.approx(100 / 38)
+
+
+def test_without_a_drafter_nothing_is_gained_or_lost() -> None:
+    found = replayed(Setup())
+    assert found.n_drafted == 0
+    assert found.draft_s == found.start_s == 0.0
+    assert found.speedup == pytest.approx(1.0)
+
+
+def test_a_drafter_that_drafts_nothing_costs_its_time() -> None:
+    found = replayed(Setup(drafter=NoDrafter(), options=GenerationOptions(max_tokens=11)))
+    # Each round is planned, that of the last token too.
+    assert (found.n_rounds, found.draft_s) == (10, 10.0)
+    assert found.speedup == pytest.approx(100 / 110)
+
+
+def test_the_drafter_is_told_what_became_of_its_drafts() -> None:
+    results: list[RoundResult] = []
+    drafter = model_drafter(noisy(LANGUAGE, 1.0), FakeVocabulary.letters(N_VOCAB))[0]
+    drafter.observe = results.append  # type: ignore[method-assign, assignment]
+    found = replayed(Setup(drafter=drafter))
+    # One for the prompt, which had no draft, and one a round.
+    assert len(results) == 1 + found.n_rounds
+    assert len(results[0].draft) == 0
+    assert sum(len(result.path) for result in results) == found.n_accepted > 0
+    assert sum(len(result.draft) for result in results) == found.n_drafted
+    assert {result.n_rows for result in results} == {1 + len(r.draft) for r in results}
+    assert sum(result.target_s for result in results[1:]) == pytest.approx(found.target_s)
+
+
+def test_what_a_drafter_raises_is_raised() -> None:
+    failing = FailingDrafter(ngram_drafter(), 3, BackendError("broken"))
+    with pytest.raises(BackendError, match="broken"):
+        replayed(Setup(drafter=failing))
+
+
+# --- trees
+
+
+def test_of_a_tree_the_branch_that_the_answer_follows_is_accepted() -> None:
+    #    5      7
+    #   6 8    9
+    tokens, parents = (5, 6, 7, 8, 9), (-1, 0, -1, 0, 2)
+    n = len(tokens)
+    tree = Draft(tokens, parents, ("tree",) * n, (None,) * n, (None,) * n)
+    assert agreeing_path(tree, (5, 8, 1)) == (0, 3)
+    assert agreeing_path(tree, (7, 9)) == (2, 4)
+    assert agreeing_path(tree, (7,)) == (2,)
+    assert agreeing_path(tree, (6, 5)) == ()
+    assert agreeing_path(tree, ()) == ()
+
+
+# --- figures
+
+
+def a_replay(n_tokens: int, n_rounds: int, draft_s: float, target_s: float) -> Replay:
+    n_drafted = 3 * n_rounds if draft_s else 0
+    return Replay(
+        n_tokens, n_rounds, n_drafted, n_tokens - n_rounds, 5.0, draft_s, target_s, 2.0 * n_tokens
+    )
+
+
+def test_the_figures_of_all_answers_are_ratios_of_sums() -> None:
+    figures = summarise([a_replay(30, 10, 5.0, 25.0), a_replay(10, 10, 5.0, 20.0)], 2.0)
+    assert figures.speedup == pytest.approx(80 / 55)
+    assert figures.worst_speedup == pytest.approx(20 / 25)
+    assert figures.tokens_per_s == pytest.approx(40 / 55)
+    assert figures.acceptance_rate == pytest.approx(20 / 60)
+    assert figures.mean_accepted_length == pytest.approx(2.0)
+    assert figures.draft_token_s == pytest.approx(10 / 60)
+    assert figures.start_s == 5.0
+
+
+def test_answers_of_one_token_say_nothing() -> None:
+    told = a_replay(30, 10, 5.0, 25.0)
+    assert summarise([told, a_replay(0, 0, 0.0, 0.0)], 2.0) == summarise([told], 2.0)
+
+
+def test_what_was_not_drafted_has_no_rate() -> None:
+    figures = summarise([a_replay(10, 10, 0.0, 20.0)], 2.0)
+    assert figures.speedup == 1.0
+    assert figures.acceptance_rate is None
+    assert figures.draft_token_s is None
+
+
+def test_sizes_between_two_that_were_timed_are_in_proportion() -> None:
+    assert BASELINE.token_s == 10.0
+    assert BASELINE.rows_s(4) == pytest.approx(16.0)
+
+
+def test_the_share_of_rounds_that_had_a_draft() -> None:
+    half = dataclasses.replace(a_replay(30, 10, 5.0, 25.0), n_drafts=5)
+    none = a_replay(10, 10, 0.0, 20.0)
+    assert summarise([half], 2.0).draft_share == pytest.approx(0.5)
+    assert summarise([half], 2.0).draft_length == pytest.approx(30 / 5)
+    assert summarise([half, none], 2.0).draft_share == pytest.approx(0.25)
+    assert summarise([none], 2.0).draft_share == 0.0
+    assert summarise([none], 2.0).draft_length is None

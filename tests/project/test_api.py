@@ -1,0 +1,183 @@
+"""The Python interface: what a program that imports specgen relies on."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import specgen
+from specgen.errors import BackendError, ModelFileError, PromptError, UsageError
+from specgen.events import CommittedEvent, FinishedEvent
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny.config import CHATML_TEMPLATE
+
+PAGE = Path(__file__).parents[2] / "docs" / "python.md"
+PROMPT = "the cat is in the"
+N = 12
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target and a draft that have a chat template."""
+    folder = tmp_path_factory.mktemp("api")
+    target = TinyConfig(logit_scale=6.0, chat_template=CHATML_TEMPLATE, n_ctx_train=2048)
+    write_tiny_model(folder / "target.gguf", target)
+    write_tiny_model(folder / "draft.gguf", target.draft(0.02))
+    return folder
+
+
+@pytest.fixture
+def model(files: Path) -> Iterator[specgen.Model]:
+    with specgen.load(files / "target.gguf", files / "draft.gguf", n_ctx=256, n_parallel=3) as made:
+        yield made
+
+
+def plain(files: Path, prompt: str = PROMPT, **options: object) -> str:
+    with specgen.load(files / "target.gguf", "none", n_ctx=256) as made:
+        return made.generate(prompt, max_tokens=N, **options).text  # type: ignore[arg-type]
+
+
+def test_importing_it_loads_nothing() -> None:
+    code = (
+        "import sys, specgen; print([name for name in sys.modules if name.startswith('specgen.')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_is_there() -> None:
+    assert sorted(specgen._MODULE_OF) == sorted(set(specgen.__all__) - {"__version__"})
+    for name in specgen.__all__:
+        assert getattr(specgen, name) is not None
+    with pytest.raises(AttributeError, match="nothing_like_that"):
+        specgen.nothing_like_that  # noqa: B018
+
+
+def test_an_answer_is_that_of_the_target_alone(files: Path, model: specgen.Model) -> None:
+    answer = model.generate(PROMPT, max_tokens=N)
+    assert answer.text == plain(files)
+    assert answer.finished is not None
+    assert answer.finished.n_tokens == N
+    assert "".join(model.stream(PROMPT, max_tokens=N)) == answer.text
+    *_, last = model.events(PROMPT, max_tokens=N)
+    assert isinstance(last, FinishedEvent)
+    assert last.text == answer.text
+
+
+def test_options_of_an_answer(files: Path, model: specgen.Model) -> None:
+    text = plain(files)
+    assert (
+        model.generate(PROMPT, max_tokens=3).text
+        == text[: len(model.generate(PROMPT, max_tokens=3).text)]
+    )
+    stop = text[2:5]
+    assert model.generate(PROMPT, max_tokens=N, stop=[stop]).text == text.partition(stop)[0]
+    drawn = {"temperature": 2.0, "seed": 5}
+    assert model.generate(PROMPT, max_tokens=N, **drawn).text == plain(files, **drawn)  # type: ignore[arg-type]
+    assert model.generate(PROMPT, grammar='root ::= "maybe"').text == "maybe"
+    schema = {"type": "boolean"}
+    assert model.generate(PROMPT, json_schema=schema).text.strip() in ("true", "false")
+
+
+def test_a_conversation_decodes_what_is_new(model: specgen.Model) -> None:
+    messages = [specgen.Message("user", "what is it? " * 6)]
+    first = model.generate(messages, max_tokens=N)
+    messages += [specgen.Message("assistant", first.text), specgen.Message("user", "and?")]
+    second = model.generate(messages, max_tokens=N)
+    assert first.finished is not None
+    assert second.finished is not None
+    assert second.finished.n_cached_tokens >= first.finished.n_prompt_tokens // 2
+
+
+def test_many_at_once_are_each_as_alone(files: Path, model: specgen.Model) -> None:
+    prompts = [PROMPT, "else", "a b c d", "zzz"]
+    expected = [plain(files, prompt) for prompt in prompts]
+    assert [answer.text for answer in model.generate_all(prompts, max_tokens=N)] == expected
+
+
+def test_several_threads_share_one_model(files: Path, model: specgen.Model) -> None:
+    prompts = [PROMPT, "else", "a b c d", "zzz", "the", "in"]
+    expected = {prompt: plain(files, prompt) for prompt in prompts}
+    found: dict[str, str] = {}
+
+    def ask(prompt: str) -> None:
+        found[prompt] = model.generate(prompt, max_tokens=N).text
+
+    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == expected
+
+
+def test_who_stops_listening_cancels(model: specgen.Model) -> None:
+    events = model.events(PROMPT)
+    for event in events:
+        if isinstance(event, CommittedEvent):
+            break
+    events.close()  # type: ignore[attr-defined]
+    assert not model.engine.is_idle
+    model.engine.step()
+    assert model.engine.is_idle
+
+
+def test_what_cannot_be_asked_raises_and_harms_nothing(model: specgen.Model) -> None:
+    with pytest.raises(UsageError, match="exclude each other"):
+        model.generate(PROMPT, grammar="x", json_schema="{}")
+    with pytest.raises(UsageError, match="need a prompt that is a text"):
+        model.generate([specgen.Message("user", "x")], system="y")
+    with pytest.raises(PromptError, match="the context has 256"):
+        model.generate("too long " * 300)
+    assert model.engine.is_idle
+    assert model.generate(PROMPT, max_tokens=1).text
+
+
+def test_after_its_end_it_answers_nothing(model: specgen.Model) -> None:
+    waiting = model.submit(PROMPT)
+    model.close()
+    assert isinstance(waiting.failure, BackendError)
+    with pytest.raises(BackendError, match="closed"):
+        model.generate(PROMPT)
+    model.close()
+
+
+def test_a_broken_round_fails_its_answers_alone(
+    model: specgen.Model, monkeypatch: pytest.MonkeyPatch, files: Path
+) -> None:
+    """Ctrl-C in the middle of a round: what was in the making is lost, the model is not."""
+    answer = model.submit(PROMPT, max_tokens=N)
+    model.engine.step()
+
+    def broken(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("specgen.decoding.loop.Loop._commit", broken)
+        with pytest.raises(KeyboardInterrupt):
+            model.engine.step()
+    assert isinstance(answer.failure, BackendError)
+    assert model.generate(PROMPT, max_tokens=N).text == plain(files)
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match="nothing.gguf"):
+        specgen.load(tmp_path / "nothing.gguf", "none")
+
+
+def test_the_pages_examples_run(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) >= 8
+    monkeypatch.chdir(files)
+    code = "\n".join(blocks)
+    namespace: dict[str, object] = {}
+    exec(compile(code, str(PAGE), "exec"), namespace)
+    answers = namespace["answers"]
+    assert isinstance(answers, list)
+    assert len({answer.text for answer in answers}) > 1

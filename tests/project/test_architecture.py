@@ -1,0 +1,120 @@
+"""The documents for contributors name what there is: files, names in them, targets, all packages."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from tests.project.test_layers import WINGS
+
+ROOT = Path(__file__).resolve().parents[2]
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+DOCUMENTS = (ARCHITECTURE, ROOT / "CONTRIBUTING.md")
+#: A path from the root, or from specgen/; `::` and a name of the module may follow.
+PATH = re.compile(r"[\w.-]+(?:/[\w.-]*)+(?:::\w+)?|[\w-]+\.(?:py|md|toml)\b(?:::\w+)?")
+
+
+def tokens_of(markdown: str) -> Iterator[Token]:
+    """All parts of a document, those within paragraphs and cells of tables too."""
+    for token in MarkdownIt("commonmark").enable("table").parse(markdown):
+        yield token
+        yield from token.children or ()
+
+
+def code_of(markdown: str) -> list[str]:
+    """What stands in backticks and in blocks of code."""
+    kinds = ("code_inline", "code_block", "fence")
+    return [token.content for token in tokens_of(markdown) if token.type in kinds]
+
+
+def paths_of(markdown: str) -> list[str]:
+    return [path for code in code_of(markdown) for path in PATH.findall(code)]
+
+
+def stale_paths(markdown: str) -> list[str]:
+    """The paths in a document's code that lead nowhere, and the names that their modules lack."""
+    return [path for path in paths_of(markdown) if not exists(path)]
+
+
+def stale_links(markdown: str, folder: Path) -> list[str]:
+    """The links of a document in this folder to files that are not there."""
+    links = [str(token.attrs["href"]) for token in tokens_of(markdown) if token.type == "link_open"]
+    own = [link.split("#")[0] for link in links if "://" not in link]
+    return [link for link in own if not (folder / link).exists()]
+
+
+def exists(path: str) -> bool:
+    file, _, name = path.partition("::")
+    for folder in (ROOT, ROOT / "specgen"):
+        if (folder / file).exists():
+            return not name or name in defined(folder / file)
+    return False
+
+
+@cache
+def defined(module: Path) -> frozenset[str]:
+    """The classes, functions and constants of a module."""
+    names: set[str] = set()
+    for node in ast.parse(module.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return frozenset(names)
+
+
+def wings_of(markdown: str) -> list[str]:
+    """The first column of the table of wings, from the top down."""
+    table = re.search(r"^\| wing \|.*\n\| ---.*\n((?:\|.*\n)+)", markdown, re.MULTILINE)
+    assert table is not None, "there is no table of wings"
+    return [row.split("|")[1].strip(" `") for row in table[1].splitlines()]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_what_is_named_is_there(document: Path) -> None:
+    markdown = document.read_text(encoding="utf-8")
+    assert len(paths_of(markdown)) > 20
+    assert stale_paths(markdown) == []
+
+
+@pytest.mark.parametrize(
+    "document", sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))), ids=lambda path: path.name
+)
+def test_links_lead_somewhere(document: Path) -> None:
+    assert stale_links(document.read_text(encoding="utf-8"), document.parent) == []
+
+
+def test_what_is_not_there_is_found() -> None:
+    right = "`tests/project/test_layers.py::WINGS` `decoding/loop.py` `kernels/` `models.toml` `specgen run`"
+    assert len(paths_of(right)) == 4
+    assert stale_paths(right) == []
+    wrong = [
+        "tests/project/test_layers.py::NOTHING",
+        "engine/nothing.py",
+        "nothing/",
+        "nothing.toml",
+    ]
+    assert stale_paths(f"| `{'` `'.join(wrong[:2])}` |\n\n    {' '.join(wrong[2:])}") == wrong
+    assert stale_links("[a](nothing.md#b) [c](README.md#d) [e](https://e.org)", ROOT) == [
+        "nothing.md"
+    ]
+
+
+def test_the_wings_are_those_that_imports_keep_to() -> None:
+    assert wings_of(ARCHITECTURE.read_text(encoding="utf-8"))[::-1] == list(WINGS)
+
+
+def test_the_targets_of_make_are_there() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    for document in DOCUMENTS:
+        code = "\n".join(code_of(document.read_text(encoding="utf-8")))
+        assert set(re.findall(r"^make ([a-z-]+)", code, re.MULTILINE)) <= targets, document

@@ -1,0 +1,249 @@
+"""The tier of all architectures, on those that specgen's own tiny models have, and what the tier itself
+must do. `make architectures` runs the same checks on all that llama.cpp has, which needs its source."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from scripts import build_architectures, build_kernels, build_rpc, models_page
+from specgen.errors import ModelFileError
+from specgen.llama.kernels import Kernels
+from specgen.testing.tiny import Architecture, TensorType, TinyConfig, write_tiny_model
+from tests.architectures import run
+from tests.architectures.checks import CHECKS, CheckFailedError, Subject
+from tests.architectures.exceptions import EXCEPTIONS, KnownException, exception_for
+from tests.architectures.run import Result
+
+ARCHITECTURES = tuple(name for name in get_args(Architecture) if name != "bert")
+WINDOW = 32
+
+
+def tiny(folder: Path, architecture: Architecture, kind: TensorType) -> Subject:
+    """A tiny model, a draft that agrees with it every other time, and one of other weights."""
+    window = WINDOW if architecture in {"gemma3", "lfm2"} else 0
+    config = TinyConfig(architecture=architecture, tensor_type=kind, sliding_window=window)
+    return Subject(
+        path=write_tiny_model(folder / "target.gguf", config),
+        near=write_tiny_model(folder / "near.gguf", config.draft(0.1)),
+        wrong=write_tiny_model(folder / "wrong.gguf", TinyConfig(seed=9)),
+        kernels=True,
+    )
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_tiny_model_passes_all_checks(
+    kernels: Kernels, tmp_path: Path, architecture: Architecture, kind: TensorType
+) -> None:
+    subject = tiny(tmp_path, architecture, kind)
+    for check in CHECKS.values():
+        check(subject)
+
+
+def test_an_encoder_is_refused(kernels: Kernels, tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError):
+        CHECKS["load"](tiny(tmp_path, "bert", "f32"))
+
+
+@pytest.mark.parametrize("check", ["rows", "fuzz"])
+def test_rows_that_depend_on_the_batch_fail(kernels: Kernels, tmp_path: Path, check: str) -> None:
+    """llama.cpp's own code does not make the same bits."""
+    subject = tiny(tmp_path, "llama", "f32")
+    kernels.enable(products=False, attention=False)
+    allowed: dict[str, Any] = {} if check == "rows" else {"_allowed": lambda _backend: 0.0}
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in allowed.items():
+            patched.setattr(f"tests.architectures.checks.{name}", value)
+        with pytest.raises(CheckFailedError, match="batches of 8|a row moved"):
+            CHECKS[check](subject)
+
+
+def test_every_check_runs_in_the_child() -> None:
+    assert tuple(CHECKS) == run.CHECKS
+    assert run.CHECKS[0] == "load"
+
+
+# --- a crash ends one check
+
+
+@dataclass
+class Child:
+    """In place of child processes: each says some lines, and dies of something or not."""
+
+    lives: list[tuple[list[dict[str, Any]], str]]
+
+    def __call__(
+        self, name: str, folder: Path, cache: Path, todo: list[tuple[str, str, str]]
+    ) -> Iterator[dict[str, Any] | str]:
+        self.todo = list(todo)
+        lines, error = self.lives.pop(0)
+        yield from lines
+        if error:
+            yield error
+
+
+def line(kind: str, check: str, *, ok: bool | None = None) -> dict[str, Any]:
+    outcome = {} if ok is None else {"ok": ok, "detail": ""}
+    return {"type": kind, "by": "specgen", "check": check, **outcome}
+
+
+def test_after_a_crash_the_other_checks_are_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first = [line("f32", "load"), line("f32", "load", ok=True), line("f32", "n-gram")]
+    child = Child([(first, "ended with -11: "), ([line("f32", "model", ok=True)], "")])
+    monkeypatch.setattr(run, "_lines", child)
+    found = [(r.check, r.ok, r.detail) for r in run.results_of("m", tmp_path, tmp_path)]
+    assert found == [
+        ("load", True, ""),
+        ("n-gram", False, "ended with -11: "),
+        ("model", True, ""),
+    ]
+    assert child.todo[0] == ("f32", "specgen", "model")
+
+
+def test_what_cannot_be_loaded_is_not_checked_further(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    child = Child([([line("f32", "load")], "ended with -6: GGML_ASSERT"), ([], "")])
+    monkeypatch.setattr(run, "_lines", child)
+    (result,) = run.results_of("m", tmp_path, tmp_path)
+    assert not result.ok
+    assert child.todo[0] == ("f32", "llama.cpp", "load")
+
+
+def test_a_dead_child_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A real one: there is no such check."""
+    monkeypatch.setattr(run, "CHECKS", ("nonsense", "load"))
+    monkeypatch.setattr(run, "KINDS", ("f32",))
+    monkeypatch.setattr(run, "WHO", ("llama.cpp",))
+    write_tiny_model(tmp_path / "m-f32.gguf", TinyConfig())
+    dead, alive = run.results_of("m", tmp_path, tmp_path / "cache")
+    assert (dead.check, dead.ok, dead.detail) == (
+        "nonsense",
+        False,
+        "ended with 1: KeyError: 'nonsense'",
+    )
+    assert (alive.check, alive.ok, alive.can_branch) == ("load", True, True)
+
+
+# --- known exceptions
+
+
+def failed(name: str, check: str, *, ok: bool = False) -> Result:
+    return Result(name, "f32", "specgen", check, ok, "why")
+
+
+def test_what_fails_is_known_or_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = KnownException(("a",), ("rows",), "reason")
+    monkeypatch.setattr("tests.architectures.exceptions.EXCEPTIONS", (known,))
+    results = [failed("a", "rows"), failed("a", "fuzz"), failed("b", "rows", ok=True)]
+    assert list(run.unexpected(results)) == ["a, f32, computed by specgen: fuzz fails: why"]
+
+
+def test_an_exception_that_works_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = KnownException(("a", "b", "c"), ("rows",), "reason")
+    monkeypatch.setattr(run, "EXCEPTIONS", (known,))
+    results = [failed("a", "rows"), failed("b", "rows", ok=True)]
+    assert list(run.unnecessary(results)) == ["b: rows works: take it from the known exceptions"]
+
+
+def test_the_exceptions_are_about_checks_that_there_are() -> None:
+    for each in EXCEPTIONS:
+        assert set(each.checks) <= {"make", *run.CHECKS}
+        assert each.reason
+    assert exception_for("clip", "f32", "specgen", "make")
+    assert not exception_for("llama", "f32", "specgen", "rows")
+
+
+# --- the page
+
+
+def test_the_page_says_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = (
+        KnownException(("b-moe",), ("rows", "fuzz"), "a reason", operator="mul_mat"),
+        KnownException(("c",), ("load",), "an encoder"),
+    )
+    monkeypatch.setattr(models_page, "EXCEPTIONS", known)
+    results = [
+        Result("a", "f32", "specgen", "load", True, "", can_branch=True),
+        *(Result("a", "f32", "specgen", check, True, "") for check in run.CHECKS[1:]),
+        Result("b-moe", "f32", "specgen", "load", True, "", can_branch=False),
+        *(Result("b-moe", "f32", "specgen", check, True, "") for check in ("model", "tree")),
+        Result("b-moe", "f32", "specgen", "rows", False, "moved"),
+        Result("c", "f32", "specgen", "load", False, "no"),
+    ]
+    run.keep(tmp_path / "found.jsonl", "1.2.3", results)
+    page = "\n".join(models_page.parts(tmp_path / "found.jsonl"))
+    assert "Of 2 shapes that generate text, 2 have" in page
+    assert "| a | yes | yes | n-gram, model, tree |  |" in page
+    assert "| b, with experts | yes | no | model | rows: a reason (`mul_mat`) |" in page
+    assert "| c | an encoder |" in page
+
+
+# --- the models
+
+
+COMPILER = f"""#!{sys.executable}
+import os, sys
+if "--version" in sys.argv:
+    sys.exit(print("c++ 1"))
+generator = sys.argv[sys.argv.index("-o") + 1]
+with open(generator, "w") as file:
+    file.write({{program!r}})
+os.chmod(generator, 0o755)
+"""
+PROGRAM = f"""#!{sys.executable}
+import sys
+if sys.argv[1] == "list":
+    sys.exit(print("llama\\nclip\\ngptj"))
+if sys.argv[2] == "clip":
+    open(sys.argv[5], "w").close()
+    sys.exit("llama_model_load: error loading model: CLIP is no model\\nclip: none")
+if sys.argv[2] == "gptj":
+    sys.exit(9)
+for path in sys.argv[5:]:
+    open(path, "w").write(sys.argv[3])
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(COMPILER.format(program=PROGRAM), encoding="utf-8")
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CXX", str(compiler))
+    tests = tmp_path / "source" / build_architectures.LLAMA / "tests"
+    tests.mkdir(parents=True)
+    (tests / "test-llama-archs.cpp").touch()
+    return tmp_path / "source"
+
+
+def test_models_are_made_once(source: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    build_architectures.build(folder, source)
+    found = json.loads((folder / "models.json").read_text(encoding="utf-8"))
+    assert found["models"] == {"llama": "", "clip": "CLIP is no model", "gptj": "it ended with 9"}
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("llama-f32.gguf", "llama-q4_k.gguf", "models.json", "other-seed", "vocabulary.gguf")
+    ]
+    assert (folder / "llama-f32.gguf").read_text(encoding="utf-8") == "1"
+    assert (folder / "other-seed" / "llama-f32.gguf").read_text(encoding="utf-8") == "2"
+    shutil.rmtree(source)
+    build_architectures.build(folder, source)
+    (folder / "llama-q4_k.gguf").unlink()
+    with pytest.raises(build_kernels.BuildError, match=r"test-llama-archs\.cpp is missing"):
+        build_architectures.build(folder, source)
+
+
+def test_the_generator_is_linked_to_the_installed_llama_cpp() -> None:
+    assert any(build_rpc.native_folder().glob("libllama.*"))

@@ -1,0 +1,373 @@
+"""The generated documents are up to date, and the schema describes the events that there are."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+import typer
+from jsonschema import Draft202012Validator
+from markdown_it import MarkdownIt
+from typer.main import get_command
+
+from scripts import make_docs
+from specgen import events
+from specgen.errors import SpecgenError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def validator() -> Draft202012Validator:
+    schema = json.loads((ROOT / "docs" / "events.schema.json").read_text(encoding="utf-8"))
+    Draft202012Validator.check_schema(schema)
+    return Draft202012Validator(schema)
+
+
+PIECE = events.Piece(token_id=5, text=" é", kind="accepted", origin="model")
+NODE = events.DraftNode(token_id=5, text=" \ufffd", parent=-1, origin="model", probability=0.5)
+SAMPLES: list[events.Event] = [
+    events.PromptEvent(
+        sequence=0,
+        time_s=0.0,
+        text="Once",
+        n_prompt_tokens=1,
+        target="target.gguf",
+        draft="none",
+        translation=None,
+        draft_weights=None,
+        kernels="llama.cpp",
+        n_ctx=512,
+        sampler={"temperature": 0.7, "logit_bias": [[3, "-inf"]]},
+        verifier="auto",
+        grammar=None,
+    ),
+    events.DraftedEvent(
+        sequence=0,
+        time_s=0.1,
+        round=1,
+        nodes=(NODE, dataclasses.replace(NODE, parent=0, probability=None)),
+    ),
+    events.DraftedEvent(sequence=0, time_s=0.1, round=1, nodes=()),
+    events.VerifiedEvent(
+        sequence=0,
+        time_s=0.2,
+        round=1,
+        accepted=(0,),
+        rejected=(events.RejectedBranch(nodes=(1,), text="no"),),
+        next_token_id=7,
+        next_kind="corrected",
+    ),
+    events.CommittedEvent(
+        sequence=0,
+        time_s=0.3,
+        round=1,
+        pieces=(
+            dataclasses.replace(
+                PIECE, logprob=-0.1, top_logprobs=(events.TokenLogprob(5, " é", -0.1),)
+            ),
+            dataclasses.replace(PIECE, kind="forced", origin="grammar"),
+        ),
+        text=" é é",
+        n_tokens=2,
+    ),
+    events.CommittedEvent(sequence=0, time_s=0.3, round=1, pieces=(PIECE,), text=" é", n_tokens=1),
+    events.NoticeEvent(sequence=0, time_s=0.3, message="drafting stopped"),
+    events.FinishedEvent(
+        sequence=0,
+        time_s=1.0,
+        text=" é",
+        token_ids=(5,),
+        finish_reason="stop",
+        stopped_by=None,
+        n_prompt_tokens=1,
+        n_tokens=1,
+        n_rounds=1,
+        n_drafted=0,
+        n_accepted=0,
+        acceptance_rate=None,
+        mean_accepted_length=1.0,
+        accepted_by_depth=(),
+        drafted_by_depth=(),
+        tokens_per_s=None,
+        time_to_first_token_s=0.1,
+        prompt_s=0.1,
+        draft_s=0.0,
+        target_s=0.2,
+        loop_s=0.0,
+        wall_s=0.2,
+    ),
+]
+
+
+def as_line(event: events.Event) -> dict[str, Any]:
+    """The event as a reader of a line of JSON gets it."""
+    line: dict[str, Any] = json.loads(json.dumps(events.to_json_object(event)))
+    return line
+
+
+def test_generated_documents_are_up_to_date() -> None:
+    stale = [
+        path.name for path, text in make_docs.pages().items() if make_docs.is_stale(path, text)
+    ]
+    assert not stale, "run `make docs`"
+
+
+# --- the command line
+
+Number = Annotated[int, typer.Option()]
+
+
+def sections(app: typer.Typer) -> str:
+    return "\n\n".join(make_docs.command_sections(get_command(app), "tool"))
+
+
+def rows(markdown: str) -> list[list[str]]:
+    """The cells of all tables, as a reader of the page sees them."""
+    found: list[list[str]] = []
+    is_cell = False
+    for token in MarkdownIt("commonmark").enable("table").parse(markdown):
+        if token.type == "tr_open":
+            found.append([])
+        elif token.type == "inline" and is_cell:
+            found[-1].append("".join(part.content for part in token.children or ()))
+        is_cell = token.type in {"th_open", "td_open"}
+    return found
+
+
+def headings(markdown: str) -> list[str]:
+    tokens = MarkdownIt("commonmark").parse(markdown)
+    pairs = itertools.pairwise(tokens)
+    return [inline.content for token, inline in pairs if token.type == "heading_open"]
+
+
+def test_an_option_is_a_row_with_what_it_takes_and_what_it_is_if_not_given() -> None:
+    app = typer.Typer()
+
+    @app.command()
+    def work(
+        files: Annotated[
+            list[Path] | None, typer.Argument(metavar="FILES", help="What to work on.")
+        ] = None,
+        kind: Annotated[
+            Literal["a", "b"], typer.Option("--kind", "-k", envvar="KIND", help="Of a_b_ <c>.")
+        ] = "a",
+        share: Annotated[float, typer.Option(min=0.0, max=1.0, help="`x|y` or *z*.")] = 0.5,
+        times: Annotated[list[int] | None, typer.Option("--times", metavar="N", min=1)] = None,
+        level: Annotated[int, typer.Option(max=9)] = 3,
+        text: Annotated[str | None, typer.Option(show_default=r"\n, of `tool`")] = None,
+        path: Annotated[Path, typer.Option(show_default=False)] = Path("x"),
+        loud: Annotated[bool | None, typer.Option("--loud/--quiet", help="More.")] = None,
+        secret: Annotated[bool, typer.Option("--secret", hidden=True)] = False,
+        panelled: Annotated[bool, typer.Option("--on", help="It.", rich_help_panel="P")] = False,
+    ) -> None:
+        """Work."""
+
+    page = sections(app)
+    assert rows(page) == [
+        ["argument", "what it does"],
+        ["FILES", "What to work on."],
+        ["option", "value", "what it does", "default"],
+        ["--kind, -k", "a|b", "Of a_b_ <c>. Environment variable: KIND.", "a"],
+        ["--share", "number from 0 to 1", "x|y or *z*.", "0.5"],
+        ["--times", "N ≥ 1", "", ""],
+        ["--level", "integer ≤ 9", "", "3"],
+        ["--text", "TEXT", "", r"\n, of tool"],
+        ["--path", "PATH", "", ""],
+        ["--loud / --quiet", "", "More.", ""],
+        ["option", "what it does"],
+        ["--on", "It."],
+    ]
+    assert headings(page) == ["tool", "tool: Arguments", "tool: Options", "tool: P"]
+    assert "\ntool [OPTIONS] [FILES]...\n" in page
+
+
+def test_a_table_that_an_earlier_command_has_is_a_link() -> None:
+    app = typer.Typer(help="A tool.")
+    group = typer.Typer(help="More.")
+    app.add_typer(group, name="more")
+
+    @app.command()
+    def one(a: Number = 1, b: Number = 2, c: Number = 3) -> None:
+        """First.
+
+        In detail.
+        """
+
+    @group.command()
+    def two(a: Number = 1, b: Number = 2, c: Number = 3) -> None:
+        """Second."""
+
+    @group.command()
+    def three(name: Annotated[str, typer.Argument()], a: Number, b: Number = 2) -> None:
+        """Third."""
+
+    @group.command(hidden=True)
+    def four() -> None: ...
+
+    page = sections(app)
+    below = ["tool one", "tool more", "tool more two", "tool more three"]
+    assert headings(page) == [
+        "tool", "tool one", "one: Options", "tool more", "tool more two", "tool more three",
+        "more three: Arguments", "more three: Options",
+    ]  # fmt: skip
+    assert [row for row in rows(page) if row[0].startswith("tool")] == [
+        *zip_lists(below, ["First.", "More.", "Second.", "Third."]),
+        *zip_lists(below[2:], ["Second.", "Third."]),
+    ]
+    assert "[`tool more two`](#tool-more-two)" in page
+    assert "options in common with `tool one`: [Options](#one-options)." in page
+    assert "\ntool more three --a A [OPTIONS] NAME\n" in page
+    assert ["--a", "integer", "required"] in rows(page)
+
+
+def zip_lists(*columns: list[str]) -> list[list[str]]:
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def test_every_option_of_every_command_is_in_the_page() -> None:
+    from specgen.cli import app
+
+    page = make_docs.cli_page()
+    told = {name for row in rows(page) for name in row[0].replace(" / ", ", ").split(", ")}
+    every = [command for _, command in make_docs.commands(get_command(app), "specgen")]
+    names = {
+        name
+        for command in every
+        for parameter in command.params
+        if not parameter.hidden and parameter.param_type_name == "option"
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    }
+    assert names - told == {"--install-completion", "--show-completion"}  # typer's own
+
+
+def test_links_within_the_page_go_to_its_headings() -> None:
+    page = make_docs.cli_page()
+    anchors = [make_docs.anchor(heading) for heading in headings(page)]
+    assert len(set(anchors)) == len(anchors)
+    goals = set(re.findall(r"\]\(#([^)]*)\)", page))
+    assert "run-sampling-more-of-llamacpps-samplers" in goals
+    assert goals <= set(anchors)
+
+
+# --- the events
+
+
+def test_there_is_a_sample_of_every_event() -> None:
+    assert {type(event) for event in SAMPLES} == set(events.EVENT_TYPES)
+
+
+@pytest.mark.parametrize("event", SAMPLES, ids=lambda event: str(event.event))
+def test_every_event_is_valid(event: events.Event, validator: Draft202012Validator) -> None:
+    validator.validate(as_line(event))
+
+
+@pytest.mark.parametrize("event", SAMPLES, ids=lambda event: str(event.event))
+def test_no_field_may_be_missing_extra_or_of_another_type(
+    event: events.Event, validator: Draft202012Validator
+) -> None:
+    line = as_line(event)
+    assert not validator.is_valid(line | {"surprise": 1})
+    for name in line:
+        assert not validator.is_valid({key: line[key] for key in line if key != name}), name
+        other = 0.5 if isinstance(line[name], dict) else {"an": "object"}
+        assert not validator.is_valid(line | {name: other}), name
+
+
+@pytest.mark.parametrize(
+    ("event", "wrong"),
+    [
+        (SAMPLES[1], {"nodes": [{"token_id": 5}]}),
+        (SAMPLES[3], {"next_kind": "guessed"}),
+        (SAMPLES[3], {"accepted": ["0"]}),
+        (SAMPLES[4], {"n_tokens": 1.5}),
+        (SAMPLES[4], {"event": "finished"}),
+        (SAMPLES[6], {"finish_reason": "tired"}),
+        (SAMPLES[6], {"text": None}),
+    ],
+)
+def test_wrong_values_are_invalid(
+    event: events.Event, wrong: dict[str, Any], validator: Draft202012Validator
+) -> None:
+    assert not validator.is_valid(as_line(event) | wrong)
+
+
+def test_comments_describe_the_fields_below_them() -> None:
+    source = '''
+#: What it is.
+Kind: TypeAlias = Literal["a", "b"]
+
+
+class First:
+    """The first."""
+
+    event: ClassVar[str] = "first"
+    #: How many,
+    #: counted ``twice``.
+    count: int
+    #: Low and high.
+    low: float
+    high: float
+    kind: Kind
+
+
+class Second:
+    count: int
+    low: float
+    #: Its own.
+    high: float
+    firsts: tuple[First, ...]
+    odd: int
+'''
+    assert make_docs.named_comments(source) == {"Kind": "What it is."}
+    described = {
+        name: [(field.names, make_docs.flowing(field.description)) for field in fields]
+        for name, fields in make_docs.fields_of_classes(source).items()
+    }
+    assert described == {
+        "First": [
+            (("count",), "How many, counted `twice`."),
+            (("low", "high"), "Low and high."),
+            (("kind",), "What it is."),
+        ],
+        "Second": [
+            (("count",), "How many, counted `twice`."),
+            (("low",), "Low and high."),
+            (("high",), "Its own."),
+            (("firsts",), "The first."),
+            (("odd",), ""),
+        ],
+    }
+
+
+def test_paragraphs_and_lists_flow() -> None:
+    text = "One\nline.\n\n- first\n  item\n- second"
+    assert make_docs.flowing(text) == "One line.\n\n- first item\n- second"
+
+
+def test_a_stale_file_is_shown_as_a_difference(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(make_docs, "ROOT", tmp_path)
+    path = tmp_path / "page.md"
+    assert make_docs.is_stale(path, "new\n")
+    path.write_text("old\n")
+    assert make_docs.is_stale(path, "new\n")
+    difference = "".join(make_docs.difference(path, "new\n"))
+    assert "-old\n+new\n" in difference
+    path.write_text("new\n")
+    assert not make_docs.is_stale(path, "new\n")
+
+
+def test_every_error_has_its_exit_code_in_the_table() -> None:
+    page = make_docs.exit_codes_page()
+    assert "| 5 | `PairError` | The draft does not fit the target: " in page
+    assert all(f"`{error.__name__}`" in page for error in make_docs.raised_errors())
+    assert all(issubclass(error, SpecgenError) for error in make_docs.raised_errors())
+    assert "| 130 |" in page
+    assert "| 141 |" in page

@@ -1,0 +1,73 @@
+"""Short parts of the searches that otherwise take minutes or hours (`make fuzz`, `make soak`, `tests/long_runs/kills.py`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.helpers.cli import ROOT
+from tests.long_runs.mutated_json import mutated
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX processes")
+#: Of each kind of case a few.
+N_CASES = 64
+
+
+def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", f"tests.long_runs.{module}", *arguments],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def test_whatever_comes_is_an_answer_or_one_clear_line(tmp_path: Path) -> None:
+    done = run("fuzz", "--cases", str(N_CASES), "--seed", "0", "--keep", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    codes = json.loads(done.stdout)["codes"]
+    assert sum(sum(by_code.values()) for by_code in codes.values()) == N_CASES
+    # Some are answered, and some refused.
+    assert any("0" in by_code for by_code in codes.values())
+    assert any("4" in by_code for by_code in codes.values())
+
+
+def test_a_changed_body_depends_on_nothing_but_its_own_chance() -> None:
+    """Else a case could not be repeated by its number."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stop": ["a"]}
+    first = [mutated(body, random.Random(seed)) for seed in range(1500)]
+    assert [mutated(body, random.Random(seed)) for seed in reversed(range(1500))] == first[::-1]
+    assert len(set(first)) > 300
+
+
+def test_a_server_gives_back_what_it_took(tmp_path: Path) -> None:
+    config = TinyConfig(logit_scale=6.0, chat_template=CHATML_TEMPLATE, unprintable_scale=0.0)
+    target = write_tiny_model(tmp_path / "target.gguf", config)
+    exact = ["-t", "1", "-fa", "off", "-ctk", "f32", "-ctv", "f32", "-c", "2048"]
+    done = run(
+        "server_soak",
+        *("--minutes", "0.1", "--least", "1", "--users", "4", "--"),
+        *("-m", str(target), "-md", "ngram", "--limit-client", "1", *exact),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = json.loads(done.stdout)["counts"]
+    assert counts["texts compared"] > 0
+    assert counts["ask_wrongly: 400"] > 0
+
+
+def test_what_was_killed_while_it_wrote_breaks_nothing() -> None:
+    done = run("kills", "--rounds", "4", "--command", "run", "--command", "lookup store")
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = json.loads(done.stdout)["counts"]
+    assert sum(counts.values()) == 4

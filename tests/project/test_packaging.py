@@ -1,0 +1,232 @@
+"""What is built and shipped: the flags of llama.cpp's build, the Makefile, the wheel."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from scripts import cmake_args
+from specgen import __version__
+from specgen.system.llama_build import REQUIRED_VERSION
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNELS = "specgen/llama/kernel_checks/libspecgen-kernels.so"
+posix = pytest.mark.skipif(os.name != "posix", reason="the Makefile is for POSIX systems")
+
+
+def compiler(folder: Path, *macros: str) -> str:
+    """A compiler that only tells its macros."""
+    path = folder / "compiler"
+    lines = "".join(f"echo '#define {macro} 1'\n" for macro in macros)
+    path.write_text(f"#!/bin/sh\n{lines}")
+    path.chmod(0o755)
+    return str(path)
+
+
+def merged(cmake_args_variable: str | None = None, **environment: str) -> list[str]:
+    """The arguments that the script prints, as scikit-build-core takes them apart."""
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in {"CMAKE_ARGS", "CXX", "CXXFLAGS"}
+    }
+    if cmake_args_variable is not None:
+        clean["CMAKE_ARGS"] = cmake_args_variable
+    answer = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "cmake_args.py"],
+        env=clean | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return shlex.split(answer.stdout)
+
+
+@posix
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, ["-DCMAKE_CXX_FLAGS=-fno-dse"]),
+        ("", ["-DCMAKE_CXX_FLAGS=-fno-dse"]),
+        ("-DGGML_CUDA=on", ["-DGGML_CUDA=on", "-DCMAKE_CXX_FLAGS=-fno-dse"]),
+        ("-DCMAKE_CXX_FLAGS='-O2 -g'", ["-DCMAKE_CXX_FLAGS=-O2 -g -fno-dse"]),
+        ("-D CMAKE_CXX_FLAGS:STRING=-g -DX=1", ["-DX=1", "-DCMAKE_CXX_FLAGS=-g -fno-dse"]),
+        ("-DCMAKE_CXX_FLAGS=-fno-dse", ["-DCMAKE_CXX_FLAGS=-fno-dse"]),
+        (
+            "-DCMAKE_CXX_FLAGS_RELEASE=-O1",
+            ["-DCMAKE_CXX_FLAGS_RELEASE=-O1", "-DCMAKE_CXX_FLAGS=-fno-dse"],
+        ),
+    ],
+)
+def test_gcc_gets_the_flag_beside_the_users_own(
+    tmp_path: Path, given: str | None, expected: list[str]
+) -> None:
+    assert merged(given, CXX=compiler(tmp_path, "__GNUC__")) == expected
+
+
+@posix
+def test_flags_in_the_environment_are_not_lost(tmp_path: Path) -> None:
+    gcc = compiler(tmp_path, "__GNUC__")
+    assert merged(CXX=gcc, CXXFLAGS="-g -O1") == ["-DCMAKE_CXX_FLAGS=-g -O1 -fno-dse"]
+    both = merged("-DCMAKE_CXX_FLAGS=-O3", CXX=gcc, CXXFLAGS="-g")
+    assert both == ["-DCMAKE_CXX_FLAGS=-O3 -fno-dse"]
+
+
+@posix
+def test_other_compilers_do_not_get_the_flag(tmp_path: Path) -> None:
+    clang = compiler(tmp_path, "__GNUC__", "__clang__")
+    assert merged(CXX=clang) == []
+    assert merged("-DGGML_METAL=on", CXX=clang) == ["-DGGML_METAL=on"]
+
+
+@posix
+def test_a_compiler_named_to_cmake_counts(tmp_path: Path) -> None:
+    clang = compiler(tmp_path, "__GNUC__", "__clang__")
+    chosen = f"-DCMAKE_CXX_COMPILER={clang}"
+    assert merged(chosen, CXX="g++") == [chosen]
+
+
+@posix
+def test_a_missing_compiler_is_named(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        merged(CXX=str(tmp_path / "nothing"))
+    assert "no C++ compiler" in caught.value.stderr
+    assert "hint: " in caught.value.stderr
+
+
+def test_what_cannot_be_run_is_no_gcc(tmp_path: Path) -> None:
+    assert not cmake_args.is_gcc([str(tmp_path / "nothing")])
+    assert not cmake_args.is_gcc([sys.executable])
+
+
+# --- the Makefile ---------------------------------------------------------------------------
+
+
+def dry_run(target: str) -> str:
+    """The commands that make would run in an empty environment."""
+    make = shutil.which("make")
+    if make is None:
+        pytest.skip("no make")
+    environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
+    answer = subprocess.run(
+        [make, "--dry-run", "VENV=no-such-folder", target],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return answer.stdout
+
+
+@posix
+def test_make_builds_llama_cpp_as_required_and_without_pips_cache() -> None:
+    required = re.search(r'"(llama-cpp-python[^"]*)"', (ROOT / "pyproject.toml").read_text())
+    assert required is not None
+    build = next(line for line in dry_run("install").splitlines() if "--no-cache-dir" in line)
+    assert required[1] == f"llama-cpp-python=={REQUIRED_VERSION}"
+    assert f"'{required[1]}'" in build
+    assert 'CMAKE_ARGS="$args"' in build
+
+
+@posix
+def test_ci_runs_lint_format_types_docs_and_tests() -> None:
+    commands = dry_run("check")
+    for command in ("ruff check", "ruff format --check", "mypy", "-m scripts.make_docs --check"):
+        assert command in commands
+    assert "-m pytest" in dry_run("test")
+    script = (ROOT / ".ci" / "run").read_text()
+    assert script.splitlines()[-1] == "make check"
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+@posix
+def test_every_target_is_listed() -> None:
+    help_target = subprocess.run(
+        ["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for target in ("run", "test", "check", "docs", "clean", "help"):
+        assert re.search(rf"^  make {target} ", help_target.stdout, re.MULTILINE), target
+
+
+@posix
+def test_make_compiles_the_kernels_anew_when_they_change() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    rule = next(line for line in makefile.splitlines() if line.startswith("$(VENV)/.installed:"))
+    assert "$(KERNELS)" in rule
+    assert "specgen/llama/*.so" in dry_run("clean")
+
+
+# --- the packages ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling them takes a while, and is tested with compilers that are quicker."""
+    monkeypatch.setenv("SPECGEN_KERNELS_BUILD", "off")
+
+
+@pytest.mark.usefixtures("_no_kernels")
+def test_the_wheel_is_whole(tmp_path: Path) -> None:
+    from hatchling.builders.wheel import WheelBuilder
+
+    (built,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(built) as wheel:
+        names = set(wheel.namelist())
+        about = f"specgen-{__version__}.dist-info"
+        metadata = wheel.read(f"{about}/METADATA").decode()
+        entry_points = wheel.read(f"{about}/entry_points.txt").decode()
+        assert wheel.read("specgen/models.toml") == (ROOT / "models.toml").read_bytes()
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "specgen").rglob("*.py")}
+    assert sources <= names
+    assert {"specgen/py.typed", "specgen/measure/bench/page.html.jinja"} <= names
+    assert "specgen/serving/server/page/index.html" in names
+    assert f"{about}/licenses/LICENSE" in names
+    assert "specgen = specgen.__main__:main" in entry_points
+    assert "\nRequires-Python: >=3.10\n" in metadata
+    assert {name.split("/")[0] for name in names} == {"specgen", about}
+    assert KERNELS not in names
+    assert Path(built).name.endswith("-py3-none-any.whl")
+
+
+@pytest.mark.usefixtures("_no_kernels")
+def test_a_wheel_can_be_built_from_the_source_distribution(tmp_path: Path) -> None:
+    from hatchling.builders.sdist import SdistBuilder
+    from hatchling.builders.wheel import WheelBuilder
+
+    (packed,) = SdistBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    with tarfile.open(packed) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+        if hasattr(tarfile, "data_filter"):  # the first releases of Python 3.10 and 3.11 lack it
+            sdist.extraction_filter = tarfile.data_filter
+        sdist.extractall(tmp_path / "unpacked")
+    assert {"models.toml", "pyproject.toml", "README.md", "LICENSE", "tests"} <= {
+        *names,
+        *(name.partition("/")[0] for name in names),
+    }
+    # What tests of the documents read is there.
+    assert {
+        "CONTRIBUTING.md",
+        "BENCHMARKS.md",
+        "Makefile",
+        "benchmarks/results/several-15.json",
+    } <= names
+    assert "hatch_build.py" in names
+    assert "scripts/build_kernels.py" in names
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kernels").glob("*.cpp")}
+    assert sources <= names
+    assert KERNELS not in names
+    assert not any(name.startswith((".ci", ".git")) and name != ".gitignore" for name in names)
+    unpacked = tmp_path / "unpacked" / f"specgen-{__version__}"
+    (built,) = WheelBuilder(str(unpacked)).build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(built) as wheel:
+        assert "specgen/models.toml" in wheel.namelist()

@@ -1,0 +1,196 @@
+"""How far long work is, told in lines: where standard error is a file or a pipe."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from specgen.models.progress import LineProgress, shown
+from specgen.render.progress_bars import progress_bar
+from specgen.system import progress
+from specgen.system.progress import ProgressLines
+from tests.helpers.cli import Specgen
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture(autouse=True)
+def _interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "INTERVAL_S", 10.0)
+
+
+# --- when there is a line
+
+
+def lines_of(*steps: tuple[float, str]) -> list[str]:
+    """What is written where each state comes so many seconds after the one before."""
+    stream, clock = io.StringIO(), Clock()
+    lines = ProgressLines(stream, clock)
+    for seconds, state in steps:
+        clock.now_s += seconds
+        lines.update(state)
+    lines.finish()
+    return stream.getvalue().splitlines()
+
+
+def test_a_line_comes_after_the_interval_where_something_changed_and_at_the_end() -> None:
+    steps = [(0, "a"), (9, "b"), (1, "c"), (9, "d"), (1, "c"), (20, "c"), (0, "e"), (1, "f")]
+    assert lines_of(*steps) == ["c", "e", "f"]
+
+
+def test_the_end_is_not_written_twice() -> None:
+    assert lines_of((10, "a"), (10, "b"), (10, "b")) == ["a", "b"]
+
+
+def test_work_of_seconds_says_nothing() -> None:
+    assert lines_of((0, "a"), (5, "b"), (4, "c")) == []
+
+
+def test_long_work_of_one_step_says_how_it_ended() -> None:
+    stream, clock = io.StringIO(), Clock()
+    lines = ProgressLines(stream, clock)
+    lines.update("a")
+    clock.now_s += 60
+    lines.finish()
+    assert stream.getvalue() == "a\n"
+
+
+def test_work_that_told_nothing_writes_nothing() -> None:
+    stream, clock = io.StringIO(), Clock()
+    lines = ProgressLines(stream, clock)
+    clock.now_s += 60
+    lines.finish()
+    assert stream.getvalue() == ""
+
+
+class Broken(io.StringIO):
+    def write(self, text: str, /) -> int:
+        raise OSError("no space left")
+
+
+def test_a_stream_that_cannot_be_written_does_not_end_the_work() -> None:
+    clock = Clock()
+    lines = ProgressLines(Broken(), clock)
+    clock.now_s += 60
+    lines.update("a")
+    lines.finish()
+
+
+def test_every_line_is_flushed(tmp_path: Path) -> None:
+    clock, path = Clock(), tmp_path / "log"
+    with path.open("w", encoding="utf-8") as stream:
+        lines = ProgressLines(stream, clock)
+        clock.now_s += 60
+        lines.update("a")
+        assert path.read_text(encoding="utf-8") == "a\n"
+
+
+# --- downloads
+
+
+def test_a_line_comes_now_and_then_and_never_of_a_position_that_moved_back() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = LineProgress(stream, clock)
+    progress.update(5)
+    progress.start("tiny", 1000, 150)
+    for done_bytes in (160, 200, 430, 90, 350, 1000):
+        clock.now_s += 6.0
+        progress.update(done_bytes)
+    progress.finish()
+    progress.finish()
+    progress.note("done")
+    assert stream.getvalue().splitlines() == [
+        "tiny: 20 % (200 B of 1.00 kB)",
+        "tiny: 100 % (1.00 kB of 1.00 kB)",
+        "done",
+    ]
+
+
+def test_a_download_of_seconds_is_told_in_no_line() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = LineProgress(stream, clock)
+    with shown(progress, "tiny", 1000):
+        for done_bytes in (500, 1000):
+            clock.now_s += 2.0
+            progress.update(done_bytes)
+    assert stream.getvalue() == ""
+
+
+# --- commands
+
+
+def test_names_of_files_cannot_write_control_characters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = Clock()
+    with progress_bar(quiet=False, clock=clock) as tell:
+        tell("a\x1b[31m\r\nb\udc80", 0, 2)
+        clock.now_s += 60
+        tell("a\x1b[31m\r\nb\udc80", 1, 2)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.isprintable()
+    assert line.startswith("a")
+    assert line.endswith(": 1 of 2")
+
+
+def test_work_that_fails_or_is_interrupted_says_how_far_it_was(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def work() -> None:
+        clock = Clock()
+        with progress_bar(quiet=False, clock=clock) as tell:
+            tell("it", 0, 9)
+            clock.now_s += 60
+            tell("it", 1, 9)
+            tell("it", 2, 9)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert capsys.readouterr().err.splitlines() == ["it: 1 of 9", "it: 2 of 9"]
+
+
+#: Each command that measures, as short as it gets, and a line that it is to write.
+COMMANDS = {
+    "bench": (["-md", "ngram", "-n", "4"], r"target\.gguf: \d of 4"),
+    "verify": (["-md", "draft", "-n", "8", "--check", "greedy"], "greedy: 2 of 2"),
+    "tune": (["-md", "draft", "-n", "4", "-t", "1"], r"agreement of draft\.gguf: 1 of 2"),
+    "draft find": (["-n", "4"], r"target\.gguf: 1 of 2"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_that_measures_writes_lines_to_standard_error(
+    specgen: Specgen,
+    tiny_models: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+) -> None:
+    monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "the cat"}\n{"prompt": "a dog"}\n', encoding="utf-8")
+    options, expected = COMMANDS[command]
+    files = [
+        str(path) if (path := tiny_models / f"{option}.gguf").exists() else option
+        for option in options
+    ]
+    named = ["-m", str(tiny_models / "target.gguf"), "--prompts", str(prompts), *files]
+    result = specgen(*command.split(), *named)
+    assert result.code == 0, result.err
+    lines = result.err.splitlines()
+    assert any(re.fullmatch(expected, line) for line in lines), lines
+    assert all(line.isprintable() for line in lines)
+    assert not set(lines) & set(result.out.splitlines())
+    assert specgen(*command.split(), *named, "--quiet").err == ""

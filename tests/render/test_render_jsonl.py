@@ -1,0 +1,105 @@
+"""Events as JSON Lines, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scripts.make_picture import from_json_object, read_events
+from specgen.events import EVENT_TYPES, Event, to_json_object
+from specgen.render.streams import JsonlRenderer, json_line
+from tests.helpers.events import Script
+from tests.render.test_render_plain import Recorder
+from tests.render.test_render_text import TEXTS
+
+
+def whole_run() -> list[Event]:
+    script = Script().prompt().plain("x").notice("note", "why")
+    script.tree(["a", "b", "c"], (-1, -1, 0), (0,), " own").round(["y"], 1, "z")
+    return script.finish("stop", "</s>").events
+
+
+def test_every_event_is_a_line_and_comes_back_the_same() -> None:
+    events = whole_run()
+    assert {type(event) for event in events} == set(EVENT_TYPES)
+    stream = io.BytesIO()
+    with JsonlRenderer(stream) as renderer:
+        for event in events:
+            renderer.handle(event)
+    lines = stream.getvalue().decode().splitlines()
+    assert [json.loads(line)["event"] for line in lines] == [event.event for event in events]
+    assert list(read_events(lines)) == events
+
+
+@given(TEXTS)
+def test_any_text_is_one_line_of_json(text: str) -> None:
+    line = json_line({"text": text})
+    assert line.decode().splitlines() == [line.decode()[:-1]]
+    assert json.loads(line) == {"text": text}
+    assert not {"\x1b", "\x9b", "\x07", "\x7f"} & set(line.decode())
+
+
+def test_what_can_be_read_is_not_escaped() -> None:
+    assert json_line({"text": "é漢👍"}) == '{"text": "é漢👍"}\n'.encode()
+
+
+@given(st.floats())
+def test_numbers_that_json_lacks_become_null(number: float) -> None:
+    value = json.loads(
+        json_line({"a": number, "b": (number, {"c": [number]})}),
+        parse_constant=pytest.fail,
+    )
+    expected = number if abs(number) < float("inf") else None
+    assert value == {"a": expected, "b": [expected, {"c": [expected]}]}
+
+
+def test_each_round_is_flushed_when_it_is_complete() -> None:
+    stream = Recorder()
+    renderer = JsonlRenderer(stream)
+    for event in Script().prompt().round(["a"], 1, "b").events:
+        renderer.handle(event)
+    assert stream.flushed.count(b"\n") == 4
+
+
+def test_fields_of_a_later_version_are_ignored() -> None:
+    for event in whole_run():
+        assert from_json_object({**to_json_object(event), "later": 1}) == event
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([], "not an event"),
+        ("prompt", "not an event"),
+        ({}, "not an event"),
+        ({"event": ["prompt"]}, "not an event"),
+        ({"event": "later"}, "not an event"),
+        ({"event": "notice", "sequence": 0}, "an incomplete notice event.*message"),
+        ({"event": "drafted", "nodes": 1}, "an incomplete drafted event"),
+        ({"event": "drafted", "nodes": [{"token_id": 1}]}, "an incomplete drafted event"),
+    ],
+)
+def test_what_is_no_event_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_json_object(value)
+
+
+def test_a_line_that_holds_no_event_is_named() -> None:
+    lines = [json_line(to_json_object(whole_run()[0])).decode(), "", "{}"]
+    with pytest.raises(ValueError, match="line 3: not an event"):
+        list(read_events(lines))
+    with pytest.raises(ValueError, match="line 1: "):
+        list(read_events(["no json"]))
+
+
+def test_optional_fields_may_be_missing() -> None:
+    event = dataclasses.replace(Script().plain("x").finished(), estimate=None)
+    value = to_json_object(event)
+    del value["estimate"]
+    assert from_json_object(value) == event

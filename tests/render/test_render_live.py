@@ -1,0 +1,476 @@
+"""The live view, as it looks on a terminal after each round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specgen.errors import OutputError
+from specgen.events import CommittedEvent, Event
+from specgen.options import Show
+from specgen.render.base import Notes
+from specgen.render.live import LiveRenderer
+from specgen.render.text import clean
+from tests.helpers.events import Script
+from tests.helpers.screen import Terminal, letters
+from tests.render.test_render_text import DIFFICULT, FAMILY, TEXTS
+
+LEGEND = "accepted  corrected  bonus  plain  rejected"
+
+
+def play(terminal: Terminal, events: Sequence[Event], show: Show = "accepted") -> LiveRenderer:
+    """Show events, and leave the view as it is after the last of them."""
+    renderer = LiveRenderer(terminal.console, show, Notes(terminal.console, verbose=True))
+    for event in events:
+        renderer.handle(event)
+    return renderer
+
+
+def test_after_a_round_the_rejected_tokens_stand_struck_through_behind_the_text() -> None:
+    terminal = Terminal()
+    script = Script().prompt().plain("The").round([" cat", " sat", " on"], 1, " lay")
+    play(terminal, script.events)
+    assert terminal.visible == [
+        "The cat lay sat on",
+        "",
+        LEGEND + "    3 tokens  20.0/s  33% accepted",
+    ]
+    assert terminal.struck() == " sat onrejected"
+
+
+def test_rejected_tokens_are_gone_with_the_next_round() -> None:
+    terminal = Terminal()
+    script = Script().prompt().round([" cat", " sat"], 0, "The").plain(" dog")
+    play(terminal, script.events)
+    assert terminal.visible[0] == "The dog"
+    assert terminal.struck() == "rejected"
+
+
+def test_rejected_tokens_stay_where_they_were_refused_if_all_is_shown() -> None:
+    terminal = Terminal()
+    script = Script().plain("The").round([" cat", " sat", " on"], 1, " lay").plain(" down").finish()
+    play(terminal, script.events, "all")
+    assert terminal.visible == ["The cat sat on lay down"]
+    assert terminal.struck() == " sat on"
+
+
+def test_a_rounds_reason_is_dim_at_its_end_where_it_changes_if_all_is_shown() -> None:
+    terminal = Terminal()
+    script = Script().prompt().because("nothing_found", "nothing found").plain("One").plain(" two")
+    script.because("cost", "a row costs 0.7 of a token").plain(" three\n")
+    script.because("gain", "worth x1.4").round([" four", " no"], 1, " five").finish()
+    play(terminal, script.events, "all")
+    assert terminal.visible == [
+        "One [nothing found] two three [a row costs 0.7 of a token]",
+        " four no five [worth x1.4]",
+    ]
+    assert "\x1b[2m[nothing\x1b[0m" in terminal.written
+
+
+def test_reasons_are_left_out_if_not_all_is_shown() -> None:
+    terminal = Terminal()
+    play(terminal, Script().because("cost", "too dear").plain("One").finish().events)
+    assert terminal.visible == ["One"]
+
+
+def test_branches_of_a_tree_stay_each_at_its_place() -> None:
+    terminal = Terminal()
+    drafted = [" a", " b", " a1", " a2", " a11"]
+    script = Script().plain("x").tree(drafted, (-1, -1, 0, 0, 2), (0, 2), " own").finish()
+    play(terminal, script.events, "all")
+    assert terminal.visible == ["x[ b] a[ a2] a1 a11 own"]
+    assert terminal.struck() == " a11"
+
+
+def test_branches_of_a_tree_are_told_apart_behind_the_text() -> None:
+    terminal = Terminal()
+    script = Script().plain("x").tree([" a", " b"], (-1, -1), (), " own")
+    play(terminal, script.events)
+    assert terminal.visible[0] == "x own a   b"
+
+
+def test_without_marks_there_is_only_the_text() -> None:
+    terminal = Terminal()
+    script = Script().prompt().plain("The").round([" cat", " sat"], 1, " lay")
+    play(terminal, script.events, "none")
+    assert terminal.visible == ["The cat lay"]
+    assert terminal.struck() == ""
+    assert "\x1b[1" not in terminal.written
+
+
+def test_each_kind_of_token_has_a_colour_and_attributes_of_its_own() -> None:
+    terminal = Terminal()
+    script = (
+        Script().plain("plain").round([" yes", " no"], 1, " fixed").round([" sure"], 1, " more")
+    )
+    play(terminal, script.events, "all")
+    looks = [terminal.look(word) for word in ("plain", "yes", "no", "fixed", "more")]
+    assert looks == [
+        ("default",),
+        ("green", "underscore"),
+        ("red", "strikethrough"),
+        ("magenta", "bold"),
+        ("cyan", "bold", "underscore"),
+    ]
+    assert terminal.look("yes") == terminal.look("accepted")
+    assert terminal.look("no") == terminal.look("rejected")
+    assert terminal.look("fixed") == terminal.look("corrected")
+    assert terminal.look("more") == terminal.look("bonus")
+
+
+def test_without_colours_the_attributes_stay() -> None:
+    terminal = Terminal()
+    terminal.console.no_color = True
+    script = Script().round([" yes", " no"], 1, " fixed").round([" sure"], 1, " more")
+    play(terminal, script.events, "all")
+    assert terminal.look("yes") == ("default", "underscore")
+    assert terminal.look("no") == ("default", "strikethrough")
+    assert terminal.look("fixed") == ("default", "bold")
+    assert terminal.look("more") == ("default", "bold", "underscore")
+
+
+def test_the_prompt_is_announced() -> None:
+    terminal = Terminal()
+    play(terminal, Script().prompt(1234).events)
+    assert terminal.visible == ["", "", "reading 1234 prompt tokens"]
+
+
+def test_without_a_draft_there_is_no_legend() -> None:
+    terminal = Terminal()
+    play(terminal, Script(draft="none").prompt().plain("a").plain(" b").events)
+    assert terminal.visible == ["a b", "", "2 tokens  10.0/s"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "status"),
+    [
+        (80, LEGEND + "    3 tokens  20.0/s  33% accepted"),
+        (60, LEGEND + "    3 tokens"),
+        (44, LEGEND),
+        (40, "3 tokens  20.0/s  33% accepted"),
+        (20, "3 tokens  20.0/s"),
+        (10, "3 tokens"),
+        (5, "3"),
+        (2, "3"),
+    ],
+)
+def test_the_status_line_says_what_fits(columns: int, status: str) -> None:
+    terminal = Terminal(columns)
+    script = Script().prompt().plain("a").round(["b", "c", "d"], 1, "e")
+    play(terminal, script.events)
+    assert terminal.visible[-1] == status
+
+
+def test_the_status_line_stays_in_place_when_rejected_text_needs_a_second_row() -> None:
+    terminal = Terminal(12)
+    script = Script().prompt().plain("0123456789").round([" draft"], 0, ".")
+    renderer = play(terminal, script.events)
+    assert terminal.visible == ["0123456789.", "draft", "2 tokens"]
+    renderer.handle(script.plain("!").events[-1])
+    assert terminal.visible == ["0123456789.!", "", "3 tokens"]
+
+
+def test_rejected_text_that_needs_more_rows_is_cut() -> None:
+    terminal = Terminal(10)
+    script = Script().prompt().plain("0123456").round([" abcde fghij klmno"], 0, ".")
+    play(terminal, script.events)
+    assert terminal.visible == ["0123456.", "abcde …", "2 tokens"]
+
+
+def test_rejected_text_shows_line_feeds_as_signs() -> None:
+    terminal = Terminal()
+    play(terminal, Script().plain("a").round(["\n\n", "b\x1b[2J"], 0, ".").events)
+    assert terminal.visible[0] == "a.↵↵b␛[2J"
+
+
+@pytest.mark.parametrize("show", ["accepted", "all", "none"])
+def test_at_the_end_the_text_stands_alone_and_the_cursor_below_it(show: Show) -> None:
+    terminal = Terminal()
+    script = Script().prompt().plain("The").round([" cat", " sat"], 2, "\nEnd").finish()
+    play(terminal, script.events, show)
+    assert terminal.visible == ["The cat sat", "End"]
+    assert (terminal.screen.cursor.y, terminal.screen.cursor.x) == (2, 0)
+    assert not terminal.cursor_hidden
+
+
+def test_a_text_that_ends_its_line_gets_no_other_line_feed() -> None:
+    terminal = Terminal()
+    play(terminal, Script().prompt().plain("end\n").finish().events)
+    assert terminal.visible == ["end"]
+    assert terminal.screen.cursor.y == 1
+
+
+def test_an_empty_answer_leaves_no_trace() -> None:
+    terminal = Terminal()
+    play(terminal, Script().prompt().finish().events)
+    assert terminal.visible == []
+    assert terminal.screen.cursor.y == 0
+    assert not terminal.cursor_hidden
+
+
+def test_nothing_is_written_before_the_first_event() -> None:
+    terminal = Terminal()
+    LiveRenderer(terminal.console).close()
+    assert terminal.written == ""
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_exception_leaves_the_text_and_the_cursor(error: type[BaseException]) -> None:
+    terminal = Terminal()
+    script = Script().prompt().plain("so far").round([" so", " good"], 0, ",")
+    renderer = play(terminal, script.events)
+    assert terminal.cursor_hidden
+    with pytest.raises(error), renderer:
+        raise error
+    assert terminal.visible == ["so far,"]
+    assert not terminal.cursor_hidden
+
+
+def test_what_the_terminal_echoes_for_ctrl_c_is_overwritten() -> None:
+    terminal = Terminal()
+    renderer = play(terminal, Script().prompt().plain("so far").events)
+    terminal.write("^C")
+    renderer.close()
+    assert terminal.visible == ["so far"]
+
+
+def test_closing_twice_writes_once() -> None:
+    terminal = Terminal()
+    renderer = play(terminal, Script().plain("x").events)
+    renderer.close()
+    written = terminal.written
+    renderer.close()
+    assert terminal.written == written
+
+
+def test_words_wrap_and_long_words_are_split() -> None:
+    terminal = Terminal(20)
+    text = "some words that wrap and averyveryverylongwordthatdoesnot fit"
+    script = Script().prompt()
+    for word in text.split(" "):
+        script.plain(word + " ")
+    play(terminal, script.finish().events)
+    assert terminal.visible == [
+        "some words that wrap",
+        "and",
+        "averyveryverylongwor",
+        "dthatdoesnot fit",
+    ]
+
+
+def test_words_that_the_window_splits_are_copied_in_one_piece() -> None:
+    terminal = Terminal(20)
+    address = "https://example.org/" + "/".join(f"part{n}" for n in range(20))
+    script = Script().prompt().plain("See ")
+    for start in range(0, len(address), 7):
+        script.plain(address[start : start + 7])
+    script.plain(" there.\n").plain("漢字" * 40).finish()
+    play(terminal, script.events)
+    assert terminal.lines == ["See", address + " there.", "漢字" * 40]
+
+
+def test_long_answers_scroll_away_whole() -> None:
+    terminal = Terminal(40, 8)
+    script = Script().prompt()
+    for number in range(200):
+        script.round([f"line {number}", " wrong"], 1, "\n" if number % 3 else " and so on. ")
+    play(terminal, script.finish().events)
+    assert letters("".join(terminal.rows)) == letters(script.text)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4, 5, 6, 9])
+def test_the_view_is_never_higher_than_the_window(rows: int) -> None:
+    terminal = Terminal(10, rows)
+    script = Script().prompt()
+    for number in range(30):
+        script.round([f" word{number}", " wrong", " and", " wrong"], 1, " own")
+    play(terminal, script.finish().events)
+    assert letters("".join(terminal.rows)) == letters(script.text)
+
+
+@pytest.mark.parametrize("joins_emoji", [True, False])
+@pytest.mark.parametrize("columns", [10, 11, 40])
+def test_wide_characters_stay_whole_whatever_the_terminal_takes_them_for(
+    columns: int, joins_emoji: bool
+) -> None:
+    terminal = Terminal(columns, joins_emoji=joins_emoji)
+    script = Script().prompt()
+    for text in ("漢字かな交じり文", FAMILY * 3, "🇩🇪🇫🇷", "👍🏽 ", "e\u0301", "한국어", "❤️", "1️⃣"):
+        script.round([text, text], 1, text)
+    play(terminal, script.finish().events)
+    assert letters("".join(terminal.rows)) == letters(script.text)
+
+
+def test_a_character_that_arrives_in_pieces_is_one_character() -> None:
+    terminal = Terminal(10)
+    script = Script().prompt()
+    for part in FAMILY:
+        script.round([part, "x"], 1, "")
+    play(terminal, script.finish().events)
+    assert terminal.screen.buffer[0][0].data == FAMILY
+
+
+def test_tabs_and_returns_and_escapes_are_harmless() -> None:
+    terminal = Terminal(40)
+    script = (
+        Script().prompt().plain("a\tb").plain("\r").plain("\nc\rd").plain("\x1b[2J\x1b]0;t\x07e")
+    )
+    play(terminal, script.finish().events)
+    assert terminal.visible == ["a       b", "c␍d␛[2J␛]0;t␇e"]
+    assert terminal.screen.title == ""
+
+
+def test_markup_links_and_emoji_codes_stay_text() -> None:
+    terminal = Terminal(70)
+    text = "[bold]x[/bold] [link=http://a.b]y[/link] :smile: 42 'str' None"
+    play(terminal, Script(draft="none").plain(text).finish().events)
+    assert terminal.visible == [text]
+    assert terminal.look("42") == ("default",)
+
+
+def test_a_notice_stands_above_the_unfinished_line() -> None:
+    terminal = Terminal()
+    script = (
+        Script().prompt().plain("one\ntwo").notice("[b]drafting\nfailed\x1b[2J", "why\nexactly")
+    )
+    play(terminal, script.plain(" words").events)
+    assert terminal.visible[:5] == [
+        "one",
+        "note: [b]drafting↵failed␛[2J",
+        "  why",
+        "  exactly",
+        "two words",
+    ]
+    assert terminal.look("drafting") == ("default",)
+
+
+def test_notices_can_be_left_out() -> None:
+    terminal = Terminal()
+    with LiveRenderer(terminal.console) as renderer:
+        for event in Script().plain("text").notice("nothing").finish().events:
+            renderer.handle(event)
+    assert terminal.visible == ["text"]
+
+
+@pytest.mark.parametrize("reflow", [True, False])
+def test_widening_the_window_keeps_the_text(reflow: bool) -> None:
+    terminal = Terminal(20)
+    script = Script().prompt()
+    for number in range(100, 110):
+        script.round([f"word{number}", " wrong", " again"], 1, " ")
+    renderer = LiveRenderer(terminal.console)
+    for number, event in enumerate(script.finish().events):
+        if number % 5 == 4:
+            terminal.resize(terminal.screen.columns + 3, reflow=reflow)
+        renderer.handle(event)
+    assert letters("".join(terminal.rows)) == letters(script.text)
+
+
+@given(
+    st.lists(st.tuples(TEXTS, st.integers(10, 60), st.booleans()), max_size=12),
+    st.sampled_from(["accepted", "none"]),
+)
+def test_resizing_a_window_that_lays_text_out_anew_loses_nothing(
+    rounds: list[tuple[str, int, bool]], show: Show
+) -> None:
+    terminal = Terminal(30, 30)
+    script = Script().prompt()
+    renderer = play(terminal, script.events, show)
+    for text, columns, tell in rounds:
+        script.round([text, " refused"], 1, " and")
+        for event in script.events[-3:]:
+            renderer.handle(event)
+        terminal.resize(columns, tell=tell)
+    renderer.close()
+    assert letters("".join(terminal.rows)) == letters(clean(script.text))
+
+
+ROUNDS = st.lists(
+    st.tuples(st.lists(TEXTS | DIFFICULT, max_size=4), st.integers(0, 4), TEXTS), max_size=10
+)
+
+
+@given(ROUNDS, st.integers(10, 60), st.integers(2, 12), st.sampled_from(["accepted", "none"]))
+def test_the_screen_ends_up_with_the_answer(
+    rounds: list[tuple[list[str], int, str]], columns: int, rows: int, show: Show
+) -> None:
+    terminal = Terminal(columns, rows)
+    script = Script().prompt()
+    renderer = play(terminal, script.events, show)
+    for drafted, n_accepted, own in rounds:
+        n_events = len(script.events)
+        script.round(drafted, min(n_accepted, len(drafted)), own)
+        for event in script.events[n_events:]:
+            renderer.handle(event)
+        if show == "none":
+            # A carriage return at the end waits for what follows.
+            shown = letters("".join(terminal.rows))
+            assert shown == letters(clean(script.text.rstrip("\r"))) or "\r" in script.text
+    renderer.handle(script.finished())
+    answer = clean(script.text)
+    assert letters("".join(terminal.rows)) == letters(answer)
+    # Line feeds are where they were, too: no line is both kept and broken.
+    assert len(terminal.rows) >= len(answer.rstrip("\n \t").split("\n")) or not letters(answer)
+    assert not terminal.cursor_hidden
+
+
+def test_a_round_writes_little_however_long_the_answer_is() -> None:
+    terminal = Terminal(80, 24)
+    renderer = LiveRenderer(terminal.console)
+    script = Script().prompt()
+    sizes = []
+    for _ in range(300):
+        script.round([" some", " words", " here"], 2, " too")
+        before = len(terminal.written)
+        for event in script.events[-3:]:
+            renderer.handle(event)
+        sizes.append(len(terminal.written) - before)
+    assert max(sizes[100:]) < 6000
+    assert max(sizes[200:]) <= max(sizes[100:200]) + 100
+
+
+def test_one_round_is_one_write() -> None:
+    writes: list[str] = []
+
+    class Counting(Terminal):
+        def write(self, text: str) -> int:
+            writes.append(text)
+            return super().write(text)
+
+    terminal = Counting()
+    script = Script().prompt().round([" a", " b"], 1, " c").plain(" d").finish()
+    play(terminal, script.events)
+    n_committed = sum(isinstance(event, CommittedEvent) for event in script.events)
+    assert len(writes) == 1 + n_committed + 1
+
+
+def test_an_output_that_fails_is_reported() -> None:
+    class Full(Terminal):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OutputError, match="No space left on device"):
+        play(Full(), Script().plain("x").events)
+
+
+def test_a_terminal_that_went_away_is_reported_as_such() -> None:
+    class Gone(Terminal):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError), LiveRenderer(Gone().console) as renderer:
+        renderer.handle(Script().plain("x").events[0])
+
+
+def test_a_terminal_of_another_encoding_gets_what_it_can_show() -> None:
+    class Latin(Terminal):
+        encoding = "latin-1"
+
+    terminal = Latin(20)
+    script = Script().prompt().plain("naïve 漢").round(["\nno " * 20], 0, "\x1b.").events
+    play(terminal, script)
+    terminal.written.encode("latin-1")
+    assert terminal.visible[0].startswith("naïve ??.\\nno")

@@ -1,0 +1,195 @@
+"""The answer as a stream: for pipes, for simple terminals, and with forced colours."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from specgen.errors import OutputError
+from specgen.options import Show
+from specgen.render.base import Notes, Renderer, Tee
+from specgen.render.marks import pens
+from specgen.render.streams import ColourStreamRenderer, DumbTerminalRenderer, PlainRenderer
+from specgen.render.text import clean
+from tests.helpers.events import Script
+from tests.render.test_render_text import TEXTS
+
+_CODES = re.compile("\x1b\\[[0-9;]*m")
+
+
+class Recorder(io.BytesIO):
+    """A stream that knows what was flushed."""
+
+    flushed = b""
+
+    def flush(self) -> None:
+        self.flushed = self.getvalue()
+
+
+def notes() -> tuple[Notes, io.StringIO]:
+    errors = io.StringIO()
+    return Notes(Console(file=errors, width=80)), errors
+
+
+def play(renderer: Renderer, script: Script) -> None:
+    with renderer:
+        for event in script.events:
+            renderer.handle(event)
+
+
+def colour_stream(stream: io.BytesIO, show: Show) -> ColourStreamRenderer:
+    return ColourStreamRenderer(stream, pens(Console(), forced=True), show)
+
+
+@given(st.lists(st.tuples(st.lists(TEXTS, max_size=3), st.integers(0, 3), TEXTS), max_size=6))
+def test_a_pipe_gets_exactly_the_answer(rounds: list[tuple[list[str], int, str]]) -> None:
+    script = Script().prompt()
+    for drafted, n_accepted, own in rounds:
+        script.round(drafted, min(n_accepted, len(drafted)), own)
+    stream = io.BytesIO()
+    play(PlainRenderer(stream), script.finish())
+    assert stream.getvalue() == script.text.encode("utf-8", "replace")
+
+
+def test_a_pipe_gets_each_round_at_once() -> None:
+    stream = Recorder()
+    renderer = PlainRenderer(stream)
+    for event in Script().prompt().plain("one").round([" two", " x"], 1, " three").events:
+        renderer.handle(event)
+    assert stream.flushed == b"one two three"
+
+
+def test_a_pipe_gets_no_line_feed_more_or_less() -> None:
+    stream = io.BytesIO()
+    play(PlainRenderer(stream), Script().plain("a\r\nb\x1b[1m").finish())
+    assert stream.getvalue() == b"a\r\nb\x1b[1m"
+
+
+def test_notices_go_elsewhere() -> None:
+    where, errors = notes()
+    stream = io.BytesIO()
+    play(PlainRenderer(stream, where), Script().plain("a").notice("look").plain("b").finish())
+    assert stream.getvalue() == b"ab"
+    assert errors.getvalue() == "note: look\n"
+
+
+def test_a_long_notice_is_not_folded_in_a_file() -> None:
+    where, errors = notes()
+    play(PlainRenderer(io.BytesIO(), where), Script().notice("word " * 40))
+    assert errors.getvalue().count("\n") == 1
+
+
+@pytest.mark.parametrize(("text", "shown"), [("a", "a\n"), ("a\n", "a\n"), ("", "")])
+def test_a_simple_terminal_gets_its_last_line_ended(text: str, shown: str) -> None:
+    stream = io.BytesIO()
+    play(DumbTerminalRenderer(stream), Script().plain(text).finish())
+    assert stream.getvalue().decode() == shown
+
+
+def test_a_simple_terminal_gets_no_control_characters() -> None:
+    stream = io.BytesIO()
+    script = Script().plain("a\x1b[2J").plain("\r").plain("\nb\tc\x07 漢").finish()
+    play(DumbTerminalRenderer(stream, encoding="latin-1"), script)
+    assert stream.getvalue() == b"a?[2J\nb\tc? ?\n"
+
+
+def test_a_notice_does_not_tear_a_line_on_a_simple_terminal() -> None:
+    where, errors = notes()
+    stream = io.BytesIO()
+    renderer = DumbTerminalRenderer(stream, where)
+    play(renderer, Script().plain("a").notice("one").notice("two").plain("b").finish())
+    assert stream.getvalue() == b"a\nb\n"
+    assert errors.getvalue() == "note: one\nnote: two\n"
+
+
+@given(TEXTS, TEXTS)
+def test_forced_colours_add_colours_and_nothing_else(accepted: str, own: str) -> None:
+    stream = io.BytesIO()
+    play(colour_stream(stream, "accepted"), Script().round([accepted, "no"], 1, own).finish())
+    assert _CODES.sub("", stream.getvalue().decode()) == clean(accepted + own)
+
+
+def test_forced_colours_mark_words_and_leave_spaces_alone() -> None:
+    stream = io.BytesIO()
+    play(colour_stream(stream, "all"), Script().round([" a b\n", " no"], 1, " c").finish())
+    assert stream.getvalue().decode() == (
+        " \x1b[4;32ma\x1b[0m \x1b[4;32mb\x1b[0m\n\x1b[9;31m no\x1b[0m \x1b[1;35mc\x1b[0m"
+    )
+
+
+def test_forced_colours_show_the_reason_of_a_round_if_all_is_shown() -> None:
+    stream = io.BytesIO()
+    script = Script().because("nothing_found", "nothing found").plain("a").plain("\n").finish()
+    play(colour_stream(stream, "all"), script)
+    assert stream.getvalue().decode() == "a\x1b[2m [nothing found]\x1b[0m\n"
+
+
+class Failing(io.RawIOBase):
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self._error = error
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: object) -> int:
+        raise self._error
+
+
+@pytest.mark.parametrize("kind", ["plain", "dumb"])
+def test_a_full_disk_is_reported_in_one_line(kind: str) -> None:
+    stream = Failing(OSError(28, "No space left on device"))
+    buffer = io.BufferedWriter(stream)
+    renderer: Renderer = PlainRenderer(buffer)
+    if kind == "dumb":
+        renderer = DumbTerminalRenderer(buffer)
+    with pytest.raises(OutputError) as caught:
+        play(renderer, Script().plain("text"))
+    assert caught.value.message == "the answer could not be written: No space left on device"
+    assert caught.value.hint == "make room on the disk"
+    stream.close()
+    with pytest.raises(ValueError, match="closed"):
+        buffer.flush()
+
+
+def test_a_reader_that_went_away_is_reported_as_such() -> None:
+    stream = Failing(BrokenPipeError(32, "Broken pipe"))
+    buffer = io.BufferedWriter(stream)
+    with pytest.raises(BrokenPipeError):
+        play(PlainRenderer(buffer), Script().plain("text"))
+    stream.close()
+    with pytest.raises(ValueError, match="closed"):
+        buffer.flush()
+
+
+class Closing(Renderer):
+    def __init__(self, log: list[str], name: str, error: Exception | None = None) -> None:
+        self._log, self._name, self._error = log, name, error
+
+    def handle(self, event: object) -> None:
+        self._log.append(f"{self._name} handles")
+
+    def _finish(self) -> None:
+        self._log.append(f"{self._name} closes")
+        if self._error is not None:
+            raise self._error
+
+
+def test_a_tee_hands_on_in_order_and_closes_everything() -> None:
+    log: list[str] = []
+    tee = Tee([Closing(log, "first", OutputError("no")), Closing(log, "second")])
+    tee.handle(Script().prompt().events[0])
+    with pytest.raises(OutputError):
+        tee.close()
+    tee.close()
+    assert log == ["first handles", "second handles", "first closes", "second closes"]
+
+
+def test_an_error_while_closing_does_not_hide_the_one_before() -> None:
+    with pytest.raises(KeyError), Closing([], "x", OutputError("no")):
+        raise KeyError

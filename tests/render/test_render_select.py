@@ -1,0 +1,195 @@
+"""Which renderer is taken, and the whole of it on a real terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import Any
+
+import pytest
+
+from specgen.options import Show
+from specgen.render.select import make_console, make_renderer
+from tests.helpers.events import Script
+
+
+class Stream(io.TextIOWrapper):
+    """A standard stream, which may be a terminal."""
+
+    def __init__(self, *, terminal: bool) -> None:
+        self.raw_bytes = io.BytesIO()
+        self._terminal = terminal
+        super().__init__(self.raw_bytes, encoding="utf-8", write_through=True)
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+    @property
+    def text(self) -> str:
+        return self.raw_bytes.getvalue().decode()
+
+
+def run(
+    *, terminal: bool, environ: dict[str, str] | None = None, **options: Any
+) -> tuple[str, str]:
+    """What a short run writes to stdout and stderr."""
+    stdout, stderr = Stream(terminal=terminal), Stream(terminal=False)
+    environ = {"TERM": "xterm-256color", **(environ or {})}
+    script = Script().prompt().plain("The").round([" cat", " sat"], 1, " lay")
+    script.notice("hm", "because").finish()
+    with make_renderer(stdout=stdout, stderr=stderr, environ=environ, **options) as renderer:
+        for event in script.events:
+            renderer.handle(event)
+    return stdout.text, stderr.text
+
+
+def test_a_pipe_gets_the_answer_and_stderr_the_rest() -> None:
+    answer, rest = run(terminal=False)
+    assert answer == "The cat lay"
+    assert rest.startswith("note: hm\nanswer: 3 tokens")
+    assert "\x1b" not in rest
+
+
+def test_a_terminal_gets_the_live_view() -> None:
+    answer, _ = run(terminal=True)
+    assert "\x1b[?25l" in answer
+    assert answer.endswith("\x1b[?25h")
+    assert "\x1b[4;32mcat\x1b[0m" in answer
+    assert "\x1b[9;31m sat\x1b[0m" in answer
+
+
+@pytest.mark.parametrize("show", ["accepted", "all", "none"])
+def test_show_is_handed_on(show: Show) -> None:
+    answer, _ = run(terminal=True, show=show)
+    final = answer.rpartition("\x1b[J")[2]
+    assert ("\x1b[9;31m sat" in final) == (show == "all")
+    assert ("\x1b[4;32mcat" in final) == (show != "none")
+
+
+def test_no_color_leaves_the_attributes() -> None:
+    answer, _ = run(terminal=True, environ={"NO_COLOR": "1"})
+    assert "\x1b[4mcat\x1b[0m" in answer
+    assert "\x1b[2;9m sat\x1b[0m" in answer
+
+
+def test_an_empty_no_color_changes_nothing() -> None:
+    answer, _ = run(terminal=True, environ={"NO_COLOR": ""})
+    assert "\x1b[4;32mcat\x1b[0m" in answer
+
+
+@pytest.mark.parametrize("term", ["dumb", "unknown", "DUMB"])
+def test_a_simple_terminal_gets_plain_text_and_a_line_feed(term: str) -> None:
+    answer, rest = run(terminal=True, environ={"TERM": term})
+    assert answer == "The cat lay\n"
+    assert rest.startswith("note: hm\n")
+
+
+@pytest.mark.parametrize("term", ["dumb", "xterm"])
+def test_forced_colours_reach_a_pipe(term: str) -> None:
+    answer, _ = run(terminal=False, environ={"FORCE_COLOR": "1", "TERM": term})
+    assert answer == "The \x1b[4;32mcat\x1b[0m \x1b[1;35mlay\x1b[0m"
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{"FORCE_COLOR": "1", "NO_COLOR": "1"}, {"FORCE_COLOR": ""}, {"COLUMNS": "7"}],
+)
+def test_a_pipe_gets_no_codes_otherwise(environ: dict[str, str]) -> None:
+    assert run(terminal=False, environ=environ)[0] == "The cat lay"
+
+
+def test_forced_colours_without_marks_are_no_colours() -> None:
+    answer, _ = run(terminal=False, environ={"FORCE_COLOR": "1"}, show="none")
+    assert answer == "The cat lay"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_json_is_json_everywhere(terminal: bool) -> None:
+    answer, _ = run(terminal=terminal, environ={"FORCE_COLOR": "1"}, json=True, stats=False)
+    lines = answer.splitlines()
+    assert lines[0].startswith('{"event": "prompt", ')
+    assert lines[-1].startswith('{"event": "finished", ')
+    assert "\x1b" not in answer
+
+
+def test_quiet_without_statistics_says_nothing() -> None:
+    assert run(terminal=False, quiet=True, stats=False) == ("The cat lay", "")
+
+
+def test_details_are_for_the_verbose() -> None:
+    assert "because" not in run(terminal=False)[1]
+    assert run(terminal=False, verbose=True)[1].startswith("note: hm\n  because\n")
+
+
+def test_the_window_tells_its_size_itself() -> None:
+    environ = {"COLUMNS": "7", "LINES": "3", "TERM": "xterm"}
+    assert make_console(Stream(terminal=False), environ).width == 7
+    assert make_console(Stream(terminal=True), environ).width != 7
+
+
+def test_text_is_printed_as_it_is() -> None:
+    stream = Stream(terminal=False)
+    make_console(stream, {"FORCE_COLOR": "1", "TERM": "xterm"}).print("[b]42[/b] :smile:")
+    assert stream.text == "[b]42[/b] :smile:\n"
+
+
+def test_a_closed_pipe_does_not_end_the_program() -> None:
+    class Gone(Stream):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        make_console(Gone(terminal=False), {}).print("text")
+
+
+PROGRAM = """
+import os, sys
+from specgen.render.select import make_renderer
+from tests.helpers.events import Script
+
+script = Script().prompt()
+for number in range(40):
+    script.round([f"word{number}", " wrong"], 1, " and ")
+script.notice("all is well").finish()
+with make_renderer(stdout=sys.stdout, stderr=sys.stderr, environ=os.environ) as renderer:
+    for event in script.events:
+        renderer.handle(event)
+"""
+
+
+@pytest.fixture
+def screen_of_a_run() -> list[str]:
+    if sys.platform == "win32":
+        pytest.skip("needs a pseudo-terminal")
+    import pexpect
+
+    from tests.helpers.screen import Terminal
+
+    terminal = Terminal(50, 20)
+    child = pexpect.spawn(
+        sys.executable,
+        ["-c", PROGRAM],
+        dimensions=(20, 50),
+        encoding="utf-8",
+        env={**os.environ, "TERM": "xterm-256color"},
+        timeout=60,
+    )
+    terminal.write(child.read().replace("\r\n", "\n"))
+    child.close()
+    assert child.exitstatus == 0, terminal.rows
+    assert not terminal.cursor_hidden
+    return terminal.rows
+
+
+def test_on_a_real_terminal(screen_of_a_run: list[str]) -> None:
+    end = screen_of_a_run.index("", 1)
+    shown = [row for row in screen_of_a_run[:end] if not row.startswith("note:")]
+    words = " ".join(shown).split()
+    assert words == [word for number in range(40) for word in (f"word{number}", "and")]
+    assert "note: all is well" in screen_of_a_run
+    assert screen_of_a_run[end + 1] == "answer    80 tokens, 40 rounds, 2.00 tokens per"
+    assert screen_of_a_run[-2:] == [
+        "legend    accepted  corrected  bonus  plain",
+        "          rejected",
+    ]

@@ -1,0 +1,189 @@
+"""The summary of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from specgen.events import FinishedEvent, ReasonCount
+from specgen.render.summary import SummaryRenderer, by_depth, print_summary, summary_items
+from tests.helpers.events import Script
+from tests.helpers.screen import Terminal
+
+
+def finished(**changes: Any) -> FinishedEvent:
+    script = Script().prompt().round(["a", "b", "c"], 2, "d").round(["e", "f", "g"], 3, "h")
+    return dataclasses.replace(script.plain("i").finished(), **changes)
+
+
+def items(event: FinishedEvent, draft: str | None = "draft.gguf") -> dict[str, str]:
+    return {label: text.plain for label, text in summary_items(event, draft=draft)}
+
+
+def printed(event: FinishedEvent, **options: Any) -> str:
+    stream = io.StringIO()
+    print_summary(Console(file=stream, width=80), event, **options)
+    return stream.getvalue()
+
+
+def test_what_it_says() -> None:
+    event = finished(wall_s=8.0, draft_s=2.0, target_s=5.96, loop_s=0.04, tokens_per_s=12.345)
+    assert items(event) == {
+        "answer": "8 tokens, 3 rounds, 2.67 tokens per pass of the target",
+        "speed": "12.3 tokens/s, first token after 500 ms (12 prompt tokens)",
+        "drafts": "acceptance rate 83%, 5 of 6 tokens accepted",
+        "by depth": "██▅  100% 100% 50%",
+        "time": "8.00 s, draft 25%, target 74%, specgen under 1%",
+        "end": "the model ended the text",
+    }
+
+
+def test_why_little_was_drafted() -> None:
+    event = finished(
+        n_rounds=52,
+        undrafted=(
+            ReasonCount("nothing_found", "nothing found", 20),
+            ReasonCount("cost", "a row costs 0.7 of a token", 14),
+        ),
+    )
+    assert items(event)["reasons"] == (
+        "34 of 52 rounds drafted nothing: nothing found (20); a row costs 0.7 of a token (14)"
+    )
+    assert "reasons" not in items(dataclasses.replace(event, n_rounds=68))
+
+
+def test_an_empty_answer() -> None:
+    event = FinishedEvent(
+        sequence=0,
+        time_s=0.0,
+        text="",
+        token_ids=(),
+        finish_reason="length",
+        stopped_by=None,
+        n_prompt_tokens=1,
+        n_tokens=0,
+        n_rounds=0,
+        n_drafted=0,
+        n_accepted=0,
+        acceptance_rate=None,
+        mean_accepted_length=None,
+        accepted_by_depth=(),
+        drafted_by_depth=(),
+        tokens_per_s=None,
+        time_to_first_token_s=None,
+        prompt_s=0.0,
+        draft_s=0.0,
+        target_s=0.0,
+        loop_s=0.0,
+        wall_s=0.0,
+    )
+    assert items(event) == {
+        "answer": "0 tokens, 0 rounds",
+        "end": "reached --max-tokens",
+    }
+
+
+@pytest.mark.parametrize(
+    ("reason", "stopped_by", "words"),
+    [
+        ("stop", None, "the model ended the text"),
+        ("stop", "</s>", "stopped at '</s>'"),
+        ("stop", "\n\x1b", "stopped at '↵␛'"),
+        ("length", None, "reached --max-tokens"),
+        ("context", None, "the context is full"),
+        ("interrupted", None, "interrupted"),
+    ],
+)
+def test_why_it_ended(reason: str, stopped_by: str | None, words: str) -> None:
+    assert items(finished(finish_reason=reason, stopped_by=stopped_by))["end"] == words
+
+
+def test_the_gain_and_how_it_is_known() -> None:
+    event = finished(
+        estimated_speedup=1.519, plain_tokens_per_s=8.1, estimate="from 3 decodes at the end"
+    )
+    assert items(event)["gain"] == (
+        "1.52 times as fast as plain decoding (8.10 tokens/s, estimated from 3 decodes at the end)"
+    )
+
+
+def test_a_loss_is_called_one_and_there_is_advice() -> None:
+    event = finished(estimated_speedup=0.8)
+    assert items(event)["gain"] == (
+        "drafting made this slower: 0.80 times the speed of plain decoding; "
+        "try `--draft none`, `--draft ngram` or a smaller `--draft-max`"
+    )
+    assert "`--draft ngram`" not in items(event, draft="ngram")["gain"]
+
+
+@pytest.mark.parametrize("speedup", [0.996, 1.004])
+def test_a_difference_within_the_noise_is_none(speedup: float) -> None:
+    gain = items(finished(estimated_speedup=speedup))["gain"]
+    assert gain == "about as fast as plain decoding: 1.00 times"
+
+
+def test_a_drafter_that_never_drafted() -> None:
+    event = Script().plain("a").finished()
+    assert items(event, draft="ngram")["drafts"] == "nothing was drafted"
+    assert "drafts" not in items(event, draft="none")
+
+
+def test_depths_where_nothing_was_accepted_may_be_missing() -> None:
+    event = finished(accepted_by_depth=(3,), drafted_by_depth=(4, 2))
+    assert by_depth(event) == "▇▁  75% 0%"
+    assert by_depth(event, "ascii") == "75% 0%"
+
+
+def test_a_file_gets_a_line_for_each_item() -> None:
+    event = finished(estimated_speedup=0.8, estimate="in a long sentence, " * 9)
+    lines = printed(event).splitlines()
+    assert [line.partition(":")[0] for line in lines] == list(items(event))
+    assert "\x1b" not in printed(event)
+
+
+def test_the_legend_is_for_those_who_saw_colours() -> None:
+    assert "legend" not in printed(finished())
+    assert "accepted  corrected  bonus  plain  rejected" in printed(finished(), show_legend=True)
+    plain = Script().plain("a").finished()
+    assert "legend" not in printed(plain, show_legend=True)
+
+
+@pytest.mark.parametrize("columns", [10, 20, 39, 40, 60, 80, 200])
+def test_on_a_terminal_it_fits_the_window(columns: int) -> None:
+    terminal = Terminal(columns, 100)
+    event = finished(estimated_speedup=0.8, estimate="from 3 decodes")
+    print_summary(terminal.console, event, show_legend=True)
+    shown = "".join("".join(terminal.rows).split())
+    for label, text in items(event).items():
+        assert "".join(label.split()) in shown
+        assert all(word[:10] in shown for word in text.split())
+    assert all(row == row.rstrip() for row in terminal.lines)
+    if columns >= 80:
+        assert terminal.rows[:3] == [
+            "",
+            "answer    8 tokens, 3 rounds, 2.67 tokens per pass of the target",
+            "speed     26.7 tokens/s, first token after 500 ms (12 prompt tokens)",
+        ]
+
+
+def test_the_renderer_waits_for_the_end() -> None:
+    stream = io.StringIO()
+    script = Script(draft="ngram").prompt().plain("a")
+    with SummaryRenderer(Console(file=stream, width=80)) as renderer:
+        for event in script.events:
+            renderer.handle(event)
+        assert stream.getvalue() == ""
+        renderer.handle(script.finished())
+    assert "drafts: nothing was drafted" in stream.getvalue()
+
+
+def test_a_summary_that_cannot_be_written_is_no_failure() -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    print_summary(Console(file=Full(), width=80), finished())

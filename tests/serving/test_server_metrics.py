@@ -1,0 +1,77 @@
+"""Figures of the server: those of its answers, added up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.helpers.server import Running, running, session_of, wait_until
+
+PROMPTS = ("the cat is in the", "one two three one two three one", "the cat is in the house")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Running]:
+    config = TinyConfig(logit_scale=6.0, unprintable_scale=0.0)
+    target = write_tiny_model(tmp_path / "target.gguf", config)
+    draft = write_tiny_model(tmp_path / "draft.gguf", config.draft(0.05))
+    with running(session_of(target, draft), n_parallel=2) as server:
+        yield server
+
+
+def test_they_are_the_sums_of_all_answers(server: Running) -> None:
+    bodies: list[dict[str, Any]] = [
+        server.post("/v1/completions", prompt=prompt).json() for prompt in PROMPTS
+    ]
+    wait_until(lambda: server.metric("requests_processing") == 0, "the last answer")
+
+    def total(part: str, name: str) -> float:
+        return float(sum(body[part][name] for body in bodies))
+
+    drafts = "spec_decode_num"
+    assert server.metric(f"{drafts}_draft_tokens_total") == total("timings", "draft_n") > 0
+    accepted = total("timings", "draft_n_accepted")
+    assert server.metric(f"{drafts}_accepted_tokens_total") == accepted > 0
+    wasted = total("timings", "draft_n") - accepted
+    assert server.metric(f"{drafts}_wasted_tokens_total") == wasted
+    by_position = [body["speculative"]["accepted_by_position"] for body in bodies]
+    for position in range(max(map(len, by_position))):
+        expected = sum(each[position] for each in by_position if position < len(each))
+        if expected:
+            label = f'{drafts}_accepted_tokens_per_pos_total{{position="{position}"}}'
+            assert server.metric(label) == expected
+    assert server.metric("tokens_predicted_total") == total("usage", "completion_tokens")
+    assert server.metric("prompt_tokens_total") == total("usage", "prompt_tokens")
+    assert server.metric("prompt_tokens_cached_total") == total("timings", "cache_n") > 0
+    assert server.metric("slots") == 2
+    assert server.metric("target_seconds_total") > 0
+    assert server.metric("draft_seconds_total") > 0
+    assert server.metric("time_to_first_token_seconds_count") == len(PROMPTS)
+    assert server.metric("answer_seconds_count") == len(PROMPTS)
+
+
+def test_slots_tell_what_they_do(server: Running) -> None:
+    assert [slot["is_processing"] for slot in server.http.get("/slots").json()] == [False, False]
+    with (
+        server.client as client,
+        client.completions.create(
+            model="any", prompt="x", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+        ) as stream,
+    ):
+        next(iter(stream))
+        with server.standing_still():
+            busy = [slot for slot in server.http.get("/slots").json() if slot["is_processing"]]
+    assert len(busy) == 1
+    assert busy[0]["n_prompt_tokens"] >= busy[0]["n_prompt_tokens_processed"] > 0
+    wait_until(lambda: server.engine.is_idle, "the end")
+
+
+def test_responses_are_counted_by_status(server: Running) -> None:
+    server.post("/v1/completions", prompt=1)
+    server.http.get("/nothing")
+    assert server.metric('responses_total{status="400"}') == 1
+    assert server.metric('responses_total{status="404"}') == 1

@@ -1,0 +1,155 @@
+"""Calls of tools through the server, as OpenAI's own client sees them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+from specgen.testing.tiny.config import CHATML_TEMPLATE
+from tests.helpers.server import Running, running, session_of
+
+#: ChatML that tells of tools, and writes calls between marks.
+TEMPLATE = """{%- for tool in tools or [] -%}
+TOOL {{ tool | tojson }}
+{% endfor -%}
+{%- for m in messages -%}
+<|im_start|>{{ m.role }}
+{{ m.content }}
+{%- for call in m.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor -%}
+<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}
+"""
+MESSAGES: Any = [{"role": "user", "content": "the cat is in the"}]
+
+
+def tool(name: str, *values: str) -> Any:
+    parameters = {
+        "type": "object",
+        "properties": {"unit": {"type": "string", "enum": list(values)}},
+        "required": ["unit"],
+        "additionalProperties": False,
+    }
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS: Any = [tool("weather", "C", "F"), tool("length", "m", "ft")]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    # The marks are control tokens, which a text shows only where calls are looked for.
+    config = TinyConfig(
+        logit_scale=6.0,
+        chat_template=TEMPLATE,
+        control_tokens=("<tool_call>", "</tool_call>"),
+        n_ctx_train=2048,
+        unprintable_scale=0.0,
+    )
+    target = write_tiny_model(tmp_path_factory.mktemp("tools") / "target.gguf", config)
+    with running(session_of(target, max_tokens=200), n_ctx=1024) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with server.client as client:
+        yield client
+
+
+def called(calls: Any) -> list[tuple[str, Any]]:
+    return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_required_calls_whole_and_streamed(client: openai.OpenAI, seed: int) -> None:
+    asked: Any = {
+        "model": "any",
+        "messages": MESSAGES,
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 1.0,
+        "seed": seed,
+    }
+    (choice,) = client.chat.completions.create(**asked).choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    ((name, arguments),) = called(choice.message.tool_calls)
+    assert arguments["unit"] in {"weather": ("C", "F"), "length": ("m", "ft")}[name]
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    calls = [call for each in chunks for call in each.choices[0].delta.tool_calls or []]
+    assert called(calls) == [(name, arguments)]
+    assert not any(each.choices[0].delta.content for each in chunks)
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_several_answers_each_call_the_named_tool(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="any",
+        messages=MESSAGES,
+        tools=TOOLS,
+        tool_choice={"type": "function", "function": {"name": "length"}},
+        n=2,
+    )
+    calls = [call for choice in answer.choices for call in choice.message.tool_calls or []]
+    assert [name for name, _ in called(calls)] == ["length", "length"]
+    assert len({call.id for call in calls}) == 2
+
+
+def test_an_answer_without_a_call_is_text(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "any", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 20}
+    (choice,) = client.chat.completions.create(**asked).choices
+    assert choice.message.tool_calls is None
+    assert choice.message.content
+    chunks = client.chat.completions.create(**asked, stream=True)
+    streamed = "".join(each.choices[0].delta.content or "" for each in chunks)
+    assert streamed == choice.message.content
+
+
+def test_what_there_is_of_a_call_is_text(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "any", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 8}
+    asked["tool_choice"] = "required"
+    (choice,) = client.chat.completions.create(**asked).choices
+    assert choice.finish_reason == "length"
+    assert choice.message.tool_calls is None
+    assert choice.message.content
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    streamed = "".join(each.choices[0].delta.content or "" for each in chunks)
+    assert streamed == choice.message.content
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_the_template_is_told_of_tools_calls_and_answers(server: Running) -> None:
+    call = {"id": "c", "type": "function"}
+    call["function"] = {"name": "length", "arguments": '{"unit":"m"}'}  # type: ignore[assignment]
+    turns = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "7 m"},
+    ]
+    response = server.post("/apply-template", messages=turns, tools=TOOLS)
+    prompt = response.json()["prompt"]
+    assert prompt.startswith('TOOL {"type": "function", "function": {"name": "weather"')
+    assert '<tool_call>\n{"name": "length", "arguments": {"unit": "m"}}\n</tool_call>' in prompt
+    assert prompt.endswith("<|im_start|>tool\n7 m<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_model_without_tools_refuses_them(tmp_path_factory: pytest.TempPathFactory) -> None:
+    config = TinyConfig(chat_template=CHATML_TEMPLATE)
+    target = write_tiny_model(tmp_path_factory.mktemp("plain") / "target.gguf", config)
+    with running(session_of(target)) as server, server.client as client:
+        with pytest.raises(openai.BadRequestError) as error:
+            client.chat.completions.create(model="any", messages=MESSAGES, tools=TOOLS)
+        assert error.value.param == "tools"
