@@ -277,7 +277,7 @@ EVENT_TYPES: tuple[type[Event], ...] = (
 
 
 def to_json_object(event: Event) -> dict[str, Any]:
-    """The event as a JSON-ready dict, ``event`` first."""
+    """Return the event as a JSON-ready dict, ``event`` first."""
     return {"event": event.event, **dataclasses.asdict(event)}
 
 

@@ -144,9 +144,9 @@ class SamplerOptions:
 
 
 def parse_samplers(text: str) -> tuple[SamplerName, ...]:
-    """Samplers in the spelling of llama.cpp's --samplers: names or their aliases (``top-k``,
-    ``topk``, ``nucleus``, ``temp``, ``typ``) between semicolons or commas. No name is no
-    sampler. The letters of --sampler-seq will do as well, where they are no name.
+    """Parse samplers in the spelling of llama.cpp's --samplers: names or their aliases (``top-k``,
+    ``topk``, ``nucleus``, ``temp``, ``typ``) between semicolons or commas. No name is no sampler. The
+    letters of --sampler-seq are accepted as well, where they are no name.
 
     Raises `ValueError`, with the message to show, for a name that there is not.
     """
@@ -162,7 +162,7 @@ def parse_samplers(text: str) -> tuple[SamplerName, ...]:
 
 
 def parse_sampler_letters(text: str) -> tuple[SamplerName, ...]:
-    """Samplers in the spelling of llama.cpp's --sampler-seq, a letter each: ``edskypmxt`` is the
+    """Parse samplers in the spelling of llama.cpp's --sampler-seq, a letter each: ``edskypmxt`` is the
     default.
 
     Raises `ValueError`, with the message to show, for a letter that stands for none.
@@ -233,7 +233,7 @@ LARGEST_TREE = 64
 
 
 def parse_tree(text: str) -> TreeShape:
-    """A shape as `--tree` has it: ``auto``, ``off``, ``3,2,1`` or ``4x5``.
+    """Parse a tree shape in the spelling of `--tree`: ``auto``, ``off``, ``3,2,1`` or ``4x5``.
 
     Raises `ValueError`, with the message to show, for anything else, and for a shape of more than
     `LARGEST_TREE` nodes.

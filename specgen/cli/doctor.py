@@ -85,7 +85,7 @@ def _model_file(name: str) -> Path:
 
 @contextmanager
 def _status(console: Console) -> Iterator[Callable[[str], None]]:
-    """On a terminal, show a line about the present check, which disappears at the end."""
+    """Show a line about the present check on a terminal; it disappears at the end."""
     if not console.is_terminal or console.is_dumb_terminal:
         yield lambda _name: None
         return

@@ -67,14 +67,14 @@ class GrowingTree:
         self._open.remove(node)
 
     def child(self, node: int, token: int) -> int | None:
-        """The child of a node, or of `ROOT`, with this token; None if there is none."""
+        """Return the child of a node, or of `ROOT`, with this token; None if there is none."""
         for other in range(node + 1, len(self.tokens)):
             if self.parents[other] == node and self.tokens[other] == token:
                 return other
         return None
 
     def path(self, node: int) -> list[int]:
-        """The tokens from the root down to `node`; none for `ROOT`."""
+        """Return the tokens from the root down to `node`; none for `ROOT`."""
         tokens = []
         while node != ROOT:
             tokens.append(self.tokens[node])
@@ -82,11 +82,11 @@ class GrowingTree:
         return tokens[::-1]
 
     def open_nodes(self, n_deepest: int) -> list[int]:
-        """The nodes of depths below `n_deepest` that were not looked beyond and may have children."""
+        """Return the nodes of depths below `n_deepest` that may have children and were not expanded yet."""
         return [node for node in self._open if self.depths[node] < n_deepest]
 
     def draft(self, walks: Sequence[Sequence[int]] = ()) -> Draft:
-        """The whole tree as a draft; `walks` as in `Draft`."""
+        """Return the whole tree as a draft; `walks` as in `Draft`."""
         n = len(self.tokens)
         return Draft(
             tuple(self.tokens),

@@ -83,13 +83,13 @@ class Tally:
         return self.n_round_tokens / self.n_rounds if self.n_rounds else None
 
     def tokens_per_s(self, n_tokens: int) -> float | None:
-        """Tokens per second, not counting the prompt's decode and the tokens that came with it."""
+        """Return the tokens per second, without the prompt's decode and the tokens that came with it."""
         if n_tokens <= self.n_start_tokens or self.wall_s <= self.start_s:
             return None
         return (n_tokens - self.n_start_tokens) / (self.wall_s - self.start_s)
 
     def plain_token_s(self) -> float | None:
-        """Median time of the target's single-row decodes; None if there were too few."""
+        """Return the median time of the target's single-row decodes; None if there were too few."""
         samples = self.target_s_by_rows.get(1, [])
         return statistics.median(samples) if len(samples) >= _MIN_PLAIN_SAMPLES else None
 

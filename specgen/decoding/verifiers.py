@@ -104,7 +104,7 @@ class ResidualVerifier:
 def _judged_siblings(
     draft: Draft, tries: Sequence[int], remaining: Distribution, rng: np.random.Generator
 ) -> tuple[int | None, Distribution]:
-    """The first node of `tries` that recursive rejection accepts, if any; and the residual that the
+    """Return the first node of `tries` that recursive rejection accepts, if any; and the residual that the
     rejected nodes before it leave of the target, which is given as `remaining`."""
     for child in tries:
         drawn_from = draft.drawn_from(child)
@@ -120,7 +120,7 @@ def _judged_siblings(
 def _still_on(
     walks: tuple[tuple[int, ...], ...], node: int, depth: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The walks that have `node` at this depth."""
+    """Return the walks that have `node` at this depth."""
     return tuple(walk for walk in walks if walk[depth : depth + 1] == (node,))
 
 
@@ -175,8 +175,8 @@ class SpecTrVerifier:
 
 
 def _least_rho(target: ProbArray, draft: ProbArray, k: int) -> float:
-    """The least rho of k-sequential selection, up to rounding and never below it; both
-    distributions are over the same tokens, float64[m]."""
+    """Return the least rho of k-sequential selection, up to rounding and never below it; both distributions
+    are over the same tokens, float64[m]."""
     if k == 1:
         return 1.0
     low, high = 1.0, float(k)
@@ -193,8 +193,8 @@ def _least_rho(target: ProbArray, draft: ProbArray, k: int) -> float:
 
 
 def _missing(target: Distribution, draft: ProbArray, rho: float, k: int) -> Distribution | None:
-    """What k rejected drafts leave of the target; None if nothing is left. `draft` is over the target's
-    tokens, float64[m]."""
+    """Return what k rejected drafts leave of the target; None if nothing is left. `draft` is over the
+    target's tokens, float64[m]."""
     taken = np.minimum(draft, target.probs / rho)
     beta = float(taken.sum())
     if beta <= 0.0:
@@ -253,7 +253,7 @@ class BlockVerifier:
 
 
 def _only_children(draft: Draft, node: int) -> list[int]:
-    """The nodes behind `node` (or `ROOT`) up to the first that has siblings."""
+    """Return the nodes below `node` (or `ROOT`) up to the first that has siblings."""
     if draft.is_chain:
         return list(range(node + 1, len(draft)))
     run: list[int] = []
@@ -267,7 +267,7 @@ def _only_children(draft: Draft, node: int) -> list[int]:
 def _judged_run(
     draft: Draft, run: Sequence[int], target: Target, before: int, rng: np.random.Generator
 ) -> tuple[int, Distribution]:
-    """How many nodes of a run behind `before` a block verifier keeps, and the distribution of the
+    """Return how many nodes of a run after `before` a block verifier keeps, and the distribution of the
     token after them."""
     after = kept_after = target(before)
     ratio = kept_ratio = 1.0
@@ -316,7 +316,7 @@ class AutoVerifier:
 
 
 def make_verifier(name: VerifierName) -> Verifier:
-    """The verifier of that name."""
+    """Make the verifier with this name."""
     kinds: dict[VerifierName, Callable[[], Verifier]] = {
         "auto": AutoVerifier,
         "match": MatchVerifier,

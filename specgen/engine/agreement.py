@@ -3,7 +3,7 @@
 Without this measurement, a draft that never agrees with its target would be discovered only during
 the first answer, which it would slow down. So both models read a short text that we wrote. At each
 place the target's most likely token is compared with the draft's. The rate of agreement is the
-acceptance rate at temperature 0, and close to it at higher temperatures (docs/lab-notes.md).
+acceptance rate at temperature 0, and close to it at higher temperatures (docs/lab-notes/exactness.md).
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def greedy_tokens(target: Backend, tokens: Sequence[int], start: int) -> Iterato
 
 
 def can_pay(target: CostTable, draft: CostTable, n_max: int) -> bool:
-    """Whether a draft model that is always right would save time by the measured costs; False if
+    """Return whether a draft model that is always right would save time by the measured costs; False if
     they are not known."""
     if not target or not draft:
         return False

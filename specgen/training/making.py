@@ -46,7 +46,7 @@ class TextWanted:
 
 
 def own_prompts() -> list[str]:
-    """The prompts that come with specgen."""
+    """Return the prompts that come with specgen."""
     text = resources.files("specgen.training").joinpath("prompts.jsonl").read_text("utf-8")
     return [json.loads(line)["prompt"] for line in text.splitlines()]
 

@@ -68,7 +68,7 @@ class Growth(Protocol):
 def look(
     row: Logits, shaper: DraftShaper, path: Sequence[int], n_guesses: int, *, draws: bool
 ) -> Look:
-    """The prediction of logits, float32[n_vocab], for the token after the text and a path."""
+    """Return the prediction for the token after the text and a path, from logits, float32[n_vocab]."""
     try:
         source = shaper.distribution(row, path)
     except NoTokenAllowedError:
@@ -144,7 +144,7 @@ class IsEnd(Protocol):
 
 
 def n_guesses(shape: TreeShape) -> int:
-    """The number of guesses for a place that a tree of this shape may need."""
+    """Return the number of guesses for a position that a tree of this shape may need."""
     return max(_N_GUESSES, *shape.numbers) if shape.is_fixed else _N_GUESSES
 
 

@@ -162,14 +162,14 @@ class HeadsDrafter:
         return look(self._whole(row), self._shaper, path, self._n_guesses, draws=self._draws)
 
     def _rows(self, states: Hidden) -> Logits:
-        """The logits of the frequent tokens behind each state: float32[n, n_frequent]."""
+        """Return the logits of the frequent tokens for each state: float32[n, n_frequent]."""
         before_s = self._heads.compute_s
         rows = self._heads.logits(states)
         self._costs.observe(len(rows), self._heads.compute_s - before_s)
         return rows
 
     def _whole(self, row: Logits) -> Logits:
-        """A row over the target's vocabulary, float32[n_vocab], valid until the next one."""
+        """Return a row over the target's vocabulary, float32[n_vocab], valid until the next call."""
         self._row[self._heads.tokens] = row
         return self._row
 

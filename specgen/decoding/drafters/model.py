@@ -171,8 +171,8 @@ class ModelDrafter:
     def _row_after(
         self, tokens: Sequence[int], context: Sequence[int], n_max: int, n_drafted: int
     ) -> Generator[Ask, Logits, Logits]:
-        """The logits after the drafted tokens so far, float32[n_vocab]. All of these but the last are
-        decoded already; with guesses the last may be too, and some tokens after it."""
+        """Return the logits after the tokens drafted so far, float32[n_vocab]. All of these tokens but the
+        last are decoded already; with guesses the last may be too, and some tokens after it."""
         ahead, n_before = self._ahead, len(tokens) - 1
         if ahead.tokens[n_before : len(tokens)] == [tokens[-1]]:
             found = ahead.row_after(len(tokens), self._backend)
@@ -239,7 +239,7 @@ class _Ahead:
         return len(self.tokens)
 
     def n_same(self, text: Sequence[int]) -> int:
-        """How many tokens, from the first on, are the same as those of a text."""
+        """Count the tokens, from the first on, that equal those of a text."""
         n = 0
         for held, token in zip(self.tokens, text, strict=False):
             if held != token:
@@ -248,7 +248,8 @@ class _Ahead:
         return n
 
     def row_after(self, n: int, backend: Backend) -> Logits | None:
-        """The logits after the first n tokens, float32[n_vocab]; None if they are not there any more."""
+        """Return the logits after the first n tokens, float32[n_vocab]; None if they are no longer
+        available."""
         is_there = backend.n_decoded_rows == self._n_decoded
         if self._rows is None or not is_there or not self._n_first <= n <= len(self.tokens):
             return None

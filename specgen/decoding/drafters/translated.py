@@ -87,7 +87,7 @@ class TranslatedDrafter(WrappedDrafter):
         return replace(draft, looks=self._drafted.looks[n_held_back:])
 
     def observe(self, result: RoundResult) -> None:
-        """Nothing that drafts in another vocabulary learns from the target's tokens."""
+        """Ignore the target's tokens: no drafter of another vocabulary learns from them."""
 
     def rewind(self, n_tokens: int) -> None:
         self._text.rewind(n_tokens)
@@ -95,10 +95,10 @@ class TranslatedDrafter(WrappedDrafter):
         self._drafted = NO_DRAFT
 
     def _n_to_hold_back(self) -> int:
-        """How many of the drafter's tokens at the end of the text to take back, because longer
-        tokens may take their place: the tokens of an incomplete character, or a last token of
-        white space, where vocabularies differ most. (Taking back every last token gains nothing
-        more where the target's tokens are the longer ones, and costs a decode a round.)"""
+        """Return the number of the drafter's tokens to take back at the end of the text, because longer
+        tokens may replace them: the tokens of an incomplete character, or a last token of white space,
+        where vocabularies differ most. (Taking back every last token gains nothing more where the target's
+        tokens are the longer ones, and costs a decode a round.)"""
         n_bytes = n_unfinished(self._text.last_bytes(_BEFORE))
         for n_tokens in range(1, _MAX_HELD_BACK + 1):
             ending = self._text.ending(n_tokens)

@@ -117,7 +117,7 @@ class TreeModelDrafter(ModelDrafter):
         super().rewind(n_tokens)
 
     def _n_most(self) -> int:
-        """The most nodes of a frontier: each needs a branch and a row of logits."""
+        """Return the largest number of nodes of a frontier: each needs a branch and a row of logits."""
         return min(self._branches.n_free, self._backend.n_outputs)
 
     def _growth(self, plan: RoundPlan, n_max: int) -> Growth:
@@ -195,7 +195,7 @@ class _Branches:
                 backend.remove(sequence)
 
     def __contains__(self, node: int) -> bool:
-        """Whether a node is decoded."""
+        """Return whether a node is decoded."""
         return node in self._sequences and node != ROOT
 
     @property
@@ -210,7 +210,7 @@ class _Branches:
         self._tips = {self._trunk: ROOT}
 
     def follow(self, node: int, parent: int, position: int) -> int:
-        """The sequence for a node that is about to be decoded at a position; its `parent` is decoded
+        """Return the sequence for a node that is about to be decoded at a position; its `parent` is decoded
         already."""
         sequence = self._sequences[parent]
         if self._tips[sequence] != parent:

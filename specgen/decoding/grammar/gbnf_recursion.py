@@ -54,7 +54,7 @@ def check_left_recursion(rules: list[Rule], fail: Callable[[int, str], NoReturn]
 
 
 def _leftmost(rules: list[Rule], empty: list[bool]) -> list[list[tuple[int, bool]]]:
-    """For each rule the rules that its texts may begin with, and whether more follows there."""
+    """Return, for each rule, the rules that its texts may start with, and whether more follows there."""
     found: list[list[tuple[int, bool]]] = []
     for rule in rules:
         edges = []
@@ -108,7 +108,7 @@ def _spread(rules: list[Rule], known: list[bool], holds: Callable[[Sequence], bo
 
 
 def _components(edges: list[list[int]]) -> Iterator[list[int]]:
-    """Strongly connected components, each after those that it leads to (Tarjan, 1972)."""
+    """Return the strongly connected components, each after those that it leads to (Tarjan, 1972)."""
     order = [-1] * len(edges)
     lowest = [0] * len(edges)
     on_path = [False] * len(edges)

@@ -82,7 +82,8 @@ class StoppingRule:
         return self._n_max
 
     def value(self, n_drafted: int, chance: float) -> float:
-        """V: the expected gain of a look at the next token, in seconds; below 0 it is not worth it."""
+        """Return the expected gain V of a look at the next token, in seconds; below 0 the look does not
+        pay."""
         if n_drafted >= self._n_max:
             return 0.0
         values = self._values[n_drafted]
@@ -92,14 +93,14 @@ class StoppingRule:
         return values[index] * (1.0 - share) + values[index + 1] * share
 
     def single(self, chance: float, cost_s: float) -> float:
-        """The expected gain, in seconds, of one more token after a draft with this chance, if taking it
-        costs `cost_s`, its look costs nothing, and no look follows: the mean of
-        max(0, A chances[b] token_s - cost_s)."""
+        """Return the expected gain, in seconds, of one more token after a draft with this probability, if
+        taking it costs `cost_s`, its look costs nothing, and no look follows: the mean of max(0, A
+        chances[b] token_s - cost_s)."""
         return float(np.maximum(chance * self._gains_s - cost_s, 0.0) @ self._frequencies)
 
     def takes(self, n_drafted: int, chance: float) -> float:
-        """The expected gain of taking one more token, in seconds; with it, the draft's chance is
-        `chance`."""
+        """Return the expected gain of taking one more token, in seconds; with it, the draft's probability
+        is `chance`."""
         if n_drafted >= self._n_max:
             return -1.0
         gain_s = chance * self._token_s - self._costs_s[n_drafted]
@@ -118,7 +119,8 @@ class KnownRule:
     row_s: float
 
     def holds(self, n_judged: int, next_s: float, token_s: float, row_s: float) -> bool:
-        """Whether the rule is still good enough: computing a new one takes longer than it would save."""
+        """Return whether the rule is still good enough: computing a new one takes longer than it would
+        save."""
         most = _NEWS * self.token_s
         return (
             n_judged - self.n_judged < _N_NEWS
@@ -129,13 +131,14 @@ class KnownRule:
 
 
 def row_bucket(token_s: float, row_s: float) -> int:
-    """A number for the price of a row, as a share of a token's worth; similar prices have the same."""
+    """Return a number for the price of a row, as a share of a token's worth; similar prices have the same
+    number."""
     return round(row_s / (_NEWS * token_s)) if token_s > 0.0 else 0
 
 
 def _interpolation(chances: ProbArray) -> ProbArray:
-    """The matrix that turns values at the grid's points into values at each point times each chance:
-    float64[_N_GRID * n_bins, _N_GRID]. Products below the lowest point count as that point."""
+    """Return the matrix that turns values at the grid's points into values at each point times each
+    probability: float64[_N_GRID * n_bins, _N_GRID]. Products below the lowest point count as that point."""
     places = np.log(np.maximum(chances, _LEAST)) / _STEP + np.arange(_N_GRID)[:, None]
     places = np.maximum(places, 0.0).ravel()
     index = np.minimum(places.astype(np.intp), _N_GRID - 2)

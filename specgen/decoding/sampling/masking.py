@@ -41,7 +41,7 @@ class NoTokenAllowedError(BackendError):
 
 
 def allowed_top_k(scores: Scores, allows: Allows, k: int) -> Candidates:
-    """Top-k of float[n_vocab] scores masked by `allows`.
+    """Apply top-k to float[n_vocab] scores masked by `allows`.
 
     Raises `NoTokenAllowedError` if nothing is allowed.
     """
@@ -50,8 +50,8 @@ def allowed_top_k(scores: Scores, allows: Allows, k: int) -> Candidates:
 
 
 def allowed_min_p(scores: Scores, allows: Allows, p: float) -> Candidates:
-    """Min-p of float[n_vocab] scores masked by `allows`: the best token that is allowed, then
-    those not too far below it.
+    """Apply min-p to float[n_vocab] scores masked by `allows`: keep the best allowed token and those not
+    too far below it.
 
     Raises `NoTokenAllowedError` if nothing is allowed.
     """
@@ -62,7 +62,7 @@ def allowed_min_p(scores: Scores, allows: Allows, p: float) -> Candidates:
 
 
 def allowed(scores: Scores, allows: Allows) -> Candidates:
-    """All tokens that `allows` permits and whose scores, float[n_vocab], are above minus infinity.
+    """Return all tokens that `allows` permits and whose scores, float[n_vocab], are above minus infinity.
 
     Raises `NoTokenAllowedError` if nothing is allowed.
     """
@@ -75,7 +75,7 @@ def allowed(scores: Scores, allows: Allows) -> Candidates:
 
 
 def _allowed_best(scores: Scores, n: int, allows: Allows) -> TokenArray:
-    """The n best positions that are allowed, fewer if there are fewer, ranked."""
+    """Return the n best positions that are allowed, fewer if there are fewer, ranked."""
     found: list[TokenArray] = []
     n_found = n_asked = 0
     n_known = max(n, _FIRST)

@@ -124,7 +124,7 @@ def time_batch(target: Backend, text: Sequence[int], n_rows: int) -> float | Non
 
 
 def _coarse_first(sizes: Iterable[int]) -> Iterator[int]:
-    """1, then powers of two, then the others."""
+    """Order sizes from coarse to fine: 1, then powers of two, then the others."""
     ordered = sorted(sizes)
     powers = [size for size in ordered if size & (size - 1) == 0]
     yield from powers

@@ -61,8 +61,8 @@ class LineWorker:
         on_failure: Callable[[str], None],
         on_start: Callable[[Sequence[Line]], None] = lambda _lines: None,
     ) -> None:
-        """In the thread, `on_start` gets lines before they begin, and `on_failure` the error
-        that ended the thread; no line is answered after that."""
+        """Start the thread. There, `on_start` gets lines before they start, and `on_failure` the error that
+        ended the thread; no line is answered after that."""
         self._on_failure, self._on_start = on_failure, on_start
         self._parallel = job.parallel
         self._changed = threading.Condition()
@@ -170,7 +170,7 @@ class LineWorker:
         engine = self._engine_for(max(task.n_ctx for task in tasks))
 
         def add(_tally: Tally) -> None:
-            """Between rounds, take new lines, unless a line waits for larger caches or to be alone."""
+            """Take new lines between rounds, unless a line waits for larger caches or to be alone."""
             if is_alone or self._alone or self._too_large:
                 return
             for task in self._batch.prepare(self._take()):

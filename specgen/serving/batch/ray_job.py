@@ -76,7 +76,7 @@ class Pass:
         self._nodes: dict[str, str] = {}
 
     def run(self) -> None:
-        """Raises `UsageError`, `BackendError`, `ModelFileError`, and whatever Ray raises."""
+        """Run the job. Raise `UsageError`, `BackendError`, `ModelFileError`, and every error of Ray."""
         ray = _connect(self._job.address)
         nodes = _nodes(ray)
         job = self._job

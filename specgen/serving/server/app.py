@@ -83,7 +83,7 @@ class Server:
         self._preparing.shutdown(wait=False, cancel_futures=True)
 
     def app(self) -> ASGIApp:
-        """The ASGI application."""
+        """Return the ASGI application."""
         routes = [
             Route("/", self._page),
             Route("/page/{name}", self._page_file),
@@ -129,7 +129,7 @@ class Server:
     def _post(
         self, path: str, answer: Callable[[Request, Mapping[str, Any]], Awaitable[Response]]
     ) -> Route:
-        """A path whose requests have a JSON object as their body."""
+        """Return a route whose requests have a JSON object as their body."""
 
         async def respond(request: Request) -> Response:
             try:

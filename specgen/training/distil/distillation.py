@@ -220,7 +220,8 @@ def learning_rate(peak: float, step: int, n_rising: int, done: float, last_share
 
 
 def _key(draft: Path, learnt: Rows, judged: Rows, settings: str) -> str:
-    """A digest of the draft, the data and the settings: trainings with another key are not continued."""
+    """Return a digest of the draft, the data and the settings: trainings with another key are not
+    continued."""
     found = hashlib.sha256(f"{draft.name} {draft.stat().st_size} {settings}".encode())
     for rows in (learnt, judged):
         found.update(rows.tokens.tobytes() + rows.labels.tobytes())

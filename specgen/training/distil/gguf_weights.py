@@ -107,7 +107,7 @@ def _opened(path: Path) -> Any:
 
 
 def _stored(path: Path, tensor: Any) -> Weights:
-    """A tensor as it is stored; a vector is a matrix of one row."""
+    """Return a tensor as it is stored; a vector is a matrix of one row."""
     name = _NAMES.get(int(tensor.tensor_type))
     if name is None:
         raise ModelFileError(f"{path}: {tensor.name} has the type {tensor.tensor_type.name}")

@@ -35,8 +35,8 @@ class TrainingText:
 def training_texts(
     text: TargetText, target: LlamaModel, draft: LlamaModel, now: datetime.datetime
 ) -> list[TrainingText]:
-    """The target's answers as a draft model sees them while it drafts: prompts in its own chat
-    template, and answers and what the target found likely in its own tokens, if it has another vocabulary.
+    """Return the target's answers as a draft model sees them while it drafts: prompts in its own chat
+    template, and answers and the target's likely tokens in its own tokens, if it has another vocabulary.
 
     `now` is the date that some templates write. Raises `PromptError` if the target's template does not
     take a prompt.
@@ -97,7 +97,7 @@ class Rows:
         return len(self.tokens)
 
     def pick(self, rows: NDArray[np.int64]) -> Rows:
-        """Some of the rows."""
+        """Return some of the rows."""
         return Rows(
             self.tokens[rows],
             self.texts[rows],

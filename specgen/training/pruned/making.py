@@ -194,7 +194,7 @@ def agreement_of(file: Path, loaded: Models, texts: Sequence[JudgedText]) -> flo
 
 
 def _key(texts: Sequence[JudgedText]) -> str:
-    """A digest of the texts that judge the sets."""
+    """Return a digest of the texts that judge the sets."""
     return hashlib.sha256(
         repr([(text.prompt, text.tokens) for text in texts]).encode()
     ).hexdigest()[:16]

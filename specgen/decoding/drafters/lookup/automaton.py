@@ -60,7 +60,7 @@ class SuffixAutomaton:
             self.extend(token)
 
     def __len__(self) -> int:
-        """Tokens in the text."""
+        """Return the number of tokens in the text."""
         return len(self._tokens)
 
     def extend(self, token: int) -> None:
@@ -117,15 +117,15 @@ class SuffixAutomaton:
             self._take_back()
 
     def cursor(self) -> Cursor:
-        """The longest ending of the text that also occurs earlier in it, followed by a token."""
+        """Return the longest ending of the text that also occurs earlier in it, followed by a token."""
         if not self._states:
             return NOWHERE
         state = self._links[self._states[-1]]
         return Cursor(state, self._lengths[state])
 
     def advance(self, cursor: Cursor, token: int) -> Cursor:
-        """The longest ending of the cursor's string and `token` that occurs in the text, followed by a
-        token."""
+        """Return the longest ending of the cursor's string and `token` that occurs in the text, followed by
+        a token."""
         state, length = cursor
         links, lengths = self._links, self._lengths
         while (next_state := self._followers[state].get(token)) is None:
@@ -139,21 +139,21 @@ class SuffixAutomaton:
         return Cursor(next_state, length + 1)
 
     def shorter(self, cursor: Cursor) -> Cursor:
-        """The longest ending of the cursor's string that occurs at more places."""
+        """Return the longest ending of the cursor's string that occurs more often in the text."""
         state = self._links[cursor.state]
         return Cursor(state, self._lengths[state]) if state >= 0 else NOWHERE
 
     def followers(self, cursor: Cursor) -> Mapping[int, int]:
-        """The tokens that follow the cursor's string in the text, each with the state of the string and
-        the token, for `count` and `end`. It belongs to the automaton: read only."""
+        """Return the tokens that follow the cursor's string in the text, each with the state of the string
+        and the token, for `count` and `end`. The mapping belongs to the automaton: do not change it."""
         return self._followers[cursor.state]
 
     def count(self, state: int) -> int:
-        """How often a state's strings occur in the text."""
+        """Return how often a state's strings occur in the text."""
         return self._counts[state]
 
     def end(self, state: int) -> int:
-        """The index of the last token of the latest occurrence of a state's strings."""
+        """Return the index of the last token of the latest occurrence of a state's strings."""
         return self._ends[state]
 
     def _take_back(self) -> None:
