@@ -96,7 +96,7 @@ class DraftedEvent:
 
 @dataclass(frozen=True, slots=True)
 class RejectedBranch:
-    """A part of the draft that was not kept, from its first rejected node down to a leaf."""
+    """A branch of the draft that was rejected, from its first rejected node down to a leaf."""
 
     #: Indices into the draft's nodes.
     nodes: tuple[int, ...]
@@ -124,7 +124,7 @@ class VerifiedEvent:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One of the most likely tokens in a place, with `--logprobs`."""
+    """One of the most likely tokens at a position, with `--logprobs`."""
 
     token_id: int
     #: The token's own bytes as text; an incomplete character shows as U+FFFD.

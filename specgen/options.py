@@ -148,7 +148,7 @@ def parse_samplers(text: str) -> tuple[SamplerName, ...]:
     ``topk``, ``nucleus``, ``temp``, ``typ``) between semicolons or commas. No name is no sampler. The
     letters of --sampler-seq are accepted as well, where they are no name.
 
-    Raises `ValueError`, with the message to show, for a name that there is not.
+    Raise `ValueError`, with the message to show, for a name that there is not.
     """
     names = [name.strip() for name in text.replace(",", ";").lower().split(";")]
     names = [name for name in names if name]
@@ -165,7 +165,7 @@ def parse_sampler_letters(text: str) -> tuple[SamplerName, ...]:
     """Parse samplers in the spelling of llama.cpp's --sampler-seq, a letter each: ``edskypmxt`` is the
     default.
 
-    Raises `ValueError`, with the message to show, for a letter that stands for none.
+    Raise `ValueError`, with the message to show, for a letter that stands for none.
     """
     for letter in text:
         if letter not in _LETTERS:
@@ -235,7 +235,7 @@ LARGEST_TREE = 64
 def parse_tree(text: str) -> TreeShape:
     """Parse a tree shape in the spelling of `--tree`: ``auto``, ``off``, ``3,2,1`` or ``4x5``.
 
-    Raises `ValueError`, with the message to show, for anything else, and for a shape of more than
+    Raise `ValueError`, with the message to show, for anything else, and for a shape of more than
     `LARGEST_TREE` nodes.
     """
     text = text.strip().lower()

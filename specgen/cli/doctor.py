@@ -113,7 +113,7 @@ def _show(report: DoctorReport, console: Console) -> None:
 
 
 def _lines(label: str, text: str, width: int) -> list[str]:
-    """Return the text behind its label, wrapped where there is room for that."""
+    """Return the text after its label, wrapped where there is room for that."""
     if width < len(label) + 20:
         return [label + text]
     indent = " " * len(label)

@@ -25,15 +25,15 @@ class Draft:
     probability of the token, if it has one. Policies and the display use it, verifiers do not.
 
     `distributions[i]`, where present, is the distribution that the token was *drawn from at
-    random*; among siblings, given the earlier ones. A token chosen without chance (an argmax,
-    an n-gram match) has None. Verifiers rely on this distinction: testing a token against a
+    random*; among siblings, given the earlier ones. A token chosen deterministically (an argmax, an
+    n-gram match) has None. Verifiers rely on this distinction: testing a token against a
     distribution that it was not drawn from gives biased text.
 
     `walks` is set if the draft consists of several chains that were drawn independently of each
     other. It lists the nodes of each chain from a child of the root down, in the order of the
-    draws. Walks that begin alike share nodes, so a token that was drawn twice is decoded once and
-    judged twice. Walks stay whole: leaving out a drawn token because of what it is would bias the
-    text.
+    draws. Walks with a common prefix share nodes, so a token that was drawn twice is decoded once
+    and judged twice. Walks stay whole: leaving out a drawn token because of what it is would bias
+    the text.
 
     Raises `ValueError` if the lengths differ, if a parent does not come before its child, or if a
     walk is not a path from the root down.
@@ -107,8 +107,8 @@ class Draft:
 
     @property
     def has_free_end(self) -> bool:
-        """Whether the nodes up to the last drawn one are a chain, and all others are behind its end.
-        The others may then be left out, since no draw depends on them."""
+        """Whether the nodes up to the last drawn one are a chain, and all others are after its end. The
+        others may then be left out, since no draw depends on them."""
         n_drawn = self.n_drawn
         return (
             not self.walks

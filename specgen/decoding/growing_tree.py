@@ -45,8 +45,8 @@ class GrowingTree:
         source: Distribution | None = None,
         is_end: bool = False,
     ) -> int:
-        """Add a child of a node, or of `ROOT`, behind its other children; returns the new node. With
-        `is_end` its token ends the text, and the node gets no children."""
+        """Add a child of a node, or of `ROOT`, after its other children; return the new node. With `is_end`
+        its token ends the text, and the node gets no children."""
         node = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)

@@ -60,7 +60,7 @@ class Tally:
         self.undrafted[reason] = ReasonCount(reason, text, n_before + 1)
 
     def add_draft(self, draft: Draft, accepted: Sequence[int]) -> None:
-        """Add a verified draft and the nodes of it that became a part of the text."""
+        """Add a verified draft and its accepted nodes."""
         self.n_drafted += len(draft)
         self.n_accepted += len(accepted)
         _count(self.drafted_by_depth, draft.depths())

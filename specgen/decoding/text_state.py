@@ -1,4 +1,4 @@
-"""The committed text of a sequence, its place in the grammar, and the characters that its tokens show."""
+"""The committed text of a sequence, its grammar state, and the characters of its tokens."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _MAX_REMEMBERED = 2000
 
 @dataclass(frozen=True, slots=True)
 class TextMark:
-    """A place in a text."""
+    """A position in a text."""
 
     n_tokens: int
     grammar: GrammarState | None
 
 
 class TextState:
-    """The committed tokens of one text, and its place in the grammar.
+    """The committed tokens of one text, and its grammar state.
 
     `prompt` comes before the answer: penalties see it, the grammar does not.
     """
@@ -45,7 +45,7 @@ class TextState:
         return self._grammar is not None
 
     def commit(self, token: int) -> None:
-        """Add a token to the text. Raises ValueError if the grammar does not allow it."""
+        """Add a token to the text. Raise ValueError if the grammar does not allow it."""
         if self._grammar is not None:
             self._grammar = self._grammar.after(token)
         self._reserve(1)
@@ -101,7 +101,7 @@ class TextState:
         return draft.only([node for node in states if node != ROOT])
 
     def _reserve(self, n: int) -> None:
-        """Make room for n tokens behind the text."""
+        """Make room for n tokens after the text."""
         n_needed = len(self.tokens) + n
         if n_needed > len(self._history):
             self._history = np.resize(self._history, max(n_needed, 2 * len(self._history)))
@@ -161,7 +161,7 @@ class RememberingShaper(Shaper):
 class StopScanner:
     """Finds stop strings in text that arrives in pieces, also across the borders of pieces.
 
-    Text that may be the beginning of a stop string is held back until more text decides it.
+    Text that may be a prefix of a stop string is held back until more text decides it.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -173,7 +173,7 @@ class StopScanner:
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """Take a piece; returns the text that may be shown now. If that completes a stop string,
+        """Take a piece; return the text that may be shown now. If that completes a stop string,
         `found` is set, the text before it is returned, and no more text may be pushed."""
         if not self._stops:
             return text

@@ -128,18 +128,17 @@ class SpecTrVerifier:
     """Choose among the next tokens of k independent drafts: k-sequential selection (Sun et al.,
     arXiv:2310.15141, Algorithm 2).
 
-    The drafts are tried one after the other. A token x is taken with probability
-    min(1, target(x) / (rho draft(x))), for a rho in [1, k] that is the same for all of them. After k
-    rejections a token is drawn from the missing rest, normalize(target - min(draft, target / rho)
-    (1 - (1 - beta)^k) / beta), where beta(rho) = sum of min(draft, target / rho) is the chance that
-    a single draft is taken. rho is the least one for which no token is taken too often,
-    1 - (1 - beta)^k <= rho beta. Recursive rejection gives the first draft all it can and leaves
-    little to the others. This selection shares it out, and comes within a factor of 1 - 1/e of the
-    best possible one.
+    The drafts are tried one after the other. A token x is taken with probability min(1, target(x) / (rho
+    draft(x))), for a rho in [1, k] that is the same for all of them. After k rejections a token is drawn
+    from the missing rest, normalize(target - min(draft, target / rho) (1 - (1 - beta)^k) / beta), where
+    beta(rho) = sum of min(draft, target / rho) is the probability that a single draft is taken. rho is the
+    least one for which no token is taken too often, 1 - (1 - beta)^k <= rho beta. Recursive rejection
+    accepts the first draft as often as possible and leaves little to the others. This selection divides the
+    probability among them, and comes within a factor of 1 - 1/e of the best possible one.
 
-    Drafts that go on from the taken token stay in, so there are fewer at each step; with only one
-    left this is residual sampling. Drafts without walks (chains, siblings drawn without
-    replacement, certain tokens) are judged by `ResidualVerifier`.
+    Drafts that continue from the taken token stay in, so there are fewer at each step; with only one left
+    this is residual sampling. Drafts without walks (chains, siblings drawn without replacement, certain
+    tokens) are judged by `ResidualVerifier`.
     """
 
     wants_draws = True
@@ -222,11 +221,11 @@ class BlockVerifier:
     It holds for chains whose length depends on the drafted tokens, as long as the decision to
     stop was made before the next draw.
 
-    In a tree, each run of only children, behind the text or behind an accepted sibling, is such a
-    chain. It is judged as a block; if it is accepted whole, the nodes behind it are judged anew.
-    Siblings are judged by recursive rejection. This is exact if the number of siblings at a place
-    was settled before any token behind it was drawn. If a sibling were added because of the tokens
-    behind another one, the way in which that one is judged would depend on what was drawn.
+    In a tree, each run of only children, after the text or after an accepted sibling, is such a chain. It
+    is judged as a block; if it is accepted whole, the nodes after it are judged as a new block. Siblings
+    are judged by recursive rejection. This is exact if the number of siblings at a position was fixed
+    before any token after it was drawn. If a sibling were added because of the tokens after another one,
+    the way in which that one is judged would depend on what was drawn.
     """
 
     wants_draws = True

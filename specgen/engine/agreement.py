@@ -1,9 +1,9 @@
 """Measure how often a draft model agrees with a target, before it drafts.
 
-Without this measurement, a draft that never agrees with its target would be discovered only during
-the first answer, which it would slow down. So both models read a short text that we wrote. At each
-place the target's most likely token is compared with the draft's. The rate of agreement is the
-acceptance rate at temperature 0, and close to it at higher temperatures (docs/lab-notes/exactness.md).
+Without this measurement, a draft that never agrees with its target would be discovered only during the
+first answer, which it would slow down. So both models decode a short text that we wrote. At each position
+the target's most likely token is compared with the draft's. The agreement is the acceptance rate at
+temperature 0, and close to it at higher temperatures (docs/lab-notes/exactness.md).
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _N_TRANSLATED = 3
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The number of places where a drafter proposed a token, and where that was the target's token."""
+    """The number of positions at which a drafter proposed a token, and at which that was the target's
+    token."""
 
     n_places: int
     n_agreed: int
@@ -53,11 +54,11 @@ class Agreement:
 
 
 class Walk:
-    """Lets a drafter propose a token at each place of a text, and counts in `chances`, by origin, how
+    """Lets a drafter propose a token at each position of a text, and counts in `chances`, by origin, how
     often it is the target's token.
 
-    `state` is the text that the drafter reads; it starts empty. `is_translated` says that the
-    drafter's vocabulary is not the target's.
+    `state` is the text that the drafter follows; it starts empty. `is_translated` says that the drafter's
+    vocabulary is not the target's.
     """
 
     def __init__(
@@ -80,8 +81,8 @@ class Walk:
         return Agreement(self._n_places, self._n_agreed)
 
     def look(self, tokens: Sequence[int], place: int, said: int) -> None:
-        """Compare what the drafter proposes after the first `place` tokens with `said`, the target's
-        token there. Places must ascend. Raises what the drafter raises."""
+        """Compare the drafter's proposal after the first `place` tokens with `said`, the target's token
+        there. Positions must ascend. Raise what the drafter raises."""
         for token in tokens[len(self._state.tokens) : place]:
             self._state.commit(token)
         draft = draft_alone(self._drafter.propose(self._state.tokens, self._plan))
@@ -109,9 +110,9 @@ def sample_agreement(
     tokens: Sequence[int],
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Agreement:
-    """Measure the agreement over a text. The target's context must be empty, and is empty again
-    afterwards; the draft's context is not cleared. Raises `BackendError`, and `KeyboardInterrupt` if
-    `interrupted` returns True between decodes."""
+    """Measure the agreement over a text. The target's context must be empty, and is empty again afterwards;
+    the draft's context is not cleared. Raise `BackendError`, and `KeyboardInterrupt` if `interrupted`
+    returns True between decodes."""
     before_s = target.decode_s
     tokens = tokens[: target.n_ctx]
     try:

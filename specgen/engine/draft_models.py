@@ -220,9 +220,8 @@ class DraftModels:
         self._n_told = 0
 
     def change(self, source: DraftSource, drafting: DraftOptions) -> None:
-        """Replace the present draft, which is closed and must have no open context. Raises
-        `ModelFileError`, `PairError`, or `UsageError` if decoder heads are given a helper; there is then
-        no draft."""
+        """Replace the present draft, which is closed and must have no open context. Raise `ModelFileError`,
+        `PairError`, or `UsageError` if decoder heads are given a helper; there is then no draft."""
         self.close()
         if isinstance(source, Path) and is_heads_file(source):
             if self._helpers:

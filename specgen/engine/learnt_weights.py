@@ -43,7 +43,8 @@ def state_file(folder: Path, draft: Path) -> Path:
 
 
 def read_learnt(folder: Path, draft: Path) -> Learnt:
-    """Return what a draft model learnt; the default values if the file is missing or damaged."""
+    """Return the weights that a draft model learnt; the default values if the file is missing or
+    damaged."""
     return read_state(state_file(folder, draft))
 
 
@@ -60,7 +61,7 @@ def read_state(path: Path) -> Learnt:
 
 
 def write_learnt(folder: Path, draft: Path, learnt: Learnt) -> None:
-    """Write what a draft model learnt to its file. Raises `OSError`."""
+    """Write the weights that a draft model learnt to its file. Raise `OSError`."""
     replace_text(state_file(folder, draft), json.dumps(asdict(learnt)) + "\n")
 
 

@@ -1,4 +1,5 @@
-"""Slots and the prefix cache: the parts of all caches, each with a text, and which of it a prompt can reuse."""
+"""Slots and the prefix cache: each slot holds a text in all caches, whose longest common prefix a new
+prompt reuses."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from specgen.errors import RollbackError, SpecgenError
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One of `n` equal parts of all caches, counted from 0, and the request that is served there. The parts
-    of a cache have equal numbers of sequences and cells."""
+    """One of `n` equal shares of all caches, counted from 0, and the request that it serves. All slots of a
+    cache have equal numbers of sequences and cells."""
 
     number: int = 0
     n: int = 1
@@ -100,7 +101,7 @@ class Slot:
         self.request = self.sequence = None
 
     def fail(self, error: SpecgenError, backends: Iterable[Backend]) -> None:
-        """End the request with an error. Its part of the caches is cleared: its contents are uncertain."""
+        """End the request with an error. Its slot is cleared: the contents are uncertain."""
         assert self.request is not None
         self.request.failure = error
         for backend in backends:
@@ -111,7 +112,7 @@ class Slot:
 
 
 class PrefixCache:
-    """The `n` slots of an engine, which share all caches in equal parts. One prompt is read at a time."""
+    """The `n` slots of an engine, which share all caches equally. One prompt is decoded at a time."""
 
     def __init__(self, n: int) -> None:
         self.slots = tuple(Slot(number, n) for number in range(n))

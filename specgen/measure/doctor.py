@@ -147,7 +147,7 @@ def diagnose(
 
 
 def _kernels(build: Build | None, on_check: Callable[[str], None]) -> KernelStatus:
-    """Test specgen's kernels anew, unless the user chose llama.cpp's in the environment."""
+    """Test specgen's kernels again, unless the user chose llama.cpp's in the environment."""
     from specgen.llama import kernel_checks as kernels
     from specgen.models import cache_folder
 
@@ -174,7 +174,7 @@ def _kernel_checks(kernels: KernelStatus) -> list[Check]:
 def _trial_checks(
     kernels: KernelStatus, model: Path | None, on_check: Callable[[str], None]
 ) -> list[Check]:
-    """Try the kernels on a model anew, if they are used."""
+    """Try the kernels on a model again, if they are used."""
     from specgen.llama.kernel_checks import ModelTrials
     from specgen.models import cache_folder
 

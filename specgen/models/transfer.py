@@ -87,7 +87,7 @@ class Transfer:
         self._answered = False
 
     def page(self, url: str, accept: str) -> Page | None:
-        """Return a text resource, or None where there is none (404). Raises FetchError."""
+        """Return a text resource, or None where there is none (404). Raise FetchError."""
 
         def attempt() -> Page | None:
             with self._response(url, {"Accept": accept}, allowed={404}) as response:
@@ -110,9 +110,9 @@ class Transfer:
     ) -> None:
         """Download `url` to `path`, going on where an earlier try ended.
 
-        `report` is told the bytes that are there and, if known, of how many. Raises FetchError
-        if the file cannot be had or, where `sha256` is given, is another; an OSError of the
-        disk passes through.
+        `report` receives the bytes that are there and, if known, of how many. Raise FetchError if
+        the file cannot be had or, where `sha256` is given, is another; an OSError of the disk
+        passes through.
         """
         resumed = size_of(path) > 0
         self._until_done(lambda: self._attempt(url, path, report), size=lambda: size_of(path))

@@ -174,8 +174,8 @@ class LiveRenderer(Renderer):
         self._region.close(self._lines(self._flow.finish()))
 
     def _fit(self) -> None:
-        """Lay the text out anew if the window's width has changed. Call this before text is added: rows that
-        become settled must have been laid out for the present width."""
+        """Lay the text out again if the window's width has changed. Call this before text is added: rows
+        that become settled must have been laid out for the present width."""
         columns = max(2, self._console.width)
         if columns != self._flow.columns:
             self._flow.resize(columns)

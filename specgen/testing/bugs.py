@@ -73,7 +73,7 @@ class _TopToken(WrappedDrafter):
 
 
 class _Picky:
-    """Drops drawn tokens that turned out unlikely, and what stands behind them."""
+    """Drops drawn tokens that turned out unlikely, and what stands after them."""
 
     def __init__(self, inner: Policy) -> None:
         self._inner = inner

@@ -1,10 +1,10 @@
 """Decoder heads trained on a target's own text, with NumPy.
 
-`specgen.llama.decoder_heads` describes what heads compute. Training has two steps. Ridge
-regression finds a linear map to the target's next hidden state; each place gives as many numbers to learn
-from as a hidden state has, so little text suffices. Then gradient descent minimises the cross-entropy with
-the target's own distribution, several tokens ahead. (Distillation as in DistillSpec, Zhou et al.,
-arXiv:2310.08461; unrolled as in training a recurrent drafter, Cheng et al., arXiv:2403.09919.)
+`specgen.llama.decoder_heads` describes what heads compute. Training has two steps. Ridge regression finds a
+linear map to the target's next hidden state; each position gives as many numbers to learn from as a hidden
+state has, so little text suffices. Then gradient descent minimises the cross-entropy with the target's own
+distribution, several tokens ahead. (Distillation as in DistillSpec, Zhou et al., arXiv:2310.08461; unrolled
+as in training a recurrent drafter, Cheng et al., arXiv:2403.09919.)
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _PATIENCE = 6
 class Agreement:
     """How often heads predict the target's token on held-back answers.
 
-    Item k is for the token k + 1 places ahead, given the right tokens before it: `top_1` counts the likeliest
-    token, `top_4` the four likeliest."""
+    Item k is for the token k + 1 positions ahead, given the right tokens before it: `top_1` counts the
+    likeliest token, `top_4` the four likeliest."""
 
     top_1: tuple[float, ...]
     top_4: tuple[float, ...]
@@ -111,7 +111,7 @@ def train_heads(
     """Train heads for `target` on the text that it wrote; None if `interrupted` returns True.
 
     Training ends when `clock` reaches `until_s` at the latest. `progress` gets the steps done and the steps
-    in all. The result has the weights that agreed best on the held-back answers. Raises `UsageError` if the
+    in all. The result has the weights that agreed best on the held-back answers. Raise `UsageError` if the
     text is too short or `n_embd` is no multiple of 32, `ModelFileError` if the target's file is damaged.
     """
     learnt, judged = _places(text, held_back=False), _places(text, held_back=True)
@@ -211,7 +211,7 @@ def _frequent(text: TargetText, n_vocab: int) -> NDArray[np.int32]:
 
 
 class _Task:
-    """The training data, gradients on it, and the agreement on held-back places."""
+    """The training data, gradients on it, and the agreement on held-back positions."""
 
     def __init__(
         self,

@@ -126,9 +126,9 @@ def write_text(
 
     Prompts that have an answer in the folder are skipped. Up to `n_parallel` prompts are answered at once,
     each with at most `max_tokens` tokens. `progress` gets the tokens so far and `n_tokens`. An interrupted
-    call keeps the finished answers. Raises `OutputError`, `MemoryLimitError`, `UsageError` if `max_tokens` do
-    not fit the target's context, `PairError` if the target has a recurrent state, and `ModelFileError` if the
-    folder's files are damaged.
+    call keeps the finished answers. Raise `OutputError`, `MemoryLimitError`, `UsageError` if `max_tokens`
+    do not fit the target's context, `PairError` if the target has a recurrent state, and `ModelFileError`
+    if the folder's files are damaged.
     """
     if loaded.target.has_recurrent_state:
         raise PairError(
@@ -212,7 +212,7 @@ def _rows(tokens: Sequence[int], position: int, *, wanted: bool) -> Batch:
 
 
 class _Writer:
-    """Appends answers to a folder, with the target's hidden states and likeliest tokens at their places."""
+    """Appends answers to a folder, with the target's hidden states and likeliest tokens at their positions."""
 
     def __init__(self, folder: Path, loaded: Models) -> None:
         self._loaded = loaded

@@ -13,23 +13,22 @@ PACKAGE = Path(__file__).resolve().parents[2] / "specgen"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 #: The verbs that docstrings begin with. Add one if none of these fits; a noun or "Returns" is a mistake.
-VERBS = frozenset(
-    """
-    Accept Add Advance Allocate Announce Answer Append Apply Ask Assign Attach Begin Block Bring Build Call
-    Cancel Carry Change Check Choose Clear Close Collect Combine Commit Compare Compile Compute Connect
-    Convert Copy Count Create Cut Decide Declare Decode Delete Derive Describe Detect Disable Discard Divide
-    Do Download Draft Draw Drop Empty Enable Encode End Enter Estimate Evaluate Exit Expand Extend Fetch Fill
-    Find Finish Fit Follow Forget Format Forward Free Generate Get Give Go Group Guess Hand Handle Hide Hold
-    Ignore Insert Interpolate Join Judge Keep Lay Learn Leave Let Limit List Load Log Look Lower Make Map Mark
-    Match Measure Merge Move Multiply Name Note Observe Offer Open Order Pack Parse Pass Pick Place Plan
-    Prefill Prepare Print Probe Propose Publish Put Quantise Queue Raise Read Rebuild Record Redirect Reduce
-    Refuse Register Reject Release Reload Remember Remove Render Repeat Replace Replay Report Request Reserve
-    Reset Resolve Respond Restore Resume Retry Return Reuse Rewind Roll Round Run Sample Save Say Scale Search
-    See Select Send Serve Set Share Show Shut Simulate Skip Slide Sort Spell Split Start Step Stop Store
-    Stream Submit Subtract Sum Switch Take Talk Tell Test Time Tokenize Train Translate Truncate Try Turn
-    Undo Unload Update Use Verify Wait Walk Warn Wrap Write Yield
-    """.split()
-)
+_VERBS = """
+Accept Add Advance Allocate Announce Answer Append Apply Ask Assign Attach Begin Block Bring Build Call
+Cancel Carry Change Check Choose Clear Close Collect Combine Commit Compare Compile Compute Connect
+Convert Copy Count Create Cut Decide Declare Decode Delete Derive Describe Detect Disable Discard Divide
+Do Download Draft Draw Drop Empty Enable Encode End Enter Estimate Evaluate Exit Expand Extend Fetch Fill
+Find Finish Fit Follow Forget Format Forward Free Generate Get Give Go Group Guess Hand Handle Hide Hold
+Ignore Insert Interpolate Join Judge Keep Lay Learn Leave Let Limit List Load Log Look Lower Make Map Mark
+Match Measure Merge Move Multiply Name Note Observe Offer Open Order Pack Parse Pass Pick Place Plan
+Prefill Prepare Print Probe Propose Publish Put Quantise Queue Raise Read Rebuild Record Redirect Reduce
+Refuse Register Reject Release Reload Remember Remove Render Repeat Replace Replay Report Request Reserve
+Reset Resolve Respond Restore Resume Retry Return Reuse Rewind Roll Round Run Sample Save Say Scale Search
+See Select Send Serve Set Share Show Shut Simulate Skip Slide Sort Spell Split Start Step Stop Store
+Stream Submit Subtract Sum Switch Take Talk Tell Test Time Tokenize Train Translate Truncate Try Turn
+Undo Unload Update Use Verify Wait Walk Warn Wrap Write Yield
+"""
+VERBS = frozenset(_VERBS.split())
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

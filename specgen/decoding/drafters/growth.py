@@ -36,7 +36,7 @@ class DraftShaper(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A model's prediction for a place: the likeliest tokens with their probabilities at
+    """A model's prediction for a position: the likeliest tokens with their probabilities at
     temperature 1, best first, or the distribution to draw tokens from. It is empty if the grammar
     allows no token."""
 

@@ -64,10 +64,9 @@ class HeadsDrafter:
     """Drafts with decoder heads: a chain or, with `branches`, a tree. The tree has a fixed shape, or
     grows for as long as the policy finds it worthwhile.
 
-    Heads start from the target's hidden state at the end of what it has read (`last`, which the
-    loop updates). They then read the tokens behind it, usually the one token that the target
-    chose. There is no cache and no decode of a model: a look beyond a node is two products with
-    small matrices.
+    Heads start from the target's hidden state after its last decoded token (`last`, which the loop
+    updates). Their input is the tokens after that one, usually the one token that the target chose. There
+    is no cache and no decode of a model: a look beyond a node is two products with small matrices.
 
     As with a draft model, with `draws` each token is drawn from the distribution that `shaper`
     makes of the heads' logits. Tokens outside the frequent part of the vocabulary have probability

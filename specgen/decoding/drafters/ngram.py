@@ -55,12 +55,12 @@ def confidence(length: int, n_agreeing: int, n_occurrences: int) -> float:
 
 class SuffixDrafter:
     """Drafts, token by token, the likeliest continuation of the longest earlier occurrence of the
-    text's ending. The draft so far is a part of that ending.
+    text's ending. That ending includes the draft so far.
 
     Nothing is drafted if fewer than `min_match` tokens match; a match of more than `max_match`
     tokens counts as one of `max_match`. `corpora` are followed where their match is clearly longer
-    than the text's own; among equally long matches, the last corpus is followed. The policy is not
-    asked: a draft of any length costs microseconds, and its probabilities show where to cut it.
+    than the text's own; among equally long matches, the last corpus is followed. It does not ask
+    the plan: a draft of any length costs microseconds, and its probabilities show where to cut it.
 
     With `n_children` above 1 the draft is a tree: where occurrences went on in different ways, the
     likeliest few of these become branches, each with what followed it. The nodes with the

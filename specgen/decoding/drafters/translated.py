@@ -27,10 +27,10 @@ class TranslatedDrafter(WrappedDrafter):
     """Translates between a drafter and the loop: the drafter sees the text in its own tokens, and the
     loop gets the drafts in the target's tokens.
 
-    `shaper` is the shaper of `inner`. With a `BeginningShaper`, drafts are translated as strings;
-    where the text ends in the middle of a token, the shaper is given the bytes that a draft must
-    begin with. Otherwise drafts are translated token by token, with the distributions that they
-    were drawn from; `inner` should then draft shared tokens only (`SharedShaper`).
+    `shaper` is the shaper of `inner`. With a `BeginningShaper`, drafts are translated as strings; where the
+    text ends in the middle of a token, the shaper is given the bytes that a draft must start with.
+    Otherwise drafts are translated token by token, with the distributions that they were drawn from;
+    `inner` should then draft shared tokens only (`SharedShaper`).
 
     It serves one text, which `text` holds in the drafter's tokens. `holds_back` allows tokens at
     the end of the text to be taken back, which is not worth it for a model whose cache cannot

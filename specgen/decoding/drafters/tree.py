@@ -136,7 +136,7 @@ class TreeModelDrafter(ModelDrafter):
     def _decode_nodes(
         self, tree: GrowingTree, nodes: Sequence[int]
     ) -> Generator[Ask, Logits, Logits]:
-        """Decode nodes, each on its branch; returns the logits after each, float32[n, n_vocab]."""
+        """Decode nodes, each on its branch; return the logits after each, float32[n, n_vocab]."""
         n_past = self._n_text - self._n_skipped
         batch = Batch()
         for node in nodes:
@@ -204,7 +204,7 @@ class _Branches:
         return len(self._free)
 
     def begin(self) -> None:
-        """Begin a tree behind the text."""
+        """Begin a tree after the text."""
         self._free = list(reversed(self._others))
         self._sequences = {ROOT: self._trunk}
         self._tips = {self._trunk: ROOT}

@@ -26,14 +26,14 @@ class GrammarState(Protocol):
         """Return which of these tokens may come next, bool[m]; end-of-text tokens exactly where the text
         may end. There may be no such token at all.
 
-        Raises ValueError for ids that are not in the vocabulary.
+        Raise ValueError for ids that are not in the vocabulary.
         """
         ...
 
     def after(self, token_id: int) -> GrammarState:
         """Return the state one token later; after an end-of-text token one that allows nothing.
 
-        Raises ValueError if the token is not allowed here.
+        Raise ValueError if the token is not allowed here.
         """
         ...
 

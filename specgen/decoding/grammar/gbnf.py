@@ -38,7 +38,7 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 def read_gbnf(text: str, root: str = "root") -> Gbnf:
-    """Read a grammar. Raises `UsageError` for one that llama.cpp would refuse, or that would break it."""
+    """Read a grammar. Raise `UsageError` for one that llama.cpp would refuse, or that would break it."""
     reader = _Reader(text)
     reader.read()
     _check_defined(reader, root)

@@ -82,7 +82,7 @@ def _possibly_empty(rules: list[Rule]) -> list[bool]:
 
 
 def _begins(sequence: Sequence, empty: list[bool], begins: list[bool]) -> bool:
-    """Return whether a text of the sequence can begin with a character or token."""
+    """Return whether a text of the sequence can start with a character or token."""
     for element in sequence:
         if not isinstance(element, Reference) or begins[element.rule]:
             return True

@@ -92,7 +92,7 @@ def origin_of_rank(origin: str, rank: int) -> str:
 @dataclass(slots=True)
 class TextWorths:
     """The worth of a round with a drafter in earlier texts, in plain tokens' time. Some texts suit a
-    drafter and others do not, and a few texts of one kind say little about the next one.
+    drafter and others do not, and a few texts of one kind predict little about the next one.
 
     Both the mean and the variance of the worth are unknown. `start` is the prior mean: the worth that
     was expected in the first text, for example after a sample of the drafter's tokens.
@@ -110,7 +110,7 @@ class TextWorths:
     allowance: float = _FIRST_ALLOWANCE
 
     def account(self, saved: float, n_tokens: int) -> None:
-        """Enter a round that added `n_tokens` tokens, and what the drafter saved in it; negative if it
+        """Record a round that added `n_tokens` tokens, and what the drafter saved in it; negative if it
         lost time."""
         allowance = self.allowance + saved + _ALLOWED_SHARE * n_tokens
         self.allowance = min(_MOST_ALLOWANCE, allowance)
@@ -155,8 +155,8 @@ class AcceptanceCounts:
 
 
 class Chances:
-    """The chances, in one text, that a drafted token is accepted if all before it were, by its
-    drafter's confidence in [0, 1].
+    """The probabilities, in one text, that a drafted token is accepted if all before it were, by
+    its drafter's confidence in [0, 1].
 
     `counts` cover all texts; texts that are generated at the same time share them. In addition one
     number is learnt, the deviation of this text: some texts suit a draft better than others.
@@ -203,7 +203,7 @@ class Chances:
         return self.curve()[_bin(confidence)]
 
     def curve(self) -> tuple[float, ...]:
-        """Return the chances by bin of confidence, N_BINS of them."""
+        """Return the acceptance probabilities by bin of confidence, N_BINS of them."""
         if self._curve is None:
             self._curve = tuple(self._of_bin(index) for index in range(N_BINS))
         return self._curve
@@ -247,7 +247,7 @@ class Chances:
         self._curve = None
 
     def _of_bin(self, index: int) -> float:
-        """Return the chance of a bin in this text: that in all texts, shifted by the text's deviation."""
+        """Return the probability of a bin in this text: that in all texts, shifted by the text's deviation."""
         counts = self.counts
         n_accepted = _N_START * self._start[index] + counts.n_accepted.item(index)
         return _shifted(n_accepted / (_N_START + counts.n_judged.item(index)), self._deviation)

@@ -144,7 +144,8 @@ def worth_of_starting(
     plain_s: float,
     n_rounds: float,
 ) -> float:
-    """Return the expected gain of starting a model in a text, in seconds a round; above 0 it should start.
+    """Return the expected gain of starting a draft model in a text, in seconds a round; above 0 it should
+    start.
 
     After `n_looks` of the model in this text, a round with it seems to be worth `value_s`. A few
     looks are an unsure estimate, so it is averaged with the worth of earlier texts, whose spread

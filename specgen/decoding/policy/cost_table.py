@@ -70,7 +70,7 @@ class CostTable:
 
     @property
     def known(self) -> dict[int, float]:
-        """Seconds of the sizes that were measured or seen, at the present pace."""
+        """Seconds of the sizes that were measured or observed, at the machine's present speed."""
         return {size: seconds * self._pace for size, seconds in self._seconds.items()}
 
     def knows(self, n_rows: int) -> bool:
@@ -93,11 +93,11 @@ class CostTable:
 
     def share_s(self, n_rows: int) -> float:
         """Return the expected seconds of `n_rows` rows of one sequence, if as many sequences as in the last
-        decodes add as many rows each, and each pays an equal part of the batch."""
+        decodes add as many rows each, and each pays an equal share of the batch."""
         return self.seconds(n_rows * self.n_sharing) / self.n_sharing
 
     def start(self, n_rows: int, seconds: float) -> None:
-        """Set the measured seconds of a size, whatever was known before."""
+        """Set the measured seconds of a size; they replace earlier ones."""
         if n_rows > 0 and seconds > 0.0:
             self._learn(n_rows, seconds / self._pace)
 

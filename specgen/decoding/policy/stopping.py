@@ -36,10 +36,10 @@ class StoppingRule:
     accepted token is worth. `frequencies` and `chances`, float64[n_bins], are how often the next
     token falls in a bin of confidence, and how often a token of that bin is accepted.
 
-    With A the chance that the draft so far is accepted whole, V(n, A) = -next_s + the mean over
-    bins b of max(0, A chances[b] token_s - (batch_s[n + 1] - batch_s[n]) +
-    max(0, V(n + 1, A chances[b]))); V(n_max, A) = 0. That is: look, then take the token or not,
-    then look again or not.
+    With A the probability that the draft so far is accepted whole, V(n, A) = -next_s + the mean
+    over bins b of max(0, A chances[b] token_s - (batch_s[n + 1] - batch_s[n]) + max(0, V(n + 1, A
+    chances[b]))); V(n_max, A) = 0. That is: look, then take the token or not, then look again or
+    not.
     """
 
     def __init__(
@@ -159,12 +159,13 @@ _SECOND = 0.6
 
 @dataclass(frozen=True, slots=True)
 class WhilePaying:
-    """A draft goes on while another token is expected to save time. It follows a chain of `n_before` found
-    tokens, which are accepted whole with the chance `before`.
+    """Drafts as long as another token is expected to save time. The draft follows a chain of `n_before`
+    found tokens, which are accepted whole with probability `before`.
 
-    `curves` has, for each origin, the chance that its tokens are accepted, by bin of the drafter's
-    confidence. An expected token counts `ngram_token_s` or `model_token_s` seconds, and `extra_s[n]` are the seconds
-    that n drafted tokens add to the target's batch. A look of the drafter `origin` takes `next_s` seconds.
+    `curves` has, for each origin, the probability that its tokens are accepted, by bin of the drafter's
+    confidence. An expected token counts `ngram_token_s` or `model_token_s` seconds, and `extra_s[n]` are
+    the seconds that n drafted tokens add to the target's batch. A look of the drafter `origin` takes
+    `next_s` seconds.
     """
 
     origin: str
@@ -193,13 +194,13 @@ class WhilePaying:
         return sum(chances) * self.token_s(draft.origins[0]) - self.extra_s[len(chances)]
 
     def chance(self, origin: str, confidence: float | None) -> float:
-        """Return the chance that a token is accepted if all before it are."""
+        """Return the probability that a token is accepted if all before it are."""
         return self.curves[origin][
             bisect.bisect_left(BIN_EDGES, 1.0 if confidence is None else confidence)
         ]
 
     def chance_of_guess(self, rank: int, confidence: float) -> float:
-        """Return the chance of the drafter's guess number `rank`, from 0, for one position of a tree."""
+        """Return the probability of the drafter's guess number `rank`, from 0, for one position of a tree."""
         chance = self.chance(origin_of_rank(self.origin, rank), confidence)
         return chance if rank == 0 else _SECOND * chance
 
@@ -285,7 +286,7 @@ class WhilePaying:
         )
 
     def path_chances(self, draft: Draft) -> list[float]:
-        """Return, for each node of a draft, the chance that it and its ancestors are accepted."""
+        """Return, for each node of a draft, the probability that it and its ancestors are accepted."""
         chances: list[float] = []
         for parent, origin, rank, confidence in zip(
             draft.parents, draft.origins, draft.ranks(), draft.probabilities, strict=True
@@ -304,15 +305,16 @@ class WhilePaying:
         return best_n
 
     def _path_chance(self, confidences: Sequence[float]) -> float:
-        """Return the chance that the found tokens and those with these confidences are accepted."""
+        """Return the probability that the found tokens and those with these confidences are
+        accepted."""
         chance, curve = self.before, self.curves[self.origin]
         for confidence in confidences:
             chance *= curve[bisect.bisect_left(BIN_EDGES, confidence)]
         return chance
 
     def _extra_behind(self, n_before: int) -> Sequence[float]:
-        """Return the seconds that n tokens behind a draft of `n_before` tokens add to the batch, for
-        each n from 0."""
+        """Return the seconds that n tokens after a draft of `n_before` tokens add to the batch, for each n
+        from 0."""
         if not n_before:
             return self.extra_s
         return [seconds - self.extra_s[n_before] for seconds in self.extra_s[n_before:]]
@@ -323,9 +325,9 @@ def best_nodes(
 ) -> tuple[list[int], float]:
     """Return the nodes of a tree that are worth most together, and what they are worth in seconds.
 
-    The chance that a path is accepted does not grow along it. So the n likeliest nodes always form
-    a tree, and it is the best tree of n nodes. `path_chances` lists parents before their children;
-    `extra_s[n]` are the seconds to verify n nodes. Nodes are returned likeliest first.
+    The probability that a path is accepted does not grow along it. So the n likeliest nodes always
+    form a tree, and it is the best tree of n nodes. `path_chances` lists parents before their
+    children; `extra_s[n]` are the seconds to verify n nodes. Nodes are returned likeliest first.
     """
     order = sorted(range(len(path_chances)), key=path_chances.__getitem__, reverse=True)
     best_n, best_s, gain_s = 0, 0.0, 0.0

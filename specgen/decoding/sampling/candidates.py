@@ -121,7 +121,7 @@ def _candidates(scores: Scores, n: int) -> TokenArray:
 def argmax(logits: Logits) -> int:
     """Return the most likely token of a row, float32[n_vocab]; the lowest id among equals.
 
-    Raises `BackendError` if the largest logit is not finite: NaN would win every comparison.
+    Raise `BackendError` if the largest logit is not finite: NaN would win every comparison.
     """
     token_id = int(logits.argmax())
     check_finite(float(logits[token_id]))

@@ -1,8 +1,8 @@
 """The chain of samplers: from a row of logits to the distribution that a token is drawn from.
 
-The order is `SamplerOptions.samplers`, by default llama.cpp's: penalties, DRY, top-n-sigma,
-top-k, typical, top-p, min-p, XTC, temperature. Logit biases come before them all. Each sampler
-sees what the one before left; those that are switched off cost nothing.
+The order is `SamplerOptions.samplers`, by default llama.cpp's: penalties, DRY, top-n-sigma, top-k,
+typical, top-p, min-p, XTC, temperature. Logit biases come before them all. Each sampler gets the
+result of the one before; those that are switched off cost nothing.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ class Sampler:
         restored. `allows` is a grammar that masks the logits before the chain; it is asked about
         as few tokens as the chain permits (see `specgen.decoding.sampling.masking`).
 
-        Raises `BackendError` if the row has no finite maximum, and `NoTokenAllowedError` if
-        the grammar leaves nothing.
+        Raise `BackendError` if the row has no finite maximum, and `NoTokenAllowedError` if the grammar
+        leaves nothing.
 
-        XTC removes tokens at random, with a given chance. A token after it is therefore drawn from a
-        mixture: with that chance from the rest of the chain without these tokens, and otherwise
-        from the rest of the chain with all candidates. The mixture is returned, so it is exact for
-        speculative sampling, and no random number is used here. (At temperature 0 it is a mixture
-        of two certain tokens.)
+        XTC removes tokens at random, with a given probability. A token after it is therefore drawn from a
+        mixture: with that probability from the rest of the chain without these tokens, and otherwise from
+        the rest of the chain with all candidates. The mixture is returned, so it is exact for speculative
+        sampling, and no random number is used here. (At temperature 0 it is a mixture of two certain
+        tokens.)
         """
         if not self._edits:
             return self._of_row(logits, history, allows)
@@ -195,7 +195,7 @@ def _edited(candidates: Candidates, edit: Edit, history: TokenArray) -> Candidat
 def _within(
     token_ids: TokenArray, amounts: ProbArray, n_vocab: int
 ) -> tuple[TokenArray, ProbArray]:
-    """Drop the ids that the row does not have, with their amounts: two models may share only a part of
+    """Drop the ids that the row does not have, with their amounts: two models may share only some tokens of
     their vocabularies."""
     if not len(token_ids) or 0 <= token_ids[0] <= token_ids[-1] < n_vocab:
         return token_ids, amounts

@@ -28,7 +28,7 @@ _FEW = 16
 
 
 class BreakerVocabulary(Protocol):
-    """The part of `specgen.decoding.backend.Vocabulary` that `DryBreakers` needs."""
+    """The methods of `specgen.decoding.backend.Vocabulary` that `DryBreakers` needs."""
 
     @property
     def n_tokens(self) -> int: ...
@@ -157,10 +157,9 @@ def _repetitions(backwards: TokenArray, enough: int) -> TokenArray:
     """Return the length of the repetition that each token of a text would continue: int64[n - 1] for
     int64[n] tokens, the last one first.
 
-    Entry i counts how many tokens before `backwards[i]` are also the last ones of the text.
-    Counts of `enough` and more need not be exact. All places where the last token occurs are
-    compared with the end of the text together, one token at a time; a place is dropped once it
-    differs.
+    Entry i counts how many tokens before `backwards[i]` are also the last ones of the text. Counts of
+    `enough` and more need not be exact. All positions where the last token occurs are compared with the end
+    of the text together, one token at a time; a position is dropped once it differs.
     """
     lengths = np.zeros(len(backwards) - 1, np.int64)
     places = np.flatnonzero(backwards[1:] == backwards[0])
@@ -180,11 +179,11 @@ def _repetitions(backwards: TokenArray, enough: int) -> TokenArray:
 def _measured(
     backwards: TokenArray, places: TokenArray, lengths: TokenArray, enough: int
 ) -> TokenArray:
-    """Finish the lengths of some places, one by one; returns the places still to be compared.
+    """Finish the lengths of some positions, one by one; return the positions still to be compared.
 
-    If there are few, all are finished. If there are many, only the first is: a periodic text has very
-    many equal places with the same token after them. Once one of these has a repetition of `enough`
-    tokens, the others add nothing.
+    If there are few, all are finished. If there are many, only the first is: a periodic text has very many
+    equal positions with the same token after them. Once one of these has a repetition of `enough` tokens,
+    the others add nothing.
     """
     n_measured = len(places) if len(places) <= _FEW else 1
     for place in places[:n_measured].tolist():

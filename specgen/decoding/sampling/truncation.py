@@ -98,7 +98,7 @@ def xtc(candidates: Candidates, threshold: float) -> Candidates:
     likely one is kept ("exclude top choices", by p-e-w,
     github.com/oobabooga/text-generation-webui/pull/6335). A threshold above 1/2 keeps all.
 
-    XTC removes tokens only with a given probability, which the chain takes into account. Returns
+    XTC removes tokens only with a given probability, which the chain takes into account. Return
     `candidates` itself if there is nothing to remove.
     """
     if threshold > 0.5:

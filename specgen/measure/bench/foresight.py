@@ -77,7 +77,7 @@ def best_schedule(
 def run_lengths(
     n_tokens: int, n_max: int, look: Callable[[int], tuple[int, int]]
 ) -> tuple[int, ...]:
-    """Return how many tokens a draft model would predict correctly after each place, at most `n_max`.
+    """Return how many tokens a draft model would predict correctly after each position, at most `n_max`.
 
     `look(place)` drafts after the first `place` tokens and returns the number of drafted tokens and of
     correct ones. Whether a token is predicted does not depend on where its draft began, so `look` is called

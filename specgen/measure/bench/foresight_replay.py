@@ -49,7 +49,7 @@ class Foreseen:
 
 @dataclass(frozen=True, slots=True)
 class Foresight:
-    """The best ways for a target at temperature 0, and the costs behind them: `batch_s` has the seconds of a
+    """The best ways for a target at temperature 0, and the costs that lead to them: `batch_s` has the seconds of a
     batch by its rows."""
 
     target: str
@@ -88,8 +88,8 @@ def foresee(
 ) -> Foresight | None:
     """Find the best way for these prompts with each group of drafts; groups name the drafts.
 
-    The models have `foresight_options`; their draft is changed. Prompts that do not fit the context are left
-    out. None if interrupted. Raises `PromptError` if no prompt fits; `ModelFileError`, `PairError`,
+    The models have `foresight_options`; their draft is changed. Prompts that do not fit the context are
+    left out. None if interrupted. Raise `PromptError` if no prompt fits; `ModelFileError`, `PairError`,
     `MemoryLimitError`, `BackendError`.
     """
     baseline = measure_target(
@@ -161,8 +161,8 @@ def _foreseen(
 def foresee_drafter(
     generation: Sequence, answer: TargetAnswer, n_max: int, clock: Callable[[], float]
 ) -> DrafterForesight:
-    """Return the possible drafts of the generation's drafter for a known answer, with up to `n_max` tokens a
-    round, at the places after its first token.
+    """Return the possible drafts of the generation's drafter for a known answer, with up to `n_max` tokens
+    a round, at the positions after its first token.
 
     `generation` is at the end of the prompt; `clock` gives seconds and is read around each proposal.
     """
@@ -177,7 +177,7 @@ def foresee_drafter(
 
 
 class _Drafts:
-    """A drafter's drafts at the places of an answer, asked for in order."""
+    """A drafter's drafts at the positions of an answer, asked for in order."""
 
     def __init__(
         self,

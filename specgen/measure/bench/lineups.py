@@ -27,8 +27,8 @@ def lineups(
 ) -> Iterator[list[Lineup]]:
     """Yield a lineup for each temperature, with its models loaded until the end.
 
-    Each contender has models with weights of its own: if llama.cpp repacks weights for the CPU, or keeps them
-    on a GPU, each takes memory. Raises `ModelFileError`, `PairError`.
+    Each contender has models with weights of its own: if llama.cpp repacks weights for the CPU, or keeps
+    them on a GPU, each takes memory. Raise `ModelFileError`, `PairError`.
     """
     n_contenders = len(plan.temperatures) * (1 + len(field.drafts) * len(plan.ways))
     opened: list[Models] = []

@@ -139,7 +139,7 @@ def peers_of(
 ) -> list[PeerContender | LookupContender]:
     """Return the contenders of a name, one for each draft model if a setting needs one.
 
-    llama-cpp-python's lookup is greedy only: at other temperatures there is none. Raises `PeerError` if a
+    llama-cpp-python's lookup is greedy only: at other temperatures there is none. Raise `PeerError` if a
     program is missing.
     """
     if against == "llama-cpp-python":

@@ -1,8 +1,8 @@
 """The checks of `specgen verify`: does drafting change the answers?
 
-`greedy` compares texts, and `at_once` those of answers that are made at once. `sampled` tests draws against the target's exact distribution. Both compare rows
-of logits (`rows`). `statistics` has the mathematics. `specgen.testing.bugs` has known bugs, which the
-checks must find.
+`greedy` compares texts, and `at_once` those of answers that are generated at once. `sampled` tests draws
+against the target's exact distribution. Both compare rows of logits (`rows`). `statistics` has the
+mathematics. `specgen.testing.bugs` has known bugs, which the checks must find.
 """
 
 from specgen.measure.proof.at_once import N_AT_ONCE, check_at_once

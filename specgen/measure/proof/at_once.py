@@ -160,7 +160,7 @@ def _first(plain: PlainAnswer, n: int) -> PlainAnswer:
 
 
 def _beyond_window(loaded: Models, prompts: abc.Sequence[Prompt]) -> abc.Sequence[Prompt]:
-    """Return the prompts behind as many tokens as the target's sliding window has, if it has one and the
+    """Return the prompts after as many tokens as the target's sliding window has, if it has one and the
     context has room for them."""
     n = loaded.target.n_window
     if not 0 < n <= _LONGEST_WINDOW:

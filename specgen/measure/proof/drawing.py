@@ -16,7 +16,7 @@ from specgen.testing.bugs import Bug
 
 
 class _UpTo:
-    """A policy that limits drafts to a length, which is set anew for each draw."""
+    """A policy that limits drafts to a length, which is set for each draw."""
 
     def __init__(self, inner: Policy) -> None:
         self._inner = inner

@@ -88,9 +88,8 @@ class Difference:
 class GreedyResult:
     """The result of one prompt; `prompt` counts from 1.
 
-    `n_at_once` is the number of answers that were made at once in one cache. `way` names what decided how
-    much was drafted. `drafted_by` has the number of verified tokens that
-    each drafter proposed.
+    `n_at_once` is the number of answers that were generated at once in one cache. `way` names what decided
+    how much was drafted. `drafted_by` has the number of verified tokens that each drafter proposed.
 
     `n_tokens` tokens of plain decoding were compared; `difference` is None if all are equal. `n_rows`
     rows of logits, up to the first difference, were compared too. `moved_by` is the largest distance of

@@ -110,9 +110,9 @@ def known_costs(loaded: Models, draft: Path) -> Costs | None:
 
 
 def measure_costs(loaded: Models, draft: Path) -> Costs | None:
-    """Return the costs of the target and of its draft model `draft`. Costs that are not known
-    are measured. None if a round has no room for a draft. Raises `MemoryLimitError` if the contexts do not
-    fit into memory, and `BackendError` if a decode fails."""
+    """Return the costs of the target and of its draft model `draft`. Costs that are not known are measured.
+    None if a round has no room for a draft. Raise `MemoryLimitError` if the contexts do not fit into
+    memory, and `BackendError` if a decode fails."""
     if not is_pair_measured(loaded, draft):
         n_train = loaded.target.n_ctx_train
         n_ctx = min(_N_CTX, n_train) if n_train > 0 else _N_CTX

@@ -97,7 +97,7 @@ class DraftRounds:
 
         If the text extends the one before as a round does (a beginning of the last draft, then one token of
         the target's own), the accepted tokens are counted and learnt from. Any other text is a new one.
-        Raises `BackendError` after `close`.
+        Raise `BackendError` after `close`.
         """
         if self._is_closed:
             raise BackendError("the draft is closed")

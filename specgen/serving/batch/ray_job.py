@@ -160,7 +160,7 @@ class Pass:
         return True
 
     def _tell(self, ray: Any, state: Mapping[str, Any] | None, *, is_end: bool = False) -> None:
-        """Report actors and nodes that come and go. Raises the last actor's error if actors do nothing but
+        """Report actors and nodes that come and go. Raise the last actor's error if actors do nothing but
         fail."""
         alive = {node.identity: node.name for node in _nodes(ray)}
         for identity in self._nodes.keys() - alive.keys():
@@ -220,7 +220,7 @@ def _collect(job: RayJob, placement: Placement, desk: Any, results: SimpleQueue[
 
 
 def _connect(address: str) -> Any:
-    """Connect to Ray. Raises `UsageError` if it is not installed, `BackendError` if nothing responds."""
+    """Connect to Ray. Raise `UsageError` if it is not installed, `BackendError` if nothing responds."""
     try:
         import ray
         import ray.data

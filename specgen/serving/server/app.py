@@ -169,7 +169,7 @@ class Server:
     def _submit(
         self, endpoint: Endpoint, body: Mapping[str, Any], loop: asyncio.AbstractEventLoop
     ) -> tuple[ServerRequest, Job]:
-        """Read a body and submit its answers to the engine. Raises `RequestError`, `SpecgenError`."""
+        """Read a body and submit its answers to the engine. Raise `RequestError`, `SpecgenError`."""
         options = self._loaded.options
         asked = read_server_request(
             endpoint, body, options.sampler, options.generation, self._limits

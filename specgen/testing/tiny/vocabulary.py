@@ -45,7 +45,7 @@ class TinyVocabulary:
 def tiny_vocabulary(config: TinyConfig) -> TinyVocabulary:
     """Return the vocabulary of the model that `config` describes.
 
-    Raises ValueError if `n_vocab` leaves no room for what the tokenizer needs.
+    Raise ValueError if `n_vocab` leaves no room for what the tokenizer needs.
     """
     if config.architecture == "bert":
         vocabulary = _wordpiece()

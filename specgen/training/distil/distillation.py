@@ -77,9 +77,9 @@ def distil(
     """Train a draft on texts and write it to `output`; None if `interrupted` returns True.
 
     Training takes at most `minutes`, by `clock`. `progress` gets the steps done, the steps in all and the
-    seconds left. The state is kept beside `output` during the training, so the same call continues a training
-    that was interrupted or killed. Raises `UsageError` if JAX is not installed or there is too little text,
-    `ModelFileError` if the draft cannot be trained, `MemoryLimitError` and `OutputError`.
+    seconds left. The state is kept beside `output` during the training, so the same call continues a
+    training that was interrupted or killed. Raise `UsageError` if JAX is not installed or there is too
+    little text, `ModelFileError` if the draft cannot be trained, `MemoryLimitError` and `OutputError`.
     """
     check_library()
     learnt = pack([text for text in texts if not text.is_held_back], N_COLUMNS)

@@ -99,7 +99,7 @@ class Trainer:
         return {name: np.array(values) for name, values in self._changes.items()}
 
     def save(self, path: Path, **others: Any) -> None:
-        """Write the changes, the optimizer's state and other arrays to a file, whole. Raises `OSError`."""
+        """Write the changes, the optimizer's state and other arrays to a file, whole. Raise `OSError`."""
         leaves = jax.tree.leaves((self._changes, self._moments))
         arrays: dict[str, Any] = {f"state_{i}": np.asarray(leaf) for i, leaf in enumerate(leaves)}
         with new_beside(path) as new:
@@ -108,7 +108,7 @@ class Trainer:
             new.replace(path)
 
     def restore(self, saved: Any) -> None:
-        """Restore the state from the arrays that `save` wrote. Raises `KeyError` or `ValueError` if they
+        """Restore the state from the arrays that `save` wrote. Raise `KeyError` or `ValueError` if they
         belong to another model."""
         leaves, structure = jax.tree.flatten((self._changes, self._moments))
         found = [saved[f"state_{index}"] for index in range(len(leaves))]

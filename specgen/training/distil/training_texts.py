@@ -20,7 +20,7 @@ from specgen.training.texts import N_TOP, TargetText
 
 @dataclass(frozen=True, slots=True)
 class TrainingText:
-    """An answer of the target in the draft's tokens, behind the prompt that the draft sees."""
+    """An answer of the target in the draft's tokens, after the prompt that the draft sees."""
 
     prompt_tokens: tuple[int, ...]
     answer_tokens: tuple[int, ...]
@@ -38,8 +38,8 @@ def training_texts(
     """Return the target's answers as a draft model sees them while it drafts: prompts in its own chat
     template, and answers and the target's likely tokens in its own tokens, if it has another vocabulary.
 
-    `now` is the date that some templates write. Raises `PromptError` if the target's template does not
-    take a prompt.
+    `now` is the date that some templates write. Raise `PromptError` if the target's template does not take
+    a prompt.
     """
     has_own_tokens = not _share_vocabulary(target, draft)
     translation = Translation(target.vocabulary, draft.vocabulary)

@@ -109,7 +109,7 @@ def check_room(target: Path, folder: Path) -> None:
 
 
 def write_pruned(target: Path, left_out: Collection[int], output: Path, n_threads: int) -> None:
-    """Write a copy of the target in Q4_0 without some blocks. Raises `BackendError`, `OutputError`."""
+    """Write a copy of the target in Q4_0 without some blocks. Raise `BackendError`, `OutputError`."""
     with write_errors(output):
         output.parent.mkdir(parents=True, exist_ok=True)
         with new_beside(output) as new:

@@ -41,7 +41,7 @@ ExpectedSpeedup: TypeAlias = Callable[[dict[int, float], float, float], float]
 class Pruned:
     """A draft cut from a target of `n_layer` blocks, without those in `left_out`.
 
-    `agreement` is the share of places of held-back answers at which its likeliest token is the target's.
+    `agreement` is the share of positions of held-back answers at which its likeliest token is the target's.
     `cost` is the time of a token, as a share of the target's. `speedup` is expected over plain decoding.
     `n_judged` sets of blocks were judged.
     """
@@ -126,9 +126,9 @@ def make_pruned(
 ) -> Pruned | None:
     """Search for the blocks to leave out until `clock` reaches `until_s`, and write the draft to `output`.
 
-    Return None if `interrupted` returns True; the judgements are kept, and the same call continues. Raises
-    `ModelFileError` if blocks of the target cannot be left out, `UsageError` if there is no text to judge by
-    or too little time, `MemoryLimitError`, `OutputError` and `BackendError`.
+    Return None if `interrupted` returns True; the judgements are kept, and the same call continues. Raise
+    `ModelFileError` if blocks of the target cannot be left out, `UsageError` if there is no text to judge
+    by or too little time, `MemoryLimitError`, `OutputError` and `BackendError`.
     """
     model, target = loaded.target, loaded.options.target
     check_prunable(model)
@@ -184,7 +184,7 @@ def _check_time(
 
 
 def agreement_of(file: Path, loaded: Models, texts: Sequence[JudgedText]) -> float:
-    """Return the share of places at which the model in a file predicts the texts' token."""
+    """Return the share of positions at which the model in a file predicts the texts' token."""
     context = loaded.options.draft_context
     with (
         contextlib.closing(LlamaModel(file, n_gpu_layers=context.n_gpu_layers)) as model,

@@ -42,17 +42,17 @@ class Match:
 
 
 class SuffixArray:
-    """Texts with all their prefixes, sorted as read backwards. Binary search finds the longest match
-    of an ending: it is next to the place where the ending itself would be sorted in.
+    """All prefixes of some texts, sorted by their tokens from the last to the first. Binary search finds
+    the longest match of an ending: it is next to where the ending itself would be inserted.
 
     (Manber and Myers, "Suffix arrays", 1990.) Matches do not run from one text into the next.
     `made_of` identifies the texts, for code that saves and loads the array.
     """
 
     def __init__(self, tokens: IntArray, places: IntArray, made_of: str = "") -> None:
-        """Make an array of the parts of another one; otherwise use `build`. Both are int32[n]: the
-        texts' tokens, with a separator behind each text; and their indices, counted from the end,
-        sorted by the tokens that are read backwards from there."""
+        """Make an array from the saved fields of another one; otherwise use `build`. Both are
+        int32[n]: the texts' tokens, with a separator after each text; and their indices, counted
+        from the end, sorted by the tokens from there backwards."""
         self.made_of = made_of
         self._tokens = tokens
         self._places = places
@@ -116,7 +116,7 @@ class SuffixArray:
         return followers
 
     def save(self, path: Path) -> None:
-        """Write the array to a file, replacing it whole. Raises `OSError`."""
+        """Write the array to a file, replacing it whole. Raise `OSError`."""
         made_of = np.frombuffer(self.made_of.encode(), np.uint8)
         file = io.BytesIO()
         np.savez(file, tokens=self._tokens, places=self._places, made_of=made_of)

@@ -19,8 +19,8 @@ N_COUNTED = 64
 
 
 class Cursor(NamedTuple):
-    """A place in the automaton: a string of `length` tokens that occurs in the text, and its state.
-    All strings of a state end at the same places of the text."""
+    """A position in the automaton: a string of `length` tokens that occurs in the text, and its
+    state. All strings of a state end at the same positions of the text."""
 
     state: int
     length: int
@@ -30,7 +30,8 @@ NOWHERE = Cursor(_START, 0)
 
 
 class SuffixAutomaton:
-    """All strings of a growing text, each with the tokens that followed it and how often.
+    """All strings of a text to which tokens are added, each with the tokens that followed it and
+    how often.
 
     Adding a token takes constant time (amortised), and so does a step of a cursor, however long
     the text is. The automaton has at most two states and three transitions a token. Taking tokens

@@ -46,7 +46,7 @@ def load_corpus(
     with such fields).
 
     The array is kept in the folder `cache`, if given, until the files change; `fingerprint`
-    identifies the vocabulary. Raises `UsageError` if a path does not exist or cannot be read, if a
+    identifies the vocabulary. Raise `UsageError` if a path does not exist or cannot be read, if a
     named file is not text, or if there is no text or more than `MAX_BYTES`.
     """
     files = [file for path in paths for file in _files(path)]

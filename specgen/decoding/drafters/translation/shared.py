@@ -65,7 +65,8 @@ class SharedTokens:
         """Translate a draft to the target's tokens. Branches end before tokens that are not shared.
 
         A shared token that was drawn from the whole vocabulary has the distribution that is
-        restricted to the shared tokens: that a shared token was drawn says nothing of which one.
+        restricted to the shared tokens: the fact that a shared token was drawn does not show which
+        one.
         """
         kept: list[int] = []
         for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):

@@ -71,7 +71,7 @@ _ANCHOR = "\n"
 
 
 class ExactTokenizer:
-    """Tokenizes text byte for byte, without what a tokenizer adds at the beginning."""
+    """Tokenizes text byte for byte, without the token or space that a tokenizer adds at the start."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -165,7 +165,7 @@ _STRAY = re.compile("([\udc80-\udcff]+)")
 
 @dataclass(slots=True)
 class Spelling:
-    """Tokens, and the end of each in bytes from the beginning of the text.
+    """Tokens, and the end of each in bytes from the start of the text.
 
     Bytes that the vocabulary cannot represent belong to no token.
     """
@@ -186,7 +186,7 @@ class Spelling:
 class Speller:
     """Spells bytes with the tokens of a vocabulary, byte for byte.
 
-    Characters go through the vocabulary's own tokenizer. Bytes that are no character (a part of a
+    Characters go through the vocabulary's own tokenizer. Bytes that are no character (an incomplete
     character at the end of the text so far, or bytes that are not UTF-8) are spelled with the
     longest tokens that there are for them.
     """
@@ -212,9 +212,9 @@ class Speller:
         """Return the spelling of `data` where `before` precedes it; the ends count from the start of
         `data`.
 
-        Tokenizers look at the text before, so both are spelled together. A token may reach over
-        the border, if `before` ends where the tokenizer would not end a token. The bytes of that
-        token behind the border are then spelled by themselves.
+        Tokenizers look at the text before, so both are spelled together. A token may reach over the border,
+        if `before` ends where the tokenizer would not end a token. The bytes of that token after the border
+        are then spelled by themselves.
         """
         border = len(before)
         joint = self.spell(before + data)
@@ -270,7 +270,7 @@ class StringTranslation:
     the draft proposes in the target's tokens, as the target's tokenizer would after the text so
     far.
 
-    The result has no distributions: a verifier has to treat its tokens as chosen without chance,
+    The result has no distributions: a verifier has to treat its tokens as chosen deterministically,
     and judges them by matching.
     """
 
@@ -354,7 +354,7 @@ def _product(starts: Sequence[tuple[int, float | None]], start: int, end: int) -
 
 
 class BeginningShaper(Shaper):
-    """The draft's most likely text that begins with given bytes.
+    """The draft's most likely text that starts with given bytes.
 
     The target's text may end in the middle of one of the draft's tokens. Without this shaper the
     draft would take the end of the text for the end of the token. For example, a model may spell

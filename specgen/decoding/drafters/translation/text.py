@@ -90,7 +90,7 @@ class DraftText:
 
     def follow(self, context: Sequence[int], drafted: Draft = NO_DRAFT) -> None:
         """Add the new tokens of `context`, which holds all of the target's tokens. `drafted` is the
-        last draft, behind `tokens`, in the draft's own tokens."""
+        last draft, after `tokens`, in the draft's own tokens."""
         self.n_unchanged = len(self.tokens)
         for token in context[self._n_prompt + len(self._target_ends) :]:
             data = self._target.token_bytes(token)
