@@ -74,7 +74,7 @@ def _piped_text(note: Callable[[str], None]) -> str:
     patience.daemon = True
     patience.start()
     try:
-        return decoded(sys.stdin.buffer.read(), "standard input")
+        return decoded(read_bytes(STDIO), "standard input")
     finally:
         patience.cancel()
 
@@ -84,7 +84,8 @@ def read_bytes(path: Path) -> bytes:
     try:
         return sys.stdin.buffer.read() if path == STDIO else path.read_bytes()
     except OSError as error:
-        raise PromptError(f"{path}: cannot be read: {error.strerror}") from error
+        name = "standard input" if path == STDIO else path
+        raise PromptError(f"{name}: cannot be read: {error.strerror or error}") from error
 
 
 def decoded(data: bytes, name: str) -> str:
