@@ -161,7 +161,7 @@ class Piece:
     #: With `--logprobs`, the natural logarithm of the target's probability of this token at
     #: temperature 1, before samplers and grammar; null without, and for forced tokens.
     logprob: float | None = None
-    #: With `--logprobs N`, the N most likely tokens in this place, the likeliest first.
+    #: With `--logprobs N`, the N most likely tokens at this position, the likeliest first.
     top_logprobs: tuple[TokenLogprob, ...] = ()
 
 
@@ -269,8 +269,8 @@ class FinishedEvent:
     estimate: str | None = None
     #: Tokens of the answer that the grammar forced, without a model's part.
     n_forced: int = 0
-    #: Accepted and drafted counts by the place among the siblings in a draft tree (index 0 is
-    #: the first guess for a place; chains have no other).
+    #: Accepted and drafted counts by the rank among the siblings in a draft tree (index 0 is
+    #: the first guess for a position; chains have no other).
     accepted_by_rank: tuple[int, ...] = ()
     drafted_by_rank: tuple[int, ...] = ()
     #: How many of the prompt's tokens were in the target's cache already, from an answer before.

@@ -24,7 +24,7 @@ class GrowingTree:
         self.distributions: list[Distribution | None] = []
         #: Children of the root have depth 0.
         self.depths: list[int] = []
-        #: Each node's place among its siblings.
+        #: Each node's rank among its siblings.
         self.ranks: list[int] = []
         #: Whether a node and all its ancestors are the first of their siblings.
         self.is_first_choice: list[bool] = []

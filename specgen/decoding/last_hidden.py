@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from specgen.system.arrays import Hidden
 
-#: The number of states that are kept, for a text that goes back to an earlier place.
+#: The number of states that are kept, for a text that goes back to an earlier position.
 _N_KEPT = 32
 
 

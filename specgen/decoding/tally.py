@@ -30,7 +30,7 @@ class Tally:
     undrafted: dict[str, ReasonCount] = field(default_factory=dict)
     drafted_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
-    #: The same by a node's place among its siblings; all nodes of a chain have place 0.
+    #: The same by a node's rank among its siblings; all nodes of a chain have rank 0.
     drafted_by_rank: list[int] = field(default_factory=list)
     accepted_by_rank: list[int] = field(default_factory=list)
     prompt_s: float = 0.0
@@ -89,8 +89,8 @@ class Tally:
         return (n_tokens - self.n_start_tokens) / (self.wall_s - self.start_s)
 
     def whole_speedup(self, n_tokens: int, plain_token_s: float | None) -> float | None:
-        """Speed-up of the whole answer, reading the prompt included, if a token takes `plain_token_s`
-        without a draft. Plain decoding reads the prompt with the target alone."""
+        """Return the speed-up of the whole answer, prefill included, if a token takes `plain_token_s` without a
+        draft. Plain decoding prefills the target alone."""
         if plain_token_s is None or not self.wall_s or n_tokens <= self.n_start_tokens:
             return None
         return (self.prompt_s + (n_tokens - self.n_start_tokens) * plain_token_s) / self.wall_s

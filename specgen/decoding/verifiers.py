@@ -283,7 +283,7 @@ def _judged_run(
         else:
             excess = after.excess(draft.drawn_from(run[n]), ratio)
             # 0 / 0 where target and draft are equal and the ratio is 1: the next prefix is then
-            # accepted with certainty, so the chance does not matter.
+            # accepted with certainty, so the probability does not matter.
             chance = excess / (excess + 1.0 - ratio) if excess > 0.0 else 0.0
         if rng.random() < chance:
             n_kept, kept_ratio, kept_after = n, ratio, after

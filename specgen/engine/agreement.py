@@ -32,10 +32,10 @@ N_TOKENS = 48
 N_BEFORE = 12
 #: A draft model whose statistics hold this many judged tokens is not measured again.
 N_KNOWN = 20
-#: The measurement ends after this many seconds of decoding if it has compared enough places.
+#: The measurement ends after this many seconds of decoding if it has compared enough positions.
 _BUDGET_S = 1.5
 _N_ENOUGH = 24
-#: Tokens that a draft with another vocabulary proposes at a place: a single one may be only the
+#: Tokens that a draft with another vocabulary proposes at a position: a single one may be only the
 #: beginning of a token of the target.
 _N_TRANSLATED = 3
 

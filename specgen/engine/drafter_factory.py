@@ -54,11 +54,11 @@ MakeShaper: TypeAlias = Callable[[Sampler, TextState], Shaper]
 #: "ngram") and a mode (`Memory.chances`).
 ChancesOf: TypeAlias = Callable[[Path, Path | str, str], MutableMapping[str, Chances]]
 
-#: The most continuations that n-grams propose at one place.
+#: The most continuations that n-grams propose at one position.
 _N_NGRAM_BRANCHES = 3
 #: Samplers that change the logits of particular tokens, whatever the other logits are.
 _BY_TOKEN: tuple[SamplerName, ...] = ("penalties", "dry")
-#: The number of likeliest tokens that are considered for one place of a tree: hardly any other token
+#: The number of likeliest tokens that are considered for one position of a tree: hardly any other token
 #: would be worth a row of the target's batch.
 _N_GUESSES = 8
 

@@ -404,7 +404,7 @@ class Engine:
         assert request is not None
         assert sequence is not None
         n_most = None
-        # Unless a row has the same bits in any batch, the pieces must be those of an answer alone.
+        # Unless a row is batch-invariant, the pieces must be those of an answer alone.
         if self.slots.decoding() and self._models.target.has_equal_rows:
             n_most = _N_READ_BESIDE
         try:

@@ -26,7 +26,7 @@ class Learnt:
     #: The number of the last answer when it learnt, and the number of all answers that it learnt from.
     last_number: int = 0
     n_answers: int = 0
-    #: The agreement of the draft with the target on the latest answers, as a share of their places:
+    #: The agreement of the draft with the target on the latest answers, as a share of their positions:
     #: with the original weights, and with the learnt ones.
     agreement_before: float = 0.0
     agreement_after: float = 0.0

@@ -99,7 +99,7 @@ def _settled_codes(lines: Sequence[Line]) -> Iterator[str]:
         yield f"{line.codes}\n"
 
 
-#: The rows of the unfinished line that are repainted in each round, and laid out anew when the window
+#: The rows of the unfinished line that are repainted in each round, and laid out again when the window
 #: changes; earlier rows belong to the terminal. There may be this many more if the line is broken inside
 #: words, so that it can be copied in one piece.
 _MOVING_ROWS = 3

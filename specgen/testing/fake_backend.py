@@ -85,7 +85,7 @@ class FakeVocabulary:
     #: Put a space before each text, as SentencePiece does.
     adds_space: bool = False
     #: Merge neighbours, those first that make the token with the lowest id, as BPE does;
-    #: otherwise the longest piece is taken at each place of the text.
+    #: otherwise the longest piece is taken at each position of the text.
     merges: bool = False
 
     @classmethod

@@ -30,14 +30,14 @@ Parameters: TypeAlias = dict[str, NDArray[Any]]
 
 #: The number of tokens that heads can guess: first those of the text, then those with the lowest ids, since
 #: tokenizers give low ids to frequent tokens. (In the 1.5B's held-back answers 8,192 tokens cover 0.86 of the
-#: places, 32,768 cover 0.96.)
+#: positions, 32,768 cover 0.96.)
 N_FREQUENT = 32_768
 #: The size of the inner layer (inside silu), and the number of tokens ahead that the heads are trained for.
 N_INNER = 1024
 N_AHEAD = 3
 #: The weight of a token's loss, relative to the token before it.
 _FADING = 0.8
-#: Places in a step, the most passes over the text, and the learning rate.
+#: Positions in a step, the most passes over the text, and the learning rate.
 _N_BATCH = 256
 _N_PASSES = 3
 _RATE = 2e-4
@@ -45,7 +45,7 @@ _N_WARM = 30
 #: Tokens that the text lacks are sampled: this many stand for all of them in a step.
 _N_OTHERS = 2048
 _RIDGE = 300.0
-#: The fewest places to learn from, and to judge by.
+#: The fewest positions to learn from, and to judge by.
 _LEAST_PLACES = 8 * _N_BATCH
 _LEAST_JUDGED = 100
 #: Steps between judgements.
@@ -87,7 +87,7 @@ class _Places:
     tokens: NDArray[np.int32]
     #: The next hidden state: float32[n, n_embd].
     next_hidden: FloatArray
-    #: The likeliest tokens at later places: int32[n, N_AHEAD, N_TOP], float32[n, N_AHEAD, N_TOP].
+    #: The likeliest tokens at later positions: int32[n, N_AHEAD, N_TOP], float32[n, N_AHEAD, N_TOP].
     top_tokens: NDArray[np.int32]
     top_probabilities: FloatArray
 
@@ -226,7 +226,7 @@ class _Task:
         self.rng = rng
         self.tokens, self.scale = tokens, scale
         self._learnt, self._judged = learnt, judged
-        #: Each token's place among the frequent ones; -1 for the others.
+        #: Each token's index among the frequent ones; -1 for the others.
         self._index = np.full(n_vocab, -1, np.int64)
         self._index[tokens] = np.arange(len(tokens))
         self.embeddings = _with_others(rows.embeddings(tokens))

@@ -34,7 +34,7 @@ from specgen.system.json_lines import (
     write_errors,
 )
 
-#: The number of likeliest tokens that are kept for each place.
+#: The number of likeliest tokens that are kept for each position.
 N_TOP = 16
 #: Every tenth prompt is for judging, not for learning.
 HELD_BACK_EVERY = 10

@@ -19,7 +19,7 @@ from specgen.decoding.sampling import Distribution, NoTokenAllowedError
 from specgen.options import TreeShape
 from specgen.system.arrays import Logits
 
-#: The guesses to consider for a place, if the shape does not ask for more; and, where costs decide, the
+#: The guesses to consider for a position, if the shape does not ask for more; and, where costs decide, the
 #: least probability of guesses after the first.
 _N_GUESSES = 4
 _LEAST = 0.02
@@ -188,7 +188,7 @@ class Worthwhile:
         self._n_max = n_max
         self._n_deepest = n_deepest
         self._is_end = is_end
-        #: For each node, the chance that it and all before it are accepted.
+        #: For each node, the probability that it and all before it are accepted.
         self._chances: list[float] = []
         self._looks: list[float] = []
 

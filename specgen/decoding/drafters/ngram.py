@@ -142,7 +142,7 @@ class SuffixDrafter:
         tokens, parents = list(chain.tokens), list(chain.parents)
         confidences = [confidence or 0.0 for confidence in chain.probabilities]
         origins, chances = list(chain.origins), []
-        #: Places that may get more children: node or root, cursor, depth, and chance of the path.
+        #: Positions that may get more children: node or root, cursor, depth, and probability of the path.
         places = [(ROOT, text.cursor(), 0, 1.0)]
         chance = 1.0
         for node, token in enumerate(chain.tokens):

@@ -25,7 +25,7 @@ _MIDDLES = np.array(
 #: The prior count of confidences in each bin: a small model of a good family is sure of most tokens,
 #: and not at all sure of some.
 _START_SEEN = np.array([0.1, 0.3, 0.5, 0.6, 0.7, 0.7, 0.7, 0.8, 1.2, 1.4, 1.6, 4.0])
-#: The prior chance of a bin counts as this many observations.
+#: The prior probability of a bin counts as this many observations.
 _N_START = 6.0
 #: The counts remember about this many observations; older ones fade.
 _MEMORY = 1500.0
@@ -176,9 +176,9 @@ class Chances:
         #: other texts, with as many texts at once.
         self._worth: float | None = None
         self.worths = self.counts.worths
-        #: Counts the looks and judgements: each may change the chances, or how often each comes.
+        #: Counts the looks and judgements: each may change the probabilities, or how often each comes.
         self.version = 0
-        #: The chances by bin, until the next judgement; None if they are not computed yet.
+        #: The acceptance probabilities by bin, until the next judgement; None if they are not computed yet.
         self._curve: tuple[float, ...] | None = None
 
     def for_new_text(self) -> Chances:

@@ -71,7 +71,7 @@ class CostAwarePolicy:
         self._table = costs
         #: The costs of this sequence's rows in the round's batch.
         self._costs = BatchShare(costs, ALONE)
-        #: The chances from all texts, and those in this text; by origin.
+        #: The acceptance probabilities from all texts, and those in this text; by origin.
         self._known = {} if chances is None else chances
         self._chances: dict[str, Chances] = {}
         #: Rules by drafter and by the price of a row, which depends on the other sequences in the batch.

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 #: If a decode takes longer or shorter than expected, this share of the deviation is attributed to the
-#: size of its batch, and this share to the machine's present pace, which affects all sizes.
+#: size of its batch, and this share to the machine's present speed, which affects all sizes.
 _OWN_SHARE = 0.12
 _PACE_SHARE = 0.12
 #: A single decode counts as slower or faster than expected by at most this factor: a machine that is

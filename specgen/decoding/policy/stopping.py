@@ -14,7 +14,7 @@ from specgen.decoding.growing_tree import GrowingTree
 from specgen.decoding.policy.acceptance import BIN_EDGES, NGRAM_ORIGINS, origin_of_rank
 from specgen.system.arrays import ProbArray
 
-#: Values are computed for these chances that the draft so far is accepted whole, and interpolated
+#: Values are computed for these probabilities that the draft so far is accepted whole, and interpolated
 #: between them.
 _N_GRID = 20
 _LEAST = 0.01
@@ -22,7 +22,7 @@ _LOG_LEAST = math.log(_LEAST)
 _STEP = -_LOG_LEAST / (_N_GRID - 1)
 _LOG_GRID = np.linspace(_LOG_LEAST, 0.0, _N_GRID)
 _GRID = np.exp(_LOG_GRID)
-#: A rule is computed anew when a price has changed by this share of a token's worth, or after this
+#: A rule is computed again when a price has changed by this share of a token's worth, or after this
 #: many looks and judged tokens.
 _NEWS = 0.05
 _N_NEWS = 24
@@ -150,7 +150,7 @@ def _interpolation(chances: ProbArray) -> ProbArray:
     return weights
 
 
-#: Second guesses count with this share of their estimated chance: the cost of a row is certain, and
+#: Second guesses count with this share of their estimated probability: the cost of a row is certain, and
 #: choosing among many small expected gains favours the overestimated ones. (With 1, trees were 6 %
 #: slower than chains on a real pair whose rows cost 0.17 of a token; replays of 24 answers for an F16 target
 #: were 1.3 % slower.)

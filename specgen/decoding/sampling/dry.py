@@ -23,7 +23,7 @@ _MAX_BREAKER_BYTES = 40
 _MAX_TAIL = 20
 #: The logarithm of the largest float32: base ** exponent must stay below.
 _LOG_MAX = 88.7228391
-#: Up to this many places are quickly compared one by one.
+#: Up to this many positions are quickly compared one by one.
 _FEW = 16
 
 

@@ -47,7 +47,7 @@ _FREE = 2
 #: A copy has to take less than this share of the model's own time. The mean total variation distance
 #: between the two next-token distributions may be no more than this, since a copy is less often right.
 #: (For three copies of 0.5B models it was 0.04 to 0.09, and they agreed with the target at 0.001 to 0.012
-#: fewer places of 75 answers; for one of a 135M model it was 0.24, and 0.057 fewer.)
+#: fewer positions of 75 answers; for one of a 135M model it was 0.24, and 0.057 fewer.)
 _WORTH_IT = 0.85
 _MOST_OTHER = 0.15
 #: Rows of the batches that are timed, which are those that a draft model mostly decodes; and how often.

@@ -56,7 +56,7 @@ def best_schedule(
     """
     longest = max((max(drafter.accepted, default=0) for drafter in drafters), default=0)
     rows_s = [batch_s(k + 1) for k in range(min(longest, max(0, n_tokens - 1)) + 1)]
-    # Seconds from each place to the end, computed backwards.
+    # Seconds from each position to the end, computed backwards.
     rest_s = [math.inf] * n_tokens + [0.0]
     steps = [ScheduledRound(None, 0)] * n_tokens
     for place in reversed(range(n_tokens)):
@@ -88,7 +88,7 @@ def run_lengths(
     while place < n_tokens:
         n_drafted, n_right = look(place)
         is_right[place : place + n_right] = [True] * n_right
-        # A wrong token after the correct ones shows that this place is wrong: it is skipped.
+        # A wrong token after the correct ones shows that this position is wrong: it is skipped.
         place += n_right + 1 if n_right < n_drafted or not n_right else n_right
     lengths = [0] * (n_tokens + 1)
     for place in reversed(range(n_tokens)):

@@ -87,7 +87,7 @@ def batches_move(
     ]
     if loaded.target.has_recurrent_state or loaded.options.generation.grammar is not None:
         # Also measure batches in which only some rows want logits: batches with tokens that a grammar
-        # forced, and the whole text if a recurrent state is computed anew. Other kernels compute them,
+        # forced, and the whole text if a recurrent state is computed again. Other kernels compute them,
         # with much coarser rounding, so they are not measured for models that never decode in this way.
         ways += [
             plain_rows(loaded, n_ctx, prompt, answer, max(2, largest), n_outputs=1),

@@ -168,7 +168,7 @@ def measure_target(
             if tokens_s := generation.tally.target_s_by_rows[1]:
                 samples[1] += tokens_s
                 token_s.append(statistics.median(tokens_s))
-            # Batches are timed right after the single tokens, since a machine's pace changes.
+            # Batches are timed right after the single tokens, since a machine's speed changes.
             for size in _timed_sizes(sizes):
                 if interrupted():
                     return None

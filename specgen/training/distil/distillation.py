@@ -177,7 +177,7 @@ class _Run:
         self._file.unlink(missing_ok=True)
 
     def _judge(self) -> None:
-        # The loss tells steps apart that agree at as many of a few thousand places.
+        # The loss tells steps apart that agree at as many of a few thousand positions.
         loss = self._trainer.judge(self._judged).loss
         self._n_worse += 1
         if loss < self._best_loss:

@@ -26,7 +26,7 @@ class TrainingText:
     answer_tokens: tuple[int, ...]
     #: Whether it is for judging, not for learning.
     is_held_back: bool
-    #: The tokens that the target found likeliest at each place of the answer, and their probabilities, if
+    #: The tokens that the target found likeliest at each position of the answer, and their probabilities, if
     #: they are known: int32[n_answer, N_TOP], float16[n_answer, N_TOP].
     top_tokens: NDArray[np.int32] | None = field(default=None, compare=False)
     top_probabilities: NDArray[np.float16] | None = field(default=None, compare=False)
@@ -80,11 +80,11 @@ class Rows:
     tokens: NDArray[np.int32]
     #: Which text of its row a token belongs to; 0 is padding. int32.
     texts: NDArray[np.int32]
-    #: Places in the texts, from 0. int32.
+    #: Positions in the texts, from 0. int32.
     positions: NDArray[np.int32]
     #: The token behind each, where that is of an answer; else -1. int32.
     labels: NDArray[np.int32]
-    #: What the target thought of that token's place: its likeliest tokens and their probabilities,
+    #: What the target thought of that token's position: its likeliest tokens and their probabilities,
     #: int32 and float32[n_rows, n_columns, n_top]; n_top is 0 where it is not known of all texts.
     top_tokens: NDArray[np.int32]
     top_probabilities: NDArray[np.float32]

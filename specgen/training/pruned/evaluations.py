@@ -19,7 +19,7 @@ from specgen.system.json_lines import (
 
 #: Blocks of a model, by their numbers.
 Blocks: TypeAlias = frozenset[int]
-#: The share of places at which the model without some blocks has the whole model's likeliest token.
+#: The share of positions at which the model without some blocks has the whole model's likeliest token.
 Agreement: TypeAlias = Callable[[Blocks], float]
 
 

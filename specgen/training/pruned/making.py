@@ -25,7 +25,7 @@ from specgen.training.pruned.judging import Judge, JudgedText, judged_texts
 from specgen.training.pruned.search import N_FIRST, search
 from specgen.training.texts import TargetText
 
-#: Places of the target's text that judge a set of blocks, and places that judge the result.
+#: Positions of the target's text that judge a set of blocks, and positions that judge the result.
 N_PLACES = 512
 _N_HELD_BACK = 1024
 #: The size, in cells, of the contexts in which decodes are timed.

@@ -23,7 +23,7 @@ Speedup: TypeAlias = Callable[[int, float], float]
 _Floats: TypeAlias = NDArray[np.float64]
 
 #: The length scale of the process, in blocks by which two sets differ, and its noise as a variance: an
-#: agreement is measured on some hundred places only.
+#: agreement is measured on some hundred positions only.
 _LENGTH = 4.0
 _NOISE = 0.02
 #: Candidates of a step: the number of best sets, of random neighbours of each, and of other random sets.

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from specgen.system.atomic_files import replace_bytes
 
-#: int32[n]: token ids, or places.
+#: int32[n]: token ids, or positions.
 IntArray: TypeAlias = npt.NDArray[np.int32]
 
 #: The longest match that is looked for, in tokens; a power of two.
@@ -174,7 +174,7 @@ def _sorted_suffixes(tokens: IntArray) -> npt.NDArray[np.int64]:
     keys = tokens.astype(np.uint32).astype(np.int64)
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
-    #: The rank of each suffix: the first place of those that are equal to it so far.
+    #: The rank of each suffix: the first index of those that are equal to it so far.
     ranks = np.empty(n + 1, np.int64)
     ranks[n] = -1
     places = np.arange(n)

@@ -41,7 +41,7 @@ class SuffixAutomaton:
     def __init__(self, tokens: Iterable[int] = (), *, n_counted: int = N_COUNTED) -> None:
         self._n_counted = n_counted
         # For each state: the state behind each following token, the state of the longest suffix that
-        # ends at other places too, the length of its longest string, its number of occurrences, and
+        # ends at other positions too, the length of its longest string, its number of occurrences, and
         # the index of the last token of its latest occurrence.
         self._followers: list[dict[int, int]] = [{}]
         self._links = [_NONE]
