@@ -121,8 +121,9 @@ def load(
 class Model:
     """A target and its draft, ready to answer. `load` makes it.
 
-    The caches keep their texts: a prompt that begins like an earlier text decodes only the rest. The
-    methods may be called from several threads; one thread at a time decodes, for the answers of all.
+    The caches keep their texts: of a prompt that shares a prefix with an earlier text, only the rest is
+    decoded. The methods may be called from several threads; one thread at a time decodes, for the answers
+    of all.
     """
 
     def __init__(self, loaded: Models, engine: Engine) -> None:

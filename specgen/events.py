@@ -68,7 +68,7 @@ class PromptEvent:
 
 @dataclass(frozen=True, slots=True)
 class ReadingEvent:
-    """A piece of a long prompt was read, and others follow."""
+    """A piece of a long prompt was decoded, and others follow."""
 
     event: ClassVar[str] = "reading"
 

@@ -1,4 +1,4 @@
-"""Every option of a run and its default: the one place where defaults stand.
+"""Every option of a run and its default. Defaults are defined nowhere else.
 
 The command line reads its defaults from here, so `specgen run --help` shows these values.
 Importing this module costs nothing (no NumPy, no llama.cpp).

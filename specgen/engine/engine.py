@@ -249,7 +249,7 @@ class Engine:
 
     @property
     def n_busy(self) -> int:
-        """The number of answers that are being generated, including those whose prompt is being read."""
+        """The number of answers that are being generated, including those in prefill."""
         return self.slots.n_busy
 
     @property
@@ -259,7 +259,7 @@ class Engine:
 
     @property
     def is_reading(self) -> bool:
-        """Whether a prompt is being read."""
+        """Whether a prompt is being prefilled."""
         return bool(self.slots.reading())
 
     def plain_round_s(self) -> float | None:
@@ -277,10 +277,10 @@ class Engine:
         return not self._waiting and not self.slots.n_busy
 
     def step(self) -> list[Event]:
-        """Begin the next request if there is room for its answer, decode a piece of one prompt, and run one
+        """Start the next request if there is room for its answer, decode a piece of one prompt, and run one
         round of all answers that have started. Return the events. An answer that fails has a `failure` and
-        no more events. Raise `BackendError` if the target cannot decode the round's batch; all answers
-        of the round have failed then."""
+        no more events. Raise `BackendError` if the target cannot decode the round's batch; all answers of
+        the round have failed then."""
         with self._stepping:
             return self._read() + self._round()
 
@@ -358,7 +358,7 @@ class Engine:
     # --- how answers begin and end -----------------------------------------------------------
 
     def _read(self) -> list[Event]:
-        """Begin the next request, and read a piece of a prompt. Return the events."""
+        """Start the next request, and decode a piece of a prompt. Return the events."""
         request = self._next_waiting()
         events: list[Event] = []
         if request is not None:
@@ -374,8 +374,8 @@ class Engine:
         return events + self._read_piece(slot)
 
     def _next_waiting(self) -> Request | None:
-        """Take the next request from the queue if a slot is free. A request waits for a prompt that is being
-        read, and begins alike, to get further: then it shares those cells."""
+        """Take the next request from the queue if a slot is free. A request waits for a prompt with the
+        same prefix that is being prefilled: then it shares those cells."""
         if self.n_busy == self.n_parallel:
             return None
         reading = self.slots.reading() if self.target.can_branch else []
@@ -387,7 +387,8 @@ class Engine:
         return None
 
     def _would_share_more(self, request: Request, slot: Slot) -> bool:
-        """Return whether a request can share more of the prompt that a slot is reading, once that is read."""
+        """Return whether a request can share more of the prompt that a slot is decoding, once that is
+        decoded."""
         assert slot.request is not None
         n_read = self.target.length(slot.branches(self.target).first)
         return (

@@ -76,7 +76,7 @@ class Slot:
 
     @property
     def is_reading(self) -> bool:
-        """Whether the prompt is being read."""
+        """Whether the prompt is being prefilled."""
         return self.sequence is not None and not self.sequence.is_started
 
     @property
@@ -93,7 +93,7 @@ class Slot:
 
     @property
     def n_read(self) -> int:
-        """The number of prompt tokens that the cache held before; all once the prompt is read."""
+        """The number of prompt tokens that the cache held before; all once the prefill is done."""
         sequence = self.sequence
         if sequence is None:
             return 0
@@ -136,7 +136,7 @@ class PrefixCache:
         return [slot for slot in self.slots if slot.is_decoding]
 
     def reading(self) -> list[Slot]:
-        """Return the slots whose prompts are being read."""
+        """Return the slots whose prompts are being prefilled."""
         return [slot for slot in self.slots if slot.is_reading]
 
     def free_slot(self, tokens: abc.Sequence[int], target: Backend) -> Slot:

@@ -366,7 +366,7 @@ def _decode_model(model: str, n_gpu_layers: str) -> dict[str, Any]:
 
 
 def _compare_rows(model: str) -> dict[str, Any]:
-    """Say whether rows of a model have the same bits in any batch with specgen's kernels, or why not."""
+    """Report whether a model is batch-invariant with specgen's kernels, or why not."""
     from specgen.llama import LlamaModel
     from specgen.llama.kernel_checks import choose_kernels
     from specgen.llama.unequal_rows import find_unequal_operator, repeated

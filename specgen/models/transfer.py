@@ -64,11 +64,10 @@ class Page:
 
 
 class Transfer:
-    """Requests over one session, tried again where that may help.
+    """Requests over one session, with retries where they may help.
 
-    A host that cannot be reached at the very first request is given up at once: the network
-    is away, and waiting would only keep the user from hearing so. Once something has been
-    answered, a failure is taken for a passing one.
+    A host that cannot be reached at the first request is not retried: there is no network, and the
+    user should know immediately. After the first response, failures count as temporary.
     """
 
     def __init__(

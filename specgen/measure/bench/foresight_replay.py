@@ -196,7 +196,7 @@ class _Drafts:
         self._longer_s: list[tuple[int, float]] = []
 
     def begin(self) -> bool:
-        """Let the drafter read the prompt, which is not in the costs; return whether it has a model."""
+        """Prefill the drafter, which is not in the costs; return whether it has a model."""
         drafters = self._generation.drafters
         if drafters is None:
             return False

@@ -1,4 +1,4 @@
-"""The checks of `specgen verify`: does drafting change the answers?
+"""The checks of `specgen verify`: whether drafting changes the answers.
 
 `greedy` compares texts, and `at_once` those of answers that are generated at once. `sampled` tests draws
 against the target's exact distribution. Both compare rows of logits (`rows`). `statistics` has the

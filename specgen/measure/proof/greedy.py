@@ -1,10 +1,10 @@
 """Is the text at temperature 0 that of plain decoding, and if not, why not?
 
-With specgen's kernels a row of logits has the same bits in a batch as alone, so the texts are equal and
-any difference is a defect. llama.cpp's own code may round a row differently in a batch. If two tokens
-are almost equally likely, rounding can change the choice, and from there on the texts differ. This is
-a *near-tie*: another build or another batch size could change the choice too. Any other difference
-is a *defect*: a token was kept that the target did not choose, or the cache holds rejected tokens.
+specgen's kernels are batch-invariant, so the texts are equal and any difference is a defect. llama.cpp's
+own code may round a row differently in a batch. If two tokens are almost equally likely, rounding can
+change the choice, and from there on the texts differ. This is a *near-tie*: another build or another batch
+size could change the choice too. Any other difference is a *defect*: a token was kept that the target did
+not choose, or the cache holds rejected tokens.
 
 Two questions distinguish them. Did the target, in the speculative run, choose the token that the text
 has at this position? And is the row that it chose from as close to plain decoding's row as batches

@@ -422,7 +422,7 @@ class _Trie:
         return node
 
     def common(self, one: int, other: int) -> int:
-        """Return the node of the longest text with which both texts begin."""
+        """Return the node of the longest common prefix of both texts."""
         if _EMPTY in (one, other):
             return _EMPTY
         one = self.ancestor(one, self.depths[other])

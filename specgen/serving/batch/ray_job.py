@@ -1,7 +1,7 @@
 """One pass of a batch over a Ray cluster, in a separate process. Only this module and `ray_actor` import Ray.
 
-`specgen batch --ray` starts it as a child process. So Ray's logs stay out of the command's streams, and
-whatever happens to Ray, written results stay and the command ends. It reads a pickled `RayJob` from standard
+`specgen batch --ray` starts it as a child process. So Ray's logs stay out of the command's streams, and if
+Ray fails in any way, written results stay and the command ends. It reads a pickled `RayJob` from standard
 input, writes messages to standard output, a line of JSON each, and ends when its standard input closes.
 """
 

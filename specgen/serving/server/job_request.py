@@ -139,8 +139,8 @@ def _is_several(prompt: Any) -> bool:
 
 
 def _gap(fields: dict[str, Any]) -> Gap:
-    """Take llama.cpp's fields out of a body and return their gap. `prompt` is text that the gap already
-    begins with."""
+    """Take llama.cpp's fields out of a body and return their gap. `prompt` is the text with which the gap
+    already starts."""
     prefix = _text("input_prefix", fields.pop("input_prefix", None) or "")
     begun = _text("prompt", fields.pop("prompt", None) or "")
     suffix = _text("input_suffix", fields.pop("input_suffix", None) or "")

@@ -1,4 +1,4 @@
-"""Runs a server until it is told to end."""
+"""Runs a server until a signal ends it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def http_server(
 
 
 class DrainingServer(uvicorn.Server):
-    """A server that, when told to end, waits for its answers, but not longer than `drain_s` seconds."""
+    """A server that waits for its answers before it ends, but not longer than `drain_s` seconds."""
 
     def __init__(
         self,
