@@ -441,7 +441,7 @@ class SessionOptions:
     draft_context: ContextOptions = field(default_factory=ContextOptions)
     #: What drafts for the draft model, what drafts for that one, and so on; n-grams come last.
     helpers: tuple[DraftSource, ...] = ()
-    #: Where what is made of texts to look up is kept, and copies of draft models; None keeps nothing.
+    #: The folder for lookup indexes and copies of draft models; None disables both.
     cache: Path | None = None
     #: Where the target's answers are kept, and what drafts learnt from them; None keeps none.
     learning: Path | None = None

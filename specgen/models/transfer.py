@@ -107,11 +107,10 @@ class Transfer:
         sha256: str | None,
         report: Callable[[int, int | None], None],
     ) -> None:
-        """Download `url` to `path`, going on where an earlier try ended.
+        """Download `url` to `path`, and resume an earlier download.
 
-        `report` receives the bytes that are there and, if known, of how many. Raise FetchError if
-        the file cannot be had or, where `sha256` is given, is another; an OSError of the disk
-        passes through.
+        `report` receives the bytes so far and, if known, the total. Raise FetchError if the file cannot be
+        downloaded, or if its digest is not `sha256`; an OSError of the disk passes through.
         """
         resumed = size_of(path) > 0
         self._until_done(lambda: self._attempt(url, path, report), size=lambda: size_of(path))
