@@ -118,7 +118,7 @@ def run_lookup(
     limit_s: float = 900.0,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> PeerResult | None:
-    """Let llama-cpp-python answer; None if `interrupted` returned True and it was killed. Raises `PeerError`
+    """Let llama-cpp-python answer; None if `interrupted` returned True and it was killed. Raise `PeerError`
     if it fails or takes longer than `limit_s` seconds."""
     command = (sys.executable, __file__, "--child")
     data = json.dumps(asdict(job))

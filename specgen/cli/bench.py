@@ -204,7 +204,7 @@ def bench(
 
 def parse_policies(given: Sequence[str] | None) -> tuple[PolicyName, ...]:
     """Return the policies of these names, each of which may be several with commas between; without names,
-    the default one. Raises `UsageError`."""
+    the default one. Raise `UsageError`."""
     names = [name.strip() for names in given or () for name in names.split(",")]
     found: list[PolicyName] = []
     for name in filter(None, names):
@@ -235,7 +235,7 @@ def _check_folder(path: Path | None, option: str) -> None:
 
 
 def _write(report: BenchReport, json_file: Path | None, html_file: Path | None) -> None:
-    """Show the report, and write the files that were asked for. Raises `OutputError`."""
+    """Show the report, and write the files that were asked for. Raise `OutputError`."""
     from specgen.measure.bench.html import to_html
     from specgen.measure.bench.report import to_json_object
     from specgen.render.tables import bench_lines, print_bench_tables

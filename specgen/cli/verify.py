@@ -274,7 +274,7 @@ class _Job:
     def _sampled(
         self, loaded: Models, way: DraftingPlan, plan: SampledPlan, n_places: int, n_before: int
     ) -> list[SampledResult]:
-        """Sample at `n_places` places with one way to draft; `n_before` places came before."""
+        """Sample at `n_places` positions with one way to draft; `n_before` positions came before."""
         from specgen.measure.proof import check_sampled, room
 
         loaded.change_drafting(way.drafting)
@@ -317,7 +317,7 @@ class _Job:
         greedy: tuple[GreedyResult, ...],
         sampled: tuple[SampledResult, ...],
     ) -> ProofReport:
-        """Return the results. Raises `PromptError` if no prompt could be checked."""
+        """Return the results. Raise `PromptError` if no prompt could be checked."""
         from specgen.measure.proof import ProofReport
 
         skipped = tuple(self._skipped[number] for number in sorted(self._skipped))

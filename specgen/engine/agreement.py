@@ -1,9 +1,9 @@
 """Measure how often a draft model agrees with a target, before it drafts.
 
-Without this measurement, a draft that never agrees with its target would be discovered only during
-the first answer, which it would slow down. So both models read a short text that we wrote. At each
-place the target's most likely token is compared with the draft's. The rate of agreement is the
-acceptance rate at temperature 0, and close to it at higher temperatures (docs/lab-notes.md).
+Without this measurement, a draft that never agrees with its target would be discovered only during the
+first answer, which it would slow down. So both models decode a short text that we wrote. At each position
+the target's most likely token is compared with the draft's. The agreement is the acceptance rate at
+temperature 0, and close to it at higher temperatures (docs/lab-notes/exactness.md).
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ N_TOKENS = 48
 N_BEFORE = 12
 #: A draft model whose statistics hold this many judged tokens is not measured again.
 N_KNOWN = 20
-#: The measurement ends after this many seconds of decoding if it has compared enough places.
+#: The measurement ends after this many seconds of decoding if it has compared enough positions.
 _BUDGET_S = 1.5
 _N_ENOUGH = 24
-#: Tokens that a draft with another vocabulary proposes at a place: a single one may be only the
+#: Tokens that a draft with another vocabulary proposes at a position: a single one may be only the
 #: beginning of a token of the target.
 _N_TRANSLATED = 3
 
 
 class Walk:
-    """Lets a drafter propose a token at each place of a text, and counts in `chances`, by origin, how
+    """Lets a drafter propose a token at each position of a text, and counts in `chances`, by origin, how
     often it is the target's token.
 
-    `state` is the text that the drafter reads; it starts empty. `is_translated` says that the
-    drafter's vocabulary is not the target's.
+    `state` is the text that the drafter follows; it starts empty. `is_translated` says that the drafter's
+    vocabulary is not the target's.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class Walk:
         return Agreement(self._n_places, self._n_agreed)
 
     def look(self, tokens: Sequence[int], place: int, said: int) -> None:
-        """Compare what the drafter proposes after the first `place` tokens with `said`, the target's
-        token there. Places must ascend. Raises what the drafter raises."""
+        """Compare the drafter's proposal after the first `place` tokens with `said`, the target's token
+        there. Positions must ascend. Raise what the drafter raises."""
         for token in tokens[len(self._state.tokens) : place]:
             self._state.commit(token)
         draft = draft_alone(self._drafter.propose(self._state.tokens, self._plan))
@@ -96,9 +96,9 @@ def sample_agreement(
     tokens: Sequence[int],
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Agreement:
-    """Measure the agreement over a text. The target's context must be empty, and is empty again
-    afterwards; the draft's context is not cleared. Raises `BackendError`, and `KeyboardInterrupt` if
-    `interrupted` returns True between decodes."""
+    """Measure the agreement over a text. The target's context must be empty, and is empty again afterwards;
+    the draft's context is not cleared. Raise `BackendError`, and `KeyboardInterrupt` if `interrupted`
+    returns True between decodes."""
     before_s = target.decode_s
     tokens = tokens[: target.n_ctx]
     try:

@@ -81,9 +81,8 @@ def measure_if_new(
     Return the seconds that this took; 0 if everything was known.
 
     If other programs slowed the measurement down (`ModelCosts.was_busy`), its costs are used now but not
-    kept: a table of a busy machine may say that no draft pays, and then no decode would correct it.
-    Raises `KeyboardInterrupt` if `interrupted` returns True between decodes; that measurement is not
-    kept."""
+    kept: by the table of a busy machine perhaps no draft pays, and then no decode would correct it. Raise
+    `KeyboardInterrupt` if `interrupted` returns True between decodes; that measurement is not kept."""
     started, path, costs = models.clock(), models.drafts.path, models.costs
     is_known = is_pair_measured(models, path)
     if not is_known:
@@ -104,7 +103,7 @@ def fastest_parallel(
     models: Models, n_answers: int, interrupted: Callable[[], bool] = lambda: False
 ) -> int:
     """Return the number of answers at once that gives most tokens per second, by the costs of the
-    target's batches. Costs that are not known are measured now. Raises `MemoryLimitError`."""
+    target's batches. Costs that are not known are measured now. Raise `MemoryLimitError`."""
     if n_answers < 2:
         return 1
     with models.contexts(_N_CTX) as (target, draft):
@@ -120,9 +119,9 @@ def fastest_parallel(
 
 
 def agreement_walk(models: Models, prompt: Prompt, draft: Backend) -> Walk:
-    """Return a `Walk` of the draft model, in an empty context, through a text that begins with `prompt`.
-    It counts how often the draft agrees with the target. The user's samplers do not matter: the most
-    likely tokens are compared."""
+    """Return a `Walk` of the draft model, in an empty context, through a text that starts with `prompt`. It
+    counts how often the draft agrees with the target. The most likely tokens are compared, whatever the
+    user's samplers are."""
     factory, state = DrafterFactory(models), TextState(())
     drafter = factory.chain_drafter(prompt, draft, state)
     is_translated = models.drafts.own_vocabulary is not None

@@ -138,7 +138,8 @@ def by_depth(finished: FinishedEvent, encoding: str = "utf-8") -> str:
 
 
 def by_rank(finished: FinishedEvent, encoding: str = "utf-8") -> str:
-    """Return the acceptance rates of first guesses for a place, of second guesses beside them, and so on."""
+    """Return the acceptance rates of first guesses for a position, of second guesses beside them, and so
+    on."""
     return _shares(finished.accepted_by_rank, finished.drafted_by_rank, encoding)
 
 

@@ -45,7 +45,7 @@ class TextWanted:
 
 
 def own_prompts() -> list[str]:
-    """The prompts that come with specgen."""
+    """Return the prompts that come with specgen."""
     text = resources.files("specgen.training").joinpath("prompts.jsonl").read_text("utf-8")
     return [json.loads(line)["prompt"] for line in text.splitlines()]
 
@@ -83,8 +83,8 @@ class Workshop:
         """Make drafts of these kinds in about `minutes` and return their files; None if interrupted.
 
         After an interruption the text is kept. `small` is the model that a distilled draft is made from.
-        Raises what making each kind raises: `UsageError`, `PairError`, `ModelFileError`,
-        `MemoryLimitError`, `OutputError`.
+        Raise what making each kind raises: `UsageError`, `PairError`, `ModelFileError`, `MemoryLimitError`,
+        `OutputError`.
         """
         if "pruned" in kinds:
             from specgen.training.pruned.files import check_prunable
@@ -117,7 +117,7 @@ class Workshop:
     def write_text(self, until_s: float = float("inf")) -> int:
         """Let the target write text until the clock reaches `until_s`; return the number of tokens there are.
 
-        Raises what `specgen.training.texts.write_text` raises."""
+        Raise what `specgen.training.texts.write_text` raises."""
         from specgen.training.texts import bytes_of, write_text
 
         wanted = self._wanted

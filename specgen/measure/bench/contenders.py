@@ -105,7 +105,8 @@ class Contender(Protocol):
         ...
 
     def warm_up(self, prompt: str) -> None:
-        """Do whatever makes the first answer slower than others, for example a short answer."""
+        """Do the work that makes the first answer slower than others, for example with a short
+        answer."""
         ...
 
 

@@ -103,7 +103,7 @@ def _acceptance(each: ContenderFigures, colour: str) -> ChartLine:
 
 
 def _left_out(report: BenchReport) -> list[tuple[str, str, str]]:
-    """Return what was left out, where, and why."""
+    """Return the parts that were left out, with their reasons."""
     failures = [
         (failure.contender, f"{failure.target} ({failure.temperature:g})", failure.message)
         for failure in report.runs.failures

@@ -127,9 +127,9 @@ def find_fields(
 ) -> list[Field]:
     """Find targets and pairs with their drafts; fetch them if need be.
 
-    `drafts` are for every target; a plus sign in one separates a draft from its own draft. Without `drafts` a
-    pair has its own, and a target has the one that `specgen run` would pick, and n-grams. Without a target or
-    a pair, the default pair is used. Raises `UsageError`, `UnknownModelError`, `FetchError`.
+    `drafts` are for every target; a plus sign in one separates a draft from its own draft. Without `drafts`
+    a pair has its own, and a target has the one that `specgen run` would pick, and n-grams. Without a
+    target or a pair, the default pair is used. Raise `UsageError`, `UnknownModelError`, `FetchError`.
     """
     found: dict[Path, list[Stages]] = {}
     named: list[tuple[str | None, str | None]] = [(target, None) for target in targets]
@@ -147,7 +147,7 @@ def find_fields(
 
 
 def _stages(draft: str) -> tuple[str, ...]:
-    """Split a draft's name at plus signs, unless it is the name of a file. Raises `UsageError`."""
+    """Split a draft's name at plus signs, unless it is the name of a file. Raise `UsageError`."""
     if Path(draft).expanduser().exists():
         return (draft,)
     stages = tuple(draft.split("+"))

@@ -39,8 +39,8 @@ def read_bench_prompts(path: Path) -> list[BenchPrompt]:
     """Read the prompts of a file.
 
     In JSON Lines, each line has a `prompt`, or `turns`, the first of which is the prompt, and may have a
-    `category`. In any other file, each line is a prompt. Empty lines are skipped. Raises a `PromptError` that
-    names the line.
+    `category`. In any other file, each line is a prompt. Empty lines are skipped. Raise a `PromptError`
+    that names the line.
     """
     try:
         # Not `splitlines`, which also splits at characters that JSON allows within a string.

@@ -1,4 +1,4 @@
-"""The checks of `specgen verify`: does drafting change the answers?
+"""The checks of `specgen verify`: whether drafting changes the answers.
 
 `greedy` compares texts, of answers alone and of several at once, and `differences` explains how they differ.
 `sampled` tests draws against the target's exact distribution. Both compare rows of logits (`rows`).

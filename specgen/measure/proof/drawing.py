@@ -81,7 +81,7 @@ def find_place(loop: Loop, sequence: Sequence) -> TextMark | None:
 
 
 class _UpTo:
-    """A policy that limits drafts to a length, which is set anew for each draw."""
+    """A policy that limits drafts to a length, which is set for each draw."""
 
     def __init__(self, inner: Policy) -> None:
         self._inner = inner

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The draft that was picked, a note that says why it was and those before it were not, and the
-    `measured` costs of each draft model that was checked."""
+    """The draft that was picked, a note with the reasons (also why those before it were not), and
+    the `measured` costs of each draft model that was checked."""
 
     draft: DraftSource
     note: str

@@ -135,7 +135,7 @@ class SessionOpener:
         return self._drafts[0].draft if self._drafts else None
 
     def open(self, options: SessionOptions) -> Models:
-        """Load the models. Raises `ModelFileError`, `MemoryLimitError` or `PairError`."""
+        """Load the models. Raise `ModelFileError`, `MemoryLimitError` or `PairError`."""
         from specgen.engine.loaded_models import Models
         from specgen.llama import build
         from specgen.models import human_bytes

@@ -152,9 +152,9 @@ def measure_target(
     of a round by the options. With `hidden`, the hidden states are kept too, from which decoder
     heads draft.
 
-    The temperature must be 0. Returns None if interrupted. Raises `PromptError` if no prompt fits
-    into the context, if no answer is longer than a token, or if the context has no room to time the
-    batches; and `MemoryLimitError`.
+    The temperature must be 0. Return None if interrupted. Raise `PromptError` if no prompt fits into the
+    context, if no answer is longer than a token, or if the context has no room to time the batches; and
+    `MemoryLimitError`.
     """
     fitting, skipped = _fitting(loaded, prompts, chat)
     n_ctx = max(loaded.context_size(len(prompt.tokens)) for _, prompt in fitting)
@@ -176,7 +176,7 @@ def measure_target(
             if tokens_s := generation.tally.target_s_by_rows[1]:
                 samples[1] += tokens_s
                 token_s.append(statistics.median(tokens_s))
-            # Batches are timed right after the single tokens, since a machine's pace changes.
+            # Batches are timed right after the single tokens, since a machine's speed changes.
             for size in _timed_sizes(sizes):
                 if interrupted():
                     return None
@@ -204,7 +204,7 @@ def try_draft(
 ) -> DraftFigures | None:
     """Return the figures of the loaded draft for its target; None if interrupted.
 
-    Raises `MemoryLimitError` or `BackendError` if the draft model cannot be run.
+    Raise `MemoryLimitError` or `BackendError` if the draft model cannot be run.
     """
     with loaded.contexts(baseline.n_ctx) as (target, draft):
         measure_if_new(loaded, target, draft)
@@ -359,8 +359,8 @@ def answered_prompt(loaded: Models, baseline: Baseline, answer: TargetAnswer) ->
 def _fitting(
     loaded: Models, texts: abc.Sequence[str], chat: bool | None
 ) -> tuple[list[tuple[str, Prompt]], tuple[int, ...]]:
-    """Return the prompts that fit into the context, as they were given and as the models see them, and
-    the numbers of the others. Raises `PromptError` if none fits."""
+    """Return the prompts that fit into the context, as they were given and as the models see them, and the
+    numbers of the others. Raise `PromptError` if none fits."""
     fitting: list[tuple[str, Prompt]] = []
     skipped: list[int] = []
     failure: PromptError | None = None

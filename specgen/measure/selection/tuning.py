@@ -126,7 +126,7 @@ class Tuner:
     ) -> Tuning | None:
         """Measure the target, the draft, and other files that may draft for it.
 
-        If interrupted, returns the measurements so far, or None if the target's are not complete. Raises
+        If interrupted, returns the measurements so far, or None if the target's are not complete. Raise
         `PromptError`, and `ModelFileError`, `PairError`, `MemoryLimitError` or `BackendError` if the target
         or `draft` fails; other drafts that fail are only listed as refused.
         """
@@ -232,7 +232,7 @@ class Tuner:
 
     def _walk(self, baseline: Baseline, draft: Path) -> Agreement | None:
         """Return how often the loaded draft model agrees with the target's answers, over all their
-        places; None if interrupted. The acceptance statistics learn from this."""
+        positions; None if interrupted. The acceptance statistics learn from this."""
         n_places = n_agreed = 0
         tell = self._telling(f"agreement of {draft.name}")
         with self._loaded.contexts(baseline.n_ctx) as (target, drafting):

@@ -25,7 +25,7 @@ from specgen.training.pruned.judging import Judge, JudgedText, judged_texts
 from specgen.training.pruned.search import N_FIRST, search
 from specgen.training.texts import TargetText
 
-#: Places of the target's text that judge a set of blocks, and places that judge the result.
+#: Positions of the target's text that judge a set of blocks, and positions that judge the result.
 N_PLACES = 512
 _N_HELD_BACK = 1024
 #: The size, in cells, of the contexts in which decodes are timed.
@@ -36,7 +36,7 @@ _N_CTX = 256
 class Pruned:
     """A draft cut from a target of `n_layer` blocks, without those in `left_out`.
 
-    `agreement` is the share of places of held-back answers at which its likeliest token is the target's.
+    `agreement` is the share of positions of held-back answers at which its likeliest token is the target's.
     `cost` is the time of a token, as a share of the target's. `speedup` is expected over plain decoding.
     `n_judged` sets of blocks were judged.
     """
@@ -119,9 +119,9 @@ def make_pruned(
 ) -> Pruned | None:
     """Search for the blocks to leave out until `clock` reaches `until_s`, and write the draft to `output`.
 
-    Return None if `interrupted` returns True; the judgements are kept, and the same call continues. Raises
-    `ModelFileError` if blocks of the target cannot be left out, `UsageError` if there is no text to judge by
-    or too little time, `MemoryLimitError`, `OutputError` and `BackendError`.
+    Return None if `interrupted` returns True; the judgements are kept, and the same call continues. Raise
+    `ModelFileError` if blocks of the target cannot be left out, `UsageError` if there is no text to judge
+    by or too little time, `MemoryLimitError`, `OutputError` and `BackendError`.
     """
     model, target = loaded.target, loaded.options.target
     check_prunable(model)
@@ -177,7 +177,7 @@ def _check_time(
 
 
 def agreement_of(file: Path, loaded: Models, texts: Sequence[JudgedText]) -> float:
-    """Return the share of places at which the model in a file predicts the texts' token."""
+    """Return the share of positions at which the model in a file predicts the texts' token."""
     context = loaded.options.draft_context
     with (
         contextlib.closing(LlamaModel(file, n_gpu_layers=context.n_gpu_layers)) as model,
@@ -187,7 +187,7 @@ def agreement_of(file: Path, loaded: Models, texts: Sequence[JudgedText]) -> flo
 
 
 def _key(texts: Sequence[JudgedText]) -> str:
-    """A digest of the texts that judge the sets."""
+    """Return a digest of the texts that judge the sets."""
     return hashlib.sha256(
         repr([(text.prompt, text.tokens) for text in texts]).encode()
     ).hexdigest()[:16]
