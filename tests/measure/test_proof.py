@@ -264,6 +264,25 @@ def test_a_rollback_of_another_answer_is_a_defect(
         assert not any(result.is_defect for result in greedy(loaded))
 
 
+@pytest.mark.parametrize("n_at_once", [1, N_AT_ONCE])
+def test_answers_without_a_limit_go_on_until_the_context_is_full(
+    models: Path, n_at_once: int
+) -> None:
+    drafting = DraftOptions(policy="fixed", p_min=0.0)
+    with opened(models, 1, drafting=drafting, temperature=0.0, max_tokens=-1) as loaded:
+        small = replace(
+            loaded.options,
+            target_context=replace(loaded.options.target_context, n_ctx=256),
+            generation=replace(loaded.options.generation, ignore_eos=True),
+        )
+    with Models(small, time.perf_counter) as loaded:
+        prompt = loaded.prompts.of_text(PROMPTS[0], chat=False)
+        results = list(check_greedy(loaded, [prompt], n_at_once=n_at_once))
+    assert not any(result.is_defect for result in results)
+    assert max(result.n_tokens for result in results) >= 256 - len(prompt.tokens)
+    assert min(result.n_drafted for result in results) > 0
+
+
 def test_few_prompts_are_repeated_and_short_ones_lengthened(models: Path) -> None:
     drafting = DraftOptions(policy="fixed", p_min=0.0)
     with opened(models, "lfm2", drafting=drafting, temperature=0.0) as loaded:

@@ -174,7 +174,9 @@ class _Run:
         cells while the rest go on."""
         number, n_at_once = n % len(prompts), self.engine.n_parallel
         n_most = self._loaded.options.generation.max_tokens
-        max_tokens = max(1, n_most * (1 + n % n_at_once) // n_at_once)
+        if n_most < 0:  # until the context is full
+            n_most = self.engine.n_ctx
+        max_tokens = max(min(1, n_most), n_most * (1 + n % n_at_once) // n_at_once)
         return _Asked(number, prompts[number], max_tokens)
 
     def plain(self, answers: PlainAnswers, asked: _Asked) -> PlainAnswer:
@@ -285,7 +287,8 @@ def _beyond_window(loaded: Models, prompts: abc.Sequence[Prompt]) -> abc.Sequenc
 def _room(loaded: Models, prompts: abc.Sequence[Prompt]) -> int:
     """Return the size in tokens of each answer's context: that of the options, but no more than is used."""
     n_prompt = max(len(prompt.tokens) for prompt in prompts)
-    options = loaded.options
+    options, n_ctx = loaded.options, loaded.context_size(n_prompt)
+    if options.generation.max_tokens < 0:
+        return n_ctx
     n_used = n_prompt + options.generation.max_tokens + options.drafting.n_max
-    n_used = -(-n_used // CONTEXT_STEP) * CONTEXT_STEP
-    return min(loaded.context_size(n_prompt), n_used)
+    return min(n_ctx, -(-n_used // CONTEXT_STEP) * CONTEXT_STEP)
