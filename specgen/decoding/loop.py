@@ -140,7 +140,7 @@ class Loop:
     def _has_read(
         self, sequence: Sequence, logits: Logits | None, target_s: float, started: float
     ) -> list[Event]:
-        """Account for a piece of a prompt, which took `target_s` of the target since `started`. After the
+        """Record a piece of a prompt, which took `target_s` of the target since `started`. After the
         last piece, whose `logits` are float32[1, n_vocab], commit the first token. Return the events."""
         tally = sequence.tally
         events: list[Event] = []
