@@ -198,7 +198,7 @@ def test_matching_keeps_a_seeds_text(folder: Path, target: str, name: str) -> No
 @pytest.mark.parametrize("name", ["letters", "spark"])
 @pytest.mark.parametrize("verifier", ["residual", "block"])
 def test_sampled_text_fits_the_targets_distribution(folder: Path, name: str, verifier: str) -> None:
-    """Of two tokens behind the first, in 2000 answers. False alarms: 1e-4 for each case."""
+    """Draw two tokens behind the first in 2000 answers. False alarms: 1e-4 for each case."""
     with loaded(folder, draft=name, sampler=DRAWN, n_tokens=3, verifier=verifier) as opened:
         prompt = opened.prompts.of_text(PROMPT, chat=False)
         exact = joint(opened, prompt.tokens)

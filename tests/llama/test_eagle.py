@@ -260,7 +260,7 @@ def test_matching_keeps_a_seeds_text(folder: Path, target: str, tree: TreeShape)
 def test_sampled_text_fits_the_targets_distribution(
     folder: Path, tree: TreeShape, verifier: str
 ) -> None:
-    """Of two tokens behind the first, in 2000 answers. False alarms: 1e-4 for each case."""
+    """Draw two tokens behind the first in 2000 answers. False alarms: 1e-4 for each case."""
     with loaded(folder, tree=tree, sampler=DRAWN, n_tokens=3, verifier=verifier) as opened:
         prompt = opened.prompts.of_text(PROMPT, chat=False)
         exact = joint(opened, prompt.tokens)
@@ -390,11 +390,11 @@ def test_rows_are_the_same_in_batches_of_every_shape(folder: Path) -> None:
 def test_a_trail_encodes_what_is_read_and_only_once() -> None:
     encoded: list[float] = []
 
-    def encode(read: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+    def encode(read: np.ndarray) -> np.ndarray:
         encoded.extend(read[:, 0].tolist())
         return -read[:, :1]
 
-    def rows(*values: float) -> np.ndarray:  # type: ignore[type-arg]
+    def rows(*values: float) -> np.ndarray:
         return np.array([[value, 0.0, 0.0] for value in values], np.float32)
 
     text = list(range(20))

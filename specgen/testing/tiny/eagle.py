@@ -192,7 +192,7 @@ def _shared_tensors(
 def _layer(
     target: TinyConfig, draft: TinyEagle | TinyDflash, layer: int, n_attended: int
 ) -> dict[str, TinyWeights]:
-    """A layer whose attention reads `n_attended` values of a token."""
+    """Return a layer whose attention reads `n_attended` values of a token."""
     n_embd, prefix = draft.n_embd, f"blk.{layer}"
     unit = 1.0 / math.sqrt(n_embd)
     found = _random(target, draft.seed).matrices(
