@@ -21,8 +21,8 @@ from specgen.engine.request import RequestSettings
 from specgen.errors import ModelFileError, PairError, UsageError
 from specgen.llama import LlamaModel, default_threads
 from specgen.llama.decoder_heads import DecoderHeads, is_heads_file
-from specgen.llama.dflash import DflashModel, is_dflash_file
-from specgen.llama.eagle import EagleModel, is_eagle_file
+from specgen.llama.dflash import DflashModel, is_dflash_file, reads_layers
+from specgen.llama.eagle import EagleModel
 from specgen.options import ContextOptions, DraftOptions, DraftSource, TreeShape
 
 #: How a draft with another vocabulary is translated.
@@ -230,7 +230,9 @@ class EagleDraft(StatesDraft):
         super().__init__(target, drafting)
         make = DflashModel if is_dflash_file(path) else EagleModel
         self.model = make(path, target, n_gpu_layers=context.n_gpu_layers)
-        self.branches = self.branches and not isinstance(self.model, DflashModel)
+        #: Whether its drafts may branch; else all tokens come from one decode.
+        self.is_tree_draft = not isinstance(self.model, DflashModel)
+        self.branches = self.branches and self.is_tree_draft
         try:
             #: The number of tokens that both vocabularies have, from 0 on.
             self.n_shared_tokens = check_pair(
@@ -295,7 +297,7 @@ class DraftModels:
                     f"{source.name}: decoder heads take no draft of their own; leave out the next --draft"
                 )
             self.heads = HeadsDraft(source, self._target, self._context, drafting, self._clock)
-        elif isinstance(source, Path) and (is_eagle_file(source) or is_dflash_file(source)):
+        elif isinstance(source, Path) and reads_layers(source):
             if self._helpers:
                 raise UsageError(
                     f"{source.name}: a draft that reads the target's layers takes no draft of its own; "
@@ -394,6 +396,8 @@ class DraftModels:
         target, draft = self._target, self.main
         if target.has_recurrent_state:
             return f"{target.name} has a recurrent state, which branches cannot share"
+        if self.eagle is not None and not self.eagle.is_tree_draft:
+            return f"{self.eagle.model.name} predicts a chain in one decode"
         if draft is None or draft.branches:
             return None
         if draft.model.has_recurrent_state:

@@ -34,6 +34,8 @@ CACHE_TYPES: dict[CacheType, tuple[int, float]] = {
 #: Architectures with which llama.cpp computes a batch of several sequences wrong: it stores the state of one sequence
 #: in another one's cells (``plamo2``, which also ends the process then), or takes it from another one's row.
 _ONE_SEQUENCE = frozenset({"arwkv7", "plamo2", "rwkv6qwen2"})
+#: Architectures of drafts that read layers of their target (`specgen.llama.eagle`, `specgen.llama.dflash`).
+_DRAFTS = frozenset({"eagle3", "dflash"})
 #: llama.cpp's LLAMA_POOLING_TYPE_UNSPECIFIED, as metadata give it.
 _UNSPECIFIED = ("-1", "4294967295")
 
@@ -270,6 +272,11 @@ class LlamaModel:
         pooling = self.metadata(f"{architecture}.pooling_type") or "0"
         is_pooled = pooling not in ("0", *_UNSPECIFIED)
         causal = self.metadata(f"{architecture}.attention.causal") or "true"
+        if architecture in _DRAFTS:
+            raise ModelFileError(
+                f"{self.path}: a draft of one target ({architecture}), and not a whole model",
+                hint="give it as --draft, and the model that it was made for as -m",
+            )
         if llama_cpp.llama_model_has_encoder(self.handle):
             what = "an encoder-decoder or encoder-only model"
         elif llama_cpp.llama_model_is_diffusion(self.handle):
