@@ -168,7 +168,7 @@ class LlamaBackend:
         return logits, hidden
 
     def hand_out(self, layers: Sequence[int]) -> None:
-        """From now on `decode_hidden` with `for_mtp` returns the inputs of these layers, one behind the other.
+        """Let `decode_hidden` with `for_mtp` return the inputs of these layers from now on, one behind the other.
         The architecture must be one of `eagle.HOOKED`: llama.cpp ends the process otherwise."""
         for layer in set(layers) - set(self._layers):
             set_layer_input(self._handle, layer, True)

@@ -152,7 +152,10 @@ def test_greedy_text_is_that_of_plain_decoding(folder: Path, target: str, name: 
 
 def test_it_drafts_chains_whatever_the_shape(folder: Path) -> None:
     with loaded(folder, tree=TreeShape("levels", (3, 2))) as opened:
+        (note,) = opened.notices(64)
         _, finished = answered(opened)
+    assert note.endswith("drafting chains of 2 tokens")
+    assert len(finished.drafted_by_depth) == 2
     assert finished.token_ids == said(folder, "llama").token_ids
     assert finished.n_accepted > 0
 

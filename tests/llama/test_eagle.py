@@ -180,6 +180,12 @@ def test_the_command_line_refuses_a_target_without_hooks_in_a_line(
     assert "(qwen2)" in said
 
 
+def test_a_draft_is_no_target(folder: Path) -> None:
+    with pytest.raises(ModelFileError, match=r"a draft of one target \(eagle3\)") as refused:
+        LlamaModel(folder / "whole.gguf")
+    assert "--draft" in (refused.value.hint or "")
+
+
 # --- what is drafted ------------------------------------------------------------------------------
 
 
