@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 #: What drafts: a model file, n-grams of the text so far, or nothing.
-DraftSource: TypeAlias = Path | Literal["ngram", "none"]
+DraftSource: TypeAlias = Path | Literal["ngram", "none", "mtp"]
 CacheType: TypeAlias = Literal[
     "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"
 ]

@@ -32,6 +32,8 @@ class Batch:
     positions: list[int] = field(default_factory=list)
     sequences: list[tuple[int, ...]] = field(default_factory=list)
     wants_logits: list[bool] = field(default_factory=list)
+    #: For MTP layers: the hidden state before each token, float32[n_embd], or None for zeros; else empty.
+    hidden: list[Hidden | None] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -48,8 +50,20 @@ class Batch:
         """Return the rows from `start` to `end`, exclusive."""
         rows = slice(start, end)
         return Batch(
-            self.tokens[rows], self.positions[rows], self.sequences[rows], self.wants_logits[rows]
+            self.tokens[rows],
+            self.positions[rows],
+            self.sequences[rows],
+            self.wants_logits[rows],
+            self.hidden[rows],
         )
+
+    def extend(self, other: Batch) -> None:
+        """Add the rows of another batch."""
+        self.tokens += other.tokens
+        self.positions += other.positions
+        self.sequences += other.sequences
+        self.wants_logits += other.wants_logits
+        self.hidden += other.hidden
 
 
 class Vocabulary(Protocol):
@@ -187,8 +201,19 @@ class Backend(Protocol):
 class HiddenBackend(Backend, Protocol):
     """A backend that also returns a model's hidden states."""
 
-    def decode_hidden(self, batch: Batch) -> tuple[Logits, Hidden]:
-        """Decode as `decode` does, and also return the final hidden states of the rows that want
-        logits: float32[n_wanted, n_embd], valid until the next decode. The batch may have at most
-        `n_outputs` rows. Also raise `BackendError` if the model gives no hidden states."""
+    def decode_hidden(self, batch: Batch, *, for_mtp: bool = False) -> tuple[Logits, Hidden]:
+        """Decode as `decode` does, and also return hidden states, float32[n, n_embd], valid until the
+        next decode: the final ones of the rows that want logits or, `for_mtp`, those of all rows, as the
+        model's MTP layers read them. Without `for_mtp` the batch may have at most `n_outputs` rows. Also
+        raise `BackendError` if the model gives no hidden states."""
+        ...
+
+
+class MtpBackend(Backend, Protocol):
+    """The MTP layers of a target, with a cache of their own. Each row of a batch has a token and the
+    hidden state before it (`Batch.hidden`)."""
+
+    def state(self, sequence: int) -> Hidden:
+        """Return the hidden state of the sequence's last row that wanted logits, float32[n_embd]. The
+        row of the token that those logits predict reads it."""
         ...

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from specgen.system.arrays import Hidden
 
@@ -16,12 +18,16 @@ class LastHidden:
     """The target's final hidden states after the last committed tokens that it has read. The loop adds
     one after each round, and decoder heads draft from the last one."""
 
+    for_mtp: ClassVar[bool] = False
     _states: deque[tuple[int, Hidden]] = field(default_factory=lambda: deque(maxlen=_N_KEPT))
 
     def before(self, n_tokens: int) -> tuple[int, Hidden] | None:
         """The last state that has read fewer than `n_tokens` tokens, as the number of tokens that it has
         read and float32[n_embd]; None if there is none."""
         return next((each for each in reversed(self._states) if each[0] < n_tokens), None)
+
+    def take_rows(self, rows: Hidden, text: Sequence[int], n_read: int) -> None:
+        self.take(rows[-1], n_read)
 
     def take(self, row: Hidden, n_read: int) -> None:
         """Add a copy of a hidden state, float32[n_embd], that has read `n_read` tokens."""

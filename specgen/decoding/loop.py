@@ -136,20 +136,23 @@ class Loop:
 
         target_s, n_rows = self._target.decode_s, self._target.n_decoded_rows
         batch = Batch()
+        n_pending: list[int] = []
         for sequence, drafted in zip(active, drafting, strict=True):
             n_room = self._target.n_batch // len(active) - len(drafted.draft)
             pending = self._pending(sequence, n_room)
+            n_pending.append(len(pending))
             pack(batch, self._target, sequence.slot, pending, drafted.draft)
         logits, hidden = self._decode_round(batch, active)
         target_s = self._target.decode_s - target_s
         # More rows than the batch has, if tokens were decoded again to restore a recurrent state.
         n_rows = self._target.n_decoded_rows - n_rows
 
-        first_row = 0
-        for sequence, drafted in zip(active, drafting, strict=True):
+        first_row = n_silent = 0
+        for sequence, drafted, n_own in zip(active, drafting, n_pending, strict=True):
             draft = drafted.draft
             rows = logits[first_row : first_row + 1 + len(draft)]
             first_row += len(rows)
+            n_silent += n_own - 1
             tally = sequence.tally
             n_tokens = len(sequence.tokens)
             n_before = n_tokens - tally.n_forced
@@ -161,9 +164,14 @@ class Loop:
             tally.n_rounds += 1
             events += self._commit(sequence, draft, verdict, rows, drafted.plan.reason)
             if sequence.hidden is not None and hidden is not None:
-                # The row of the last accepted node, whose logits chose the next token.
-                last_row = first_row - len(rows) + 1 + (verdict.path[-1] if verdict.path else ROOT)
-                sequence.hidden.take(hidden[last_row], n_tokens + len(verdict.path))
+                # The rows of the text: those before the draft, and those of accepted nodes.
+                kept = verdict.path[: len(sequence.tokens) - n_tokens]
+                root = first_row - len(rows)
+                taken = [root, *(root + 1 + node for node in kept)]
+                if sequence.hidden.for_mtp:  # there are states of rows without logits, too
+                    root += n_silent
+                    taken = [*range(root + 1 - n_own, root), *(row + n_silent for row in taken)]
+                sequence.hidden.take_rows(hidden[taken], sequence.tokens, n_tokens + len(kept))
             result = RoundResult(
                 drafted.plan,
                 draft,
@@ -237,18 +245,29 @@ class Loop:
         for offset, token in enumerate(text[start : start + n_most]):
             batch.add(token, start + offset, (first,), False)
         batch.wants_logits[-1] = is_last = start + n_most >= len(text)
-        logits = self._target.decode(batch)
+        logits = self._decode_text(sequence, batch)
         return logits if is_last else None
+
+    def _decode_text(self, sequence: Sequence, batch: Batch) -> Logits:
+        """Decode rows of a sequence's text, and keep their hidden states for MTP layers."""
+        states, target = sequence.hidden, self._hidden_target
+        if states is None or not states.for_mtp or target is None:
+            return self._target.decode(batch)
+        logits, hidden = target.decode_hidden(batch, for_mtp=True)
+        states.take_rows(hidden, sequence.tokens, batch.positions[-1] + 1)
+        return logits
 
     def _decode_round(
         self, batch: Batch, active: abc.Sequence[Sequence]
     ) -> tuple[Logits, Hidden | None]:
         """Decode a round's batch. Return the logits, float32[n_rows, n_vocab], and the hidden states,
         float32[n_rows, n_embd], if a drafter needs these."""
-        is_wanted = any(sequence.hidden is not None for sequence in active)
+        wanted = [sequence.hidden for sequence in active if sequence.hidden is not None]
         target = self._hidden_target
-        if is_wanted and target is not None and len(batch) <= target.n_outputs:
-            return target.decode_hidden(batch)
+        if wanted and target is not None:
+            for_mtp = wanted[0].for_mtp  # the same for all, as the same draft serves all
+            if for_mtp or len(batch) <= target.n_outputs:
+                return target.decode_hidden(batch, for_mtp=for_mtp)
         return self._target.decode(batch), None
 
     def _pending(self, sequence: Sequence, n_room: int) -> list[int]:
@@ -263,7 +282,7 @@ class Loop:
                 batch = Batch()
                 for index in range(start, min(start + n_batch, len(tokens) - 1)):
                     batch.add(tokens[index], index, (first,), False)
-                self._target.decode(batch)
+                self._decode_text(sequence, batch)
             position = len(tokens) - 1
         return tokens[position:]
 
@@ -290,7 +309,8 @@ class Loop:
             sequence.n_rows = 1 + len(drafted.draft)
             # Heads ask for no decode: all their drafting is the draft model's time.
             seconds = proposal.seconds + self._clock() - started
-            drafted.model_s = proposal.model_s if sequence.hidden is None else seconds
+            asks = sequence.hidden is None or sequence.hidden.for_mtp
+            drafted.model_s = proposal.model_s if asks else seconds
             drafted.seconds += seconds
         for sequence, drafted in zip(active, drafting, strict=True):
             if not len(drafted.draft):

@@ -9,7 +9,7 @@ import numpy as np
 
 from specgen.decoding.backend import Vocabulary
 from specgen.decoding.drafters import Drafters
-from specgen.decoding.last_hidden import LastHidden
+from specgen.decoding.hidden_trail import TargetStates
 from specgen.decoding.policy import Offer, Policy
 from specgen.decoding.policy.cost_table import ALONE, Others
 from specgen.decoding.tally import Tally
@@ -61,8 +61,8 @@ class Sequence:
     why_undrafted: Literal["off", "failed"] = "off"
     #: The number of its rows in the last round's batch.
     n_rows: int = 1
-    #: The target's hidden states at the end of the tokens that it has read; None if no drafter needs them.
-    hidden: LastHidden | None = None
+    #: Takes the target's hidden states; None if no drafter needs them.
+    hidden: TargetStates | None = None
     #: The number of prompt tokens that the cache held already.
     n_cached: int = 0
     #: The error that ended the answer early; it then has no `finish_reason`.

@@ -184,6 +184,33 @@ def _draws(settings: RequestSettings) -> bool:
     return settings.sampler.is_random and make_verifier(settings.verifier).wants_draws
 
 
+class MtpDraft:
+    """The MTP layers of a loaded target. Raises `PairError` if it has none that can draft."""
+
+    def __init__(self, target: LlamaModel, drafting: DraftOptions) -> None:
+        if target.why_no_mtp:
+            raise PairError(
+                f"--draft mtp: {target.name}: {target.why_no_mtp}",
+                hint="use a file with its MTP (NextN) layers, or another draft",
+            )
+        self.drafting = drafting
+        #: Whether its drafts may be trees if the samplers allow that.
+        self.branches = drafting.grows_trees and not target.has_recurrent_state
+
+    def draws(self, settings: RequestSettings) -> bool:
+        """Return whether drafts for a request with these settings are sampled."""
+        return _draws(settings)
+
+    def grows_trees(self, settings: RequestSettings) -> bool:
+        """Return whether drafts for a request with these settings may be trees."""
+        return self.branches and (self.drafting.tree.is_fixed or not self.draws(settings))
+
+    def merges(self, settings: RequestSettings) -> bool:
+        """Return whether proposals of n-grams may become branches of drafts for a request with these
+        settings."""
+        return self.grows_trees(settings) and not self.drafting.tree.is_fixed
+
+
 class DraftModels:
     """What drafts for a target. Models use copies of their weights where these are quicker.
 
@@ -210,9 +237,10 @@ class DraftModels:
         self._learning = learning
         #: What drafts for the target.
         self.source: DraftSource = "none"
-        #: The draft model, if it is one, and the decoder heads, if these draft.
+        #: The draft model, if it is one, the decoder heads, if these draft, and the target's MTP layers.
         self.main: DraftModel | None = None
         self.heads: HeadsDraft | None = None
+        self.mtp: MtpDraft | None = None
         #: The file of learnt weights, if the draft model uses them.
         self.learnt: Path | None = None
         #: The comparisons of draft models with copies of their weights.
@@ -221,9 +249,15 @@ class DraftModels:
 
     def change(self, source: DraftSource, drafting: DraftOptions) -> None:
         """Replace the present draft, which is closed and must have no open context. Raises
-        `ModelFileError`, `PairError`, or `UsageError` if decoder heads are given a helper; there is then
+        `ModelFileError`, `PairError`, or `UsageError` if what is no model is given a helper; there is then
         no draft."""
         self.close()
+        if source == "mtp":
+            if self._helpers:
+                raise UsageError(
+                    "--draft mtp takes no draft of its own; leave out the next --draft"
+                )
+            self.mtp = MtpDraft(self._target, drafting)
         if isinstance(source, Path) and is_heads_file(source):
             if self._helpers:
                 raise UsageError(
@@ -240,7 +274,7 @@ class DraftModels:
             self.main.close()
         if self.heads is not None:
             self.heads.heads.close()
-        self.main, self.heads, self.source, self.learnt = None, None, "none", None
+        self.main, self.heads, self.mtp, self.source, self.learnt = None, None, None, "none", None
 
     @property
     def model(self) -> LlamaModel | None:
@@ -264,6 +298,11 @@ class DraftModels:
     def path(self) -> Path | None:
         """The draft model's file; None if no draft model is loaded."""
         return self.main.model.path if self.main is not None else None
+
+    @property
+    def timed(self) -> Path | Literal["mtp"] | None:
+        """What decodes in a context of its own to draft, by its name in `ModelCosts`; None if nothing does."""
+        return "mtp" if self.mtp is not None else self.path
 
     @property
     def weights(self) -> Path | None:

@@ -19,12 +19,14 @@ from specgen.decoding.drafters import (
     Guesses,
     HeadsDrafter,
     ModelDrafter,
+    MtpDrafter,
     PromptHeadSkipper,
     SuffixDrafter,
     TranslatedDrafter,
     TreeModelDrafter,
 )
 from specgen.decoding.drafters.translation import BeginningShaper, SharedShaper, Translation
+from specgen.decoding.hidden_trail import HiddenTrail, TargetStates
 from specgen.decoding.last_hidden import LastHidden
 from specgen.decoding.policy import CostAwarePolicy, FixedPolicy, Policy, ThresholdPolicy
 from specgen.decoding.policy.acceptance import Chances
@@ -34,11 +36,12 @@ from specgen.decoding.sequence import Sequence
 from specgen.decoding.text_state import Shaper, TextState
 from specgen.decoding.tree_batch import Branches
 from specgen.decoding.verifiers import make_verifier
-from specgen.engine.draft_models import DraftModel, HeadsDraft
+from specgen.engine.draft_models import DraftModel, HeadsDraft, MtpDraft
 from specgen.engine.loaded_models import LONGEST_GUESS, Models
 from specgen.engine.prefix_cache import Slot
 from specgen.engine.prompts import Prompt
 from specgen.engine.request import RequestSettings
+from specgen.llama.mtp import MtpContext
 from specgen.options import (
     AUTO_TREE,
     DRAFT_TEMPERATURE,
@@ -95,7 +98,7 @@ class DrafterFactory:
         target_seed, draft_seed = rng.spawn(2)
         state = TextState(prompt.tokens, settings.grammar)
         drafters: Drafters | None = None
-        hidden: LastHidden | None = None
+        hidden: TargetStates | None = None
         if not plain:
             parts = _Parts(models, self._chances_of, prompt, state, make_shaper, settings, slot)
             backends = () if draft is None else (draft, *helpers)
@@ -117,7 +120,7 @@ class DrafterFactory:
         )
 
     def chain_drafter(self, prompt: Prompt, draft: Backend, state: TextState) -> Drafter:
-        """Return the draft model's drafter alone, which drafts chains of its most likely tokens over `state`,
+        """Return the drafter of the draft model, or of the MTP layers, alone, which drafts chains of its most likely tokens over `state`,
         whatever the user's samplers are. `prompt` is the beginning of the text."""
         parts = _Parts(
             self.models,
@@ -128,6 +131,9 @@ class DrafterFactory:
             self.models.settings,
             branches=False,
         )
+        if self.models.drafts.mtp is not None:
+            mtp = replace(parts, settings=self.models.settings.most_likely())
+            return mtp.of_mtp(self.models.drafts.mtp, draft, np.random.default_rng(0))[0]
         assert self.models.drafts.main is not None, "there is no draft model"
         return parts.of_model(self.models.drafts.main, (draft,), np.random.default_rng(0))
 
@@ -181,21 +187,25 @@ class _Parts:
 
     def drafters(
         self, backends: abc.Sequence[Backend], rng: np.random.Generator
-    ) -> tuple[Drafters | None, LastHidden | None]:
+    ) -> tuple[Drafters | None, TargetStates | None]:
         """Return the drafters (None: nothing drafts), and the object where the loop stores the target's
         hidden states (None: nothing drafts from them). `backends` are the contexts of the draft model, if
         there is one, and of its helpers."""
-        main, heads = self.models.drafts.main, self.models.drafts.heads
-        hidden: LastHidden | None = None
+        drafts = self.models.drafts
+        main, heads, mtp = drafts.main, drafts.heads, drafts.mtp
+        hidden: TargetStates | None = None
         if main is not None and backends:
             drafter = self.of_model(main, backends, rng)
             merges = main.merges(self.settings)
         elif heads is not None:
-            hidden = LastHidden()
-            drafter = self._of_heads(heads, hidden, rng)
+            last = hidden = LastHidden()
+            drafter = self._of_heads(heads, last, rng)
             merges = heads.merges(self.settings)
+        elif mtp is not None and backends:
+            drafter, hidden = self.of_mtp(mtp, backends[0], rng)
+            merges = mtp.merges(self.settings)
         else:
-            is_ngram = self.models.drafts.source == "ngram"
+            is_ngram = drafts.source == "ngram"
             return (Drafters(self._ngrams(), state=self.state) if is_ngram else None), None
         free = self._ngrams() if self.settings.drafting.adds_ngrams else None
         return Drafters(free, drafter, merges=merges, state=self.state), hidden
@@ -318,6 +328,35 @@ class _Parts:
             costs=heads.costs,
             n_deepest=drafting.tree_depth,
         )
+
+    def of_mtp(
+        self, mtp: MtpDraft, backend: Backend, rng: np.random.Generator
+    ) -> tuple[MtpDrafter, HiddenTrail]:
+        """Return the drafter of the target's MTP layers, and the hidden states that the loop stores for it."""
+        assert isinstance(backend, MtpContext), "the context of the MTP layers"
+        settings, drafting, slot = self.settings, mtp.drafting, self.slot
+        draws, branches = mtp.draws(settings), self.branches and mtp.grows_trees(settings)
+        if branches and not draws:
+            sampling = guess_sampling(settings.in_use, drafting.tree)
+        else:
+            sampling = draft_sampling(settings.in_use, drafting, draws=draws)
+        trail = backend.trails[slot.number]
+        trail.begin(self.prompt.tokens, backend.trails)
+        drafter = MtpDrafter(
+            backend,
+            trail,
+            self.make_shaper(Sampler(sampling, settings.breakers), self.state),
+            rng,
+            draws=draws,
+            branches=branches,
+            shape=drafting.tree,
+            costs=self.models.costs.table("mtp", len(self.prompt.tokens)),
+            slot=slot.branches(backend),
+            n_ctx=slot.n_ctx(backend),
+            n_deepest=drafting.tree_depth,
+            n_held=slot.share_prefix(backend, self.prompt.tokens),
+        )
+        return drafter, trail
 
     def _ngrams(self) -> Drafter:
         """Return a drafter from n-grams of the text and of the lookup texts."""

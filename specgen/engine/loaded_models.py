@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from specgen.decoding.drafters.lookup.array import SuffixArray
 from specgen.decoding.drafters.lookup.corpus import load_corpus
@@ -21,8 +22,11 @@ from specgen.engine.request import RequestSettings
 from specgen.errors import PromptError
 from specgen.llama import LlamaBackend, LlamaModel, default_threads
 from specgen.llama.context_opening import n_native_sequences
+from specgen.llama.mtp import MtpContext
 from specgen.options import ContextOptions, DraftOptions, DraftSource, SessionOptions
 
+#: What has a context to draft in: a draft model's file, or the target's MTP layers.
+Drafting: TypeAlias = Path | Literal["mtp"]
 #: llama.cpp's limit for the sequences of a context.
 MAX_SEQUENCES = 256
 #: The most tokens that one draft model drafts for another.
@@ -37,7 +41,7 @@ _ROOM = 4096
 
 class ModelCosts:
     """The cost tables of a target and its draft models in `memory`, for contexts with these options. A
-    draft model is named by its file; None stands for the target."""
+    draft model is named by its file, the target's MTP layers by "mtp"; None stands for the target."""
 
     def __init__(self, options: SessionOptions, memory: Memory, copies: Copies) -> None:
         self._options = options
@@ -46,25 +50,25 @@ class ModelCosts:
         #: Whether other programs took much of the machine when costs were measured.
         self.was_busy = False
 
-    def context_options(self, draft: Path | None = None) -> ContextOptions:
+    def context_options(self, draft: Drafting | None = None) -> ContextOptions:
         """Return the options of contexts of the target, or of a draft model. If the user named no number of
         threads, it is the fastest one that was measured."""
-        if draft is None:
+        if not isinstance(draft, Path):
             model, context = self._options.target, self._options.target_context
         else:
             model, context = draft, self._copies.context_of(draft, self._options.draft_context)
         return with_threads(context, self._memory.threads(model, context))
 
-    def table(self, draft: Path | None = None, n_past: int = 0) -> CostTable:
+    def table(self, draft: Drafting | None = None, n_past: int = 0) -> CostTable:
         """Return the cost table of the target, or of a draft model, in contexts that hold about `n_past`
         tokens."""
-        context, model = self.context_options(draft), draft or self._options.target
+        context, model = self.context_options(draft), self._file(draft)
         return self._memory.costs(model, context, n_past, default_threads())
 
-    def forget(self, draft: Path | None = None) -> None:
+    def forget(self, draft: Drafting | None = None) -> None:
         """Forget the costs of the target, or of a draft model, so that they are measured anew. No answer
         may be in progress."""
-        context, model = self.context_options(draft), draft or self._options.target
+        context, model = self.context_options(draft), self._file(draft)
         self._memory.forget_costs(model, context, default_threads())
 
     def forget_weights(self, draft: Path) -> None:
@@ -72,12 +76,17 @@ class ModelCosts:
         next loaded."""
         self._copies.forget(draft, self._options.draft_context)
 
-    def do_not_keep(self, draft: Path | None) -> None:
+    def do_not_keep(self, draft: Drafting | None) -> None:
         """Do not keep the present costs of the target and a draft model: they are measured anew the next
         time."""
         for model in (None,) if draft is None else (None, draft):
-            context, file = self.context_options(model), model or self._options.target
+            context, file = self.context_options(model), self._file(model)
             self._memory.keep_no_costs(file, context, default_threads())
+
+    def _file(self, draft: Drafting | None) -> Path:
+        """Return the file whose name stands for the costs."""
+        target = self._options.target
+        return target.with_name(f"{target.name}:mtp") if draft == "mtp" else draft or target
 
 
 class Models:
@@ -117,6 +126,7 @@ class Models:
                 n_gpu_layers=options.target_context.n_gpu_layers,
                 vocabulary_only=vocabulary_only,
                 workers=options.target_context.workers,
+                mtp=True,
             )
             self._resources.callback(self.target.close)
             #: The settings of a request that has none of its own.
@@ -226,6 +236,8 @@ class Models:
         """The most of llama.cpp's sequences that one answer needs in a context."""
         draft = self.drafts.main
         n_target = n_native_sequences(self.target, self.n_branches_max)
+        if self.drafts.mtp is not None:
+            return max(n_target, self._n_mtp_branches + (1 if self.target.n_window else 0))
         if draft is None:
             return n_target
         n_branches = self.n_rows_max + 1 if draft.branches else 1
@@ -279,9 +291,12 @@ class Models:
                 n_branches=self.n_branches_max,
             )
             stack.callback(target.close)
-            draft = None
+            draft: LlamaBackend | None = None
             if drafts and self.drafts.main is not None:
                 draft = self._draft_context(self.drafts.main, n_ctx, n_slots)
+            elif drafts and self.drafts.mtp is not None:
+                draft = self._mtp_context(n_ctx, n_slots)
+            if draft is not None:
                 stack.callback(draft.close)
             yield target, draft
 
@@ -293,6 +308,9 @@ class Models:
         on, for a context of the target of the same size. Raises `MemoryLimitError`."""
         with contextlib.ExitStack() as stack:
             found: list[LlamaBackend] = []
+            if self.drafts.mtp is not None:
+                found.append(self._mtp_context(n_ctx, n_slots))
+                stack.callback(found[-1].close)
             for draft in list(self.drafts.stack())[int(helpers_only) :]:
                 found.append(self._draft_context(draft, n_ctx, n_slots))
                 stack.callback(found[-1].close)
@@ -319,6 +337,25 @@ class Models:
             n_outputs=n_outputs * n_slots,
             n_rollback=n_outputs - 1,
             n_branches=n_branches,
+        )
+
+    @property
+    def _n_mtp_branches(self) -> int:
+        """The most branches of a text in a context of the MTP layers."""
+        mtp = self.drafts.mtp
+        return self.n_rows_max + 1 if mtp is not None and mtp.branches else 1
+
+    def _mtp_context(self, n_ctx: int, n_slots: int) -> MtpContext:
+        """Open a context of the target's MTP layers, with room for the nodes of a growing tree."""
+        n_branches = self._n_mtp_branches
+        return MtpContext(
+            self.target,
+            self.costs.context_options("mtp"),
+            n_ctx=n_ctx + CONTEXT_STEP,
+            clock=self.clock,
+            n_branches=n_branches,
+            n_outputs=min(n_branches, _WIDEST),
+            n_slots=n_slots,
         )
 
     # --- what the user is told ----------------------------------------------------------------

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
-from specgen.decoding.backend import Backend
+from specgen.decoding.backend import Backend, HiddenBackend
 from specgen.decoding.text_state import TextState
-from specgen.engine.agreement import N_KNOWN, N_TOKENS, TEXT, Walk, can_pay, sample_agreement
+from specgen.engine.agreement import (
+    N_KNOWN,
+    N_TOKENS,
+    TEXT,
+    Walk,
+    can_pay,
+    read_states,
+    sample_agreement,
+)
 from specgen.engine.calibration.timing import MIN_SIZES, complete, is_measured, timed_batch_sizes
 from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.loaded_models import MAX_SEQUENCES, Models
 from specgen.engine.prompts import Prompt, tokenize
+from specgen.llama.mtp import MtpContext
 from specgen.system.machine import BUSY_SHARE, core_time, share_of_others
 
 #: Batch sizes to time for a draft model: drafted tokens, the tokens of the last round, a prompt.
@@ -23,7 +33,7 @@ _AT_ONCE, _LEAST_GAIN = (1, 2, 4, 8, 16), 1.05
 _N_CTX = 512
 
 
-def is_pair_measured(models: Models, draft: Path | None) -> bool:
+def is_pair_measured(models: Models, draft: Path | Literal["mtp"] | None) -> bool:
     """Return whether the costs of the target, up to the largest batch of a round, and of a draft model
     are known."""
     own = is_measured(models.costs.table(), models.n_rows_max)
@@ -56,18 +66,18 @@ def measure_if_new(
     kept: a table of a busy machine may say that no draft pays, and then no decode would correct it.
     Raises `KeyboardInterrupt` if `interrupted` returns True between decodes; that measurement is not
     kept."""
-    started, path, costs = models.clock(), models.drafts.path, models.costs
-    is_known = is_pair_measured(models, path)
+    started, timed, costs = models.clock(), models.drafts.timed, models.costs
+    is_known = is_pair_measured(models, timed)
     if not is_known:
         before = core_time()
         sizes = timed_batch_sizes(max(MIN_SIZES, models.n_rows_max))
         complete(costs.table(), target, sizes, models.n_rows_max, interrupted)
-        if draft is not None and path is not None:
-            complete(costs.table(path), draft, _DRAFT_SIZES, interrupted=interrupted)
+        if draft is not None and timed is not None:
+            complete(costs.table(timed), draft, _DRAFT_SIZES, interrupted=interrupted)
         share = share_of_others(before, core_time())
         costs.was_busy = share is not None and share > BUSY_SHARE
         if costs.was_busy:
-            costs.do_not_keep(path)
+            costs.do_not_keep(timed)
     is_sampled = draft is not None and _sample_agreement(models, target, draft, interrupted)
     return models.clock() - started if is_sampled or not is_known else 0.0
 
@@ -106,15 +116,18 @@ def _sample_agreement(
 ) -> bool:
     """Measure how often the draft model agrees with the target, unless that is known, or the draft could
     not pay even if it always agreed. Return whether anything was measured."""
-    path, chances = models.drafts.path, DrafterFactory(models).chances()
-    is_known = "model" in chances and chances["model"].n_judged >= N_KNOWN
+    timed, chances = models.drafts.timed, DrafterFactory(models).chances()
+    origin = "mtp" if timed == "mtp" else "model"
+    is_known = origin in chances and chances[origin].n_judged >= N_KNOWN
     drafting = models.options.drafting
-    if path is None or is_known or not drafting.is_by_cost:
+    if timed is None or is_known or not drafting.is_by_cost:
         return False
-    if not can_pay(models.costs.table(), models.costs.table(path), drafting.n_max):
+    if not can_pay(models.costs.table(), models.costs.table(timed), drafting.n_max):
         return False
     tokens = tokenize(models.target.vocabulary, TEXT, parse_special=False)[:N_TOKENS]
     walk = agreement_walk(models, Prompt(TEXT, tuple(tokens[:1])), draft)
+    if isinstance(draft, MtpContext) and isinstance(target, HiddenBackend):
+        read_states(target, tokens[: target.n_ctx], draft.trails[0])
     try:
         return sample_agreement(target, walk, tokens, interrupted).n_places > 0
     finally:

@@ -15,7 +15,7 @@ from specgen.decoding.backend import Batch, Rollback
 from specgen.errors import BackendError, ModelFileError, WorkerLostError
 from specgen.llama.cache import Cache, SavedStates, SharedStates, StateCopies
 from specgen.llama.context_opening import ContextSize, open_context
-from specgen.llama.library import last_error, llama_cpp
+from specgen.llama.library import last_error, llama_cpp, llama_cpp_ext
 from specgen.llama.model import LlamaModel
 from specgen.llama.rewind import Rewinder
 from specgen.llama.vocabulary import LlamaVocabulary
@@ -35,7 +35,8 @@ class LlamaBackend:
     keep a snapshot for each. If each text has several sequences, its own and then those of its branches,
     `n_branches` is their number: a model with a sliding window then keeps what a rollback needs for the
     texts' own sequences only. `on_tensor` is a native callback that sees the computed tensors; its owner
-    must keep it alive. `clock` gives seconds and is read before and after each decode. Raises
+    must keep it alive. `is_mtp` opens a context of the model's MTP layers, which have no recurrent state
+    (`MtpContext`). `clock` gives seconds and is read before and after each decode. Raises
     `MemoryLimitError` if the cache does not fit, `UsageError` if the options exclude each other,
     `ModelFileError` if the model has no KV cache, `BackendError` otherwise.
 
@@ -54,6 +55,7 @@ class LlamaBackend:
         n_rollback: int | None = None,
         n_branches: int = 1,
         on_tensor: Any = None,
+        is_mtp: bool = False,
     ) -> None:
         self.model = model
         self._clock = clock
@@ -69,7 +71,7 @@ class LlamaBackend:
         self.n_vocab = self.vocabulary.n_tokens
 
         n_rows = max(self.n_batch, n_outputs)
-        size = ContextSize(n_ctx, n_rows, n_outputs, n_sequences, n_branches)
+        size = ContextSize(n_ctx, n_rows, n_outputs, n_sequences, n_branches, is_mtp)
         if n_rollback is None:
             n_rollback = n_outputs - 1
         context = open_context(model, options, size, n_rollback, on_tensor)
@@ -88,7 +90,7 @@ class LlamaBackend:
         #: The tokens of each sequence; not used for models with a recurrent state (see `Rewinder`).
         self._texts: list[list[int]] = [[] for _ in range(n_sequences)]
         self._rewinder: Rewinder | None = None
-        if model.has_recurrent_state:
+        if model.has_recurrent_state and not is_mtp:
             copies: StateCopies = SavedStates(self._cache)
             if not self._n_snapshots:
                 copies = SharedStates(self._cache, n_sequences)
@@ -125,15 +127,18 @@ class LlamaBackend:
         finally:
             self.decode_s = before_s + self._clock() - started
 
-    def decode_hidden(self, batch: Batch) -> tuple[Logits, Hidden]:
+    def decode_hidden(self, batch: Batch, *, for_mtp: bool = False) -> tuple[Logits, Hidden]:
         """Decode as `decode` does, and also return the final hidden states (after the last norm, before
         the output matrix) of the rows that want logits: float32[n_wanted, n_embd]. Both results are
-        valid until the next decode.
+        valid until the next decode. With `for_mtp` the states are those of all rows, as the model's MTP
+        layers read them.
 
-        llama.cpp computes an output for each row of such a batch, which is expensive for a prompt. Raise
-        `BackendError` also for models with a recurrent state: their batches may contain more rows,
-        which are decoded again.
+        llama.cpp computes an output for each row of a batch without `for_mtp`, which is expensive for a
+        prompt. Raise `BackendError` then also for models with a recurrent state: their batches may contain
+        more rows, which are decoded again.
         """
+        if for_mtp:
+            return self._decode_for_mtp(batch)
         if self._rewinder is not None:
             raise BackendError(f"{self.model.name}: no hidden states of a recurrent model")
         if len(batch) > self.n_outputs:
@@ -146,17 +151,34 @@ class LlamaBackend:
             self.decode(batch)
             logits = self._view(len(batch))
             pointer = llama_cpp.llama_get_embeddings(self._handle)
-            if not pointer:
-                raise BackendError(f"{self.model.name}: llama.cpp gave no hidden states")
-            n_embd = self.model.n_embd
-            address = ctypes.addressof(pointer.contents)
-            memory = (ctypes.c_float * (len(batch) * n_embd)).from_address(address)
-            hidden = np.ctypeslib.as_array(memory).reshape(len(batch), n_embd)
+            hidden = self._states_at(pointer, len(batch), self.model.n_embd)
         finally:
             llama_cpp.llama_set_embeddings(self._handle, False)
         if len(wanted) < len(batch):
             return logits[wanted], hidden[wanted]
         return logits, hidden
+
+    def _decode_for_mtp(self, batch: Batch) -> tuple[Logits, Hidden]:
+        llama_cpp_ext.llama_set_embeddings_nextn(self._handle, True, False)
+        try:
+            logits = self.decode(batch)
+            # Rows that were decoded again come first.
+            hidden = self._mtp_states(self._rows.native.n_tokens)[-len(batch) :]
+        finally:
+            llama_cpp_ext.llama_set_embeddings_nextn(self._handle, False, False)
+        return logits, hidden
+
+    def _mtp_states(self, n_rows: int) -> Hidden:
+        """Return a view of the hidden states that MTP layers read or wrote in the last decode."""
+        pointer = llama_cpp_ext.llama_get_embeddings_nextn(self._handle)
+        return self._states_at(pointer, n_rows, self.model.n_embd_out)
+
+    def _states_at(self, pointer: Any, n_rows: int, n_values: int) -> Hidden:
+        if not pointer:
+            raise BackendError(f"{self.model.name}: llama.cpp gave no hidden states")
+        address = ctypes.addressof(pointer.contents)
+        memory = (ctypes.c_float * (n_rows * n_values)).from_address(address)
+        return np.ctypeslib.as_array(memory).reshape(n_rows, n_values)
 
     def _decode_rows(self, batch: Batch) -> Logits:
         if self.model.is_closed:

@@ -33,6 +33,8 @@ class ContextSize:
     #: The sequences, and how many of them each text has: its own, then those of its branches.
     n_sequences: int
     n_branches: int = 1
+    #: Whether it is for the model's MTP layers only.
+    is_mtp: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,8 @@ def open_context(
     guarded = range(0, size.n_sequences, size.n_branches) if is_guarded else range(0)
     # llama.cpp aborts if the number of snapshots, plus one, reaches the number of rows in a batch.
     n_snapshots = min(n_rollback, size.n_rows - 2, _most_snapshots(model))
-    if model.has_recurrent_state and n_snapshots > 0:
+    has_state = model.has_recurrent_state and not size.is_mtp
+    if has_state and n_snapshots > 0:
         n_sequences = size.n_sequences + len(guarded)
         needed = _needed_bytes(model, options, size, n_sequences * (1 + n_snapshots))
         if needed <= _available_bytes(model, options):
@@ -83,7 +86,7 @@ def open_context(
             if handle:  # an architecture without snapshots
                 model.call(llama_cpp.llama_free, handle)
 
-    first_guard = size.n_sequences * (2 if model.has_recurrent_state else 1)
+    first_guard = size.n_sequences * (2 if has_state else 1)
     n_sequences = first_guard + len(guarded)
     needed, available = (
         _needed_bytes(model, options, size, n_sequences),
@@ -137,6 +140,8 @@ def _make(
     params.type_v = CACHE_TYPES[options.cache_type_v][0]
     params.kv_unified = True  # branches of a tree share cells
     params.swa_full = True  # else a sliding window drops cells that a rollback needs
+    if size.is_mtp:
+        params.ctx_type = llama_cpp.LLAMA_CONTEXT_TYPE_MTP
     params.no_perf = True
     if on_tensor is not None:
         params.cb_eval = on_tensor
@@ -164,6 +169,8 @@ def _needed_bytes(
 ) -> int:
     """Estimate the size of a context with `n_states` recurrent states."""
     cells = model.cache_bytes(size.n_ctx, options.cache_type_k, options.cache_type_v)
+    if size.is_mtp:
+        return cells // max(1, model.n_layer) + _CONTEXT_OVERHEAD_BYTES
     return cells + n_states * model.state_bytes() + _CONTEXT_OVERHEAD_BYTES
 
 

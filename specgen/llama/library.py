@@ -25,6 +25,7 @@ from specgen.system.llama_build import REBUILD, Build, Device
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")
 try:
     import llama_cpp
+    from llama_cpp import llama_cpp_ext
 except (ImportError, OSError, RuntimeError) as error:
     raise BackendError(
         f"llama-cpp-python cannot be loaded: {error}",
@@ -223,4 +224,12 @@ def _end(message: str, hint: str, kind: type[SpecgenError] = BackendError) -> No
     os._exit(kind.exit_code)
 
 
-__all__ = ["LogSink", "forget_log", "ggml", "last_error", "llama_cpp", "logging_to"]
+__all__ = [
+    "LogSink",
+    "forget_log",
+    "ggml",
+    "last_error",
+    "llama_cpp",
+    "llama_cpp_ext",
+    "logging_to",
+]

@@ -14,6 +14,7 @@ from specgen.llama.file_check import check_file
 from specgen.llama.gguf_metadata import GgufMetadata, parts_of
 from specgen.llama.kernels import LLAMA_CPP, WORKERS, lacks_attention
 from specgen.llama.library import llama_cpp
+from specgen.llama.mtp_layers import why_no_mtp
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.llama.weights import lease_weights
 from specgen.options import CacheType, Workers
@@ -42,7 +43,7 @@ class LlamaModel:
     the same file share one copy of the weights in memory.
 
     `weights` is a copy of the file that is loaded in its place. `workers` are other machines that hold
-    its layers. With `vocabulary_only` its tensors stay on disk: no context can be made, and the sizes
+    its layers. With `mtp` its MTP layers are loaded too, if there are some that can draft. With `vocabulary_only` its tensors stay on disk: no context can be made, and the sizes
     are not known. Raises `ModelFileError` if the file cannot be used to generate text,
     `MemoryLimitError` if it does not fit into memory, `WorkerLostError` if a worker does not answer.
     """
@@ -55,15 +56,26 @@ class LlamaModel:
         n_gpu_layers: int = -1,
         vocabulary_only: bool = False,
         workers: Workers | None = None,
+        mtp: bool = False,
     ) -> None:
         file = path if weights is None else weights
         check_file(file)
         self.path = path
+        #: Why its MTP layers cannot draft; empty if they can.
+        self.why_no_mtp = "its MTP layers are not loaded"
+        if mtp and not vocabulary_only:
+            self.why_no_mtp = why_no_mtp(file)
+            if workers is not None and not self.why_no_mtp:
+                self.why_no_mtp = "its MTP layers cannot draft while workers (--rpc) compute it"
         self._file = file
         #: Whether it is closed: contexts of it decode nothing more.
         self.is_closed = False
         self._weights = lease_weights(
-            file, n_gpu_layers, vocabulary_only=vocabulary_only, workers=workers
+            file,
+            n_gpu_layers,
+            vocabulary_only=vocabulary_only,
+            workers=workers,
+            mtp=not self.why_no_mtp,
         )
         #: The kernels that compute on the CPU, as `computing` names them; `WORKERS` if workers compute.
         self.kernels = self._weights.kernels if workers is None else WORKERS
@@ -135,6 +147,11 @@ class LlamaModel:
     def n_embd(self) -> int:
         """Length of a hidden state."""
         return int(llama_cpp.llama_model_n_embd(self.handle))
+
+    @property
+    def n_embd_out(self) -> int:
+        """Length of a hidden state that MTP layers read and write."""
+        return int(llama_cpp.llama_model_n_embd_out(self.handle))
 
     @property
     def n_layer(self) -> int:

@@ -124,10 +124,7 @@ class Rewinder:
         if len(whole) == 0:
             whole = batch
         else:
-            whole.tokens += batch.tokens
-            whole.positions += batch.positions
-            whole.sequences += batch.sequences
-            whole.wants_logits += batch.wants_logits
+            whole.extend(batch)
         logits = self._run(whole)
         for token, (sequence,) in zip(batch.tokens, batch.sequences, strict=True):
             self._texts[sequence].tokens.append(token)

@@ -24,8 +24,8 @@ from specgen.options import Workers
 from specgen.system.worker_probe import check_protocol, probe
 
 #: A version of a file (device, inode, size, time), the number of layers on a GPU, the kernels, whether
-#: only the vocabulary is loaded, and the workers.
-_Key: TypeAlias = tuple[int, int, int, int, int, str, bool, Workers | None]
+#: only the vocabulary is loaded, whether MTP layers are, and the workers.
+_Key: TypeAlias = tuple[int, int, int, int, int, str, bool, bool, Workers | None]
 
 _loaded: dict[_Key, LoadedWeights] = {}
 
@@ -90,9 +90,11 @@ def lease_weights(
     *,
     vocabulary_only: bool = False,
     workers: Workers | None = None,
+    mtp: bool = False,
 ) -> LoadedWeights:
     """Return the weights of a file, or its vocabulary only, and count the caller as a user. They are
-    loaded if nothing in this process uses them already. `workers`, if given, hold the layers. Raise
+    loaded if nothing in this process uses them already. `workers`, if given, hold the layers. The MTP
+    layers are loaded only with `mtp`. Raise
     `ModelFileError` if llama.cpp cannot load the file, `MemoryLimitError` if there is not enough memory,
     `OSError` if the file is gone, `WorkerLostError` if a worker does not answer."""
     about = file.stat()
@@ -105,6 +107,7 @@ def lease_weights(
         n_gpu_layers,
         computing() if support.products else LLAMA_CPP,
         vocabulary_only,
+        mtp,
         workers,
     )
     known = _loaded.get(key)
@@ -114,6 +117,7 @@ def lease_weights(
     params = llama_cpp.llama_model_default_params()
     params.n_gpu_layers = n_gpu_layers
     params.vocab_only = vocabulary_only
+    params.load_mtp = mtp
     forget_log()
     remote: RemoteCalls | None = None
     if workers is None or vocabulary_only:

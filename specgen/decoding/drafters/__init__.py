@@ -12,6 +12,7 @@ from specgen.decoding.drafters.base import (
 from specgen.decoding.drafters.combined import Drafters
 from specgen.decoding.drafters.heads import HeadsDrafter
 from specgen.decoding.drafters.model import ModelDrafter
+from specgen.decoding.drafters.mtp import MtpDrafter
 from specgen.decoding.drafters.ngram import SuffixDrafter
 from specgen.decoding.drafters.staged import Guesses
 from specgen.decoding.drafters.translated import TranslatedDrafter
@@ -25,6 +26,7 @@ __all__ = [
     "Guesses",
     "HeadsDrafter",
     "ModelDrafter",
+    "MtpDrafter",
     "PromptHeadSkipper",
     "SuffixDrafter",
     "TranslatedDrafter",

@@ -225,10 +225,7 @@ def _decode_together(
     if len(asked) > 1:
         batch = Batch()
         for _, ask in asked:
-            batch.tokens += ask.batch.tokens
-            batch.positions += ask.batch.positions
-            batch.sequences += ask.batch.sequences
-            batch.wants_logits += ask.batch.wants_logits
+            batch.extend(ask.batch)
     started, before_s = clock(), backend.decode_s
     error: Exception | None = None
     logits: Logits | None = None

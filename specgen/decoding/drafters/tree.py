@@ -68,7 +68,7 @@ class TreeModelDrafter(ModelDrafter):
         self._shape = shape
         self._n_deepest = n_deepest
         self._n_guesses = n_guesses(shape)
-        self._branches = _Branches(backend, slot)
+        self._branches = NodeBranches(backend, slot)
         self._tree = GrowingTree(self.name)
         #: The looks beyond nodes of the tree, and the text's length then.
         self._looks: dict[int, Look] = {}
@@ -173,7 +173,7 @@ class TreeModelDrafter(ModelDrafter):
         super()._empty()
 
 
-class _Branches:
+class NodeBranches:
     """The branches of a tree, each in its own sequence of the model's cache.
 
     A sequence ends on a node, its tip. The first child of a tip continues the sequence; another

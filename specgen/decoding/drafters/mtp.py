@@ -1,0 +1,230 @@
+"""A target's own MTP layer drafts, from the target's hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+import numpy as np
+
+from specgen.decoding.backend import Batch, MtpBackend
+from specgen.decoding.draft import NO_DRAFT, ROOT
+from specgen.decoding.drafters.base import Ask, Drafting
+from specgen.decoding.drafters.growth import (
+    DraftedChain,
+    DraftShaper,
+    Look,
+    growth,
+    look,
+    n_guesses,
+)
+from specgen.decoding.drafters.tree import NodeBranches
+from specgen.decoding.growing_tree import GrowingTree
+from specgen.decoding.hidden_trail import HiddenTrail
+from specgen.decoding.policy import RoundPlan, RoundResult
+from specgen.decoding.policy.cost_table import FREE, CostTable, Price
+from specgen.decoding.tree_batch import Branches
+from specgen.options import TreeShape
+from specgen.system.arrays import Logits
+
+#: The most tokens behind those that the target has read: its own next token, and tokens that a
+#: grammar or another drafter added. Each but the first takes a decode of its own.
+_MOST_UNREAD = 16
+#: The most rows that count as those of the last round, and not as a prefill.
+_N_USUAL = 8
+#: The most nodes that are looked beyond at once.
+_WIDEST = 8
+
+
+class MtpDrafter:
+    """Drafts with an MTP layer: a chain or, with `branches`, a tree. The tree has a fixed shape, or grows
+    for as long as the policy finds it worthwhile.
+
+    The layer has a cache. Its row of a token reads the hidden state before the token: the target's
+    (`trail`, which the loop fills) or, behind what the target has read, the layer's own. The first batch
+    of a proposal has the rows of all tokens that were accepted since the last one, and its last row
+    begins the draft. Rows of drafted tokens are dropped afterwards, since the target's states of the
+    accepted ones are better.
+
+    Nothing is read before the plan asks for a draft, so a layer that does not pay costs nothing. If
+    states of some tokens are missing, the cache begins behind these tokens.
+
+    As with a draft model, with `draws` each token is drawn from the distribution that `shaper` makes of
+    the layer's logits. `costs` is the table of the layer's decodes. The drafter owns the sequences `slot`
+    of the cache, each with room for `n_ctx` tokens; the first holds the first `n_held` tokens of the text.
+    """
+
+    def __init__(
+        self,
+        backend: MtpBackend,
+        trail: HiddenTrail,
+        shaper: DraftShaper,
+        rng: np.random.Generator,
+        *,
+        draws: bool,
+        branches: bool,
+        shape: TreeShape,
+        costs: CostTable,
+        slot: Branches,
+        n_ctx: int,
+        n_deepest: int | None = None,
+        n_held: int = 0,
+    ) -> None:
+        self._backend = backend
+        self._trail = trail
+        self._shaper = shaper
+        self._rng = rng
+        self._draws = draws
+        self._branches = branches
+        self._shape = shape
+        self._costs = costs
+        self._slot = slot
+        self._n_ctx = n_ctx
+        self._n_deepest = n_deepest
+        self._n_guesses = n_guesses(shape)
+        self._nodes = NodeBranches(backend, slot)
+        #: The number of tokens that the cache holds, counted from the text's beginning, and how many of
+        #: the first are left out.
+        self._n_held = n_held
+        self._n_skipped = 0
+
+    @property
+    def name(self) -> str:
+        return "mtp"
+
+    def price(self, n_context: int) -> Price:
+        if not self._costs:
+            return FREE
+        n_read = self._n_read(n_context)
+        n_rows = max(1, n_read + 1 - max(self._n_held, self._trail.first))
+        n_usual = min(n_rows, _N_USUAL)
+        next_s, first_s = self._costs.share_s(1), self._costs.share_s(n_usual)
+        backlog_s = max(0.0, self._costs.share_s(n_rows) - first_s)
+        n_unread = n_context - 1 - n_read
+        return Price(first_s + n_unread * next_s, next_s, backlog_s, n_rows - n_usual)
+
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        n_read = self._n_read(len(context))
+        if len(context) - 1 - n_read > _MOST_UNREAD or not self._find_start(n_read):
+            return NO_DRAFT
+        # The last drafted token is not decoded, so n tokens need n - 1 cells behind the text.
+        n_max = min(plan.n_max, self._n_ctx - (len(context) - self._n_skipped) + 1)
+        if n_max < 1:
+            return NO_DRAFT
+        before = context[len(context) - n_drafted :]
+        try:
+            row = yield from self._catch_up(context, n_read)
+            for position in range(n_read + 1, len(context)):
+                row = yield from self._step(context[position], position)
+            if self._branches:
+                n_text = len(context) - self._n_skipped
+                return (yield from self._tree(row, before, n_text, plan, n_max))
+            return (yield from self._chain(row, before, len(context), plan, n_max))
+        finally:
+            self._nodes.keep(ROOT, self._n_held - self._n_skipped, 0)
+
+    def observe(self, result: RoundResult) -> None:
+        pass
+
+    def rewind(self, n_tokens: int) -> None:
+        self._trail.rewind(n_tokens)
+        if n_tokens < self._n_held:
+            self._n_held = max(n_tokens, self._n_skipped)
+            self._backend.remove(self._slot.first, self._n_held - self._n_skipped)
+
+    # --- the text ------------------------------------------------------------------------------
+
+    def _n_read(self, n_context: int) -> int:
+        """The number of tokens of a text that the target has read, at most all but the last."""
+        return min(self._trail.n_read, n_context - 1)
+
+    def _find_start(self, n_read: int) -> bool:
+        """Drop the rows that the first batch decodes again, and return whether the state that its last row
+        reads is known. If other states are missing, the cache begins behind them."""
+        trail, first = self._trail, self._slot.first
+        if n_read and trail.after(n_read - 1) is None:
+            return False
+        n_held = min(self._n_held, n_read)
+        if trail.first > n_held:
+            # One state too few happens wherever a kept text goes on: the row then reads zeros.
+            n_held = self._n_skipped = trail.first
+            self._backend.remove(first)
+        self._n_held = n_held
+        length = n_held - self._n_skipped
+        if self._backend.length(first) > length:
+            self._backend.remove(first, length)
+        return True
+
+    def _catch_up(self, context: Sequence[int], n_read: int) -> Generator[Ask, Logits, Logits]:
+        """Decode the rows up to that of token `n_read`; return the logits after it, float32[n_vocab]."""
+        sequence = (self._slot.first,)
+        rows: Logits | None = None
+        while self._n_held <= n_read:
+            batch = Batch()
+            for index in range(self._n_held, n_read + 1)[: self._backend.n_batch]:
+                batch.add(context[index], index - self._n_skipped, sequence, index == n_read)
+                batch.hidden.append(self._trail.after(index - 1))
+            rows = yield Ask(self._backend, batch, self._costs)
+            self._n_held += len(batch)
+        self._trail.forget(self._n_held - 1)
+        assert rows is not None, "at least one token is decoded"
+        row: Logits = rows[0]
+        return row
+
+    # --- drafts --------------------------------------------------------------------------------
+
+    def _step(self, token: int, index: int) -> Generator[Ask, Logits, Logits]:
+        """Decode the token at `index` of the text and the draft; return the logits after it."""
+        first = self._slot.first
+        batch = Batch()
+        batch.add(token, index - self._n_skipped, (first,), True)
+        batch.hidden.append(self._backend.state(first))
+        rows = yield Ask(self._backend, batch, self._costs)
+        row: Logits = rows[0]
+        return row
+
+    def _chain(
+        self, row: Logits, before: Sequence[int], n_text: int, plan: RoundPlan, n_max: int
+    ) -> Drafting:
+        if self._n_deepest is not None:
+            n_max = min(n_max, self._n_deepest)
+        chain = DraftedChain(plan, self._shaper, self._rng, before, draws=self._draws)
+        while chain.takes(row):
+            token, n = chain.tokens[-1], len(chain.tokens)
+            if n == n_max or self._backend.vocabulary.is_end(token) or not chain.goes_on():
+                break
+            row = yield from self._step(token, n_text + n - 1)
+        return chain.draft(self.name)
+
+    def _tree(
+        self, row: Logits, before: Sequence[int], n_text: int, plan: RoundPlan, n_max: int
+    ) -> Drafting:
+        """Draft a tree behind `n_text` tokens of the cache."""
+        is_end = self._backend.vocabulary.is_end
+        tree = GrowingTree(self.name)
+        growing = growth(
+            self._shape, plan, n_max, self._n_deepest, self._rng, is_end, self._seconds
+        )
+        growing.take(tree, ROOT, self._look(row, before))
+        states = {ROOT: self._backend.state(self._slot.first)}
+        self._nodes.begin()
+        while nodes := growing.frontier(
+            tree, min(_WIDEST, self._backend.n_outputs, self._nodes.n_free)
+        ):
+            batch, ends = Batch(), []
+            for node in nodes:
+                parent, position = tree.parents[node], n_text + tree.depths[node]
+                ends.append(self._nodes.follow(node, parent, position))
+                batch.add(tree.tokens[node], position, (ends[-1],), True)
+                batch.hidden.append(states[parent])
+            rows = yield Ask(self._backend, batch, self._costs)
+            for node, end, row_behind in zip(nodes, ends, rows, strict=True):
+                states[node] = self._backend.state(end)
+                tree.look_beyond(node)
+                growing.take(tree, node, self._look(row_behind, (*before, *tree.path(node))))
+        return growing.cut(tree.draft(growing.walks))
+
+    def _seconds(self, n_rows: int) -> float:
+        return self._costs.share_s(n_rows) if self._costs else 0.0
+
+    def _look(self, row: Logits, path: Sequence[int]) -> Look:
+        return look(row, self._shaper, path, self._n_guesses, draws=self._draws)

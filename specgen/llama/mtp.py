@@ -1,0 +1,84 @@
+"""A context of a model's multi-token prediction (MTP) layers."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import numpy as np
+
+from specgen.decoding.backend import Batch
+from specgen.decoding.hidden_trail import HiddenTrail
+from specgen.errors import BackendError
+from specgen.llama.context import LlamaBackend
+from specgen.llama.library import llama_cpp_ext
+from specgen.llama.model import LlamaModel
+from specgen.llama.mtp_layers import WANTED_ROWS_ONLY
+from specgen.options import ContextOptions
+from specgen.system.arrays import Hidden, Logits
+
+#: The memory for hidden states that MTP layers have not read yet, of all texts together.
+_STATES_BYTES = 2**28
+_LEAST_STATES = 256
+
+
+class MtpContext(LlamaBackend):
+    """A context of a target's first MTP layer: a cache of that layer alone, beside the target's own.
+
+    The row of a token has the hidden state before it (`Batch.hidden`): the target's or, for a drafted
+    token, the layer's own. Where none is given, it reads zeros. `n_slots`
+    texts share the context. Parameters and errors are those of `LlamaBackend`; also raises `BackendError`
+    if the model was loaded without MTP layers.
+    """
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        options: ContextOptions,
+        *,
+        n_ctx: int,
+        clock: Callable[[], float],
+        n_branches: int = 1,
+        n_outputs: int = 1,
+        n_slots: int = 1,
+    ) -> None:
+        if model.why_no_mtp:
+            raise BackendError(f"{model.name}: {model.why_no_mtp}")
+        super().__init__(
+            model,
+            options,
+            n_ctx=n_ctx * n_slots,
+            clock=clock,
+            n_sequences=n_branches * n_slots,
+            n_outputs=n_outputs * n_slots,
+            n_branches=n_branches,
+            is_mtp=True,
+        )
+        n_rows, n_values = max(self.n_batch, self.n_outputs), model.n_embd_out
+        memory = (ctypes.c_float * (n_rows * n_values))()
+        self._rows.native.embd = memory
+        self._inputs = np.ctypeslib.as_array(memory).reshape(n_rows, n_values)
+        self._wanted_rows_only = model.metadata("general.architecture") in WANTED_ROWS_ONLY
+        llama_cpp_ext.llama_set_embeddings_nextn(self._handle, True, self._wanted_rows_only)
+        self._states: dict[int, Hidden] = {}
+        n_most = max(_LEAST_STATES, _STATES_BYTES // (4 * n_values * n_slots))
+        #: The target's hidden states of each slot's text, which the layer may still have to read.
+        self.trails = tuple(HiddenTrail(n_most) for _ in range(n_slots))
+
+    def state(self, sequence: int) -> Hidden:
+        return self._states[sequence]
+
+    def _decode_rows(self, batch: Batch) -> Logits:
+        self._rows.check(batch)
+        inputs = self._inputs[: len(batch)]
+        for row, state in enumerate(batch.hidden or [None] * len(batch)):
+            inputs[row] = 0.0 if state is None else state
+        logits = super()._decode_rows(batch)
+        rows = [row for row, wants in enumerate(batch.wants_logits) if wants]
+        if rows:
+            states = self._mtp_states(len(rows) if self._wanted_rows_only else len(batch))
+            for index, row in enumerate(rows):
+                state = states[index if self._wanted_rows_only else row].copy()
+                for sequence in batch.sequences[row]:
+                    self._states[sequence] = state
+        return logits
