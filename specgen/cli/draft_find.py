@@ -68,7 +68,7 @@ def find(
     expected speed-up over plain decoding.
 
     In a pipe, it prints one line for each draft, the best first. The
-    columns, separated by tabs: the file, "ngram" or "none"; the expected
+    columns, separated by tabs: the file, "mtp", "ngram" or "none"; the expected
     speed-up over plain decoding, and that of the worst prompt; tokens per
     second; acceptance rate; tokens per round; milliseconds to draft a token,
     and to begin.
@@ -140,6 +140,8 @@ def search_drafts(
         return None
     tried = [Tried("none", plain_figures(baseline))]
     drafts: list[DraftSource] = ["ngram", *candidates]
+    if not loaded.target.why_no_mtp:
+        drafts.insert(1, "mtp")
     for draft in drafts:
         what = name_of(draft)
 

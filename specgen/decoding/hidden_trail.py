@@ -59,17 +59,27 @@ class HiddenTrail:
     def begin(self, text: Sequence[int], others: Iterable[HiddenTrail] = ()) -> None:
         """Begin another text. Keep the states of its beginning that this trail, or one of the `others`,
         knows: the target's cache may hold that beginning already."""
-        n_known, best = _n_common(self._tokens, text), self
-        for other in others:
-            if (n := _n_common(other._tokens, text)) > n_known:
-                n_known, best = n, other
+        best = max((self, *others), key=lambda trail: (trail.n_common(text), trail is self))
         if best is not self:
-            self._take_over(best)
-        self.rewind(n_known)
+            self.take_over(best)
+        self.rewind(self.n_common(text))
 
-    def _take_over(self, other: HiddenTrail) -> None:
-        self._tokens, self._states = list(other._tokens), list(other._states)
-        self._first = other._first
+    def take_over(self, other: HiddenTrail) -> None:
+        """Take the text of another trail, and its known states, which are then shared."""
+        self._tokens, self._states, self._first = other.copied()
+
+    def n_common(self, text: Sequence[int]) -> int:
+        """Return the length of the beginning that a text has in common with this one."""
+        n = 0
+        for own, token in zip(self._tokens, text, strict=False):
+            if own != token:
+                break
+            n += 1
+        return n
+
+    def copied(self) -> tuple[list[int], list[Hidden], int]:
+        """Return the text, the known states, which are shared, and the first token of these."""
+        return list(self._tokens), list(self._states), self._first
 
     def take_rows(self, rows: Hidden, text: Sequence[int], n_read: int) -> None:
         start = n_read - len(rows)
@@ -97,12 +107,3 @@ class HiddenTrail:
         if n > 0:
             del self._states[:n]
             self._first = min(self._first + n, len(self._tokens))
-
-
-def _n_common(one: Sequence[int], other: Sequence[int]) -> int:
-    n = 0
-    for first, second in zip(one, other, strict=False):
-        if first != second:
-            break
-        n += 1
-    return n

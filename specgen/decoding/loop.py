@@ -161,25 +161,6 @@ class Loop:
             tally.first_token_s = now - sequence.read_since_s
         return events
 
-    def _has_read_beside(
-        self,
-        sequence: Sequence,
-        logits: Logits | None,
-        hidden: Hidden | None,
-        batch: Batch,
-        read_s: float,
-    ) -> list[Event]:
-        """Record a piece of a prompt that is the end of a round's batch; `hidden` are states of its rows, if the
-        round has states of all rows. Return the events. An error is the sequence's `failure`."""
-        states = sequence.hidden
-        if states is not None and states.for_mtp and hidden is not None:
-            states.take_rows(hidden, sequence.tokens, batch.positions[-1] + 1)
-        try:
-            return self._has_read(sequence, logits, read_s, self._clock() - read_s)
-        except BackendError as error:  # the grammar allows no token, or a logit is not a number
-            sequence.failure = error
-            return []
-
     def _reading(self, sequence: Sequence) -> ReadingEvent:
         """Return how far a prompt has been read."""
         n_read, n_all = self._target.length(sequence.slot.first), len(sequence.tokens)
@@ -223,8 +204,7 @@ class Loop:
         if beside is not None and not beside.sequence.is_finished:
             n_most = min(beside.n_rows(n_own_rows), self._target.n_batch - n_own_rows)
             is_last = n_most > 0 and self._add_piece(batch, beside.sequence, n_most)
-        whose = active if beside is None else [*active, beside.sequence]
-        logits, hidden = self._decode_round(batch, whose)
+        logits, hidden = self._decode_round(batch, active, beside, n_own_rows)
         target_s = self._target.decode_s - target_s
         # More rows than the batch has, if tokens were decoded again to restore a recurrent state.
         n_rows = self._target.n_decoded_rows - n_rows
@@ -233,8 +213,10 @@ class Loop:
             target_s, n_rows = target_s - read_s, n_own_rows
             round_started += read_s
             last = logits[-1:] if is_last else None
-            own_hidden = None if hidden is None else hidden[n_own_rows:]
-            events += self._has_read_beside(beside.sequence, last, own_hidden, batch, read_s)
+            try:
+                events += self._has_read(beside.sequence, last, read_s, self._clock() - read_s)
+            except BackendError as error:  # as below
+                beside.sequence.failure = error
 
         first_row = n_silent = 0
         for sequence, drafted, n_own in zip(active, drafting, n_pending, strict=True):
@@ -252,11 +234,9 @@ class Loop:
                 continue
             tally.n_rounds += 1
             events += self._commit(sequence, draft, verdict, rows, drafted.plan.reason)
-            if sequence.hidden is not None and hidden is not None:
-                path = verdict.path[: len(sequence.tokens) - n_tokens]
-                root = first_row - len(rows)
-                taken = _rows_of_text(path, root, n_own, n_silent, sequence.hidden.for_mtp)
-                sequence.hidden.take_rows(hidden[taken], sequence.tokens, n_tokens + len(path))
+            kept = verdict.path[: len(sequence.tokens) - n_tokens]
+            n_read = n_tokens + len(kept)
+            _keep_states(sequence, hidden, first_row - len(rows), n_silent, n_own, kept, n_read)
             result = RoundResult(
                 drafted.plan,
                 draft,
@@ -343,16 +323,27 @@ class Loop:
         return logits
 
     def _decode_round(
-        self, batch: Batch, active: abc.Sequence[Sequence]
+        self,
+        batch: Batch,
+        active: abc.Sequence[Sequence],
+        beside: ReadBeside | None,
+        n_own_rows: int,
     ) -> tuple[Logits, Hidden | None]:
         """Decode a round's batch. Return the logits, float32[n_rows, n_vocab], and the hidden states,
-        float32[n_rows, n_embd], if a drafter needs these."""
-        wanted = [sequence.hidden for sequence in active if sequence.hidden is not None]
+        float32[n_rows, n_embd], if a drafter needs these. Behind the first `n_own_rows` rows are those of a
+        prompt."""
+        reader = beside.sequence if beside is not None and len(batch) > n_own_rows else None
+        sequences = active if reader is None else [*active, reader]
+        wanted = [sequence.hidden for sequence in sequences if sequence.hidden is not None]
         target = self._hidden_target
         if wanted and target is not None:
             for_mtp = wanted[0].for_mtp  # the same for all, as the same draft serves all
             if for_mtp or len(batch) <= target.n_outputs:
-                return target.decode_hidden(batch, for_mtp=for_mtp)
+                logits, hidden = target.decode_hidden(batch, for_mtp=for_mtp)
+                if for_mtp and reader is not None and reader.hidden is not None:
+                    n_read = batch.positions[-1] + 1
+                    reader.hidden.take_rows(hidden[n_own_rows:], reader.tokens, n_read)
+                return logits, hidden
         return self._target.decode(batch), None
 
     def _pending(self, sequence: Sequence, n_room: int) -> list[int]:
@@ -524,6 +515,27 @@ class Loop:
         return events
 
 
+def _keep_states(
+    sequence: Sequence,
+    hidden: Hidden | None,
+    root: int,
+    n_silent: int,
+    n_pending: int,
+    kept: abc.Sequence[int],
+    n_read: int,
+) -> None:
+    """Let a sequence keep the hidden states of its text: of its `n_pending` rows before the draft, the last
+    of which is row `root` of the rows with logits, and of the accepted nodes `kept`. Up to it the batch has
+    `n_silent` rows without logits. The target has read `n_read` tokens then."""
+    if sequence.hidden is None or hidden is None:
+        return
+    taken = [root, *(root + 1 + node for node in kept)]
+    if sequence.hidden.for_mtp:  # there are states of rows without logits, too
+        root += n_silent
+        taken = [*range(root + 1 - n_pending, root), *(row + n_silent for row in taken)]
+    sequence.hidden.take_rows(hidden[taken], sequence.tokens, n_read)
+
+
 @dataclass(slots=True)
 class _Drafted:
     """The drafting of one sequence in a round."""
@@ -549,18 +561,6 @@ class _Drafted:
         if not len(self.draft):
             name: ReasonName = "grammar" if len(draft) and not len(allowed) else "unsure"
             self.plan = replace(self.plan, reason=Reason(name))
-
-
-def _rows_of_text(
-    path: abc.Sequence[int], root: int, n_own: int, n_silent: int, for_mtp: bool
-) -> list[int]:
-    """Return the rows of the tokens that became text in a round, among its rows of hidden states: `n_own`
-    up to the root, and those of the accepted `path`. `root` is the root's row of logits. States `for_mtp` have
-    rows without logits too, `n_silent` so far in the batch."""
-    if not for_mtp:
-        return [root, *(root + 1 + node for node in path)]
-    root += n_silent
-    return [*range(root + 1 - n_own, root + 1), *(root + 1 + node for node in path)]
 
 
 def _commit_forced(sequence: Sequence) -> list[Piece]:

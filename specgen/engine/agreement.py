@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 
-from specgen.decoding.backend import Backend, Batch
+from specgen.decoding.backend import Backend, Batch, HiddenBackend
 from specgen.decoding.drafters import Drafter, draft_alone
+from specgen.decoding.hidden_trail import HiddenTrail
 from specgen.decoding.policy import draft_up_to
 from specgen.decoding.policy.acceptance import Chances, new_chances
 from specgen.decoding.text_state import TextState
@@ -128,3 +129,18 @@ def greedy_tokens(target: Backend, tokens: Sequence[int], start: int) -> Iterato
         said: list[int] = target.decode(batch).argmax(axis=1).tolist()
         yield from ((done + row + 1, token) for row, token in enumerate(said))
         done = end
+
+
+def read_states(target: HiddenBackend, tokens: Sequence[int], trail: HiddenTrail) -> None:
+    """Add the target's states after each token of a text to the trail of its MTP layers. The target's
+    context must be empty, and is empty again afterwards."""
+    try:
+        for start in range(0, len(tokens), target.n_batch):
+            batch = Batch()
+            for position in range(start, min(start + target.n_batch, len(tokens))):
+                batch.add(tokens[position], position, (0,), False)
+            batch.wants_logits[-1] = True
+            _, hidden = target.decode_hidden(batch, for_mtp=True)
+            trail.take_rows(hidden, tokens, start + len(batch))
+    finally:
+        target.remove(0)

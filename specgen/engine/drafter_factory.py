@@ -125,8 +125,8 @@ class DrafterFactory:
         )
 
     def chain_drafter(self, prompt: Prompt, draft: Backend, state: TextState) -> Drafter:
-        """Return the draft model's drafter alone, which drafts chains of its most likely tokens over
-        `state`, whatever the user's samplers are. The text starts with `prompt`."""
+        """Return the drafter of the draft model, or of what drafts from hidden states, alone, which drafts chains of its most
+        likely tokens over `state`, whatever the user's samplers are. The text starts with `prompt`."""
         parts = _Parts(
             self.models,
             self._chances_of,
@@ -136,6 +136,10 @@ class DrafterFactory:
             self.models.settings,
             branches=False,
         )
+        from_states = self.models.drafts.from_states
+        if from_states is not None:
+            parts = replace(parts, settings=self.models.settings.most_likely())
+            return parts.of_states(from_states, draft, np.random.default_rng(0))[0]
         assert self.models.drafts.main is not None, "there is no draft model"
         return parts.of_model(self.models.drafts.main, (draft,), np.random.default_rng(0))
 
@@ -204,7 +208,7 @@ class _Parts:
             drafter = self._of_heads(heads, last, rng)
             merges = heads.merges(self.settings)
         elif from_states is not None and backends:
-            drafter, hidden = self._of_states(from_states, backends[0], rng)
+            drafter, hidden = self.of_states(from_states, backends[0], rng)
             merges = from_states.merges(self.settings)
         else:
             is_ngram = drafts.source == "ngram"
@@ -331,7 +335,7 @@ class _Parts:
             n_deepest=drafting.tree_depth,
         )
 
-    def _of_states(
+    def of_states(
         self, draft: StatesDraft, backend: Backend, rng: np.random.Generator
     ) -> tuple[MtpDrafter, HiddenTrail]:
         """Return the drafter of the target's MTP layers or of an EAGLE-3 draft, and the hidden states that the

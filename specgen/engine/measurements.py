@@ -6,14 +6,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from specgen.decoding.backend import Backend
+from specgen.decoding.backend import Backend, HiddenBackend
 from specgen.decoding.text_state import TextState
-from specgen.engine.agreement import N_KNOWN, N_TOKENS, TEXT, Walk, sample_agreement
+from specgen.engine.agreement import (
+    N_KNOWN,
+    N_TOKENS,
+    TEXT,
+    Walk,
+    read_states,
+    sample_agreement,
+)
 from specgen.engine.calibration.gain import Costs, expected_gain
 from specgen.engine.calibration.timing import MIN_SIZES, complete, is_measured, timed_batch_sizes
 from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.loaded_models import MAX_SEQUENCES, Models
 from specgen.engine.prompts import Prompt, tokenize
+from specgen.llama.mtp import MtpContext
 from specgen.system.machine import BUSY_SHARE, core_time, share_of_others
 
 #: Batch sizes to time for a draft model: drafted tokens, the tokens of the last round, a prompt.
@@ -33,7 +41,7 @@ def is_pair_measured(models: Models, draft: Path | Literal["mtp"] | None) -> boo
     return own and (draft is None or is_measured(models.costs.table(draft)))
 
 
-def known_costs(models: Models, draft: Path) -> Costs | None:
+def known_costs(models: Models, draft: Path | Literal["mtp"]) -> Costs | None:
     """Return the costs of the target and of a draft model; None if they are not known, or only for one
     size of batches."""
     if not is_pair_measured(models, draft):
@@ -134,16 +142,19 @@ def _sample_agreement(
 ) -> bool:
     """Measure how often the draft model agrees with the target, unless that is known, or the draft could
     not pay even if it always agreed. Return whether anything was measured."""
-    path, chances = models.drafts.path, DrafterFactory(models).chances()
-    is_known = "model" in chances and chances["model"].n_judged >= N_KNOWN
+    timed, chances = models.drafts.timed, DrafterFactory(models).chances()
+    origin = "mtp" if timed == "mtp" else "model"
+    is_known = origin in chances and chances[origin].n_judged >= N_KNOWN
     drafting = models.options.drafting
-    if path is None or is_known or not drafting.is_by_cost:
+    if timed is None or is_known or not drafting.is_by_cost:
         return False
-    costs = known_costs(models, path)
+    costs = known_costs(models, timed)
     if costs is None or expected_gain(costs, 1.0).speedup <= 1.0:
         return False
     tokens = tokenize(models.target.vocabulary, TEXT, parse_special=False)[:N_TOKENS]
     walk = agreement_walk(models, Prompt(TEXT, tuple(tokens[:1])), draft)
+    if isinstance(draft, MtpContext) and isinstance(target, HiddenBackend):
+        read_states(target, tokens[: target.n_ctx], draft.trails[0])
     try:
         return sample_agreement(target, walk, tokens, interrupted).n_places > 0
     finally:

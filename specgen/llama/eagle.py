@@ -301,8 +301,8 @@ class EagleTrail(HiddenTrail):
             self._n_raw = 0
         return super().after(index)
 
-    def _take_over(self, other: HiddenTrail) -> None:
-        super()._take_over(other)
+    def take_over(self, other: HiddenTrail) -> None:
+        super().take_over(other)
         self._n_raw = other.n_raw if isinstance(other, EagleTrail) else 0
 
     def take_rows(self, rows: Hidden, text: Sequence[int], n_read: int) -> None:

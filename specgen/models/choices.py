@@ -54,7 +54,9 @@ def saved_draft(target: FileIdentity, file: Path | None = None) -> SavedDraft | 
         return None
     draft = entry.get("draft") if isinstance(entry, dict) else None
     if not isinstance(draft, str) or not draft:
-        raise _damaged(path, f'{_DRAFTS} "{_key(target)}": draft: is no path, "ngram" or "none"')
+        raise _damaged(
+            path, f'{_DRAFTS} "{_key(target)}": draft: is no path, "mtp", "ngram" or "none"'
+        )
     figures = {name: _figure(entry.get(name)) for name in _FIGURES}
     return SavedDraft(_source(draft), _date(entry.get("date")), **figures)
 
@@ -120,6 +122,8 @@ def _key(target: FileIdentity) -> str:
 def _source(text: str) -> DraftSource:
     if text == "ngram":
         return "ngram"
+    if text == "mtp":
+        return "mtp"
     return "none" if text == "none" else Path(text)
 
 

@@ -66,12 +66,12 @@ _MODELS = panel(
         "--draft",
         "--model-draft",
         "-md",
-        metavar="FILE|NAME|ngram|none",
-        help="What drafts: a GGUF file or a name; `ngram` (repetitions of the text so far); `heads` (made "
-        "by `specgen draft make`); or `none` (plain decoding). A second --draft drafts for the first: a "
+        metavar="FILE|NAME|mtp|ngram|none",
+        help="What drafts: a GGUF file or a name; `mtp` (the target's own MTP layers); `ngram` (repetitions "
+        "of the text so far); `heads` (made by `specgen draft make`); or `none` (plain decoding). A second --draft drafts for the first: a "
         "smaller model or `ngram`.",
         show_default="the pair's; with -m alone the one that `specgen draft find` or `specgen draft make` "
-        "saved, a known partner on this disk, or ngram",
+        "saved, its MTP layers, a known partner on this disk, or ngram",
     ),
     pair=Option(
         "--pair",

@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 import numpy as np
 
 from specgen.decoding.backend import Batch, MtpBackend
-from specgen.decoding.draft import NO_DRAFT, ROOT, Draft
+from specgen.decoding.draft import NO_DRAFT, ROOT
 from specgen.decoding.drafters.base import Ask, Drafting
 from specgen.decoding.drafters.growth import (
     DraftedChain,
@@ -24,7 +24,7 @@ from specgen.decoding.policy import RoundPlan, RoundResult
 from specgen.decoding.policy.cost_table import FREE, CostTable, Price
 from specgen.decoding.tree_batch import Branches
 from specgen.options import TreeShape
-from specgen.system.arrays import Hidden, Logits
+from specgen.system.arrays import Logits
 
 #: The most tokens behind those that the target has read: its own next token, and tokens that a
 #: grammar or another drafter added. Each but the first takes a decode of its own.
@@ -154,9 +154,7 @@ class MtpDrafter:
             self._backend.remove(first, length)
         return True
 
-    def _catch_up(
-        self, context: Sequence[int], n_read: int
-    ) -> Generator[Ask, Logits, Logits]:
+    def _catch_up(self, context: Sequence[int], n_read: int) -> Generator[Ask, Logits, Logits]:
         """Decode the rows up to that of token `n_read`; return the logits after it, float32[n_vocab]."""
         sequence = (self._slot.first,)
         rows: Logits | None = None
@@ -169,7 +167,8 @@ class MtpDrafter:
             self._n_held += len(batch)
         self._trail.forget(self._n_held - 1)
         assert rows is not None, "at least one token is decoded"
-        return rows[0]
+        row: Logits = rows[0]
+        return row
 
     # --- drafts --------------------------------------------------------------------------------
 
@@ -180,7 +179,8 @@ class MtpDrafter:
         batch.add(token, index - self._n_skipped, (first,), True)
         batch.hidden.append(self._backend.state(first))
         rows = yield Ask(self._backend, batch, self._costs)
-        return rows[0]
+        row: Logits = rows[0]
+        return row
 
     def _chain(
         self, row: Logits, before: Sequence[int], n_text: int, plan: RoundPlan, n_max: int
@@ -207,7 +207,9 @@ class MtpDrafter:
         growing.take(tree, ROOT, self._look(row, before))
         states = {ROOT: self._backend.state(self._slot.first)}
         self._nodes.begin()
-        while nodes := growing.frontier(tree, min(_WIDEST, self._backend.n_outputs, self._nodes.n_free)):
+        while nodes := growing.frontier(
+            tree, min(_WIDEST, self._backend.n_outputs, self._nodes.n_free)
+        ):
             batch, ends = Batch(), []
             for node in nodes:
                 parent, position = tree.parents[node], n_text + tree.depths[node]

@@ -41,7 +41,7 @@ class MemoBackend:
 
     With `costs`, a decode that is answered from memory adds to `decode_s` the time that it would have
     taken by this table (`saved_s`). Policies that decide by the costs of decodes then decide as without
-    a memory. With `hidden`, hidden states are remembered too.
+    a memory. With `hidden`, hidden states are remembered too, with `for_mtp` those for MTP layers.
     """
 
     def __init__(
@@ -51,13 +51,17 @@ class MemoBackend:
         n_bytes_max: int | None = None,
         costs: CostTable | None = None,
         hidden: bool = False,
+        for_mtp: bool = False,
     ) -> None:
         self._inner = inner
         #: The inner backend if hidden states are remembered: they follow the logits in a row.
         self._hidden_inner: HiddenBackend | None = None
-        if hidden:
+        if hidden or for_mtp:
             assert isinstance(inner, HiddenBackend), "hidden states are asked for"
             self._hidden_inner = inner
+        self._for_mtp = for_mtp
+        #: The hidden states of all rows of the last decode of the inner backend, for MTP layers.
+        self._states: Hidden = np.empty((0, 0), np.float32)
         self._costs = costs
         #: The seconds that the decodes answered from memory would have taken.
         self.saved_s = 0.0
@@ -133,10 +137,18 @@ class MemoBackend:
         if one row would continue different texts."""
         return self._decode(batch)[:, : self.n_vocab]
 
-    def decode_hidden(self, batch: Batch) -> tuple[Logits, Hidden]:
-        """See `HiddenBackend.decode_hidden`. Raise `BackendError` if hidden states are not remembered."""
-        if self._hidden_inner is None:
-            raise BackendError("no hidden states are remembered")
+    def decode_hidden(self, batch: Batch, *, for_mtp: bool = False) -> tuple[Logits, Hidden]:
+        """See `HiddenBackend.decode_hidden`. Raise `BackendError` if such hidden states are not remembered.
+        States of rows without logits, as in a prompt, are computed each time."""
+        if self._hidden_inner is None or for_mtp != self._for_mtp:
+            raise BackendError("no such hidden states are remembered")
+        if for_mtp and not all(batch.wants_logits):
+            nodes, ends = self._read(batch)
+            wanted = [node for node, wants in zip(nodes, batch.wants_logits, strict=True) if wants]
+            logits = self._compute(batch, wanted, ends)[:, : self.n_vocab]
+            for sequence, node in ends.items():
+                self._nodes[sequence] = node
+            return logits, self._states
         rows = self._decode(batch)
         return rows[:, : self.n_vocab], rows[:, self.n_vocab :]
 
@@ -364,6 +376,10 @@ class MemoBackend:
         inner = self._hidden_inner
         if inner is None:
             return self._inner.decode(batch)
+        if self._for_mtp:
+            logits, self._states = inner.decode_hidden(batch, for_mtp=True)
+            states = self._states[np.flatnonzero(batch.wants_logits)]
+            return np.concatenate([logits, states], axis=1)
         # Each row of a batch for hidden states costs an output, so leading rows without one go first.
         n_silent = [*batch.wants_logits, True].index(True)
         if n_silent:

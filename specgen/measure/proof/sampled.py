@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from specgen.decoding.backend import Backend
 from specgen.decoding.loop import Loop
 from specgen.decoding.text_state import RememberingShaper, Shaper
 from specgen.engine.drafter_factory import DrafterFactory
@@ -24,6 +25,7 @@ from specgen.engine.loaded_models import Models
 from specgen.engine.measurements import measure_if_costs_decide
 from specgen.engine.prompts import Prompt
 from specgen.llama import LlamaBackend
+from specgen.llama.mtp import MtpContext
 from specgen.measure.proof.drafting_plans import DraftingPlan, WayName
 from specgen.measure.proof.drawing import N_SEARCHED, Drawer, find_place
 from specgen.measure.proof.exact import Exact
@@ -166,12 +168,19 @@ def check_sampled(
     ):
         measure_if_costs_decide(loaded, cache, draft_cache)
         target = _remembering(loaded, cache, prompt)
-        drafts = [_remembering(loaded, each, prompt) for each in (draft_cache, *caches) if each]
+        drafts: list[Backend] = []
+        remembering = [target]
+        for each in (draft_cache, *caches):
+            if isinstance(each, MtpContext):  # its rows read states, and not the text alone
+                drafts.append(each)
+            elif each is not None:
+                remembering.append(_remembering(loaded, each, prompt))
+                drafts.append(remembering[-1])
 
         def clock() -> float:
             """Return seconds as if nothing were remembered: policies compare the time of decodes with the
             time of everything else."""
-            return loaded.clock() + sum(each.saved_s for each in (target, *drafts))
+            return loaded.clock() + sum(each.saved_s for each in remembering)
 
         loop = Loop(target, clock, interrupted)
         generation = DrafterFactory(loaded).sequence(
@@ -237,7 +246,8 @@ def _remembering(loaded: Models, cache: LlamaBackend, prompt: Prompt) -> MemoBac
     is_target = cache.model is loaded.target
     costs = loaded.costs.table(None if is_target else model, len(prompt.tokens))
     hidden = is_target and loaded.drafts.heads is not None
-    return MemoBackend(cache, n_bytes_max=_N_BYTES_MAX, costs=costs, hidden=hidden)
+    for_mtp = is_target and loaded.drafts.mtp is not None
+    return MemoBackend(cache, n_bytes_max=_N_BYTES_MAX, costs=costs, hidden=hidden, for_mtp=for_mtp)
 
 
 def _shorten(cells: Cells, n_tokens: int) -> Cells:

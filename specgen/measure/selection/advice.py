@@ -70,7 +70,7 @@ def name_of_way(way: TriedDraft) -> str:
 
 def options_of_way(way: TriedDraft) -> str:
     """Return the options with which `specgen run` drafts in this way."""
-    alone = " --no-ngrams" if isinstance(way.draft, Path) and not way.ngrams else ""
+    alone = " --no-ngrams" if way.draft not in ("ngram", "none") and not way.ngrams else ""
     return f"--draft {shlex.quote(str(way.draft))}{alone}"
 
 

@@ -32,19 +32,21 @@ def choose_drafts(
     saved: SavedDraft | None,
     registry: Registry,
     locate: Callable[[CatalogueModel], Path | None],
+    *,
+    has_mtp: bool = False,
 ) -> tuple[DraftChoice, ...]:
     """Return the possible drafts for a target without a named draft, the best first.
 
-    The draft that was `saved` for it comes first, then the first partner in the registry that `locate`
+    The draft that was `saved` for it comes first, then its MTP layers if it has some, then the first partner in the registry that `locate`
     finds on this disk, then the general draft if it is there and much smaller than the target, then
     n-grams. The caller uses the first that loads and is expected to be faster. N-grams and no draft always
     load, so the choices end with the first of these.
     """
     choices: list[DraftChoice] = []
-    for choice in _candidates(target, saved, registry, locate):
+    for choice in _candidates(target, saved, registry, locate, has_mtp=has_mtp):
         if choice.draft not in [earlier.draft for earlier in choices]:
             choices.append(choice)
-        if not isinstance(choice.draft, Path):
+        if choice.draft in ("ngram", "none"):
             break
     return tuple(choices)
 
@@ -54,6 +56,8 @@ def _candidates(
     saved: SavedDraft | None,
     registry: Registry,
     locate: Callable[[CatalogueModel], Path | None],
+    *,
+    has_mtp: bool,
 ) -> Iterator[DraftChoice]:
     gone, alone = "", ", as no partner is known"
     if saved is not None:
@@ -62,6 +66,9 @@ def _candidates(
             yield _saved(target, saved)
         else:
             gone = f"{saved.draft}, saved as the draft for {target.name}, no longer exists; "
+    if has_mtp:
+        alone = ""
+        yield DraftChoice("mtp", f"{gone}drafting with the target's own {name_of('mtp')}")
     model = registry.recognise(target)
     for pair in registry.pairs_for(model) if model is not None else ():
         draft: DraftSource | None = "ngram"
@@ -99,4 +106,6 @@ def name_of(draft: DraftSource) -> str:
     """Return the name of a draft for a table or a sentence."""
     if isinstance(draft, Path):
         return draft.name
+    if draft == "mtp":
+        return "MTP layers"
     return "n-grams" if draft == "ngram" else "none"

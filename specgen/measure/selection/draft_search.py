@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: The order of drafts whose speed-ups are shown as equal: those without a second model come first, so
 #: that a model is chosen only if it gains something.
-_TIES = ("ngram", "none")
+_TIES = ("mtp", "ngram", "none")
 
 
 @dataclass(frozen=True, slots=True)

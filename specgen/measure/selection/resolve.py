@@ -23,12 +23,13 @@ Fetch = Callable[[str], Path]
 class Disk:
     """Finds what is on this disk, without downloads: `locate` returns the file of a model, `identify` the
     identity of a file, `saved` the draft that was saved for a target, and `made_heads` the decoder heads
-    that were made for it."""
+    that were made for it; `has_mtp` says whether it has MTP layers that can draft."""
 
     locate: Callable[[CatalogueModel], Path | None]
     identify: Callable[[Path], FileIdentity | None]
     saved: Callable[[FileIdentity], SavedDraft | None]
     made_heads: Callable[[FileIdentity], Path | None] = lambda _target: None
+    has_mtp: Callable[[Path], bool] = lambda _target: False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +81,13 @@ def resolve(
         saved = disk.saved(identity)
         if chosen is not None and saved is None and chosen.draft != "ngram":
             find_model(chosen.draft, registry, fetch)
-        return Sources(target_path, choose_drafts(identity, saved, registry, disk.locate))
-    if draft == "ngram":
-        return Sources(target_path, (DraftChoice("ngram"),))
-    if draft == "none":
-        return Sources(target_path, (DraftChoice("none"),))
+        drafts = choose_drafts(
+            identity, saved, registry, disk.locate, has_mtp=disk.has_mtp(target_path)
+        )
+        return Sources(target_path, drafts)
+    words: dict[str, DraftSource] = {"ngram": "ngram", "none": "none", "mtp": "mtp"}
+    if draft in words:
+        return Sources(target_path, (DraftChoice(words[draft]),))
     if draft == "heads":
         return Sources(target_path, (DraftChoice(_made_heads(target_path, disk)),))
     return Sources(target_path, (DraftChoice(find_model(draft, registry, fetch)),))

@@ -20,13 +20,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specgen.decoding.backend import Backend, Batch
+from specgen.decoding.backend import Batch
 from specgen.decoding.draft import NO_DRAFT, ROOT, Draft
 from specgen.decoding.drafters import draft_alone
+from specgen.decoding.hidden_trail import HiddenTrail
+from specgen.decoding.last_hidden import LastHidden
 from specgen.decoding.loop import Loop
 from specgen.decoding.policy import Reason, RoundPlan, RoundResult, draft_up_to
 from specgen.decoding.sequence import Sequence
 from specgen.decoding.tally import Tally
+from specgen.engine.agreement import read_states
 from specgen.engine.calibration.gain import Costs, speedup
 from specgen.engine.calibration.timing import time_batch, timed_batch_sizes
 from specgen.engine.drafter_factory import DrafterFactory
@@ -208,7 +211,7 @@ def try_draft(
     """
     with loaded.contexts(baseline.n_ctx) as (target, draft):
         measure_if_new(loaded, target, draft)
-        replays = _replays(loaded, baseline, draft, interrupted, progress)
+        replays = _replays(loaded, baseline, (target, draft), interrupted, progress)
     is_whole = len(replays) == len(baseline.answers)
     return summarise(replays, baseline.token_s) if is_whole else None
 
@@ -245,7 +248,7 @@ def replay(
         path = agreeing_path(draft, tokens[done:])
         for token in tokens[done : done + len(path) + 1]:
             generation.commit(token)
-        if generation.hidden is not None and answer.hidden is not None and done:
+        if isinstance(generation.hidden, LastHidden) and answer.hidden is not None and done:
             last = done + len(path)
             if last < len(answer.hidden):
                 generation.hidden.take(answer.hidden[last], generation.n_prompt + last)
@@ -401,12 +404,13 @@ def _timed_sizes(sizes: abc.Sequence[int]) -> Iterator[int]:
 def _replays(
     loaded: Models,
     baseline: Baseline,
-    draft: Backend | None,
+    contexts: tuple[LlamaBackend, LlamaBackend | None],
     interrupted: Callable[[], bool],
     progress: PromptsDone,
 ) -> list[Replay]:
     """Return a replay of each answer; fewer if interrupted."""
     replays: list[Replay] = []
+    target, draft = contexts
     for answer in baseline.answers:
         progress(len(replays), len(baseline.answers))
         if interrupted():
@@ -415,5 +419,7 @@ def _replays(
         if draft is not None:
             draft.remove(0)
         generation = DrafterFactory(loaded).sequence(prompt, baseline.n_ctx, draft, 0)
+        if isinstance(generation.hidden, HiddenTrail):
+            read_states(target, (*prompt.tokens, *answer.tokens), generation.hidden)
         replays.append(replay(generation, answer, baseline, loaded.clock))
     return replays

@@ -25,6 +25,7 @@ from specgen.engine.measurements import (
 )
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError, SpecgenError
 from specgen.llama import default_threads
+from specgen.measure.selection.default_draft import name_of
 from specgen.measure.selection.trial import (
     Baseline,
     DraftFigures,
@@ -177,15 +178,16 @@ class Tuner:
         """Return the tuning with the figures of n-grams and of other drafts added, each as `specgen run`
         would use it."""
         sources: list[DraftSource] = ["ngram", *others]
+        if not self._loaded.target.why_no_mtp:
+            sources.insert(1, "mtp")
         for source in sources:
             if self._interrupted():
                 break
-            is_model = isinstance(source, Path)
             try:
                 self._loaded.change_draft(source)
-                if isinstance(source, Path):
+                if source == "mtp" or isinstance(source, Path):
                     self._loaded.costs.forget(source)
-                found = self._with_way(found, source, ngrams=is_model)
+                found = self._with_way(found, source, ngrams=source != "ngram")
             except _DRAFT_ERRORS as error:
                 refused = (Path(source), _reason(error, source))
                 found = replace(found, refused=(*found.refused, refused))
@@ -193,7 +195,7 @@ class Tuner:
 
     def _with_way(self, found: Tuning, draft: DraftSource, *, ngrams: bool) -> Tuning:
         """Return the tuning with the figures of the loaded draft added; unchanged if interrupted."""
-        name = Path(draft).name if isinstance(draft, Path) else "n-grams"
+        name = name_of(draft)
         what = f"{name} and n-grams" if ngrams else name
         self._loaded.let_ngrams_draft(ngrams)
         try:
@@ -260,7 +262,7 @@ def _effort(way: TriedDraft) -> int:
     """Return how complex a way is, beside its time: 0 for plain decoding, 3 for a model with n-grams."""
     if way.draft == "none":
         return 0
-    return 2 + way.ngrams if isinstance(way.draft, Path) else 1
+    return 1 if way.draft == "ngram" else 2 + way.ngrams
 
 
 def _reason(error: SpecgenError, draft: DraftSource) -> str:

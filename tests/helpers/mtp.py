@@ -1,0 +1,134 @@
+"""Tiny models with an MTP layer that says nearly what the model says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from specgen.testing.tiny import TinyConfig, write_tiny_model
+
+#: `glm4moe` attends, in dense layers; `qwen35` keeps a recurrent state in every other layer; `mimo2` has a sliding
+#: window and several MTP layers, and gives hidden states only for rows that want logits.
+MtpArchitecture: TypeAlias = Literal["glm4moe", "qwen35", "mimo2"]
+_BASES: dict[MtpArchitecture, Any] = {"glm4moe": "qwen2", "qwen35": "qwen35", "mimo2": "llama"}
+_WINDOW = 24
+
+Values: TypeAlias = npt.NDArray[np.float32]
+
+
+def write_mtp_model(
+    path: Path,
+    architecture: MtpArchitecture = "glm4moe",
+    *,
+    seed: int = 0,
+    of_state: float = 0.05,
+    keep_layer: bool = True,
+    chat_template: str | None = None,
+) -> Path:
+    """Write a model with an MTP layer like the model's last one. It reads the token, and as much of the
+    hidden state before the token as `of_state` says: with more it agrees with the model less often. Without
+    `keep_layer` the metadata name a layer that the file does not have."""
+    from gguf import GGUFReader, GGUFValueType, GGUFWriter
+
+    n_layer = 2 if architecture == "qwen35" else 1
+    config = TinyConfig(
+        architecture=_BASES[architecture],
+        n_layer=n_layer,
+        logit_scale=6.0,
+        seed=seed,
+        n_ctx_train=1024,
+        chat_template=chat_template,
+    )
+    base = GGUFReader(write_tiny_model(path.with_suffix(".base"), config))
+    writer = GGUFWriter(path, architecture)
+    skipped = ("GGUF.", "general.architecture")
+    for key, field in base.fields.items():
+        if key.startswith(skipped) or key.endswith(".block_count"):
+            continue
+        name = key.replace(f"{config.architecture}.", f"{architecture}.", 1)
+        inner = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
+    n_mtp = 2 if architecture == "mimo2" else 1
+    writer.add_uint32(f"{architecture}.block_count", n_layer + n_mtp)
+    writer.add_uint32(f"{architecture}.nextn_predict_layers", n_mtp)
+    tensors = {each.name: np.array(each.data, np.float32) for each in base.tensors}
+    tensors |= _mtp_layer(config, architecture, tensors, of_state, n_mtp) if keep_layer else {}
+    if architecture == "glm4moe":
+        _add_experts(writer, config, tensors, keep_layer=keep_layer)
+    if architecture == "mimo2":
+        head = config.n_embd // config.n_head
+        writer.add_uint32("mimo2.attention.key_length", head)
+        writer.add_uint32("mimo2.attention.value_length", head)
+        writer.add_uint32("mimo2.attention.sliding_window", _WINDOW)
+        writer.add_array(
+            "mimo2.attention.sliding_window_pattern", [False] * n_layer + [True] * n_mtp
+        )
+        writer.add_uint32("mimo2.expert_feed_forward_length", 0)
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _mtp_layer(
+    config: TinyConfig,
+    architecture: MtpArchitecture,
+    tensors: dict[str, Values],
+    of_state: float,
+    n_mtp: int,
+) -> dict[str, Values]:
+    """The tensors of the MTP layers: the last layer's, behind a projection of token and state."""
+    n_embd, last = config.n_embd, config.n_layer - 1
+    rng = np.random.default_rng(config.seed + 1)
+    found: dict[str, Values] = {}
+    for layer in range(config.n_layer, config.n_layer + n_mtp):
+        for name, values in tensors.items():
+            if name.startswith(f"blk.{last}."):
+                found[name.replace(f"blk.{last}.", f"blk.{layer}.")] = values
+        if architecture == "mimo2":
+            parts = [found.pop(f"blk.{layer}.attn_{part}.weight") for part in "qkv"]
+            found[f"blk.{layer}.attn_qkv.weight"] = np.concatenate(parts)
+        mix = rng.standard_normal((n_embd, n_embd)) * of_state / np.sqrt(n_embd)
+        projection = np.concatenate([np.eye(n_embd), mix], axis=1)
+        found[f"blk.{layer}.nextn.eh_proj.weight"] = projection.astype(np.float32)
+        for name in ("enorm", "hnorm", "shared_head_norm"):
+            found[f"blk.{layer}.nextn.{name}.weight"] = np.ones(n_embd, np.float32)
+    return found
+
+
+def _add_experts(
+    writer: Any, config: TinyConfig, tensors: dict[str, Values], *, keep_layer: bool
+) -> None:
+    """Give a model of GLM's kind a single expert, which is the feed-forward part of its MTP layer."""
+    head = config.n_embd // config.n_head
+    for key, value in {
+        "attention.key_length": head,
+        "attention.value_length": head,
+        "expert_count": 1,
+        "expert_used_count": 1,
+        "expert_shared_count": 1,
+        "expert_feed_forward_length": config.n_ff,
+        "leading_dense_block_count": config.n_layer,
+        "expert_gating_func": 2,
+    }.items():
+        writer.add_uint32(f"glm4moe.{key}", value)
+    writer.add_bool("glm4moe.expert_weights_norm", True)
+    writer.add_float32("glm4moe.expert_weights_scale", 1.0)
+    for name in list(tensors):
+        if ".ffn_norm." in name:
+            tensors[name.replace("ffn_norm", "post_attention_norm")] = tensors.pop(name)
+    if not keep_layer:
+        return
+    layer = f"blk.{config.n_layer}"
+    for part in ("gate", "up", "down"):
+        values = tensors.pop(f"{layer}.ffn_{part}.weight")
+        tensors[f"{layer}.ffn_{part}_exps.weight"] = values[None]
+        tensors[f"{layer}.ffn_{part}_shexp.weight"] = np.zeros_like(values)
+    tensors[f"{layer}.ffn_gate_inp.weight"] = np.zeros((1, config.n_embd), np.float32)
+    tensors[f"{layer}.exp_probs_b.bias"] = np.zeros(1, np.float32)
