@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 from specgen.system.arrays import Hidden
 
@@ -107,3 +107,13 @@ class HiddenTrail:
         if n > 0:
             del self._states[:n]
             self._first = min(self._first + n, len(self._tokens))
+
+
+@runtime_checkable
+class ReadsStates(Protocol):
+    """A context of what drafts from the target's hidden states."""
+
+    @property
+    def trails(self) -> Sequence[HiddenTrail]:
+        """Return the target's states along the text of each slot."""
+        ...

@@ -189,6 +189,9 @@ def _draws(settings: RequestSettings) -> bool:
 class StatesDraft:
     """What drafts from the target's hidden states, in a context of its own."""
 
+    #: The name of its tokens in events and statistics.
+    origin = "mtp"
+
     def __init__(self, target: LlamaModel, drafting: DraftOptions) -> None:
         self.drafting = drafting
         #: Whether its drafts may be trees if the samplers allow that.
@@ -221,8 +224,8 @@ class MtpDraft(StatesDraft):
 
 
 class EagleDraft(StatesDraft):
-    """A loaded EAGLE-3, DFlash or DSpark draft for a target. Raises `ModelFileError` if the file is damaged, `PairError` if it
-    does not fit the target, or the target decodes elsewhere."""
+    """A loaded EAGLE-3, DFlash or DSpark draft for a target. Raises `ModelFileError` if the file is damaged,
+    `PairError` if it does not fit the target, or the target decodes elsewhere."""
 
     def __init__(
         self, path: Path, target: LlamaModel, context: ContextOptions, drafting: DraftOptions
@@ -230,6 +233,7 @@ class EagleDraft(StatesDraft):
         super().__init__(target, drafting)
         make = DflashModel if is_dflash_file(path) else EagleModel
         self.model = make(path, target, n_gpu_layers=context.n_gpu_layers)
+        self.origin = self.model.architecture
         #: Whether its drafts may branch; else all tokens come from one decode.
         self.is_tree_draft = not isinstance(self.model, DflashModel)
         self.branches = self.branches and self.is_tree_draft

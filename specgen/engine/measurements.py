@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
 from specgen.decoding.backend import Backend, HiddenBackend
+from specgen.decoding.hidden_trail import ReadsStates
 from specgen.decoding.text_state import TextState
 from specgen.engine.agreement import (
     N_KNOWN,
@@ -21,7 +22,6 @@ from specgen.engine.calibration.timing import MIN_SIZES, complete, is_measured, 
 from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.loaded_models import MAX_SEQUENCES, Models
 from specgen.engine.prompts import Prompt, tokenize
-from specgen.llama.mtp import MtpContext
 from specgen.system.machine import BUSY_SHARE, core_time, share_of_others
 
 #: Batch sizes to time for a draft model: drafted tokens, the tokens of the last round, a prompt.
@@ -137,13 +137,21 @@ def agreement_walk(models: Models, prompt: Prompt, draft: Backend) -> Walk:
     return Walk(drafter, state, factory.chances(), is_translated=is_translated)
 
 
+def read_for(draft: Backend, target: Backend, tokens: Sequence[int]) -> None:
+    """Let the target decode a text for a draft that reads its hidden states; do nothing for other drafts. The
+    target's context must be empty, and is empty again afterwards."""
+    if isinstance(draft, ReadsStates) and isinstance(target, HiddenBackend):
+        read_states(target, tokens, draft.trails[0])
+
+
 def _sample_agreement(
     models: Models, target: Backend, draft: Backend, interrupted: Callable[[], bool]
 ) -> bool:
     """Measure how often the draft model agrees with the target, unless that is known, or the draft could
     not pay even if it always agreed. Return whether anything was measured."""
     timed, chances = models.drafts.timed, DrafterFactory(models).chances()
-    origin = "mtp" if timed == "mtp" else "model"
+    from_states = models.drafts.from_states
+    origin = "model" if from_states is None else from_states.origin
     is_known = origin in chances and chances[origin].n_judged >= N_KNOWN
     drafting = models.options.drafting
     if timed is None or is_known or not drafting.is_by_cost:
@@ -153,8 +161,7 @@ def _sample_agreement(
         return False
     tokens = tokenize(models.target.vocabulary, TEXT, parse_special=False)[:N_TOKENS]
     walk = agreement_walk(models, Prompt(TEXT, tuple(tokens[:1])), draft)
-    if isinstance(draft, MtpContext) and isinstance(target, HiddenBackend):
-        read_states(target, tokens[: target.n_ctx], draft.trails[0])
+    read_for(draft, target, tokens[: target.n_ctx])
     try:
         return sample_agreement(target, walk, tokens, interrupted).n_places > 0
     finally:

@@ -250,7 +250,7 @@ def test_the_loop_leaves_the_state_behind_what_was_read(folder: Path, grammar: s
             generation = DrafterFactory(speculative).sequence(prompt, 512, None, 0)
             loop.start(generation)
             last = generation.hidden
-            assert last is not None
+            assert isinstance(last, LastHidden)
             n_seen = set()
             while not generation.is_finished:
                 loop.round([generation])

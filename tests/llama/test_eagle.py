@@ -23,7 +23,9 @@ from specgen.events import DraftedEvent, NoticeEvent
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.eagle import HOOKED, EagleContext, EagleModel, EagleTrail, is_eagle_file
 from specgen.measure.bench.peers import SIMPLE, PeerError, find_program
+from specgen.measure.proof import SampledPlan, check_sampled
 from specgen.measure.proof.statistics import g_test
+from specgen.measure.selection.tuning import Tuner
 from specgen.options import (
     SamplerOptions,
     SessionOptions,
@@ -228,6 +230,30 @@ def test_greedy_text_is_that_of_plain_decoding(
             for event in events
         )
         assert branched or tree != TREE
+
+
+@pytest.mark.parametrize("tree", [CHAIN, TREE], ids=str)
+def test_verify_finds_no_defect(folder: Path, tree: TreeShape) -> None:
+    with loaded(folder, tree=tree, sampler=DRAWN, n_tokens=12) as opened:
+        prompt = opened.prompts.of_text(PROMPT, chat=False)
+        plan = SampledPlan(depth=2, level=1e-4, n_draws=400)
+        result = check_sampled(opened, prompt, plan, seed=1)
+    assert result is not None
+    assert result.fits
+    assert not result.rows.is_defect
+    assert result.n_drafted > 400
+
+
+def test_tune_counts_how_often_it_agrees(folder: Path) -> None:
+    """At each place of the target's answers: the random draft is right at some."""
+    with loaded(folder) as opened:
+        opened.change_drafting(replace(opened.options.drafting, policy="cost"))
+        found = Tuner(opened).run(folder / "letters.gguf", [], ["abc", "the cat"], chat=False)
+    assert found is not None
+    assert found.draft is not None
+    agreement = found.draft.agreement
+    assert agreement.n_places == sum(len(answer.tokens) for answer in found.baseline.answers)
+    assert 0 < agreement.n_agreed < agreement.n_places
 
 
 def test_n_grams_draft_beside_it(folder: Path) -> None:

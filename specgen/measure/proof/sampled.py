@@ -25,7 +25,6 @@ from specgen.engine.loaded_models import Models
 from specgen.engine.measurements import measure_if_costs_decide
 from specgen.engine.prompts import Prompt
 from specgen.llama import LlamaBackend
-from specgen.llama.mtp import MtpContext
 from specgen.measure.proof.drafting_plans import DraftingPlan, WayName
 from specgen.measure.proof.drawing import N_SEARCHED, Drawer, find_place
 from specgen.measure.proof.exact import Exact
@@ -170,8 +169,9 @@ def check_sampled(
         target = _remembering(loaded, cache, prompt)
         drafts: list[Backend] = []
         remembering = [target]
+        reads_states = loaded.drafts.from_states is not None
         for each in (draft_cache, *caches):
-            if isinstance(each, MtpContext):  # its rows read states, and not the text alone
+            if each is not None and reads_states:  # its rows read states, and not the text alone
                 drafts.append(each)
             elif each is not None:
                 remembering.append(_remembering(loaded, each, prompt))
@@ -246,7 +246,7 @@ def _remembering(loaded: Models, cache: LlamaBackend, prompt: Prompt) -> MemoBac
     is_target = cache.model is loaded.target
     costs = loaded.costs.table(None if is_target else model, len(prompt.tokens))
     hidden = is_target and loaded.drafts.heads is not None
-    for_mtp = is_target and loaded.drafts.mtp is not None
+    for_mtp = is_target and loaded.drafts.from_states is not None
     return MemoBackend(cache, n_bytes_max=_N_BYTES_MAX, costs=costs, hidden=hidden, for_mtp=for_mtp)
 
 

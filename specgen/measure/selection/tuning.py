@@ -21,6 +21,7 @@ from specgen.engine.measurements import (
     agreement_walk,
     known_costs,
     measure_if_new,
+    read_for,
     short_context,
 )
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError, SpecgenError
@@ -246,6 +247,7 @@ class Tuner:
                 drafting.remove(0)
                 walk = agreement_walk(self._loaded, prompt, drafting)
                 tokens = [*prompt.tokens, *answer.tokens]
+                read_for(drafting, target, tokens)
                 for place in range(len(prompt.tokens), len(tokens)):
                     if self._interrupted():
                         return None
