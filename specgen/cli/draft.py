@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -23,7 +24,7 @@ from specgen.measure.selection.model_choice import ModelChoice
 from specgen.measure.selection.session_opening import find_models, find_target, open_memory
 from specgen.models import cache_folder, data_folder, human_bytes, identify
 from specgen.options import ContextOptions
-from specgen.training.made_files import learning_folder
+from specgen.training.draft_files import learning_folder
 
 app = typer.Typer(
     name="draft", help="Find, make or train the best draft for a target.", no_args_is_help=True
@@ -65,7 +66,8 @@ def learn(
     """
     from specgen.engine.calibration.weight_copies import Copies
     from specgen.llama.kernel_checks import wanted_in
-    from specgen.training.online.learning import learn_from_files
+    from specgen.training.online_learning import learn_from_files
+    from specgen.training.training_loop import Budget
 
     target_path = find_target(target, quiet=output.quiet)
     draft_path = _draft_model(target, draft, output)
@@ -73,16 +75,10 @@ def learn(
     use_kernels(wanted_in(os.environ), output)
     copies = Copies(cache_folder() / "drafts", open_memory(), time.perf_counter)
     with output.measuring() as (progress, stop):
-        found = learn_from_files(
-            folder,
-            target_path,
-            draft_path,
-            copies.of(draft_path, ContextOptions()) or draft_path,
-            minutes=minutes,
-            clock=time.monotonic,
-            progress=lambda done, total: progress(f"{draft_path.name} learns", done, total),
-            interrupted=stop,
-        )
+        base = copies.of(draft_path, ContextOptions()) or draft_path
+        shown = partial(progress, f"{draft_path.name} learns")
+        budget = Budget(time.monotonic, time.monotonic() + 60.0 * minutes, stop, shown)
+        found = learn_from_files(folder, target_path, draft_path, base, budget)
     if found is None:
         output.note("interrupted; everything is as it was")
         return stop.exit_code

@@ -12,8 +12,8 @@ import pytest
 from specgen.llama.decoder_heads import is_heads_file, read_heads
 from specgen.models import identify, saved_draft
 from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.training.made_files import distilled_file, heads_file, pruned_file, text_folder
-from specgen.training.texts import TargetText
+from specgen.training.draft_files import distilled_file, heads_file, pruned_file, text_folder
+from specgen.training.target_text import TargetText
 from tests.helpers.cli import Specgen, in_process
 from tests.helpers.heads import N_EMBD, prompts
 

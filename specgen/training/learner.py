@@ -18,9 +18,9 @@ from specgen.engine.learnt_weights import learnt_weights, read_learnt
 from specgen.engine.loaded_models import Models
 from specgen.errors import OutputError, SpecgenError, UsageError
 from specgen.llama import default_threads
-from specgen.training.distil.distillation import check_library
-from specgen.training.online.learning import Lesson
-from specgen.training.online.training_process import GO, PAUSE
+from specgen.training.distillation import check_library
+from specgen.training.learning_process import GO, PAUSE
+from specgen.training.online_learning import Lesson
 
 #: The number of new answers that starts a lesson.
 NEW_ANSWERS = 10
@@ -30,7 +30,7 @@ _MINUTES = 10.0
 _CORES_SHARE = 4
 #: Seconds that the process has to end after it was told to.
 _END_S = 5.0
-_COMMAND = (sys.executable, "-m", "specgen.training.online.training_process")
+_COMMAND = (sys.executable, "-m", "specgen.training.learning_process")
 
 
 class Learner:

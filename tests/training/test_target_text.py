@@ -14,8 +14,8 @@ from specgen.engine.loaded_models import Models
 from specgen.errors import ModelFileError, OutputError, UsageError
 from specgen.system.json_lines import locked
 from specgen.testing.tiny import TinyConfig, write_tiny_model
-from specgen.training.model_rows import ModelRows
-from specgen.training.texts import N_TOP, TargetText, bytes_of, is_held_back
+from specgen.training.gguf_weights import ModelRows
+from specgen.training.target_text import N_TOP, TargetText, bytes_of, is_held_back
 from tests.helpers.heads import N_ANSWER, N_EMBD, opened, prompts, trained, written
 
 

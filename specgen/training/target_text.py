@@ -9,7 +9,7 @@ complete in all three.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,7 @@ from specgen.system.json_lines import (
     to_line,
     write_errors,
 )
+from specgen.training.training_loop import Budget
 
 #: The number of likeliest tokens that are kept for each place.
 N_TOP = 16
@@ -114,19 +115,18 @@ def write_text(
     loaded: Models,
     prompts: Sequence[str],
     folder: Path,
+    budget: Budget,
     *,
     n_tokens: int,
     n_parallel: int,
     max_tokens: int,
-    interrupted: Callable[[], bool],
-    progress: Callable[[int, int], None],
 ) -> int:
     """Let the target answer prompts until the folder holds `n_tokens` tokens of answers to them, or no
-    prompts are left. Return the number of tokens of answers to these prompts in the folder.
+    prompts or time are left. Return the number of tokens of answers to these prompts in the folder.
 
     Prompts that have an answer in the folder are skipped. Up to `n_parallel` prompts are answered at once,
-    each with at most `max_tokens` tokens. `progress` gets the tokens so far and `n_tokens`. An interrupted
-    call keeps the finished answers. Raises `OutputError`, `MemoryLimitError`, `UsageError` if `max_tokens` do
+    each with at most `max_tokens` tokens. The budget's `progress` gets the tokens so far and `n_tokens`. An
+    interrupted call keeps the finished answers. Raises `OutputError`, `MemoryLimitError`, `UsageError` if `max_tokens` do
     not fit the target's context, `PairError` if the target has a recurrent state, and `ModelFileError` if the
     folder's files are damaged.
     """
@@ -146,13 +146,15 @@ def write_text(
             if text not in answered
         ]
         n_have = sum(len(answer.tokens) for answer in writer.answers if answer.prompt in answered)
-        progress(n_have, n_tokens)
+        budget.progress(n_have, n_tokens)
         if n_have >= n_tokens or not left:
             return n_have
         n_ctx = _room(loaded, [text for text, _ in left], max_tokens)
-        with Engine(loaded, n_parallel=n_parallel, n_ctx=n_ctx, interrupted=interrupted) as engine:
+        with Engine(
+            loaded, n_parallel=n_parallel, n_ctx=n_ctx, interrupted=budget.is_over
+        ) as engine:
             waiting: dict[Request, tuple[str, bool]] = {}
-            while (left or waiting) and not interrupted() and n_have < n_tokens:
+            while (left or waiting) and not budget.is_over() and n_have < n_tokens:
                 while left and len(waiting) < n_parallel:
                     text, is_judged = left.pop(0)
                     prompt = loaded.prompts.of_text(text)
@@ -166,7 +168,7 @@ def write_text(
                     answer = _answer_of(loaded, done, text, is_judged)
                     writer.add(answer)
                     n_have += len(answer.tokens)
-                    progress(n_have, n_tokens)
+                    budget.progress(n_have, n_tokens)
     return n_have
 
 
