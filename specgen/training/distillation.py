@@ -66,7 +66,6 @@ def distil(
     *,
     rate: float = RATE,
     softness: float = SOFTNESS,
-    seed: int = 0,
 ) -> Distilled | None:
     """Train a draft on texts and write it to `output`; None if interrupted.
 
@@ -99,9 +98,8 @@ def distil(
         last_share=_LAST_SHARE,
         judged_every=max(1, n_per_pass // _JUDGED_PER_PASS),
         patience=_PATIENCE,
-        seed=seed,
     )
-    key = _key(draft, learnt, judged, f"scales {N_PASSES} {rate} {softness} {seed}")
+    key = _key(draft, learnt, judged, f"scales {N_PASSES} {rate} {softness}")
     saved = _SavedTraining(output.with_name(f"{output.name}.training"), key, trainer)
     resumed = saved.resumed()
     if resumed is None:

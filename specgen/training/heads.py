@@ -43,6 +43,8 @@ _N_PASSES = 3
 _RATE = 2e-4
 _N_RISING = 30
 _LAST_SHARE = 0.02
+#: The decay of Adam's moments.
+_BETAS = (0.9, 0.98)
 #: Tokens that the text lacks are sampled: this many stand for all of them in a step.
 _N_OTHERS = 2048
 _RIDGE = 300.0
@@ -97,7 +99,7 @@ class _Samples:
 
 
 def train_heads(
-    text: TargetText, target: Path, model: LlamaModel, budget: Budget, *, seed: int = 0
+    text: TargetText, target: Path, model: LlamaModel, budget: Budget
 ) -> TrainedHeads | None:
     """Train heads for `model`, whose file is `target`, on the text that it wrote; None if interrupted.
 
@@ -115,7 +117,7 @@ def train_heads(
         raise UsageError(
             f"{model.name} has hidden states of {n_embd}: decoder heads need a multiple of 32"
         )
-    task = _Task(ModelRows(target), _frequent(text, n_vocab), learnt, judged, n_vocab, seed)
+    task = _Task(ModelRows(target), _frequent(text, n_vocab), learnt, judged, n_vocab)
     network = _Network(task.linear_map(), n_embd, N_INNER, task.rng)
     optimizer = _Adam(network.parameters)
     before = task.judge(network)
@@ -129,7 +131,6 @@ def train_heads(
         last_share=_LAST_SHARE,
         judged_every=_JUDGED_EVERY,
         patience=_PATIENCE,
-        seed=seed,
     )
     is_whole = train(
         state,
@@ -193,9 +194,8 @@ class _Task:
         learnt: _Samples,
         judged: _Samples,
         n_vocab: int,
-        seed: int,
     ) -> None:
-        self.rng = np.random.default_rng(seed)
+        self.rng = np.random.default_rng(0)
         self.tokens = tokens
         #: It brings hidden states to a mean square of 1.
         self.scale = scale = float(1.0 / np.sqrt(np.square(learnt.hidden).mean()))
@@ -369,16 +369,15 @@ class _Network:
 class _Adam:
     """Adam (Kingma and Ba, arXiv:1412.6980), in place."""
 
-    def __init__(self, parameters: Parameters, betas: tuple[float, float] = (0.9, 0.98)) -> None:
+    def __init__(self, parameters: Parameters) -> None:
         self._parameters = parameters
-        self._betas = betas
         self._means = {name: np.zeros_like(values) for name, values in parameters.items()}
         self._squares = {name: np.zeros_like(values) for name, values in parameters.items()}
         self._n = 0
 
     def step(self, gradients: Parameters, rate: float) -> None:
         self._n += 1
-        first, second = self._betas
+        first, second = _BETAS
         for name, gradient in gradients.items():
             mean, square = self._means[name], self._squares[name]
             mean *= first

@@ -119,7 +119,6 @@ def learn(
     budget: Budget,
     *,
     rate: float = RATE,
-    seed: int = 0,
 ) -> Lesson | None:
     """Let a draft learn from the answers in a folder; None if interrupted, with nothing changed.
 
@@ -156,7 +155,6 @@ def learn(
             last_share=_LAST_SHARE,
             judged_every=max(1, len(rows) // _JUDGED_PER_PASS),
             patience=_PATIENCE,
-            seed=seed,
         )
         is_whole = train(
             state,

@@ -48,7 +48,6 @@ class Schedule:
     last_share: float
     judged_every: int
     patience: int
-    seed: int = 0
 
     @property
     def n_steps_per_pass(self) -> int:
@@ -61,7 +60,7 @@ class Schedule:
     def batch(self, step: int) -> NDArray[np.int64]:
         """Return the rows of a step, counted from 0. The order of each pass is drawn anew."""
         number, place = divmod(step, self.n_steps_per_pass)
-        order = np.random.default_rng([self.seed, number]).permutation(self.n_rows)
+        order = np.random.default_rng(number).permutation(self.n_rows)
         return order[place * self.n_batch : (place + 1) * self.n_batch]
 
     def learning_rate(self, step: int, done: float) -> float:

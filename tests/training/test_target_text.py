@@ -156,7 +156,7 @@ def test_rows_of_a_model_are_its_tensors(target: Path) -> None:
 
     tensors = {tensor.name: np.array(tensor.data) for tensor in GGUFReader(target).tensors}
     rows = ModelRows(target)
-    chosen = [5, 0, 77]
+    chosen = np.array([5, 0, 77])
     np.testing.assert_array_equal(rows.embeddings(chosen), tensors["token_embd.weight"][chosen])
     output = tensors.get("output.weight", tensors["token_embd.weight"])
     np.testing.assert_array_equal(rows.output(chosen), output[chosen])
