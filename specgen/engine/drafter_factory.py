@@ -34,7 +34,7 @@ from specgen.decoding.sequence import Sequence
 from specgen.decoding.text_state import Shaper, TextState
 from specgen.decoding.tree_batch import Branches
 from specgen.decoding.verifiers import make_verifier
-from specgen.engine.draft_models import DraftModel, HeadsDraft
+from specgen.engine.draft_models import DraftModel, HeadsDraft, LoadedDraft
 from specgen.engine.loaded_models import LONGEST_GUESS, Models
 from specgen.engine.prefix_cache import Slot
 from specgen.engine.prompts import Prompt
@@ -299,24 +299,18 @@ class _Parts:
     ) -> HeadsDrafter:
         """Return the drafter of decoder heads. It drafts from the hidden states that the loop stores in
         `last`."""
-        settings, drafting, shape = self.settings, heads.drafting, heads.drafting.tree
-        draws = heads.draws(settings)
-        branches = shape.is_fixed or (drafting.grows_trees and not draws)
-        if branches and not draws:
-            sampling = guess_sampling(settings.in_use, shape)
-        else:
-            sampling = draft_sampling(settings.in_use, drafting, draws=draws)
+        settings = self.settings
         return HeadsDrafter(
             heads.heads,
             last,
-            self.make_shaper(Sampler(sampling, settings.breakers), self.state),
+            self.make_shaper(_sampler(heads, settings), self.state),
             rng,
             self.models.target.vocabulary.is_end,
-            draws=draws,
-            branches=branches,
-            shape=shape,
+            draws=heads.draws(settings),
+            branches=heads.grows_trees(settings),
+            shape=heads.drafting.tree,
             costs=heads.costs,
-            n_deepest=drafting.tree_depth,
+            n_deepest=heads.drafting.tree_depth,
         )
 
     def _ngrams(self) -> Drafter:
@@ -337,9 +331,9 @@ def guess_policy(costs: CostTable, chances: MutableMapping[str, Chances]) -> Pol
     return CostAwarePolicy(DraftOptions(max_tokens=LONGEST_GUESS), costs, chances)
 
 
-def _sampler(draft: DraftModel, settings: RequestSettings) -> Sampler:
-    """Return the samplers that a model drafts with."""
-    if draft.translated(settings) == "string":
+def _sampler(draft: LoadedDraft, settings: RequestSettings) -> Sampler:
+    """Return the samplers that a draft model or decoder heads draft with."""
+    if isinstance(draft, DraftModel) and draft.translated(settings) == "string":
         # The target's biases and penalties refer to the target's token ids.
         is_endless = settings.generation.ignore_eos
         ends = draft.model.vocabulary.end_tokens() if is_endless else ()

@@ -15,7 +15,7 @@ from specgen.engine.calibration.memory import Memory
 from specgen.engine.calibration.threads import with_threads
 from specgen.engine.calibration.weight_copies import Copies
 from specgen.engine.draft_models import DraftModel, DraftModels
-from specgen.engine.learnt_weights import Learnt, read_learnt
+from specgen.engine.kept_answers import Learnt, read_learnt
 from specgen.engine.prompts import Prompts
 from specgen.engine.request import RequestSettings
 from specgen.errors import PromptError

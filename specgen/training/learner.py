@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import IO
 
 from specgen.engine.engine import Engine
-from specgen.engine.kept_answers import last_number
-from specgen.engine.learnt_weights import learnt_weights, read_learnt
+from specgen.engine.kept_answers import last_number, learnt_weights, read_learnt
 from specgen.engine.loaded_models import Models
 from specgen.errors import OutputError, SpecgenError, UsageError
 from specgen.llama import default_threads

@@ -17,10 +17,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from specgen.engine.kept_answers import ANSWERS, KeptAnswer, last_number, make_folder, read_answers
-from specgen.engine.learnt_weights import (
+from specgen.engine.kept_answers import (
+    ANSWERS,
+    KeptAnswer,
     Learnt,
+    last_number,
     learnt_weights,
+    make_folder,
+    read_answers,
     read_learnt,
     read_state,
     write_learnt,

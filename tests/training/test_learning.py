@@ -20,8 +20,16 @@ from types import SimpleNamespace
 import pytest
 
 from specgen.engine.engine import Engine, generate
-from specgen.engine.kept_answers import ANSWERS, KeptAnswer, KeptAnswers, read_answers
-from specgen.engine.learnt_weights import Learnt, learnt_weights, read_learnt, write_learnt
+from specgen.engine.kept_answers import (
+    ANSWERS,
+    KeptAnswer,
+    KeptAnswers,
+    Learnt,
+    learnt_weights,
+    read_answers,
+    read_learnt,
+    write_learnt,
+)
 from specgen.engine.loaded_models import Models
 from specgen.errors import UsageError
 from specgen.events import FinishedEvent, NoticeEvent
@@ -335,7 +343,7 @@ asked = json.loads(sys.stdin.buffer.readline())
 """
 _SAYS = """
 from pathlib import Path
-from specgen.engine.learnt_weights import Learnt, write_learnt
+from specgen.engine.kept_answers import Learnt, write_learnt
 folder, draft = Path(asked["folder"]), Path(asked["draft"])
 (folder / "w.gguf").write_bytes(Path(asked["target"]).read_bytes())
 write_learnt(folder, draft, Learnt("w.gguf", last_number=10, n_answers=9))
