@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specgen.decoding.grammar.base import ENDED, GrammarState
-from specgen.decoding.grammar.gbnf import read_gbnf
+from specgen.decoding.grammar.gbnf import ROOT, read_gbnf
 from specgen.decoding.grammar.gbnf_rules import Gbnf
 from specgen.errors import UsageError
 from specgen.llama.library import forget_log, last_error, llama_cpp
@@ -48,8 +48,8 @@ class LlamaGrammar:
     Raises `UsageError` if the grammar is not valid, or llama.cpp does not accept it.
     """
 
-    def __init__(self, vocabulary: LlamaVocabulary, gbnf: str, root: str = "root") -> None:
-        grammar = read_gbnf(gbnf, root)
+    def __init__(self, vocabulary: LlamaVocabulary, gbnf: str) -> None:
+        grammar = read_gbnf(gbnf)
         self.vocabulary = vocabulary
         self.table = token_table(vocabulary)
         self._grammar = grammar
@@ -61,7 +61,7 @@ class LlamaGrammar:
         self.probed = self._probed_bytes()
         forget_log()
         pointer = llama_cpp.llama_sampler_init_grammar(
-            vocabulary.handle, gbnf.encode(), root.encode()
+            vocabulary.handle, gbnf.encode(), ROOT.encode()
         )
         if not pointer:
             raise UsageError(f"llama.cpp does not take the grammar: {last_error()}")

@@ -29,15 +29,13 @@ def progress_bar(*, quiet: bool, clock: Callable[[], float] = time.monotonic) ->
 
 
 @contextlib.contextmanager
-def batch_progress(
-    stream: TextIO, *, quiet: bool, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Callable[[Tally], None]]:
+def batch_progress(stream: TextIO, *, quiet: bool) -> Iterator[Callable[[Tally], None]]:
     """Show the progress of a batch in the same way."""
     if quiet:
         yield lambda _tally: None
         return
-    pace = _Pace(clock)
-    with _bar_or_lines(stream, clock, is_batch=True) as show:
+    pace = _Pace(time.monotonic)
+    with _bar_or_lines(stream, time.monotonic, is_batch=True) as show:
 
         def report(tally: Tally) -> None:
             text, done, total = pace.text(tally), tally.n_done, tally.n_lines
