@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from specgen.decoding.backend import Backend, Batch
 from specgen.decoding.drafters import Drafter, draft_alone
 from specgen.decoding.policy import draft_up_to
-from specgen.decoding.policy.acceptance import Chances, new_chances
+from specgen.decoding.policy.acceptance import AcceptanceRates, new_acceptance_rates
 from specgen.decoding.policy.cost_table import CostTable
 from specgen.decoding.text_state import TextState
 
@@ -53,7 +53,7 @@ class Agreement:
 
 
 class Walk:
-    """Lets a drafter propose a token at each place of a text, and counts in `chances`, by origin, how
+    """Lets a drafter propose a token at each place of a text, and counts in `acceptance`, by origin, how
     often it is the target's token.
 
     `state` is the text that the drafter reads; it starts empty. `is_translated` says that the
@@ -64,13 +64,13 @@ class Walk:
         self,
         drafter: Drafter,
         state: TextState,
-        chances: MutableMapping[str, Chances],
+        acceptance: MutableMapping[str, AcceptanceRates],
         *,
         is_translated: bool,
     ) -> None:
         self._drafter = drafter
         self._state = state
-        self._chances = chances
+        self._acceptance = acceptance
         self._plan = draft_up_to(_N_TRANSLATED if is_translated else 1, needs_confidence=True)
         self._n_places = self._n_agreed = 0
 
@@ -89,8 +89,8 @@ class Walk:
             return
         sure = draft.looks[0]
         origin = draft.origins[0] if len(draft) else self._drafter.name
-        chances = self._chances.setdefault(origin, new_chances(origin))
-        chances.see(sure)
+        acceptance = self._acceptance.setdefault(origin, new_acceptance_rates(origin))
+        acceptance.see(sure)
         if not len(draft):
             return
         agrees = draft.tokens[0] == said
@@ -98,7 +98,7 @@ class Walk:
         if confidence is None or draft.distributions[0] is not None:
             # The probability of a drawn token says how likely that token was to be drawn.
             confidence = sure
-        chances.judge(confidence, accepted=agrees)
+        acceptance.judge(confidence, accepted=agrees)
         self._n_places += 1
         self._n_agreed += agrees
 

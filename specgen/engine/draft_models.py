@@ -283,7 +283,7 @@ class DraftModels:
         last = {compared.model: compared for compared in self.compared}
         return [compared for compared in last.values() if compared.is_taken]
 
-    def news_of_copies(self) -> list[str]:
+    def new_copy_notes(self) -> list[str]:
         """Return the messages about copies that came into use since the last call."""
         news = [comparison.note for comparison in self.copied[self._n_told :]]
         self._n_told = len(self.copied)

@@ -327,7 +327,7 @@ class Models:
         """Yield a message for each of these: copies of weights in use, learnt weights, a tree shape that
         cannot be drafted, and contexts of `n_ctx` tokens that are too long."""
         drafts = self.drafts
-        yield from drafts.news_of_copies()
+        yield from drafts.new_copy_notes()
         if drafts.learnt is not None and drafts.path is not None:
             folder = self.options.learning
             learnt = read_learnt(folder, drafts.path) if folder is not None else Learnt()

@@ -268,13 +268,13 @@ class _LlamaState:
         single = table.single[(possible & grammar.probed).nonzero()[0]]
         yield single[:2]  # all of them are allowed, and two allowed tokens end the search
         if len(single) == 1:
-            yield from _portions(self._beginning_with(int(single[0])))
+            yield from _portions(self._with_prefix(int(single[0])))
         rest = possible & ~grammar.probed
         if rest[:256].any():
             among = rest[table.first] & grammar.usable & ~table.is_end
             yield from _portions(among.nonzero()[0])
 
-    def _beginning_with(self, single: int) -> TokenArray:
+    def _with_prefix(self, single: int) -> TokenArray:
         """Return the other tokens that begin with a token of one byte, and whose second byte may come
         in the state after it."""
         table = self._grammar.table
@@ -282,7 +282,7 @@ class _LlamaState:
         seconds = np.ones(256, np.bool_)
         if isinstance(then, _LlamaState) and then.pending == BOUNDARY:
             seconds = then.may_begin()[:256]
-        return table.beginning_with(single, seconds)
+        return table.with_prefix(single, seconds)
 
 
 class _Classes(dict[int, int]):

@@ -34,7 +34,7 @@ def batch_progress(stream: TextIO, *, quiet: bool) -> Iterator[Callable[[Tally],
     if quiet:
         yield lambda _tally: None
         return
-    pace = _Pace(time.monotonic)
+    pace = _Throughput(time.monotonic)
     with _bar_or_lines(stream, time.monotonic, is_batch=True) as show:
 
         def report(tally: Tally) -> None:
@@ -82,7 +82,7 @@ def _bar_or_lines(
         yield show
 
 
-class _Pace:
+class _Throughput:
     """Tokens per second since the first report, and the time that is left at this pace."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

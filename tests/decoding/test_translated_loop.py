@@ -190,7 +190,7 @@ class Watched(WrappedDrafter):
         assert len(draft) <= plan.n_max
         # What was taken back at the end of the text is said again, by another token or more.
         drafted = joined(self.inner._translation.draft, self.inner._drafted.tokens)  # type: ignore[arg-type]
-        shaper = self.inner._beginning
+        shaper = self.inner._prefix_shaper
         assert not drafted or shaper is None or drafted.startswith(shaper.beginning)
         return draft
 

@@ -22,7 +22,7 @@ from specgen.decoding.drafters import (
 )
 from specgen.decoding.loop import Loop
 from specgen.decoding.policy import CostAwarePolicy, Offer, RoundPlan, RoundResult
-from specgen.decoding.policy.acceptance import Chances
+from specgen.decoding.policy.acceptance import AcceptanceRates
 from specgen.decoding.policy.cost_table import BatchShare, CostTable, Others
 from specgen.decoding.sampling import NoTokenAllowedError, Sampler
 from specgen.decoding.sequence import Sequence
@@ -165,7 +165,7 @@ def test_the_more_sequences_the_less_is_worth_drafting() -> None:
 
 
 def test_texts_that_are_written_at_once_learn_apart_and_count_together() -> None:
-    known: dict[str, Chances] = {}
+    known: dict[str, AcceptanceRates] = {}
     table = CostTable(dict.fromkeys(range(1, 18), 1.0))
     draft = Draft.chain([1], "model", [0.85], looks=[0.85])
 
