@@ -191,7 +191,7 @@ class Watched(WrappedDrafter):
         # What was taken back at the end of the text is said again, by another token or more.
         drafted = joined(self.inner._translation.draft, self.inner._drafted.tokens)  # type: ignore[arg-type]
         shaper = self.inner._prefix_shaper
-        assert not drafted or shaper is None or drafted.startswith(shaper.beginning)
+        assert not drafted or shaper is None or drafted.startswith(shaper.prefix)
         return draft
 
 
