@@ -40,7 +40,7 @@ from specgen.system.machine import look_at_machine
 from specgen.training.draft_files import pruned_file, text_folder
 from specgen.training.pruned_weights import check_prunable, write_pruned
 from specgen.training.pruning import (
-    N_PLACES,
+    N_JUDGED,
     Judge,
     PrunedCosts,
     agreement_of,
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=5)
     parser.add_argument("--sets", type=int, default=100)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--places", type=int, default=N_PLACES)
+    parser.add_argument("--places", type=int, default=N_JUDGED)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--search-only", action="store_true")

@@ -72,34 +72,34 @@ class Walk:
         self._state = state
         self._acceptance = acceptance
         self._plan = draft_up_to(_N_TRANSLATED if is_translated else 1, needs_confidence=True)
-        self._n_places = self._n_agreed = 0
+        self._n_compared = self._n_agreed = 0
 
     @property
     def found(self) -> Agreement:
         """The counts so far."""
-        return Agreement(self._n_places, self._n_agreed)
+        return Agreement(self._n_compared, self._n_agreed)
 
-    def look(self, tokens: Sequence[int], place: int, said: int) -> None:
-        """Compare what the drafter proposes after the first `place` tokens with `said`, the target's
-        token there. Places must ascend. Raises what the drafter raises."""
-        for token in tokens[len(self._state.tokens) : place]:
+    def look(self, tokens: Sequence[int], position: int, expected: int) -> None:
+        """Compare what the drafter proposes after the first `position` tokens with `expected`, the target's
+        token there. Positions must ascend. Raises what the drafter raises."""
+        for token in tokens[len(self._state.tokens) : position]:
             self._state.commit(token)
         draft = draft_alone(self._drafter.propose(self._state.tokens, self._plan))
         if not draft.looks:
             return
-        sure = draft.looks[0]
+        top_probability = draft.looks[0]
         origin = draft.origins[0] if len(draft) else self._drafter.name
         acceptance = self._acceptance.setdefault(origin, new_acceptance_rates(origin))
-        acceptance.see(sure)
+        acceptance.see(top_probability)
         if not len(draft):
             return
-        agrees = draft.tokens[0] == said
+        agrees = draft.tokens[0] == expected
         confidence = draft.probabilities[0]
         if confidence is None or draft.distributions[0] is not None:
             # The probability of a drawn token says how likely that token was to be drawn.
-            confidence = sure
+            confidence = top_probability
         acceptance.judge(confidence, accepted=agrees)
-        self._n_places += 1
+        self._n_compared += 1
         self._n_agreed += agrees
 
 
@@ -115,8 +115,8 @@ def sample_agreement(
     before_s = target.decode_s
     tokens = tokens[: target.n_ctx]
     try:
-        for place, said in greedy_tokens(target, tokens, min(N_BEFORE, len(tokens))):
-            walk.look(tokens, place, said)
+        for position, expected in greedy_tokens(target, tokens, min(N_BEFORE, len(tokens))):
+            walk.look(tokens, position, expected)
             if interrupted():
                 raise KeyboardInterrupt
             # Only the target's time counts: the draft is smaller.
@@ -138,8 +138,8 @@ def greedy_tokens(target: Backend, tokens: Sequence[int], start: int) -> Iterato
         batch = Batch()
         for position in range(done, end):
             batch.add(tokens[position], position, (0,), not is_before)
-        said: list[int] = target.decode(batch).argmax(axis=1).tolist()
-        yield from ((done + row + 1, token) for row, token in enumerate(said))
+        expected: list[int] = target.decode(batch).argmax(axis=1).tolist()
+        yield from ((done + row + 1, token) for row, token in enumerate(expected))
         done = end
 
 

@@ -22,7 +22,7 @@ from specgen.errors import MemoryLimitError, UsageError
 from specgen.system.atomic_files import new_beside
 from specgen.system.json_lines import write_errors
 from specgen.training.gguf_weights import GgufWeights, read_weights, write_weights
-from specgen.training.training_data import N_COLUMNS, Rows, TrainingText, pack_apart
+from specgen.training.training_data import N_COLUMNS, Rows, TrainingText, pack_split
 from specgen.training.training_loop import Budget, Schedule, TrainingState, train
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def distil(
     `ModelFileError` if the draft cannot be trained, `MemoryLimitError` and `OutputError`.
     """
     check_library()
-    learnt, judged = pack_apart(texts)
+    learnt, judged = pack_split(texts)
     if learnt.n_labels < _LEAST_LEARNT or judged.n_labels < _LEAST_JUDGED:
         raise UsageError(
             f"{learnt.n_labels} tokens to learn from and {judged.n_labels} to judge by: too few",

@@ -287,8 +287,10 @@ def scaled_bytes(weights: Weights, changes: FloatArray) -> NDArray[np.uint8]:
     blocks = weights.data.reshape(n_rows, n_columns // layout.n_weights, layout.n_bytes).copy()
     factors = 1.0 + np.repeat(changes, blocks.shape[1] // changes.shape[1], axis=1)
     for first in layout.scales:
-        place = np.s_[..., first : first + 2]
-        scales = np.ascontiguousarray(blocks[place]).view(np.float16)[..., 0].astype(np.float32)
+        scale_bytes = np.s_[..., first : first + 2]
+        scales = (
+            np.ascontiguousarray(blocks[scale_bytes]).view(np.float16)[..., 0].astype(np.float32)
+        )
         scales = np.clip(scales * factors, -_MOST_FLOAT16, _MOST_FLOAT16)
-        blocks[place] = scales.astype(np.float16)[..., None].view(np.uint8)
+        blocks[scale_bytes] = scales.astype(np.float16)[..., None].view(np.uint8)
     return blocks.reshape(-1)

@@ -235,8 +235,8 @@ class _Task:
         n_others = min(_N_OTHERS, len(self._others))
         others = self.rng.choice(self._others, n_others, replace=False)
         candidates = np.concatenate([self._own, others])
-        place = np.full(len(self.tokens), -1, np.int64)
-        place[candidates] = np.arange(len(candidates))
+        column = np.full(len(self.tokens), -1, np.int64)
+        column[candidates] = np.arange(len(candidates))
         output = self.output[candidates]
         # The sampled tokens stand for all tokens that the text lacks.
         bias = np.zeros(len(candidates), np.float32)
@@ -249,14 +249,14 @@ class _Task:
             state = forward.result
             errors = _softmax(state @ output.T + bias)
             likeliest = self._index[learnt.top_tokens[batch, k]]
-            likeliest = np.where(likeliest >= 0, place[likeliest], -1)
+            likeliest = np.where(likeliest >= 0, column[likeliest], -1)
             wanted = np.where(likeliest >= 0, learnt.top_probabilities[batch, k], np.float32(0.0))
             mass = wanted.sum(axis=1, keepdims=True)
             wanted = wanted / np.maximum(mass, 1e-6)
             errors *= mass > 0.0
             is_there = likeliest >= 0
-            places = np.repeat(np.arange(n)[:, None], N_TOP, axis=1)
-            np.subtract.at(errors, (places[is_there], likeliest[is_there]), wanted[is_there])
+            row_of = np.repeat(np.arange(n)[:, None], N_TOP, axis=1)
+            np.subtract.at(errors, (row_of[is_there], likeliest[is_there]), wanted[is_there])
             losses.append((errors @ output) * np.float32(_FADING**k / n))
             passes.append(forward)
         return network.backward(passes, losses)

@@ -35,7 +35,7 @@ from specgen.system.atomic_files import NEW, new_beside
 from specgen.system.json_lines import locked, write_errors
 from specgen.training.distillation import check_library, check_memory
 from specgen.training.gguf_weights import read_weights, write_weights
-from specgen.training.training_data import Rows, kept_texts, pack_apart
+from specgen.training.training_data import Rows, kept_texts, pack_split
 from specgen.training.training_loop import Budget, Schedule, TrainingState, train
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def learn(
     held = UsageError(f"another process learns for {target.name} already", "wait for its end")
     with locked(folder / "learning.lock", held):
         _clear(folder)
-        rows, judged = pack_apart(kept_texts(target, draft, learning, judging))
+        rows, judged = pack_split(kept_texts(target, draft, learning, judging))
         if not rows.n_labels or not judged.n_labels:
             raise UsageError(f"no answer that is kept for {target.name} can be read as its text")
         former = learnt_weights(folder, draft.path)

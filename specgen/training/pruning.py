@@ -32,7 +32,7 @@ from specgen.training.target_text import TargetAnswer, TargetText
 from specgen.training.training_loop import Budget
 
 #: Places of the target's text that judge a set of blocks, and places that judge the result.
-N_PLACES = 512
+N_JUDGED = 512
 _N_HELD_BACK = 1024
 #: The size, in cells, of the contexts in which decodes are timed.
 _N_CTX = 256
@@ -138,7 +138,7 @@ def prune(
     """
     model, target = loaded.target, loaded.options.target
     check_prunable(model)
-    texts = judged_texts(text.answers, N_PLACES, held_back=False)
+    texts = judged_texts(text.answers, N_JUDGED, held_back=False)
     held_back = judged_texts(text.answers, _N_HELD_BACK, held_back=True)
     check_space(target, output.parent)
     costs = PrunedCosts(loaded, output.parent, expected)
@@ -204,12 +204,12 @@ class JudgedText:
 
 
 def judged_texts(
-    answers: Iterable[TargetAnswer], n_places: int, *, held_back: bool
+    answers: Iterable[TargetAnswer], n_tokens: int, *, held_back: bool
 ) -> list[JudgedText]:
-    """Return the beginnings of answers, with about `n_places` tokens together. Raises `UsageError` if there
+    """Return the beginnings of answers, with about `n_tokens` tokens together. Raises `UsageError` if there
     are none."""
     found: list[JudgedText] = []
-    n_left = n_places
+    n_left = n_tokens
     for answer in answers:
         if answer.is_held_back != held_back or len(answer.prompt_tokens) > _MOST_PROMPT:
             continue
@@ -242,7 +242,7 @@ class Judge:
             n_ctx=max(len(batch) for batch, _ in self._batches),
             clock=clock,
             n_sequences=max(len(set(batch.sequences)) for batch, _ in self._batches),
-            n_outputs=max(len(said) for _, said in self._batches),
+            n_outputs=max(len(expected) for _, expected in self._batches),
         )
 
     def __enter__(self) -> Judge:
@@ -252,31 +252,31 @@ class Judge:
         self._backend.close()
 
     @property
-    def n_places(self) -> int:
-        return sum(len(said) for _, said in self._batches)
+    def n_tokens(self) -> int:
+        return sum(len(expected) for _, expected in self._batches)
 
     def agreement(self, left_out: Blocks) -> float:
         """Return the share of places at which the model without these blocks predicts the text's token."""
         n_agreed = 0
-        for batch, said in self._batches:
+        for batch, expected in self._batches:
             likeliest = self._backend.decode_without(batch, left_out).argmax(axis=1)
-            n_agreed += int((likeliest == said).sum())
+            n_agreed += int((likeliest == expected).sum())
             for sequence in {sequence for (sequence,) in batch.sequences}:
                 self._backend.remove(sequence)
-        return n_agreed / self.n_places
+        return n_agreed / self.n_tokens
 
 
 def _batches(texts: Sequence[JudgedText]) -> Iterable[tuple[Batch, list[int]]]:
     """Yield batches of whole texts, each text a sequence, with the expected token of each row that wants
     logits."""
-    batch, said, n_sequences = Batch(), list[int](), 0
+    batch, expected, n_sequences = Batch(), list[int](), 0
     for text in texts:
         if len(batch) and len(batch) + text.n_rows > _N_ROWS:
-            yield batch, said
-            batch, said, n_sequences = Batch(), [], 0
+            yield batch, expected
+            batch, expected, n_sequences = Batch(), [], 0
         tokens = (*text.prompt, *text.tokens[:-1])
         for position, token in enumerate(tokens):
             batch.add(token, position, (n_sequences,), position >= len(text.prompt) - 1)
-        said += text.tokens
+        expected += text.tokens
         n_sequences += 1
-    yield batch, said
+    yield batch, expected

@@ -49,8 +49,8 @@ _PATIENCE = 60
 #: The lowest agreement that is used, so that its logarithm is finite.
 _LEAST = 0.01
 #: The points at which expectations over a normal distribution are taken, and their weights.
-_PLACES = np.linspace(-2.0, 2.0, 9)
-_WEIGHTS = np.exp(-0.5 * _PLACES**2) / np.exp(-0.5 * _PLACES**2).sum()
+_DEVIATIONS = np.linspace(-2.0, 2.0, 9)
+_WEIGHTS = np.exp(-0.5 * _DEVIATIONS**2) / np.exp(-0.5 * _DEVIATIONS**2).sum()
 _GRID = np.linspace(0.0, 1.0, 101)
 
 
@@ -172,7 +172,7 @@ def _expected_gains(
     between = np.linalg.solve(factor, _likeness(seen, asked))
     mean = between.T @ np.linalg.solve(factor, (beyond - centre) / scale)
     deviation = np.sqrt(np.maximum(0.0, 1.0 - (between**2).sum(axis=0)))
-    likely = asked @ alone + centre + scale * (mean + deviation * _PLACES[:, None])
+    likely = asked @ alone + centre + scale * (mean + deviation * _DEVIATIONS[:, None])
     agreements = np.minimum(1.0, np.exp(likely))
     gains = np.zeros(len(new))
     for size in {len(left_out) for left_out in new}:

@@ -216,7 +216,7 @@ class Rows:
         return Rows(*(array[rows] for array in self.arrays))  # type: ignore[arg-type]
 
 
-def pack_apart(texts: Sequence[TrainingText]) -> tuple[Rows, Rows]:
+def pack_split(texts: Sequence[TrainingText]) -> tuple[Rows, Rows]:
     """Return rows of the texts to learn from, and rows of those that are held back."""
     return (
         pack([text for text in texts if not text.is_held_back]),

@@ -59,9 +59,9 @@ class Schedule:
 
     def batch(self, step: int) -> NDArray[np.int64]:
         """Return the rows of a step, counted from 0. The order of each pass is drawn anew."""
-        number, place = divmod(step, self.n_steps_per_pass)
+        number, index = divmod(step, self.n_steps_per_pass)
         order = np.random.default_rng(number).permutation(self.n_rows)
-        return order[place * self.n_batch : (place + 1) * self.n_batch]
+        return order[index * self.n_batch : (index + 1) * self.n_batch]
 
     def learning_rate(self, step: int, done: float) -> float:
         """Return the learning rate of a step; `done` is the share of the training that is done."""
