@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specgen.decoding.grammar.base import ENDED, GrammarState
+from specgen.decoding.grammar.base import ENDED, CachedState, GrammarState
 from specgen.decoding.grammar.gbnf import ROOT, read_gbnf
 from specgen.decoding.grammar.gbnf_rules import Gbnf
 from specgen.errors import UsageError
@@ -158,25 +158,24 @@ class _Asker:
         return answer
 
 
-class _LlamaState:
+class _LlamaState(CachedState):
     """The state of a grammar after a text. `pending` is the UTF-8 state at the end of the text."""
 
-    __slots__ = ("_children", "_first_bytes", "_forced", "_grammar", "_sampler", "pending")
+    __slots__ = ("_first_bytes", "_grammar", "_sampler", "pending")
 
     def __init__(self, grammar: LlamaGrammar, sampler: _Sampler, pending: int) -> None:
+        super().__init__(len(grammar.usable))
         self._grammar = grammar
         self._sampler = sampler
         self.pending = pending
-        self._children: dict[int, GrammarState] = {}
         self._first_bytes: BoolArray | None = None
-        self._forced: int | None = -1  # -1: not known yet
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
         token_ids = np.asarray(token_ids, np.int64)
         allowed = np.zeros(len(token_ids), np.bool_)
         if not len(token_ids):
             return allowed
-        self._check_exist(int(token_ids.min()), int(token_ids.max()))
+        self._check_exist(token_ids)
         wanted = self._usable()[token_ids]
         if self.pending == BOUNDARY and (self._first_bytes is not None or len(token_ids) >= _MANY):
             wanted &= self.may_begin()[self._grammar.table.first[token_ids]]
@@ -185,32 +184,12 @@ class _LlamaState:
             allowed[places] = self._ask(token_ids[places])
         return allowed
 
-    def after(self, token_id: int) -> GrammarState:
-        child = self._children.get(token_id)
-        if child is None:
-            self._check_exist(token_id, token_id)
-            if not (self._usable()[token_id] and self._ask(np.array([token_id]))[0]):
-                raise ValueError(f"the grammar does not allow token {token_id} here")
-            child = self._children[token_id] = self._make_child(token_id)
-        return child
-
-    def forced(self) -> int | None:
-        if self._forced == -1:
-            self._forced = self._find_forced()
-        return self._forced
-
     def _make_child(self, token_id: int) -> GrammarState:
         table = self._grammar.table
         if table.is_end[token_id]:
             return ENDED
         pending = int(table.ends_in(self.pending)[token_id])
         return _LlamaState(self._grammar, self._sampler.advanced(token_id), pending)
-
-    def _check_exist(self, lowest: int, highest: int) -> None:
-        n_tokens = len(self._grammar.usable)
-        if lowest < 0 or highest >= n_tokens:
-            wrong = lowest if lowest < 0 else highest
-            raise ValueError(f"there is no token {wrong}: the vocabulary has {n_tokens}")
 
     def _usable(self) -> BoolArray:
         """Return bool[n_tokens]: the tokens after which the text is UTF-8 and has grown."""
