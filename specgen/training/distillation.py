@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,17 +107,8 @@ def distil(
         score = trainer.judge(judged)
         resumed = score.agreement, TrainingState(score.loss, trainer.changes())
     before, state = resumed
-    is_whole = train(
-        state,
-        schedule,
-        budget,
-        step=lambda rows, rate: trainer.step(learnt.pick(rows), rate),
-        # The loss tells steps apart that agree at as many of a few thousand places.
-        loss=lambda: trainer.judge(judged).loss,
-        parameters=trainer.changes,
-        save=lambda: saved.save(before, state),
-    )
-    if not is_whole:
+    save = partial(saved.save, before, state)
+    if not train_scales(trainer, learnt, judged, state, schedule, budget, save):
         return None
     with write_errors(output), new_beside(output) as new:
         write_weights(draft, state.best, new)
@@ -124,6 +116,28 @@ def distil(
         new.replace(output)
     saved.file.unlink(missing_ok=True)
     return Distilled(before, after.agreement, state.n_steps, state.seconds)
+
+
+def train_scales(
+    trainer: Trainer,
+    learnt: Rows,
+    judged: Rows,
+    state: TrainingState,
+    schedule: Schedule,
+    budget: Budget,
+    save: Callable[[], None] = lambda: None,
+) -> bool:
+    """Train on rows, judged by others, as `train` does; return False if interrupted."""
+    return train(
+        state,
+        schedule,
+        budget,
+        step=lambda rows, rate: trainer.step(learnt.pick(rows), rate),
+        # The loss tells steps apart that agree on as many of a few thousand tokens.
+        loss=lambda: trainer.judge(judged).loss,
+        parameters=trainer.changes,
+        save=save,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,10 +33,10 @@ from specgen.errors import ModelFileError, UsageError
 from specgen.llama import LlamaModel
 from specgen.system.atomic_files import NEW, new_beside
 from specgen.system.json_lines import locked, write_errors
-from specgen.training.distillation import check_library, check_memory
+from specgen.training.distillation import check_library, check_memory, train_scales
 from specgen.training.gguf_weights import read_weights, write_weights
 from specgen.training.training_data import Rows, kept_texts, pack_split
-from specgen.training.training_loop import Budget, Schedule, TrainingState, train
+from specgen.training.training_loop import Budget, Schedule, TrainingState
 
 if TYPE_CHECKING:
     from specgen.training.transformer import Score, Trainer
@@ -160,15 +160,7 @@ def learn(
             judged_every=max(1, len(rows) // _JUDGED_PER_PASS),
             patience=_PATIENCE,
         )
-        is_whole = train(
-            state,
-            schedule,
-            budget,
-            step=lambda picked, rate: trainer.step(rows.pick(picked), rate),
-            loss=lambda: trainer.judge(judged).loss,
-            parameters=trainer.changes,
-        )
-        if not is_whole:
+        if not train_scales(trainer, rows, judged, state, schedule, budget):
             return None
         if answers[-1].number > last_number(folder):
             raise UsageError("the answers were deleted while the draft learnt from them")
