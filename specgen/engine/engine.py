@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import secrets
@@ -10,7 +11,7 @@ from collections import abc, deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 
-from specgen.decoding.loop import Loop
+from specgen.decoding.loop import Loop, ReadBeside
 from specgen.decoding.sequence import Sequence
 from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.kept_answers import KeptAnswer, KeptAnswers
@@ -37,8 +38,9 @@ from specgen.system.json_values import as_json
 _N_LOOKED_AT = 16
 #: A prompt waits for another one if it can share at least so many more tokens of it.
 _N_WORTH_WAITING = 32
-#: The most tokens of a prompt that are read between two rounds of other answers, which wait for them.
-_N_READ_BESIDE = 64
+#: The most tokens of a prompt that are read between two rounds of other answers, which wait for them, or
+#: beside a round while costs are not known.
+_N_READ_BESIDE = 32
 
 
 class Engine:
@@ -282,11 +284,17 @@ class Engine:
         no more events. Raises `BackendError` if the target cannot decode the round's batch; all answers
         of the round have failed then."""
         with self._stepping:
-            return self._read() + self._round()
+            events = self._begin_next()
+            reading = self._next_reading()
+            if reading is None or self._can_read_beside(reading):
+                return events + self._round(reading)
+            return events + self._read_piece(reading) + self._round()
 
-    def _round(self) -> list[Event]:
-        """Run a round of all answers that have begun, and return its events."""
-        busy = self.slots.decoding()
+    def _round(self, reading: Slot | None = None) -> list[Event]:
+        """Run a round of all answers that have begun, and return its events. A piece of the prompt of the
+        slot `reading` is read in the same batch."""
+        decoding = self.slots.decoding()
+        busy = decoding if reading is None else [*decoding, reading]
         requests: dict[int, Request] = {}
         sequences: list[Sequence] = []
         for slot in busy:
@@ -296,13 +304,16 @@ class Engine:
             sequences.append(slot.sequence)
             if slot.request.is_cancelled:
                 slot.sequence.finish("interrupted")
+        beside = None
+        if reading is not None:
+            beside = ReadBeside(sequences.pop(), self._n_rows_beside, self._share_of_own)
         try:
-            events = self._loop.round(sequences)
+            events = self._loop.round(sequences, beside)
         except WorkerLostError:  # the answers have not failed: another process may make them
             raise
         except BaseException as error:  # also Ctrl-C in the middle of a round
-            for slot, sequence in zip(busy, sequences, strict=True):
-                if not sequence.is_finished:
+            for slot in busy:
+                if slot.sequence is not None and not slot.sequence.is_finished:
                     self._fail(slot, _why(error))
                 self._settle(slot)
             raise
@@ -311,6 +322,33 @@ class Engine:
         for slot in busy:
             events += self._settle(slot)
         return events
+
+    def _can_read_beside(self, reading: Slot) -> bool:
+        """Return whether a piece of a prompt can be read in the batch of a round: a row must have the same
+        logits in any batch, and no rows of recurrent states or hidden states may be wanted."""
+        decoding = self.slots.decoding()
+        assert reading.request is not None
+        return (
+            bool(decoding)
+            and self._models.target.has_equal_rows
+            and self.target.rollback == "cells"
+            and not reading.request.is_cancelled
+            and not any(slot.sequence and slot.sequence.hidden is not None for slot in decoding)
+        )
+
+    def _n_rows_beside(self, n_own: int) -> int:
+        """Return how many tokens of a prompt are read beside a round's own rows: as many as take no longer
+        than these, so that running answers keep half of their pace."""
+        table = self._models.costs.table()
+        if not table:
+            return _N_READ_BESIDE
+        n_most, limit_s = self.target.n_batch, 2 * table.seconds(n_own)
+        return bisect.bisect(range(1, n_most), limit_s, key=lambda n: table.seconds(n_own + n))
+
+    def _share_of_own(self, n_own: int, n_all: int) -> float:
+        """Return the share of a batch's time that a round's own rows take."""
+        table = self._models.costs.table()
+        return min(1.0, table.seconds(n_own) / table.seconds(n_all)) if table else n_own / n_all
 
     def run(self) -> Iterator[Event]:
         """Generate all queued answers, and yield their events as they come."""
@@ -357,21 +395,20 @@ class Engine:
 
     # --- how answers begin and end -----------------------------------------------------------
 
-    def _read(self) -> list[Event]:
-        """Begin the next request, and read a piece of a prompt. Return the events."""
+    def _begin_next(self) -> list[Event]:
+        """Begin the next request, if there is one and a slot is free. Return the events."""
         request = self._next_waiting()
-        events: list[Event] = []
-        if request is not None:
-            slot = self.slots.free_slot(request.prompt.tokens, self.target)
-            events += self._begin(request, slot)
-        reading = self.slots.reading()
-        if not reading:
-            return events
-        # By turns the prompt with the fewest tokens left and the oldest one: a short prompt need not wait
-        # for a long one, and many short ones do not keep a long one waiting.
+        if request is None:
+            return []
+        return self._begin(request, self.slots.free_slot(request.prompt.tokens, self.target))
+
+    def _next_reading(self) -> Slot | None:
+        """Return the slot whose prompt is read next. By turns it is the one with the fewest tokens left and
+        the oldest one: a short prompt need not wait for a long one, and many short ones do not keep a long
+        one waiting."""
         self._reads_oldest = not self._reads_oldest
-        slot = min(reading, key=_age if self._reads_oldest else self._n_unread)
-        return events + self._read_piece(slot)
+        key = _age if self._reads_oldest else self._n_unread
+        return min(self.slots.reading(), key=key, default=None)
 
     def _next_waiting(self) -> Request | None:
         """Take the next request from the queue if a slot is free. A request waits for a prompt that is being
@@ -403,10 +440,9 @@ class Engine:
         request, sequence = slot.request, slot.sequence
         assert request is not None
         assert sequence is not None
-        n_most = None
-        # Unless a row has the same bits in any batch, the pieces must be those of an answer alone.
-        if self.slots.decoding() and self._models.target.has_equal_rows:
-            n_most = _N_READ_BESIDE
+        # Unless a row has the same logits in any batch, the pieces must be those of an answer alone.
+        may_be_short = self.slots.decoding() and self._models.target.has_equal_rows
+        n_most = _N_READ_BESIDE if may_be_short else None
         try:
             if request.is_cancelled:
                 sequence.finish("interrupted")
