@@ -13,12 +13,17 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from specgen.errors import ModelFileError
-from specgen.models import FileIdentity, human_bytes, identify
+from specgen.models import human_bytes
 from specgen.system.atomic_files import new_beside
 from specgen.system.json_lines import write_errors
 from specgen.system.progress import Progress
-from specgen.training.draft_files import distilled_file, heads_file, pruned_file, text_folder
+from specgen.training.draft_files import (
+    distilled_file,
+    heads_file,
+    identity_of,
+    pruned_file,
+    text_folder,
+)
 
 if TYPE_CHECKING:
     from specgen.engine.loaded_models import Models
@@ -58,7 +63,7 @@ class DraftBuilder:
     """Builds drafts for a target, in a cache folder.
 
     `clock` gives seconds. `tell` gets a sentence about each result; `interrupted` returns whether to stop.
-    `expected` gives `make_pruned` the expected speed-up of a draft.
+    `expected` gives `prune` the expected speed-up of a draft.
     """
 
     def __init__(
@@ -82,7 +87,7 @@ class DraftBuilder:
         self._interrupted = interrupted
         self._expected = expected
         self._target = loaded.options.target
-        self._identity = _identity(self._target)
+        self._identity = identity_of(self._target)
         #: The folder of the text.
         self.folder = text_folder(cache, self._identity)
 
@@ -213,21 +218,3 @@ class DraftBuilder:
             f"({made.n_judged} sets were judged)"
         )
         return output
-
-
-def _identity(path: Path) -> FileIdentity:
-    identity = identify(path)
-    if identity is None:
-        raise ModelFileError(f"{path}: no such file")
-    return identity
-
-
-__all__ = [
-    "N_ANSWER_TOKENS",
-    "N_PARALLEL",
-    "N_TOKENS",
-    "DraftBuilder",
-    "Kind",
-    "TextOptions",
-    "own_prompts",
-]

@@ -5,7 +5,16 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from specgen.models.files import FileIdentity
+from specgen.errors import ModelFileError
+from specgen.models.files import FileIdentity, identify
+
+
+def identity_of(target: Path) -> FileIdentity:
+    """Return the identity of a file. Raises `ModelFileError` if there is none."""
+    identity = identify(target)
+    if identity is None:
+        raise ModelFileError(f"{target}: no such file")
+    return identity
 
 
 def text_folder(cache: Path, target: FileIdentity) -> Path:

@@ -76,10 +76,6 @@ class TargetText:
         self.answers = [answer for answer, _ in kept]
         self._rows = [rows for _, rows in kept]
 
-    @property
-    def n_tokens(self) -> int:
-        return sum(len(answer.tokens) for answer in self.answers)
-
     @cached_property
     def _hidden(self) -> NDArray[np.float16]:
         shape = (self._n_rows, self._n_embd)
