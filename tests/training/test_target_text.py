@@ -52,8 +52,9 @@ def rows_of(loaded: Models, tokens: list[int], n_before: int) -> tuple[np.ndarra
 
 def test_text_is_what_the_target_says_with_what_it_thought(target: Path, folder: Path) -> None:
     text = TargetText(folder, N_EMBD)
-    assert [answer.prompt for answer in text.answers] == prompts(20)
-    assert [answer.is_held_back for answer in text.answers] == [is_held_back(i) for i in range(20)]
+    held_back = {answer.prompt: answer.is_held_back for answer in text.answers}
+    assert held_back == {prompt: is_held_back(i) for i, prompt in enumerate(prompts(20))}
+    assert len(text.answers) == 20
     with opened(target) as loaded:
         for index in (0, 13):
             answer = text.answers[index]
@@ -99,10 +100,12 @@ def test_other_prompts_are_another_text(target: Path, folder: Path, tmp_path: Pa
     with opened(target) as loaded:
         assert written(loaded, copy, own, 4 * N_ANSWER) == 4 * N_ANSWER
     mine, whole = TargetText(copy, N_EMBD, own), TargetText(copy, N_EMBD)
-    assert [answer.prompt for answer in mine.answers] == [prompts(20)[13], *own[:3]]
+    assert mine.answers[0].prompt == prompts(20)[13]
+    assert sorted(answer.prompt for answer in mine.answers) == sorted(own)
     assert n_tokens_of(mine) == 4 * N_ANSWER
     assert n_tokens_of(whole) == 23 * N_ANSWER
-    for index, same in enumerate((13, 20, 21, 22)):
+    for index, answer in enumerate(mine.answers):
+        same = whole.answers.index(answer)
         assert (mine.hidden(index) == whole.hidden(same)).all()
         assert (mine.top(index)[0] == whole.top(same)[0]).all()
 
