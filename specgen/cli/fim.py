@@ -101,7 +101,7 @@ class _FileGap:
     before: str = ""
 
     def write(self, middle: str) -> None:
-        """Write the file with the middle in it, with the file's own line ends. Raises `OutputError`, also if
+        """Write the file with the middle in it, with the file's own line ends. Raise `OutputError`, also if
         the file changed meanwhile."""
         from specgen.system.atomic_files import new_beside
 
@@ -187,8 +187,8 @@ def _gap(found: _FileGap, context: list[tuple[str, str]]) -> Gap:
 
 
 def _room(loaded: Models) -> int:
-    """Return the most tokens of the prompt. The far ends of a long file matter little, and take long to read.
-    Raises `UsageError` if the middle needs the whole context."""
+    """Return the most tokens of the prompt. The far ends of a long file matter little, and take long to
+    read. Raise `UsageError` if the middle needs the whole context."""
     n_ctx = loaded.usual_n_ctx
     max_tokens = loaded.options.generation.max_tokens
     n_room = n_ctx - (max_tokens if max_tokens >= 0 else n_ctx // 4)

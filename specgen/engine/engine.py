@@ -47,16 +47,16 @@ class Engine:
     """Generates up to `n_parallel` answers at once with loaded models, and any number one after the
     other. Use it as a context manager; it does not close the models.
 
-    The contexts stay open: if a prompt begins like a text that is still in a cache, only the rest of it is
-    decoded, by the target and by the draft model. A round of several answers is one batch of the target.
-    `n_ctx` is the room for one prompt and its answer, in tokens, by default `Models.usual_n_ctx`.
+    The contexts stay open: if a prompt shares a prefix with a text that is still in a cache, only the rest
+    of it is decoded, by the target and by the draft model. A round of several answers is one batch of the
+    target. `n_ctx` is the number of tokens for one prompt and its answer, by default `Models.usual_n_ctx`.
 
     `interrupted` is called between decodes. If it returns True, the unfinished answers end with the text
     that they have; while costs are measured, `KeyboardInterrupt` is raised. `estimate_gain` allows a few
     decodes at the end of each answer to measure the cost of plain decoding. With `learn_alone`, the
     acceptance statistics that an answer adds are dropped with it, so that drafts of an answer never depend
-    on the text of another one. `prepare` is called with each request and its sequence before the prompt is
-    read, and may change the sequence.
+    on the text of another one. `prepare` is called with each request and its sequence before the prefill,
+    and may change the sequence.
 
     Several threads may use the engine: one at a time steps it, for the answers of all. An answer that
     fails or is cancelled ends alone. Raises `MemoryLimitError` if the contexts do not fit into memory.
@@ -132,9 +132,9 @@ class Engine:
         learn_alone: bool = False,
     ) -> Engine:
         """Return an engine for up to `n_parallel` answers of `n_ctx` tokens each. Unless the number
-        `is_fixed`, it is halved until the contexts fit into memory, and 1 for models that cannot make several
-        answers at once, with a notice. Raises `MemoryLimitError`, `UsageError` if a fixed number is not
-        possible."""
+        `is_fixed`, it is halved until the contexts fit into memory, and 1 for models that cannot make
+        several answers at once, with a notice. Raise `MemoryLimitError`, `UsageError` if a fixed number is
+        not possible."""
         notice = None
         if not is_fixed and n_parallel > 1 and (why := models.drafts.why_one_sequence):
             n_parallel, notice = 1, f"{why}: answers are made one after the other"
@@ -191,11 +191,11 @@ class Engine:
         n_drafted_max: int | None = None,
         verifier: VerifierName | None = None,
     ) -> Request:
-        """Queue a request, with the models' options unless others are given. A text becomes a user's
-        turn in the model's chat template, if it has one. Without `draft`, the answer is decoded plainly;
-        `n_drafted_max` limits the tokens that are drafted in a round. Raises `PromptError` if the prompt
-        is invalid or too long for the context, `UsageError` if the options cannot be met, and
-        `BackendError` if the engine is closed."""
+        """Queue a request, with the models' options unless others are given. A text becomes a user's turn
+        in the model's chat template, if it has one. Without `draft`, the answer is decoded plainly;
+        `n_drafted_max` limits the tokens that are drafted in a round. Raise `PromptError` if the prompt is
+        invalid or too long for the context, `UsageError` if the options cannot be met, and `BackendError`
+        if the engine is closed."""
         models = self._models
         if isinstance(prompt, str):
             prompt = models.prompts.of_text(prompt)
@@ -224,7 +224,7 @@ class Engine:
     def reload_draft(self) -> bool:
         """Load the draft model again, with the weights that it learnt last, and return True. While
         answers are being generated, do nothing and return False. The draft model's new contexts are
-        empty. Raises `ModelFileError` or `MemoryLimitError`; nothing drafts then."""
+        empty. Raise `ModelFileError` or `MemoryLimitError`; nothing drafts then."""
         with self._stepping:
             if self.n_busy:
                 return False
@@ -251,7 +251,7 @@ class Engine:
 
     @property
     def n_busy(self) -> int:
-        """The number of answers that are being generated, including those whose prompt is being read."""
+        """The number of answers that are being generated, including those in prefill."""
         return self.slots.n_busy
 
     @property
@@ -261,11 +261,11 @@ class Engine:
 
     @property
     def is_reading(self) -> bool:
-        """Whether a prompt is being read."""
+        """Whether a prompt is being prefilled."""
         return bool(self.slots.reading())
 
     def plain_round_s(self) -> float | None:
-        """Return the expected seconds of a round without drafts for the answers that have begun, by the
+        """Return the expected seconds of a round without drafts for the answers that have started, by the
         measured costs; None if there are none, or nothing was measured."""
         begun = self.slots.decoding()
         if not begun:
@@ -279,10 +279,10 @@ class Engine:
         return not self._waiting and not self.slots.n_busy
 
     def step(self) -> list[Event]:
-        """Begin the next request if there is room for its answer, read a piece of one prompt, and run one
-        round of all answers that have begun. Return the events. An answer that fails has a `failure` and
-        no more events. Raises `BackendError` if the target cannot decode the round's batch; all answers
-        of the round have failed then."""
+        """Start the next request if there is room for its answer, decode a piece of one prompt, and run one
+        round of all answers that have started. Return the events. An answer that fails has a `failure` and
+        no more events. Raise `BackendError` if the target cannot decode the round's batch; all answers of
+        the round have failed then."""
         with self._stepping:
             events = self._begin_next()
             reading = self._next_reading()
@@ -356,7 +356,7 @@ class Engine:
             yield from self.step()
 
     def stream(self, request: Request) -> Generator[Event, None, None]:
-        """Yield the events of one answer until it is done; other answers advance at the same time. Raises
+        """Yield the events of one answer until it is done; other answers advance at the same time. Raise
         the error that ended the answer early; if a worker was lost, a summary of the text so far comes
         first. If the iterator is closed early, the request is cancelled."""
         try:
@@ -379,14 +379,14 @@ class Engine:
 
     def answers(self, prompts: abc.Sequence[str | Prompt]) -> list[str]:
         """Return the answers to prompts, in their order. Up to `n_parallel` of them are generated at once.
-        Raises the first failure."""
+        Raise the first failure."""
         requests = [self.insert(prompt) for prompt in prompts]
         for _ in self.run():
             pass
         return [request.text for request in requests]
 
     def _cut_short(self, request: Request) -> Iterator[Event]:
-        """Yield the summary of an answer that has begun and cannot go on; the target decodes nothing."""
+        """Yield the summary of an answer that has started and cannot continue; the target decodes nothing."""
         for slot in self.slots:
             sequence = slot.sequence
             if slot.request is request and sequence is not None and sequence.is_started:
@@ -411,8 +411,8 @@ class Engine:
         return min(self.slots.reading(), key=key, default=None)
 
     def _next_waiting(self) -> Request | None:
-        """Take the next request from the queue if a slot is free. A request waits for a prompt that is being
-        read, and begins alike, to get further: then it shares those cells."""
+        """Take the next request from the queue if a slot is free. A request waits for a prompt with the
+        same prefix that is being prefilled: then it shares those cells."""
         if self.n_busy == self.n_parallel:
             return None
         reading = self.slots.reading() if self.target.can_branch else []
@@ -424,7 +424,8 @@ class Engine:
         return None
 
     def _would_share_more(self, request: Request, slot: Slot) -> bool:
-        """Return whether a request can share more of the prompt that a slot is reading, once that is read."""
+        """Return whether a request can share more of the prompt that a slot is decoding, once that is
+        decoded."""
         assert slot.request is not None
         n_read = self.target.length(slot.branches(self.target).first)
         return (
@@ -531,7 +532,7 @@ class Engine:
 
     def _keep(self, prompt: Prompt, tokens: abc.Sequence[int]) -> None:
         """Store a finished text, prompt and answer, for lookups of later answers and for drafts to learn
-        from, if the options ask for that. Raises `OutputError` if it cannot be written for learning; it is
+        from, if the options ask for that. Raise `OutputError` if it cannot be written for learning; it is
         then written with the next one."""
         self._models.keep_text(tokens)
         if self._kept is None:
@@ -547,7 +548,7 @@ class Engine:
         )
 
     def _fail(self, slot: Slot, error: SpecgenError) -> None:
-        """End an answer with an error, and clear its part of the caches."""
+        """End an answer with an error, and clear its slot."""
         slot.fail(error, (self.target, *self._drafts))
 
 
@@ -567,7 +568,7 @@ def generate(
     """Generate an answer to a prompt in contexts of its own, and yield its events; the last one is a
     `FinishedEvent`.
 
-    `interrupted` and `estimate_gain` are those of `Engine`. Raises `PromptError` if the prompt does not fit
+    `interrupted` and `estimate_gain` are those of `Engine`. Raise `PromptError` if the prompt does not fit
     into the context, `MemoryLimitError` if the context does not fit into memory, and `BackendError` if the
     models are closed.
     """

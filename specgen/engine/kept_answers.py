@@ -62,7 +62,7 @@ class KeptAnswers:
         self._unwritten: list[KeptAnswer] = []
 
     def add(self, answer: KeptAnswer) -> None:
-        """Write an answer; it is on the disk when this returns. Raises `OutputError` if it cannot be
+        """Write an answer; it is on the disk when this returns. Raise `OutputError` if it cannot be
         written; it is then written with the next one. Very short answers are not kept."""
         if len(answer.tokens) < _LEAST_TOKENS:
             return
@@ -102,7 +102,7 @@ class KeptAnswers:
 
 
 def read_answers(folder: Path) -> list[KeptAnswer]:
-    """Return the answers in a folder, the latest last, without damaged lines. Raises `OutputError` if the
+    """Return the answers in a folder, the latest last, without damaged lines. Raise `OutputError` if the
     file exists and cannot be read."""
     path = folder / ANSWERS
     try:
@@ -122,7 +122,7 @@ def last_number(folder: Path) -> int:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of a target's answers, readable for its user only. Raises `OutputError`."""
+    """Make the folder of a target's answers, readable for its user only. Raise `OutputError`."""
     with write_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=_FOLDER_MODE, exist_ok=True)

@@ -27,7 +27,6 @@ from specgen.training.draft_files import (
 
 if TYPE_CHECKING:
     from specgen.engine.loaded_models import Models
-    from specgen.training.pruning import ExpectedSpeedup
     from specgen.training.target_text import TargetText
     from specgen.training.training_loop import Budget
 
@@ -54,7 +53,7 @@ class TextOptions:
 
 
 def own_prompts() -> list[str]:
-    """The prompts that come with specgen."""
+    """Return the prompts that come with specgen."""
     text = resources.files("specgen.training").joinpath("prompts.jsonl").read_text("utf-8")
     return [json.loads(line)["prompt"] for line in text.splitlines()]
 
@@ -63,7 +62,6 @@ class DraftBuilder:
     """Builds drafts for a target, in a cache folder.
 
     `clock` gives seconds. `tell` gets a sentence about each result; `interrupted` returns whether to stop.
-    `expected` gives `prune` the expected speed-up of a draft.
     """
 
     def __init__(
@@ -76,7 +74,6 @@ class DraftBuilder:
         progress: Progress,
         tell: Callable[[str], None],
         interrupted: Callable[[], bool],
-        expected: ExpectedSpeedup,
     ) -> None:
         self._loaded = loaded
         self._text_options = text
@@ -85,7 +82,6 @@ class DraftBuilder:
         self._progress = progress
         self._tell = tell
         self._interrupted = interrupted
-        self._expected = expected
         self._target = loaded.options.target
         self._identity = identity_of(self._target)
         #: The folder of the text.
@@ -95,8 +91,8 @@ class DraftBuilder:
         """Make drafts of these kinds in about `minutes` and return their files; None if interrupted.
 
         After an interruption the text is kept. `small` is the model that a distilled draft is made from.
-        Raises what making each kind raises: `UsageError`, `PairError`, `ModelFileError`,
-        `MemoryLimitError`, `OutputError`.
+        Raise what making each kind raises: `UsageError`, `PairError`, `ModelFileError`, `MemoryLimitError`,
+        `OutputError`.
         """
         if "pruned" in kinds:
             from specgen.training.pruned_weights import check_prunable
@@ -204,7 +200,6 @@ class DraftBuilder:
             self._loaded,
             self._text(),
             output,
-            self._expected,
             self._budget(until_s, ""),
             self._progress,
         )

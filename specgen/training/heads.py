@@ -1,10 +1,10 @@
 """Decoder heads trained on a target's own text, with NumPy.
 
-`specgen.llama.decoder_heads` describes what heads compute. Training has two steps. Ridge
-regression finds a linear map to the target's next hidden state; each place gives as many numbers to learn
-from as a hidden state has, so little text suffices. Then gradient descent minimises the cross-entropy with
-the target's own distribution, several tokens ahead. (Distillation as in DistillSpec, Zhou et al.,
-arXiv:2310.08461; unrolled as in training a recurrent drafter, Cheng et al., arXiv:2403.09919.)
+`specgen.llama.decoder_heads` describes what heads compute. Training has two steps. Ridge regression finds a
+linear map to the target's next hidden state; each position gives as many numbers to learn from as a hidden
+state has, so little text suffices. Then gradient descent minimises the cross-entropy with the target's own
+distribution, several tokens ahead. (Distillation as in DistillSpec, Zhou et al., arXiv:2310.08461; unrolled
+as in training a recurrent drafter, Cheng et al., arXiv:2403.09919.)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ONE = np.float32(1.0)
 
 #: The number of tokens that heads can guess: first those of the text, then those with the lowest ids, since
 #: tokenizers give low ids to frequent tokens. (In the 1.5B's held-back answers 8,192 tokens cover 0.86 of the
-#: places, 32,768 cover 0.96.)
+#: positions, 32,768 cover 0.96.)
 N_FREQUENT = 32_768
 #: The size of the inner layer (inside silu), and the number of tokens ahead that the heads are trained for.
 N_INNER = 1024
@@ -61,8 +61,8 @@ _PATIENCE = 6
 class Agreement:
     """How often heads predict the target's token on held-back answers.
 
-    Item k is for the token k + 1 places ahead, given the right tokens before it: `top_1` counts the likeliest
-    token, `top_4` the four likeliest."""
+    Item k is for the token k + 1 positions ahead, given the right tokens before it: `top_1` counts the
+    likeliest token, `top_4` the four likeliest."""
 
     top_1: tuple[float, ...]
     top_4: tuple[float, ...]
@@ -90,7 +90,7 @@ class _Samples:
     tokens: NDArray[np.int32]
     #: The next hidden state: float32[n, n_embd].
     next_hidden: FloatArray
-    #: The likeliest tokens at later places: int32[n, N_AHEAD, N_TOP], float32[n, N_AHEAD, N_TOP].
+    #: The likeliest tokens at later positions: int32[n, N_AHEAD, N_TOP], float32[n, N_AHEAD, N_TOP].
     top_tokens: NDArray[np.int32]
     top_probabilities: FloatArray
 
@@ -172,7 +172,7 @@ def _samples(text: TargetText, *, held_back: bool) -> _Samples:
 
 
 def _frequent(text: TargetText, n_vocab: int) -> NDArray[np.int32]:
-    """The ids of the tokens to guess, increasing."""
+    """Return the ids of the tokens to guess, increasing."""
     counts = Counter(
         token for answer in text.answers if not answer.is_held_back for token in answer.tokens
     )
@@ -185,7 +185,7 @@ def _frequent(text: TargetText, n_vocab: int) -> NDArray[np.int32]:
 
 
 class _Task:
-    """The training data, gradients on it, and the agreement on held-back places."""
+    """The training data, gradients on it, and the agreement on held-back positions."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class _Task:
         #: It brings hidden states to a mean square of 1.
         self.scale = scale = float(1.0 / np.sqrt(np.square(learnt.hidden).mean()))
         self._learnt, self._judged = learnt, judged
-        #: Each token's place among the frequent ones; -1 for the others.
+        #: Each token's index among the frequent ones; -1 for the others.
         self._index = np.full(n_vocab, -1, np.int64)
         self._index[tokens] = np.arange(len(tokens))
         self.embeddings = _with_others(rows.embeddings(tokens))
@@ -212,8 +212,8 @@ class _Task:
         self._others = np.setdiff1d(np.arange(len(tokens)), self._own)
 
     def linear_map(self) -> FloatArray:
-        """The linear map of (state, embedding, 1) to the next state by ridge regression:
-        float32[2 n_embd + 1, n_embd]."""
+        """Fit the linear map of (state, embedding, 1) to the next state by ridge regression: float32[2
+        n_embd + 1, n_embd]."""
         learnt = self._learnt
         n_embd = learnt.hidden.shape[1]
         gram = np.zeros((2 * n_embd + 1, 2 * n_embd + 1), np.float64)
@@ -229,7 +229,8 @@ class _Task:
         return np.linalg.solve(gram, products).astype(np.float32)
 
     def gradients(self, network: _Network, batch: NDArray[np.int64]) -> Parameters:
-        """The gradients of the cross-entropy with the target's distribution at the places `batch`."""
+        """Return the gradients of the cross-entropy with the target's distribution at the positions
+        `batch`."""
         learnt = self._learnt
         n = len(batch)
         n_others = min(_N_OTHERS, len(self._others))
@@ -262,7 +263,8 @@ class _Task:
         return network.backward(passes, losses)
 
     def judge(self, network: _Network) -> Agreement:
-        """How often the network predicts the target's token on held-back places, given the tokens before."""
+        """Measure how often the network predicts the target's token at held-back positions, given the
+        tokens before."""
         judged = self._judged
         right = np.zeros(N_AHEAD)
         among = np.zeros(N_AHEAD)
@@ -285,7 +287,8 @@ class _Task:
 
 
 def _with_others(embeddings: FloatArray) -> FloatArray:
-    """Embeddings of the frequent tokens at one scale, and a last row, their mean, for all others."""
+    """Return the embeddings of the frequent tokens at one scale, and a last row, their mean, for all
+    others."""
     embeddings = embeddings / np.sqrt(np.square(embeddings).mean())
     return np.concatenate([embeddings, embeddings.mean(axis=0, keepdims=True)]).astype(np.float32)
 
@@ -346,7 +349,8 @@ class _Network:
         return _Pass(state, embedded, inner, sigmoid, result)
 
     def backward(self, passes: list[_Pass], losses: list[NDArray[Any]]) -> Parameters:
-        """The gradients by the parameters; `losses[k]` is the gradient by the result of `passes[k]`."""
+        """Return the gradients by the parameters; `losses[k]` is the gradient by the result of
+        `passes[k]`."""
         p = self.parameters
         gradients = {name: np.zeros_like(values) for name, values in p.items()}
         behind: NDArray[Any] = np.zeros_like(losses[-1])

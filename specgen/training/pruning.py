@@ -15,9 +15,9 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
 
 from specgen.decoding.backend import Batch
+from specgen.engine.calibration.gain import Costs, expected_gain
 from specgen.engine.calibration.weight_copies import share_of_time
 from specgen.engine.loaded_models import Models
 from specgen.engine.measurements import measure_if_new
@@ -41,16 +41,13 @@ _N_ANSWER = 96
 _MOST_PROMPT = 96
 #: The number of rows that are decoded at once.
 _N_ROWS = 512
-#: The expected speed-up of a draft, from the seconds of the target's batches by their size, the seconds of a
-#: drafted token, and its acceptance rate (`specgen.measure.selection.outlook.expected_speedup`).
-ExpectedSpeedup: TypeAlias = Callable[[dict[int, float], float, float], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
     """A draft cut from a target of `n_layer` blocks, without those in `left_out`.
 
-    `agreement` is the share of places of held-back answers at which its likeliest token is the target's.
+    `agreement` is the share of positions of held-back answers at which its likeliest token is the target's.
     `cost` is the time of a token, as a share of the target's. `speedup` is expected over plain decoding.
     `n_judged` sets of blocks were judged.
     """
@@ -70,8 +67,7 @@ class PrunedCosts:
     estimated in proportion to their bytes, since a token reads all weights once.
     """
 
-    def __init__(self, loaded: Models, folder: Path, expected: ExpectedSpeedup) -> None:
-        self._expected = expected
+    def __init__(self, loaded: Models, folder: Path) -> None:
         model, target = loaded.target, loaded.options.target
         n_layer = model.n_layer
         kept = range(0, n_layer, 4)
@@ -110,7 +106,7 @@ class PrunedCosts:
 
     def speedup_at(self, cost: float, agreement: float) -> float:
         """Return the same if a token takes the share `cost` of the target's time."""
-        return self._expected(self.batch_s, cost * self.batch_s[1], agreement)
+        return expected_gain(Costs(self.batch_s, cost * self.batch_s[1]), agreement).speedup
 
 
 def timed_share(loaded: Models, own: LlamaBackend, file: Path) -> float:
@@ -126,7 +122,6 @@ def prune(
     loaded: Models,
     text: TargetText,
     output: Path,
-    expected: ExpectedSpeedup,
     budget: Budget,
     progress: Callable[[str, int, int], None],
 ) -> Pruned | None:
@@ -141,7 +136,7 @@ def prune(
     texts = judged_texts(text.answers, N_JUDGED, held_back=False)
     held_back = judged_texts(text.answers, _N_HELD_BACK, held_back=True)
     check_space(target, output.parent)
-    costs = PrunedCosts(loaded, output.parent, expected)
+    costs = PrunedCosts(loaded, output.parent)
     record = output.with_name(f"{output.name}.judged")
     key = hashlib.sha256(repr([(text.prompt, text.tokens) for text in texts]).encode()).hexdigest()
     with (
@@ -182,7 +177,7 @@ def _check_time(judged: Evaluations, n_layer: int, budget: Budget) -> None:
 
 
 def agreement_of(file: Path, loaded: Models, texts: Sequence[JudgedText]) -> float:
-    """Return the share of places at which the model in a file predicts the texts' token."""
+    """Return the share of positions at which the model in a file predicts the texts' token."""
     context = loaded.options.draft_context
     with (
         contextlib.closing(LlamaModel(file, n_gpu_layers=context.n_gpu_layers)) as model,

@@ -35,7 +35,7 @@ from specgen.system.json_lines import (
 )
 from specgen.training.training_loop import Budget
 
-#: The number of likeliest tokens that are kept for each place.
+#: The number of likeliest tokens that are kept for each position.
 N_TOP = 16
 #: Every tenth prompt is for judging, not for learning.
 HELD_BACK_EVERY = 10
@@ -86,24 +86,24 @@ class TargetText:
         return np.memmap(self._folder / _TOP, _TOP_ROW, "r", shape=(self._n_rows,))
 
     def hidden(self, index: int) -> NDArray[np.float16]:
-        """The target's final hidden states (after the last norm) before each token of an answer:
+        """Return the target's final hidden states (after the last norm) before each token of an answer:
         float16[n_tokens, n_embd]. Row 0 belongs to the prompt's last token."""
         return self._hidden[self._rows[index]]
 
     def top(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
-        """The likeliest tokens at each place of an answer, best first, and their probabilities at
+        """Return the likeliest tokens at each position of an answer, best first, and their probabilities at
         temperature 1: int32[n_tokens, N_TOP] and float16[n_tokens, N_TOP]."""
         rows = self._top[self._rows[index]]
         return rows["tokens"], rows["probabilities"]
 
 
 def is_held_back(index: int) -> bool:
-    """Whether the prompt with this number, from 0, is for judging."""
+    """Return whether the prompt with this number, from 0, is for judging."""
     return index % HELD_BACK_EVERY == HELD_BACK_EVERY - 1
 
 
 def bytes_of(n_tokens: int, n_embd: int) -> int:
-    """The approximate size on the disk of `n_tokens` tokens of text."""
+    """Return the approximate size on the disk of `n_tokens` tokens of text."""
     return n_tokens * (2 * n_embd + _TOP_ROW.itemsize + 8)
 
 
@@ -241,7 +241,7 @@ def _rows(tokens: Sequence[int], position: int, *, wanted: bool) -> Batch:
 
 
 def _likeliest(logits: Logits) -> NDArray[Any]:
-    """The likeliest tokens and their probabilities for each row of logits, float32[n, n_vocab]."""
+    """Return the likeliest tokens and their probabilities for each row of logits, float32[n, n_vocab]."""
     n_top = min(N_TOP, logits.shape[1])
     rows = np.zeros(len(logits), _TOP_ROW)
     for row, out in zip(logits, rows, strict=True):
@@ -254,7 +254,7 @@ def _likeliest(logits: Logits) -> NDArray[Any]:
 
 
 def _whole_answers(folder: Path, n_embd: int) -> tuple[list[TargetAnswer], int]:
-    """The answers that have all their rows in both arrays, and the size of their lines in bytes."""
+    """Return the answers that have all their rows in both arrays, and the size of their lines in bytes."""
     path = folder / _ANSWERS
     try:
         data = path.read_bytes()

@@ -22,7 +22,6 @@ from specgen.engine.loaded_models import Models
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, OutputError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel, requantize
 from specgen.llama.skipped_blocks import SkippingBackend
-from specgen.measure.selection.outlook import expected_speedup
 from specgen.options import ContextOptions
 from specgen.system.arrays import Logits
 from specgen.system.json_lines import locked
@@ -348,7 +347,6 @@ def made(
         loaded,
         TargetText(folder, N_EMBD),
         output,
-        expected_speedup,
         Budget(time.monotonic, time.monotonic() + seconds, interrupted),
         lambda *_: None,
     )
@@ -389,7 +387,7 @@ def test_costs_are_those_of_the_bytes(
 ) -> None:
     monkeypatch.setattr(pruning, "timed_share", lambda *_: 0.2)
     with opened(target) as loaded:
-        costs = pruning.PrunedCosts(loaded, tmp_path, expected_speedup)
+        costs = pruning.PrunedCosts(loaded, tmp_path)
     assert not list(tmp_path.iterdir())
     # Two of six blocks were timed.
     assert costs.cost(4) == pytest.approx(0.2)
