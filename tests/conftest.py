@@ -138,7 +138,7 @@ def _own_directories(_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) ->
     # The kernels' self-test is made once: it takes a second.
     monkeypatch.setattr("specgen.llama.kernel_checks.choice.result_of", _remembered)
     # Nor are the kernels tried on each of the tests' many models.
-    monkeypatch.setattr("specgen.llama.kernel_checks.choice._try_models", lambda _trials: None)
+    monkeypatch.setattr("specgen.llama.kernel_checks.choice.try_models", lambda _trials: None)
 
 
 @pytest.fixture

@@ -129,11 +129,11 @@ def train_heads(
     rows = ModelRows(target)
     tokens = _frequent(text, n_vocab)
     task = _Task(rows, tokens, learnt, judged, scale, n_vocab, np.random.default_rng(seed))
-    network = _Network(task.linear_map(), n_embd, N_INNER, task.rng)
+    network = Network(task.linear_map(), n_embd, N_INNER, task.rng)
     before = best = task.judge(network)
     best_parameters = network.copied()
     n_steps = _N_PASSES * max(1, len(learnt) // _N_BATCH)
-    optimizer, step, n_worse = _Adam(network.parameters), 0, 0
+    optimizer, step, n_worse = Adam(network.parameters), 0, 0
     order: NDArray[np.int64] = np.empty(0, np.int64)
     started_s = clock()
     while step < n_steps and n_worse < _PATIENCE:
@@ -253,7 +253,7 @@ class _Task:
         gram += _RIDGE * np.eye(len(gram))
         return np.linalg.solve(gram, products).astype(np.float32)
 
-    def gradients(self, network: _Network, batch: NDArray[np.int64]) -> Parameters:
+    def gradients(self, network: Network, batch: NDArray[np.int64]) -> Parameters:
         """The gradients of the cross-entropy with the target's distribution at the places `batch`."""
         learnt = self._learnt
         n = len(batch)
@@ -286,7 +286,7 @@ class _Task:
             passes.append(forward)
         return network.backward(passes, losses)
 
-    def judge(self, network: _Network) -> Agreement:
+    def judge(self, network: Network) -> Agreement:
         """How often the network predicts the target's token on held-back places, given the tokens before."""
         judged = self._judged
         right = np.zeros(N_AHEAD)
@@ -341,7 +341,7 @@ class _Pass:
 
 
 @dataclass
-class _Network:
+class Network:
     """The cell of the heads, with rows as vectors: M, N, c; Q, P, b; C."""
 
     linear: FloatArray
@@ -397,7 +397,7 @@ class _Network:
         return gradients
 
 
-class _Adam:
+class Adam:
     """Adam (Kingma and Ba, arXiv:1412.6980), in place."""
 
     def __init__(self, parameters: Parameters, betas: tuple[float, float] = (0.9, 0.98)) -> None:

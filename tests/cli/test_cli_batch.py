@@ -418,7 +418,7 @@ def test_calls_of_tools(specgen: Batch, models: Path, tmp_path: Path) -> None:
 @pytest.fixture
 def one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models' architecture is one of those whose sequences llama.cpp cannot compute together."""
-    monkeypatch.setattr("specgen.llama.model._ONE_SEQUENCE", frozenset({"llama"}))
+    monkeypatch.setattr("specgen.llama.model.ONE_SEQUENCE", frozenset({"llama"}))
 
 
 @pytest.mark.usefixtures("one_sequence")
@@ -446,7 +446,7 @@ def test_a_draft_of_one_sequence_is_refused_for_several_answers(
 
     why = LlamaModel.why_one_sequence.fget  # type: ignore[attr-defined]
     draft = property(lambda model: why(model) if model.name == "draft.gguf" else None)
-    monkeypatch.setattr("specgen.llama.model._ONE_SEQUENCE", frozenset({"llama"}))
+    monkeypatch.setattr("specgen.llama.model.ONE_SEQUENCE", frozenset({"llama"}))
     monkeypatch.setattr(LlamaModel, "why_one_sequence", draft)
     source = write(tmp_path / "in.jsonl", *PROMPTS)
     result = specgen("batch", source, tmp_path / "out.jsonl", "--parallel", "2")

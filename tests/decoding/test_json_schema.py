@@ -302,22 +302,23 @@ def test_a_closed_model_is_freed(tmp_path: Path) -> None:
 def test_what_can_be_followed_no_further_is_an_error(
     vocabulary: LlamaVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = LlguidanceGrammar(vocabulary, schema_grammar("{}")).start
-
     class Broken:
+        is_broken = False
+
         def deep_copy(self) -> Broken:
             return self
 
         def unsafe_compute_mask_ptr(self, *_: int) -> None:
-            pass
+            self.is_broken = True
 
         def is_error(self) -> bool:
-            return True
+            return self.is_broken
 
         def get_error(self) -> str:
             return "too complex\nand more"
 
-    monkeypatch.setattr(state, "_matcher", Broken())
+    monkeypatch.setattr("llguidance.LLMatcher", lambda *_, **__: Broken())
+    state = LlguidanceGrammar(vocabulary, schema_grammar("{}")).start
     with pytest.raises(BackendError, match="too complex$"):
         state.allows(np.array([1]))
 

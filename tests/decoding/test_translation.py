@@ -16,7 +16,6 @@ from specgen.decoding.drafters.translation import (
     Lexicon,
     SharedShaper,
     SharedTokens,
-    Speller,
     Translation,
 )
 from specgen.decoding.drafters.translation.strings import n_unfinished
@@ -366,4 +365,3 @@ def test_a_translation_reads_each_vocabulary_once() -> None:
     translation = Translation(LETTERS, OTHERS)
     assert translation.shared is translation.shared
     assert translation.strings is translation.strings
-    assert isinstance(translation._draft_speller, Speller)

@@ -239,7 +239,7 @@ class Followed:
         """Each character of the text is in the draft's tokens, unless it has none for it."""
         assert self.text.tokens[:2] == [7, 7]
         assert self.text.held_back == b""
-        said = list(zip(self.text.tokens, self.text._ends, strict=True))[2:]
+        said = list(zip(self.text.tokens, self.text.ends, strict=True))[2:]
         n_before = 0
         for data, counterpart in self.segments():
             is_told = [False] * len(data)

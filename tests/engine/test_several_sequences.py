@@ -177,15 +177,15 @@ def test_texts_that_are_written_at_once_learn_apart_and_count_together() -> None
     one = CostAwarePolicy(DraftOptions(), table, known)
     for _ in range(12):
         judged(one, right=True)
-    sure = one._of("model").chance(0.85)
-    n_looks = one._of("model").n_looks
+    sure = one.chances_of("model").chance(0.85)
+    n_looks = one.chances_of("model").n_looks
     other = CostAwarePolicy(DraftOptions(), table, known)
     for _ in range(12):
         judged(other, right=False)
     # A text begins beside it, which the draft does not suit: what this one learnt of itself stays.
-    assert one._of("model").n_looks == n_looks == 12
-    assert other._of("model").chance(0.85) < sure - 0.2
-    assert one._of("model").chance(0.85) > other._of("model").chance(0.85) + 0.2
+    assert one.chances_of("model").n_looks == n_looks == 12
+    assert other.chances_of("model").chance(0.85) < sure - 0.2
+    assert one.chances_of("model").chance(0.85) > other.chances_of("model").chance(0.85) + 0.2
     assert known["model"].n_judged == pytest.approx(24, abs=0.5)
 
 

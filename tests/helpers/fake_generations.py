@@ -305,6 +305,7 @@ def model_drafter(
     seed: int = 99,
     state: TextState | None = None,
     costs: CostTable | None = None,
+    n_shared_tokens: int | None = None,
 ) -> tuple[ModelDrafter, FakeBackend]:
     """A drafter and its backend. It needs the text's state where samplers look back, and costs
     where drafting has a price."""
@@ -315,7 +316,7 @@ def model_drafter(
         Shaper(chain, state or TextState(PROMPT)),
         np.random.default_rng(seed),
         draws=chain.is_random,
-        n_shared_tokens=vocabulary.n_tokens,
+        n_shared_tokens=vocabulary.n_tokens if n_shared_tokens is None else n_shared_tokens,
         costs=costs,
     )
     return drafter, backend

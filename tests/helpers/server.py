@@ -66,7 +66,7 @@ class Running:
     @contextlib.contextmanager
     def standing_still(self) -> Iterator[None]:
         """Nothing is decoded meanwhile."""
-        with self.engine._stepping:
+        with self.engine.stepping:
             yield
 
 

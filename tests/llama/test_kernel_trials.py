@@ -391,7 +391,7 @@ def test_every_choice_of_kernels_tries_models(
     monkeypatch.setattr(choice, "examine_kernels", lambda *_args, **_options: status)
     attached = SimpleNamespace(instructions="avx2")
     monkeypatch.setattr("specgen.llama.kernels.attach", lambda _path: attached)
-    monkeypatch.setattr(choice, "_try_models", made.append)
+    monkeypatch.setattr(choice, "try_models", made.append)
     child = dying(tmp_path / "log", {"11": [1, SEGV]})
     choice.choose_kernels("auto", tmp_path, trial=child)
     choice.choose_kernels("specgen", tmp_path, trial=child)

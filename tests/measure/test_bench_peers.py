@@ -383,7 +383,7 @@ def test_the_real_programs_read_prompts_as_specgen_does(
     add_bos: bool,
     chat: bool,
 ) -> None:
-    monkeypatch.setattr(peers, "_N_TRIES", 30)
+    monkeypatch.setattr(peers, "N_TRIES", 30)
     config = TinyConfig(
         logit_scale=6.0,
         tokenizer=tokenizer,  # type: ignore[arg-type]

@@ -88,7 +88,7 @@ def test_a_signal_reported_by_a_shell_is_one_too() -> None:
     [(0xC000001D, "SIGILL"), (0xC0000005 - 2**32, "SIGSEGV"), (0xC0000409, "SIGABRT")],
 )
 def test_windows_status_codes_are_signals_too(returncode: int, name: str) -> None:
-    assert name in doctor._death(child.ChildDiedError(returncode, "")).message
+    assert name in doctor.death(child.ChildDiedError(returncode, "")).message
 
 
 def test_a_code_without_a_signal_comes_with_the_last_words() -> None:
@@ -203,7 +203,7 @@ def test_deviation_is_relative_to_the_spread_of_the_logits() -> None:
 @pytest.mark.parametrize("found", [0.11, 1.4, float("inf"), float("nan")])
 def test_logits_too_far_apart_are_an_error(found: float) -> None:
     with pytest.raises(BackendError, match="differ from those of single tokens") as caught:
-        doctor._agreement(24, {"single tokens": found})
+        doctor.checked_agreement(24, {"single tokens": found})
     assert doctor.REBUILD in str(caught.value.hint)
 
 
@@ -249,10 +249,10 @@ def test_the_command_shows_what_it_found(
 
 
 def test_another_llama_cpp_python_is_named_with_the_one_that_is_needed() -> None:
-    from specgen.cli.doctor import _llama_version
+    from specgen.cli.doctor import llama_version_line
 
     def shown(version: str) -> str:
-        return _llama_version(Build(version, "0.6.0", "", gpu_offload=False, devices=()))
+        return llama_version_line(Build(version, "0.6.0", "", gpu_offload=False, devices=()))
 
     assert shown(REQUIRED_VERSION) == f"{REQUIRED_VERSION}, llama.cpp 0.6.0"
     assert shown(f"{REQUIRED_VERSION}+cu124") == f"{REQUIRED_VERSION}+cu124, llama.cpp 0.6.0"

@@ -608,7 +608,7 @@ def test_cells_of_unlikely_tokens_hold_the_rest(exactly: Callable[..., Exactly])
     cells = one.exact.cells()
     shared = [outcome for outcome in cells.outcomes if -1 in outcome]
     assert (-1,) in shared
-    first = one.shaper.distribution(one.exact._row(()))
+    first = one.shaper.distribution(one.exact.row(()))
     unlikely = first.probs < 1e-4
     assert cells.probs[cells.outcomes.index((-1,))] == pytest.approx(first.probs[unlikely].sum())
     for token, is_unlikely in zip(first.token_ids.tolist(), unlikely.tolist(), strict=True):

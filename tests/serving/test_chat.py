@@ -289,7 +289,7 @@ def test_neither_target_nor_draft_reads_again_what_was_said(models: Path, draft:
     )
     with Models(options, time.perf_counter) as loaded, Engine(loaded, n_ctx=2048) as engine:
         talk = Chat(loaded, engine, Conversation(), now=NOW)
-        (backend,) = engine._drafts
+        (backend,) = engine.drafts
         for turn in range(6):
             n_rows = backend.n_decoded_rows
             list(talk.ask(f"number {turn} is the cat"))

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from specgen.engine.engine import Engine, generate
@@ -329,7 +330,7 @@ def test_a_draft_is_loaded_again_between_answers_only(models: Path, tmp_path: Pa
 
 def learns(learner: Learner) -> bool:
     """Whether a process learns now."""
-    return learner._child is not None
+    return learner.is_learning
 
 
 #: What a process that learns says at its end, after it was asked.
@@ -357,7 +358,7 @@ def learning(
 ) -> Iterator[tuple[Engine, Learner, list[str], Models]]:
     monkeypatch.setattr(learner_module, "check_library", lambda: None)
     code = _CHILD.format(root=str(ROOT), does=does)
-    monkeypatch.setattr(learner_module, "_COMMAND", (sys.executable, "-c", code))
+    monkeypatch.setattr(learner_module, "COMMAND", (sys.executable, "-c", code))
     said: list[str] = []
     with (
         opened(models, folder) as loaded,
@@ -382,10 +383,10 @@ def test_a_lesson_begins_when_there_are_enough_answers_and_its_draft_is_used(
     with learning(models, tmp_path, monkeypatch, _SAYS) as (engine, learner, said, loaded):
         for text in prompts(NEW_ANSWERS):
             learner.between_answers(begins=True)
-            assert learner._child is None
+            assert not learner.is_learning
             engine.answers([text])
         learner.between_answers()
-        assert learner._child is not None
+        assert learner.is_learning
         until(lambda: bool(said), learner.between_answers)
         assert loaded.drafts.learnt == tmp_path / "w.gguf"
         assert "draft.gguf drafts with what it learnt from 9 answers from now on" in said[0]
@@ -394,7 +395,7 @@ def test_a_lesson_begins_when_there_are_enough_answers_and_its_draft_is_used(
         assert isinstance(finished, FinishedEvent)
         assert finished.acceptance_rate == 1.0  # it is the target itself
         learner.between_answers()
-        assert learner._child is None
+        assert not learner.is_learning
 
 
 #: What a process that learns does: it says in a file what it is told.
@@ -434,14 +435,14 @@ def test_a_lessons_clock_stands_still_in_a_pause(monkeypatch: pytest.MonkeyPatch
     ):
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=stdin))
         ended: list[int] = []
-        monkeypatch.setattr("specgen.training.online.training_process.os._exit", ended.append)
+        monkeypatch.setattr(os, "_exit", ended.append)
         pauses = training_process.Pauses()
         pauses.listen()
         monkeypatch.setattr(training_process, "time", SimpleNamespace(monotonic=clock))
         assert not pauses.wait()
         is_read.clear()
         pipe.write(training_process.PAUSE)
-        until(lambda: not pauses._goes_on.is_set())
+        until(lambda: pauses.is_paused)
         waiting = threading.Thread(target=pauses.wait)
         waiting.start()
         assert is_read.wait(60.0)
@@ -461,7 +462,7 @@ def test_a_lesson_that_fails_ends_learning_and_nothing_else(
         until(lambda: bool(said), learner.between_answers)
         assert said == ["learning has ended: no memory"]
         learner.between_answers()
-        assert learner._child is None
+        assert not learner.is_learning
         assert engine.answers(["abc"])
 
 
@@ -506,10 +507,9 @@ def test_the_process_that_learns_ends_with_the_learner(
 ) -> None:
     with learning(models, folder, monkeypatch, _WAITS) as (_, learner, _, _):
         learner.between_answers()
-        child = learner._child
-        assert child is not None
-        assert child.poll() is None
-    assert child.poll() is not None
+        (child,) = psutil.Process().children()
+        assert child.is_running()
+    assert not child.is_running()
 
 
 _PARENT = """
@@ -536,7 +536,7 @@ def test_the_process_that_learns_ends_well_while_its_input_is_open(
         "minutes": 10.0,
     }
     with subprocess.Popen(
-        learner_module._COMMAND,
+        learner_module.COMMAND,
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -30,7 +30,7 @@ _MINUTES = 10.0
 _CORES_SHARE = 4
 #: Seconds that the process has to end after it was told to.
 _END_S = 5.0
-_COMMAND = (sys.executable, "-m", "specgen.training.online.training_process")
+COMMAND = (sys.executable, "-m", "specgen.training.online.training_process")
 
 
 class Learner:
@@ -67,6 +67,11 @@ class Learner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether a lesson has begun and its result was not read yet."""
+        return self._child is not None
 
     def between_answers(self, *, begins: bool = False) -> None:
         """Start, pause, continue or finish a lesson. The thread that steps the engine calls this while no
@@ -155,7 +160,7 @@ class Learner:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self._files.callback(self._errors.close)
         self._child = subprocess.Popen(
-            _COMMAND,
+            COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
