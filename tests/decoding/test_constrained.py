@@ -23,7 +23,7 @@ from specgen.decoding.policy.cost_table import FREE, Price
 from specgen.decoding.sampling import Distribution, NoTokenAllowedError
 from specgen.decoding.sequence import Sequence
 from specgen.decoding.text_state import Shaper, TextState
-from specgen.decoding.verifiers import BlockVerifier, MatchVerifier, ResidualVerifier, Verifier
+from specgen.decoding.verifiers import MatchVerifier, Verifier
 from specgen.engine.engine import generate
 from specgen.engine.loaded_models import Models
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, NoticeEvent
@@ -34,12 +34,15 @@ from specgen.options import (
     Grammar,
     SamplerOptions,
     SessionOptions,
+    VerifierName,
 )
 from specgen.system.arrays import Logits
 from specgen.testing.fake_backend import FakeVocabulary, Language, noisy, random_language
 from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
 from tests.helpers.fake_generations import PROMPT, Clock, Setup, model_drafter, ngram_drafter
 from tests.helpers.fake_grammar import FakeGrammar
+from tests.registry import CACHES, ON_FAKES, VERIFIERS, Text
+from tests.registry import DRAFTERS as CASES
 
 N_VOCAB = 12
 #: Token 10 and 11 end a text.
@@ -166,6 +169,12 @@ class DrafterOf(Protocol):
     def __call__(self, state: TextState, own: SamplerOptions) -> Drafter | Drafters: ...
 
 
+def registered(name: str) -> DrafterOf:
+    """A drafter of the registry, whose model is often right."""
+    make, language = ON_FAKES[name], noisy(LANGUAGE, 1.5)
+    return lambda state, own: make(Text(state, language, LETTERS, own))
+
+
 DRAFTERS: dict[str, DrafterOf] = {
     "perfect": model(LANGUAGE),
     "good": model(noisy(LANGUAGE, 1.5)),
@@ -180,6 +189,12 @@ DRAFTERS: dict[str, DrafterOf] = {
         state=state,
     ),
     "tree": lambda state, own: GrammarTrees(state, np.random.default_rng(5)),
+    **{name: registered(name) for name in ("staged by a model", "tree of guesses")},
+    **{
+        name: registered(name)
+        for name, case in CASES.items()
+        if case.translated != "off" and case.grammar
+    },
 }
 
 
@@ -322,15 +337,14 @@ def test_matching_keeps_a_seeds_constrained_text(name: str, kind: str, seed: int
     assert fast.summary.finish_reason == plain.summary.finish_reason
 
 
-@pytest.mark.parametrize("verifier", [ResidualVerifier, BlockVerifier, None])
+@pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("kind", ["good", "bad", "tree"])
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_every_verifier_stays_within_the_grammar(
-    name: str, kind: str, verifier: Callable[[], Verifier] | None
+    name: str, kind: str, verifier: VerifierName
 ) -> None:
     for seed in range(3):
-        judge = verifier() if verifier else None
-        run(GRAMMARS[name](), kind, RANDOM, seed=seed, verifier=judge)
+        run(GRAMMARS[name](), kind, RANDOM, seed=seed, verifier=VERIFIERS[verifier].make())
 
 
 def test_drafts_that_are_perfect_are_kept_whole_whatever_is_forced() -> None:
@@ -537,10 +551,8 @@ def test_a_dead_end_is_an_error_and_tells_nothing_wrong(kind: str | None, depth:
         assert n == depth
 
 
-@pytest.mark.parametrize("verifier", [MatchVerifier, ResidualVerifier, BlockVerifier])
-def test_a_dead_end_that_only_the_draft_goes_to_does_no_harm(
-    verifier: Callable[[], Verifier],
-) -> None:
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_a_dead_end_that_only_the_draft_goes_to_does_no_harm(verifier: VerifierName) -> None:
     """The draft loves token 8, after which nothing may come; the target never says it."""
 
     def loves(token: int, by: float) -> Language:
@@ -554,7 +566,13 @@ def test_a_dead_end_that_only_the_draft_goes_to_does_no_harm(
     rules = grammar({0: {**dict.fromkeys(range(8), 0), 8: 1}, 1: {}})
     for sampler in (SamplerOptions(), RANDOM):
         for drafter in (model(loves(8, 6.0)), lambda state, own: GrammarTrees(state, RNG)):
-            done = run(rules, drafter, sampler, language=loves(8, -60.0), verifier=verifier())
+            done = run(
+                rules,
+                drafter,
+                sampler,
+                language=loves(8, -60.0),
+                verifier=VERIFIERS[verifier].make(),
+            )
             assert 8 not in done.generation.answer
             assert done.summary.n_drafted > 20
 
@@ -686,7 +704,7 @@ def test_without_the_path_the_grammar_would_be_broken(monkeypatch: pytest.Monkey
 # --- on tiny models of every kind of cache
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "mamba", "lfm2", "jamba"])
+@pytest.mark.parametrize("architecture", CACHES.values())
 def test_long_forced_runs_on_tiny_models(tmp_path: Path, architecture: Architecture) -> None:
     """Forced text longer than what rides along with a draft, and than a batch; the cache drops
     what was refused, in each of its ways, right behind it."""

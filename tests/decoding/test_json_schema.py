@@ -303,7 +303,12 @@ def test_what_can_be_followed_no_further_is_an_error(
     vocabulary: LlamaVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken:
-        is_broken = False
+        def __init__(self, *_: object, **__: object) -> None:
+            self.is_broken = False
+
+        @staticmethod
+        def grammar_from_json_schema(*_: object, **__: object) -> str:
+            return ""
 
         def deep_copy(self) -> Broken:
             return self
@@ -317,7 +322,7 @@ def test_what_can_be_followed_no_further_is_an_error(
         def get_error(self) -> str:
             return "too complex\nand more"
 
-    monkeypatch.setattr("llguidance.LLMatcher", lambda *_, **__: Broken())
+    monkeypatch.setattr("llguidance.LLMatcher", Broken)
     state = LlguidanceGrammar(vocabulary, schema_grammar("{}")).start
     with pytest.raises(BackendError, match="too complex$"):
         state.allows(np.array([1]))

@@ -24,14 +24,13 @@ from specgen.decoding.loop import Loop
 from specgen.decoding.policy import Policy, RoundPlan
 from specgen.decoding.sampling import Distribution, distribution
 from specgen.decoding.verifiers import (
-    BlockVerifier,
     MatchVerifier,
     ResidualVerifier,
     Target,
     Verdict,
     Verifier,
 )
-from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
+from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
 from specgen.testing.fake_backend import FakeVocabulary, Language, noisy, random_language
 from tests.helpers.fake_generations import (
     Clock,
@@ -42,6 +41,7 @@ from tests.helpers.fake_generations import (
     model_drafter,
 )
 from tests.helpers.goodness_of_fit import LEVEL, p_value
+from tests.registry import JUDGES
 
 N_VOCAB = 5
 #: Tokens that are tested, after the first.
@@ -125,13 +125,13 @@ def draw(
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("quality", DRAFTS)
-@pytest.mark.parametrize("verifier", [ResidualVerifier, BlockVerifier])
-def test_a_drawn_chain_fits(verifier: Callable[[], Verifier], quality: str, sampler: str) -> None:
+@pytest.mark.parametrize("verifier", [name for name, make in JUDGES.items() if make().wants_draws])
+def test_a_drawn_chain_fits(verifier: VerifierName, quality: str, sampler: str) -> None:
     options = SAMPLERS[sampler]
     counts = draw(
         options,
         lambda seed: model_drafter(DRAFTS[quality], LETTERS, options, seed=seed)[0],
-        verifier(),
+        JUDGES[verifier](),
         DraftOptions(policy="fixed", max_tokens=3, p_min=0.0),
     )
     assert p_value(counts, exact(options)) > LEVEL
@@ -149,15 +149,15 @@ def test_residual_sampling_of_drawn_siblings_fits(quality: str) -> None:
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("verifier", [MatchVerifier, ResidualVerifier, BlockVerifier])
-def test_deterministic_drafts_fit(verifier: Callable[[], Verifier], sampler: str) -> None:
-    options = SAMPLERS[sampler]
+@pytest.mark.parametrize("verifier", JUDGES)
+def test_deterministic_drafts_fit(verifier: VerifierName, sampler: str) -> None:
+    options, judge = SAMPLERS[sampler], JUDGES[verifier]
 
     def tree(seed: int) -> Drafter:
         return TreeDrafter(DRAFTS["good"], 4, 0.8, np.random.default_rng(seed))
 
-    assert p_value(draw(options, tree, verifier()), exact(options)) > LEVEL
-    counts = draw(options, lambda seed: SuffixDrafter(1, 3), verifier())
+    assert p_value(draw(options, tree, judge()), exact(options)) > LEVEL
+    counts = draw(options, lambda seed: SuffixDrafter(1, 3), judge())
     assert p_value(counts, exact(options)) > LEVEL
 
 
