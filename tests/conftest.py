@@ -151,6 +151,14 @@ def tested_kernels(_kernels: Path, _own_directories: None) -> None:
         shutil.copy(result, cache)
 
 
+@pytest.fixture
+def quick_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads are compared, but not for long: many are slow on a machine that is busy."""
+    monkeypatch.setattr("specgen.measure.selection.tuning.THREADS_BUDGET_S", 0.05)
+    monkeypatch.setattr("specgen.measure.selection.tuning.default_threads", lambda: 1)
+    monkeypatch.setattr("specgen.measure.selection.tuning.thread_counts", lambda *_: [1, 2])
+
+
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of tiny models: target, draft (close to it), bad (not), chat, other, bert."""

@@ -20,7 +20,8 @@ import pytest
 from specgen.decoding.loop import Loop
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.config import CHATML_TEMPLATE
-from tests.helpers.cli import ROOT, Result, in_process
+from tests.helpers.cli import Result, in_process
+from tests.helpers.common import ROOT, posix
 
 if TYPE_CHECKING:
     import pexpect
@@ -30,7 +31,6 @@ Chat = Callable[..., Result]
 pytestmark = pytest.mark.usefixtures("tested_kernels")
 #: A terminal is told to mark pastes when a message can be typed.
 READY = "\x1b[?2004h"
-posix = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals and terminals")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.cli import ROOT
+from tests.helpers.common import ROOT
 
 pytestmark = [
     pytest.mark.skipif(os.name == "nt", reason="needs POSIX descriptors and signals"),

@@ -39,6 +39,7 @@ from specgen.options import (
 from specgen.system.arrays import Logits
 from specgen.testing.fake_backend import FakeVocabulary, Language, noisy, random_language
 from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
+from tests.helpers.common import UNFILTERED
 from tests.helpers.fake_generations import PROMPT, Clock, Setup, model_drafter, ngram_drafter
 from tests.helpers.fake_grammar import FakeGrammar
 from tests.registry import CACHES, ON_FAKES, VERIFIERS, Text
@@ -49,7 +50,6 @@ N_VOCAB = 12
 ENDS = (10, 11)
 LETTERS = FakeVocabulary.letters(N_VOCAB, ends=ENDS)
 LANGUAGE = random_language(N_VOCAB, seed=7)
-RANDOM = SamplerOptions(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 AGAINST_REPETITION = {
     "repeat_penalty": 1.6,
     "frequency_penalty": 0.4,
@@ -331,8 +331,8 @@ def test_greedy_text_is_the_constrained_plain_text(name: str, kind: str, n_draft
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_matching_keeps_a_seeds_constrained_text(name: str, kind: str, seed: int) -> None:
-    plain = run(GRAMMARS[name](), None, RANDOM, seed=seed)
-    fast = run(GRAMMARS[name](), kind, RANDOM, seed=seed, verifier=MatchVerifier())
+    plain = run(GRAMMARS[name](), None, UNFILTERED, seed=seed)
+    fast = run(GRAMMARS[name](), kind, UNFILTERED, seed=seed, verifier=MatchVerifier())
     assert fast.generation.tokens == plain.generation.tokens
     assert fast.summary.finish_reason == plain.summary.finish_reason
 
@@ -344,7 +344,7 @@ def test_every_verifier_stays_within_the_grammar(
     name: str, kind: str, verifier: VerifierName
 ) -> None:
     for seed in range(3):
-        run(GRAMMARS[name](), kind, RANDOM, seed=seed, verifier=VERIFIERS[verifier].make())
+        run(GRAMMARS[name](), kind, UNFILTERED, seed=seed, verifier=VERIFIERS[verifier].make())
 
 
 def test_drafts_that_are_perfect_are_kept_whole_whatever_is_forced() -> None:
@@ -388,7 +388,7 @@ def test_any_automaton(
     against_repetition: bool,
 ) -> None:
     changes = AGAINST_REPETITION if against_repetition else {}
-    for sampler in (SamplerOptions(), RANDOM):
+    for sampler in (SamplerOptions(), UNFILTERED):
         options = replace(sampler, **changes)  # type: ignore[arg-type]
         limits = {"max_tokens": max_tokens, "n_ctx": n_ctx, "n_batch": n_batch}
         plain = run(rules, None, options, **limits)  # type: ignore[arg-type]
@@ -402,7 +402,7 @@ def test_any_automaton(
         )
         assert fast.generation.tokens == plain.generation.tokens
         assert fast.summary.finish_reason == plain.summary.finish_reason
-        if max_tokens and not against_repetition and sampler is not RANDOM and n_ctx == 60:
+        if max_tokens and not against_repetition and sampler is not UNFILTERED and n_ctx == 60:
             assert plain.generation.answer == oracle(rules, max_tokens=max_tokens)
 
 
@@ -564,7 +564,7 @@ def test_a_dead_end_that_only_the_draft_goes_to_does_no_harm(verifier: VerifierN
         return logits
 
     rules = grammar({0: {**dict.fromkeys(range(8), 0), 8: 1}, 1: {}})
-    for sampler in (SamplerOptions(), RANDOM):
+    for sampler in (SamplerOptions(), UNFILTERED):
         for drafter in (model(loves(8, 6.0)), lambda state, own: GrammarTrees(state, RNG)):
             done = run(
                 rules,
@@ -645,12 +645,12 @@ CHATTERERS: dict[str, DrafterOf] = {
 def test_penalties_hold_within_drafts(
     name: str, kind: str, temperature: float, constrained: bool
 ) -> None:
-    sampler = replace(RANDOM, temperature=temperature, **PENALISED[name])  # type: ignore[arg-type]
+    sampler = replace(UNFILTERED, temperature=temperature, **PENALISED[name])  # type: ignore[arg-type]
     words: Rules = {i: dict.fromkeys(range(9), i + 1) for i in range(4)}
     rules = grammar({**words, 4: {9: 0}}) if constrained else None
     for seed in range(3):
         plain = run(rules, None, sampler, language=babbling, seed=seed)
-        without = run(rules, None, replace(RANDOM, temperature=temperature), language=babbling)
+        without = run(rules, None, replace(UNFILTERED, temperature=temperature), language=babbling)
         assert plain.generation.tokens != without.generation.tokens
         fast = run(
             rules,

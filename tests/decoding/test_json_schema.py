@@ -26,7 +26,6 @@ from specgen.errors import BackendError, UsageError
 from specgen.events import FinishedEvent
 from specgen.llama import LlamaModel, LlamaVocabulary
 from specgen.options import (
-    ContextOptions,
     DraftOptions,
     GenerationOptions,
     Grammar,
@@ -34,8 +33,8 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.helpers.common import EXACT
 
-EXACT = ContextOptions(n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32")
 PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {

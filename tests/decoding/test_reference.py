@@ -19,13 +19,13 @@ from scipy import stats
 from specgen.engine.engine import Engine
 from specgen.engine.loaded_models import Models
 from specgen.options import (
-    ContextOptions,
     DraftOptions,
     GenerationOptions,
     SamplerOptions,
     SessionOptions,
 )
 from specgen.testing.tiny import TinyConfig, write_tiny_model
+from tests.helpers.common import EXACT
 
 #: Probability that a correct specgen fails, of each test, were its seeds drawn anew.
 LEVEL = 1e-5
@@ -38,7 +38,6 @@ N_EXPECTED = 8.0
 N_TOKENS = 3
 N_PROMPT = 60
 TEMPERATURE, TOP_K, TOP_P, MIN_P = 0.8, 5, 0.95, 0.05
-EXACT = ContextOptions(n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32")
 
 
 @pytest.fixture(scope="module")

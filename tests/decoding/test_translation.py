@@ -23,10 +23,9 @@ from specgen.decoding.sampling import Distribution, NoTokenAllowedError, Sampler
 from specgen.decoding.text_state import Shaper, TextState
 from specgen.options import SamplerOptions
 from specgen.testing.fake_backend import FakeVocabulary
+from tests.helpers.common import BYTES
 from tests.helpers.fake_grammar import FakeGrammar
 from tests.helpers.vocabularies import broken_texts, joined, target_texts, vocabularies, vocabulary
-
-BYTES = [bytes((byte,)) for byte in range(256)]
 
 
 def chain(tokens: Sequence[int], probabilities: Sequence[float | None] | None = None) -> Draft:

@@ -14,6 +14,7 @@ from specgen.decoding.draft import NO_DRAFT, Draft
 from specgen.decoding.drafters.translation import DraftText, Lexicon, Speller, Translation
 from specgen.decoding.drafters.translation.strings import ControlTokens, n_unfinished
 from specgen.testing.fake_backend import FakeVocabulary
+from tests.helpers.common import BYTES
 from tests.helpers.vocabularies import (
     CountingVocabulary,
     broken_texts,
@@ -23,8 +24,6 @@ from tests.helpers.vocabularies import (
     vocabularies,
     vocabulary,
 )
-
-BYTES = [bytes((byte,)) for byte in range(256)]
 
 
 def speller(vocabulary: FakeVocabulary) -> Speller:

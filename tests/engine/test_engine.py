@@ -26,7 +26,6 @@ from specgen.errors import BackendError, PromptError, UsageError
 from specgen.events import CommittedEvent, DraftedEvent, Event, FinishedEvent, PromptEvent
 from specgen.llama import LlamaBackend
 from specgen.options import (
-    ContextOptions,
     DraftOptions,
     DraftSource,
     GenerationOptions,
@@ -37,6 +36,7 @@ from specgen.options import (
 )
 from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, random_language
 from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
+from tests.helpers.common import EXACT
 from tests.helpers.fake_generations import N_VOCAB
 from tests.helpers.tiny import write_respelled_model
 from tests.helpers.virtual_time import VirtualTime
@@ -48,8 +48,6 @@ CACHES: dict[str, Architecture] = {
     "hybrid": "lfm2",
 }
 DRAFTERS = ("ngram", "draft", "respelled")
-#: f32 and no flash attention: rows are then equal in batches of every shape.
-EXACT = ContextOptions(n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32")
 SAMPLED = SamplerOptions(temperature=1.0, top_k=4, top_p=1.0, min_p=0.0, seed=7)
 LONG = "".join(map(chr, range(32, 127)))
 PROMPTS = (

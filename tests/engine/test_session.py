@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import gc
 import time
@@ -25,11 +24,11 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.helpers.common import NOW
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 #: Peaked enough that a difference in rounding does not change the most likely token.
 TARGET = TinyConfig(logit_scale=6.0, control_scale=1.0, n_vocab=384)
-NOW = datetime.datetime(2025, 1, 2, tzinfo=datetime.timezone.utc)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import time
 from dataclasses import replace
@@ -27,8 +26,8 @@ from specgen.options import (
     TranslateMode,
 )
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.helpers.common import NOW
 
-NOW = datetime.datetime(2025, 1, 2, tzinfo=datetime.timezone.utc)
 TARGET = TinyConfig(logit_scale=6.0, unprintable_scale=0.3)
 DRAFT = replace(TARGET, tokenizer="spm", seed=3)
 #: A template that takes no system message, and writes turns in a way of its own.

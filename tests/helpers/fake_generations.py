@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import abc
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -286,6 +286,12 @@ class Setup:
         events = list(loop.run(generation))
         events += loop.finish(generation, estimate_gain=False)
         return generation, events
+
+
+def plain_answer(setup: Setup) -> tuple[int, ...]:
+    """The answer without drafts."""
+    generation, _ = replace(setup, drafter=None).run()
+    return tuple(generation.tokens[generation.n_prompt :])
 
 
 def drafters_of(drafter: Drafter | Drafters | None) -> Drafters | None:

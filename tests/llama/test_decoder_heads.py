@@ -28,7 +28,6 @@ from specgen.llama.decoder_heads import (
 )
 from specgen.llama.operators import FloatArray, dequantize
 from specgen.options import (
-    ContextOptions,
     DraftOptions,
     GenerationOptions,
     Grammar,
@@ -37,10 +36,10 @@ from specgen.options import (
 )
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.training.heads import Adam, Network
+from tests.helpers.common import EXACT
 from tests.helpers.heads import make_heads, opened, prompts, trained, written
 
 PROMPT = "abc fed cab. abcd"
-CONTEXT = ContextOptions(n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32")
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +68,8 @@ def loaded(
         generation=GenerationOptions(
             max_tokens=40, grammar=Grammar("gbnf", grammar) if grammar else None
         ),
-        target_context=CONTEXT,
-        draft_context=CONTEXT,
+        target_context=EXACT,
+        draft_context=EXACT,
     )
     return Models(options, time.perf_counter)
 

@@ -4,7 +4,6 @@ specgen."""
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +22,10 @@ from specgen.llama.kernels import Kernels, KernelSupport, ask_before_loading
 from specgen.system.child_process import ChildTimeoutError, ask_child
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.cli import Cli
+from tests.helpers.common import linux
 from tests.helpers.kernels import stand_in
 from tests.llama.test_kernels import in_process, python
 
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernels are for Linux")
 ALL = KernelSupport()
 PROMPT = "def add(a, b): return a + b"
 

@@ -21,10 +21,10 @@ from specgen.llama.kernel_checks.test_results import FILE_NAME, TestResult, resu
 from specgen.llama.kernels import ggml_version
 from specgen.options import KernelChoice
 from specgen.system.llama_build import REBUILD, REQUIRED_VERSION
-from tests.helpers.cli import ROOT, Cli, complaint, events_of
+from tests.helpers.cli import Cli, complaint, events_of
+from tests.helpers.common import ROOT, linux
 from tests.helpers.kernels import stand_in
 
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernels are for Linux")
 PROMPT = "def add(a, b): return a + b"
 PASSED = {"outcome": "passed", "message": "all is well", "instructions": "avx2"}
 

@@ -12,14 +12,12 @@ import pytest
 from specgen.decoding.sampling import Distribution, Sampler
 from specgen.options import DEFAULT_SAMPLERS, SamplerName, SamplerOptions
 from specgen.system.arrays import Logits, TokenArray
+from tests.helpers.common import UNFILTERED
 from tests.helpers.llama_samplers import as_dict, assert_same, native_distribution
-
-#: Everything off, at temperature 1.
-OFF = SamplerOptions(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
 def options(**changes: object) -> SamplerOptions:
-    return dataclasses.replace(OFF, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(UNFILTERED, **changes)  # type: ignore[arg-type]
 
 
 def row(n_vocab: int, scale: float, seed: int) -> Logits:

@@ -41,8 +41,7 @@ from specgen.options import (
     SessionOptions,
 )
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
-
-posix = pytest.mark.skipif(os.name != "posix", reason="scripts as programs")
+from tests.helpers.common import posix
 
 TEXT = "<|im_start|>user\nCount from one to five.<|im_end|>\n<|im_start|>assistant\n"
 PROMPT = PeerPrompt(TEXT, 15, ends=("<|endoftext|>", "<|im_end|>"))

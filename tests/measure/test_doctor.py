@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from pathlib import Path
@@ -17,8 +16,7 @@ from specgen.measure import doctor
 from specgen.system import child_process as child
 from specgen.system.llama_build import REQUIRED_VERSION, Build
 from specgen.testing.tiny import TinyConfig, write_tiny_model
-
-posix = pytest.mark.skipif(os.name != "posix", reason="signals")
+from tests.helpers.common import posix
 
 
 @pytest.fixture(autouse=True)

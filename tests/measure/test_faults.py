@@ -17,8 +17,8 @@ from specgen.engine.engine import Engine, generate
 from specgen.engine.loaded_models import Models
 from specgen.errors import MemoryLimitError
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
+from tests.helpers.common import ROOT
 
-ROOT = Path(__file__).parents[2]
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 SHORT = ("-t", "1", "-n", "12")
 #: Bytes of address space: Python, llama.cpp and a tiny model have room in it.

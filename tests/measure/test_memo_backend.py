@@ -23,12 +23,12 @@ from specgen.measure.proof.memo_backend import MemoBackend
 from specgen.options import SamplerOptions
 from specgen.system.arrays import Logits
 from specgen.testing.fake_backend import FakeBackend, FakeVocabulary, noisy, random_language
+from tests.helpers.common import UNFILTERED
 from tests.helpers.fake_generations import GREEDY, Clock, Setup, TreeDrafter, model_drafter
 
 N_VOCAB = 4
 ROW_BYTES = 4 * N_VOCAB
 LANGUAGE = random_language(N_VOCAB, seed=5)
-SAMPLED = SamplerOptions(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
 def fake(*, recurrent: bool = False, n_ctx: int = 512, n_batch: int = 7) -> FakeBackend:
@@ -438,7 +438,7 @@ def add_drafter(setup: Setup, sampler: SamplerOptions, seed: int) -> None:
         )[0]
 
 
-@pytest.mark.parametrize("sampler", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("sampler", [GREEDY, UNFILTERED])
 def test_the_loop_says_the_same_on_a_memory(sampler: SamplerOptions) -> None:
     shared: MemoBackend | None = None
     for seed in range(12):

@@ -56,7 +56,6 @@ from specgen.measure.proof.exact import Exact
 from specgen.measure.proof.memo_backend import MemoBackend
 from specgen.measure.proof.rows import movement
 from specgen.options import (
-    ContextOptions,
     DraftOptions,
     DraftSource,
     GenerationOptions,
@@ -67,12 +66,11 @@ from specgen.options import (
 from specgen.system.arrays import Logits
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.config import Architecture
+from tests.helpers.common import EXACT
 from tests.helpers.virtual_time import VirtualTime
 
 PROMPT = "".join(map(chr, range(32, 127))) + " the cat is in the else for with that it be not self"
 PROMPTS = tuple(PROMPT[start:] for start in (0, 9, 30, 60))
-#: f32 and no flash attention: rows are then equal in batches of every shape, all but for bits.
-EXACT = ContextOptions(n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32")
 #: Of the target's logits, of the draft's noise, and the seed of the weights: 40 to 85 % accepted.
 PAIRS = ((3.0, 0.05, 0), (4.0, 0.05, 1), (3.0, 0.1, 2))
 #: As `specgen run` drafts by default. N-grams of one token: tiny models repeat nothing longer.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
-from tests.helpers.cli import ROOT
+from tests.helpers.common import ROOT
 from tests.long_runs.mutated_json import mutated
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX processes")

@@ -17,8 +17,8 @@ import pytest
 from scripts import cmake_args
 from specgen import __version__
 from specgen.system.llama_build import REQUIRED_VERSION
+from tests.helpers.common import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 KERNELS = "specgen/llama/kernel_checks/libspecgen-kernels.so"
 posix = pytest.mark.skipif(os.name != "posix", reason="the Makefile is for POSIX systems")
 

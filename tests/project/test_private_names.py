@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.common import ROOT
+
 PRIVATE = re.compile(r"_[A-Za-z0-9]\w*\Z")
 #: A private name of one of our modules or classes, by its whole path, as patches name it.
 DOTTED = re.compile(r"\bspecgen(?:\.\w+)*\.(_[A-Za-z0-9]\w*)")

@@ -27,13 +27,13 @@ from specgen.models.store import slot_of
 from specgen.options import DraftOptions, SamplerOptions
 from specgen.serving.adapters.llm import AnswerError
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.helpers.common import ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "the cat is in the"
 N = 16
 YES = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]}

@@ -42,7 +42,8 @@ from tests.helpers.batch import (
     wait_for_results,
     worker_job,
 )
-from tests.helpers.cli import ROOT, Specgen
+from tests.helpers.cli import Specgen
+from tests.helpers.common import ROOT
 from tests.project.test_layers import modules
 
 # --- where actors go

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from specgen.serving.chat.commands import COMMANDS, Command, parse
 from specgen.serving.chat.conversation import Change, Conversation, Turn
 from specgen.serving.chat.log import ChatLog
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
+from tests.helpers.common import NOW
 from tests.helpers.tiny import write_respelled_model
 
 
@@ -263,9 +263,6 @@ class TestThoughts:
         assert thought_of("x<think>", " why \n</think>so") == "why"
         assert thought_of("x", "so") == ""
         assert thought_of("x", "<think>why") == "why"
-
-
-NOW = datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc)
 
 
 @pytest.fixture(scope="module")

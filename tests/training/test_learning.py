@@ -35,7 +35,8 @@ from specgen.training.online import training_process
 from specgen.training.online.kept_texts import N_COLUMNS, KeptTexts
 from specgen.training.online.learner import NEW_ANSWERS, Learner
 from specgen.training.online.learning import Lesson, learn, split
-from tests.helpers.cli import ROOT, Specgen, in_process
+from tests.helpers.cli import Specgen
+from tests.helpers.common import ROOT
 from tests.helpers.heads import prompts
 from tests.helpers.tiny import write_respelled_model, write_with_other_scales
 
@@ -586,7 +587,8 @@ def test_a_servers_draft_learns_between_its_answers(models: Path, tmp_path: Path
     pytest.importorskip("starlette")
     from concurrent.futures import ThreadPoolExecutor
 
-    from tests.helpers.server import EXACT, FIXED, running
+    from tests.helpers.common import EXACT
+    from tests.helpers.server import FIXED, running
 
     options = SessionOptions(
         models / "target.gguf",
@@ -631,75 +633,70 @@ def test_a_servers_draft_learns_between_its_answers(models: Path, tmp_path: Path
 # --- the command line
 
 
-@pytest.fixture
-def specgen_(capsys: pytest.CaptureFixture[str]) -> Specgen:
-    return in_process(capsys)
-
-
 def data_of(target: Path) -> Path:
     identity = identify(target)
     assert identity is not None
     return learning_folder(Path(os.environ["SPECGEN_DATA"]), identity)
 
 
-def test_commands_keep_learn_and_forget(specgen_: Specgen, models: Path, folder: Path) -> None:
+def test_commands_keep_learn_and_forget(specgen: Specgen, models: Path, folder: Path) -> None:
     target, draft = models / "target.gguf", models / "draft.gguf"
     own = ("-m", target, "-md", draft, "-t", "1", "-n", "40", "--ignore-eos")
-    plain = specgen_("run", *own, "abc")
+    plain = specgen("run", *own, "abc")
     assert plain.code == 0
     assert not data_of(target).exists()
-    kept = specgen_("run", *own, "--learn", "abc")
+    kept = specgen("run", *own, "--learn", "abc")
     assert (kept.code, kept.out) == (0, plain.out)
     assert len(read_answers(data_of(target))) == 1
-    few = specgen_("draft", "learn", "-m", target, "-md", draft)
+    few = specgen("draft", "learn", "-m", target, "-md", draft)
     assert few.code == 2
     assert "too few" in few.err or "needs jax" in few.err
     pytest.importorskip("jax")
     (data_of(target) / ANSWERS).write_bytes((folder / ANSWERS).read_bytes())
-    learnt = specgen_("draft", "learn", "-m", target, "-md", draft, "--json")
+    learnt = specgen("draft", "learn", "-m", target, "-md", draft, "--json")
     assert learnt.code == 0, learnt.err
     assert '"outcome": "new"' in learnt.out
-    used = specgen_("run", *own, "--learn", "abc")
+    used = specgen("run", *own, "--learn", "abc")
     assert (used.code, used.out) == (0, plain.out)
     assert "draft.gguf drafts with what it learnt from 30 answers" in used.err
-    without = specgen_("run", *own, "abc")
+    without = specgen("run", *own, "abc")
     assert (without.code, without.out) == (0, plain.out)
     assert "learnt" not in without.err
-    gone = specgen_("draft", "forget", "-m", target)
+    gone = specgen("draft", "forget", "-m", target)
     assert gone.code == 0
     assert "kept answers: 41; weights learnt from them: 1; lookup texts: 1;" in gone.out
     assert not data_of(target).exists()
     assert not list(Path(os.environ["SPECGEN_CACHE"]).glob("texts/*/*"))
-    nothing = specgen_("draft", "forget")
+    nothing = specgen("draft", "forget")
     assert (nothing.code, nothing.err) == (0, "")
     assert nothing.out.startswith("deleted: kept answers: 0;")
 
 
 def test_everything_is_forgotten_unless_a_target_is_named(
-    specgen_: Specgen, models: Path, tmp_path: Path
+    specgen: Specgen, models: Path, tmp_path: Path
 ) -> None:
     other = write_tiny_model(tmp_path / "other.gguf", CONFIG.draft(0.3))
     for target in (models / "target.gguf", other):
         own = ("-m", target, "-md", "ngram", "-t", "1", "-n", "20", "--ignore-eos", "--learn")
-        assert specgen_("run", *own, "abc").code == 0
-    gone = specgen_("draft", "forget")
+        assert specgen("run", *own, "abc").code == 0
+    gone = specgen("draft", "forget")
     assert "kept answers: 2; weights learnt from them: 0; lookup texts: 2;" in gone.out
     assert not list(Path(os.environ["SPECGEN_DATA"]).glob("learning/*"))
 
 
 def test_the_environment_switches_it_on(
-    specgen_: Specgen, models: Path, monkeypatch: pytest.MonkeyPatch
+    specgen: Specgen, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECGEN_LEARN", "1")
     target = models / "target.gguf"
     own = ("-m", target, "-md", "ngram", "-t", "1", "-n", "20", "--ignore-eos")
-    assert specgen_("run", *own, "abc").code == 0
+    assert specgen("run", *own, "abc").code == 0
     assert len(read_answers(data_of(target))) == 1
-    assert specgen_("run", *own, "--no-learn", "abc").code == 0
+    assert specgen("run", *own, "--no-learn", "abc").code == 0
     assert len(read_answers(data_of(target))) == 1
 
 
-def test_a_server_learns_across_requests_or_not_at_all(specgen_: Specgen, models: Path) -> None:
-    refused = specgen_("serve", "-m", models / "target.gguf", "--learn")
+def test_a_server_learns_across_requests_or_not_at_all(specgen: Specgen, models: Path) -> None:
+    refused = specgen("serve", "-m", models / "target.gguf", "--learn")
     assert refused.code == 2
     assert "add --learn-across-requests" in refused.err
