@@ -321,8 +321,9 @@ def test_what_can_be_followed_no_further_is_an_error(
         def get_error(self) -> str:
             return "too complex\nand more"
 
+    grammar = schema_grammar("{}")
     monkeypatch.setattr("llguidance.LLMatcher", Broken)
-    state = LlguidanceGrammar(vocabulary, schema_grammar("{}")).start
+    state = LlguidanceGrammar(vocabulary, grammar).start
     with pytest.raises(BackendError, match="too complex$"):
         state.allows(np.array([1]))
 

@@ -30,8 +30,8 @@ from tests.helpers.common import EXACT
 #: Probability that a correct specgen fails, of each test, were its seeds drawn anew.
 LEVEL = 1e-5
 #: A total variation distance that is found with this probability.
-DEVIATION, POWER = 0.06, 0.99
-N_DRAWS = 12_000
+DEVIATION, POWER = 0.08, 0.99
+N_DRAWS = 7_000
 N_AT_ONCE = 500
 #: Draws that a cell has to have on average; rarer texts share one.
 N_EXPECTED = 8.0

@@ -3,7 +3,7 @@
 Target and draft speak one made-up language, spelled with tokens that are cut differently:
 drafts are often right, and the text must be plain decoding's all the same. Above temperature 0
 the draws must fit the target's distribution: G-tests at a false-alarm level of 1e-4 each, some
-0.1 % for all of them together, with fixed seeds. They find a deviation of 0.1 (total variation, as
+0.1 % for all of them together, with fixed seeds. They find a deviation of 0.12 (total variation, as
 the tests pool the outcomes) with probability 0.99.
 """
 
@@ -379,7 +379,7 @@ def test_a_rewound_answer_is_drafted_for_as_the_first_time(mode: Translated) -> 
 # --- sampled text fits the target's distribution
 
 N_TOKENS = 3
-N_DRAWS = 2200
+N_DRAWS = 1400
 SMALL_TARGET = vocabulary([b"a", b"b", b"ab", b"bb"], ["</s>"])
 SMALL_DRAFT = vocabulary([b"ba", b"b", b"ab", b"a"], ["<|eos|>"])
 SMALL_PROMPT = (0, 1, 2, 0)

@@ -281,7 +281,7 @@ def test_any_chain_in_any_order(seed: int) -> None:
     assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize("t", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("t", [0.3, 1.7])
 @pytest.mark.parametrize(
     ("k", "p", "min_p"), list(itertools.product([0, 40], [1.0, 0.95], [0.0, 0.05]))
 )

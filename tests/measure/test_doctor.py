@@ -43,6 +43,12 @@ def dying(number: signal.Signals, *, task: str = "") -> list[str]:
 # --- a child and its end --------------------------------------------------------------------
 
 
+@pytest.fixture
+def one_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the types of weights only the first is tried: each takes a process."""
+    monkeypatch.setattr(doctor, "TENSOR_TYPES", doctor.TENSOR_TYPES[:1])
+
+
 def test_the_answer_of_a_child_is_its_json() -> None:
     assert doctor.run_child(python("print('{\"a\": [1]}')"), 60) == {"a": [1]}
 
@@ -131,6 +137,7 @@ def test_this_build_decodes() -> None:
     assert json_object["healthy"] is True
 
 
+@pytest.mark.usefixtures("one_type")
 def test_a_model_of_ones_own_is_decoded_too(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "own.gguf", TinyConfig(tokenizer="spm", tensor_type="q4_1"))
     report = doctor.diagnose(path)
@@ -142,6 +149,7 @@ def test_a_model_of_ones_own_is_decoded_too(tmp_path: Path) -> None:
     assert rows == ([same] if report.kernels.computes == "specgen" else [])
 
 
+@pytest.mark.usefixtures("one_type")
 def test_a_model_that_does_not_generate_is_the_models_fault(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "bert.gguf", TinyConfig(architecture="bert", n_ctx_train=64))
     report = doctor.diagnose(path)
@@ -175,6 +183,7 @@ def test_without_llama_cpp_the_hint_says_how_to_install_it(tmp_path: Path, error
     assert "pip install" in str(caught.value.hint)
 
 
+@pytest.mark.usefixtures("one_type")
 def test_a_broken_list_of_models_is_reported(tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "models.toml").write_text("this is no TOML")
@@ -259,6 +268,7 @@ def test_another_llama_cpp_python_is_named_with_the_one_that_is_needed() -> None
     )
 
 
+@pytest.mark.usefixtures("one_type")
 def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli("--json") == 0
     out, err = capsys.readouterr()
@@ -267,6 +277,7 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @posix
+@pytest.mark.usefixtures("one_type")
 @pytest.mark.parametrize("arguments", [(), ("--json",)])
 def test_a_build_that_does_not_decode_exits_with_9(
     arguments: tuple[str, ...],
@@ -282,6 +293,7 @@ def test_a_build_that_does_not_decode_exits_with_9(
     assert "SIGILL" in out
 
 
+@pytest.mark.usefixtures("one_type")
 def test_the_command_decodes_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "own.gguf", TinyConfig())
     assert run_cli("--model", str(path)) == 0

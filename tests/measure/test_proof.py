@@ -158,7 +158,7 @@ def at_once(
 # --- known bugs
 
 
-@pytest.mark.parametrize("pair", range(len(PAIRS)))
+@pytest.mark.parametrize("pair", [0, 2])
 @pytest.mark.parametrize("bug", SINGLE_BUGS)
 def test_a_known_bug_fails_the_default_plan(models: Path, bug: str, pair: int) -> None:
     with opened(models, pair) as loaded:

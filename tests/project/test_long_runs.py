@@ -17,7 +17,7 @@ from tests.long_runs.mutated_json import mutated
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX processes")
 #: Of each kind of case a few.
-N_CASES = 64
+N_CASES = 40
 
 
 def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:

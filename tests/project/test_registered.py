@@ -91,5 +91,6 @@ def test_a_drafter_is_what_its_entry_says(name: str, sampler: SamplerOptions) ->
     assert bool(drafts) == (name != "nothing")
     assert generation.drafters is not None
     has_branches = any(len({node.parent for node in nodes}) < len(nodes) for nodes in drafts)
-    assert has_branches == case.trees
+    # The most likely walks are all the same one.
+    assert has_branches == (case.trees and (sampler is UNFILTERED or not case.draws))
     assert any(drawn) == (case.draws and sampler is UNFILTERED)
