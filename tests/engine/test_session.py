@@ -95,7 +95,7 @@ def plain_answer(models: Path, **changes: object) -> FinishedEvent:
     return finished(run(options(models, **changes)))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("n_draft", range(17))
+@pytest.mark.parametrize("n_draft", [0, 1, 2, 4, 7, 16])
 @pytest.mark.parametrize("draft", ["perfect", "good", "bad", "padded", "ngram"])
 def test_greedy_text_equals_plain_text(models: Path, draft: str, n_draft: int) -> None:
     plain = plain_answer(models)
