@@ -16,10 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.decoding.draft import ROOT, Draft
-from specgen.decoding.drafters import Drafter, Drafters, Drafting, ready
+from specgen.decoding.drafters import Drafter, Drafters
 from specgen.decoding.loop import Loop
-from specgen.decoding.policy import RoundPlan, RoundResult
-from specgen.decoding.policy.cost_table import FREE, Price
 from specgen.decoding.sampling import Distribution, NoTokenAllowedError
 from specgen.decoding.sequence import Sequence
 from specgen.decoding.text_state import Shaper, TextState
@@ -40,7 +38,14 @@ from specgen.system.arrays import Logits
 from specgen.testing.fake_backend import FakeVocabulary, Language, noisy, random_language
 from specgen.testing.tiny import Architecture, TinyConfig, write_tiny_model
 from tests.helpers.common import UNFILTERED
-from tests.helpers.fake_generations import PROMPT, Clock, Setup, model_drafter, ngram_drafter
+from tests.helpers.fake_generations import (
+    PROMPT,
+    Clock,
+    NoDrafter,
+    Setup,
+    model_drafter,
+    ngram_drafter,
+)
 from tests.helpers.fake_grammar import FakeGrammar
 from tests.registry import CACHES, ON_FAKES, VERIFIERS, Text
 from tests.registry import DRAFTERS as CASES
@@ -114,18 +119,12 @@ def model(language: Language, sampler: SamplerOptions | None = None) -> DrafterO
 
 
 @dataclass
-class GrammarTrees:
+class GrammarTrees(NoDrafter):
     """Random trees, most of whose tokens the grammar allows."""
 
     state: TextState
     rng: np.random.Generator
     name: str = "tree"
-
-    def price(self, n_context: int) -> Price:
-        return FREE
-
-    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        return ready(self.draft(context, plan.n_max))
 
     def draft(self, context: abc.Sequence[int], n_max: int) -> Draft:
         tokens: list[int] = []
@@ -156,12 +155,6 @@ class GrammarTrees:
             parents.append(parent)
         n = len(tokens)
         return Draft(tuple(tokens), tuple(parents), ("tree",) * n, (None,) * n, (None,) * n)
-
-    def observe(self, result: RoundResult) -> None:
-        pass
-
-    def rewind(self, n_tokens: int) -> None:
-        pass
 
 
 #: What makes a drafter for a text that the target's samplers, given too, shape.

@@ -229,6 +229,21 @@ def test_greedy_text_is_that_of_plain_decoding(
     assert result.n_drafted > 0
 
 
+def check_draws(loaded: Models) -> None:
+    """The next three tokens after the prompt are distributed as the target's, with drafts that are accepted."""
+    plan = SampledPlan(depth=DEPTH, level=LEVEL, n_draws=N_DRAWS)
+    prompt = loaded.prompts.of_text(PROMPT, chat=False)
+    result = check_sampled(loaded, prompt, plan, seed=5)
+    assert result is not None
+    assert result.fits, [depth.test for depth in result.depths]
+    assert not result.rows.is_defect, result.rows
+    assert result.n_impossible == 0
+    assert result.n_drafted > N_DRAWS / 2
+    assert result.n_accepted > 0
+    assert result.depths[-1].test.n_cells >= 5
+    assert max(depth.detectable for depth in result.depths) <= DEVIATION
+
+
 def said(loaded: Models) -> FinishedEvent:
     """What a session says after the prompt."""
     *_, last = generate(loaded, loaded.prompts.of_text(PROMPT, chat=False))
@@ -276,17 +291,8 @@ def test_every_verifier_meets_every_cache_and_sampler() -> None:
 def test_sampled_text_fits_the_targets_distribution(
     models: Path, cache: str, drafter: str, verifier: VerifierName, samplers: str
 ) -> None:
-    plan = SampledPlan(depth=DEPTH, level=LEVEL, n_draws=N_DRAWS)
     with loaded(models, cache, drafter, verifier, samplers) as opened:
-        prompt = opened.prompts.of_text(PROMPT, chat=False)
-        result = check_sampled(opened, prompt, plan, seed=5)
-    assert result is not None
-    assert result.fits, [depth.test for depth in result.depths]
-    assert not result.rows.is_defect, result.rows
-    assert result.n_impossible == 0
-    assert result.n_drafted > N_DRAWS / 2
-    assert result.depths[-1].test.n_cells >= 5
-    assert max(depth.detectable for depth in result.depths) <= DEVIATION
+        check_draws(opened)
 
 
 @with_every_drafter
@@ -324,18 +330,8 @@ def test_greedy_text_with_translated_drafts_is_that_of_plain_decoding(
 def test_sampled_text_with_translated_drafts_fits_the_targets_distribution(
     models: Path, cache: str, translate: TranslateMode, verifier: VerifierName, samplers: str
 ) -> None:
-    plan = SampledPlan(depth=DEPTH, level=LEVEL, n_draws=N_DRAWS)
     with loaded(models, cache, "respelled", verifier, samplers, translate=translate) as opened:
-        prompt = opened.prompts.of_text(PROMPT, chat=False)
-        result = check_sampled(opened, prompt, plan, seed=5)
-    assert result is not None
-    assert result.fits, [depth.test for depth in result.depths]
-    assert not result.rows.is_defect, result.rows
-    assert result.n_impossible == 0
-    assert result.n_drafted > N_DRAWS / 2
-    assert result.n_accepted > 0
-    assert result.depths[-1].test.n_cells >= 5
-    assert max(depth.detectable for depth in result.depths) <= DEVIATION
+        check_draws(opened)
 
 
 @pytest.mark.parametrize("translate", TRANSLATED)
@@ -370,16 +366,9 @@ def test_greedy_text_with_a_draft_that_learnt_is_that_of_plain_decoding(
 def test_sampled_text_with_a_draft_that_learnt_fits_the_targets_distribution(
     models: Path, verifier: VerifierName, samplers: str
 ) -> None:
-    plan = SampledPlan(depth=DEPTH, level=LEVEL, n_draws=N_DRAWS)
     with loaded(models, BROADEST, "learnt", verifier, samplers) as opened:
         assert opened.drafts.learnt is not None
-        result = check_sampled(opened, opened.prompts.of_text(PROMPT, chat=False), plan, seed=5)
-    assert result is not None
-    assert result.fits, [depth.test for depth in result.depths]
-    assert not result.rows.is_defect, result.rows
-    assert result.n_impossible == 0
-    assert result.n_drafted > N_DRAWS / 2
-    assert max(depth.detectable for depth in result.depths) <= DEVIATION
+        check_draws(opened)
 
 
 @pytest.mark.parametrize("samplers", ["greedy", *SAMPLED])

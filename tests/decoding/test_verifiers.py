@@ -36,7 +36,6 @@ from tests.helpers.fake_generations import (
     Clock,
     NoDrafter,
     Setup,
-    SiblingDrafter,
     TreeDrafter,
     model_drafter,
 )
@@ -133,17 +132,6 @@ def test_a_drawn_chain_fits(verifier: VerifierName, quality: str, sampler: str) 
         lambda seed: model_drafter(DRAFTS[quality], LETTERS, options, seed=seed)[0],
         JUDGES[verifier](),
         DraftOptions(policy="fixed", max_tokens=3, p_min=0.0),
-    )
-    assert p_value(counts, exact(options)) > LEVEL
-
-
-@pytest.mark.parametrize("quality", DRAFTS)
-def test_residual_sampling_of_drawn_siblings_fits(quality: str) -> None:
-    options = SAMPLERS["plain"]
-    counts = draw(
-        options,
-        lambda seed: SiblingDrafter(DRAFTS[quality], options, 2, 2, np.random.default_rng(seed)),
-        drafting=DraftOptions(policy="fixed", max_tokens=6, p_min=0.0),
     )
     assert p_value(counts, exact(options)) > LEVEL
 

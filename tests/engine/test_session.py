@@ -121,27 +121,6 @@ def test_a_short_answer_is_not_compared_with_plain_decoding(models: Path) -> Non
         assert (fast.estimate is None) == (fast.n_tokens < 30)
 
 
-@pytest.mark.parametrize("position", range(1, 40, 3))
-@pytest.mark.parametrize("draft", ["good", "ngram"])
-def test_every_stop_position_is_exact(models: Path, draft: str, position: int) -> None:
-    plain = plain_answer(models)
-    limited = finished(run(options(models, draft=draft, max_tokens=position)))
-    assert limited.token_ids == plain.token_ids[:position]
-    assert limited.finish_reason == "length"
-    if len(plain.text) > position + 2:
-        stop = (plain.text[position : position + 3],)
-        expected = finished(run(options(models, stop=stop)))
-        stopped = finished(run(options(models, draft=draft, stop=stop)))
-        assert expected.text == plain.text[: plain.text.index(stop[0])]
-        assert stopped.text == expected.text
-        assert stopped.token_ids == expected.token_ids
-        assert (stopped.finish_reason, stopped.stopped_by) == ("stop", stop[0])
-    n_ctx = plain_answer(models).n_prompt_tokens + position
-    full = finished(run(options(models, draft=draft, n_ctx=n_ctx, max_tokens=-1)))
-    assert full.finish_reason in ("context", "stop")
-    assert full.token_ids == plain_answer(models, n_ctx=n_ctx, max_tokens=-1).token_ids
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_the_end_of_text_is_exact(models: Path, seed: int) -> None:
     """At a high temperature the tiny model ends its texts early and at many places."""

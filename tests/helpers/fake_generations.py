@@ -29,7 +29,7 @@ from specgen.decoding.grammar.base import GrammarState
 from specgen.decoding.loop import Loop
 from specgen.decoding.policy import FixedPolicy, Policy, RoundPlan, RoundResult
 from specgen.decoding.policy.cost_table import FREE, CostTable, Price
-from specgen.decoding.sampling import Distribution, Sampler, distribution
+from specgen.decoding.sampling import Sampler
 from specgen.decoding.sequence import Sequence
 from specgen.decoding.text_state import Shaper, TextState
 from specgen.decoding.tree_batch import Branches
@@ -56,8 +56,29 @@ class Clock:
         return float(next(self._readings))
 
 
+class NoDrafter:
+    """Drafts what `draft` returns, here nothing: the base of drafters that are made up for tests."""
+
+    name = "nothing"
+
+    def price(self, n_context: int) -> Price:
+        return FREE
+
+    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        return ready(self.draft(context, plan.n_max))
+
+    def draft(self, context: abc.Sequence[int], n_max: int) -> Draft:
+        return NO_DRAFT
+
+    def observe(self, result: RoundResult) -> None:
+        pass
+
+    def rewind(self, n_tokens: int) -> None:
+        pass
+
+
 @dataclass
-class TreeDrafter:
+class TreeDrafter(NoDrafter):
     """Drafts random trees, some of whose branches follow the target's own language.
 
     `right` is the chance that a node gets the language's most likely token; siblings differ.
@@ -68,12 +89,6 @@ class TreeDrafter:
     right: float
     rng: np.random.Generator
     name: str = "tree"
-
-    def price(self, n_context: int) -> Price:
-        return FREE
-
-    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        return ready(self.draft(context, plan.n_max))
 
     def draft(self, context: abc.Sequence[int], n_max: int) -> Draft:
         tokens: list[int] = []
@@ -96,12 +111,6 @@ class TreeDrafter:
         n = len(tokens)
         return Draft(tuple(tokens), tuple(parents), ("tree",) * n, (None,) * n, (None,) * n)
 
-    def observe(self, result: RoundResult) -> None:
-        pass
-
-    def rewind(self, n_tokens: int) -> None:
-        pass
-
     @staticmethod
     def _path(tokens: abc.Sequence[int], parents: abc.Sequence[int], node: int) -> tuple[int, ...]:
         path: list[int] = []
@@ -109,53 +118,6 @@ class TreeDrafter:
             path.append(tokens[node])
             node = parents[node]
         return tuple(reversed(path))
-
-
-@dataclass
-class SiblingDrafter:
-    """Draws siblings at random, without replacement, from a draft language: trees of depth
-    `depth` whose nodes all have up to `n_siblings` children."""
-
-    language: Language
-    options: SamplerOptions
-    n_siblings: int
-    depth: int
-    rng: np.random.Generator
-    name: str = "siblings"
-
-    def price(self, n_context: int) -> Price:
-        return FREE
-
-    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        return ready(self.draft(context, plan.n_max))
-
-    def draft(self, context: abc.Sequence[int], n_max: int) -> Draft:
-        tokens: list[int] = []
-        parents: list[int] = []
-        distributions: list[Distribution | None] = []
-        level: list[tuple[int, tuple[int, ...]]] = [(ROOT, tuple(context))]
-        for _ in range(self.depth):
-            below: list[tuple[int, tuple[int, ...]]] = []
-            for parent, text in level:
-                remaining: Distribution | None = distribution(self.language(text), self.options)
-                for _ in range(self.n_siblings):
-                    if remaining is None or len(tokens) == n_max:
-                        break
-                    token = remaining.draw(self.rng)
-                    tokens.append(token)
-                    parents.append(parent)
-                    distributions.append(remaining)
-                    below.append((len(tokens) - 1, (*text, token)))
-                    remaining = remaining.without(token)
-            level = below
-        n = len(tokens)
-        return Draft(tuple(tokens), tuple(parents), ("s",) * n, (None,) * n, tuple(distributions))
-
-    def observe(self, result: RoundResult) -> None:
-        pass
-
-    def rewind(self, n_tokens: int) -> None:
-        pass
 
 
 class FailingDrafter(WrappedDrafter):
@@ -194,24 +156,6 @@ class DeafDrafter(WrappedDrafter):
 
     def observe(self, result: RoundResult) -> None:
         raise ZeroDivisionError("told of a round")
-
-
-class NoDrafter:
-    """Never has a draft."""
-
-    name = "nothing"
-
-    def price(self, n_context: int) -> Price:
-        return FREE
-
-    def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
-        return ready(NO_DRAFT)
-
-    def observe(self, result: RoundResult) -> None:
-        pass
-
-    def rewind(self, n_tokens: int) -> None:
-        pass
 
 
 @dataclass
