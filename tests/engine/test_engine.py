@@ -40,6 +40,7 @@ from tests.helpers.common import EXACT
 from tests.helpers.fake_generations import N_VOCAB
 from tests.helpers.tiny import write_respelled_model
 from tests.helpers.virtual_time import VirtualTime
+from tests.registry import ON_TINY
 
 CACHES: dict[str, Architecture] = {
     "attention": "llama",
@@ -47,7 +48,8 @@ CACHES: dict[str, Architecture] = {
     "recurrent": "mamba",
     "hybrid": "lfm2",
 }
-DRAFTERS = ("ngram", "draft", "respelled")
+#: Heads would have to be made for each model.
+DRAFTERS = sorted({each for each in ON_TINY.values() if each != "heads"})
 SAMPLED = SamplerOptions(temperature=1.0, top_k=4, top_p=1.0, min_p=0.0, seed=7)
 LONG = "".join(map(chr, range(32, 127)))
 PROMPTS = (
