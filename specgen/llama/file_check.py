@@ -50,7 +50,7 @@ _SHOWN = 60
 
 
 def remember_checks(folder: Path | None) -> None:
-    """From now on remember checked files in a folder, so that each file is checked only once; None
+    """Remember checked files in a folder from now on, so that each file is checked only once; None
     remembers none."""
     global _checked_files  # noqa: PLW0603 - like the choice of kernels, it holds for the process
     _checked_files = CheckedFiles(folder)
