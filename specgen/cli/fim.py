@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from specgen.events import FinishedEvent
 
 #: FILE:LINE or FILE:LINE:COLUMN; a file's name may have colons too.
-_LOCATION = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9})(?::(?P<column>\d{1,9}))?", re.DOTALL)
+LOCATION = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9})(?::(?P<column>\d{1,9}))?", re.DOTALL)
 _BOM = "\ufeff"
 
 
@@ -151,7 +151,7 @@ def _find_gap(
 def _in_file(place: str) -> _FileGap:
     """Return the gap at FILE:LINE[:COLUMN]. Raises `UsageError` if the text has another form, `PromptError`
     if the file has no such place."""
-    found = _LOCATION.fullmatch(place)
+    found = LOCATION.fullmatch(place)
     if found is None:
         raise UsageError(
             f"{place!r} is not a place in a file", hint="give FILE:LINE or FILE:LINE:COLUMN"

@@ -34,7 +34,7 @@ _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32
 #: For this many tokens or more, first find out which first bytes may come.
 _MANY = 512
 #: For this many or more, ask about only one token of each kind that the grammar distinguishes.
-_VERY_MANY = 8192
+VERY_MANY = 8192
 #: The number of tokens in the first question, in a search for a second allowed token.
 _CHUNK = 64
 
@@ -199,7 +199,7 @@ class _LlamaState(CachedState):
 
     def _ask(self, token_ids: TokenArray) -> BoolArray:
         """Ask llama.cpp which of the tokens it allows; of very many, only about one of each kind."""
-        if len(token_ids) < _VERY_MANY or self.pending != BOUNDARY:
+        if len(token_ids) < VERY_MANY or self.pending != BOUNDARY:
             return self._grammar.ask(self._sampler, token_ids)
         kinds = self._grammar.kinds()[token_ids]
         answers = np.zeros(len(self._grammar.usable), np.bool_)

@@ -118,8 +118,8 @@ def train_heads(
             f"{model.name} has hidden states of {n_embd}: decoder heads need a multiple of 32"
         )
     task = _Task(ModelRows(target), _frequent(text, n_vocab), learnt, judged, n_vocab)
-    network = _Network(task.linear_map(), n_embd, N_INNER, task.rng)
-    optimizer = _Adam(network.parameters)
+    network = Network(task.linear_map(), n_embd, N_INNER, task.rng)
+    optimizer = Adam(network.parameters)
     before = task.judge(network)
     state = TrainingState(-sum(before.top_1), network.copied())
     schedule = Schedule(
@@ -228,7 +228,7 @@ class _Task:
         gram += _RIDGE * np.eye(len(gram))
         return np.linalg.solve(gram, products).astype(np.float32)
 
-    def gradients(self, network: _Network, batch: NDArray[np.int64]) -> Parameters:
+    def gradients(self, network: Network, batch: NDArray[np.int64]) -> Parameters:
         """Return the gradients of the cross-entropy with the target's distribution at the positions
         `batch`."""
         learnt = self._learnt
@@ -262,7 +262,7 @@ class _Task:
             passes.append(forward)
         return network.backward(passes, losses)
 
-    def judge(self, network: _Network) -> Agreement:
+    def judge(self, network: Network) -> Agreement:
         """Measure how often the network predicts the target's token at held-back positions, given the
         tokens before."""
         judged = self._judged
@@ -318,7 +318,7 @@ class _Pass:
     result: FloatArray
 
 
-class _Network:
+class Network:
     """The cell of the heads, with rows as vectors: M, N, c; Q, P, b; C."""
 
     def __init__(
@@ -370,7 +370,7 @@ class _Network:
         return gradients
 
 
-class _Adam:
+class Adam:
     """Adam (Kingma and Ba, arXiv:1412.6980), in place."""
 
     def __init__(self, parameters: Parameters) -> None:

@@ -28,7 +28,7 @@ _MINUTES = 10.0
 _CORES_SHARE = 4
 #: Seconds that the process has to end after it was told to.
 _END_S = 5.0
-_COMMAND = (sys.executable, "-m", "specgen.training.learning_process")
+COMMAND = (sys.executable, "-m", "specgen.training.learning_process")
 
 
 class Learner:
@@ -68,6 +68,11 @@ class Learner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether a lesson has begun and its result was not read yet."""
+        return self._child is not None
 
     def between_answers(self, *, begins: bool = False) -> None:
         """Start, pause, continue or finish a lesson. The thread that steps the engine calls this while no
@@ -140,7 +145,7 @@ class Learner:
         line = json.dumps(asked | {"minutes": _MINUTES}, default=os.fspath)
         self._errors = self._files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         self._child = subprocess.Popen(
-            _COMMAND,
+            COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

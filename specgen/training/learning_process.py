@@ -35,6 +35,11 @@ class Pauses:
         """Start the thread that reads standard input."""
         threading.Thread(target=self._read, daemon=True).start()
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether an answer is being generated."""
+        return not self._is_running.is_set()
+
     def wait(self) -> bool:
         """Wait until there is no pause, then return False (training takes True as an interruption)."""
         started = time.monotonic()

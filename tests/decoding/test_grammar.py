@@ -223,7 +223,7 @@ def test_allowed_and_forced_tokens_equal_brute_force(
 def test_kinds_of_tokens_answer_for_all(
     vocabulary: LlamaVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specgen.llama.grammar._VERY_MANY", 1)
+    monkeypatch.setattr("specgen.llama.grammar.VERY_MANY", 1)
     for gbnf in _MATTERS:
         state, reference = LlamaGrammar(vocabulary, gbnf).start, Reference(vocabulary, gbnf)
         rng, path = np.random.default_rng(0), list[int]()

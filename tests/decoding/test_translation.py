@@ -16,7 +16,6 @@ from specgen.decoding.drafters.translation import (
     PrefixShaper,
     SharedShaper,
     SharedTokens,
-    Speller,
     Translation,
 )
 from specgen.decoding.drafters.translation.strings import n_unfinished
@@ -24,10 +23,9 @@ from specgen.decoding.sampling import Distribution, NoTokenAllowedError, Sampler
 from specgen.decoding.text_state import Shaper, TextState
 from specgen.options import SamplerOptions
 from specgen.testing.fake_backend import FakeVocabulary
+from tests.helpers.common import BYTES
 from tests.helpers.fake_grammar import FakeGrammar
 from tests.helpers.vocabularies import broken_texts, joined, target_texts, vocabularies, vocabulary
-
-BYTES = [bytes((byte,)) for byte in range(256)]
 
 
 def chain(tokens: Sequence[int], probabilities: Sequence[float | None] | None = None) -> Draft:
@@ -366,4 +364,3 @@ def test_a_translation_reads_each_vocabulary_once() -> None:
     translation = Translation(LETTERS, OTHERS)
     assert translation.shared is translation.shared
     assert translation.strings is translation.strings
-    assert isinstance(translation._draft_speller, Speller)

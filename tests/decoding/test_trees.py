@@ -558,14 +558,13 @@ def test_branches_of_n_grams_are_what_followed_somewhere(
 
 def test_first_and_second_guesses_are_learnt_about_apart() -> None:
     policy = by_cost(BY_COST)
-    chances = policy._acceptance
     draft = Draft((1, 2, 3), (ROOT, ROOT, ROOT), ("model",) * 3, (0.5, 0.3, 0.1), (None,) * 3)
     for _ in range(30):
         plan = policy.plan(Offer(100, 16, drafter="model"))
         policy.observe(unverified(plan, (2,), draft))
-    assert chances["model"].chance(0.5) < 0.2
-    assert chances["model:2"].chance(0.3) > 0.8
-    assert chances["model:3"].chance(0.1) < 0.05
+    assert policy.acceptance_of("model").chance(0.5) < 0.2
+    assert policy.acceptance_of("model:2").chance(0.3) > 0.8
+    assert policy.acceptance_of("model:3").chance(0.1) < 0.05
 
 
 def test_a_tree_that_waits_is_followed_as_the_text_goes_on() -> None:
@@ -577,10 +576,10 @@ def test_a_tree_that_waits_is_followed_as_the_text_goes_on() -> None:
     policy.observe(unverified(plan, (2,), draft))
     for token in (3, 7):
         policy.observe(unverified(plan, (token,)))
-    counts = policy._acceptance["model"].counts
+    counts = policy.acceptance_of("model").counts
     assert counts.n_judged.sum() == pytest.approx(3.0, rel=0.01)
     assert counts.n_accepted.sum() == pytest.approx(1.0, rel=0.01)
-    assert policy._acceptance["model:2"].counts.n_accepted.sum() == pytest.approx(1.0)
+    assert policy.acceptance_of("model:2").counts.n_accepted.sum() == pytest.approx(1.0)
 
 
 def found_first(policy: CostAwarePolicy, found: Draft) -> tuple[RoundPlan, Expansion]:
@@ -610,7 +609,7 @@ def test_a_tree_behind_n_grams_takes_the_room_that_they_leave() -> None:
     cut = behind.cut(tree.draft())
     assert cut.tokens == (4,)
     policy.observe(unverified(plan, (5,), found, found.followed_by(cut)))
-    assert policy._acceptance["model"].n_judged == 0.0
+    assert policy.acceptance_of("model").n_judged == 0.0
 
 
 def test_a_tree_behind_unlikely_n_grams_is_worth_less() -> None:

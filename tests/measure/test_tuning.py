@@ -30,12 +30,7 @@ N_TOKENS = 16
 ONE_THREAD = ContextOptions(n_threads=1, flash_attention="off")
 
 
-@pytest.fixture(autouse=True)
-def _quick_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads are compared, but not for long: many are slow on a machine that is busy."""
-    monkeypatch.setattr("specgen.measure.selection.tuning._THREADS_BUDGET_S", 0.05)
-    monkeypatch.setattr("specgen.measure.selection.tuning.default_threads", lambda: 1)
-    monkeypatch.setattr("specgen.measure.selection.tuning.thread_counts", lambda *_: [1, 2])
+pytestmark = pytest.mark.usefixtures("quick_threads")
 
 
 @contextmanager

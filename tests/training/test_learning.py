@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from specgen.engine.engine import Engine, generate
@@ -44,7 +45,8 @@ from specgen.training.learner import NEW_ANSWERS, Learner
 from specgen.training.online_learning import Lesson, learn, split
 from specgen.training.training_data import N_COLUMNS, kept_texts
 from specgen.training.training_loop import Budget
-from tests.helpers.cli import ROOT, Specgen, in_process
+from tests.helpers.cli import Specgen
+from tests.helpers.common import ROOT
 from tests.helpers.heads import prompts
 from tests.helpers.tiny import write_respelled_model, write_with_other_scales
 
@@ -331,7 +333,7 @@ def test_a_draft_is_loaded_again_between_answers_only(models: Path, tmp_path: Pa
 
 def learns(learner: Learner) -> bool:
     """Whether a process learns now."""
-    return learner._child is not None
+    return learner.is_learning
 
 
 #: What a process that learns says at its end, after it was asked.
@@ -359,7 +361,7 @@ def learning(
 ) -> Iterator[tuple[Engine, Learner, list[str], Models]]:
     monkeypatch.setattr(learner_module, "check_library", lambda: None)
     code = _CHILD.format(root=str(ROOT), does=does)
-    monkeypatch.setattr(learner_module, "_COMMAND", (sys.executable, "-c", code))
+    monkeypatch.setattr(learner_module, "COMMAND", (sys.executable, "-c", code))
     said: list[str] = []
     with (
         opened(models, folder) as loaded,
@@ -384,10 +386,10 @@ def test_a_lesson_begins_when_there_are_enough_answers_and_its_draft_is_used(
     with learning(models, tmp_path, monkeypatch, _SAYS) as (engine, learner, said, loaded):
         for text in prompts(NEW_ANSWERS):
             learner.between_answers(begins=True)
-            assert learner._child is None
+            assert not learner.is_learning
             engine.answers([text])
         learner.between_answers()
-        assert learner._child is not None
+        assert learner.is_learning
         until(lambda: bool(said), learner.between_answers)
         assert loaded.drafts.learnt == tmp_path / "w.gguf"
         assert "draft.gguf drafts with what it learnt from 9 answers from now on" in said[0]
@@ -396,7 +398,7 @@ def test_a_lesson_begins_when_there_are_enough_answers_and_its_draft_is_used(
         assert isinstance(finished, FinishedEvent)
         assert finished.acceptance_rate == 1.0  # it is the target itself
         learner.between_answers()
-        assert learner._child is None
+        assert not learner.is_learning
 
 
 #: What a process that learns does: it says in a file what it is told.
@@ -436,14 +438,14 @@ def test_a_lessons_clock_stands_still_in_a_pause(monkeypatch: pytest.MonkeyPatch
     ):
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=stdin))
         ended: list[int] = []
-        monkeypatch.setattr("specgen.training.learning_process.os._exit", ended.append)
+        monkeypatch.setattr(os, "_exit", ended.append)
         pauses = learning_process.Pauses()
         pauses.listen()
         monkeypatch.setattr(learning_process, "time", SimpleNamespace(monotonic=clock))
         assert not pauses.wait()
         is_read.clear()
         pipe.write(learning_process.PAUSE)
-        until(lambda: not pauses._is_running.is_set())
+        until(lambda: pauses.is_paused)
         waiting = threading.Thread(target=pauses.wait)
         waiting.start()
         assert is_read.wait(60.0)
@@ -463,7 +465,7 @@ def test_a_lesson_that_fails_ends_learning_and_nothing_else(
         until(lambda: bool(said), learner.between_answers)
         assert said == ["learning has ended: no memory"]
         learner.between_answers()
-        assert learner._child is None
+        assert not learner.is_learning
         assert engine.answers(["abc"])
 
 
@@ -506,12 +508,12 @@ def test_a_lesson_that_cannot_be_now_is_later(
 def test_the_process_that_learns_ends_with_the_learner(
     models: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = set(psutil.Process().children())
     with learning(models, folder, monkeypatch, _WAITS) as (_, learner, _, _):
         learner.between_answers()
-        child = learner._child
-        assert child is not None
-        assert child.poll() is None
-    assert child.poll() is not None
+        (child,) = set(psutil.Process().children()) - before
+        assert child.is_running()
+    assert not child.is_running()
 
 
 _PARENT = """
@@ -535,10 +537,10 @@ def test_the_process_that_learns_ends_well_while_its_input_is_open(
         "target": str(models / "target.gguf"),
         "draft": str(models / "draft.gguf"),
         "base": str(models / "draft.gguf"),
-        "minutes": 10.0,
+        "minutes": 1e-6,
     }
     with subprocess.Popen(
-        learner_module._COMMAND,
+        learner_module.COMMAND,
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -587,7 +589,8 @@ def test_a_servers_draft_learns_between_its_answers(models: Path, tmp_path: Path
     pytest.importorskip("starlette")
     from concurrent.futures import ThreadPoolExecutor
 
-    from tests.helpers.server import EXACT, FIXED, running
+    from tests.helpers.common import EXACT
+    from tests.helpers.server import FIXED, running
 
     options = SessionOptions(
         models / "target.gguf",
@@ -632,75 +635,70 @@ def test_a_servers_draft_learns_between_its_answers(models: Path, tmp_path: Path
 # --- the command line
 
 
-@pytest.fixture
-def specgen_(capsys: pytest.CaptureFixture[str]) -> Specgen:
-    return in_process(capsys)
-
-
 def data_of(target: Path) -> Path:
     identity = identify(target)
     assert identity is not None
     return learning_folder(Path(os.environ["SPECGEN_DATA"]), identity)
 
 
-def test_commands_keep_learn_and_forget(specgen_: Specgen, models: Path, folder: Path) -> None:
+def test_commands_keep_learn_and_forget(specgen: Specgen, models: Path, folder: Path) -> None:
     target, draft = models / "target.gguf", models / "draft.gguf"
     own = ("-m", target, "-md", draft, "-t", "1", "-n", "40", "--ignore-eos")
-    plain = specgen_("run", *own, "abc")
+    plain = specgen("run", *own, "abc")
     assert plain.code == 0
     assert not data_of(target).exists()
-    kept = specgen_("run", *own, "--learn", "abc")
+    kept = specgen("run", *own, "--learn", "abc")
     assert (kept.code, kept.out) == (0, plain.out)
     assert len(read_answers(data_of(target))) == 1
-    few = specgen_("draft", "learn", "-m", target, "-md", draft)
+    few = specgen("draft", "learn", "-m", target, "-md", draft)
     assert few.code == 2
     assert "too few" in few.err or "needs jax" in few.err
     pytest.importorskip("jax")
     (data_of(target) / ANSWERS).write_bytes((folder / ANSWERS).read_bytes())
-    learnt = specgen_("draft", "learn", "-m", target, "-md", draft, "--json")
+    learnt = specgen("draft", "learn", "-m", target, "-md", draft, "--json")
     assert learnt.code == 0, learnt.err
     assert '"outcome": "new"' in learnt.out
-    used = specgen_("run", *own, "--learn", "abc")
+    used = specgen("run", *own, "--learn", "abc")
     assert (used.code, used.out) == (0, plain.out)
     assert "draft.gguf drafts with what it learnt from 30 answers" in used.err
-    without = specgen_("run", *own, "abc")
+    without = specgen("run", *own, "abc")
     assert (without.code, without.out) == (0, plain.out)
     assert "learnt" not in without.err
-    gone = specgen_("draft", "forget", "-m", target)
+    gone = specgen("draft", "forget", "-m", target)
     assert gone.code == 0
     assert "kept answers: 41; weights learnt from them: 1; lookup texts: 1;" in gone.out
     assert not data_of(target).exists()
     assert not list(Path(os.environ["SPECGEN_CACHE"]).glob("texts/*/*"))
-    nothing = specgen_("draft", "forget")
+    nothing = specgen("draft", "forget")
     assert (nothing.code, nothing.err) == (0, "")
     assert nothing.out.startswith("deleted: kept answers: 0;")
 
 
 def test_everything_is_forgotten_unless_a_target_is_named(
-    specgen_: Specgen, models: Path, tmp_path: Path
+    specgen: Specgen, models: Path, tmp_path: Path
 ) -> None:
     other = write_tiny_model(tmp_path / "other.gguf", CONFIG.draft(0.3))
     for target in (models / "target.gguf", other):
         own = ("-m", target, "-md", "ngram", "-t", "1", "-n", "20", "--ignore-eos", "--learn")
-        assert specgen_("run", *own, "abc").code == 0
-    gone = specgen_("draft", "forget")
+        assert specgen("run", *own, "abc").code == 0
+    gone = specgen("draft", "forget")
     assert "kept answers: 2; weights learnt from them: 0; lookup texts: 2;" in gone.out
     assert not list(Path(os.environ["SPECGEN_DATA"]).glob("learning/*"))
 
 
 def test_the_environment_switches_it_on(
-    specgen_: Specgen, models: Path, monkeypatch: pytest.MonkeyPatch
+    specgen: Specgen, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECGEN_LEARN", "1")
     target = models / "target.gguf"
     own = ("-m", target, "-md", "ngram", "-t", "1", "-n", "20", "--ignore-eos")
-    assert specgen_("run", *own, "abc").code == 0
+    assert specgen("run", *own, "abc").code == 0
     assert len(read_answers(data_of(target))) == 1
-    assert specgen_("run", *own, "--no-learn", "abc").code == 0
+    assert specgen("run", *own, "--no-learn", "abc").code == 0
     assert len(read_answers(data_of(target))) == 1
 
 
-def test_a_server_learns_across_requests_or_not_at_all(specgen_: Specgen, models: Path) -> None:
-    refused = specgen_("serve", "-m", models / "target.gguf", "--learn")
+def test_a_server_learns_across_requests_or_not_at_all(specgen: Specgen, models: Path) -> None:
+    refused = specgen("serve", "-m", models / "target.gguf", "--learn")
     assert refused.code == 2
     assert "add --learn-across-requests" in refused.err

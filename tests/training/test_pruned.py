@@ -83,7 +83,7 @@ def logits_of(resources: ExitStack, path: Path, left_out: Blocks | None = None) 
 
 def write_moe(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A mixture of two experts, one for each token."""
-    own_tensors, own_metadata = weights.tensors, tiny_file._add_metadata
+    own_tensors, own_metadata = weights.tensors, tiny_file.add_metadata
 
     def tensors(*arguments: Any) -> dict[str, Any]:
         found = {}
@@ -104,7 +104,7 @@ def write_moe(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         writer.add_expert_used_count(1)
 
     monkeypatch.setattr(tiny_file, "tensors", tensors)
-    monkeypatch.setattr(tiny_file, "_add_metadata", metadata)
+    monkeypatch.setattr(tiny_file, "add_metadata", metadata)
     return write_tiny_model(path, CONFIG)
 
 

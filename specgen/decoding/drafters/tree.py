@@ -146,7 +146,7 @@ class TreeModelDrafter(ModelDrafter):
         self, tree: TreeBuilder, nodes: Sequence[int]
     ) -> Generator[Ask, Logits, Logits]:
         """Decode nodes, each on its branch; return the logits after each, float32[n, n_vocab]."""
-        n_past = self._n_text - self._n_skipped
+        n_past = self._n_text - self.n_skipped
         batch = Batch()
         for node in nodes:
             position = n_past + tree.depths[node]
@@ -173,7 +173,7 @@ class TreeModelDrafter(ModelDrafter):
         self._keep(node, n_kept)
 
     def _keep(self, node: int, n_kept: int) -> None:
-        self._branches.keep(node, self._n_text - self._n_skipped, n_kept)
+        self._branches.keep(node, self._n_text - self.n_skipped, n_kept)
         self._n_agreed = max(self._n_agreed, self._n_text + n_kept)
         self._looks.clear()
 

@@ -82,7 +82,7 @@ class CostAwarePolicy:
         #: Rules by drafter and by the price of a row, which depends on the other sequences in the batch.
         self._rules: dict[tuple[str, int], KnownRule] = {}
         self._account = Account()
-        self._outcomes = DraftOutcomes(self._of)
+        self._outcomes = DraftOutcomes(self.acceptance_of)
         self._n_stale = 0
         #: The accounts of the drafters that were considered in this text, by origin.
         self._considered: dict[str, TextWorths] = {}
@@ -186,7 +186,7 @@ class CostAwarePolicy:
     def _worth_of_model(self, origin: str, price: Price, n_left: int) -> tuple[float, Reason]:
         """Return the expected gain of starting a model, in seconds a round, and the reason. It is above 0
         only if the model should start."""
-        plain_s, acceptance = self._costs.seconds(1), self._of(origin)
+        plain_s, acceptance = self._costs.seconds(1), self.acceptance_of(origin)
         if price == FREE:  # its draft is judged once it is known
             return 1e-9, Reason("model")
         if self._account.is_put_aside(origin):
@@ -227,7 +227,7 @@ class CostAwarePolicy:
         )
 
     def _too_rarely(self, origin: str) -> Reason:
-        rate = self._of(origin).mean()
+        rate = self.acceptance_of(origin).mean()
         plain_s = self._costs.seconds(1)
         row = (self._costs.seconds(2) - plain_s) / plain_s
         return Reason(
@@ -251,7 +251,7 @@ class CostAwarePolicy:
         model's rule."""
         return WhilePaying(
             origin=offer.drafter or NGRAM_ORIGINS[0],
-            curves=_Curves(self._of),
+            curves=_Curves(self.acceptance_of),
             ngram_token_s=self._token_s(_NGRAM_MARGIN),
             model_token_s=self._token_s(_MODEL_MARGIN),
             extra_s=tuple(self._extra_s(n) for n in range(self.n_max + 1)),
@@ -268,7 +268,8 @@ class CostAwarePolicy:
         """Return the seconds that a draft of n tokens adds to a plain decode."""
         return self._costs.seconds(n_drafted + 1) - self._costs.seconds(1)
 
-    def _of(self, origin: str) -> AcceptanceRates:
+    def acceptance_of(self, origin: str) -> AcceptanceRates:
+        """Return the acceptance rates of a drafter's tokens in this text; they are learnt from each round."""
         acceptance = self._acceptance.get(origin)
         if acceptance is None:
             known = self._known.setdefault(origin, new_acceptance_rates(origin))
@@ -278,7 +279,7 @@ class CostAwarePolicy:
     def _rule(self, origin: str, price: Price) -> StoppingRule:
         """Return the known stopping rule for a drafter and a row's price, or a new one if much has
         changed."""
-        acceptance, token_s = self._of(origin), self._token_s(_MODEL_MARGIN)
+        acceptance, token_s = self.acceptance_of(origin), self._token_s(_MODEL_MARGIN)
         prices = (price.next_s, token_s, self._extra_s(1))
         key = (origin, row_bucket(token_s, self._extra_s(1)))
         known = self._rules.get(key)
