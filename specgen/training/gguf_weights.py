@@ -119,7 +119,7 @@ def _opened(path: Path) -> Any:
 
 
 def _stored(path: Path, tensor: Any) -> Weights:
-    """A tensor as it is stored; a vector is a matrix of one row."""
+    """Return a tensor as it is stored; a vector is a matrix of one row."""
     name = _NAMES.get(int(tensor.tensor_type))
     if name is None:
         raise ModelFileError(f"{path}: {tensor.name} has the type {tensor.tensor_type.name}")
@@ -240,7 +240,7 @@ _LAYOUTS = {
 
 
 def block_size(types: Sequence[str], n_columns: int) -> int | None:
-    """The number of weights in a row that share a factor, for matrices of these types with rows of
+    """Return the number of weights in a row that share a factor, for matrices of these types with rows of
     `n_columns`; None if one of the types has no such scales."""
     sizes = [1]
     for name in types:

@@ -272,7 +272,7 @@ def _step(
     rate: float,
     softness: float,
 ) -> tuple[Parameters, Any]:
-    """The changes of the factors and Adam's moments after a step."""
+    """Return the changes of the factors and Adam's moments after a step."""
 
     def mean_loss(changes: Parameters) -> jax.Array:
         loss, _, n_labels = _sums(shape, changes, frozen, rows, softness)
@@ -288,7 +288,7 @@ def _step(
 def _sums(
     shape: Hyperparameters, changes: Parameters, frozen: Any, rows: Any, softness: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Three sums over the rows' labels: their losses (without softness, negative log-probabilities), how many
+    """Return three sums over the rows' labels: their losses (without softness, negative log-probabilities), how many
     are the likeliest token, and how many there are."""
     layers, others = frozen
     tokens, texts, positions, labels, top_tokens, top_probabilities = rows
