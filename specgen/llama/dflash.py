@@ -120,14 +120,14 @@ class DflashContext(LlamaBackend):
         self.draft = model
         self._n_shared_tokens = n_shared_tokens
         is_causal = model.metadata(f"{ARCHITECTURE}.attention.causal") == "true"
-        llama_cpp.llama_set_causal_attn(self._handle, is_causal)
+        llama_cpp.llama_set_causal_attn(self.handle, is_causal)
         rope = llama_cpp.llama_model_rope_type(model.handle)
         self._n_positions = _N_POSITIONS if rope == _MROPE else 1
         n_most = most_states(model.n_read, n_slots)
         #: What the target's layers read along each slot's text, which the draft may still have to read.
         self.trails = tuple(HiddenTrail(n_most) for _ in range(n_slots))
 
-    def _decode_rows(self, batch: Batch) -> Logits:
+    def decode_rows(self, batch: Batch) -> Logits:
         hidden = batch.hidden or [None] * len(batch)
         blocks: list[Logits] = []
         start = 0
@@ -140,7 +140,7 @@ class DflashContext(LlamaBackend):
             if is_text:
                 self._fill(part)
             else:
-                blocks.append(super()._decode_rows(part)[:, : self._n_shared_tokens])
+                blocks.append(super().decode_rows(part)[:, : self._n_shared_tokens])
                 if end < len(batch):  # another decode replaces them
                     blocks[-1] = blocks[-1].copy()
         if len(blocks) == 1:
@@ -171,7 +171,7 @@ class DflashContext(LlamaBackend):
             logits=rows.logits,
         )
         started = self._clock()
-        status = self._decode_native(self._handle, native)
+        status = self._decode_native(self.handle, native)
         self.decode_s += self._clock() - started
         if status != 0:
             raise BackendError(

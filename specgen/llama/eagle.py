@@ -215,7 +215,7 @@ class EagleContext(LlamaBackend):
         self._rows.native.embd = memory
         self._inputs = np.ctypeslib.as_array(memory).reshape(n_rows, self._n_embd)
         self._n_shared_tokens = n_shared_tokens
-        llama_cpp_ext.llama_set_embeddings_nextn(self._handle, True, True)
+        llama_cpp_ext.llama_set_embeddings_nextn(self.handle, True, True)
         self._states: dict[int, Hidden] = {}
         n_most = most_states(model.n_read, n_slots)
         #: What the target's layers read along each slot's text, which the draft may still have to read.
@@ -234,7 +234,7 @@ class EagleContext(LlamaBackend):
             embd = part.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
             batch = llama_cpp.llama_batch(n_tokens=len(part), embd=embd)
             started = self._clock()
-            status = self.model.call(llama_cpp.llama_encode, self._handle, batch)
+            status = self.model.call(llama_cpp.llama_encode, self.handle, batch)
             if status != 0:
                 raise BackendError(
                     f"{self.model.name}: llama.cpp could not encode {len(part)} hidden states "
@@ -246,10 +246,10 @@ class EagleContext(LlamaBackend):
 
     def _own_states(self, n_rows: int) -> Hidden:
         """Return a view of what the last native call computed: float32[n_rows, n_embd]."""
-        pointer = llama_cpp_ext.llama_get_embeddings_nextn(self._handle)
+        pointer = llama_cpp_ext.llama_get_embeddings_nextn(self.handle)
         return self._states_at(pointer, n_rows, self._n_embd)
 
-    def _decode_rows(self, batch: Batch) -> Logits:
+    def decode_rows(self, batch: Batch) -> Logits:
         self._rows.check(batch)
         wanted = [row for row, wants in enumerate(batch.wants_logits) if wants]
         n_silent = min(wanted[0], max(0, len(batch) - _MOST_OUTPUTS)) if wanted else len(batch)
@@ -278,7 +278,7 @@ class EagleContext(LlamaBackend):
         inputs = self._inputs[: len(batch)]
         for row, state in enumerate(batch.hidden or itertools.repeat(None, len(batch))):
             inputs[row] = 0.0 if state is None else state
-        return super()._decode_rows(batch)[:, : self._n_shared_tokens]
+        return super().decode_rows(batch)[:, : self._n_shared_tokens]
 
 
 class EagleTrail(HiddenTrail):

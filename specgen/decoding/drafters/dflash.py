@@ -8,7 +8,7 @@ from typing import Any
 from specgen.decoding.backend import Batch
 from specgen.decoding.draft import NO_DRAFT, ROOT
 from specgen.decoding.drafters.base import Ask, Drafting
-from specgen.decoding.drafters.growth import DraftedChain
+from specgen.decoding.drafters.expansion import DraftedChain
 from specgen.decoding.drafters.mtp import MtpDrafter
 from specgen.decoding.policy import RoundPlan
 from specgen.decoding.policy.cost_table import FREE, CostTable, Price

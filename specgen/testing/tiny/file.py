@@ -66,7 +66,7 @@ def write_tiny_model(
     target = Path(path)
     vocabulary = tiny_vocabulary(config)
     writer = GGUFWriter(target, config.architecture)
-    _add_metadata(writer, config, vocabulary)
+    add_metadata(writer, config, vocabulary)
     for key, value in (metadata or {}).items():
         writer.add_key_value(key, value, value_types[type(value)])
     for name, weights in tensors(config, vocabulary).items():
@@ -101,7 +101,7 @@ def add_tensor(writer: GGUFWriter, config: TinyConfig, name: str, weights: TinyW
     writer.add_tensor(name, quants.quantize(weights, kind), raw_dtype=kind)
 
 
-def _add_metadata(writer: GGUFWriter, config: TinyConfig, vocabulary: TinyVocabulary) -> None:
+def add_metadata(writer: GGUFWriter, config: TinyConfig, vocabulary: TinyVocabulary) -> None:
     from gguf import LlamaFileType, PoolingType
 
     writer.add_name(config.name)
