@@ -29,11 +29,10 @@ from specgen.models import (
     locate,
     models_folder,
 )
+from specgen.models.folders import ModelFolder, slot_of
 from specgen.models.hub import _Bar
-from specgen.models.index import IndexFile, find_wheel, normalized, parse_page
-from specgen.models.pypi import PypiMirror
-from specgen.models.store import ModelFolder, OpenFile, open_file, slot_of
-from specgen.models.transfer import Page, Transfer
+from specgen.models.pypi import IndexFile, PypiMirror, find_wheel, normalized, parse_page
+from specgen.models.transfer import OpenFile, Page, Transfer, open_file
 from tests.helpers.fetch import (
     Fault,
     RecordedProgress,
