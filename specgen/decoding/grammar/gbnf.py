@@ -43,7 +43,7 @@ def read_gbnf(text: str, root: str = "root") -> Gbnf:
     reader.read()
     _check_defined(reader, root)
     check_left_recursion([rule or [] for rule in reader.rules], reader.fail_rule)
-    return Gbnf([rule or [] for rule in reader.rules])
+    return Gbnf([rule or [] for rule in reader.rules], reader.named[root][0])
 
 
 @dataclass(slots=True)
