@@ -14,15 +14,20 @@ SEARCHES = 10
 # What `make quick` leaves out, four fifths of the time: real models, draws by the thousand, simulated
 # worlds, child processes, commands as a whole, and comparisons with llama.cpp case by case. (Files, or
 # the beginnings of tests' names.)
-SLOW = architectures.py::test_a_tiny bench_peers.py build_kernels.py cli_batch.py cli_bench.py cli_chat.py cli_draft.py \
-	cli_drafting.py cli_fim.py cli_run.py cli_trees.py cli_tune.py cli_verify.py doctor.py \
-	downloads.py kernels.py llama_dry.py llama_rollback.py llama_sampling.py \
-	long_runs.py lossless.py::test_sampled lossless.py::test_matching policy.py::test_in_the_long_run \
-	policy.py::test_a_draft_that_cannot_pay proof.py proof_statistics.py real_model.py \
-	real_translation.py reference.py render_live.py rpc.py translated_loop.py::test_distributions \
-	translated_loop.py::test_draws translated_loop.py::test_sampled \
-	translated_loop.py::test_stopping translated_session.py translation_text.py \
-	trees.py::test_drawn_trees_fit trees.py::test_trees_of_the_likeliest verifiers.py
+SLOW = project/test_architectures.py::test_a_tiny measure/test_bench_peers.py llama/test_build_kernels.py \
+	cli/test_cli_batch.py cli/test_cli_bench.py cli/test_cli_chat.py cli/test_cli_draft.py \
+	cli/test_cli_drafting.py cli/test_cli_fim.py cli/test_cli_run.py cli/test_cli_trees.py \
+	cli/test_cli_tune.py cli/test_cli_verify.py measure/test_doctor.py models/test_downloads.py \
+	llama/test_kernels.py llama/test_llama_dry.py llama/test_llama_rollback.py llama/test_llama_sampling.py \
+	project/test_long_runs.py decoding/test_lossless.py::test_sampled decoding/test_lossless.py::test_matching \
+	decoding/test_policy.py::test_in_the_long_run decoding/test_policy.py::test_a_draft_that_cannot_pay \
+	measure/test_proof.py measure/test_proof_statistics.py engine/test_real_model.py \
+	engine/test_real_translation.py decoding/test_reference.py render/test_render_live.py llama/test_rpc.py \
+	decoding/test_translated_loop.py::test_distributions decoding/test_translated_loop.py::test_draws \
+	decoding/test_translated_loop.py::test_sampled decoding/test_translated_loop.py::test_stopping \
+	engine/test_translated_session.py decoding/test_translation_text.py \
+	decoding/test_trees.py::test_drawn_trees_fit decoding/test_trees.py::test_trees_of_the_likeliest \
+	decoding/test_verifiers.py
 
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
@@ -53,7 +58,7 @@ architectures: $(VENV)/.installed-dev ## Check models of all architectures that 
 	OMP_WAIT_POLICY=passive $(BIN)/python -m tests.architectures.run $(VENV)/architectures $(ARCHITECTURES_ARGS)
 
 quick: lint types ## Lint, types, and the tests that find most mistakes, in about a minute
-	$(BIN)/python -m pytest $(WORKERS) $(SLOW:%=--deselect tests/test_%) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(SLOW:%=--deselect tests/%) $(PYTEST_ARGS)
 
 check: lint format-check types docs-check ## What CI runs: lint, format, types, docs, the tests, some architectures
 	@$(MAKE) --no-print-directory test

@@ -118,6 +118,14 @@ class DecoderHeads:
     def name(self) -> str:
         return self.path.name
 
+    @property
+    def n_vocab(self) -> int:
+        return self.weights.n_vocab
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        return self.weights.tokens
+
     def begin(self, hidden: Hidden, token: int) -> Hidden:
         """Return the state after `token`, which the target chose from the hidden state
         float32[n_embd], as float32[1, n_embd]."""

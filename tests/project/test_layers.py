@@ -1,4 +1,4 @@
-"""Imports point one way, downwards, and one package imports llama.cpp."""
+"""Imports point one way, downwards, between wings and between modules, and one wing imports llama.cpp."""
 
 from __future__ import annotations
 
@@ -8,39 +8,34 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "specgen"
 
-#: From the bottom up; a module imports from its own layer and from those below it only.
-LAYERS = (
-    (
-        "errors",
-        "options",
-        "arrays",
-        "events",
-        "atomic",
-        "child",
-        "machine",
-        "json_values",
-        "json_lines",
-        "process_end",
-    ),
-    ("sampling", "constrain"),
-    ("core",),
-    ("backend",),
-    ("calibration",),
-    ("policy",),
-    ("drafters",),
-    ("engine",),
-    ("testing", "catalogue", "progress", "openai_format"),
-    ("selection", "proof", "workshop"),
-    ("bench", "batch", "chat", "server"),
-    ("render",),
-    ("kernels",),
-    ("doctor", "worker_checks", "api", "adapters"),
-    ("cli",),
+#: The wings and the modules beside them, from the bottom up. A module imports from its own wing and
+#: from those below it only.
+WINGS = (
+    "errors",
+    "options",
+    "events",
+    "system",
+    "decoding",
+    "llama",
+    "engine",
+    "testing",
+    "models",
+    "training",
+    "measure",
+    "serving",
+    "render",
+    "api",
+    "cli",
 )
 
 
-def layer(name: str) -> int:
-    return next(number for number, names in enumerate(LAYERS) if name in names)
+def modules() -> dict[str, Path]:
+    """The files of the package, by the modules' full names."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
 
 
 def imported(path: Path) -> set[str]:
@@ -54,55 +49,61 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def modules() -> dict[str, set[str]]:
-    """What each module imports, by its path within the package."""
-    return {path.relative_to(PACKAGE).as_posix(): imported(path) for path in PACKAGE.rglob("*.py")}
+def needed() -> dict[str, set[str]]:
+    """The modules of the package that each module imports. A name that a package hands on stands for
+    the package."""
+    known = modules()
+    needs: dict[str, set[str]] = {}
+    for module, path in known.items():
+        names = imported(path)
+        found = {name for name in names if name in known}
+        # `from specgen.a import b` names the module specgen.a.b where there is one, else specgen.a.
+        packages = {name.rpartition(".")[0] for name in found if name.rpartition(".")[0] in found}
+        taken = {name.rpartition(".")[0] for name in names - found}
+        needs[module] = found - (packages - taken) - {module}
+    return needs
 
 
-def test_every_module_is_in_one_layer() -> None:
-    listed = [name for names in LAYERS for name in names]
-    own = {path.removesuffix(".py").split("/")[0] for path in modules()}
-    assert sorted(listed) == sorted(own - {"__init__", "__main__"})
+def wing(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
 
 
-def test_there_are_no_circles_within_a_layer() -> None:
-    needs: dict[str, set[str]] = {name: set() for names in LAYERS for name in names}
-    for path, names in modules().items():
-        own = path.removesuffix(".py").split("/")[0]
-        parts = [name.split(".") for name in names if name.startswith("specgen.")]
-        needs.setdefault(own, set()).update(part[1] for part in parts if part[1] in needs)
-    order = TopologicalSorter({name: found - {name} for name, found in needs.items()})
-    order.prepare()  # raises CycleError
+def test_every_module_is_in_a_wing() -> None:
+    assert {wing(module) for module in modules()} == {*WINGS, "", "__main__"}
 
 
 def test_imports_point_downwards() -> None:
-    for path, names in modules().items():
-        own = path.removesuffix(".py").split("/")[0]
-        if own in ("__init__", "__main__"):
+    for module, names in needed().items():
+        if wing(module) in ("", "__main__"):
             continue
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "specgen" and len(parts) > 1 and parts[1] != "__version__":
-                assert layer(parts[1]) <= layer(own), f"{path} imports {name}"
+        for name in names - {"specgen"}:
+            assert WINGS.index(wing(name)) <= WINGS.index(wing(module)), f"{module} imports {name}"
 
 
-def test_one_package_imports_llama_cpp() -> None:
-    users = [
-        path
-        for path, names in modules().items()
-        if any(name.split(".")[0] == "llama_cpp" for name in names)
-    ]
+def test_no_modules_import_one_another() -> None:
+    # The package itself holds the version, which modules below the interface print.
+    graph = {module: names - {"specgen"} for module, names in needed().items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_one_wing_imports_llama_cpp() -> None:
+    users = {
+        module
+        for module, path in modules().items()
+        if any(name.split(".")[0] == "llama_cpp" for name in imported(path))
+    }
     assert users
     # A part of llama-cpp-python's own `Llama` is the exception.
-    users = [path for path in users if path != "adapters/llama_cpp.py"]
-    assert all(path.startswith("backend/llama/") for path in users), users
+    users -= {"specgen.serving.adapters.llama_cpp"}
+    assert {wing(module) for module in users} == {"llama"}, users
 
 
 def test_nothing_below_the_renderers_prints_or_reads_the_clock() -> None:
-    for path, names in modules().items():
-        own = path.removesuffix(".py").split("/")[0]
-        if own in ("__init__", "__main__") or layer(own) > layer("engine"):
+    for module, path in modules().items():
+        if wing(module) not in ("errors", "options", "events", "decoding", "llama", "engine"):
             continue
-        assert not names & {"time", "rich", "sys"}, path
-        text = (PACKAGE / path).read_text(encoding="utf-8")
-        assert "print(" not in text, path
+        # These are programs: each test of the kernels runs in a process of its own.
+        if module.startswith("specgen.llama.kernel_checks."):
+            continue
+        assert not imported(path) & {"time", "rich", "sys"}, module
+        assert "print(" not in path.read_text(encoding="utf-8"), module

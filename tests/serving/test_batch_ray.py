@@ -38,7 +38,7 @@ from tests.helpers.batch import (
     worker_job,
 )
 from tests.helpers.cli import ROOT, Specgen
-from tests.project.test_layers import modules
+from tests.project.test_layers import imported, modules
 
 # --- where actors go
 
@@ -526,8 +526,8 @@ def test_answers_are_those_of_one_machine_though_actor_node_and_driver_are_kille
 
 
 def test_one_module_imports_ray() -> None:
-    importers = {path for path, names in modules().items() if "ray" in names}
-    assert importers == {"serving/batch/on_ray.py"}
+    importers = {module for module, path in modules().items() if "ray" in imported(path)}
+    assert importers == {"specgen.serving.batch.on_ray"}
 
 
 def test_what_actors_get_and_return_can_be_sent_to_another_process(target: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from specgen.decoding.draft import NO_DRAFT, ROOT, Draft
 from specgen.decoding.drafters.base import Drafting, ready
@@ -21,7 +23,6 @@ from specgen.decoding.growing_tree import GrowingTree
 from specgen.decoding.last_hidden import LastHidden
 from specgen.decoding.policy import RoundPlan, RoundResult
 from specgen.decoding.policy.cost_table import CostTable, Price
-from specgen.llama.decoder_heads import DecoderHeads
 from specgen.options import TreeShape
 from specgen.system.arrays import Hidden, Logits
 
@@ -30,6 +31,33 @@ from specgen.system.arrays import Hidden, Logits
 _MOST_UNREAD = 16
 #: The most nodes that heads look beyond at once.
 _WIDEST = 8
+
+
+class Heads(Protocol):
+    """What predicts from a target's hidden states; `specgen.llama.decoder_heads` computes it.
+
+    A state is float32[n_embd] of the target, or what `begin` and `advance` return for it.
+    `compute_s` are the seconds spent in predictions so far.
+    """
+
+    compute_s: float
+
+    @property
+    def n_vocab(self) -> int:
+        """Return the size of the target's vocabulary."""
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """Return the tokens that the heads can predict, int32[n_frequent], in the order of their logits."""
+
+    def begin(self, hidden: Hidden, token: int) -> Hidden:
+        """Return the state after `token`, float32[1, n_embd], from the hidden state before it."""
+
+    def advance(self, states: Hidden, tokens: Sequence[int]) -> Hidden:
+        """Return the states after one more token each, float32[n, n_embd]."""
+
+    def logits(self, states: Hidden) -> Logits:
+        """Return the logits of `tokens` after each state, float32[n, n_frequent]."""
 
 
 class HeadsDrafter:
@@ -49,7 +77,7 @@ class HeadsDrafter:
 
     def __init__(
         self,
-        heads: DecoderHeads,
+        heads: Heads,
         last: LastHidden,
         shaper: DraftShaper,
         rng: np.random.Generator,
@@ -73,7 +101,7 @@ class HeadsDrafter:
         self._n_deepest = n_deepest
         self._n_guesses = n_guesses(shape)
         #: A row of the target's logits, in which tokens that are not frequent stay at minus infinity.
-        self._row = np.full(heads.weights.n_vocab, -np.inf, np.float32)
+        self._row = np.full(heads.n_vocab, -np.inf, np.float32)
 
     @property
     def name(self) -> str:
@@ -142,7 +170,7 @@ class HeadsDrafter:
 
     def _whole(self, row: Logits) -> Logits:
         """A row over the target's vocabulary, float32[n_vocab], valid until the next one."""
-        self._row[self._heads.weights.tokens] = row
+        self._row[self._heads.tokens] = row
         return self._row
 
     def _seconds(self, n_looks: int) -> float:
