@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from specgen.errors import FetchError
 from specgen.models.fetch_errors import disk_errors_named
 from specgen.models.files import human_bytes
-from specgen.models.folders import ModelFolder, models_folder, slot_of
+from specgen.models.folders import models_folder
+from specgen.models.model_folder import ModelFolder, slot_of
 from specgen.models.progress import SilentProgress
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from specgen.models.folders import ModelFolder
+    from specgen.models.model_folder import ModelFolder
     from specgen.models.progress import DownloadProgress
     from specgen.models.registry import PypiSource
     from specgen.models.transfer import Page, Transfer

