@@ -30,20 +30,25 @@ from pathlib import Path
 
 import numpy as np
 
+from specgen.engine.calibration.gain import Costs, expected_gain
 from specgen.engine.loaded_models import Models
 from specgen.llama import default_threads
 from specgen.llama.kernel_checks import choose_kernels, wanted_in
-from specgen.measure.selection.outlook import WORTH, expected_speedup
 from specgen.models import cache_folder, identify
 from specgen.options import ContextOptions, SessionOptions
 from specgen.system.machine import look_at_machine
-from specgen.training.made_files import pruned_file, text_folder
-from specgen.training.pruned.evaluations import Blocks, Evaluations
-from specgen.training.pruned.files import check_prunable, write_pruned
-from specgen.training.pruned.judging import Judge, judged_texts
-from specgen.training.pruned.making import N_PLACES, PrunedCosts, agreement_of, timed_share
-from specgen.training.pruned.search import Speedup, search
-from specgen.training.texts import TargetText
+from specgen.training.draft_files import pruned_file, text_folder
+from specgen.training.pruned_weights import check_prunable, write_pruned
+from specgen.training.pruning import (
+    N_JUDGED,
+    Judge,
+    PrunedCosts,
+    agreement_of,
+    judged_texts,
+    timed_share,
+)
+from specgen.training.pruning_search import Blocks, Evaluations, Speedup, search
+from specgen.training.target_text import TargetText
 
 #: Places of other answers that a file is judged by.
 _N_HELD_BACK = 768
@@ -67,7 +72,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=5)
     parser.add_argument("--sets", type=int, default=100)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--places", type=int, default=N_PLACES)
+    parser.add_argument("--places", type=int, default=N_JUDGED)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--search-only", action="store_true")
@@ -115,7 +120,7 @@ def curve(asked: argparse.Namespace) -> dict[str, object]:
             if answer.prompt_tokens not in seen
         ]
         held_back = judged_texts(others, _N_HELD_BACK, held_back=True)
-        costs = PrunedCosts(loaded, folder, expected_speedup)
+        costs = PrunedCosts(loaded, folder)
         for size, blocks in {0: frozenset[int](), **best}.items():
             if blocks is None:
                 continue
@@ -265,7 +270,7 @@ def _expected(n_layer: int) -> Speedup:
 
     def value(n_left_out: int, agreement: float) -> float:
         cost = 0.03 + 0.27 * (1.0 - n_left_out / n_layer)
-        return expected_speedup(_WORLDS["rows at 0.05"], cost, agreement)
+        return expected_gain(Costs(_WORLDS["rows at 0.05"], cost), agreement).speedup
 
     return value
 
@@ -279,7 +284,7 @@ def pays() -> dict[str, dict[str, float | None]]:
             enough = [
                 agreement
                 for agreement in np.linspace(0.0, 1.0, 201)
-                if expected_speedup(batch_s, cost, float(agreement)) >= WORTH
+                if expected_gain(Costs(batch_s, cost), float(agreement)).is_worth_it
             ]
             found[name][f"{cost:.1f}"] = round(float(enough[0]), 3) if enough else None
     return found

@@ -33,7 +33,7 @@ _BYTES_IN_TOKEN = 4
 @dataclass(frozen=True, slots=True)
 class BatchWork:
     """The settings that decide how lines are answered, on any node: those of `session_options` and of the
-    command line. `parallel` is the number of answers made at once; None takes the fastest number."""
+    command line. `parallel` is the number of answers generated at once; None takes the fastest number."""
 
     options: SessionOptions
     drafts: Sequence[DraftChoice]
@@ -50,7 +50,7 @@ def ray_cluster(
     *,
     patience_s: float,
 ) -> Cluster | None:
-    """Return the cluster of these options; None without one. Raises `UsageError` if Ray is not installed, the
+    """Return the cluster of these options; None without one. Raise `UsageError` if Ray is not installed, the
     address is invalid, or other options exclude it."""
     if address is None:
         if per_worker != (None, None):

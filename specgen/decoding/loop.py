@@ -88,7 +88,7 @@ class Loop:
         return self._clock() - self._started_s
 
     def run(self, sequence: Sequence) -> Iterator[Event]:
-        """Generate a whole answer, and yield its events. Raises the error that ends it early."""
+        """Generate a whole answer, and yield its events. Raise the error that ends it early."""
         yield from self.start(sequence)
         while not sequence.is_finished:
             yield from self.round([sequence])
@@ -97,8 +97,8 @@ class Loop:
 
     def start(self, sequence: Sequence) -> list[Event]:
         """Decode a prompt, commit the first token, and return the events. There is no draft in this step,
-        so the first token comes as early, and the prompt is decoded in the same pieces, as in plain
-        decoding."""
+        so the first token comes as early as in plain decoding, and the prompt is decoded in the same
+        batches."""
         events: list[Event] = []
         while not (sequence.is_started or sequence.is_finished):
             events += self.read(sequence)
@@ -140,7 +140,7 @@ class Loop:
     def _has_read(
         self, sequence: Sequence, logits: Logits | None, target_s: float, started: float
     ) -> list[Event]:
-        """Account for a piece of a prompt, which took `target_s` of the target since `started`. After the
+        """Record a piece of a prompt, which took `target_s` of the target since `started`. After the
         last piece, whose `logits` are float32[1, n_vocab], commit the first token. Return the events."""
         tally = sequence.tally
         events: list[Event] = []
@@ -177,9 +177,9 @@ class Loop:
         piece of the prompt of another sequence may be decoded in the same batch (`beside`): such rows cost
         little. This may be done only where a row has the same logits in any batch.
 
-        If a sequence's grammar allows no token, or its logits are not numbers, it ends with a
-        `failure`, and the others go on. Raises `BackendError` if the target cannot decode the round's
-        batch. The statistics do not count time outside this call, in a renderer for example.
+        If a sequence's grammar allows no token, or its logits are not numbers, it ends with a `failure`,
+        and the others go on. Raise `BackendError` if the target cannot decode the round's batch. The
+        statistics do not count time outside this call, in a renderer for example.
         """
         active = [sequence for sequence in sequences if not sequence.is_finished]
         if not active:
@@ -246,7 +246,7 @@ class Loop:
                 proposed=drafted.proposed,
             )
             sequence.policy.observe(result)
-            self._tell_drafters(sequence, result, events)
+            self._notify_drafters(sequence, result, events)
             n_committed = len(sequence.tokens) - tally.n_forced - n_before
             tally.add_decode(n_committed, n_rows, target_s)
             # The sequences in a batch share its time equally.
@@ -395,7 +395,9 @@ class Loop:
             seconds=self._clock() - started,
         )
 
-    def _tell_drafters(self, sequence: Sequence, result: RoundResult, events: list[Event]) -> None:
+    def _notify_drafters(
+        self, sequence: Sequence, result: RoundResult, events: list[Event]
+    ) -> None:
         if sequence.drafters is None:
             return
         try:
@@ -506,7 +508,7 @@ class _Drafted:
     seconds: float = 0.0
 
     def take(self, draft: Draft, state: TextState) -> None:
-        """Take what was drafted, as far as the grammar allows it and it is worth verifying."""
+        """Keep the drafted nodes that the grammar allows and that are worth verifying."""
         self.proposed += (draft,)
         allowed = draft
         if not draft.is_drawn:  # sampled drafts obey the grammar already, and stay whole

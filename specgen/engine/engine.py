@@ -40,23 +40,23 @@ _N_LOOKED_AT = 16
 _N_WORTH_WAITING = 32
 #: The most tokens of a prompt that are read between two rounds of other answers, which wait for them, or
 #: beside a round while costs are not known.
-_N_READ_BESIDE = 32
+N_READ_BESIDE = 32
 
 
 class Engine:
     """Generates up to `n_parallel` answers at once with loaded models, and any number one after the
     other. Use it as a context manager; it does not close the models.
 
-    The contexts stay open: if a prompt begins like a text that is still in a cache, only the rest of it is
-    decoded, by the target and by the draft model. A round of several answers is one batch of the target.
-    `n_ctx` is the room for one prompt and its answer, in tokens, by default `Models.usual_n_ctx`.
+    The contexts stay open: if a prompt shares a prefix with a text that is still in a cache, only the rest
+    of it is decoded, by the target and by the draft model. A round of several answers is one batch of the
+    target. `n_ctx` is the number of tokens for one prompt and its answer, by default `Models.usual_n_ctx`.
 
     `interrupted` is called between decodes. If it returns True, the unfinished answers end with the text
     that they have; while costs are measured, `KeyboardInterrupt` is raised. `estimate_gain` allows a few
     decodes at the end of each answer to measure the cost of plain decoding. With `learn_alone`, the
     acceptance statistics that an answer adds are dropped with it, so that drafts of an answer never depend
-    on the text of another one. `prepare` is called with each request and its sequence before the prompt is
-    read, and may change the sequence.
+    on the text of another one. `prepare` is called with each request and its sequence before the prefill,
+    and may change the sequence.
 
     Several threads may use the engine: one at a time steps it, for the answers of all. An answer that
     fails or is cancelled ends alone. Raises `MemoryLimitError` if the contexts do not fit into memory.
@@ -87,8 +87,10 @@ class Engine:
         self.n_ctx = n_ctx if n_ctx is not None else models.usual_n_ctx
         #: The parts of the caches, and what each is doing.
         self.slots = PrefixCache(n_parallel)
-        #: Locks: the first is held while the queue changes, the second while the engine steps.
-        self._lock, self._stepping = threading.Lock(), threading.RLock()
+        #: Held while the queue changes.
+        self._lock = threading.Lock()
+        #: Held while the engine steps: as long as another thread holds it, nothing is decoded.
+        self.stepping = threading.RLock()
         self._waiting: deque[Request] = deque()
         self._n_inserted = 0
         self._reads_oldest = False
@@ -107,8 +109,9 @@ class Engine:
             self.target: LlamaBackend = target
             self._loop = Loop(target, models.clock, interrupted)
             self._draft_contexts = self._resources.enter_context(contextlib.ExitStack())
-            self._drafts = self._open_drafts()
-            draft = self._drafts[0] if self._drafts else None
+            #: The draft model's context, and those of the models that draft for it.
+            self.drafts = self._open_drafts()
+            draft = self.drafts[0] if self.drafts else None
             #: Seconds that the measurement of drafting costs took; 0 if they were known.
             self.measured_s = measure_if_costs_decide(models, target, draft, interrupted)
             on_error.pop_all()
@@ -132,9 +135,9 @@ class Engine:
         learn_alone: bool = False,
     ) -> Engine:
         """Return an engine for up to `n_parallel` answers of `n_ctx` tokens each. Unless the number
-        `is_fixed`, it is halved until the contexts fit into memory, and 1 for models that cannot make several
-        answers at once, with a notice. Raises `MemoryLimitError`, `UsageError` if a fixed number is not
-        possible."""
+        `is_fixed`, it is halved until the contexts fit into memory, and 1 for models that cannot make
+        several answers at once, with a notice. Raise `MemoryLimitError`, `UsageError` if a fixed number is
+        not possible."""
         notice = None
         if not is_fixed and n_parallel > 1 and (why := models.drafts.why_one_sequence):
             n_parallel, notice = 1, f"{why}: answers are made one after the other"
@@ -164,7 +167,7 @@ class Engine:
 
     def close(self) -> None:
         """Free the contexts. Answers that are not done fail. May be called twice."""
-        with self._stepping:
+        with self.stepping:
             self._resources.close()
             with self._lock:
                 self._is_closed = True
@@ -191,11 +194,11 @@ class Engine:
         n_drafted_max: int | None = None,
         verifier: VerifierName | None = None,
     ) -> Request:
-        """Queue a request, with the models' options unless others are given. A text becomes a user's
-        turn in the model's chat template, if it has one. Without `draft`, the answer is decoded plainly;
-        `n_drafted_max` limits the tokens that are drafted in a round. Raises `PromptError` if the prompt
-        is invalid or too long for the context, `UsageError` if the options cannot be met, and
-        `BackendError` if the engine is closed."""
+        """Queue a request, with the models' options unless others are given. A text becomes a user's turn
+        in the model's chat template, if it has one. Without `draft`, the answer is decoded plainly;
+        `n_drafted_max` limits the tokens that are drafted in a round. Raise `PromptError` if the prompt is
+        invalid or too long for the context, `UsageError` if the options cannot be met, and `BackendError`
+        if the engine is closed."""
         models = self._models
         if isinstance(prompt, str):
             prompt = models.prompts.of_text(prompt)
@@ -224,14 +227,14 @@ class Engine:
     def reload_draft(self) -> bool:
         """Load the draft model again, with the weights that it learnt last, and return True. While
         answers are being generated, do nothing and return False. The draft model's new contexts are
-        empty. Raises `ModelFileError` or `MemoryLimitError`; nothing drafts then."""
-        with self._stepping:
+        empty. Raise `ModelFileError` or `MemoryLimitError`; nothing drafts then."""
+        with self.stepping:
             if self.n_busy:
                 return False
             self._draft_contexts.close()
-            self._drafts = ()
+            self.drafts = ()
             self._models.change_draft(self._models.drafts.source)
-            self._drafts = self._open_drafts()
+            self.drafts = self._open_drafts()
             return True
 
     def tell(self, message: str) -> None:
@@ -251,7 +254,7 @@ class Engine:
 
     @property
     def n_busy(self) -> int:
-        """The number of answers that are being generated, including those whose prompt is being read."""
+        """The number of answers that are being generated, including those in prefill."""
         return self.slots.n_busy
 
     @property
@@ -261,11 +264,11 @@ class Engine:
 
     @property
     def is_reading(self) -> bool:
-        """Whether a prompt is being read."""
+        """Whether a prompt is being prefilled."""
         return bool(self.slots.reading())
 
     def plain_round_s(self) -> float | None:
-        """Return the expected seconds of a round without drafts for the answers that have begun, by the
+        """Return the expected seconds of a round without drafts for the answers that have started, by the
         measured costs; None if there are none, or nothing was measured."""
         begun = self.slots.decoding()
         if not begun:
@@ -279,11 +282,11 @@ class Engine:
         return not self._waiting and not self.slots.n_busy
 
     def step(self) -> list[Event]:
-        """Begin the next request if there is room for its answer, read a piece of one prompt, and run one
-        round of all answers that have begun. Return the events. An answer that fails has a `failure` and
-        no more events. Raises `BackendError` if the target cannot decode the round's batch; all answers
-        of the round have failed then."""
-        with self._stepping:
+        """Start the next request if there is room for its answer, decode a piece of one prompt, and run one
+        round of all answers that have started. Return the events. An answer that fails has a `failure` and
+        no more events. Raise `BackendError` if the target cannot decode the round's batch; all answers of
+        the round have failed then."""
+        with self.stepping:
             events = self._begin_next()
             reading = self._next_reading()
             if reading is None or self._can_read_beside(reading):
@@ -341,7 +344,7 @@ class Engine:
         than these, so that running answers keep half of their pace."""
         table = self._models.costs.table()
         if not table:
-            return _N_READ_BESIDE
+            return N_READ_BESIDE
         n_most, limit_s = self.target.n_batch, 2 * table.seconds(n_own)
         return bisect.bisect(range(1, n_most), limit_s, key=lambda n: table.seconds(n_own + n))
 
@@ -356,7 +359,7 @@ class Engine:
             yield from self.step()
 
     def stream(self, request: Request) -> Generator[Event, None, None]:
-        """Yield the events of one answer until it is done; other answers advance at the same time. Raises
+        """Yield the events of one answer until it is done; other answers advance at the same time. Raise
         the error that ended the answer early; if a worker was lost, a summary of the text so far comes
         first. If the iterator is closed early, the request is cancelled."""
         try:
@@ -379,14 +382,14 @@ class Engine:
 
     def answers(self, prompts: abc.Sequence[str | Prompt]) -> list[str]:
         """Return the answers to prompts, in their order. Up to `n_parallel` of them are generated at once.
-        Raises the first failure."""
+        Raise the first failure."""
         requests = [self.insert(prompt) for prompt in prompts]
         for _ in self.run():
             pass
         return [request.text for request in requests]
 
     def _cut_short(self, request: Request) -> Iterator[Event]:
-        """Yield the summary of an answer that has begun and cannot go on; the target decodes nothing."""
+        """Yield the summary of an answer that has started and cannot continue; the target decodes nothing."""
         for slot in self.slots:
             sequence = slot.sequence
             if slot.request is request and sequence is not None and sequence.is_started:
@@ -411,8 +414,8 @@ class Engine:
         return min(self.slots.reading(), key=key, default=None)
 
     def _next_waiting(self) -> Request | None:
-        """Take the next request from the queue if a slot is free. A request waits for a prompt that is being
-        read, and begins alike, to get further: then it shares those cells."""
+        """Take the next request from the queue if a slot is free. A request waits for a prompt with the
+        same prefix that is being prefilled: then it shares those cells."""
         if self.n_busy == self.n_parallel:
             return None
         reading = self.slots.reading() if self.target.can_branch else []
@@ -424,7 +427,8 @@ class Engine:
         return None
 
     def _would_share_more(self, request: Request, slot: Slot) -> bool:
-        """Return whether a request can share more of the prompt that a slot is reading, once that is read."""
+        """Return whether a request can share more of the prompt that a slot is decoding, once that is
+        decoded."""
         assert slot.request is not None
         n_read = self.target.length(slot.branches(self.target).first)
         return (
@@ -442,7 +446,7 @@ class Engine:
         assert sequence is not None
         # Unless a row has the same logits in any batch, the pieces must be those of an answer alone.
         may_be_short = self.slots.decoding() and self._models.target.has_equal_rows
-        n_most = _N_READ_BESIDE if may_be_short else None
+        n_most = N_READ_BESIDE if may_be_short else None
         try:
             if request.is_cancelled:
                 sequence.finish("interrupted")
@@ -464,9 +468,9 @@ class Engine:
             slot.sequence = self._factory.sequence(
                 request.prompt,
                 self.n_ctx,
-                self._drafts[0] if self._drafts else None,
+                self.drafts[0] if self.drafts else None,
                 request.seed,
-                helpers=self._drafts[1:],
+                helpers=self.drafts[1:],
                 plain=not request.drafts,
                 settings=request.settings,
                 slot=slot,
@@ -531,7 +535,7 @@ class Engine:
 
     def _keep(self, prompt: Prompt, tokens: abc.Sequence[int]) -> None:
         """Store a finished text, prompt and answer, for lookups of later answers and for drafts to learn
-        from, if the options ask for that. Raises `OutputError` if it cannot be written for learning; it is
+        from, if the options ask for that. Raise `OutputError` if it cannot be written for learning; it is
         then written with the next one."""
         self._models.keep_text(tokens)
         if self._kept is None:
@@ -547,8 +551,8 @@ class Engine:
         )
 
     def _fail(self, slot: Slot, error: SpecgenError) -> None:
-        """End an answer with an error, and clear its part of the caches."""
-        slot.fail(error, (self.target, *self._drafts))
+        """End an answer with an error, and clear its slot."""
+        slot.fail(error, (self.target, *self.drafts))
 
 
 def _age(slot: Slot) -> int:
@@ -567,7 +571,7 @@ def generate(
     """Generate an answer to a prompt in contexts of its own, and yield its events; the last one is a
     `FinishedEvent`.
 
-    `interrupted` and `estimate_gain` are those of `Engine`. Raises `PromptError` if the prompt does not fit
+    `interrupted` and `estimate_gain` are those of `Engine`. Raise `PromptError` if the prompt does not fit
     into the context, `MemoryLimitError` if the context does not fit into memory, and `BackendError` if the
     models are closed.
     """

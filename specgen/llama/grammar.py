@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specgen.decoding.grammar.base import ENDED, GrammarState
-from specgen.decoding.grammar.gbnf import read_gbnf
+from specgen.decoding.grammar.base import ENDED, CachedState, GrammarState
+from specgen.decoding.grammar.gbnf import ROOT, read_gbnf
 from specgen.decoding.grammar.gbnf_states import GbnfStates
 from specgen.errors import UsageError
 from specgen.llama.library import forget_log, last_error, llama_cpp
@@ -38,9 +38,9 @@ _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32
 #: For this many tokens or more, first find out which first bytes may come.
 _MANY = 512
 #: For this many or more, find out about all tokens, and remember it.
-_VERY_MANY = 8192
+VERY_MANY = 8192
 #: The most states that a grammar keeps, with 19 kB each for a vocabulary of 152 thousand tokens.
-_MOST_STATES = 256
+MOST_STATES = 256
 #: The number of tokens in the first question, in a search for a second allowed token.
 _CHUNK = 64
 
@@ -54,8 +54,8 @@ class LlamaGrammar:
     Raises `UsageError` if the grammar is not valid, or llama.cpp does not accept it.
     """
 
-    def __init__(self, vocabulary: LlamaVocabulary, gbnf: str, root: str = "root") -> None:
-        grammar = read_gbnf(gbnf, root)
+    def __init__(self, vocabulary: LlamaVocabulary, gbnf: str) -> None:
+        grammar = read_gbnf(gbnf)
         self.vocabulary = vocabulary
         self.table = token_table(vocabulary)
         self._characters = grammar.characters()
@@ -69,7 +69,7 @@ class LlamaGrammar:
         self.probed = self._probed_bytes()
         forget_log()
         pointer = llama_cpp.llama_sampler_init_grammar(
-            vocabulary.handle, gbnf.encode(), root.encode()
+            vocabulary.handle, gbnf.encode(), ROOT.encode()
         )
         if not pointer:
             raise UsageError(f"llama.cpp does not take the grammar: {last_error()}")
@@ -81,7 +81,7 @@ class LlamaGrammar:
         found = self._states.get(key)
         if found is None:
             found = self._states[key] = make()
-            if len(self._states) > _MOST_STATES:
+            if len(self._states) > MOST_STATES:
                 with contextlib.suppress(KeyError):  # another thread was here before
                     del self._states[next(iter(self._states))]
         return found
@@ -111,8 +111,8 @@ class LlamaGrammar:
         return kinds
 
     def _probed_bytes(self) -> BoolArray:
-        """Return bool[257]: whether the token of a single byte can be asked about in place of all tokens
-        that begin with this byte.
+        """Return bool[257]: whether the token of a single byte can be tested instead of all tokens that
+        start with this byte.
 
         llama.cpp accepts the first byte of a character if some character in its range is allowed. For
         ``[^é]``, however, it refuses the byte as soon as one of these characters is excluded.
@@ -171,14 +171,13 @@ class _Asker:
         return answer
 
 
-class _LlamaState:
+class _LlamaState(CachedState):
     """The state of a grammar after texts with the same key. `pending` is the UTF-8 state at their end."""
 
     __slots__ = (
         "_allowed",
         "_first_bytes",
         "_following",
-        "_forced",
         "_grammar",
         "_key",
         "_sampler",
@@ -186,23 +185,24 @@ class _LlamaState:
     )
 
     def __init__(self, grammar: LlamaGrammar, sampler: _Sampler, key: _Key) -> None:
+        super().__init__(len(grammar.usable))
         self._grammar = grammar
         self._sampler = sampler
         self._key = key
         self.pending = utf8_state(key[1])
+        #: The keys after allowed tokens. (The states themselves would keep every text.)
         self._following: dict[int, _Key] = {}
         self._first_bytes: BoolArray | None = None
         #: Bits of all tokens, as soon as somebody has asked about very many.
         self._allowed: npt.NDArray[np.uint8] | None = None
-        self._forced: int | None = -1  # -1: not known yet
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
         token_ids = np.asarray(token_ids, np.int64)
         allowed = np.zeros(len(token_ids), np.bool_)
         if not len(token_ids):
             return allowed
-        self._check_exist(int(token_ids.min()), int(token_ids.max()))
-        if self.pending == BOUNDARY and len(token_ids) >= _VERY_MANY:
+        self._check_exist(token_ids)
+        if self.pending == BOUNDARY and len(token_ids) >= VERY_MANY:
             found: BoolArray = self._mask()[token_ids]
             return found
         wanted = self._usable()[token_ids]
@@ -229,38 +229,25 @@ class _LlamaState:
         return np.unpackbits(self._allowed, count=len(grammar.usable)).view(np.bool_)
 
     def after(self, token_id: int) -> GrammarState:
+        if token_id not in self._following and not self.allows(np.array([token_id]))[0]:
+            raise ValueError(f"the grammar does not allow token {token_id} here")
+        return self._make_child(token_id)
+
+    def _make_child(self, token_id: int) -> GrammarState:
+        grammar, sampler = self._grammar, self._sampler
+        if grammar.table.is_end[token_id]:
+            return ENDED
         key = self._following.get(token_id)
         if key is None:
-            self._check_exist(token_id, token_id)
-            if not self.allows(np.array([token_id]))[0]:
-                raise ValueError(f"the grammar does not allow token {token_id} here")
-            if self._grammar.table.is_end[token_id]:
-                return ENDED
             key = self._following[token_id] = self._key_after(token_id)
-        following = key
-        return self._grammar.state(
-            following,
-            lambda: _LlamaState(self._grammar, self._sampler.advanced(token_id), following),
-        )
+        return grammar.state(key, lambda: _LlamaState(grammar, sampler.advanced(token_id), key))
 
     def _key_after(self, token_id: int) -> _Key:
         number, tail = self._key
         whole = tail + self._grammar.table.pieces[token_id]
-        text = whole.decode(
-            errors="ignore"
-        )  # it is UTF-8, but for a last character that is not complete
+        # It is UTF-8, but for a last character that is not complete.
+        text = whole.decode(errors="ignore")
         return self._grammar.numbers.after(number, text), whole[len(text.encode()) :]
-
-    def forced(self) -> int | None:
-        if self._forced == -1:
-            self._forced = self._find_forced()
-        return self._forced
-
-    def _check_exist(self, lowest: int, highest: int) -> None:
-        n_tokens = len(self._grammar.usable)
-        if lowest < 0 or highest >= n_tokens:
-            wrong = lowest if lowest < 0 else highest
-            raise ValueError(f"there is no token {wrong}: the vocabulary has {n_tokens}")
 
     def _usable(self) -> BoolArray:
         """Return bool[n_tokens]: the tokens after which the text is UTF-8 and has grown."""
@@ -306,13 +293,13 @@ class _LlamaState:
         single = table.single[(possible & grammar.probed).nonzero()[0]]
         yield single[:2]  # all of them are allowed, and two allowed tokens end the search
         if len(single) == 1:
-            yield from _portions(self._beginning_with(int(single[0])))
+            yield from _portions(self._with_prefix(int(single[0])))
         rest = possible & ~grammar.probed
         if rest[:256].any():
             among = rest[table.first] & grammar.usable & ~table.is_end
             yield from _portions(among.nonzero()[0])
 
-    def _beginning_with(self, single: int) -> TokenArray:
+    def _with_prefix(self, single: int) -> TokenArray:
         """Return the other tokens that begin with a token of one byte, and whose second byte may come
         in the state after it."""
         table = self._grammar.table
@@ -320,7 +307,7 @@ class _LlamaState:
         seconds = np.ones(256, np.bool_)
         if isinstance(then, _LlamaState) and then.pending == BOUNDARY:
             seconds = then.may_begin()[:256]
-        return table.beginning_with(single, seconds)
+        return table.with_prefix(single, seconds)
 
 
 def _portions(token_ids: TokenArray) -> Iterator[TokenArray]:

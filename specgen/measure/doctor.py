@@ -98,7 +98,7 @@ class DoctorReport:
                 raise _error_named(check.error, f"{check.name}: {check.message}", check.hint)
 
     def to_json_object(self) -> dict[str, Any]:
-        """The report as a JSON-ready dict."""
+        """Return the report as a JSON-ready dict."""
         values = {**dataclasses.asdict(self), "healthy": self.healthy}
         if self.build is not None:
             values["build"]["features"] = self.build.features
@@ -147,7 +147,7 @@ def diagnose(
 
 
 def _kernels(build: Build | None, on_check: Callable[[str], None]) -> KernelStatus:
-    """Test specgen's kernels anew, unless the user chose llama.cpp's in the environment."""
+    """Test specgen's kernels again, unless the user chose llama.cpp's in the environment."""
     from specgen.llama import kernel_checks as kernels
     from specgen.models import cache_folder
 
@@ -174,7 +174,7 @@ def _kernel_checks(kernels: KernelStatus) -> list[Check]:
 def _trial_checks(
     kernels: KernelStatus, model: Path | None, on_check: Callable[[str], None]
 ) -> list[Check]:
-    """Try the kernels on a model anew, if they are used."""
+    """Try the kernels on a model again, if they are used."""
     from specgen.llama.kernel_checks import ModelTrials
     from specgen.models import cache_folder
 
@@ -261,7 +261,7 @@ def run_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
     try:
         answer = ask_child(command, timeout_s)
     except ChildDiedError as error:
-        raise _death(error) from None
+        raise death(error) from None
     except ChildTimeoutError as error:
         raise BackendError(
             str(error),
@@ -274,7 +274,7 @@ def run_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
     return answer
 
 
-def _death(child: ChildDiedError) -> BackendError:
+def death(child: ChildDiedError) -> BackendError:
     """Return an error that explains the death of a child, with a hint against its cause."""
     name = child.signal_name
     message = (
@@ -350,7 +350,7 @@ def _decode_tiny(tensor_type: TensorType, n_gpu_layers: str, folder: str) -> dic
     together, one_by_one = _decode_both_ways(path, options)
     path = write_tiny_model(Path(folder) / f"{tensor_type}-exact.gguf", exact)
     reference, _ = _decode_both_ways(path, options)
-    return _agreement(
+    return checked_agreement(
         len(together),
         {
             "single tokens": deviation(together, one_by_one),
@@ -362,11 +362,11 @@ def _decode_tiny(tensor_type: TensorType, n_gpu_layers: str, folder: str) -> dic
 def _decode_model(model: str, n_gpu_layers: str) -> dict[str, Any]:
     options = ContextOptions(n_gpu_layers=int(n_gpu_layers))
     together, one_by_one = _decode_both_ways(Path(model), options)
-    return _agreement(len(together), {"single tokens": deviation(together, one_by_one)})
+    return checked_agreement(len(together), {"single tokens": deviation(together, one_by_one)})
 
 
 def _compare_rows(model: str) -> dict[str, Any]:
-    """Say whether rows of a model have the same bits in any batch with specgen's kernels, or why not."""
+    """Report whether a model is batch-invariant with specgen's kernels, or why not."""
     from specgen.llama import LlamaModel
     from specgen.llama.kernel_checks import choose_kernels
     from specgen.llama.unequal_rows import find_unequal_operator, repeated
@@ -420,7 +420,7 @@ def deviation(logits: Logits, others: Logits) -> float:
     return float(np.sqrt(np.mean((logits - others) ** 2)) / max(float(np.std(others)), 1e-12))
 
 
-def _agreement(n_tokens: int, deviations: Mapping[str, float]) -> dict[str, Any]:
+def checked_agreement(n_tokens: int, deviations: Mapping[str, float]) -> dict[str, Any]:
     """Return the message of a passed check. Raise `BackendError` if a deviation exceeds `TOLERANCE`."""
     for other, found in deviations.items():
         if not found <= TOLERANCE:

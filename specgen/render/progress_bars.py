@@ -29,15 +29,13 @@ def progress_bar(*, quiet: bool, clock: Callable[[], float] = time.monotonic) ->
 
 
 @contextlib.contextmanager
-def batch_progress(
-    stream: TextIO, *, quiet: bool, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Callable[[Tally], None]]:
+def batch_progress(stream: TextIO, *, quiet: bool) -> Iterator[Callable[[Tally], None]]:
     """Show the progress of a batch in the same way."""
     if quiet:
         yield lambda _tally: None
         return
-    pace = _Pace(clock)
-    with _bar_or_lines(stream, clock, is_batch=True) as show:
+    pace = _Throughput(time.monotonic)
+    with _bar_or_lines(stream, time.monotonic, is_batch=True) as show:
 
         def report(tally: Tally) -> None:
             text, done, total = pace.text(tally), tally.n_done, tally.n_lines
@@ -84,7 +82,7 @@ def _bar_or_lines(
         yield show
 
 
-class _Pace:
+class _Throughput:
     """Tokens per second since the first report, and the time that is left at this pace."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -106,7 +104,7 @@ class _Pace:
 
 
 def batch_summary(tally: Tally, seconds: float, where: str) -> str:
-    """Return a sentence about a finished batch. `where` says how many answers were made at once, or by
+    """Return a sentence about a finished batch. `where` says how many answers were generated at once, or by
     whom."""
     parts = [
         f"{counted(tally.n_answers, 'answer')} of {counted(tally.n_tokens, 'token')} in all",

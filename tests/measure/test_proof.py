@@ -43,7 +43,6 @@ from specgen.measure.proof import (
     SampledPlan,
     SampledResult,
     UncheckedPrompt,
-    check_at_once,
     check_greedy,
     check_sampled,
     evenly_chosen,
@@ -56,7 +55,6 @@ from specgen.measure.proof.exact import Exact
 from specgen.measure.proof.memo_backend import MemoBackend
 from specgen.measure.proof.rows import movement
 from specgen.options import (
-    ContextOptions,
     DraftOptions,
     DraftSource,
     GenerationOptions,
@@ -67,12 +65,11 @@ from specgen.options import (
 from specgen.system.arrays import Logits
 from specgen.testing.tiny import TinyConfig, write_tiny_model
 from specgen.testing.tiny.config import Architecture
+from tests.helpers.common import EXACT
 from tests.helpers.virtual_time import VirtualTime
 
 PROMPT = "".join(map(chr, range(32, 127))) + " the cat is in the else for with that it be not self"
 PROMPTS = tuple(PROMPT[start:] for start in (0, 9, 30, 60))
-#: f32 and no flash attention: rows are then equal in batches of every shape, all but for bits.
-EXACT = ContextOptions(n_threads=1, flash_attention="off", cache_type_k="f32", cache_type_v="f32")
 #: Of the target's logits, of the draft's noise, and the seed of the weights: 40 to 85 % accepted.
 PAIRS = ((3.0, 0.05, 0), (4.0, 0.05, 1), (3.0, 0.1, 2))
 #: As `specgen run` drafts by default. N-grams of one token: tiny models repeat nothing longer.
@@ -154,13 +151,14 @@ def at_once(
     loaded: Models, bug: str | None = None, way: DraftingPlan | None = None
 ) -> list[GreedyResult]:
     prompts = [loaded.prompts.of_text(prompt, chat=False) for prompt in PROMPTS]
-    return list(check_at_once(loaded, prompts, bug=BUGS[bug] if bug else None, way=way))
+    planted = BUGS[bug] if bug else None
+    return list(check_greedy(loaded, prompts, n_at_once=N_AT_ONCE, bug=planted, way=way))
 
 
 # --- known bugs
 
 
-@pytest.mark.parametrize("pair", range(len(PAIRS)))
+@pytest.mark.parametrize("pair", [0, 2])
 @pytest.mark.parametrize("bug", SINGLE_BUGS)
 def test_a_known_bug_fails_the_default_plan(models: Path, bug: str, pair: int) -> None:
     with opened(models, pair) as loaded:
@@ -264,6 +262,25 @@ def test_a_rollback_of_another_answer_is_a_defect(
         assert not any(result.is_defect for result in greedy(loaded))
 
 
+@pytest.mark.parametrize("n_at_once", [1, N_AT_ONCE])
+def test_answers_without_a_limit_go_on_until_the_context_is_full(
+    models: Path, n_at_once: int
+) -> None:
+    drafting = DraftOptions(policy="fixed", p_min=0.0)
+    with opened(models, 1, drafting=drafting, temperature=0.0, max_tokens=-1) as loaded:
+        small = replace(
+            loaded.options,
+            target_context=replace(loaded.options.target_context, n_ctx=256),
+            generation=replace(loaded.options.generation, ignore_eos=True),
+        )
+    with Models(small, time.perf_counter) as loaded:
+        prompt = loaded.prompts.of_text(PROMPTS[0], chat=False)
+        results = list(check_greedy(loaded, [prompt], n_at_once=n_at_once))
+    assert not any(result.is_defect for result in results)
+    assert max(result.n_tokens for result in results) >= 256 - len(prompt.tokens)
+    assert min(result.n_drafted for result in results) > 0
+
+
 def test_few_prompts_are_repeated_and_short_ones_lengthened(models: Path) -> None:
     drafting = DraftOptions(policy="fixed", p_min=0.0)
     with opened(models, "lfm2", drafting=drafting, temperature=0.0) as loaded:
@@ -277,7 +294,7 @@ def test_few_prompts_are_repeated_and_short_ones_lengthened(models: Path) -> Non
         prompt = loaded.prompts.of_text("the cat", chat=False)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Engine, "insert", noted)
-            results = list(check_at_once(loaded, [prompt]))
+            results = list(check_greedy(loaded, [prompt], n_at_once=N_AT_ONCE))
     assert [result.prompt for result in results] == [1] * N_AT_ONCE
     assert [each.tokens[8:] for each in asked] == [prompt.tokens] * N_AT_ONCE
 
@@ -378,16 +395,17 @@ def test_every_stage_of_a_staged_draft_takes_part(
         contexts = loaded.draft_contexts
 
         @contextlib.contextmanager
-        def noted(n_ctx: int, *, helpers_only: bool) -> Iterator[tuple[LlamaBackend, ...]]:
-            with contexts(n_ctx, helpers_only=helpers_only) as backends:
+        def noted(n_ctx: int, **more: Any) -> Iterator[tuple[LlamaBackend, ...]]:
+            with contexts(n_ctx, **more) as backends:
                 yield backends
                 used.extend(b.model.name for b in backends if b.decode_s > 0.0)
 
-        loaded.draft_contexts = noted  # type: ignore[method-assign, assignment]
+        loaded.draft_contexts = noted  # type: ignore[method-assign]
         assert not any(result.is_defect for result in greedy(loaded))
         prompt = loaded.prompts.of_text(PROMPT, chat=False)
         check_sampled(loaded, prompt, SampledPlan(n_draws=200), seed=0)
-    assert used == ["draft 0.gguf"] * 2
+    # The sampled check opens the helpers' contexts only.
+    assert used == ["draft 1.gguf", "draft 0.gguf", "draft 0.gguf"]
 
 
 def test_two_ways_to_draft_are_compared_with_one_plain_answer(
@@ -608,7 +626,7 @@ def test_cells_of_unlikely_tokens_hold_the_rest(exactly: Callable[..., Exactly])
     cells = one.exact.cells()
     shared = [outcome for outcome in cells.outcomes if -1 in outcome]
     assert (-1,) in shared
-    first = one.shaper.distribution(one.exact._row(()))
+    first = one.shaper.distribution(one.exact.row(()))
     unlikely = first.probs < 1e-4
     assert cells.probs[cells.outcomes.index((-1,))] == pytest.approx(first.probs[unlikely].sum())
     for token, is_unlikely in zip(first.token_ids.tolist(), unlikely.tolist(), strict=True):
@@ -675,9 +693,10 @@ def test_interrupted_checks_end_without_a_result(models: Path) -> None:
         assert (
             check_sampled(loaded, prompt, SampledPlan(), seed=0, interrupted=lambda: True) is None
         )
-        for check in (check_greedy, check_at_once):
-            assert list(check(loaded, [prompt], interrupted=lambda: True)) == []
-            assert list(check(loaded, [])) == []
+        for n in (1, N_AT_ONCE):
+            stopped = check_greedy(loaded, [prompt], n_at_once=n, interrupted=lambda: True)
+            assert list(stopped) == []
+            assert list(check_greedy(loaded, [], n_at_once=n)) == []
 
 
 # --- prompts and reports

@@ -18,13 +18,15 @@ from typing import Any
 import psutil
 import pytest
 
+from specgen.engine.engine import Engine
 from specgen.engine.loaded_models import Models
+from specgen.engine.prompts import Prompt
+from specgen.engine.request import Request
 from specgen.errors import BackendError, ModelFileError, SpecgenError
 from specgen.serving.batch.line_worker import Answered, WorkerJob
 from specgen.serving.batch.lines import Line
 from specgen.serving.batch.on_ray import Cluster, Node, RayBatch, place
 from specgen.serving.batch.results import result_of
-from specgen.serving.batch.runner import Batch, Task
 from tests.helpers.batch import (
     PATIENCE_S,
     PROMPTING,
@@ -37,7 +39,8 @@ from tests.helpers.batch import (
     wait_for_results,
     worker_job,
 )
-from tests.helpers.cli import ROOT, Specgen
+from tests.helpers.cli import Specgen
+from tests.helpers.common import ROOT
 from tests.project.test_layers import imported, modules
 
 # --- where actors go
@@ -278,7 +281,7 @@ def test_a_node_without_specgen_is_named() -> None:
 def test_no_free_cpus_end_the_batch_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = FakeRay(answered)
     monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([], refs))
-    monkeypatch.setattr("specgen.serving.batch.on_ray._NODES_S", 0.0)
+    monkeypatch.setattr("specgen.serving.batch.on_ray.NODES_S", 0.0)
     with pytest.raises(BackendError, match="no actor has started within .*: 0 of 2 CPUs are free"):
         run(ray, lines_of("a"), cluster=Cluster("local", patience_s=0.01))
 
@@ -286,7 +289,7 @@ def test_no_free_cpus_end_the_batch_after_a_while(monkeypatch: pytest.MonkeyPatc
 def test_a_lost_node_is_noted_and_without_any_the_batch_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("specgen.serving.batch.on_ray._NODES_S", 0.0)
+    monkeypatch.setattr("specgen.serving.batch.on_ray.NODES_S", 0.0)
     ray = FakeRay(answered)
 
     def lose(results: Collected) -> bool:
@@ -436,15 +439,16 @@ def cluster() -> Iterator[tuple[str, list[int]]]:
 
 def open_and_die(path: Path) -> Models:
     """In an actor: a session that ends the process at a line that says so."""
-    plain = Batch._submit
+    plain = Engine.insert
 
-    def submit(self: Batch, engine: Any, task: Task) -> None:
-        plain(self, engine, task)
-        if "die" in str(task.line.fields):
+    def insert(engine: Engine, prompt: str | Prompt, **options: Any) -> Request:
+        request = plain(engine, prompt, **options)
+        if "die" in request.prompt.text:
             engine.step()
             os.kill(os.getpid(), signal.SIGKILL)
+        return request
 
-    Batch._submit = submit  # type: ignore[method-assign]
+    Engine.insert = insert  # type: ignore[assignment, method-assign]
     return open_tiny(path)
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from specgen.engine.engine import Engine
+from specgen.engine.prompts import Prompt
+from specgen.engine.request import Request
 from specgen.errors import BackendError
 from specgen.serving.batch.line_worker import Answered, LineWorker
 from specgen.serving.batch.lines import Line
@@ -39,6 +41,21 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+def watch_inserts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Request, int]]:
+    """The requests of all engines from now on, each with the number of those that were open then, itself
+    included."""
+    found: list[tuple[Request, int]] = []
+    plain = Engine.insert
+
+    def watched(engine: Engine, prompt: str | Prompt, **options: Any) -> Request:
+        request = plain(engine, prompt, **options)
+        found.append((request, 1 + sum(not other.is_done for other, _ in found)))
+        return request
+
+    monkeypatch.setattr(Engine, "insert", watched)
+    return found
+
+
 ROWS: list[Mapping[str, Any]] = [
     {"prompt": "a cat", "max_tokens": 150, "ignore_eos": True},
     *({"prompt": f"the cat {n}", "seed": n, "temperature": 0.8} for n in range(5)),
@@ -50,7 +67,9 @@ ROWS: list[Mapping[str, Any]] = [
 
 
 @pytest.mark.parametrize("knows_largest", [True, False])
-def test_a_worker_answers_as_a_batch_does(target: Path, knows_largest: bool) -> None:
+def test_a_worker_answers_as_a_batch_does(
+    target: Path, knows_largest: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Lines of all sizes, those that cannot be read or answered among them; most of them come while one
     is in the making."""
     lines = lines_of(*ROWS)
@@ -63,9 +82,10 @@ def test_a_worker_answers_as_a_batch_does(target: Path, knows_largest: bool) -> 
             batch.run(engine, tasks)
     failures: list[str] = []
     job = worker_job(target, largest=lines[-3:-2] if knows_largest else ())
+    inserted = watch_inserts(monkeypatch)
     with LineWorker(job, failures.append) as worker:
         long = worker.ask(lines[0])
-        wait_until(lambda: bool(worker._batch._in_making))
+        wait_until(lambda: bool(inserted))
         answered = ask_all(worker, lines[1:])
         answered["1"] = long.result(PATIENCE_S)
         assert ask_all(worker, lines[:3]).keys() == {"1", "2", "3"}

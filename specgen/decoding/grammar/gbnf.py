@@ -37,13 +37,17 @@ _ESCAPES = {"t": "\t", "r": "\r", "n": "\n", "\\": "\\", '"': '"', "[": "[", "]"
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
-def read_gbnf(text: str, root: str = "root") -> Gbnf:
+#: The rule that a text has to follow.
+ROOT = "root"
+
+
+def read_gbnf(text: str) -> Gbnf:
     """Read a grammar. Raises `UsageError` for one that llama.cpp would refuse, or that would break it."""
     reader = _Reader(text)
     reader.read()
-    _check_defined(reader, root)
+    _check_defined(reader)
     check_left_recursion([rule or [] for rule in reader.rules], reader.fail_rule)
-    return Gbnf([rule or [] for rule in reader.rules], reader.named[root][0])
+    return Gbnf([rule or [] for rule in reader.rules], reader.named[ROOT][0])
 
 
 @dataclass(slots=True)
@@ -141,7 +145,7 @@ class _Reader:
         return int(digits)
 
     def _character(self) -> int:
-        """One character of a literal or a set, escaped or not."""
+        """Parse one character of a literal or a set, escaped or not."""
         character = self._peek()
         if not character:
             self._expected("a closing quote or bracket")
@@ -198,7 +202,7 @@ class _Reader:
         self._skip_space(newlines=True)
 
     def _read_item(self) -> bool:
-        """The next item of the innermost open group; False at the end of the rule."""
+        """Parse the next item of the innermost open group; return False at the end of the rule."""
         character = self._peek()
         if not character:
             return False
@@ -312,7 +316,7 @@ class _Reader:
         self._repeat(least, None if most is not None and most > _MAX_REPETITIONS else most)
 
     def _repeat(self, least: int, most: int | None) -> None:
-        """x{2,4} is x x (x (x)?)?, x* is a rule of its own: y ::= x y |"""
+        """Repeat an item: x{2,4} is x x (x (x)?)?, and x* is a rule of its own, y ::= x y |"""
         inner = self._open[-1]
         sequence = inner.sequence
         item = sequence[inner.item_start :]
@@ -356,10 +360,10 @@ class _Reader:
     }
 
 
-def _check_defined(reader: _Reader, root: str) -> None:
+def _check_defined(reader: _Reader) -> None:
     for name, (rule, line) in reader.named.items():
         if reader.rules[rule] is None:
             reader.fail(f"there is no rule {name!r}", line)
-    if root not in reader.named:
+    if ROOT not in reader.named:
         names = ", ".join(list(reader.named)[:8])
-        raise UsageError(f"the grammar has no rule {root!r}", hint=f"it has {names}")
+        raise UsageError(f"the grammar has no rule {ROOT!r}", hint=f"it has {names}")

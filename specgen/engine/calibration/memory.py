@@ -21,9 +21,9 @@ import numpy as np
 from specgen.decoding.policy.acceptance import (
     N_BINS,
     AcceptanceCounts,
-    Chances,
+    AcceptanceRates,
     TextWorths,
-    new_chances,
+    new_acceptance_rates,
 )
 from specgen.decoding.policy.cost_table import CostTable
 from specgen.engine.calibration.threads import Threads
@@ -48,7 +48,8 @@ _WEIGHT_TYPES = (*get_args(WeightType), "own")
 
 
 class Memory:
-    """What was learnt, read from a file. Without a file nothing is known, and nothing is kept.
+    """Measured costs, acceptance statistics and threads, from a file. Without a file nothing is
+    known, and nothing is kept.
 
     `machine` is everything about the machine and the build of llama.cpp that decides what a
     decode costs, as JSON values.
@@ -59,7 +60,7 @@ class Memory:
         self._machine = dict(machine or {})
         self._known = _read(file)
         self._tables: dict[str, CostTable] = {}
-        self._chances: dict[str, dict[str, Chances]] = {}
+        self._acceptance: dict[str, dict[str, AcceptanceRates]] = {}
         self._threads: dict[str, Threads] = {}
         self._weights: dict[str, str | None] = {}
         #: Keys of tables that are to be removed from the file.
@@ -81,7 +82,7 @@ class Memory:
         return table
 
     def forget_costs(self, model: Path, context: ContextOptions, n_threads: int) -> None:
-        """Forget the costs of a model's decodes in such contexts, so that they are measured anew: the
+        """Forget the costs of a model's decodes in such contexts, so that they are measured again: the
         machine may have had other work to do. No table of them may be in use."""
         for key in self._cost_keys(model, context, n_threads):
             self._tables.pop(key, None)
@@ -91,7 +92,7 @@ class Memory:
 
     def keep_no_costs(self, model: Path, context: ContextOptions, n_threads: int) -> None:
         """Do not keep the present costs of a model's decodes in such contexts, so that the next process
-        measures them anew: the machine had other work to do."""
+        measures them again: the machine had other work to do."""
         self._passing.update(self._cost_keys(model, context, n_threads))
 
     def threads(self, model: Path, context: ContextOptions) -> Threads | None:
@@ -112,20 +113,21 @@ class Memory:
         return known if known in _WEIGHT_TYPES else None
 
     def keep_weights(self, model: Path, context: ContextOptions, weights: str | None) -> None:
-        """Store the type of weights for a model; with None it is measured anew."""
+        """Store the type of weights for a model; with None it is measured again."""
         self._weights[self._model_key(model, context)] = weights
 
-    def chances(self, target: Path, draft: Path | str, mode: str) -> dict[str, Chances]:
-        """Return the acceptance chances of the drafts of `draft` for `target`, by origin; origins that
-        are added to the result are kept. `mode` separates cases that have nothing in common."""
+    def acceptance(self, target: Path, draft: Path | str, mode: str) -> dict[str, AcceptanceRates]:
+        """Return the acceptance statistics of the drafts of `draft` for `target`, by origin; origins that
+        are added to the result are kept. `mode` separates cases whose acceptance rates differ."""
         name = _identity(draft) if isinstance(draft, Path) else draft
         key = _key({"target": _identity(target), "draft": name, "mode": mode})
-        if key not in self._chances:
+        if key not in self._acceptance:
             kept = self._known[_CHANCES].get(key, {})
-            self._chances[key] = {
-                origin: new_chances(origin, counts) for origin, counts in _all_counts(kept).items()
+            self._acceptance[key] = {
+                origin: new_acceptance_rates(origin, counts)
+                for origin, counts in _all_counts(kept).items()
             }
-        return self._chances[key]
+        return self._acceptance[key]
 
     def save(self) -> None:
         """Write what was learnt to the file. A file that cannot be written stays as it is, and the rest
@@ -134,7 +136,7 @@ class Memory:
             self.write()
 
     def write(self) -> None:
-        """Write what was learnt to the file. Raises `OSError`; the file is then as it was."""
+        """Write what was learnt to the file. Raise `OSError`; the file is then as it was."""
         if self._file is None:
             return
         document = _read(self._file)
@@ -144,7 +146,7 @@ class Memory:
             if table and key not in self._passing:
                 document[_COSTS].pop(key, None)
                 document[_COSTS][key] = {str(n): round(s, 7) for n, s in table.known.items()}
-        for key, by_origin in self._chances.items():
+        for key, by_origin in self._acceptance.items():
             counted = {o: _to_json(c.counts) for o, c in by_origin.items() if c.n_judged}
             if counted:
                 document[_CHANCES].pop(key, None)
@@ -172,9 +174,9 @@ class Memory:
         return {}
 
     def _extend(self, table: CostTable, keys: Sequence[str], depth: int) -> None:
-        """Copy the costs of larger batches from the nearest depth that knows them, at the pace of this
-        table. A table that was made without drafts knows small batches only. It expects larger ones to
-        cost in proportion to their rows, so that no draft would ever pay."""
+        """Copy the costs of larger batches from the nearest depth that has them, scaled to this table. A
+        table that was made without drafts knows small batches only. It expects larger ones to cost in
+        proportion to their rows, so that no draft would ever pay."""
         largest = max(table.known, default=0)
         for other in sorted(range(len(keys)), key=lambda other: abs(other - depth)):
             if other == depth:
@@ -200,7 +202,7 @@ class Memory:
 
     def _model_key(self, model: Path, context: ContextOptions) -> str:
         """Return the key of a model's threads and weights. Layers on a GPU need no threads, so the
-        number of these layers is a part of the key."""
+        key includes the number of these layers."""
         about = {"model": _identity(model), "n_gpu_layers": context.n_gpu_layers}
         about |= _placement(context)
         return _key({**about, "machine": self._machine})
@@ -238,7 +240,7 @@ def _settings(context: ContextOptions, n_threads: int) -> dict[str, Any]:
 
 
 def _placement(context: ContextOptions) -> dict[str, Any]:
-    """Return the workers and their parts of the model; empty if this machine alone holds all layers."""
+    """Return the workers and their layers of the model; empty if this machine alone holds all layers."""
     workers = context.workers
     if workers is None:
         return {}

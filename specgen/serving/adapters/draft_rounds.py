@@ -29,12 +29,13 @@ _UNLIMITED = 2**31
 class DraftRounds:
     """Drafts chains for texts whose target another program decodes. Use it as a context manager.
 
-    Only the target's vocabulary is loaded. The drafters' contexts, of `n_ctx` tokens each, stay open: if a
-    text begins like the one before, a draft model decodes only the rest. If costs decide how much is drafted
-    and these models have never been timed on this machine, the target is loaded once to time it, and closed
-    again. Later the policy learns from the time between two calls of `next`; this goes to `memory` and is not
-    saved. `note` gets a sentence if drafting fails; the text then continues without drafts. Raises
-    `UsageError` if the target has a recurrent state, `ModelFileError`, `PairError` or `MemoryLimitError`.
+    Only the target's vocabulary is loaded. The drafters' contexts, of `n_ctx` tokens each, stay open: of a
+    text that shares a prefix with the one before, a draft model decodes only the rest. If costs decide how
+    much is drafted and these models have never been timed on this machine, the target is loaded once to
+    time it, and closed again. Later the policy learns from the time between two calls of `next`; this goes
+    to `memory` and is not saved. `note` gets a sentence if drafting fails; the text then continues without
+    drafts. Raises `UsageError` if the target has a recurrent state, `ModelFileError`, `PairError` or
+    `MemoryLimitError`.
     """
 
     def __init__(
@@ -63,11 +64,11 @@ class DraftRounds:
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
             loaded = Models(options, clock, memory, vocabulary_only=True)
-            self._loaded = self._resources.enter_context(loaded)
+            self.models = self._resources.enter_context(loaded)
             _refuse_recurrent(loaded)
             if options.drafting.is_by_cost and not is_pair_measured(loaded, loaded.drafts.path):
                 _measure(options, memory, clock)
-            self._contexts = self._resources.enter_context(loaded.draft_contexts(n_ctx))
+            self.contexts = self._resources.enter_context(loaded.draft_contexts(n_ctx))
             on_error.pop_all()
 
     def __enter__(self) -> DraftRounds:
@@ -85,19 +86,19 @@ class DraftRounds:
     @property
     def n_vocab(self) -> int:
         """The number of tokens in the target's vocabulary."""
-        return self._loaded.target.vocabulary.n_tokens
+        return self.models.target.vocabulary.n_tokens
 
     @property
     def draft_name(self) -> str:
         """The drafter: a model's file name, ``ngram`` or ``none``."""
-        return self._loaded.drafts.name
+        return self.models.drafts.name
 
     def next(self, text: abc.Sequence[int]) -> list[int]:
         """Return a draft, which may be empty, to follow a text of at least one token.
 
-        If the text extends the one before as a round does (a beginning of the last draft, then one token of
+        If the text extends the one before as a round does (a prefix of the last draft, then one token of
         the target's own), the accepted tokens are counted and learnt from. Any other text is a new one.
-        Raises `BackendError` after `close`.
+        Raise `BackendError` after `close`.
         """
         if self._is_closed:
             raise BackendError("the draft is closed")
@@ -126,18 +127,18 @@ class DraftRounds:
         return committed if is_round else []
 
     def _begin_text(self, text: abc.Sequence[int]) -> Sequence:
-        """Begin a new text. The caches keep the beginning that they share with it."""
+        """Start a new text. The caches keep the prefix that they share with it."""
         self._end_text()
-        draft = self._contexts[0] if self._contexts else None
-        self._sequence = sequence = DrafterFactory(self._loaded).sequence(
-            Prompt("", tuple(text)), _UNLIMITED, draft, seed=0, helpers=self._contexts[1:]
+        draft = self.contexts[0] if self.contexts else None
+        self._sequence = sequence = DrafterFactory(self.models).sequence(
+            Prompt("", tuple(text)), _UNLIMITED, draft, seed=0, helpers=self.contexts[1:]
         )
         return sequence
 
     def _end_text(self) -> None:
         if self._sequence is not None:
             self._sequence.policy.finish()
-            self._loaded.keep_text(self._sequence.tokens)
+            self.models.keep_text(self._sequence.tokens)
         self._sequence, self._draft = None, NO_DRAFT
 
     def _observe(self, sequence: Sequence, committed: abc.Sequence[int]) -> None:

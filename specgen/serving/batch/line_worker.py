@@ -27,8 +27,8 @@ N_AT_ONCE = 16
 class WorkerJob:
     """The settings of a worker. It can be pickled if `open_session` can.
 
-    `parallel` is the number of answers made at once; None takes the fastest number by measurement. `largest`
-    has the lines that probably need most room: the caches are made large enough for them.
+    `parallel` is the number of answers generated at once; None takes the fastest number by measurement.
+    `largest` has the lines that probably need most room: the caches are made large enough for them.
     """
 
     open_session: Callable[[], Models]
@@ -51,12 +51,12 @@ class Answered:
 class LineWorker:
     """Answers lines in a separate thread. Use it as a context manager.
 
-    The results are those of `Batch`. A line that needs larger caches waits until no answer is in the caches,
-    and they are made anew. Raises what opening the models raises.
+    The results are those of `Batch`. A line that needs larger caches waits until no answer is in the
+    caches, and they are made again. Raises what opening the models raises.
     """
 
     def __init__(self, job: WorkerJob, on_failure: Callable[[str], None]) -> None:
-        """In the thread, `on_failure` gets the error that ended the thread; no line is answered after
+        """Start the thread. There, `on_failure` gets the error that ended it; no line is answered after
         that."""
         self._on_failure = on_failure
         self._parallel = job.parallel
@@ -176,7 +176,7 @@ class LineWorker:
         return self._batch.prepare(lines)
 
     def _engine_for(self, n_ctx: int) -> Engine:
-        """Return the engine, made anew if its caches are too small. No answer is being generated."""
+        """Return the engine, made again if its caches are too small. No answer is being generated."""
         if self._engine is not None and n_ctx <= self._n_ctx:
             return self._engine
         if self._engine is not None:

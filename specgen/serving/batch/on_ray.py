@@ -32,7 +32,7 @@ _N_RETRIES = 2
 #: The number of windows of lines that may be lost in a row before the batch is given up.
 _MOST_LOST = 4
 #: Seconds: between checks for Ctrl-C, between checks of the nodes, and to reach a cluster.
-_LOOK_S, _NODES_S, _REACH_S = 0.2, 2.0, 10.0
+_LOOK_S, NODES_S, _REACH_S = 0.2, 2.0, 10.0
 #: The size of the object store if Ray is started here: lines and results are small.
 _STORE_BYTES = 200_000_000
 #: Exit code of an actor whose engine has failed; Ray starts another one.
@@ -76,7 +76,7 @@ def place(nodes: Sequence[Node], cpus: float | None, gpus: float | None) -> Plac
     """Return how many actors with `cpus` CPUs and `gpus` GPUs the nodes have room for.
 
     None takes all that the largest node has, so that each node of its size has one actor; if `gpus` is given,
-    None divides the CPUs among that node's actors. Raises `BackendError` if no node has room.
+    None divides the CPUs among that node's actors. Raise `BackendError` if no node has room.
     """
     if gpus is None:
         gpus = max((node.n_gpus for node in nodes), default=0.0)
@@ -132,7 +132,7 @@ class RayBatch:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> RayBatch:
-        """Raises `BackendError` if the cluster cannot be reached, or has no room for an actor."""
+        """Raise `BackendError` if the cluster cannot be reached, or has no room for an actor."""
         with contextlib.ExitStack() as stack:
             # Ray prints messages of its processes to standard output, whatever it is asked to log.
             sink = sys.stderr if self._verbose else stack.enter_context(Path(os.devnull).open("w"))
@@ -176,7 +176,7 @@ class RayBatch:
         report: Callable[[Tally], None] = lambda _tally: None,
     ) -> None:
         """Get the lines answered. After an interruption, unfinished answers are dropped; a later run asks for
-        them again. Raises `BackendError`, `ModelFileError` and `OutputError`."""
+        them again. Raise `BackendError`, `ModelFileError` and `OutputError`."""
         self.tally.n_lines = len(lines)
         readable: list[Line] = []
         for line in lines:
@@ -278,9 +278,9 @@ class RayBatch:
             self._ray.kill(actor)
 
     def _look(self, silent_s: float) -> None:
-        """Note nodes that are gone. Raises `BackendError` if no actor starts, or none has room any more."""
+        """Note nodes that are gone. Raise `BackendError` if no actor starts, or none has room any more."""
         now = time.monotonic()
-        if now - self._looked_s < _NODES_S:
+        if now - self._looked_s < NODES_S:
             return
         self._looked_s, before, self._nodes = now, self._nodes, self._alive()
         for identity in before.keys() - self._nodes.keys():
@@ -343,7 +343,7 @@ class Actor:
             self._error = type(error)(f"the Ray node {node}: {error.message}", error.hint)
 
     def ready(self) -> None:
-        """Return when the models are loaded. Raises the error with which they could not be."""
+        """Return when the models are loaded. Raise the error with which they could not be."""
         if self._error is not None:
             raise self._error
 
@@ -354,7 +354,7 @@ class Actor:
 
 
 def _check_node(files: Mapping[str, int], version: str) -> None:
-    """Check that a node has what an actor needs. Raises `BackendError` and `ModelFileError`."""
+    """Check that a node has what an actor needs. Raise `BackendError` and `ModelFileError`."""
     if version != __version__:
         raise BackendError(
             f"specgen {__version__} is installed there, and {version} on this machine",
@@ -383,7 +383,7 @@ def n_bytes_of(path: Path) -> int | None:
 
 
 def _connect(address: str, *, verbose: bool) -> Any:
-    """Connect to Ray. Raises `BackendError` if nothing responds."""
+    """Connect to Ray. Raise `BackendError` if nothing responds."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports nothing to others
     import ray
 

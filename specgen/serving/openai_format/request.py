@@ -110,7 +110,7 @@ def read_request(
     sampling: SamplerOptions,
     generation: GenerationOptions,
 ) -> Request:
-    """Read a body; `sampling` and `generation` give the defaults of its fields. Raises `BodyError`."""
+    """Read a body; `sampling` and `generation` give the defaults of its fields. Raise `BodyError`."""
     fields = _with_one_name_each(body)
     asked = _what(kind, fields)
     for name, value in fields.items():
@@ -122,14 +122,14 @@ def read_request(
         if fields.get(name) is not None:
             sampling = replace(sampling, **{name: read(name, fields[name])})
     for name in fields:
-        if name not in _KNOWN[kind]:
+        if name not in KNOWN_FIELDS[kind]:
             raise BodyError(name, "there is no such field")
     return replace(asked, sampling=sampling, generation=_generation(kind, fields, generation))
 
 
 def with_call_form(request: Request, template: str | None) -> Request:
     """Return the request for a model with this chat template: with the form of its calls, and a grammar if
-    one is needed. Raises `BodyError` if the request has tools, but the template writes no calls that specgen
+    one is needed. Raise `BodyError` if the request has tools, but the template writes no calls that specgen
     can read."""
     form = form_of(template or "")
     has_calls = any(message.role == "tool" or message.tool_calls for message in request.messages)
@@ -362,7 +362,7 @@ _COMMON = {
     *("grammar", "json_schema", "response_format"),
 }
 #: The fields of each kind of request.
-_KNOWN: Mapping[Kind, frozenset[str]] = {
+KNOWN_FIELDS: Mapping[Kind, frozenset[str]] = {
     "chat": frozenset({*_COMMON, "messages"}),
     "completion": frozenset({*_COMMON, "prompt"}),
     "prompt": frozenset({*_COMMON, "prompt", "system"}),

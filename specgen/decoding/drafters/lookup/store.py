@@ -22,7 +22,7 @@ _ENDING = ".tokens"
 _ARRAY = "texts.npz"
 #: Texts that are not in the saved array get an array of their own, until they have more tokens than
 #: this, and more than this share of the saved tokens.
-_MAX_NEW = 16384
+MAX_NEW = 16384
 _NEW_PART = 0.25
 _BYTES_A_TOKEN = 4
 
@@ -81,19 +81,19 @@ class EarlierTexts:
             self._bound(entries)
 
     def texts(self) -> list[IntArray]:
-        """All texts, the newest last: token ids, int32[n] each."""
+        """Return all texts, the newest last: token ids, int32[n] each."""
         return self._read([entry for entry in self._entries() if entry.name.endswith(_ENDING)])
 
     def arrays(self) -> tuple[SuffixArray, ...]:
-        """All texts in arrays that can be searched, the newest texts in the last one. Most texts are in
-        a saved array, which is made again only when many texts are not in it."""
+        """Return all texts in arrays that can be searched, the newest texts in the last one. Most texts are
+        in a saved array, which is rebuilt only when many texts are not in it."""
         entries = [entry for entry in self._entries() if entry.name.endswith(_ENDING)]
         saved = SuffixArray.load(self.folder / _ARRAY)
         n_saved = len(saved) if saved is not None else 0
         known = set(saved.made_of.split()) if saved is not None else set()
         new = [entry for entry in entries if entry.name not in known]
         n_new = sum(entry.n_bytes for entry in new) // _BYTES_A_TOKEN
-        if n_new > max(_MAX_NEW, _NEW_PART * n_saved):
+        if n_new > max(MAX_NEW, _NEW_PART * n_saved):
             saved = SuffixArray.build(self._read(entries), " ".join(e.name for e in entries))
             with contextlib.suppress(OSError):
                 saved.save(self.folder / _ARRAY)
@@ -104,8 +104,8 @@ class EarlierTexts:
         return tuple(array for array in arrays if len(array))
 
     def _entries(self) -> list[_Entry]:
-        """All files but the saved array, the newest last. Files that a killed process left are among
-        them: they grow old and are removed."""
+        """Return all files but the saved array, the newest last. Files of a killed process are among them:
+        they are removed once they are old."""
         entries: list[_Entry] = []
         with contextlib.suppress(OSError), os.scandir(self.folder) as files:
             for file in files:

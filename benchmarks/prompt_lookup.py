@@ -1,0 +1,229 @@
+"""specgen's n-grams against llama-cpp-python's prompt lookup (`LlamaPromptLookupDecoding`), by turns.
+
+    python benchmarks/prompt_lookup.py -m 1.5b.gguf --prompts p.jsonl --json out.json
+
+Prints the lines of `specgen bench` for plain decoding, n-grams, and prompt lookup with drafts of 2 and of 10
+tokens, which its documentation advises for CPUs and for GPUs; `--json` has all results. Greedy only.
+
+Each answer of prompt lookup is made in a separate process, `--child`: a job as JSON on stdin, one line of JSON
+on stdout. With a drafter, `Llama` keeps the logits of every position, a context times a vocabulary of floats;
+and a crash of it must not end the others. Its figure is computed as specgen's: the tokens after the first one
+over the time after it. `Llama.generate` is measured, the loop below its completions, which spares it making
+text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from specgen.engine.loaded_models import Models
+from specgen.llama import default_threads
+from specgen.llama.kernel_checks import choose_kernels, wanted_in
+from specgen.measure.bench.contenders import NOW, Outcome, SessionContender, outcome_of_peer
+from specgen.measure.bench.figures import figures_of
+from specgen.measure.bench.peers import PeerError, PeerResult, run_program
+from specgen.measure.bench.report import BenchReport, to_json_object
+from specgen.measure.bench.runs import Lineup, Runs, run_lineups
+from specgen.models import cache_folder
+from specgen.render.tables import bench_lines
+
+#: The lengths of drafts that llama-cpp-python's documentation advises for CPUs and for GPUs.
+LENGTHS = (2, 10)
+_CONTEXT_STEP = 256
+
+
+def main() -> None:
+    # The child needs nothing of other scripts.
+    from benchmarks.answers import bench_prompts, opened, parser_of, tell, write_json
+
+    parser = parser_of(__doc__, max_tokens=128)
+    parser.add_argument("--prompts", type=Path, help="default: those of `specgen bench`")
+    parser.add_argument("-N", "--count", type=int, help="prompts of each category")
+    asked = parser.parse_args()
+    print(choose_kernels(wanted_in(os.environ), cache_folder()).label, file=sys.stderr)
+    prompts = bench_prompts(asked.prompts, asked.count)
+    with (
+        opened(asked.target, "none", asked.max_tokens) as plain,
+        opened(asked.target, "ngram", asked.max_tokens) as ngrams,
+    ):
+        lineup = Lineup(
+            asked.target.name,
+            0.0,
+            SessionContender("plain", plain),
+            (
+                SessionContender("ngram", ngrams),
+                *(LookupContender(f"llama-cpp-python lookup {n}", n, plain) for n in LENGTHS),
+            ),
+        )
+        runs = Runs()
+        run_lineups([lineup], prompts, runs, progress=tell)
+    figures = figures_of(runs.results)
+    report = BenchReport({"command": sys.argv}, [], prompts, 1, runs, figures)
+    for line in bench_lines(report):
+        print(line)
+    write_json(asked.json, to_json_object(report))
+
+
+class LookupContender:
+    """llama-cpp-python's `LlamaPromptLookupDecoding`. The models give prompts and options only."""
+
+    def __init__(self, name: str, n_drafted_max: int, loaded: Models) -> None:
+        self.name = name
+        self._n_drafted_max = n_drafted_max
+        self._loaded = loaded
+
+    def warm_up(self, prompt: str) -> None:
+        """Do nothing: every run loads the model and warms it up before its clock starts."""
+
+    def answer(self, prompt: str) -> Outcome:
+        options = self._loaded.options
+        job = LookupJob(
+            target=str(options.target),
+            prompt=self._loaded.prompts.of_text(prompt, now=NOW).tokens,
+            n_tokens=options.generation.max_tokens,
+            n_threads=options.target_context.n_threads or default_threads(),
+            n_drafted_max=self._n_drafted_max,
+            n_gpu_layers=options.target_context.n_gpu_layers,
+            flash_attention=options.target_context.flash_attention != "off",
+        )
+        return outcome_of_peer(run_lookup(job))
+
+
+@dataclass(frozen=True, slots=True)
+class LookupJob:
+    """The job, which is decoded greedily. `n_drafted_max` is the length of a draft: 10 is the default, and 2
+    what its documentation advises on a CPU. `prompt` has the tokens that specgen would begin with. llama.cpp
+    uses flash attention if it can; `Llama` leaves it off unless told."""
+
+    target: str
+    prompt: tuple[int, ...]
+    n_tokens: int
+    n_threads: int
+    n_drafted_max: int = 10
+    ngram_max: int = 2
+    n_gpu_layers: int = -1
+    flash_attention: bool = True
+
+
+def run_lookup(
+    job: LookupJob,
+    *,
+    limit_s: float = 900.0,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> PeerResult | None:
+    """Let llama-cpp-python answer; None if `interrupted` returned True and it was killed. Raise `PeerError`
+    if it fails or takes longer than `limit_s` seconds."""
+    command = (sys.executable, __file__, "--child")
+    data = json.dumps(asdict(job))
+    output = run_program(command, limit_s=limit_s, interrupted=interrupted, stdin=data)
+    if output is None:
+        return None
+    try:
+        told = json.loads(output[0].splitlines()[-1])
+        told["token_ids"] = tuple(told["token_ids"])
+        return PeerResult(**told, n_prompt_tokens=len(job.prompt), command=command)
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise PeerError("llama-cpp-python's prompt lookup tells no figures") from error
+
+
+class CountingDrafter:
+    """Counts the tokens that a drafter of llama-cpp-python drafts, and those that are accepted."""
+
+    def __init__(self, drafter: Callable[[Any], Any]) -> None:
+        self._drafter = drafter
+        self._n_text = self._n_draft = 0
+        self.n_drafted = self.n_accepted = 0
+
+    def __call__(self, input_ids: Any, /, **_: Any) -> Any:
+        """Draft; `input_ids` is the text so far, all committed."""
+        self.settle(len(input_ids))
+        draft = self._drafter(input_ids)
+        self._n_text, self._n_draft = len(input_ids), len(draft)
+        return draft
+
+    def settle(self, n_text: int) -> None:
+        """Count accepted tokens: the text now has `n_text` tokens, and all since the last draft but one, the
+        target's own, are accepted ones."""
+        if self._n_draft:
+            self.n_drafted += self._n_draft
+            self.n_accepted += min(self._n_draft, max(0, n_text - self._n_text - 1))
+        self._n_draft = 0
+
+
+def answer(job: LookupJob, clock: Callable[[], float]) -> dict[str, Any]:
+    """Load the model and generate; return the fields of a `PeerResult` that this gives."""
+    from specgen.llama.vocabulary import LlamaVocabulary
+
+    drafter, model = _open(job)
+    vocabulary = LlamaVocabulary(model.model)
+    started_s = clock()
+    times_s: list[float] = []
+    token_ids: list[int] = []
+    for token_id in model.generate(job.prompt, temp=0.0):
+        times_s.append(clock())
+        token_ids.append(int(token_id))
+        if len(token_ids) == job.n_tokens or vocabulary.is_end(token_ids[-1]):
+            break
+    drafter.settle(len(job.prompt) + len(token_ids))
+    seconds = times_s[-1] - times_s[0]
+    pieces = (vocabulary.token_bytes(token) for token in token_ids if not vocabulary.is_end(token))
+    return {
+        "text": b"".join(pieces).decode("utf-8", "replace"),
+        "token_ids": token_ids[:-1] if vocabulary.is_end(token_ids[-1]) else token_ids,
+        "n_tokens": len(token_ids),
+        "tokens_per_s": (len(token_ids) - 1) / seconds if seconds else None,
+        "seconds": seconds,
+        "prompt_s": times_s[0] - started_s,
+        "n_drafted": drafter.n_drafted,
+        "n_accepted": drafter.n_accepted,
+    }
+
+
+def _open(job: LookupJob) -> tuple[CountingDrafter, Any]:
+    """Return the drafter and a `Llama`, warmed up and empty."""
+    from specgen.llama.library import llama_cpp
+
+    drafter = CountingDrafter(
+        llama_cpp.llama_speculative.LlamaPromptLookupDecoding(
+            max_ngram_size=job.ngram_max, num_pred_tokens=job.n_drafted_max
+        )
+    )
+    n_ctx = len(job.prompt) + job.n_tokens + job.n_drafted_max
+    make_llama: Any = llama_cpp.Llama  # typed for subclasses of its own drafter
+    model = make_llama(
+        model_path=job.target,
+        n_ctx=-(-n_ctx // _CONTEXT_STEP) * _CONTEXT_STEP,
+        n_threads=job.n_threads,
+        n_threads_batch=job.n_threads,
+        n_gpu_layers=job.n_gpu_layers,
+        flash_attn=job.flash_attention,
+        # Otherwise it has room for the logits of one batch only, and fails later.
+        logits_all=True,
+        verbose=False,
+        draft_model=drafter,
+    )
+    # llama.cpp's programs warm up too.
+    model.eval(job.prompt[-1:])
+    model.reset()
+    return drafter, model
+
+
+def answer_job() -> None:
+    """Answer the job on stdin."""
+    job = json.load(sys.stdin)
+    job["prompt"] = tuple(job["prompt"])
+    sys.stdout.write(json.dumps(answer(LookupJob(**job), time.perf_counter)) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--child"]:
+        answer_job()
+    else:
+        main()
