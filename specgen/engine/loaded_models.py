@@ -333,8 +333,8 @@ class Models:
             learnt = read_learnt(folder, drafts.path) if folder is not None else Learnt()
             yield (
                 f"{drafts.path.name} drafts with what it learnt from {learnt.n_answers} answers: on other "
-                f"answers it agrees with the target at {learnt.agreement_after:.3f} of the places, before "
-                f"at {learnt.agreement_before:.3f}"
+                f"answers it agrees with the target on {learnt.agreement_after:.1%} of the tokens, before "
+                f"on {learnt.agreement_before:.1%}"
             )
         shape = self.options.drafting.tree
         if shape.is_fixed and drafts.source != "none" and (why := drafts.why_chains):

@@ -186,8 +186,8 @@ class DraftBuilder:
         if fitted is None:
             return None
         self._tell(
-            f"{draft.name} says what the target says at {fitted.agreement_after:.3f} of the places of "
-            f"held-back answers; before it was fitted, at {fitted.agreement_before:.3f} "
+            f"{draft.name} agrees with the target on {fitted.agreement_after:.1%} of the tokens of "
+            f"held-back answers, before it was fitted on {fitted.agreement_before:.1%} "
             f"({fitted.n_steps} steps)"
         )
         return output
@@ -207,8 +207,8 @@ class DraftBuilder:
             return None
         blocks = ", ".join(map(str, made.left_out))
         self._tell(
-            f"{len(made.left_out)} of {made.n_layer} layers left out ({blocks}): it says what the "
-            f"target says at {made.agreement:.3f} of the places of held-back answers, a token takes "
+            f"{len(made.left_out)} of {made.n_layer} layers left out ({blocks}): it agrees with "
+            f"the target on {made.agreement:.1%} of the tokens of held-back answers, a token costs "
             f"{made.cost:.2f} of the target's, the expected speed-up is {made.speedup:.2f} "
             f"({made.n_judged} sets were judged)"
         )

@@ -81,10 +81,10 @@ class Lesson:
     @property
     def text(self) -> str:
         """A sentence about the lesson, for the user."""
-        before = "" if self.agreement_in_use is None else f", in use {self.agreement_in_use:.3f}"
+        before = "" if self.agreement_in_use is None else f", in use {self.agreement_in_use:.1%}"
         shares = (
-            f"on the {self.n_judging} latest answers it says what the target says at "
-            f"{self.agreement_new:.3f} of the places (as it came {self.agreement_as_it_came:.3f}{before})"
+            f"on the {self.n_judging} latest answers it agrees with the target on "
+            f"{self.agreement_new:.1%} of the tokens (as it came {self.agreement_as_it_came:.1%}{before})"
         )
         what = {
             "new": f"drafts with what it learnt from {self.n_answers} answers from now on",
