@@ -177,7 +177,7 @@ def _largest(lines: Sequence[Line]) -> tuple[Line, ...]:
     from specgen.serving.batch.lines import LineError
 
     def size(line: Line) -> tuple[bool, float]:
-        """Approximately the tokens of the prompt and the answer; answers without a limit are the largest."""
+        """Estimate the tokens of prompt and answer; answers without a limit are the largest."""
         assert not isinstance(line.request, LineError)
         n_answer = line.request.generation.max_tokens
         return n_answer < 0, len(repr(line.fields)) / _BYTES_IN_TOKEN + n_answer

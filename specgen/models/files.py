@@ -59,7 +59,7 @@ def _literal(text: str) -> str:
 
 
 def has_size(path: Path, size_bytes: int) -> bool:
-    """Whether `path` is a file of that size."""
+    """Return whether `path` is a file of that size."""
     try:
         return path.is_file() and path.stat().st_size == size_bytes
     except OSError:
@@ -67,7 +67,7 @@ def has_size(path: Path, size_bytes: int) -> bool:
 
 
 def file_sha256(path: Path, report: Callable[[int], None] | None = None) -> str:
-    """Return the SHA-256 of a file, in hexadecimal; `report` is told the bytes read so far."""
+    """Return the SHA-256 of a file, in hexadecimal; `report` receives the bytes read so far."""
     digest = hashlib.sha256()
     n_bytes = 0
     with path.open("rb") as file:

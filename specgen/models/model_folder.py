@@ -43,7 +43,7 @@ class ModelFolder:
         return self.folder / ".lock"
 
     def wheel(self, index: int) -> Path:
-        """Where the wheel of part `index` is downloaded to."""
+        """Return the path for the wheel of part `index`."""
         return self.folder / f"{self.model.file}.part{index + 1:03d}.whl.incomplete"
 
     def holds_model(self) -> bool:

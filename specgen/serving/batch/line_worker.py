@@ -159,7 +159,7 @@ class LineWorker:
         engine = self._engine_for(max(task.n_ctx for task in tasks))
 
         def add(_tally: Tally) -> None:
-            """Between rounds, take new lines, unless a line waits for larger caches."""
+            """Take new lines between rounds, unless a line waits for larger caches."""
             if not self._too_large:
                 for task in self._next():
                     (tasks if task.n_ctx <= self._n_ctx else self._too_large).append(task)
