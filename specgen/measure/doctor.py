@@ -382,7 +382,7 @@ def _compare_rows(model: str) -> dict[str, Any]:
         opened.close()
     if why:
         return {"message": f"they depend on their batch: {why}"}
-    return {"message": "they have the same bits in any batch, with specgen's kernels"}
+    return {"message": "they are the same in any batch, with specgen's kernels"}
 
 
 def _decode_both_ways(path: Path, options: ContextOptions) -> tuple[Logits, Logits]:

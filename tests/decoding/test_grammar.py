@@ -456,12 +456,6 @@ def test_what_the_reader_takes_llama_takes(vocabulary: LlamaVocabulary, parts: l
             state = state.after(int(allowed[0]))
 
 
-def test_another_root(vocabulary: LlamaVocabulary) -> None:
-    grammar = LlamaGrammar(vocabulary, 'root ::= "a"\nother ::= "b"', root="other")
-    path, _ = walk(vocabulary, grammar.start, np.random.default_rng(0))
-    assert text_of(vocabulary, path) == "b"
-
-
 def test_classes_of_characters() -> None:
     classes = read_gbnf('root ::= [a-f] "b" [^"] "\\U0010FFFF"').character_classes()
     number = dict(classes)

@@ -32,7 +32,7 @@ from pathlib import Path
 import pytest
 
 from specgen.engine.engine import Engine, generate
-from specgen.engine.learnt_weights import Learnt, write_learnt
+from specgen.engine.kept_answers import Learnt, write_learnt
 from specgen.engine.loaded_models import Models
 from specgen.events import FinishedEvent
 from specgen.measure.proof import (

@@ -142,7 +142,7 @@ def test_a_lexicon_finds_what_begins_with_given_bytes(
     lexicon = Lexicon(vocabulary)
     some = data.draw(st.sampled_from(sorted(lexicon.tokens)))
     for prefix in (some, some[:1], some + b"\xff", b"\xff", b"qq"):
-        found = [vocabulary.token_bytes(int(token)) for token in lexicon.beginning_with(prefix)]
+        found = [vocabulary.token_bytes(int(token)) for token in lexicon.with_prefix(prefix)]
         assert found == sorted(piece for piece in lexicon.tokens if piece.startswith(prefix))
 
 

@@ -19,12 +19,10 @@ from specgen.engine.kept_answers import (
     MAX_PROMPT_TOKENS,
     KeptAnswer,
     KeptAnswers,
-    last_number,
-    read_answers,
-)
-from specgen.engine.learnt_weights import (
     Learnt,
+    last_number,
     learnt_weights,
+    read_answers,
     read_learnt,
     state_file,
     write_learnt,

@@ -23,7 +23,7 @@ from specgen.decoding.drafters import (
 )
 from specgen.decoding.loop import Loop
 from specgen.decoding.policy import CostAwarePolicy, Offer, RoundPlan, RoundResult
-from specgen.decoding.policy.acceptance import Chances
+from specgen.decoding.policy.acceptance import AcceptanceRates
 from specgen.decoding.policy.cost_table import BatchShare, CostTable, Others
 from specgen.decoding.sampling import NoTokenAllowedError, Sampler
 from specgen.decoding.sequence import Sequence
@@ -167,7 +167,7 @@ def test_the_more_sequences_the_less_is_worth_drafting() -> None:
 
 
 def test_texts_that_are_written_at_once_learn_apart_and_count_together() -> None:
-    known: dict[str, Chances] = {}
+    known: dict[str, AcceptanceRates] = {}
     table = CostTable(dict.fromkeys(range(1, 18), 1.0))
     draft = Draft.chain([1], "model", [0.85], looks=[0.85])
 
@@ -179,15 +179,15 @@ def test_texts_that_are_written_at_once_learn_apart_and_count_together() -> None
     one = CostAwarePolicy(DraftOptions(), table, known)
     for _ in range(12):
         judged(one, right=True)
-    sure = one.chances_of("model").chance(0.85)
-    n_looks = one.chances_of("model").n_looks
+    sure = one.acceptance_of("model").chance(0.85)
+    n_looks = one.acceptance_of("model").n_looks
     other = CostAwarePolicy(DraftOptions(), table, known)
     for _ in range(12):
         judged(other, right=False)
     # A text begins beside it, which the draft does not suit: what this one learnt of itself stays.
-    assert one.chances_of("model").n_looks == n_looks == 12
-    assert other.chances_of("model").chance(0.85) < sure - 0.2
-    assert one.chances_of("model").chance(0.85) > other.chances_of("model").chance(0.85) + 0.2
+    assert one.acceptance_of("model").n_looks == n_looks == 12
+    assert other.acceptance_of("model").chance(0.85) < sure - 0.2
+    assert one.acceptance_of("model").chance(0.85) > other.acceptance_of("model").chance(0.85) + 0.2
     assert known["model"].n_judged == pytest.approx(24, abs=0.5)
 
 

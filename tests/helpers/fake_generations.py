@@ -24,7 +24,7 @@ from specgen.decoding.drafters import (
     WrappedDrafter,
     ready,
 )
-from specgen.decoding.drafters.translation import BeginningShaper, SharedShaper, Translation
+from specgen.decoding.drafters.translation import PrefixShaper, SharedShaper, Translation
 from specgen.decoding.grammar.base import GrammarState
 from specgen.decoding.loop import Loop
 from specgen.decoding.policy import FixedPolicy, Policy, RoundPlan, RoundResult
@@ -326,7 +326,7 @@ def translated_drafter(
     if mode == "string":
         ends = vocabulary.end_tokens() if ignore_eos else ()
         never = SamplerOptions(logit_bias=tuple((token, -math.inf) for token in ends))
-        shaper = BeginningShaper(Sampler(never), translation.draft_lexicon)
+        shaper = PrefixShaper(Sampler(never), translation.draft_lexicon)
         inner = ModelDrafter(backend, shaper, rng, draws=False, n_shared_tokens=vocabulary.n_tokens)
         return TranslatedDrafter(inner, translation, text, shaper), backend
     shaped = draft_sampling(sampler, DraftOptions(policy="fixed"), draws=draws)

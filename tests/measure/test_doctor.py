@@ -145,7 +145,7 @@ def test_a_model_of_ones_own_is_decoded_too(tmp_path: Path) -> None:
     (own,) = [check for check in report.checks if check.name == "own.gguf"]
     assert "24 tokens" in own.message
     rows = [check.message for check in report.checks if check.name == "rows of own.gguf"]
-    same = "they have the same bits in any batch, with specgen's kernels"
+    same = "they are the same in any batch, with specgen's kernels"
     assert rows == ([same] if report.kernels.computes == "specgen" else [])
 
 

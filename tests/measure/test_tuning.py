@@ -192,7 +192,7 @@ def test_costs_chances_and_threads_are_known_afterwards(tiny_models: Path) -> No
         taken = opened.costs.context_options()
         chosen = tuning.threads.chosen
         assert (taken.n_threads, taken.n_threads_batch) == (chosen.n_single, chosen.n_batch)
-        judged = DrafterFactory(opened).chances()["model"].n_judged
+        judged = DrafterFactory(opened).acceptance()["model"].n_judged
         assert judged > 0.9 * tuning.draft.agreement.n_places
         # Nothing is left to measure.
         with opened.contexts(256) as contexts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -20,8 +21,16 @@ import psutil
 import pytest
 
 from specgen.engine.engine import Engine, generate
-from specgen.engine.kept_answers import ANSWERS, KeptAnswer, KeptAnswers, read_answers
-from specgen.engine.learnt_weights import Learnt, learnt_weights, read_learnt, write_learnt
+from specgen.engine.kept_answers import (
+    ANSWERS,
+    KeptAnswer,
+    KeptAnswers,
+    Learnt,
+    learnt_weights,
+    read_answers,
+    read_learnt,
+    write_learnt,
+)
 from specgen.engine.loaded_models import Models
 from specgen.errors import UsageError
 from specgen.events import FinishedEvent, NoticeEvent
@@ -29,12 +38,13 @@ from specgen.llama import LlamaModel, requantize
 from specgen.models import identify
 from specgen.options import ContextOptions, DraftOptions, GenerationOptions, SessionOptions
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
-from specgen.training.made_files import learning_folder
-from specgen.training.online import learner as learner_module
-from specgen.training.online import training_process
-from specgen.training.online.kept_texts import N_COLUMNS, KeptTexts
-from specgen.training.online.learner import NEW_ANSWERS, Learner
-from specgen.training.online.learning import Lesson, learn, split
+from specgen.training import learner as learner_module
+from specgen.training import learning_process
+from specgen.training.draft_files import learning_folder
+from specgen.training.learner import NEW_ANSWERS, Learner
+from specgen.training.online_learning import Lesson, learn, split
+from specgen.training.training_data import N_COLUMNS, kept_texts
+from specgen.training.training_loop import Budget
 from tests.helpers.cli import Specgen
 from tests.helpers.common import ROOT
 from tests.helpers.heads import prompts
@@ -94,16 +104,17 @@ def test_every_token_of_an_answer_is_learnt_once(models: Path) -> None:
         for n_prompt, n_answer in ((5, 20), (90, 400), (10, 1500))
     ]
     with contextlib.closing(LlamaModel(models / "target.gguf")) as model:
-        texts = KeptTexts(model, model)
         for answer in answers:
-            found = texts.texts([answer], is_held_back=False)
+            found = kept_texts(model, model, [answer])
             assert sum((each.answer_tokens for each in found), ()) == answer.tokens
             whole = (*answer.prompt_tokens, *answer.tokens)
             for each in found:
                 tokens = (*each.prompt_tokens, *each.answer_tokens)
                 assert len(tokens) <= N_COLUMNS
                 assert any(whole[i : i + len(tokens)] == tokens for i in range(len(whole)))
-        assert texts.texts([KeptAnswer((1,), (10**6,))], is_held_back=False) == []
+        assert kept_texts(model, model, [KeptAnswer((1,), (10**6,))]) == []
+        judging = kept_texts(model, model, answers[:1], answers[1:])
+        assert [each.is_held_back for each in judging] == [False] + [True] * (len(judging) - 1)
 
 
 def test_a_draft_with_another_vocabulary_reads_its_own_prompt_and_tokens(models: Path) -> None:
@@ -113,12 +124,11 @@ def test_a_draft_with_another_vocabulary_reads_its_own_prompt_and_tokens(models:
         tokens = target.vocabulary.tokenize(said.decode(), add_special=False, parse_special=False)
         digest = draft.vocabulary.digest()
         answer = KeptAnswer((5, 6), tuple(tokens), (7, 8, 9), digest)
-        texts = KeptTexts(target, draft)
-        (own,) = texts.texts([answer], is_held_back=False)
+        (own,) = kept_texts(target, draft, [answer])
         assert own.prompt_tokens == (7, 8, 9)
         assert b"".join(map(draft.vocabulary.token_bytes, own.answer_tokens)) == said
         other = KeptAnswer((5, 6), tuple(tokens), (7, 8, 9), "another")
-        (own,) = texts.texts([other], is_held_back=False)
+        (own,) = kept_texts(target, draft, [other])
         assert own.prompt_tokens != (7, 8, 9)
 
 
@@ -131,6 +141,11 @@ def test_the_latest_answers_judge() -> None:
 
 
 # --- lessons
+
+
+def counting() -> Callable[[], float]:
+    """A clock that goes on by a second each time it is read."""
+    return iter(range(10**9)).__next__
 
 
 def lesson(
@@ -156,10 +171,7 @@ def lesson(
             target,
             draft,
             draft.path,
-            minutes=1e6,
-            clock=iter(range(10**9)).__next__,
-            progress=progress,
-            interrupted=lambda: n_steps >= stop_after,
+            Budget(counting(), math.inf, lambda: n_steps >= stop_after, progress),
             rate=rate,
         )
 
@@ -205,17 +217,7 @@ def test_what_is_learnt_is_not_rounded_away(models: Path, folder: Path) -> None:
     requantize(models / "draft.gguf", small, 1)
     target, draft = LlamaModel(models / "target.gguf"), LlamaModel(small)
     with contextlib.closing(target), contextlib.closing(draft):
-        found = learn(
-            folder,
-            target,
-            draft,
-            small,
-            minutes=1e6,
-            clock=iter(range(10**9)).__next__,
-            progress=lambda _done, _total: None,
-            interrupted=lambda: False,
-            rate=0.01,
-        )
+        found = learn(folder, target, draft, small, Budget(counting()), rate=0.01)
     assert found is not None
     assert found.outcome == "new"
     learnt = learnt_weights(folder, small)
@@ -343,7 +345,7 @@ asked = json.loads(sys.stdin.buffer.readline())
 """
 _SAYS = """
 from pathlib import Path
-from specgen.engine.learnt_weights import Learnt, write_learnt
+from specgen.engine.kept_answers import Learnt, write_learnt
 folder, draft = Path(asked["folder"]), Path(asked["draft"])
 (folder / "w.gguf").write_bytes(Path(asked["target"]).read_bytes())
 write_learnt(folder, draft, Learnt("w.gguf", last_number=10, n_answers=9))
@@ -437,18 +439,18 @@ def test_a_lessons_clock_stands_still_in_a_pause(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=stdin))
         ended: list[int] = []
         monkeypatch.setattr(os, "_exit", ended.append)
-        pauses = training_process.Pauses()
+        pauses = learning_process.Pauses()
         pauses.listen()
-        monkeypatch.setattr(training_process, "time", SimpleNamespace(monotonic=clock))
+        monkeypatch.setattr(learning_process, "time", SimpleNamespace(monotonic=clock))
         assert not pauses.wait()
         is_read.clear()
-        pipe.write(training_process.PAUSE)
+        pipe.write(learning_process.PAUSE)
         until(lambda: pauses.is_paused)
         waiting = threading.Thread(target=pauses.wait)
         waiting.start()
         assert is_read.wait(60.0)
         now_s = 15.0
-        pipe.write(training_process.GO)
+        pipe.write(learning_process.GO)
         waiting.join()
         assert pauses.clock() == 10.0
         pipe.close()
@@ -516,7 +518,7 @@ def test_the_process_that_learns_ends_with_the_learner(
 
 _PARENT = """
 import json, subprocess, sys
-child = subprocess.Popen([sys.executable, "-m", "specgen.training.online.training_process"],
+child = subprocess.Popen([sys.executable, "-m", "specgen.training.learning_process"],
     stdin=subprocess.PIPE, start_new_session=True)
 child.stdin.write(json.dumps(json.loads(sys.argv[1])).encode() + b"\\n")
 child.stdin.flush()

@@ -9,7 +9,7 @@ import numpy as np
 from specgen.decoding.backend import Backend, Batch
 from specgen.decoding.draft import NO_DRAFT
 from specgen.decoding.drafters.base import Ask, Drafting
-from specgen.decoding.drafters.growth import DraftedChain, DraftShaper
+from specgen.decoding.drafters.expansion import DraftedChain, DraftShaper
 from specgen.decoding.drafters.staged import Guesses
 from specgen.decoding.policy import RoundPlan, RoundResult
 from specgen.decoding.policy.cost_table import FREE, CostTable, Price

@@ -8,8 +8,8 @@ from dataclasses import replace
 from specgen.decoding.draft import NO_DRAFT
 from specgen.decoding.drafters.base import Drafter, Drafting, WrappedDrafter
 from specgen.decoding.drafters.translation import (
-    BeginningShaper,
     DraftText,
+    PrefixShaper,
     SharedShaper,
     Translation,
 )
@@ -27,7 +27,7 @@ class TranslatedDrafter(WrappedDrafter):
     """Translates between a drafter and the loop: the drafter sees the text in its own tokens, and the
     loop gets the drafts in the target's tokens.
 
-    `shaper` is the shaper of `inner`. With a `BeginningShaper`, drafts are translated as strings; where the
+    `shaper` is the shaper of `inner`. With a `PrefixShaper`, drafts are translated as strings; where the
     text ends in the middle of a token, the shaper is given the bytes that a draft must start with.
     Otherwise drafts are translated token by token, with the distributions that they were drawn from;
     `inner` should then draft shared tokens only (`SharedShaper`).
@@ -42,16 +42,16 @@ class TranslatedDrafter(WrappedDrafter):
         inner: Drafter,
         translation: Translation,
         text: DraftText,
-        shaper: BeginningShaper | SharedShaper | None,
+        shaper: PrefixShaper | SharedShaper | None,
         *,
         holds_back: bool = True,
     ) -> None:
         super().__init__(inner)
         self._translation = translation
         self.text = text
-        self._beginning = shaper if isinstance(shaper, BeginningShaper) else None
+        self._prefix_shaper = shaper if isinstance(shaper, PrefixShaper) else None
         self._shared = shaper if isinstance(shaper, SharedShaper) else None
-        self._holds_back = holds_back and self._beginning is not None
+        self._holds_back = holds_back and self._prefix_shaper is not None
         #: The last draft as the inner drafter made it, and how many tokens of the text it has seen.
         self.drafted = NO_DRAFT
         self._n_seen = 0
@@ -72,15 +72,15 @@ class TranslatedDrafter(WrappedDrafter):
         self._n_seen = len(text.tokens)
         if not text.tokens:
             return NO_DRAFT
-        if self._beginning is None:
+        if self._prefix_shaper is None:
             if self._shared is not None:
                 self._shared.before = context[len(context) - n_drafted :]
             self.drafted = yield from self.inner.propose(text.tokens, plan)
             draft = self._translation.shared.translate(self.drafted)
             return replace(draft, looks=self.drafted.looks)
-        self._beginning.beginning = held_back = text.held_back
+        self._prefix_shaper.prefix = held_back = text.held_back
         # The tokens that are held back are drafted again first.
-        self.drafted = yield from self.inner.propose(text.tokens, plan.behind(n_held_back))
+        self.drafted = yield from self.inner.propose(text.tokens, plan.after(n_held_back))
         draft = self._translation.strings.translate(
             self.drafted, text.last_bytes(_BEFORE), held_back
         ).first(plan.n_max)
@@ -105,5 +105,5 @@ class TranslatedDrafter(WrappedDrafter):
             if len(ending) >= n_bytes:
                 is_open = n_bytes > 0 or ending.isspace()
                 lexicon = self._translation.draft_lexicon
-                return n_tokens if is_open and len(lexicon.beginning_with(ending)) > 1 else 0
+                return n_tokens if is_open and len(lexicon.with_prefix(ending)) > 1 else 0
         return 0

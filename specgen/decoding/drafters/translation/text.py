@@ -198,7 +198,7 @@ class DraftText:
                 offset = start
                 replaced = self.tokens[n_kept:n_unchanged]
                 self._cut(n_kept)
-                new = joint.behind(place)
+                new = joint.after(place)
                 break
         else:
             before = bytes(self._bytes[start : self._n_told])
