@@ -33,13 +33,34 @@ from specgen.decoding.text_state import TextState
 from specgen.decoding.tree_batch import keep_path, pack
 from specgen.decoding.verifiers import Verdict
 from specgen.errors import BackendError, SpecgenError
-from specgen.events import DraftedEvent, Event, NoticeEvent, Piece, TokenKind, VerifiedEvent
+from specgen.events import (
+    DraftedEvent,
+    Event,
+    NoticeEvent,
+    Piece,
+    ReadingEvent,
+    TokenKind,
+    VerifiedEvent,
+)
 from specgen.system.arrays import Hidden, Logits
 
 #: Single-token decodes timed by `plain_token_s`.
 _N_PROBES = 3
+#: Tokens of the shortest answer that is compared with plain decoding.
+_SHORTEST_COMPARED = 30
 #: The most committed tokens that are decoded in a round's batch; if there are more, they are decoded before.
 _MAX_PENDING = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBeside:
+    """A prompt of which a piece is read in the batch of a round of other sequences."""
+
+    sequence: Sequence
+    #: The most tokens to read beside so many rows of the round.
+    n_rows: Callable[[int], int]
+    #: The share of the batch's time that the round's own rows take, from their number and that of all.
+    share: Callable[[int, int], float]
 
 
 class Loop:
@@ -67,7 +88,7 @@ class Loop:
         return self._clock() - self._started_s
 
     def run(self, sequence: Sequence) -> Iterator[Event]:
-        """Generate a whole answer, and yield its events. Raises the error that ends it early."""
+        """Generate a whole answer, and yield its events. Raise the error that ends it early."""
         yield from self.start(sequence)
         while not sequence.is_finished:
             yield from self.round([sequence])
@@ -76,8 +97,8 @@ class Loop:
 
     def start(self, sequence: Sequence) -> list[Event]:
         """Decode a prompt, commit the first token, and return the events. There is no draft in this step,
-        so the first token comes as early, and the prompt is decoded in the same pieces, as in plain
-        decoding."""
+        so the first token comes as early as in plain decoding, and the prompt is decoded in the same
+        batches."""
         events: list[Event] = []
         while not (sequence.is_started or sequence.is_finished):
             events += self.read(sequence)
@@ -88,42 +109,77 @@ class Loop:
         once). After the last piece, commit the first token. Return the events."""
         if sequence.is_finished:
             return []
-        started, tally = self._clock(), sequence.tally
+        started = self._clock()
         target_s = self._target.decode_s
-        events: list[Event] = []
-        if sequence.read_since_s is None:
-            sequence.read_since_s = started
-            sequence.n_cached = self._target.length(sequence.slot.first)
-            # Tokens that the grammar forces need no decode: they are decoded with the prompt.
-            forced = _commit_forced(sequence)
-            if forced:
-                tally.first_token_s = self._clock() - started
-                events.append(committed(sequence, self.now_s, forced))
+        events = self._begin_reading(sequence, started)
         if self._interrupted() and not sequence.is_finished:
             events += self._interrupt(sequence)
+        logits = None
         if not sequence.is_finished:
-            logits = self._read_piece(sequence, n_most or self._target.n_batch)
-            if logits is not None:
-                verdict = self._verify(sequence, NO_DRAFT, logits)
-                events += self._commit(sequence, NO_DRAFT, verdict, logits)
-                sequence.is_started = True
-        target_s = self._target.decode_s - target_s
+            batch = Batch()
+            n_batch = self._target.n_batch
+            is_last = self._add_piece(batch, sequence, min(n_most or n_batch, n_batch))
+            rows = self._decode_text(sequence, batch)
+            logits = rows if is_last else None
+        events += self._has_read(sequence, logits, self._target.decode_s - target_s, started)
+        return events
+
+    def _begin_reading(self, sequence: Sequence, started: float) -> list[Event]:
+        """Prepare for the first piece of a prompt, if nothing was read yet. Return the events."""
+        if sequence.read_since_s is not None:
+            return []
+        sequence.read_since_s = started
+        sequence.n_cached = self._target.length(sequence.slot.first)
+        # Tokens that the grammar forces need no decode: they are decoded with the prompt.
+        forced = _commit_forced(sequence)
+        if not forced:
+            return []
+        sequence.tally.first_token_s = self._clock() - started
+        return [committed(sequence, self.now_s, forced)]
+
+    def _has_read(
+        self, sequence: Sequence, logits: Logits | None, target_s: float, started: float
+    ) -> list[Event]:
+        """Record a piece of a prompt, which took `target_s` of the target since `started`. After the
+        last piece, whose `logits` are float32[1, n_vocab], commit the first token. Return the events."""
+        tally = sequence.tally
+        events: list[Event] = []
+        if logits is not None:
+            verdict = self._verify(sequence, NO_DRAFT, logits)
+            events += self._commit(sequence, NO_DRAFT, verdict, logits)
+            sequence.is_started = True
         tally.prompt_s += target_s
         tally.target_s += target_s
         now = self._clock()
         tally.wall_s += now - started
+        if not (sequence.is_started or sequence.is_finished):
+            events.append(self._reading(sequence))
         tally.start_s = tally.wall_s
         tally.n_start_tokens = len(sequence.tokens) - sequence.n_prompt
         if sequence.is_started and tally.first_token_s is None:
+            assert sequence.read_since_s is not None
             tally.first_token_s = now - sequence.read_since_s
         return events
 
-    def round(self, sequences: abc.Sequence[Sequence]) -> list[Event]:
-        """Run one round for all sequences that are started and not finished, and return the events.
+    def _reading(self, sequence: Sequence) -> ReadingEvent:
+        """Return how far a prompt has been read."""
+        n_read, n_all = self._target.length(sequence.slot.first), len(sequence.tokens)
+        token_s = sequence.tally.wall_s / max(1, n_read - sequence.n_cached)
+        n_read = min(n_read, sequence.n_prompt)
+        return ReadingEvent(
+            sequence.index, self.now_s, n_read, sequence.n_prompt, (n_all - n_read) * token_s
+        )
 
-        If a sequence's grammar allows no token, or its logits are not numbers, it ends with a
-        `failure`, and the others go on. Raises `BackendError` if the target cannot decode the round's
-        batch. The statistics do not count time outside this call, in a renderer for example.
+    def round(
+        self, sequences: abc.Sequence[Sequence], beside: ReadBeside | None = None
+    ) -> list[Event]:
+        """Run one round for all sequences that are started and not finished, and return the events. A
+        piece of the prompt of another sequence may be decoded in the same batch (`beside`): such rows cost
+        little. This may be done only where a row has the same logits in any batch.
+
+        If a sequence's grammar allows no token, or its logits are not numbers, it ends with a `failure`,
+        and the others go on. Raise `BackendError` if the target cannot decode the round's batch. The
+        statistics do not count time outside this call, in a renderer for example.
         """
         active = [sequence for sequence in sequences if not sequence.is_finished]
         if not active:
@@ -142,10 +198,25 @@ class Loop:
             pending = self._pending(sequence, n_room)
             n_pending.append(len(pending))
             pack(batch, self._target, sequence.slot, pending, drafted.draft)
-        logits, hidden = self._decode_round(batch, active)
+        n_own_rows, is_last = len(batch), False
+        if beside is not None:
+            events += self._begin_reading(beside.sequence, round_started)
+        if beside is not None and not beside.sequence.is_finished:
+            n_most = min(beside.n_rows(n_own_rows), self._target.n_batch - n_own_rows)
+            is_last = n_most > 0 and self._add_piece(batch, beside.sequence, n_most)
+        logits, hidden = self._decode_round(batch, active, beside, n_own_rows)
         target_s = self._target.decode_s - target_s
         # More rows than the batch has, if tokens were decoded again to restore a recurrent state.
         n_rows = self._target.n_decoded_rows - n_rows
+        if beside is not None and len(batch) > n_own_rows:
+            read_s = target_s * (1.0 - beside.share(n_own_rows, len(batch)))
+            target_s, n_rows = target_s - read_s, n_own_rows
+            round_started += read_s
+            last = logits[-1:] if is_last else None
+            try:
+                events += self._has_read(beside.sequence, last, read_s, self._clock() - read_s)
+            except BackendError as error:  # as below
+                beside.sequence.failure = error
 
         first_row = n_silent = 0
         for sequence, drafted, n_own in zip(active, drafting, n_pending, strict=True):
@@ -163,15 +234,9 @@ class Loop:
                 continue
             tally.n_rounds += 1
             events += self._commit(sequence, draft, verdict, rows, drafted.plan.reason)
-            if sequence.hidden is not None and hidden is not None:
-                # The rows of the text: those before the draft, and those of accepted nodes.
-                kept = verdict.path[: len(sequence.tokens) - n_tokens]
-                root = first_row - len(rows)
-                taken = [root, *(root + 1 + node for node in kept)]
-                if sequence.hidden.for_mtp:  # there are states of rows without logits, too
-                    root += n_silent
-                    taken = [*range(root + 1 - n_own, root), *(row + n_silent for row in taken)]
-                sequence.hidden.take_rows(hidden[taken], sequence.tokens, n_tokens + len(kept))
+            kept = verdict.path[: len(sequence.tokens) - n_tokens]
+            n_read = n_tokens + len(kept)
+            _keep_states(sequence, hidden, first_row - len(rows), n_silent, n_own, kept, n_read)
             result = RoundResult(
                 drafted.plan,
                 draft,
@@ -196,10 +261,11 @@ class Loop:
 
     def finish(self, sequence: Sequence, *, estimate_gain: bool) -> list[Event]:
         """Return the summary of a finished sequence. With `estimate_gain`, a sequence that had drafts
-        is compared with plain decoding, which may take a few more decodes."""
+        is compared with plain decoding, which may take a few more decodes. A short answer is not: the
+        decodes would take a part of its time, and their noise would decide."""
         sequence.policy.finish()
         token_s, how = None, ""
-        if estimate_gain and sequence.tally.n_drafted:
+        if estimate_gain and sequence.tally.n_drafted and sequence.n_answer >= _SHORTEST_COMPARED:
             token_s = sequence.tally.plain_token_s()
             n_plain = len(sequence.tally.target_s_by_rows[1])
             how = f"from the {n_plain} rounds of this answer that had no draft"
@@ -235,18 +301,17 @@ class Loop:
         piece = Piece(sequence.tokens[-1], text, "plain", "target")
         return [committed(sequence, self.now_s, [piece])]
 
-    def _read_piece(self, sequence: Sequence, n_most: int) -> Logits | None:
-        """Decode the next piece of the text that the cache does not hold yet: of the prompt, and of tokens
-        that the grammar forces after it. Return the logits after the last piece, float32[1, n_vocab];
-        None after the others."""
+    def _add_piece(self, batch: Batch, sequence: Sequence, n_most: int) -> bool:
+        """Add to a batch the next tokens of the text that the cache does not hold yet: of the prompt, and
+        tokens that the grammar forces after it. Return whether these are the last ones; their last row
+        then wants logits."""
         text, first = sequence.tokens, sequence.slot.first
         start = self._target.length(first)
-        batch = Batch()
         for offset, token in enumerate(text[start : start + n_most]):
             batch.add(token, start + offset, (first,), False)
-        batch.wants_logits[-1] = is_last = start + n_most >= len(text)
-        logits = self._decode_text(sequence, batch)
-        return logits if is_last else None
+        is_last = start + n_most >= len(text)
+        batch.wants_logits[-1] = is_last
+        return is_last
 
     def _decode_text(self, sequence: Sequence, batch: Batch) -> Logits:
         """Decode rows of a sequence's text, and keep their hidden states for MTP layers."""
@@ -258,16 +323,27 @@ class Loop:
         return logits
 
     def _decode_round(
-        self, batch: Batch, active: abc.Sequence[Sequence]
+        self,
+        batch: Batch,
+        active: abc.Sequence[Sequence],
+        beside: ReadBeside | None,
+        n_own_rows: int,
     ) -> tuple[Logits, Hidden | None]:
         """Decode a round's batch. Return the logits, float32[n_rows, n_vocab], and the hidden states,
-        float32[n_rows, n_embd], if a drafter needs these."""
-        wanted = [sequence.hidden for sequence in active if sequence.hidden is not None]
+        float32[n_rows, n_embd], if a drafter needs these. Behind the first `n_own_rows` rows are those of a
+        prompt."""
+        reader = beside.sequence if beside is not None and len(batch) > n_own_rows else None
+        sequences = active if reader is None else [*active, reader]
+        wanted = [sequence.hidden for sequence in sequences if sequence.hidden is not None]
         target = self._hidden_target
         if wanted and target is not None:
             for_mtp = wanted[0].for_mtp  # the same for all, as the same draft serves all
             if for_mtp or len(batch) <= target.n_outputs:
-                return target.decode_hidden(batch, for_mtp=for_mtp)
+                logits, hidden = target.decode_hidden(batch, for_mtp=for_mtp)
+                if for_mtp and reader is not None and reader.hidden is not None:
+                    n_read = batch.positions[-1] + 1
+                    reader.hidden.take_rows(hidden[n_own_rows:], reader.tokens, n_read)
+                return logits, hidden
         return self._target.decode(batch), None
 
     def _pending(self, sequence: Sequence, n_room: int) -> list[int]:
@@ -439,6 +515,27 @@ class Loop:
         return events
 
 
+def _keep_states(
+    sequence: Sequence,
+    hidden: Hidden | None,
+    root: int,
+    n_silent: int,
+    n_pending: int,
+    kept: abc.Sequence[int],
+    n_read: int,
+) -> None:
+    """Let a sequence keep the hidden states of its text: of its `n_pending` rows before the draft, the last
+    of which is row `root` of the rows with logits, and of the accepted nodes `kept`. Up to it the batch has
+    `n_silent` rows without logits. The target has read `n_read` tokens then."""
+    if sequence.hidden is None or hidden is None:
+        return
+    taken = [root, *(root + 1 + node for node in kept)]
+    if sequence.hidden.for_mtp:  # there are states of rows without logits, too
+        root += n_silent
+        taken = [*range(root + 1 - n_pending, root), *(row + n_silent for row in taken)]
+    sequence.hidden.take_rows(hidden[taken], sequence.tokens, n_read)
+
+
 @dataclass(slots=True)
 class _Drafted:
     """The drafting of one sequence in a round."""
@@ -455,7 +552,7 @@ class _Drafted:
     seconds: float = 0.0
 
     def take(self, draft: Draft, state: TextState) -> None:
-        """Take what was drafted, as far as the grammar allows it and it is worth verifying."""
+        """Keep the drafted nodes that the grammar allows and that are worth verifying."""
         self.proposed += (draft,)
         allowed = draft
         if not draft.is_drawn:  # sampled drafts obey the grammar already, and stay whole

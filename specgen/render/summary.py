@@ -8,7 +8,7 @@ from itertools import zip_longest
 from rich.console import Console
 from rich.text import Text
 
-from specgen.events import Event, FinishedEvent, PromptEvent
+from specgen.events import Event, FinishedEvent, PromptEvent, undrafted_text
 from specgen.render.base import Renderer, say
 from specgen.render.marks import FAINT, legend
 from specgen.render.text import can_encode, clean_line, counted
@@ -99,7 +99,7 @@ def summary_items(
         yield "drafts", Text("nothing was drafted")
     n_undrafted = sum(each.n_rounds for each in finished.undrafted)
     if draft != "none" and n_undrafted > _LITTLE * finished.n_rounds:
-        yield "reasons", Text(_undrafted(finished, n_undrafted))
+        yield "reasons", Text(undrafted_text(finished.undrafted, finished.n_rounds))
     if finished.wall_s > 0:
         yield "time", Text(", ".join(_time(finished)))
     if kernels not in (None, "llama.cpp"):  # those of our own: the others are what one expects
@@ -132,19 +132,14 @@ def _drafts(finished: FinishedEvent) -> Iterator[str]:
     yield f"{finished.n_accepted} of {counted(finished.n_drafted, 'token')} accepted"
 
 
-def _undrafted(finished: FinishedEvent, n_rounds: int) -> str:
-    """Return why rounds drafted nothing."""
-    reasons = "; ".join(f"{each.text} ({each.n_rounds})" for each in finished.undrafted)
-    return f"{n_rounds} of {counted(finished.n_rounds, 'round')} drafted nothing: {reasons}"
-
-
 def by_depth(finished: FinishedEvent, encoding: str = "utf-8") -> str:
     """Return the acceptance rate at each depth of the drafts, as bars and numbers."""
     return _shares(finished.accepted_by_depth, finished.drafted_by_depth, encoding)
 
 
 def by_rank(finished: FinishedEvent, encoding: str = "utf-8") -> str:
-    """Return the acceptance rates of first guesses for a place, of second guesses beside them, and so on."""
+    """Return the acceptance rates of first guesses for a position, of second guesses beside them, and so
+    on."""
     return _shares(finished.accepted_by_rank, finished.drafted_by_rank, encoding)
 
 
@@ -160,8 +155,9 @@ def _shares(n_accepted: Sequence[int], n_drafted: Sequence[int], encoding: str) 
 def _time(finished: FinishedEvent) -> Iterator[str]:
     yield _seconds(finished.wall_s)
     for name, part_s in (
+        ("prompt", finished.prompt_s),
         ("draft", finished.draft_s),
-        ("target", finished.target_s),
+        ("target", finished.target_s - finished.prompt_s),
         ("specgen", finished.loop_s),
     ):
         if part_s > 0:
@@ -172,9 +168,14 @@ def _time(finished: FinishedEvent) -> Iterator[str]:
 def _gain(finished: FinishedEvent, draft: str | None) -> Text:
     """Return how drafting compares with plain decoding, and advice if it is slower."""
     speedup = round(finished.estimated_speedup or 0.0, 2)
+    whole = finished.estimated_whole_speedup
     details = []
+    # Reading a long prompt takes the same time with drafts and without.
+    if whole is not None and abs(whole - speedup) > _NOISE:
+        details.append(f"{speedup:.2f} times after the first token")
+        speedup = round(whole, 2)
     if finished.plain_tokens_per_s is not None:
-        details.append(f"{_figure(finished.plain_tokens_per_s)} tokens/s")
+        details.append(f"{_figure(finished.plain_tokens_per_s)} tokens/s plain")
     if finished.estimate:
         details.append(f"estimated {finished.estimate}")
     about = f" ({', '.join(details)})" if details else ""

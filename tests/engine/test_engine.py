@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -90,6 +91,7 @@ def opened(
     drafter: str = "draft",
     sampler: SamplerOptions | None = None,
     tree: TreeShape | None = None,
+    n_batch: int = 512,
 ) -> Models:
     draft: DraftSource = "ngram" if drafter == "ngram" else models / f"{kind} {drafter}.gguf"
     drafting = DraftOptions(ngram_min=1, translate="auto")
@@ -99,7 +101,7 @@ def opened(
         sampler=sampler or SamplerOptions(),
         drafting=drafting if tree is None else replace(drafting, tree=tree),
         generation=GenerationOptions(max_tokens=N_TOKENS),
-        target_context=EXACT,
+        target_context=replace(EXACT, n_batch=n_batch),
         draft_context=EXACT,
     )
     return Models(options, clock)
@@ -495,7 +497,7 @@ def test_a_long_prompt_is_read_beside_the_others_rounds(
             engine.step()
             second = engine.insert(PROMPTS[1])
             between = 0
-            while not (second.events or second.is_done) or len(second.events) == 1:
+            while not any(isinstance(event, CommittedEvent) for event in second.events):
                 said = sum(isinstance(event, CommittedEvent) for event in first.events)
                 engine.step()
                 more = sum(isinstance(event, CommittedEvent) for event in first.events)
@@ -505,6 +507,68 @@ def test_a_long_prompt_is_read_beside_the_others_rounds(
             list(engine.run())
     assert between > 2, "the first answer went on while the second one's prompt was read"
     assert [first.text, second.text] == expected[:2]
+
+
+@pytest.mark.parametrize("knows_costs", [True, False])
+def test_a_running_answer_keeps_half_of_its_pace_while_a_prompt_is_read(
+    models: Path, costs: VirtualTime, knows_costs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt's rows are decoded in the batches of the answer's rounds."""
+    monkeypatch.setattr("specgen.llama.LlamaModel.has_equal_rows", True)
+    with opened(models, costs) as loaded:
+        drafting = loaded.options.drafting if knows_costs else DraftOptions(policy="fixed")
+        with Models(replace(loaded.options, drafting=drafting), costs, Memory()) as own:
+            expected = alone(own)
+            with Engine(own, n_parallel=2, n_ctx=N_CTX) as engine:
+                first = engine.insert(PROMPTS[0], draft=False)
+                for _ in range(4):
+                    engine.step()
+                second = engine.insert(PROMPTS[1])
+                n_read, times = [], []
+                while not any(isinstance(event, CommittedEvent) for event in second.events):
+                    times.append(costs())
+                    engine.step()
+                    n_read.append(
+                        engine.target.length(engine.slots.slots[1].branches(engine.target).first)
+                    )
+                list(engine.run())
+    assert [first.text, second.text] == expected[:2]
+    assert len(n_read) >= 3, "the prompt is read in pieces"
+    step_s = [after - before for before, after in itertools.pairwise(times)]
+    if knows_costs:
+        assert max(step_s) <= 2.01 * 0.1, "a round takes 0.1 s alone"
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(models: Path, costs: VirtualTime) -> None:
+    """Prompts are read by turns: the shortest, then the oldest. One that begins like another one waits for it
+    to be read as far as they are the same, and is then not read again."""
+    long = "0123456789 is not the cat " * 6
+    shorts = [f"{letter} cat" for letter in "abcd"]
+    with opened(models, costs, drafter="ngram", n_batch=8) as loaded:
+        expected = [text_of(loaded, prompt) for prompt in (long, *shorts, long + "house")]
+        with Engine(loaded, n_parallel=7, n_ctx=N_CTX) as engine:
+            first = engine.insert(long)
+            engine.step()
+            asked = [engine.insert(prompt) for prompt in (*shorts, long + "house")]
+            steps: dict[int, int] = {}
+            for step in range(1000):
+                if engine.is_idle:
+                    break
+                for event in engine.step():
+                    if isinstance(event, CommittedEvent):
+                        steps.setdefault(event.sequence, step)
+            alike = asked[-1]
+            assert [first.text, *(each.text for each in asked)] == expected
+    n_pieces = -(-len(first.prompt.tokens) // 8)
+    assert n_pieces > 12
+    for number, short in enumerate(asked[:-1]):
+        assert steps[short.index] <= 2 * number + 2, (
+            "a short prompt waits for one piece of the long one"
+        )
+    # The long one is read meanwhile, at least a token in each step.
+    assert n_pieces - 2 <= steps[first.index] <= len(first.prompt.tokens)
+    assert alike.finished is not None
+    assert alike.finished.n_cached_tokens >= len(first.prompt.tokens) - 40
 
 
 def test_a_prompt_that_is_being_read_can_be_cancelled(

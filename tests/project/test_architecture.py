@@ -83,7 +83,13 @@ def test_what_is_named_is_there(document: Path) -> None:
     markdown = document.read_text(encoding="utf-8")
     assert len(paths_of(markdown)) > 20
     assert stale_paths(markdown) == []
-    assert stale_links(markdown, document.parent) == []
+
+
+@pytest.mark.parametrize(
+    "document", sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))), ids=lambda path: path.name
+)
+def test_links_lead_somewhere(document: Path) -> None:
+    assert stale_links(document.read_text(encoding="utf-8"), document.parent) == []
 
 
 def test_what_is_not_there_is_found() -> None:
@@ -112,3 +118,10 @@ def test_the_targets_of_make_are_there() -> None:
     for document in DOCUMENTS:
         code = "\n".join(code_of(document.read_text(encoding="utf-8")))
         assert set(re.findall(r"^make ([a-z-]+)", code, re.MULTILINE)) <= targets, document
+
+
+def test_what_to_edit_is_found_at_a_glance() -> None:
+    markdown = ARCHITECTURE.read_text(encoding="utf-8")
+    table = re.search(r"^\| to change \|.*\n\| ---.*\n((?:\|.*\n)+)", markdown, re.MULTILINE)
+    assert table is not None, "there is no table of what to edit"
+    assert 10 <= len(table[1].splitlines()) <= 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -107,8 +107,8 @@ class SessionOpener:
     The first of `drafts` that fits the target and is expected to be faster on this machine replaces the
     draft of the options. `note` is called with the reason and, with `details`, with the measured costs. Only
     a draft that the user named can raise an error: in place of a draft that specgen chose, the next one is
-    used. Later sessions use the draft of the first one, without a note. `clock` returns seconds; `loading`
-    shows the progress.
+    used. Later sessions use the draft of the first one, without a note. With `drafts_later`, the caller loads
+    drafts itself. `clock` returns seconds; `loading` shows the progress.
     """
 
     def __init__(
@@ -118,12 +118,14 @@ class SessionOpener:
         clock: Callable[[], float],
         note: Callable[[str], None] = lambda _text: None,
         details: bool = False,
+        drafts_later: bool = False,
         loading: Loading = lambda _name: contextlib.nullcontext(lambda _what: None),
     ) -> None:
         self._drafts = list(drafts)
         self._clock = clock
         self._note = note
         self._details = details
+        self._drafts_later = drafts_later
         self._loading = loading
         self._memory = open_memory()
         self._noted: set[Path] = set()
@@ -134,8 +136,10 @@ class SessionOpener:
         return self._drafts[0].draft if self._drafts else None
 
     def open(self, options: SessionOptions) -> Models:
-        """Load the models. Raises `ModelFileError`, `MemoryLimitError` or `PairError`."""
+        """Load the models. Raise `ModelFileError`, `MemoryLimitError` or `PairError`."""
         from specgen.engine.loaded_models import Models
+        from specgen.llama import build
+        from specgen.models import human_bytes
 
         if self._drafts:
             options = replace(options, draft=self._drafts[0].draft)
@@ -161,6 +165,17 @@ class SessionOpener:
             for note in (*(taken.measured if self._details else ()), taken.note):
                 self._note(note)
         self._note_kernels(loaded)
+        if options.target not in self._noted:
+            self._noted.add(options.target)
+            drafts = self._drafts_later or options.draft != "none"
+            for note in without_effect(options, drafts=drafts, has_gpu=build().gpu_offload):
+                self._note(note)
+            draft, target = loaded.drafts.model, loaded.target
+            if draft is not None and draft.size_bytes > target.size_bytes:
+                self._note(
+                    f"the draft {draft.name} ({human_bytes(draft.size_bytes)}) is larger than the target "
+                    f"{target.name} ({human_bytes(target.size_bytes)}): are the two swapped?"
+                )
         return loaded
 
     def _note_kernels(self, loaded: Models) -> None:
@@ -173,6 +188,31 @@ class SessionOpener:
                 f"{model.name}: llama.cpp's own code computes this model, since specgen's kernels failed in a "
                 f"trial ({model.kernel_problem}); please report this (`specgen doctor -m` tries again)"
             )
+
+
+#: What only a drafter reads, by the name of its option.
+_OF_DRAFTERS = {
+    "max_tokens": "--draft-max",
+    "min_tokens": "--draft-min",
+    "p_min": "--draft-p-min",
+    "tree": "--tree",
+    "tree_depth": "--tree-depth",
+    "temperature": "--draft-temp",
+    "top_k": "--draft-top-k",
+}
+
+
+def without_effect(options: SessionOptions, *, drafts: bool, has_gpu: bool) -> Iterator[str]:
+    """Yield a line about each option that changes nothing; `drafts` says whether anything will draft."""
+    if not drafts:
+        plain = DraftOptions()
+        for field, name in _OF_DRAFTERS.items():
+            if getattr(options.drafting, field) != getattr(plain, field):
+                yield f"{name} has no effect: with `--draft none` nothing drafts"
+    for context, name in ((options.target_context, "-ngl"), (options.draft_context, "-ngld")):
+        if context.n_gpu_layers > 0 and not has_gpu:
+            layers = context.n_gpu_layers
+            yield f"{name} {layers} has no effect: this build of llama.cpp finds no GPU (`specgen doctor`)"
 
 
 def open_memory() -> Memory:
