@@ -16,7 +16,6 @@ from specgen.cli.inputs import STDIO
 from specgen.cli.model_loading import log_shown, use_kernels
 from specgen.cli.output import Output
 from specgen.errors import OutputError, UsageError
-from specgen.measure.bench.job import Job
 from specgen.measure.bench.plan import Plan, find_fields
 from specgen.measure.selection.session_opening import open_memory
 from specgen.options import Contexts, DraftOptions, GenerationOptions, PolicyName, SamplerOptions
@@ -163,6 +162,7 @@ def bench(
     token relative to plain decoding; answers whose text differs from plain
     decoding's; the speed-up of whole answers, prompts included.
     """
+    from specgen.measure.bench.job import Job
     from specgen.measure.bench.prompts import first_of_each, own_prompts, read_bench_prompts
 
     if against and machine.target.workers is not None:

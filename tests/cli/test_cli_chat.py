@@ -267,10 +267,10 @@ def test_an_answer_that_fails_is_told_and_the_conversation_goes_on(
     whole = chat("--session", "kept", lines="the cat\n").out
     decode, n_calls = Loop.round, iter(range(10_000))
 
-    def fail(loop: Loop, sequences: Sequence[Any]) -> object:
+    def fail(loop: Loop, sequences: Sequence[Any], *more: Any) -> object:
         if next(n_calls) == 3:
             raise BackendError("out of order")
-        return decode(loop, sequences)
+        return decode(loop, sequences, *more)
 
     monkeypatch.setattr(Loop, "round", fail)
     result = chat("--session", "fails", lines="the cat\n/regen\n")

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specgen.decoding.backend import Batch
-from specgen.decoding.loop import Loop
+from specgen.decoding.loop import Loop, ReadBeside
 from specgen.decoding.sequence import Sequence
 from specgen.engine.calibration.memory import Memory
 from specgen.engine.engine import Engine, generate
@@ -399,11 +399,16 @@ def break_round(engine: Engine) -> set[int]:
     def fail(_backend: LlamaBackend, _batch: Batch) -> None:
         raise BackendError("no room in the cache")
 
-    def broken(loop: Loop, sequences: abc.Sequence[Sequence]) -> list[Event]:
-        busy.update(sequence.index for sequence in sequences if not sequence.is_finished)
+    def broken(
+        loop: Loop, sequences: abc.Sequence[Sequence], beside: ReadBeside | None
+    ) -> list[Event]:
+        # A prompt that is read in the batch of the round fails with it.
+        read = [] if beside is None else [beside.sequence]
+        is_run = any(not sequence.is_finished for sequence in sequences)
+        busy.update(each.index for each in (*sequences, *read) if is_run and not each.is_finished)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(engine.target), "decode", fail)
-            return whole(loop, sequences)
+            return whole(loop, sequences, beside)
 
     has_failed = False
     with pytest.MonkeyPatch.context() as patch:
