@@ -143,10 +143,14 @@ def greedy_tokens(target: Backend, tokens: Sequence[int], start: int) -> Iterato
         done = end
 
 
-def can_pay(target: CostTable, draft: CostTable, n_max: int) -> bool:
+def can_pay(target: CostTable, draft: CostTable, n_max: int, *, is_parallel: bool = False) -> bool:
     """Whether a draft model that is always right would save time by the measured costs; False if
-    they are not known."""
+    they are not known. If it `is_parallel`, it drafts n tokens in one decode of n rows."""
     if not target or not draft:
         return False
     plain_s, token_s = target.seconds(1), draft.seconds(1)
-    return any(target.seconds(n + 1) + n * token_s < (n + 1) * plain_s for n in range(1, n_max + 1))
+    return any(
+        target.seconds(n + 1) + (draft.seconds(n) if is_parallel else n * token_s)
+        < (n + 1) * plain_s
+        for n in range(1, n_max + 1)
+    )

@@ -111,7 +111,10 @@ def _sample_agreement(
     drafting = models.options.drafting
     if path is None or is_known or not drafting.is_by_cost:
         return False
-    if not can_pay(models.costs.table(), models.costs.table(path), drafting.n_max):
+    main = models.drafts.main
+    is_parallel = main is not None and main.mask is not None
+    own, drafts = models.costs.table(), models.costs.table(path)
+    if not can_pay(own, drafts, drafting.n_max, is_parallel=is_parallel):
         return False
     tokens = tokenize(models.target.vocabulary, TEXT, parse_special=False)[:N_TOKENS]
     walk = agreement_walk(models, Prompt(TEXT, tuple(tokens[:1])), draft)

@@ -13,6 +13,7 @@ from specgen.decoding.drafters.combined import Drafters
 from specgen.decoding.drafters.heads import HeadsDrafter
 from specgen.decoding.drafters.model import ModelDrafter
 from specgen.decoding.drafters.ngram import SuffixDrafter
+from specgen.decoding.drafters.parallel import ParallelDrafter
 from specgen.decoding.drafters.staged import Guesses
 from specgen.decoding.drafters.translated import TranslatedDrafter
 from specgen.decoding.drafters.tree import TreeModelDrafter
@@ -25,6 +26,7 @@ __all__ = [
     "Guesses",
     "HeadsDrafter",
     "ModelDrafter",
+    "ParallelDrafter",
     "PromptHeadSkipper",
     "SuffixDrafter",
     "TranslatedDrafter",

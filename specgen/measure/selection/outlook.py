@@ -26,6 +26,8 @@ ACCEPTANCE = 0.7
 #: prompt, and for prompts that suit it less.
 WORTH = 1.1
 
+#: A parallel draft decodes all its tokens at once: a token counts as its share of so many.
+_N_PARALLEL = 4
 #: Cells of the contexts in which costs are measured, or the target's training context if that is less.
 _N_CTX = 256
 
@@ -106,7 +108,11 @@ def known_costs(loaded: Models, draft: Path) -> Costs | None:
         return None
     known = loaded.costs.table().known
     sizes = {n: seconds for n, seconds in known.items() if n <= loaded.n_rows_max}
-    return Costs(sizes, loaded.costs.table(draft).seconds(1)) if len(sizes) > 1 else None
+    table, main = loaded.costs.table(draft), loaded.drafts.main
+    token_s = table.seconds(1)
+    if main is not None and main.mask is not None:
+        token_s = table.seconds(_N_PARALLEL) / _N_PARALLEL
+    return Costs(sizes, token_s) if len(sizes) > 1 else None
 
 
 def measure_costs(loaded: Models, draft: Path) -> Costs | None:

@@ -53,6 +53,10 @@ class Learner:
         #: The sentence about a lesson's result, until the draft is reloaded.
         self._news: str | None = None
         self._is_on = loaded.options.learning is not None and loaded.drafts.weights is not None
+        main = loaded.drafts.main
+        if self._is_on and main is not None and main.mask is not None:
+            self._is_on = False
+            tell(f"answers are kept, and not learnt from: {main.model.name} is a parallel draft")
         if self._is_on:
             #: The learnt weights that the draft was loaded with.
             self._in_use = learnt_weights(self._folder, self._draft)
