@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         FinishedEvent,
         NoticeEvent,
         PromptEvent,
+        ReadingEvent,
         VerifiedEvent,
     )
     from specgen.options import (
@@ -56,7 +57,8 @@ _MODULES = {
     "specgen.engine.request": "Request",
     "specgen.errors": "BackendError FetchError MemoryLimitError ModelFileError PairError PromptError "
     "SpecgenError UnknownModelError UsageError",
-    "specgen.events": "CommittedEvent DraftedEvent FinishedEvent NoticeEvent PromptEvent VerifiedEvent",
+    "specgen.events": "CommittedEvent DraftedEvent FinishedEvent NoticeEvent PromptEvent ReadingEvent "
+    "VerifiedEvent",
     "specgen.options": "ContextOptions DraftOptions GenerationOptions SamplerOptions SessionOptions "
     "TreeShape",
 }
@@ -83,6 +85,7 @@ __all__ = [
     "Prompt",
     "PromptError",
     "PromptEvent",
+    "ReadingEvent",
     "Request",
     "SamplerOptions",
     "SessionOptions",

@@ -67,6 +67,21 @@ class PromptEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadingEvent:
+    """A piece of a long prompt was read, and others follow."""
+
+    event: ClassVar[str] = "reading"
+
+    sequence: int
+    time_s: float
+    #: Tokens of the prompt that the target has read, those from an answer before among them.
+    n_read: int
+    n_prompt_tokens: int
+    #: Estimated seconds until the whole prompt is read.
+    left_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class DraftNode:
     """One token of a draft tree."""
 
@@ -245,10 +260,12 @@ class FinishedEvent:
     loop_s: float
     #: Sum of the three.
     wall_s: float
-    #: Estimated tokens per second of plain decoding, the gain over it, and how it was
-    #: estimated; null when it was not.
+    #: Estimated tokens per second of plain decoding, the gain over it after the first token and for the
+    #: whole answer (reading the prompt included), and how it was estimated. Null when it was not: answers
+    #: of fewer than 30 tokens say too little.
     plain_tokens_per_s: float | None = None
     estimated_speedup: float | None = None
+    estimated_whole_speedup: float | None = None
     estimate: str | None = None
     #: Tokens of the answer that the grammar forced, without a model's part.
     n_forced: int = 0
@@ -263,11 +280,18 @@ class FinishedEvent:
 
 
 Event: TypeAlias = (
-    PromptEvent | DraftedEvent | VerifiedEvent | CommittedEvent | NoticeEvent | FinishedEvent
+    PromptEvent
+    | ReadingEvent
+    | DraftedEvent
+    | VerifiedEvent
+    | CommittedEvent
+    | NoticeEvent
+    | FinishedEvent
 )
 
 EVENT_TYPES: tuple[type[Event], ...] = (
     PromptEvent,
+    ReadingEvent,
     DraftedEvent,
     VerifiedEvent,
     CommittedEvent,
@@ -292,6 +316,7 @@ __all__ = [
     "NoticeEvent",
     "Piece",
     "PromptEvent",
+    "ReadingEvent",
     "ReasonCount",
     "RejectedBranch",
     "TokenKind",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import os
@@ -125,6 +126,8 @@ def _own_directories(_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(name, str(home / name.lower()))
     for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "CMAKE_ARGS"):
         monkeypatch.delenv(name, raising=False)
+    # Nothing is piped into the commands.
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
     # Drafts of a fixed length can be counted: what costs decide depends on the machine.
     monkeypatch.setenv("SPECGEN_POLICY", "fixed")
     # Nor does it depend on the machine what is said of copies.

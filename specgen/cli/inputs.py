@@ -3,44 +3,79 @@
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 from specgen.errors import PromptError, UsageError
 
 #: As a file's name: standard input or output.
 STDIO = Path("-")
+#: How long standard input may take to end until a note says that it is awaited.
+_PATIENCE_S = 2.0
 
 
 def read_prompt(
     argument: str | None,
     option: str | None,
-    file: Path | None,
-    stdin: BinaryIO | None = None,
+    files: Sequence[Path],
+    note: Callable[[str], None],
 ) -> str:
-    """Return the prompt from the source that was given; without one, from standard input if it is piped.
+    """Return the prompt: the files in their order, then standard input if something is piped in, then the
+    question (`argument` or `option`). A blank line separates them, and `note` is told what was joined.
 
-    Raises `UsageError` if there is none or more than one, `PromptError` if it cannot be read, is not UTF-8,
-    or is empty.
+    A file or a question that is `-` is standard input, read at that place. Raises `UsageError` if nothing or
+    two questions are given, `PromptError` if a text cannot be read, is not UTF-8, or if all are empty.
     """
-    sources = {"PROMPT": argument, "--prompt": option, "--file": file}
-    given = [name for name, value in sources.items() if value is not None]
-    if len(given) > 1:
-        raise UsageError(f"the prompt is given twice: {' and '.join(given)}", hint="give it once")
-    if file is not None:
-        prompt = _without_newline(decoded(read_bytes(file), str(file)))
-    elif argument == "-" or option == "-" or (not given and not _is_terminal(stdin)):
-        prompt = _without_newline(decoded((stdin or sys.stdin.buffer).read(), "standard input"))
-    elif argument is not None or option is not None:
-        prompt = _check_argument(argument if argument is not None else option or "")
-    else:
+    if argument is not None and option is not None:
+        raise UsageError("the prompt is given twice: PROMPT and --prompt", hint="give it once")
+    question = argument if argument is not None else option
+    sources: list[Path | str] = [*files] if question is None else [*files, question]
+    explicit = sources.count(STDIO) + (question == "-")
+    if explicit > 1:
+        raise UsageError("standard input is given twice as the prompt", hint="give - once")
+    if not explicit and not _is_terminal():
+        sources.insert(len(files), STDIO)
+    if not sources:
         raise UsageError(
             "no prompt is given",
             hint='give one, as in `specgen run "Why is the sky blue?"`, or pipe it in',
         )
-    if not prompt:
+    texts = {}
+    for number, source in enumerate(sources):
+        if isinstance(source, str) and source != "-":
+            texts[number] = "the question", _check_argument(source)
+        elif source in (STDIO, "-"):
+            texts[number] = "standard input", _without_newline(_piped_text(note))
+        else:
+            texts[number] = (
+                str(source),
+                _without_newline(decoded(read_bytes(Path(source)), str(source))),
+            )
+    given = [(name, text) for name, text in texts.values() if text]
+    if not given:
         raise PromptError("the prompt is empty", hint="give some text")
-    return prompt
+    if len(given) > 1:
+        note(f"the prompt is {', then '.join(name for name, _text in given)}")
+    return "\n\n".join(text for _name, text in given)
+
+
+def _piped_text(note: Callable[[str], None]) -> str:
+    """Return standard input as text. Tell the user if it does not end: then a program that started this one
+    may have left it open."""
+    patience = threading.Timer(
+        _PATIENCE_S,
+        note,
+        [
+            "waiting for the end of standard input, which is part of the prompt (`< /dev/null` gives none)"
+        ],
+    )
+    patience.daemon = True
+    patience.start()
+    try:
+        return decoded(read_bytes(STDIO), "standard input")
+    finally:
+        patience.cancel()
 
 
 def read_bytes(path: Path) -> bytes:
@@ -48,7 +83,8 @@ def read_bytes(path: Path) -> bytes:
     try:
         return sys.stdin.buffer.read() if path == STDIO else path.read_bytes()
     except OSError as error:
-        raise PromptError(f"{path}: cannot be read: {error.strerror}") from error
+        name = "standard input" if path == STDIO else path
+        raise PromptError(f"{name}: cannot be read: {error.strerror or error}") from error
 
 
 def decoded(data: bytes, name: str) -> str:
@@ -68,10 +104,8 @@ def decoded_with_mark(data: bytes, name: str) -> str:
         ) from None
 
 
-def _is_terminal(stdin: BinaryIO | None) -> bool:
+def _is_terminal() -> bool:
     """Return whether standard input is a terminal; a closed one counts, since nothing is piped in."""
-    if stdin is not None:
-        return stdin.isatty()
     return sys.stdin is None or sys.stdin.closed or sys.stdin.isatty()
 
 

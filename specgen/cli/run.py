@@ -18,13 +18,18 @@ from specgen.cli.output import Output, show_answer
         option=Option(
             "--prompt", "-p", metavar="TEXT", help="The prompt, as an option as in llama.cpp."
         ),
-        file=Option(
-            "--file", "-f", help="Read the prompt from a file; a newline at its end is dropped."
+        files=Option(
+            "--file",
+            "-f",
+            help="Read the prompt from a file, or what stands before it; may be given several times. "
+            "A newline at its end is dropped.",
         ),
     ),
     setup=flags.setup,
     argument=Argument(
-        metavar="PROMPT", help="The prompt; - reads it from standard input.", show_default=False
+        metavar="PROMPT",
+        help="The prompt, behind what the files and standard input have; - is standard input.",
+        show_default=False,
     ),
     template=flags.template,
     output=flags.output,
@@ -33,7 +38,7 @@ def run(
     *,
     argument: str | None = None,
     option: str | None = None,
-    file: Path | None = None,
+    files: list[Path] | None = None,
     template: flags.Template,
     setup: Setup,
     output: Output,
@@ -44,7 +49,7 @@ def run(
     colours show which tokens were drafted and accepted, and which the target chose itself.
     """
     output.check(setup.answer)
-    text = read_prompt(argument, option, file)
+    text = read_prompt(argument, option, files or (), output.note)
     with setup.opened(output) as loaded:
         prompt = loaded.prompts.of_text(text, chat=template.chat, system=template.system)
         return show_answer(loaded, prompt, output)

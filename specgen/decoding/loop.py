@@ -33,11 +33,21 @@ from specgen.decoding.text_state import TextState
 from specgen.decoding.tree_batch import keep_path, pack
 from specgen.decoding.verifiers import Verdict
 from specgen.errors import BackendError, SpecgenError
-from specgen.events import DraftedEvent, Event, NoticeEvent, Piece, TokenKind, VerifiedEvent
+from specgen.events import (
+    DraftedEvent,
+    Event,
+    NoticeEvent,
+    Piece,
+    ReadingEvent,
+    TokenKind,
+    VerifiedEvent,
+)
 from specgen.system.arrays import Hidden, Logits
 
 #: Single-token decodes timed by `plain_token_s`.
 _N_PROBES = 3
+#: Tokens of the shortest answer that is compared with plain decoding.
+_SHORTEST_COMPARED = 30
 #: The most committed tokens that are decoded in a round's batch; if there are more, they are decoded before.
 _MAX_PENDING = 16
 
@@ -112,11 +122,22 @@ class Loop:
         tally.target_s += target_s
         now = self._clock()
         tally.wall_s += now - started
+        if not (sequence.is_started or sequence.is_finished):
+            events.append(self._reading(sequence))
         tally.start_s = tally.wall_s
         tally.n_start_tokens = len(sequence.tokens) - sequence.n_prompt
         if sequence.is_started and tally.first_token_s is None:
             tally.first_token_s = now - sequence.read_since_s
         return events
+
+    def _reading(self, sequence: Sequence) -> ReadingEvent:
+        """Return how far a prompt has been read."""
+        n_read, n_all = self._target.length(sequence.slot.first), len(sequence.tokens)
+        token_s = sequence.tally.wall_s / max(1, n_read - sequence.n_cached)
+        n_read = min(n_read, sequence.n_prompt)
+        return ReadingEvent(
+            sequence.index, self.now_s, n_read, sequence.n_prompt, (n_all - n_read) * token_s
+        )
 
     def round(self, sequences: abc.Sequence[Sequence]) -> list[Event]:
         """Run one round for all sequences that are started and not finished, and return the events.
@@ -188,10 +209,11 @@ class Loop:
 
     def finish(self, sequence: Sequence, *, estimate_gain: bool) -> list[Event]:
         """Return the summary of a finished sequence. With `estimate_gain`, a sequence that had drafts
-        is compared with plain decoding, which may take a few more decodes."""
+        is compared with plain decoding, which may take a few more decodes. A short answer is not: the
+        decodes would take a part of its time, and their noise would decide."""
         sequence.policy.finish()
         token_s, how = None, ""
-        if estimate_gain and sequence.tally.n_drafted:
+        if estimate_gain and sequence.tally.n_drafted and sequence.n_answer >= _SHORTEST_COMPARED:
             token_s = sequence.tally.plain_token_s()
             n_plain = len(sequence.tally.target_s_by_rows[1])
             how = f"from the {n_plain} rounds of this answer that had no draft"

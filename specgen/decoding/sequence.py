@@ -199,5 +199,8 @@ class Sequence:
             undrafted=tuple(sorted(tally.undrafted.values(), key=lambda each: -each.n_rounds)),
             plain_tokens_per_s=plain_tokens_per_s,
             estimated_speedup=speedup,
+            estimated_whole_speedup=tally.whole_speedup(
+                len(self.tokens) - self.n_prompt, plain_token_s
+            ),
             estimate=how if plain_tokens_per_s else None,
         )

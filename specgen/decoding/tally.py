@@ -88,6 +88,13 @@ class Tally:
             return None
         return (n_tokens - self.n_start_tokens) / (self.wall_s - self.start_s)
 
+    def whole_speedup(self, n_tokens: int, plain_token_s: float | None) -> float | None:
+        """Speed-up of the whole answer, reading the prompt included, if a token takes `plain_token_s`
+        without a draft. Plain decoding reads the prompt with the target alone."""
+        if plain_token_s is None or not self.wall_s or n_tokens <= self.n_start_tokens:
+            return None
+        return (self.prompt_s + (n_tokens - self.n_start_tokens) * plain_token_s) / self.wall_s
+
     def plain_token_s(self) -> float | None:
         """Median time of the target's single-row decodes; None if there were too few."""
         samples = self.target_s_by_rows.get(1, [])

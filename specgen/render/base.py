@@ -14,11 +14,15 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from specgen.errors import OutputError
-from specgen.events import Event, NoticeEvent
+from specgen.events import Event, NoticeEvent, ReadingEvent
 from specgen.render.text import clean, clean_line
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+#: Seconds between two lines of a log about the same prompt.
+_READING_S = 5.0
 
 
 class Renderer(ABC):
@@ -112,6 +116,25 @@ class Notes:
         if self._verbose:
             for line in clean(event.detail, encoding).splitlines():
                 say(self._console, Text(f"  {line}"))
+
+
+class ReadingNotes(Renderer):
+    """Prints how far a long prompt has been read: a line every few seconds, for logs."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._said_s = 0.0
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, ReadingEvent) and event.time_s - self._said_s >= _READING_S:
+            self._said_s = event.time_s
+            say(self._console, Text(reading(event)))
+
+
+def reading(event: ReadingEvent) -> str:
+    """Return how far a prompt has been read, in words."""
+    share = event.n_read / event.n_prompt_tokens
+    return f"reading the prompt: {share:.0%} of {event.n_prompt_tokens} tokens, {event.left_s:.0f} s left"
 
 
 def say(console: Console, what: RenderableType) -> None:

@@ -14,10 +14,11 @@ from specgen.events import (
     FinishedEvent,
     NoticeEvent,
     PromptEvent,
+    ReadingEvent,
     VerifiedEvent,
 )
 from specgen.options import Show
-from specgen.render.base import Notes, Renderer, output_errors
+from specgen.render.base import Notes, Renderer, output_errors, reading
 from specgen.render.marks import LEGEND, Round, RoundReader, Run, coded, pens
 from specgen.render.rows import Cell, Flow, Row, append_cells, row_codes, wrap
 from specgen.render.text import can_encode, clean_line
@@ -265,6 +266,7 @@ class _Status:
 
     def __init__(self) -> None:
         self._n_prompt_tokens = 0
+        self._reading: ReadingEvent | None = None
         self._has_draft = True
         self._first: CommittedEvent | None = None
         self._last: CommittedEvent | None = None
@@ -275,6 +277,8 @@ class _Status:
         if isinstance(event, PromptEvent):
             self._n_prompt_tokens = event.n_prompt_tokens
             self._has_draft = event.draft != "none"
+        elif isinstance(event, ReadingEvent):
+            self._reading = event
         elif isinstance(event, DraftedEvent):
             self._n_drafted += len(event.nodes)
         elif isinstance(event, VerifiedEvent):
@@ -286,11 +290,10 @@ class _Status:
     def choices(self) -> list[_Choice]:
         """Return the possible status lines, from the fullest to the shortest."""
         if self._first is None or self._last is None:
-            n = self._n_prompt_tokens
-            return [
-                _Choice(legend=False, text=text)
-                for text in (f"reading {n} prompt tokens", "reading", "")
-            ]
+            texts = [f"reading {self._n_prompt_tokens} prompt tokens", "reading", ""]
+            if self._reading is not None:
+                texts.insert(0, reading(self._reading))
+            return [_Choice(legend=False, text=text) for text in texts]
         count = self._last.n_tokens
         figures = [f"{count} tokens"]
         seconds = self._last.time_s - self._first.time_s

@@ -8,7 +8,7 @@ from typing import BinaryIO, TextIO
 from rich.console import Console
 
 from specgen.options import Show
-from specgen.render.base import Notes, Renderer, Tee
+from specgen.render.base import Notes, ReadingNotes, Renderer, Tee
 from specgen.render.live import LiveRenderer
 from specgen.render.marks import pens
 from specgen.render.streams import (
@@ -80,6 +80,8 @@ def make_renderer(
         notes = None if quiet else Notes(error_console, verbose=verbose)
         console = make_console(stdout, environ)
         answer, coloured = _answer_renderer(stdout, console, environ, show, notes, folds=folds)
+        if not quiet and not isinstance(answer, LiveRenderer):  # which has a status line for it
+            answer = Tee((ReadingNotes(error_console), answer))
     if not stats:
         return answer
     show_legend = coloured and error_console.is_terminal

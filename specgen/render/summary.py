@@ -160,8 +160,9 @@ def _shares(n_accepted: Sequence[int], n_drafted: Sequence[int], encoding: str) 
 def _time(finished: FinishedEvent) -> Iterator[str]:
     yield _seconds(finished.wall_s)
     for name, part_s in (
+        ("prompt", finished.prompt_s),
         ("draft", finished.draft_s),
-        ("target", finished.target_s),
+        ("target", finished.target_s - finished.prompt_s),
         ("specgen", finished.loop_s),
     ):
         if part_s > 0:
@@ -172,9 +173,14 @@ def _time(finished: FinishedEvent) -> Iterator[str]:
 def _gain(finished: FinishedEvent, draft: str | None) -> Text:
     """Return how drafting compares with plain decoding, and advice if it is slower."""
     speedup = round(finished.estimated_speedup or 0.0, 2)
+    whole = finished.estimated_whole_speedup
     details = []
+    # Reading a long prompt takes the same time with drafts and without.
+    if whole is not None and abs(whole - speedup) > _NOISE:
+        details.append(f"{speedup:.2f} times after the first token")
+        speedup = round(whole, 2)
     if finished.plain_tokens_per_s is not None:
-        details.append(f"{_figure(finished.plain_tokens_per_s)} tokens/s")
+        details.append(f"{_figure(finished.plain_tokens_per_s)} tokens/s plain")
     if finished.estimate:
         details.append(f"estimated {finished.estimate}")
     about = f" ({', '.join(details)})" if details else ""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specgen.llama import LlamaBackend
+from specgen.llama import LlamaBackend, build
 from specgen.models import cache_folder, memory_file
+from specgen.testing.tiny import TinyConfig, write_tiny_model
 from tests.helpers.cli import Cli, Result, complaint, events_of
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
@@ -193,3 +195,32 @@ def test_wrong_drafts_of_drafts_are_refused(
     arguments = [part for name in names for part in ("--draft", name)]
     result = cli("-m", cli.model("target"), *arguments, PROMPT)
     assert message in complaint(result, code)
+
+
+# --- options that change nothing
+
+
+def test_an_option_without_effect_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def notes(*arguments: str, draft: str) -> list[str]:
+        result = cli.run(PROMPT, "-n", "3", *arguments, draft=draft)
+        assert result.code == 0, result.err
+        lines = [line for line in result.err.splitlines() if line.startswith("note: ")]
+        return [line for line in lines if "no effect" in line or "swapped" in line]
+
+    tree = ("--tree", "3,2", "--draft-p-min", "0.1")
+    assert [line.split()[1] for line in notes(*tree, draft="none")] == ["--draft-p-min", "--tree"]
+    assert notes(*tree, draft="draft") == notes(draft="none") == []
+    built = dataclasses.replace(build(), gpu_offload=False)
+    monkeypatch.setattr("specgen.llama.build", lambda: built)
+    assert [line.split()[1] for line in notes("-ngl", "9", draft="draft")] == ["-ngl"]
+    monkeypatch.setattr("specgen.llama.build", lambda: dataclasses.replace(built, gpu_offload=True))
+    assert notes("-ngl", "9", draft="draft") == []
+
+
+def test_a_draft_that_is_larger_than_its_target_is_named(cli: Cli, tmp_path: Path) -> None:
+    small = str(write_tiny_model(tmp_path / "small.gguf", TinyConfig(n_layer=1)))
+    large = cli.model("target")
+    for target, draft, is_swapped in ((small, large, True), (large, small, False)):
+        result = cli("-m", target, "-md", draft, "-t", "1", "-n", "3", PROMPT)
+        assert result.code == 0, result.err
+        assert ("are the two swapped?" in result.err) == is_swapped

@@ -10,7 +10,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -403,6 +404,57 @@ def test_values_that_are_no_numbers_exit_with_2(cli: Cli, option: str, value: st
         assert option in complaint(cli.run(PROMPT, option, value), 2)
 
 
+def test_files_standard_input_and_the_question_are_joined(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("first\n")
+    (tmp_path / "b").write_text("\n")
+    (tmp_path / "c").write_text("second")
+    given = [option for name in "abc" for option in ("-f", str(tmp_path / name))]
+    model = ("-m", cli.model("target"), "-md", "none", "-t", "1", "-n", "20", "--raw")
+    joined = cli(*model, *given, "why?", stdin=b"third\r\n")
+    alone = cli(*model, "first\n\nsecond\n\nthird\n\nwhy?")
+    assert (joined.code, joined.out) == (0, alone.out)
+    names = f"{tmp_path / 'a'}, then {tmp_path / 'c'}, then standard input, then the question"
+    assert f"note: the prompt is {names}\n" in joined.err
+    # `-` says where standard input stands; an empty one is left out, and then nothing is joined.
+    placed = cli(*model, "-f", "-", *given[:2], "-p", "why?", stdin=b"third")
+    assert placed.out == cli(*model, "third\n\nfirst\n\nwhy?").out
+    lonely = cli(*model, "why?", stdin=b"")
+    assert lonely.out == cli(*model, "why?").out
+    assert "the prompt is" not in lonely.err
+    assert "note" not in cli(*model, "--quiet", "why?", stdin=b"third").err
+
+
+def test_standard_input_that_does_not_end_is_said_to_be_awaited(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = threading.Event()
+
+    class Timer:
+        """Has no patience at all."""
+
+        daemon = False
+
+        def __init__(
+            self, seconds: float, tell: Callable[[str], None], arguments: list[str]
+        ) -> None:
+            assert 1 < seconds < 10
+            self._tell, self._arguments = tell, arguments
+
+        def start(self) -> None:
+            self._tell(*self._arguments)
+            noted.set()
+
+        def cancel(self) -> None:
+            pass
+
+    monkeypatch.setattr(threading, "Timer", Timer)
+    model = ("-m", cli.model("target"), "-md", "none", "-t", "1", "-n", "5", "--raw")
+    result = cli(*model, "-", stdin=b"why?")
+    assert result.code == 0
+    assert "waiting for the end of standard input" in result.err
+    assert noted.is_set()
+
+
 # --- bad input
 
 
@@ -450,6 +502,7 @@ def test_bad_prompts_exit_with_3(cli: Cli, tmp_path: Path) -> None:
     broken = cli("-m", cli.model("broken template"), "-md", "ngram", "-t", "1", PROMPT)
     assert "users only" in complaint(broken, 3)
     assert "no prompt" in complaint(cli(*model), 2)
+    assert "given twice" in complaint(cli(*model, "-f", "-", "-", stdin=b"a"), 2)
 
 
 @pytest.mark.parametrize(
@@ -593,8 +646,8 @@ def test_bytes_that_are_not_utf_8_are_refused_by_every_option(tiny_models: Path)
         assert ends[option][0] == "2"
         assert option in ends[option][1]
         assert "not UTF-8 at character 0" in ends[option][1]
-    assert {option for option, (code, _) in ends.items() if code != "2"} == {"--target"}
-    assert ends["--target"][0] == "6"
+    others = {option: code for option, (code, _) in ends.items() if code != "2"}
+    assert others == {"--target": "6", "--file": "3"}  # file names may have any bytes
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs file names of any bytes")

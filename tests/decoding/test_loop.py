@@ -20,6 +20,7 @@ from specgen.events import (
     Event,
     FinishedEvent,
     NoticeEvent,
+    ReadingEvent,
     VerifiedEvent,
 )
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
@@ -159,6 +160,22 @@ def test_long_prompts_are_decoded_in_batches(n_batch: int) -> None:
     fast, _ = Setup(prompt=prompt, n_batch=n_batch, drafter=slow).run()
     assert fast.tokens == plain.tokens
     assert backend.n_decodes >= -(-len(prompt) // n_batch)
+
+
+@pytest.mark.parametrize("n_batch", [1, 7, 40, 41, 64])
+def test_reading_a_prompt_in_pieces_tells_how_far_it_is(n_batch: int) -> None:
+    prompt = [i * i % N_VOCAB for i in range(41)]
+    _, events = Setup(prompt=prompt, n_batch=n_batch).run()
+    told = [event for event in events if isinstance(event, ReadingEvent)]
+    assert [event.n_read for event in told] == list(range(n_batch, 41, n_batch))
+    assert all(event.n_prompt_tokens == 41 for event in told)
+    # Each piece takes the same time, so the estimate is proportional to what is left.
+    spent_s = [event.left_s / (41 - event.n_read) * event.n_read for event in told]
+    assert spent_s == pytest.approx(
+        [spent_s[0] * (i + 1) for i in range(len(told))] if told else []
+    )
+    first = next(i for i, event in enumerate(events) if isinstance(event, CommittedEvent))
+    assert all(events.index(event) < first for event in told)
 
 
 @pytest.mark.parametrize("n_draft", [1, 3, 8])

@@ -113,6 +113,15 @@ def test_greedy_text_equals_plain_text(models: Path, draft: str, n_draft: int) -
         assert fast.estimate is not None
 
 
+def test_a_short_answer_is_not_compared_with_plain_decoding(models: Path) -> None:
+    for max_tokens in (29, 30):
+        fast = finished(run(options(models, draft="perfect", n_draft=4, max_tokens=max_tokens)))
+        assert fast.n_accepted > 0
+        known = (fast.plain_tokens_per_s, fast.estimated_speedup, fast.estimated_whole_speedup)
+        assert all(value is not None for value in known) == (fast.n_tokens >= 30)
+        assert (fast.estimate is None) == (fast.n_tokens < 30)
+
+
 @pytest.mark.parametrize("position", range(1, 40, 3))
 @pytest.mark.parametrize("draft", ["good", "ngram"])
 def test_every_stop_position_is_exact(models: Path, draft: str, position: int) -> None:

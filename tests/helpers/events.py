@@ -15,6 +15,7 @@ from specgen.events import (
     NoticeEvent,
     Piece,
     PromptEvent,
+    ReadingEvent,
     ReasonCount,
     RejectedBranch,
     TokenKind,
@@ -64,6 +65,11 @@ class Script:
             grammar=None,
         )
         return self._add(event)
+
+    def reading(self, n_read: int, time_s: float, left_s: float) -> Script:
+        """A piece of the prompt was read."""
+        n_tokens = next(e.n_prompt_tokens for e in self.events if isinstance(e, PromptEvent))
+        return self._add(ReadingEvent(0, time_s, n_read, n_tokens, left_s))
 
     def plain(self, text: str) -> Script:
         """A round without a draft."""

@@ -306,7 +306,7 @@ def test_a_library_that_was_built_lies_in_the_package_and_passes_its_test() -> N
     path = choice.library_path()
     if path is None:
         pytest.skip("the kernels were not built")
-    assert path == ROOT / "specgen" / "kernels" / "libspecgen-kernels.so"
+    assert path == ROOT / "specgen" / "llama" / "libspecgen-kernels.so"
     result = run_test(path)
     assert result.outcome in ("passed", "refused"), result
     assert bool(result.instructions) == (result.outcome == "passed")

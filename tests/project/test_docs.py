@@ -32,6 +32,7 @@ def validator() -> Draft202012Validator:
 PIECE = events.Piece(token_id=5, text=" é", kind="accepted", origin="model")
 NODE = events.DraftNode(token_id=5, text=" \ufffd", parent=-1, origin="model", probability=0.5)
 SAMPLES: list[events.Event] = [
+    events.ReadingEvent(0, 1.5, 512, 4000, 10.25),
     events.PromptEvent(
         sequence=0,
         time_s=0.0,

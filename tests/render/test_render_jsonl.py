@@ -20,7 +20,7 @@ from tests.render.test_render_text import TEXTS
 
 
 def whole_run() -> list[Event]:
-    script = Script().prompt().plain("x").notice("note", "why")
+    script = Script().prompt().reading(8, 0.1, 0.05).plain("x").notice("note", "why")
     script.tree(["a", "b", "c"], (-1, -1, 0), (0,), " own").round(["y"], 1, "z")
     return script.finish("stop", "</s>").events
 

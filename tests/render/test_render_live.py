@@ -138,6 +138,20 @@ def test_the_prompt_is_announced() -> None:
     assert terminal.visible == ["", "", "reading 1234 prompt tokens"]
 
 
+def test_a_long_prompt_shows_how_far_it_is_read() -> None:
+    script = Script().prompt(4000).reading(1024, 10.0, 29.4)
+    shown = "reading the prompt: 26% of 4000 tokens, 29 s left"
+    terminal = Terminal()
+    play(terminal, script.events)
+    assert terminal.visible == ["", "", shown]
+    for columns, text in ((len(shown), "reading 4000 prompt tokens"), (12, "reading"), (5, None)):
+        narrow = Terminal(columns, 24)
+        play(narrow, script.events)
+        assert [row for row in narrow.visible if row] == ([text] if text else [])
+    play(terminal, script.plain("a").events)
+    assert not any("reading" in row for row in terminal.visible)
+
+
 def test_without_a_draft_there_is_no_legend() -> None:
     terminal = Terminal()
     play(terminal, Script(draft="none").prompt().plain("a").plain(" b").events)

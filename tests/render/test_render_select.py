@@ -51,6 +51,27 @@ def test_a_pipe_gets_the_answer_and_stderr_the_rest() -> None:
     assert "\x1b" not in rest
 
 
+def test_a_log_has_a_line_every_few_seconds_while_a_prompt_is_read() -> None:
+    script = Script().prompt(1000)
+    for number in range(1, 9):
+        script.reading(100 * number, 2.0 * number, 20 - 2.0 * number)
+    lines = [f"reading the prompt: {n}0% of 1000 tokens, {20 - 2 * n} s left" for n in (3, 6)]
+    for quiet, terminal, expected in (
+        (False, False, lines),
+        (True, False, []),
+        (False, True, []),  # there the status line says it
+    ):
+        stdout, stderr = Stream(terminal=terminal), Stream(terminal=False)
+        environ = {"TERM": "xterm-256color"}
+        with make_renderer(
+            stdout=stdout, stderr=stderr, environ=environ, quiet=quiet, stats=False
+        ) as renderer:
+            for event in script.events:
+                renderer.handle(event)
+        assert stderr.text.splitlines() == expected
+        assert ("reading" in stdout.text) == terminal
+
+
 def test_a_terminal_gets_the_live_view() -> None:
     answer, _ = run(terminal=True)
     assert "\x1b[?25l" in answer

@@ -37,7 +37,7 @@ def test_what_it_says() -> None:
         "speed": "12.3 tokens/s, first token after 500 ms (12 prompt tokens)",
         "drafts": "acceptance rate 83%, 5 of 6 tokens accepted",
         "by depth": "██▅  100% 100% 50%",
-        "time": "8.00 s, draft 25%, target 74%, specgen under 1%",
+        "time": "8.00 s, prompt 5%, draft 25%, target 70%, specgen under 1%",
         "end": "the model ended the text",
     }
 
@@ -107,8 +107,16 @@ def test_the_gain_and_how_it_is_known() -> None:
         estimated_speedup=1.519, plain_tokens_per_s=8.1, estimate="from 3 decodes at the end"
     )
     assert items(event)["gain"] == (
-        "1.52 times as fast as plain decoding (8.10 tokens/s, estimated from 3 decodes at the end)"
+        "1.52 times as fast as plain decoding (8.10 tokens/s plain, estimated from 3 decodes at the end)"
     )
+    # Where reading the prompt takes a part of the time, the gain is that of the whole answer.
+    event = dataclasses.replace(event, estimated_whole_speedup=1.08)
+    assert items(event)["gain"] == (
+        "1.08 times as fast as plain decoding (1.52 times after the first token, 8.10 tokens/s plain, "
+        "estimated from 3 decodes at the end)"
+    )
+    event = dataclasses.replace(event, estimated_whole_speedup=1.51)
+    assert items(event)["gain"].startswith("1.52 times as fast as plain decoding (8.10")
 
 
 def test_a_loss_is_called_one_and_there_is_advice() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -135,6 +135,8 @@ class SessionOpener:
     def open(self, options: SessionOptions) -> Models:
         """Load the models. Raises `ModelFileError`, `MemoryLimitError` or `PairError`."""
         from specgen.engine.loaded_models import Models
+        from specgen.llama import build
+        from specgen.models import human_bytes
 
         if self._drafts:
             options = replace(options, draft=self._drafts[0].draft)
@@ -160,6 +162,16 @@ class SessionOpener:
             for note in (*(taken.measured if self._details else ()), taken.note):
                 self._note(note)
         self._note_kernels(loaded)
+        if options.target not in self._noted:
+            self._noted.add(options.target)
+            for note in without_effect(options, has_gpu=build().gpu_offload):
+                self._note(note)
+            draft, target = loaded.drafts.model, loaded.target
+            if draft is not None and draft.size_bytes > target.size_bytes:
+                self._note(
+                    f"the draft {draft.name} ({human_bytes(draft.size_bytes)}) is larger than the target "
+                    f"{target.name} ({human_bytes(target.size_bytes)}): are the two swapped?"
+                )
         return loaded
 
     def _note_kernels(self, loaded: Models) -> None:
@@ -172,6 +184,31 @@ class SessionOpener:
                 f"{model.name}: llama.cpp's own code computes this model, since specgen's kernels failed in a "
                 f"trial ({model.kernel_problem}); please report this (`specgen doctor -m` tries again)"
             )
+
+
+#: What only a drafter reads, by the name of its option.
+_OF_DRAFTERS = {
+    "max_tokens": "--draft-max",
+    "min_tokens": "--draft-min",
+    "p_min": "--draft-p-min",
+    "tree": "--tree",
+    "tree_depth": "--tree-depth",
+    "temperature": "--draft-temp",
+    "top_k": "--draft-top-k",
+}
+
+
+def without_effect(options: SessionOptions, *, has_gpu: bool) -> Iterator[str]:
+    """Yield a line about each option that changes nothing."""
+    if options.draft == "none":
+        plain = DraftOptions()
+        for field, name in _OF_DRAFTERS.items():
+            if getattr(options.drafting, field) != getattr(plain, field):
+                yield f"{name} has no effect: with `--draft none` nothing drafts"
+    for context, name in ((options.target_context, "-ngl"), (options.draft_context, "-ngld")):
+        if context.n_gpu_layers > 0 and not has_gpu:
+            layers = context.n_gpu_layers
+            yield f"{name} {layers} has no effect: this build of llama.cpp finds no GPU (`specgen doctor`)"
 
 
 def open_memory() -> Memory:
