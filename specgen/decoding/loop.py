@@ -112,7 +112,8 @@ class Loop:
         if self._interrupted() and not sequence.is_finished:
             events += self._interrupt(sequence)
         if not sequence.is_finished:
-            logits = self._read_piece(sequence, n_most or self._target.n_batch)
+            n_batch = self._target.n_batch
+            logits = self._read_piece(sequence, min(n_most or n_batch, n_batch))
             if logits is not None:
                 verdict = self._verify(sequence, NO_DRAFT, logits)
                 events += self._commit(sequence, NO_DRAFT, verdict, logits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import threading
 from collections import abc, deque
@@ -15,7 +16,7 @@ from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.kept_answers import KeptAnswer, KeptAnswers
 from specgen.engine.loaded_models import MAX_SEQUENCES, Models
 from specgen.engine.measurements import measure_if_costs_decide
-from specgen.engine.prefix_cache import PrefixCache, Slot
+from specgen.engine.prefix_cache import PrefixCache, Slot, n_common
 from specgen.engine.prompts import Prompt
 from specgen.engine.request import Request
 from specgen.errors import (
@@ -32,6 +33,10 @@ from specgen.llama import LlamaBackend
 from specgen.options import GenerationOptions, SamplerOptions, VerifierName
 from specgen.system.json_values import as_json
 
+#: Waiting requests that are looked at for one that need not wait for another prompt.
+_N_LOOKED_AT = 16
+#: A prompt waits for another one if it can share at least so many more tokens of it.
+_N_WORTH_WAITING = 32
 #: The most tokens of a prompt that are read between two rounds of other answers, which wait for them.
 _N_READ_BESIDE = 64
 
@@ -84,6 +89,7 @@ class Engine:
         self._lock, self._stepping = threading.Lock(), threading.RLock()
         self._waiting: deque[Request] = deque()
         self._n_inserted = 0
+        self._reads_oldest = False
         self._is_closed = False
         self._estimates_gain = estimate_gain
         self._prepare = prepare
@@ -254,7 +260,7 @@ class Engine:
     @property
     def is_reading(self) -> bool:
         """Whether a prompt is being read."""
-        return self.slots.reading() is not None
+        return bool(self.slots.reading())
 
     def plain_round_s(self) -> float | None:
         """Return the expected seconds of a round without drafts for the answers that have begun, by the
@@ -271,11 +277,10 @@ class Engine:
         return not self._waiting and not self.slots.n_busy
 
     def step(self) -> list[Event]:
-        """Read a piece of one prompt, if one waits and there is room for its answer, and run one round of
-        all answers that have begun. Return the events. Prompts are read one after the other, so that a
-        prompt can share the cells of another one that begins alike. An answer that fails has a `failure`
-        and no more events. Raises `BackendError` if the target cannot decode the round's batch; all
-        answers of the round have failed then."""
+        """Begin the next request if there is room for its answer, read a piece of one prompt, and run one
+        round of all answers that have begun. Return the events. An answer that fails has a `failure` and
+        no more events. Raises `BackendError` if the target cannot decode the round's batch; all answers
+        of the round have failed then."""
         with self._stepping:
             return self._read() + self._round()
 
@@ -353,18 +358,45 @@ class Engine:
     # --- how answers begin and end -----------------------------------------------------------
 
     def _read(self) -> list[Event]:
-        """Read a piece of the prompt that is being read, else of the next one in the queue if there is a
-        free slot for it. Return the events."""
-        slot = self.slots.reading()
-        if slot is not None:
-            return self._read_piece(slot)
+        """Begin the next request, and read a piece of a prompt. Return the events."""
+        request = self._next_waiting()
+        events: list[Event] = []
+        if request is not None:
+            slot = self.slots.free_slot(request.prompt.tokens, self.target)
+            events += self._begin(request, slot)
+        reading = self.slots.reading()
+        if not reading:
+            return events
+        # By turns the prompt with the fewest tokens left and the oldest one: a short prompt need not wait
+        # for a long one, and many short ones do not keep a long one waiting.
+        self._reads_oldest = not self._reads_oldest
+        slot = min(reading, key=_age if self._reads_oldest else self._n_unread)
+        return events + self._read_piece(slot)
+
+    def _next_waiting(self) -> Request | None:
+        """Take the next request from the queue if a slot is free. A request waits for a prompt that is being
+        read, and begins alike, to get further: then it shares those cells."""
         if self.n_busy == self.n_parallel:
-            return []
+            return None
+        reading = self.slots.reading() if self.target.can_branch else []
         with self._lock:
-            if not self._waiting:
-                return []
-            request = self._waiting.popleft()
-        return self._begin(request, self.slots.free_slot(request.prompt.tokens, self.target))
+            for request in itertools.islice(self._waiting, _N_LOOKED_AT):
+                if not any(self._would_share_more(request, slot) for slot in reading):
+                    self._waiting.remove(request)
+                    return request
+        return None
+
+    def _would_share_more(self, request: Request, slot: Slot) -> bool:
+        """Return whether a request can share more of the prompt that a slot is reading, once that is read."""
+        assert slot.request is not None
+        n_read = self.target.length(slot.branches(self.target).first)
+        return (
+            n_common(request.prompt.tokens, slot.request.prompt.tokens) > n_read + _N_WORTH_WAITING
+        )
+
+    def _n_unread(self, slot: Slot) -> tuple[int, int]:
+        """Return the number of tokens that a slot has to read, and then its request's age."""
+        return slot.n_prompt - self.target.length(slot.branches(self.target).first), _age(slot)
 
     def _read_piece(self, slot: Slot) -> list[Event]:
         """Read a piece of a slot's prompt, and return the events."""
@@ -417,7 +449,7 @@ class Engine:
                 raise
             return []
         request.events.extend(events)
-        return events + self._read_piece(slot)
+        return events
 
     def _prompt_event(self, request: Request) -> PromptEvent:
         """Return the event that describes the models and options of a request."""
@@ -481,6 +513,12 @@ class Engine:
     def _fail(self, slot: Slot, error: SpecgenError) -> None:
         """End an answer with an error, and clear its part of the caches."""
         slot.fail(error, (self.target, *self._drafts))
+
+
+def _age(slot: Slot) -> int:
+    """Return the number of a slot's request: the lower, the older."""
+    assert slot.request is not None
+    return slot.request.index
 
 
 def generate(

@@ -12,6 +12,9 @@ from specgen.decoding.tree_batch import Branches
 from specgen.engine.request import Request
 from specgen.errors import RollbackError, SpecgenError
 
+#: Tokens that are compared at once.
+_PIECE = 256
+
 
 @dataclass(slots=True, eq=False)
 class Slot:
@@ -111,7 +114,7 @@ class Slot:
 
 
 class PrefixCache:
-    """The `n` slots of an engine, which share all caches in equal parts. One prompt is read at a time."""
+    """The `n` slots of an engine, which share all caches in equal parts."""
 
     def __init__(self, n: int) -> None:
         self.slots = tuple(Slot(number, n) for number in range(n))
@@ -131,9 +134,9 @@ class PrefixCache:
         """Return the slots whose answers have their first token."""
         return [slot for slot in self.slots if slot.is_decoding]
 
-    def reading(self) -> Slot | None:
-        """Return the slot whose prompt is being read, if there is one."""
-        return next((slot for slot in self.slots if slot.is_reading), None)
+    def reading(self) -> list[Slot]:
+        """Return the slots whose prompts are being read."""
+        return [slot for slot in self.slots if slot.is_reading]
 
     def free_slot(self, tokens: abc.Sequence[int], target: Backend) -> Slot:
         """Return the best free slot for a prompt: the one whose text is the longest prefix of the prompt,
@@ -152,7 +155,10 @@ class PrefixCache:
 def n_common(one: abc.Sequence[int], other: abc.Sequence[int]) -> int:
     """Return the length of the common prefix of two texts, in tokens."""
     n = 0
-    for first, second in zip(one, other, strict=False):
+    # Whole pieces are compared first: prompts may have many thousands of tokens.
+    while n < len(one) and list(one[n : n + _PIECE]) == list(other[n : n + _PIECE]):
+        n += min(_PIECE, len(one) - n)
+    for first, second in zip(one[n : n + _PIECE], other[n : n + _PIECE], strict=False):
         if first != second:
             break
         n += 1

@@ -90,6 +90,7 @@ def opened(
     drafter: str = "draft",
     sampler: SamplerOptions | None = None,
     tree: TreeShape | None = None,
+    n_batch: int = 512,
 ) -> Models:
     draft: DraftSource = "ngram" if drafter == "ngram" else models / f"{kind} {drafter}.gguf"
     drafting = DraftOptions(ngram_min=1, translate="auto")
@@ -99,7 +100,7 @@ def opened(
         sampler=sampler or SamplerOptions(),
         drafting=drafting if tree is None else replace(drafting, tree=tree),
         generation=GenerationOptions(max_tokens=N_TOKENS),
-        target_context=EXACT,
+        target_context=replace(EXACT, n_batch=n_batch),
         draft_context=EXACT,
     )
     return Models(options, clock)
@@ -505,6 +506,38 @@ def test_a_long_prompt_is_read_beside_the_others_rounds(
             list(engine.run())
     assert between > 2, "the first answer went on while the second one's prompt was read"
     assert [first.text, second.text] == expected[:2]
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(models: Path, costs: VirtualTime) -> None:
+    """Prompts are read by turns: the shortest, then the oldest. One that begins like another one waits for it
+    to be read as far as they are the same, and is then not read again."""
+    long = "0123456789 is not the cat " * 6
+    shorts = [f"{letter} cat" for letter in "abcd"]
+    with opened(models, costs, drafter="ngram", n_batch=8) as loaded:
+        expected = [text_of(loaded, prompt) for prompt in (long, *shorts, long + "house")]
+        with Engine(loaded, n_parallel=7, n_ctx=N_CTX) as engine:
+            first = engine.insert(long)
+            engine.step()
+            asked = [engine.insert(prompt) for prompt in (*shorts, long + "house")]
+            steps: dict[int, int] = {}
+            for step in range(1000):
+                if engine.is_idle:
+                    break
+                for event in engine.step():
+                    if isinstance(event, CommittedEvent):
+                        steps.setdefault(event.sequence, step)
+            alike = asked[-1]
+            assert [first.text, *(each.text for each in asked)] == expected
+    n_pieces = -(-len(first.prompt.tokens) // 8)
+    assert n_pieces > 12
+    for number, short in enumerate(asked[:-1]):
+        assert steps[short.index] <= 2 * number + 2, (
+            "a short prompt waits for one piece of the long one"
+        )
+    # The long one is read meanwhile, a piece for each short one.
+    assert n_pieces - 2 <= steps[first.index] <= n_pieces + len(shorts) + 1
+    assert alike.finished is not None
+    assert alike.finished.n_cached_tokens >= len(first.prompt.tokens) - 40
 
 
 def test_a_prompt_that_is_being_read_can_be_cancelled(
