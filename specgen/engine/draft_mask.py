@@ -50,13 +50,17 @@ def _named(model: LlamaModel, wanted: str) -> int:
                 hint=f"give a number up to {n_tokens - 1}",
             )
         return number
-    tokens = model.vocabulary.tokenize(wanted, add_special=False, parse_special=True)
-    if len(tokens) != 1:
-        raise UsageError(
-            f"--draft-mask {wanted}: {model.name} reads that as {len(tokens)} tokens",
-            hint="give the token's number",
-        )
-    return tokens[0]
+    vocabulary = model.vocabulary
+    tokens = vocabulary.tokenize(wanted, add_special=False, parse_special=True)
+    if len(tokens) == 1:
+        return tokens[0]
+    # No text has the tokens that fill a vocabulary, which is why they serve as masks: [PAD151665].
+    for token in range(vocabulary.n_tokens):
+        if vocabulary.token_text(token) == wanted:
+            return token
+    raise UsageError(
+        f"--draft-mask {wanted}: {model.name} has no such token", hint="give the token's number"
+    )
 
 
 def _n_tokens(model: LlamaModel) -> int:

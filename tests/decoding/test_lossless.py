@@ -73,7 +73,9 @@ CACHES: dict[str, Architecture] = {
     "hybrid, snapshots": "lfm2",
     "hybrid, copies": "jamba",
 }
-DRAFTERS = ("draft", "ngram")
+#: The mask token of parallel drafts: one that no text has.
+MASK = "3"
+DRAFTERS = ("draft", "ngram", "parallel")
 #: Decoder heads draft for models without a recurrent state.
 WITH_HEADS = ("attention", "sliding window")
 VERIFIERS: tuple[VerifierName, ...] = ("match", "residual", "block")
@@ -179,7 +181,8 @@ def loaded(
 ) -> Models:
     has_learnt = drafter == "learnt"
     words: dict[str, DraftSource] = {"ngram": "ngram", "none": "none"}
-    name = "draft" if has_learnt else drafter
+    # A parallel draft is the same file, read with a mask token.
+    name = "draft" if has_learnt or drafter == "parallel" else drafter
     draft = words.get(drafter, models / f"{cache} {name}.gguf")
     # f32 and no flash attention: rows are then equal in batches of every shape.
     context = ContextOptions(
@@ -198,6 +201,7 @@ def loaded(
             ngram_max=3,
             verifier=verifier,
             translate=translate,
+            mask=MASK if drafter == "parallel" else "off",
         ),
         generation=GenerationOptions(
             max_tokens=40, grammar=Grammar("gbnf", GRAMMAR) if "grammar" in samplers else None
