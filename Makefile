@@ -86,10 +86,11 @@ fuzz: $(VENV)/.installed-dev ## Look for failing examples, then run damaged file
 soak: $(VENV)/.installed-dev ## Ask a server for an hour, rightly and wrongly (SOAK_ARGS="--minutes 10 -- -m FILE")
 	OMP_WAIT_POLICY=passive $(BIN)/python -m tests.long_runs.server_soak $(SOAK_ARGS)
 
-docs: $(VENV)/.installed-dev ## Write the generated part of docs/
+docs: $(VENV)/.installed-dev ## Write the generated part of docs/, and wrap all documents
 	$(BIN)/python -m scripts.make_docs
+	$(BIN)/python -m scripts.wrap_markdown *.md docs/*.md docs/*/*.md
 
-docs-check: $(VENV)/.installed-dev ## Tell whether the generated part of docs/ is up to date
+docs-check: $(VENV)/.installed-dev ## Check that the generated part of docs/ is up to date
 	$(BIN)/python -m scripts.make_docs --check
 
 install: $(VENV)/.installed ## Build and install specgen into VENV

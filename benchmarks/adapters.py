@@ -14,22 +14,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any
 
 from llama_cpp import Llama
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
+from benchmarks.answers import begin, mean_ratio, n_equal, parser_of, prompts_of, write_json
 from specgen.engine.loaded_models import Models
 from specgen.llama.context_opening import default_threads
 from specgen.llama.kernel_checks import choose_kernels
-from specgen.measure.bench.contenders import NOW
-from specgen.measure.proof import evenly_chosen, read_prompts
 from specgen.models import cache_folder
 from specgen.options import ContextOptions, SessionOptions
 from specgen.serving.adapters.llama_cpp import SpecgenDraft
@@ -38,17 +35,10 @@ PLAIN, LOOKUP = "Llama", "LlamaPromptLookupDecoding"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("-m", "--target", type=Path, required=True)
-    parser.add_argument("-md", "--draft", type=Path, action="append", default=[])
-    parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("-N", "--count", type=int, default=15)
-    parser.add_argument("-n", "--max-tokens", type=int, default=128)
-    parser.add_argument("-c", "--ctx-size", type=int, default=2048)
+    parser = parser_of(__doc__, count=15, max_tokens=128, ctx_size=2048, drafts=True)
     parser.add_argument("-t", "--threads", type=int)
     parser.add_argument("--kernels", choices=("auto", "specgen", "llama.cpp"), default="auto")
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     asked.threads = asked.threads or default_threads()
     choose_kernels(asked.kernels, cache_folder())
@@ -56,8 +46,7 @@ def main() -> None:
     runs: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     texts: list[list[int]] = []
     with Models(SessionOptions(asked.target), time.perf_counter, vocabulary_only=True) as loaded:
-        chosen = evenly_chosen(read_prompts(asked.prompts), asked.count)
-        prompts = [loaded.prompts.of_text(prompt, now=NOW).tokens for prompt in chosen]
+        prompts = [begin(loaded, prompt).tokens for prompt in prompts_of(asked)]
         is_end = loaded.target.vocabulary.is_end
         for turn in range(asked.turns):
             for way in ways:
@@ -66,15 +55,14 @@ def main() -> None:
                     if draft is not None:
                         run |= _draft_figures(draft)
                 texts = texts or run["tokens"]
-                run["n_equal"] = sum(a == b for a, b in zip(run.pop("tokens"), texts, strict=True))
+                run["n_equal"] = n_equal(run.pop("tokens"), texts)
                 runs[way].append(run)
                 print(f"turn {turn + 1}: {Path(way).name}: {run}", file=sys.stderr)
     figures = [_figures(Path(way).name, runs[way], runs[PLAIN]) for way in ways]
     for each in figures:
         print("\t".join(str(each[key]) for key in ("way", "ratio", "ratio_behind_first")))
-    if asked.json is not None:
-        about = {"target": asked.target.name, "n_prompts": len(prompts), "ways": figures}
-        asked.json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    about = {"target": asked.target.name, "n_prompts": len(prompts), "ways": figures}
+    write_json(asked.json, about)
 
 
 @contextlib.contextmanager
@@ -151,13 +139,14 @@ def _figures(
     way: str, runs: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """A way's figures; ratios above 1 are quicker than `Llama` without a draft."""
-    pairs = list(zip(runs, plain, strict=True))
-    whole = [own["token_s"] / run["token_s"] for run, own in pairs]
-    behind_first = [run["tokens_per_s"] / own["tokens_per_s"] for run, own in pairs]
+
+    def ratio(key: str) -> float:
+        return mean_ratio([run[key] for run in runs], [run[key] for run in plain])
+
     return {
         "way": way,
-        "ratio": round(geometric_mean(whole), 2),
-        "ratio_behind_first": round(geometric_mean(behind_first), 2),
+        "ratio": round(1.0 / ratio("token_s"), 2),
+        "ratio_behind_first": round(ratio("tokens_per_s"), 2),
         "turns": list(runs),
     }
 

@@ -14,29 +14,32 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import requests
 
+from benchmarks.answers import (
+    drafts_of,
+    opened,
+    parser_of,
+    prompts_of,
+    running,
+    write_json,
+)
 from specgen.engine.calibration.memory import Memory
 from specgen.engine.engine import Engine
-from specgen.engine.loaded_models import Models
 from specgen.llama.kernel_checks import choose_kernels
-from specgen.measure.proof import evenly_chosen, read_prompts
 from specgen.models import cache_folder
-from specgen.options import DraftSource, GenerationOptions, SamplerOptions, SessionOptions
+from specgen.options import DraftSource, GenerationOptions, SamplerOptions
 from specgen.serving.batch.lines import read_lines
 from specgen.serving.batch.runner import Batch, Prompting
 
 N_AT_ONCE = (1, 2, 4, 8)
 PORT = 18435
+URL = f"http://127.0.0.1:{PORT}"
 
 
 class Kept:
@@ -51,31 +54,23 @@ class Kept:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("-m", "--target", type=Path, required=True)
-    parser.add_argument("-md", "--draft", type=Path, action="append", default=[])
-    parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("-N", "--count", type=int, default=40)
-    parser.add_argument("-n", "--max-tokens", type=int, default=64)
-    parser.add_argument("-c", "--ctx-size", type=int, default=2048, help="for each answer")
+    parser = parser_of(__doc__, count=40, max_tokens=64, ctx_size=2048, drafts=True)
     parser.add_argument("--server", help="llama.cpp's server")
-    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     choose_kernels("auto", cache_folder())
-    prompts = evenly_chosen(read_prompts(asked.prompts), asked.count)
+    prompts = prompts_of(asked)
     memory, plain, runs = Memory(), dict[str, str](), list[dict[str, Any]]()
     for n in N_AT_ONCE:
-        for name, draft in _drafts(asked.draft):
+        for name, draft in drafts_of(asked.draft, ngrams=False).items():
             seconds, n_tokens, texts = _specgen(asked, draft, prompts, n, memory)
             plain = plain or texts
-            n_equal = sum(texts[key] == plain[key] for key in plain)
-            runs.append(_run(f"specgen, {name}", n, seconds, n_tokens, n_equal))
+            equal = sum(texts[key] == plain[key] for key in plain)
+            runs.append(_run(f"specgen, {name}", n, seconds, n_tokens, equal))
         if asked.server:
             seconds, n_tokens = _server(asked, prompts, n)
             runs.append(_run("llama-server", n, seconds, n_tokens, None))
-    if asked.json is not None:
-        about = {"target": asked.target.name, "n_prompts": len(prompts), "runs": runs}
-        asked.json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    about = {"target": asked.target.name, "n_prompts": len(prompts), "runs": runs}
+    write_json(asked.json, about)
 
 
 def _run(name: str, n: int, seconds: float, n_tokens: int, n_equal: int | None) -> dict[str, Any]:
@@ -91,20 +86,13 @@ def _run(name: str, n: int, seconds: float, n_tokens: int, n_equal: int | None) 
     }
 
 
-def _drafts(models: list[Path]) -> Iterator[tuple[str, DraftSource]]:
-    yield "none", "none"
-    for path in models:
-        yield path.name, path
-
-
 def _specgen(
     asked: argparse.Namespace, draft: DraftSource, prompts: list[str], n: int, memory: Memory
 ) -> tuple[float, int, dict[str, str]]:
     """Seconds, tokens and texts of a batch."""
     generation = GenerationOptions(max_tokens=asked.max_tokens)
-    options = SessionOptions(asked.target, draft, generation=generation)
     lines = "\n".join(json.dumps({"prompt": prompt}) for prompt in prompts).encode()
-    with Models(options, time.perf_counter, memory) as loaded:
+    with opened(asked.target, draft, asked.max_tokens, memory) as loaded:
         kept = Kept()
         prompting = Prompting(None, None, datetime.datetime.now().astimezone())
         job = Batch(loaded, prompting, kept, {}, wall_clock=time.time)
@@ -123,37 +111,17 @@ def _server(asked: argparse.Namespace, prompts: list[str], n: int) -> tuple[floa
     def ask(prompt: str) -> int:
         body = {"messages": [{"role": "user", "content": prompt}], "temperature": 0}
         answer = requests.post(
-            f"http://127.0.0.1:{PORT}/v1/chat/completions",
+            f"{URL}/v1/chat/completions",
             json={**body, "max_tokens": asked.max_tokens},
             timeout=600,
         ).json()
         return int(answer["usage"]["completion_tokens"])
 
-    with _running(command):
+    with running(command, URL):
         started = time.perf_counter()
         with ThreadPoolExecutor(n) as clients:
             n_tokens = sum(clients.map(ask, prompts))
         return time.perf_counter() - started, n_tokens
-
-
-@contextmanager
-def _running(command: list[str]) -> Iterator[None]:
-    """A server, from when it is ready until the end."""
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
-        try:
-            for _ in range(600):
-                if server.poll() is not None:
-                    sys.exit(f"the server ended: {' '.join(command)}")
-                try:
-                    health = requests.get(f"http://127.0.0.1:{PORT}/health", timeout=5)
-                except requests.ConnectionError:
-                    health = None
-                if health is not None and health.status_code == 200:
-                    break
-                time.sleep(0.2)
-            yield
-        finally:
-            server.terminate()
 
 
 if __name__ == "__main__":

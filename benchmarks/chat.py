@@ -10,21 +10,18 @@ to the first token in both; tokens of the answer, tokens a second in both, and w
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.answers import answer, opened, parser_of, write_json
 from specgen.engine.calibration.memory import Memory
 from specgen.engine.chat_template import Message
-from specgen.engine.engine import Engine, generate
-from specgen.engine.loaded_models import Models
+from specgen.engine.engine import Engine
 from specgen.events import FinishedEvent
 from specgen.llama.kernel_checks import choose_kernels
 from specgen.models import cache_folder
-from specgen.options import DraftSource, GenerationOptions, SessionOptions
+from specgen.options import DraftSource
 
 QUESTIONS = (
     "Write a Python function that counts the words of a text file.",
@@ -41,23 +38,16 @@ QUESTIONS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("-m", "--target", type=Path, required=True)
+    parser = parser_of(__doc__, max_tokens=200, ctx_size=4096)
     parser.add_argument("-md", "--draft", default="none", help="a file, ngram or none")
-    parser.add_argument("-n", "--max-tokens", type=int, default=200)
-    parser.add_argument("-c", "--ctx-size", type=int, default=4096)
-    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     choose_kernels("auto", cache_folder())
     draft: DraftSource = asked.draft if asked.draft in ("ngram", "none") else Path(asked.draft)
-    generation = GenerationOptions(max_tokens=asked.max_tokens)
-    options = SessionOptions(asked.target, draft, generation=generation)
-    plain_options = SessionOptions(asked.target, "none", generation=generation)
     memory = Memory()
     turns: list[dict[str, Any]] = []
     with (
-        Models(options, time.perf_counter, memory) as loaded,
-        Models(plain_options, time.perf_counter, memory) as plain,
+        opened(asked.target, draft, asked.max_tokens, memory) as loaded,
+        opened(asked.target, "none", asked.max_tokens, memory) as plain,
         Engine(loaded, n_ctx=asked.ctx_size) as engine,
     ):
         messages: list[Message] = []
@@ -66,9 +56,8 @@ def main() -> None:
             prompt = loaded.prompts.of_messages(messages)
             kept = engine.insert(prompt)
             *_, finished = engine.stream(kept)
-            *_, anew = generate(plain, plain.prompts.of_messages(messages), estimate_gain=False)
             assert isinstance(finished, FinishedEvent)
-            assert isinstance(anew, FinishedEvent)
+            anew = answer(plain, plain.prompts.of_messages(messages))
             turns.append(
                 {
                     "n_prompt": finished.n_prompt_tokens,
@@ -85,9 +74,8 @@ def main() -> None:
             messages.append(Message("assistant", finished.text))
     for number, turn in enumerate(turns, start=1):
         print("\t".join(map(str, (number, *turn.values()))))
-    if asked.json is not None:
-        about = {"target": asked.target.name, "draft": Path(asked.draft).name, "turns": turns}
-        asked.json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    about = {"target": asked.target.name, "draft": Path(asked.draft).name, "turns": turns}
+    write_json(asked.json, about)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,8 @@ import argparse
 import ast
 import contextlib
 import importlib.util
-import json
 import random
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -32,14 +29,12 @@ from typing import Any, TypeAlias
 
 import requests
 
+from benchmarks.answers import answer, drafts_of, opened, parser_of, running, write_json
 from specgen.engine.calibration.memory import Memory
-from specgen.engine.engine import generate
 from specgen.engine.infill import Gap, infill_prompt
 from specgen.engine.loaded_models import Models
-from specgen.events import FinishedEvent
 from specgen.llama.kernel_checks import choose_kernels
 from specgen.models import cache_folder
-from specgen.options import DraftSource, GenerationOptions, SessionOptions
 
 N_LINES = range(5, 21)
 #: Characters around a gap, at most: some 650 tokens.
@@ -58,16 +53,12 @@ Fill: TypeAlias = Callable[[Gap, str], dict[str, Any]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("-m", "--target", type=Path, required=True)
-    parser.add_argument("-md", "--draft", type=Path, action="append", default=[])
+    parser = parser_of(__doc__, max_tokens=96, drafts=True)
     parser.add_argument("--packages", nargs="+", default=["rich", "typer", "jinja2"])
     parser.add_argument("-N", "--count", type=int, default=20)
-    parser.add_argument("-n", "--max-tokens", type=int, default=96)
     parser.add_argument("--passes", type=int, default=2)
     parser.add_argument("--server", help="llama.cpp's server")
     parser.add_argument("--server-draft", type=Path, help="a draft model for it")
-    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     choose_kernels("auto", cache_folder())
     every = [gap for name in asked.packages for path in _files(name) for gap in _gaps(path)]
@@ -84,18 +75,17 @@ def main() -> None:
     ]
     for entry in contenders:
         print("\t".join(map(str, entry.values())))
-    if asked.json is not None:
-        about = {
-            "target": asked.target.name,
-            "n_gaps": len(gaps),
-            "n_passes": asked.passes,
-            "max_tokens": asked.max_tokens,
-            "contenders": [
-                {**entry, "runs": [_without_text(run) for run in runs[str(entry["draft"])]]}
-                for entry in contenders
-            ],
-        }
-        asked.json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    about = {
+        "target": asked.target.name,
+        "n_gaps": len(gaps),
+        "n_passes": asked.passes,
+        "max_tokens": asked.max_tokens,
+        "contenders": [
+            {**entry, "runs": [_without_text(run) for run in runs[str(entry["draft"])]]}
+            for entry in contenders
+        ],
+    }
+    write_json(asked.json, about)
 
 
 def _without_text(run: dict[str, Any]) -> dict[str, Any]:
@@ -136,12 +126,9 @@ def _specgen(
     asked: argparse.Namespace, stack: contextlib.ExitStack, first: Gap
 ) -> Iterator[tuple[str, Fill]]:
     """Specgen's contenders, which have measured what decodes cost."""
-    memory, generation = Memory(), GenerationOptions(max_tokens=asked.max_tokens)
-    drafts: dict[str, DraftSource] = {"none": "none", "ngram": "ngram"}
-    drafts |= {path.name: path for path in asked.draft}
-    for name, draft in drafts.items():
-        options = SessionOptions(asked.target, draft, generation=generation)
-        loaded = stack.enter_context(Models(options, time.perf_counter, memory))
+    memory = Memory()
+    for name, draft in drafts_of(asked.draft).items():
+        loaded = stack.enter_context(opened(asked.target, draft, asked.max_tokens, memory))
         _fill(loaded, first, "")
         if loaded.costs.was_busy:  # what is measured then may say that no draft pays
             sys.exit(f"other work slowed the measurement of {name!r}: run it on an idle machine")
@@ -150,8 +137,7 @@ def _specgen(
 
 def _fill(loaded: Models, gap: Gap, cut: str) -> dict[str, Any]:
     prompt = infill_prompt(loaded.target, loaded.drafts.own_vocabulary, gap, N_CTX).prompt
-    *_, finished = generate(loaded, prompt, estimate_gain=False)
-    assert isinstance(finished, FinishedEvent)
+    finished = answer(loaded, prompt)
     return {
         "gap": gap.name,
         "n_prompt_tokens": finished.n_prompt_tokens,
@@ -178,25 +164,9 @@ def _servers(asked: argparse.Namespace, stack: contextlib.ExitStack) -> Iterator
         ways[asked.server_draft.name] = ("-md", draft, "--spec-type", "draft-simple")
     for number, (name, options) in enumerate(ways.items()):
         port = PORT + number
-        stack.enter_context(_running([*common, *options, "--port", str(port)], port))
+        url, command = f"http://127.0.0.1:{port}", [*common, *options, "--port", str(port)]
+        stack.enter_context(running(command, url))
         yield f"llama-server, {name}", partial(_ask, port, asked.max_tokens)
-
-
-@contextlib.contextmanager
-def _running(command: list[str], port: int) -> Iterator[None]:
-    """A server, from when it is ready until the end."""
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
-        try:
-            for _ in range(600):
-                if server.poll() is not None:
-                    sys.exit(f"the server ended: {' '.join(command)}")
-                with contextlib.suppress(requests.ConnectionError):
-                    if requests.get(f"http://127.0.0.1:{port}/health", timeout=5).ok:
-                        break
-                time.sleep(0.2)
-            yield
-        finally:
-            server.terminate()
 
 
 def _ask(port: int, max_tokens: int, gap: Gap, cut: str) -> dict[str, Any]:

@@ -30,10 +30,10 @@ from pathlib import Path
 
 import numpy as np
 
+from specgen.engine.calibration.gain import Costs, expected_gain
 from specgen.engine.loaded_models import Models
 from specgen.llama import default_threads
 from specgen.llama.kernel_checks import choose_kernels, wanted_in
-from specgen.measure.selection.outlook import WORTH, expected_speedup
 from specgen.models import cache_folder, identify
 from specgen.options import ContextOptions, SessionOptions
 from specgen.system.machine import look_at_machine
@@ -115,7 +115,7 @@ def curve(asked: argparse.Namespace) -> dict[str, object]:
             if answer.prompt_tokens not in seen
         ]
         held_back = judged_texts(others, _N_HELD_BACK, held_back=True)
-        costs = PrunedCosts(loaded, folder, expected_speedup)
+        costs = PrunedCosts(loaded, folder)
         for size, blocks in {0: frozenset[int](), **best}.items():
             if blocks is None:
                 continue
@@ -265,7 +265,7 @@ def _expected(n_layer: int) -> Speedup:
 
     def value(n_left_out: int, agreement: float) -> float:
         cost = 0.03 + 0.27 * (1.0 - n_left_out / n_layer)
-        return expected_speedup(_WORLDS["rows at 0.05"], cost, agreement)
+        return expected_gain(Costs(_WORLDS["rows at 0.05"], cost), agreement).speedup
 
     return value
 
@@ -279,7 +279,7 @@ def pays() -> dict[str, dict[str, float | None]]:
             enough = [
                 agreement
                 for agreement in np.linspace(0.0, 1.0, 201)
-                if expected_speedup(batch_s, cost, float(agreement)) >= WORTH
+                if expected_gain(Costs(batch_s, cost), float(agreement)).is_worth_it
             ]
             found[name][f"{cost:.1f}"] = round(float(enough[0]), 3) if enough else None
     return found

@@ -34,14 +34,12 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+from benchmarks.answers import answer, mean_ratio, parser_of, prompts_of, write_json
 from specgen.engine.calibration.memory import Memory
 from specgen.engine.calibration.timing import begin, time_batch
-from specgen.engine.engine import generate
 from specgen.engine.loaded_models import Models
-from specgen.events import FinishedEvent
 from specgen.llama import LlamaBackend
 from specgen.llama.kernel_checks import choose_kernels
-from specgen.measure.proof import evenly_chosen, read_prompts
 from specgen.models import cache_folder
 from specgen.options import (
     ContextOptions,
@@ -60,7 +58,7 @@ _N_REPEATS = 5
 def main() -> None:
     asked = _asked()
     choose_kernels("auto", cache_folder())
-    prompts = evenly_chosen(read_prompts(asked.prompts), asked.count)
+    prompts = prompts_of(asked)
     report = {
         "target": asked.target.name,
         "draft": asked.draft.name,
@@ -89,20 +87,15 @@ def main() -> None:
 
 
 def _asked() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("-m", "--target", type=Path, required=True)
+    parser = parser_of(__doc__, count=6, max_tokens=96)
     parser.add_argument("-md", "--draft", type=Path, required=True)
-    parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("-N", "--count", type=int, default=6)
     parser.add_argument("--more", type=int, default=99, help="of these, answer so many now")
-    parser.add_argument("-n", "--max-tokens", type=int, default=96)
     parser.add_argument("--draft-max", type=int, help="the longest draft")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("-t", "--threads", type=int, default=2, help="of each worker")
     parser.add_argument("--worker-kernels", default="auto", help="as `specgen worker` has it")
     parser.add_argument("--output-here", action="store_true", help="as `specgen run` has it")
     parser.add_argument("--mbit", type=float, help="megabits a second")
-    parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 
@@ -221,7 +214,7 @@ def _measure(
                 network.delay.value = delay_ms / 1000
                 with sessions[delay_ms, "none"].contexts(512) as (target, _):
                     report["decodes"][str(delay_ms)] = _decodes(target, network)
-                _write(report, file)
+                write_json(file, report)
         for prompt in prompts[_n_done(report) :]:
             runs = []
             for (delay_ms, draft), loaded in sessions.items():
@@ -232,12 +225,7 @@ def _measure(
             for run in runs:
                 run["is_equal"] = run["text"] == runs[0]["text"]
             report["runs"].append(runs)
-            _write(report, file)
-
-
-def _write(report: Mapping[str, Any], file: Path | None) -> None:
-    if file is not None:
-        file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            write_json(file, report)
 
 
 def _with_draft(options: SessionOptions, draft: DraftSource) -> SessionOptions:
@@ -277,8 +265,7 @@ def _decodes(target: LlamaBackend, network: Network) -> list[dict[str, Any]]:
 
 
 def _answer(loaded: Models, prompt: str) -> dict[str, Any]:
-    *_, finished = generate(loaded, loaded.prompts.of_text(prompt), estimate_gain=False)
-    assert isinstance(finished, FinishedEvent)
+    finished = answer(loaded, prompt)
     known = loaded.costs.table().known
     return {
         "n_tokens": finished.n_tokens,
@@ -315,15 +302,12 @@ def _lines(report: Mapping[str, Any]) -> Iterator[list[str]]:
                 for runs in report["runs"]
             ]
             n_rounds = sum(run["n_rounds"] for run in runs)
-            ratios = [
-                run["tokens_per_s"] / other["tokens_per_s"]
-                for run, other in zip(runs, plain, strict=True)
-            ]
+            speeds = [run["tokens_per_s"] for run in runs]
             figures = (
-                geometric_mean(run["tokens_per_s"] for run in runs),
+                geometric_mean(speeds),
                 sum(run["n_tokens"] - 1 for run in runs) / n_rounds,
                 sum(run["n_drafted"] for run in runs) / n_rounds,
-                geometric_mean(ratios),
+                mean_ratio(speeds, [run["tokens_per_s"] for run in plain]),
             )
             yield [
                 f"{delay_ms:g} ms",

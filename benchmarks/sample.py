@@ -14,8 +14,7 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from specgen.measure.bench.own_prompts import OWN_PROMPTS
-from specgen.measure.bench.prompts import first_of_each, read_bench_prompts
+from specgen.measure.bench.prompts import first_of_each, own_prompts, read_bench_prompts
 
 _MORE = Path(__file__).with_name("prompts.jsonl")
 #: Our categories: what a table calls them, and what they are called in either of our files.
@@ -26,7 +25,8 @@ def own(n: int) -> Iterator[tuple[str, str]]:
     """The first n prompts of each of our categories, as (category, prompt)."""
     more = read_bench_prompts(_MORE)
     for category, there in _OWN:
-        texts = [*OWN_PROMPTS[category], *(p.text for p in more if p.category == there)]
+        known = [*own_prompts(), *more]
+        texts = [prompt.text for prompt in known if prompt.category in (category, there)]
         if len(texts) < n:
             raise SystemExit(f"--count {n}: there are {len(texts)} prompts of ours for {category}")
         yield from ((category, text) for text in texts[:n])

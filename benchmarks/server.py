@@ -12,11 +12,9 @@ ways to draft. A first question is not counted, nor is what specgen measures of 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -27,7 +25,7 @@ from typing import Any
 
 import httpx
 
-from specgen.measure.proof import evenly_chosen, read_prompts
+from benchmarks.answers import n_equal, parser_of, prompts_of, running, write_json
 
 N_USERS = (1, 2, 4, 8)
 _FIRST_PORT = 18440
@@ -60,34 +58,26 @@ class Answer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("-m", "--target", type=Path, required=True)
+    parser = parser_of(__doc__, count=16, max_tokens=64, ctx_size=2048)
     parser.add_argument("-md", "--draft", action="append", default=[], help="of specgen")
     parser.add_argument("--peer", help="llama.cpp's server")
     parser.add_argument("--peer-draft", type=Path, help="a draft that llama.cpp takes")
-    parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("-N", "--count", type=int, default=16)
-    parser.add_argument("-n", "--max-tokens", type=int, default=64)
-    parser.add_argument("-c", "--ctx-size", type=int, default=2048, help="for each answer")
-    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    prompts = evenly_chosen(read_prompts(asked.prompts), asked.count)
+    prompts = prompts_of(asked)
     runs: list[dict[str, Any]] = []
     texts: list[str] = []
     for n in N_USERS:
         for contender in _contenders(asked):
-            with _running(contender):
+            with running(contender.command, contender.url):
                 _load(contender, ["What is a fox?"], 1, asked.max_tokens)
                 answers, seconds = _load(contender, prompts, n, asked.max_tokens)
             texts = texts or [answer.text for answer in answers]
             run = {"contender": contender.name, "n_users": n, **_figures(answers, seconds)}
-            run["n_equal"] = sum(a.text == b for a, b in zip(answers, texts, strict=True))
+            run["n_equal"] = n_equal((answer.text for answer in answers), texts)
             print(json.dumps(run), flush=True)
             runs.append(run)
-    if asked.json is not None:
-        about = {"target": asked.target.name, "n_prompts": len(prompts), "runs": runs}
-        about["max_tokens"] = asked.max_tokens
-        asked.json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    about = {"target": asked.target.name, "n_prompts": len(prompts), "runs": runs}
+    write_json(asked.json, {**about, "max_tokens": asked.max_tokens})
 
 
 def _contenders(asked: argparse.Namespace) -> Iterator[Contender]:
@@ -113,24 +103,6 @@ def _contenders(asked: argparse.Namespace) -> Iterator[Contender]:
         command = [asked.peer, "-m", target, "-np", str(slots), "--no-webui", *options]
         command += ["-c", str(slots * asked.ctx_size), "--port", str(port)]
         yield Contender(f"llama-server, {name}", tuple(command), port)
-
-
-@contextlib.contextmanager
-def _running(contender: Contender) -> Iterator[None]:
-    """A server, from when it is ready until the end."""
-    quiet = subprocess.DEVNULL
-    with subprocess.Popen(contender.command, stdout=quiet, stderr=quiet) as server:
-        try:
-            for _ in range(600):
-                if server.poll() is not None:
-                    sys.exit(f"the server ended: {' '.join(contender.command)}")
-                with contextlib.suppress(httpx.ConnectError):
-                    if httpx.get(f"{contender.url}/health", timeout=5).status_code == 200:
-                        break
-                time.sleep(0.2)
-            yield
-        finally:
-            server.terminate()
 
 
 def _load(

@@ -21,10 +21,9 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from benchmarks.answers import answer, read_setting
+from benchmarks.answers import answer, bench_prompts, read_setting
 from specgen.engine.loaded_models import Models
 from specgen.llama.kernel_checks import choose_kernels, wanted_in
-from specgen.measure.bench.prompts import first_of_each, read_bench_prompts
 from specgen.models import cache_folder
 from specgen.options import ContextOptions, GenerationOptions, SamplerOptions, SessionOptions
 
@@ -39,9 +38,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=0, help="prompts of each category; 0: all")
     parser.add_argument("settings", nargs="+", help="DRAFT[:option=value,...]")
     arguments = parser.parse_args()
-    prompts = read_bench_prompts(arguments.prompts)
-    if arguments.count:
-        prompts = first_of_each(prompts, arguments.count)
+    prompts = bench_prompts(arguments.prompts, arguments.count)
     speedups: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     results = []
     print(choose_kernels(wanted_in(os.environ), cache_folder()).label, file=sys.stderr)

@@ -15,12 +15,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.answers import answer, bench_prompts
 from specgen.decoding.policy.cost_table import CostTable
 from specgen.engine.calibration.memory import Memory
-from specgen.engine.engine import generate
 from specgen.engine.loaded_models import Models
-from specgen.events import FinishedEvent
-from specgen.measure.bench.prompts import own_prompts, read_bench_prompts
 from specgen.options import (
     DraftOptions,
     GenerationOptions,
@@ -81,7 +79,7 @@ def main() -> None:
     parser.add_argument("--count", type=int)
     parser.add_argument("-n", type=int, default=64)
     asked = parser.parse_args()
-    prompts = own_prompts() if asked.prompts is None else read_bench_prompts(asked.prompts)
+    prompts = bench_prompts(asked.prompts, None)
     found: dict[str, list[float]] = {}
     for name, drafting in ways(asked.nodes):
         if asked.only and not any(part in name for part in asked.only.split("|")):
@@ -103,11 +101,11 @@ def main() -> None:
                 for n_rows in table.known:
                     table.start(n_rows, 1e-6)
             for prompt in prompts[: asked.count]:
-                for event in generate(loaded, loaded.prompts.of_text(prompt.text)):
-                    if isinstance(event, FinishedEvent) and event.mean_accepted_length is not None:
-                        n_tokens += round(event.mean_accepted_length * event.n_rounds)
-                        n_rounds += event.n_rounds
-                        n_drafted += event.n_drafted
+                finished = answer(loaded, prompt.text)
+                if finished.mean_accepted_length is not None:
+                    n_tokens += round(finished.mean_accepted_length * finished.n_rounds)
+                    n_rounds += finished.n_rounds
+                    n_drafted += finished.n_drafted
         found[name] = [n_tokens / n_rounds, n_drafted / n_rounds, n_rounds]
         best = max(values[0] for key, values in found.items() if key.startswith("chain"))
         print(

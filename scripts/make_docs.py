@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from scripts import benchmark_pages, models_page
+from scripts.wrap_markdown import wrapped
 from specgen import errors, events
 from specgen.decoding.policy import REASONS
 
@@ -87,7 +88,7 @@ def difference(path: Path, text: str) -> Iterator[str]:
 
 def page(title: str, source: str, *parts: str) -> str:
     note = f"<!-- Written by `make docs` from {source}: change that, not this file. -->"
-    return "\n\n".join([note, f"# {title}", *(part.strip("\n") for part in parts)]) + "\n"
+    return wrapped("\n\n".join([note, f"# {title}", *(part.strip("\n") for part in parts)]) + "\n")
 
 
 def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

@@ -88,11 +88,11 @@ def load(
     """Load a target and its draft. Close the result, or use it as a context manager.
 
     `target` is a GGUF file or a name from `specgen models list`; the model is downloaded if it is not on
-    this disk. `draft` is also a file or a name, or ``ngram``, or ``none``. In a list, each draft drafts
-    for the one before it. None chooses a draft as `specgen run` does. Up to `n_parallel` answers are
-    made at once, each in a context of `n_ctx` tokens (by default 4096, or the context that the target
-    was trained with if that is smaller). `note` receives the messages that the command line would
-    print, for example why a draft was chosen.
+    this disk. `draft` is also a file or a name, or ``ngram``, or ``none``. In a list, each draft drafts for
+    the one before it. None chooses a draft as `specgen run` does. Up to `n_parallel` answers are generated
+    at once, each in a context of `n_ctx` tokens (by default 4096, or the context that the target was
+    trained with if that is smaller). `note` receives the messages that the command line would print, for
+    example why a draft was chosen.
 
     Raise `ModelFileError`, `PairError`, `UnknownModelError`, `FetchError`, `MemoryLimitError` or
     `UsageError`.
@@ -121,8 +121,9 @@ def load(
 class Model:
     """A target and its draft, ready to answer. `load` makes it.
 
-    The caches keep their texts: a prompt that begins like an earlier text decodes only the rest. The
-    methods may be called from several threads; one thread at a time decodes, for the answers of all.
+    The caches keep their texts: of a prompt that shares a prefix with an earlier text, only the rest is
+    decoded. The methods may be called from several threads; one thread at a time decodes, for the answers
+    of all.
     """
 
     def __init__(self, loaded: Models, engine: Engine) -> None:
@@ -178,8 +179,8 @@ class Model:
     def generate_all(
         self, prompts: Iterable[Asked], **options: Unpack[AnswerOptions]
     ) -> list[Request]:
-        """Return the answers to several prompts, in their order; up to `n_parallel` are made at once. If
-        an answer fails, its `failure` has the error, and the other answers are still made."""
+        """Return the answers to several prompts, in their order; up to `n_parallel` are generated at once.
+        If an answer fails, its `failure` has the error, and the other answers are still made."""
         answers = [self.submit(prompt, **options) for prompt in prompts]
         while not all(answer.is_done for answer in answers):
             self._engine.step()

@@ -13,7 +13,7 @@ The tree::
     ├── BackendError             9   llama.cpp is missing, broken, or refused to decode
     │   └── RollbackError        9   the cache could not drop tokens
     ├── OutputError             10   the answer could not be written
-    ├── DefectError             11   `specgen verify` found text that the target would not say
+    ├── DefectError             11   `specgen verify` found text that the target would not generate
     ├── BatchError              12   some lines of `specgen batch` could not be answered
     └── WorkerLostError         13   a worker of `--rpc` died, was silent, or cannot be reached
 
@@ -95,7 +95,7 @@ class BackendError(SpecgenError):
 
 
 class RollbackError(BackendError):
-    """The cache could not drop the tokens it was told to drop."""
+    """The cache could not drop tokens of a sequence."""
 
 
 class OutputError(SpecgenError):
@@ -112,13 +112,13 @@ class DefectError(SpecgenError):
 
 
 class BatchError(SpecgenError):
-    """Some lines of `specgen batch` could not be answered; their results say why."""
+    """Some lines of `specgen batch` could not be answered; their results have the reasons."""
 
     exit_code = 12
 
 
 class WorkerLostError(SpecgenError):
-    """A machine that computes a part of the target (`--rpc`) died, was silent for too long, or cannot
-    be reached. This process cannot decode any more; the text so far stays valid."""
+    """A machine that computes layers of the target (`--rpc`) died, was silent for too long, or cannot be
+    reached. This process cannot decode any more; the text so far stays valid."""
 
     exit_code = 13

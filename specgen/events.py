@@ -12,6 +12,7 @@ complete yet are held back and belong to the token that completes it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -68,7 +69,7 @@ class PromptEvent:
 
 @dataclass(frozen=True, slots=True)
 class ReadingEvent:
-    """A piece of a long prompt was read, and others follow."""
+    """A piece of a long prompt was decoded, and others follow."""
 
     event: ClassVar[str] = "reading"
 
@@ -111,7 +112,7 @@ class DraftedEvent:
 
 @dataclass(frozen=True, slots=True)
 class RejectedBranch:
-    """A part of the draft that was not kept, from its first rejected node down to a leaf."""
+    """A branch of the draft that was rejected, from its first rejected node down to a leaf."""
 
     #: Indices into the draft's nodes.
     nodes: tuple[int, ...]
@@ -139,7 +140,7 @@ class VerifiedEvent:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One of the most likely tokens in a place, with `--logprobs`."""
+    """One of the most likely tokens at a position, with `--logprobs`."""
 
     token_id: int
     #: The token's own bytes as text; an incomplete character shows as U+FFFD.
@@ -161,7 +162,7 @@ class Piece:
     #: With `--logprobs`, the natural logarithm of the target's probability of this token at
     #: temperature 1, before samplers and grammar; null without, and for forced tokens.
     logprob: float | None = None
-    #: With `--logprobs N`, the N most likely tokens in this place, the likeliest first.
+    #: With `--logprobs N`, the N most likely tokens at this position, the likeliest first.
     top_logprobs: tuple[TokenLogprob, ...] = ()
 
 
@@ -198,6 +199,14 @@ class ReasonCount:
     reason: str
     text: str
     n_rounds: int
+
+
+def undrafted_text(reasons: Sequence[ReasonCount], n_rounds: int) -> str:
+    """Return a sentence that says why rounds drafted nothing, of `n_rounds` in all."""
+    n_undrafted = sum(each.n_rounds for each in reasons)
+    rounds = "1 round" if n_rounds == 1 else f"{n_rounds} rounds"
+    why = "; ".join(f"{each.text} ({each.n_rounds})" for each in reasons)
+    return f"{n_undrafted} of {rounds} drafted nothing: {why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,8 +278,8 @@ class FinishedEvent:
     estimate: str | None = None
     #: Tokens of the answer that the grammar forced, without a model's part.
     n_forced: int = 0
-    #: Accepted and drafted counts by the place among the siblings in a draft tree (index 0 is
-    #: the first guess for a place; chains have no other).
+    #: Accepted and drafted counts by the rank among the siblings in a draft tree (index 0 is
+    #: the first guess for a position; chains have no other).
     accepted_by_rank: tuple[int, ...] = ()
     drafted_by_rank: tuple[int, ...] = ()
     #: How many of the prompt's tokens were in the target's cache already, from an answer before.
@@ -301,7 +310,7 @@ EVENT_TYPES: tuple[type[Event], ...] = (
 
 
 def to_json_object(event: Event) -> dict[str, Any]:
-    """The event as a JSON-ready dict, ``event`` first."""
+    """Return the event as a JSON-ready dict, ``event`` first."""
     return {"event": event.event, **dataclasses.asdict(event)}
 
 

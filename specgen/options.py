@@ -1,4 +1,4 @@
-"""Every option of a run and its default: the one place where defaults stand.
+"""Every option of a run and its default. Defaults are defined nowhere else.
 
 The command line reads its defaults from here, so `specgen run --help` shows these values.
 Importing this module costs nothing (no NumPy, no llama.cpp).
@@ -144,11 +144,11 @@ class SamplerOptions:
 
 
 def parse_samplers(text: str) -> tuple[SamplerName, ...]:
-    """Samplers in the spelling of llama.cpp's --samplers: names or their aliases (``top-k``,
-    ``topk``, ``nucleus``, ``temp``, ``typ``) between semicolons or commas. No name is no
-    sampler. The letters of --sampler-seq will do as well, where they are no name.
+    """Parse samplers in the spelling of llama.cpp's --samplers: names or their aliases (``top-k``,
+    ``topk``, ``nucleus``, ``temp``, ``typ``) between semicolons or commas. No name is no sampler. The
+    letters of --sampler-seq are accepted as well, where they are no name.
 
-    Raises `ValueError`, with the message to show, for a name that there is not.
+    Raise `ValueError`, with the message to show, for a name that there is not.
     """
     names = [name.strip() for name in text.replace(",", ";").lower().split(";")]
     names = [name for name in names if name]
@@ -162,10 +162,10 @@ def parse_samplers(text: str) -> tuple[SamplerName, ...]:
 
 
 def parse_sampler_letters(text: str) -> tuple[SamplerName, ...]:
-    """Samplers in the spelling of llama.cpp's --sampler-seq, a letter each: ``edskypmxt`` is the
+    """Parse samplers in the spelling of llama.cpp's --sampler-seq, a letter each: ``edskypmxt`` is the
     default.
 
-    Raises `ValueError`, with the message to show, for a letter that stands for none.
+    Raise `ValueError`, with the message to show, for a letter that stands for none.
     """
     for letter in text:
         if letter not in _LETTERS:
@@ -233,9 +233,9 @@ LARGEST_TREE = 64
 
 
 def parse_tree(text: str) -> TreeShape:
-    """A shape as `--tree` has it: ``auto``, ``off``, ``3,2,1`` or ``4x5``.
+    """Parse a tree shape in the spelling of `--tree`: ``auto``, ``off``, ``3,2,1`` or ``4x5``.
 
-    Raises `ValueError`, with the message to show, for anything else, and for a shape of more than
+    Raise `ValueError`, with the message to show, for anything else, and for a shape of more than
     `LARGEST_TREE` nodes.
     """
     text = text.strip().lower()
@@ -444,7 +444,7 @@ class SessionOptions:
     draft_context: ContextOptions = field(default_factory=ContextOptions)
     #: What drafts for the draft model, what drafts for that one, and so on; n-grams come last.
     helpers: tuple[DraftSource, ...] = ()
-    #: Where what is made of texts to look up is kept, and copies of draft models; None keeps nothing.
+    #: The folder for lookup indexes and copies of draft models; None disables both.
     cache: Path | None = None
     #: Where the target's answers are kept, and what drafts learnt from them; None keeps none.
     learning: Path | None = None

@@ -94,7 +94,7 @@ def _specgen(
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit: the one place where errors become exit codes."""
+    """Run the command line and exit. Errors become exit codes only here."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # File names need not be UTF-8. They are shown with escapes, as on standard error.
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -43,7 +43,7 @@ class RayOptions:
 @dataclass(frozen=True, slots=True)
 class BatchWork:
     """The settings that decide how lines are answered, on any node: those of `session_options` and of the
-    command line. `parallel` is the number of answers made at once; None takes the fastest number."""
+    command line. `parallel` is the number of answers generated at once; None takes the fastest number."""
 
     options: SessionOptions
     drafts: Sequence[DraftChoice]
@@ -60,7 +60,7 @@ def ray_options(
     *,
     patience_s: float,
 ) -> RayOptions | None:
-    """Return the options of the cluster, with the CPUs and GPUs of an actor; None without a cluster. Raises
+    """Return the options of the cluster, with the CPUs and GPUs of an actor; None without a cluster. Raise
     `UsageError` if Ray is not installed, the address is invalid, or other options exclude it."""
     if address is None:
         if per_worker != (None, None):

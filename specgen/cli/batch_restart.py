@@ -38,9 +38,9 @@ def with_workers(
 ) -> tuple[int, int]:
     """Return what `answer` returns: the exit code and the number of errors.
 
-    If it loses a worker and `can_restart` is set, a new process replaces this one. The new one waits for all
-    workers, at most `patience_s` seconds, and makes the missing answers, now at most `n_missing`. Raises
-    `WorkerLostError`: at once if the first process cannot find a worker, whose name may be mistyped."""
+    If it loses a worker and `can_restart` is set, a new process replaces this one. The new one waits for
+    all workers, at most `patience_s` seconds, and generates the missing answers, now at most `n_missing`.
+    Raise `WorkerLostError`: at once if the first process cannot find a worker, whose name may be mistyped."""
     if workers is None:
         return answer()
     if code := _wait(workers, patience_s if _VARIABLE in os.environ else 0.0, note):
@@ -54,8 +54,8 @@ def with_workers(
 
 
 def _restart(n_missing: int, error: WorkerLostError, note: Callable[[str], None]) -> NoReturn:
-    """Replace the process by one that waits for the workers (`_wait`) and makes the missing answers. Raises
-    `error` if that was done too often without a new result, or is not possible."""
+    """Replace the process by one that waits for the workers (`_wait`) and generates the missing answers.
+    Raise `error` if that was done too often without a new result, or is not possible."""
     before, times = _told()
     times = 1 if n_missing != before else times + 1
     if times > _MOST or not hasattr(os, "fork"):  # Windows does not replace processes
@@ -70,7 +70,7 @@ def _restart(n_missing: int, error: WorkerLostError, note: Callable[[str], None]
 
 
 def _wait(workers: Workers, patience_s: float, note: Callable[[str], None]) -> int:
-    """Wait until all workers respond; return 0, or the exit code of a signal that came meanwhile. Raises
+    """Wait until all workers respond; return 0, or the exit code of a signal that came meanwhile. Raise
     `WorkerLostError` if they do not within `patience_s` seconds."""
     until = time.monotonic() + patience_s
     is_told = False
@@ -101,7 +101,7 @@ def _missing(workers: Workers) -> WorkerLostError | None:
 
 
 def _told() -> tuple[int, int]:
-    """Return what the process before passed on; (-1, 0) without one."""
+    """Return the state that the process before passed on; (-1, 0) without one."""
     n_missing, _, times = os.environ.get(_VARIABLE, "").partition(" ")
     return (int(n_missing), int(times)) if n_missing.isdigit() and times.isdigit() else (-1, 0)
 

@@ -24,7 +24,7 @@ from specgen.options import Contexts, DraftOptions, GenerationOptions, PolicyNam
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specgen.measure.bench.peer_contenders import Against
+    from specgen.measure.bench.contenders import Against
     from specgen.measure.bench.report import BenchReport
 
 _POLICIES: tuple[PolicyName, ...] = ("cost", "threshold", "fixed")
@@ -89,17 +89,11 @@ _CONTEST = flags.panel(
         "--max-tokens", "--predict", "-n", min=2, help="The most tokens of each answer."
     ),
     n_rounds=Option("--repeat", min=1, help="How often to go through all prompts."),
-    foresight=Option(
-        "--foresight",
-        help="At temperature 0, also compute the speed that the same drafts could reach if it were known in "
-        "advance which tokens are accepted. (Answers every prompt once more.)",
-    ),
     against=Option(
         "--against",
         metavar="NAME",
         help="Compare with another program in the same run: llama.cpp (its own programs in usual settings; "
-        "`make peers` builds them), llama.cpp-all (in all settings), or llama-cpp-python (its prompt "
-        "lookup). May be given several times.",
+        "`make peers` builds them), or llama.cpp-all (in all settings).",
         show_default=False,
     ),
     peers=Option(
@@ -145,7 +139,6 @@ def bench(
     n_prompts: int | None = None,
     max_tokens: int = 128,
     n_rounds: int = 1,
-    foresight: bool = False,
     against: list[str] | None = None,
     peers: Path | None = None,
     chat: bool | None = None,
@@ -168,8 +161,7 @@ def bench(
     (geometric mean); its first and third quartile, and the worst; tokens per
     second (median); acceptance rate; tokens per round; time to the first
     token relative to plain decoding; answers whose text differs from plain
-    decoding's; the share reached of what --foresight found; the speed-up of
-    whole answers, prompts included.
+    decoding's; the speed-up of whole answers, prompts included.
     """
     from specgen.measure.bench.prompts import first_of_each, own_prompts, read_bench_prompts
 
@@ -201,8 +193,6 @@ def bench(
         job = Job(plan, texts, n_rounds, progress, stop, shlex.join(["specgen", *sys.argv[1:]]))
         for field in fields:
             job.measure(field)
-        for field in fields if foresight else ():
-            job.foresee(field)
     report = job.report(fields)
     _write(report, json_file, html_file)
     for note in dict.fromkeys(_notes(report)):
@@ -214,7 +204,7 @@ def bench(
 
 def parse_policies(given: Sequence[str] | None) -> tuple[PolicyName, ...]:
     """Return the policies of these names, each of which may be several with commas between; without names,
-    the default one. Raises `UsageError`."""
+    the default one. Raise `UsageError`."""
     names = [name.strip() for names in given or () for name in names.split(",")]
     found: list[PolicyName] = []
     for name in filter(None, names):
@@ -229,7 +219,7 @@ def parse_policies(given: Sequence[str] | None) -> tuple[PolicyName, ...]:
 
 
 def _parse_against(given: Sequence[str] | None) -> tuple[Against, ...]:
-    from specgen.measure.bench.peer_contenders import AGAINST
+    from specgen.measure.bench.contenders import AGAINST
 
     for name in given or ():
         if name not in AGAINST:
@@ -245,7 +235,7 @@ def _check_folder(path: Path | None, option: str) -> None:
 
 
 def _write(report: BenchReport, json_file: Path | None, html_file: Path | None) -> None:
-    """Show the report, and write the files that were asked for. Raises `OutputError`."""
+    """Show the report, and write the files that were asked for. Raise `OutputError`."""
     from specgen.measure.bench.html import to_html
     from specgen.measure.bench.report import to_json_object
     from specgen.render.tables import bench_lines, print_bench_tables

@@ -198,8 +198,8 @@ def _typed() -> Iterable[str]:
 
 
 def _do(command: Command, talk: Chat, view: _View) -> int:
-    """Carry out a command; return the exit code of a signal, or 0. Raises `UsageError` if it is not possible,
-    `PromptError`, and `OutputError` if the conversation cannot be saved."""
+    """Carry out a command; return the exit code of a signal, or 0. Raise `UsageError` if it is not
+    possible, `PromptError`, and `OutputError` if the conversation cannot be saved."""
     from specgen.render.text import counted
     from specgen.serving.chat import log
     from specgen.serving.chat.conversation import Change
@@ -253,8 +253,7 @@ def _help() -> str:
 
 
 def _show_thought(talk: Chat) -> None:
-    """Print the thinking block of the last answer, dim on a terminal. Raises `UsageError` if there is
-    none."""
+    """Print the thinking block of the last answer, dim on a terminal. Raise `UsageError` if there is none."""
     from specgen.render.select import make_console
     from specgen.render.text import clean
     from specgen.render.thoughts import thought_of
@@ -296,7 +295,7 @@ def _show_figures(talk: Chat) -> None:
 
 
 def _session_file(name: str) -> Path:
-    """Return the file of a kept conversation. Raises `UsageError` for an invalid name."""
+    """Return the file of a kept conversation. Raise `UsageError` for an invalid name."""
     from specgen.models import data_folder
 
     if not name.strip() or name.startswith(".") or Path(name).name != name or "\\" in name:
@@ -331,5 +330,5 @@ def _greeting(conversation: Conversation) -> str:
 
 
 def _file_text(path: Path) -> str:
-    """Return a file's text in the form in which the first message includes it. Raises `PromptError`."""
+    """Return a file's text in the form in which the first message includes it. Raise `PromptError`."""
     return f"{path}:\n\n{decoded(read_bytes(path), str(path)).rstrip()}\n\n"

@@ -121,7 +121,7 @@ class _EndedError(Exception):
 @contextlib.contextmanager
 def _ending_by_signals(editor: PromptSession[str]) -> Iterator[None]:
     """Let a signal of `kill`, or of a closed terminal, end the program in order: the editor restores the
-    terminal. Raises `SystemExit` with the exit code of the signal."""
+    terminal. Raise `SystemExit` with the exit code of the signal."""
     received = 0
 
     def end(number: int, _frame: FrameType | None) -> None:

@@ -85,7 +85,7 @@ def _model_file(name: str) -> Path:
 
 @contextmanager
 def _status(console: Console) -> Iterator[Callable[[str], None]]:
-    """On a terminal, show a line about the present check, which disappears at the end."""
+    """Show a line about the present check on a terminal; it disappears at the end."""
     if not console.is_terminal or console.is_dumb_terminal:
         yield lambda _name: None
         return
@@ -113,7 +113,7 @@ def _show(report: DoctorReport, console: Console) -> None:
 
 
 def _lines(label: str, text: str, width: int) -> list[str]:
-    """Return the text behind its label, wrapped where there is room for that."""
+    """Return the text after its label, wrapped where there is room for that."""
     if width < len(label) + 20:
         return [label + text]
     indent = " " * len(label)

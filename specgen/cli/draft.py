@@ -120,7 +120,7 @@ def forget(*, target: str | None = None, output: Output) -> int:
 
 
 def _draft_model(target: str, draft: str | None, output: Output) -> Path:
-    """Return the model that learns. Raises `UsageError` if none is known."""
+    """Return the model that learns. Raise `UsageError` if none is known."""
     from specgen.llama.decoder_heads import is_heads_file
 
     sources = find_models(ModelChoice(target, draft, None), quiet=output.quiet)
@@ -147,7 +147,7 @@ def _store(target: Path) -> Path:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a folder, if it is there. Raises `OutputError`."""
+    """Delete a folder, if it is there. Raise `OutputError`."""
     try:
         shutil.rmtree(folder)
     except FileNotFoundError:

@@ -84,7 +84,7 @@ def find(
         saved_draft(identity)  # a damaged file is reported now, not after minutes
     options = trial_options(path, drafting, answer, machine)
     with (
-        opened(options, machine.kernels, output) as loaded,
+        opened(options, machine.kernels, output, drafts_later=True) as loaded,
         output.measuring() as (progress, stop),
     ):
         search = search_drafts(loaded, files or [], texts, chat, progress, stop)

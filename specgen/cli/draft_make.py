@@ -141,10 +141,10 @@ def make(
     the models on this disk, on other prompts, as `specgen draft find` does. An interrupted command keeps
     the text.
 
-    Decoder heads read the target's hidden state and predict the tokens behind the next one: they need no
-    model of their own, and about a millisecond per draft. A small model that is fitted to the target
-    (needs `pip install 'specgen[train]'`) is as fast as before, and agrees with the target more often. The
-    target without some of its layers can only draft for large targets: small ones need all their layers.
+    Decoder heads read the target's hidden state and predict the tokens after the next one: they need no
+    model of their own, and about a millisecond per draft. A small model that is fitted to the target (needs
+    `pip install 'specgen[train]'`) is as fast as before, and agrees with the target more often. The target
+    without some of its layers can only draft for large targets: small ones need all their layers.
 
     It prints the ranking as `specgen draft find` does.
     """
@@ -182,7 +182,7 @@ def make(
 
 
 def _small_model(draft: str | None, kind: Kind | None, target: Path, output: Output) -> Path | None:
-    """Return the model to fit; None without one. Raises `UsageError` if a fitted draft was asked for but is
+    """Return the model to fit; None without one. Raise `UsageError` if a fitted draft was asked for but is
     not possible."""
     from specgen.models import load_registry, locate
     from specgen.training.distil.distillation import check_library
@@ -232,8 +232,6 @@ def _prompts(file: Path | None) -> list[str]:
 def _workshop(
     loaded: Models, wanted: TextWanted, progress: Progress, stop: Interrupt, output: Output
 ) -> Workshop:
-    from specgen.measure.selection.outlook import expected_speedup
-
     return Workshop(
         loaded,
         wanted,
@@ -242,5 +240,4 @@ def _workshop(
         progress=progress,
         tell=output.note,
         interrupted=stop,
-        expected=expected_speedup,
     )

@@ -101,7 +101,7 @@ class _Place:
     begins: str = ""
 
     def write(self, middle: str) -> None:
-        """Write the file with the middle in it, with the file's own line ends. Raises `OutputError`, also if
+        """Write the file with the middle in it, with the file's own line ends. Raise `OutputError`, also if
         the file changed meanwhile."""
         from specgen.system.atomic_files import new_beside
 
@@ -126,7 +126,7 @@ class _Place:
 def _find_place(
     place: str | None, prefix_file: Path | None, suffix_file: Path | None, *, in_place: bool
 ) -> _Place:
-    """Return the gap that was asked for. Raises `UsageError`, `PromptError`."""
+    """Return the gap that was asked for. Raise `UsageError`, `PromptError`."""
     if place is not None and (prefix_file or suffix_file):
         raise UsageError("FILE:LINE and --prefix-file or --suffix-file exclude each other")
     if place is not None:
@@ -149,8 +149,8 @@ def _find_place(
 
 
 def _in_file(place: str) -> _Place:
-    """Return the gap at FILE:LINE[:COLUMN]. Raises `UsageError` if the text has another form, `PromptError`
-    if the file has no such place."""
+    """Return the gap at FILE:LINE[:COLUMN]. Raise `UsageError` if the text has another form, `PromptError`
+    if the file has no such position."""
     found = _PLACE.fullmatch(place)
     if found is None:
         raise UsageError(
@@ -187,8 +187,8 @@ def _gap(place: _Place, context: list[tuple[str, str]]) -> Gap:
 
 
 def _room(loaded: Models) -> int:
-    """Return the most tokens of the prompt. The far ends of a long file matter little, and take long to read.
-    Raises `UsageError` if the middle needs the whole context."""
+    """Return the most tokens of the prompt. The far ends of a long file matter little, and take long to
+    read. Raise `UsageError` if the middle needs the whole context."""
     n_ctx = loaded.usual_n_ctx
     max_tokens = loaded.options.generation.max_tokens
     n_room = n_ctx - (max_tokens if max_tokens >= 0 else n_ctx // 4)

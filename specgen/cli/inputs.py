@@ -22,10 +22,11 @@ def read_prompt(
     note: Callable[[str], None],
 ) -> str:
     """Return the prompt: the files in their order, then standard input if something is piped in, then the
-    question (`argument` or `option`). A blank line separates them, and `note` is told what was joined.
+    question (`argument` or `option`). A blank line separates them, and `note` receives a sentence about
+    what was joined.
 
-    A file or a question that is `-` is standard input, read at that place. Raises `UsageError` if nothing or
-    two questions are given, `PromptError` if a text cannot be read, is not UTF-8, or if all are empty.
+    A file or a question that is `-` is standard input, read at that position. Raise `UsageError` if nothing
+    or two questions are given, `PromptError` if a text cannot be read, is not UTF-8, or if all are empty.
     """
     if argument is not None and option is not None:
         raise UsageError("the prompt is given twice: PROMPT and --prompt", hint="give it once")
@@ -79,7 +80,7 @@ def _piped_text(note: Callable[[str], None]) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a file, or standard input's for `STDIO`. Raises `PromptError`."""
+    """Return the content of a file, or standard input's for `STDIO`. Raise `PromptError`."""
     try:
         return sys.stdin.buffer.read() if path == STDIO else path.read_bytes()
     except OSError as error:
@@ -88,12 +89,12 @@ def read_bytes(path: Path) -> bytes:
 
 
 def decoded(data: bytes, name: str) -> str:
-    """Return UTF-8 text without the byte order mark. Raises `PromptError`."""
+    """Return UTF-8 text without the byte order mark. Raise `PromptError`."""
     return decoded_with_mark(data, name).removeprefix("\ufeff")
 
 
 def decoded_with_mark(data: bytes, name: str) -> str:
-    """Return UTF-8 text as it is. Raises `PromptError`."""
+    """Return UTF-8 text as it is. Raise `PromptError`."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the options say about models, and about how they answer."""
+    """The options of models and of their answers."""
 
     models: ModelChoice
     answer: GenerationOptions
@@ -43,7 +43,7 @@ class Setup:
 
     @contextlib.contextmanager
     def opened(self, output: Output) -> Iterator[Models]:
-        """Find and load the models; close them at the end. Raises what `opened` raises."""
+        """Find and load the models; close them at the end. Raise what `opened` raises."""
         sources, options = self.find(output)
         with opened(options, self.machine.kernels, output, sources.drafts) as loaded:
             yield loaded
@@ -55,17 +55,20 @@ def opened(
     kernels: KernelChoice,
     output: Output,
     drafts: Sequence[DraftChoice] = (),
+    *,
+    drafts_later: bool = False,
 ) -> Iterator[Models]:
-    """Load the models, as a `SessionOpener` does; close them at the end. Raises `ModelFileError`,
+    """Load the models, as a `SessionOpener` does; close them at the end. Raise `ModelFileError`,
     `PairError`, and `UsageError` if kernels that were asked for cannot be used."""
     use_kernels(kernels, output)
-    with log_shown(output), make_opener(drafts, output).open(options) as loaded:
+    opener = make_opener(drafts, output, drafts_later=drafts_later)
+    with log_shown(output), opener.open(options) as loaded:
         yield loaded
 
 
 def use_kernels(wanted: KernelChoice, output: Output) -> None:
     """Choose what computes on the CPU, before the first model is loaded; print a note if the kernels are
-    there but cannot be used. From then on, a crash in native code is reported in a line. Raises `UsageError`
+    there but cannot be used. From then on, a crash in native code is reported in a line. Raise `UsageError`
     if kernels that were asked for cannot be used."""
     from specgen.llama.file_check import remember_checks
     from specgen.llama.kernel_checks import choose_kernels
@@ -92,7 +95,9 @@ def log_shown(output: Output) -> Iterator[None]:
         yield
 
 
-def make_opener(drafts: Sequence[DraftChoice], output: Output) -> SessionOpener:
+def make_opener(
+    drafts: Sequence[DraftChoice], output: Output, *, drafts_later: bool = False
+) -> SessionOpener:
     """Return a `SessionOpener`; on a terminal, it shows that models are loading. Notes go to standard
     error."""
 
@@ -111,5 +116,6 @@ def make_opener(drafts: Sequence[DraftChoice], output: Output) -> SessionOpener:
         clock=time.perf_counter,
         note=output.note,
         details=output.verbose,
+        drafts_later=drafts_later,
         loading=loading,
     )

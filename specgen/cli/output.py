@@ -44,7 +44,7 @@ class Output:
             print(f"note: {text}", file=sys.stderr)
 
     def check(self, answer: GenerationOptions) -> None:
-        """Raise `UsageError` if an answer's options ask for what is not shown."""
+        """Raise `UsageError` if an answer's options ask for something that this output cannot show."""
         if answer.logprobs is not None and not self.json:
             raise UsageError("--logprobs needs --json: only events have log-probabilities")
 

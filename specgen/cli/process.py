@@ -89,7 +89,7 @@ def open_missing_streams() -> None:
 def output_errors() -> Iterator[None]:
     """Translate errors of writing to standard output.
 
-    Raises `OutputError`, and `typer.Exit` if the reader of a pipe went away.
+    Raise `OutputError`, and `typer.Exit` if the reader of a pipe went away.
     """
     try:
         yield

@@ -62,7 +62,9 @@ def tune(
     answer = GenerationOptions(max_tokens=trials.max_tokens)
     options = session_options(sources, SamplerOptions(), drafting, answer, machine)
     with (
-        opened(replace(options, draft="none"), machine.kernels, output) as loaded,
+        opened(
+            replace(options, draft="none"), machine.kernels, output, drafts_later=True
+        ) as loaded,
         output.measuring() as (progress, stop),
     ):
         from specgen.measure.selection.tuning import Tuner

@@ -222,7 +222,7 @@ class _Job:
         self._unequal_rows = ""
 
     def greedy(self, n_prompts: int) -> tuple[GreedyResult, ...]:
-        from specgen.measure.proof import PlainAnswers, check_at_once, check_greedy, evenly_chosen
+        from specgen.measure.proof import N_AT_ONCE, PlainAnswers, check_greedy, evenly_chosen
 
         sampler = replace(self._options.sampler, temperature=0.0, xtc_probability=0.0)
         results: list[GreedyResult] = []
@@ -249,9 +249,10 @@ class _Job:
                     self._progress("greedy", len(results), n_all)
             # The last way drafts most, and is loaded.
             some = evenly_chosen(fitting.items(), _N_AT_ONCE_PROMPTS)
-            checked = check_at_once(
+            checked = check_greedy(
                 loaded,
                 [prompt for _, prompt in some],
+                n_at_once=N_AT_ONCE,
                 interrupted=self._stop,
                 bug=self._bug,
                 answers=answers,
@@ -273,7 +274,7 @@ class _Job:
     def _sampled(
         self, loaded: Models, way: DraftingPlan, plan: SampledPlan, n_places: int, n_before: int
     ) -> list[SampledResult]:
-        """Sample at `n_places` places with one way to draft; `n_before` places came before."""
+        """Sample at `n_places` positions with one way to draft; `n_before` positions came before."""
         from specgen.measure.proof import check_sampled, room
 
         loaded.change_drafting(way.drafting)
@@ -316,7 +317,7 @@ class _Job:
         greedy: tuple[GreedyResult, ...],
         sampled: tuple[SampledResult, ...],
     ) -> ProofReport:
-        """Return the results. Raises `PromptError` if no prompt could be checked."""
+        """Return the results. Raise `PromptError` if no prompt could be checked."""
         from specgen.measure.proof import ProofReport
 
         skipped = tuple(self._skipped[number] for number in sorted(self._skipped))

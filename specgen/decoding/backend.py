@@ -23,9 +23,9 @@ Rollback: TypeAlias = Literal["cells", "snapshots", "states"]
 class Batch:
     """Rows to decode together; row i is one token.
 
-    `positions[i]` is the token's place in the text. `sequences[i]` are all sequences that it belongs
-    to; it sees their cells at smaller positions. `wants_logits[i]` says whether its logits will be
-    read: for a large vocabulary a row of logits is most of a megabyte.
+    `positions[i]` is the token's position in the text. `sequences[i]` are all sequences that it belongs to;
+    it sees their cells at smaller positions. `wants_logits[i]` says whether its logits will be read: for a
+    large vocabulary a row of logits is most of a megabyte.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Vocabulary(Protocol):
 
     @property
     def add_bos(self) -> bool:
-        """Whether prompts begin with the beginning-of-text token."""
+        """Whether prompts start with the beginning-of-text token."""
         ...
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
@@ -156,8 +156,8 @@ class Backend(Protocol):
         ...
 
     def text(self, sequence: int) -> Sequence[int]:
-        """Return the tokens of a sequence. After a decode that failed only a beginning of them may be
-        known. The caller must not change or keep the result."""
+        """Return the tokens of a sequence. After a failed decode, perhaps only the first tokens are known.
+        The caller must not change or keep the result."""
         ...
 
     def checkpoint(self, sequence: int) -> None:

@@ -25,15 +25,15 @@ class Draft:
     probability of the token, if it has one. Policies and the display use it, verifiers do not.
 
     `distributions[i]`, where present, is the distribution that the token was *drawn from at
-    random*; among siblings, given the earlier ones. A token chosen without chance (an argmax,
-    an n-gram match) has None. Verifiers rely on this distinction: testing a token against a
+    random*; among siblings, given the earlier ones. A token chosen deterministically (an argmax, an
+    n-gram match) has None. Verifiers rely on this distinction: testing a token against a
     distribution that it was not drawn from gives biased text.
 
     `walks` is set if the draft consists of several chains that were drawn independently of each
     other. It lists the nodes of each chain from a child of the root down, in the order of the
-    draws. Walks that begin alike share nodes, so a token that was drawn twice is decoded once and
-    judged twice. Walks stay whole: leaving out a drawn token because of what it is would bias the
-    text.
+    draws. Walks with a common prefix share nodes, so a token that was drawn twice is decoded once
+    and judged twice. Walks stay whole: leaving out a drawn token because of what it is would bias
+    the text.
 
     Raises `ValueError` if the lengths differ, if a parent does not come before its child, or if a
     walk is not a path from the root down.
@@ -107,8 +107,8 @@ class Draft:
 
     @property
     def has_free_end(self) -> bool:
-        """Whether the nodes up to the last drawn one are a chain, and all others are behind its end.
-        The others may then be left out, since no draw depends on them."""
+        """Whether the nodes up to the last drawn one are a chain, and all others are after its end. The
+        others may then be left out, since no draw depends on them."""
         n_drawn = self.n_drawn
         return (
             not self.walks
@@ -117,11 +117,12 @@ class Draft:
         )
 
     def drawn_from(self, node: int) -> Distribution:
-        """The distribution that a node's token was drawn from; a certain one if it was not drawn."""
+        """Return the distribution that a node's token was drawn from: all mass on the token if it was not
+        drawn."""
         return self.distributions[node] or Distribution.certain(self.tokens[node])
 
     def children(self, node: int) -> Sequence[int]:
-        """The nodes below `node` (or `ROOT`), in the order they were drafted."""
+        """Return the nodes below `node` (or `ROOT`), in the order they were drafted."""
         if self.is_chain:
             return (node + 1,) if node + 1 < len(self.tokens) else ()
         below = self._below
@@ -131,7 +132,7 @@ class Draft:
         return below.get(node, ())
 
     def first_children(self) -> list[int]:
-        """The path that takes the first child at each node, from the root down."""
+        """Return the path that takes the first child at each node, from the root down."""
         nodes: list[int] = []
         children = self.children(ROOT)
         while children:
@@ -140,26 +141,26 @@ class Draft:
         return nodes
 
     def tries(self, node: int, walks: Sequence[Sequence[int]], depth: int) -> Sequence[int]:
-        """The nodes below `node` (or `ROOT`), at this depth, in the order in which they are judged:
-        its children or, in a draft of independent walks, the next nodes of `walks`. A node that was
-        drawn several times comes as often."""
+        """Return the nodes at this depth below `node` (or `ROOT`), in the order in which they are judged:
+        its children or, in a draft of independent walks, the next nodes of `walks`. A node that was drawn
+        several times is repeated."""
         if not self.walks:
             return self.children(node)
         return [walk[depth] for walk in walks if len(walk) > depth]
 
     def places(self) -> list[int]:
-        """Each node's place among its siblings, from 0 on."""
+        """Return each node's rank among its siblings, from 0 on."""
         return [0] * len(self) if self.is_chain else _numbered(self.parents)
 
     def ranks(self) -> list[int]:
-        """Each node's place among its siblings from the same drafter, from 0 on: how many guesses its
-        drafter preferred to it."""
+        """Return each node's rank, from 0 on, among its siblings from the same drafter: the number of
+        guesses that its drafter preferred to it."""
         if self.is_chain:
             return [0] * len(self)
         return _numbered(zip(self.parents, self.origins, strict=True))
 
     def depths(self) -> list[int]:
-        """Each node's depth; children of the root have depth 0."""
+        """Return each node's depth; children of the root have depth 0."""
         if self.is_chain:
             return list(range(len(self.tokens)))
         depths: list[int] = []
@@ -168,7 +169,7 @@ class Draft:
         return depths
 
     def path(self, node: int) -> list[int]:
-        """The nodes from the root down to `node`, both ends included."""
+        """Return the nodes from the root down to `node`, both ends included."""
         if self.is_chain:
             return list(range(node + 1))
         nodes = []
@@ -178,13 +179,13 @@ class Draft:
         return nodes[::-1]
 
     def text(self, node: int) -> tuple[int, ...]:
-        """The tokens from the root down to `node`, both ends included; none for `ROOT`."""
+        """Return the tokens from the root down to `node`, both ends included; none for `ROOT`."""
         if self.is_chain:
             return self.tokens[: node + 1]
         return tuple(self.tokens[i] for i in self.path(node))
 
     def leaves(self) -> list[int]:
-        """The nodes without children, in order."""
+        """Return the nodes without children, in order."""
         n = len(self.tokens)
         if self.is_chain:
             return [n - 1] if n else []
@@ -192,8 +193,8 @@ class Draft:
         return [node for node in range(n) if node not in inner]
 
     def followed_by(self, other: Draft) -> Draft:
-        """This chain with another draft behind its last node. Raises ValueError if one of them consists
-        of independent walks, which cannot be a part of a longer draft."""
+        """Return this chain with another draft appended to its last node. Raise `ValueError` if one of them
+        consists of independent walks, which cannot be part of a longer draft."""
         if not len(other):
             return replace(self, looks=self.looks + other.looks) if other.looks else self
         if self.walks or other.walks:
@@ -209,9 +210,9 @@ class Draft:
         )
 
     def merged_with(self, other: Draft) -> Draft:
-        """A tree with the nodes of both drafts; of two nodes for the same text, that of this draft.
-        Raises ValueError if a token was drawn at random: after a merge a node may stand for a token
-        that was drawn and for one that was not."""
+        """Return a tree with the nodes of both drafts; for the same text, the node of this draft is kept.
+        Raise `ValueError` if a token was sampled: a merged node could stand for a token that was sampled
+        and for one that was not."""
         if self.is_drawn or other.is_drawn:
             raise ValueError("drafts that were drawn at random cannot be merged")
         tokens, parents = list(self.tokens), list(self.parents)
@@ -240,8 +241,8 @@ class Draft:
         )
 
     def first(self, n: int) -> Draft:
-        """The first n nodes, which are a tree too, since parents come first. Raises ValueError if
-        nodes of independent walks would be left out."""
+        """Return the first n nodes. They are a tree too, since parents come first. Raise `ValueError` if
+        this would drop nodes of independent walks."""
         if n >= len(self.tokens):
             return self
         self._check_no_walks()
@@ -255,8 +256,8 @@ class Draft:
         )
 
     def only(self, nodes: Sequence[int]) -> Draft:
-        """These nodes, in this order; their parents must be among them, before their children. Raises
-        ValueError if nodes of independent walks would be left out."""
+        """Return a draft of these nodes, in this order; parents must be among them, before their children.
+        Raise `ValueError` if this would drop nodes of independent walks."""
         if list(nodes) == list(range(len(self))):
             return self
         if len(nodes) < len(self):
@@ -278,7 +279,7 @@ class Draft:
 
 
 def _numbered(groups: Iterable[Hashable]) -> list[int]:
-    """For each item, the number of items of the same group before it."""
+    """Return, for each item, the number of earlier items of the same group."""
     n_before: Counter[Hashable] = Counter()
     numbers = []
     for group in groups:

@@ -24,7 +24,7 @@ class GrowingTree:
         self.distributions: list[Distribution | None] = []
         #: Children of the root have depth 0.
         self.depths: list[int] = []
-        #: Each node's place among its siblings.
+        #: Each node's rank among its siblings.
         self.ranks: list[int] = []
         #: Whether a node and all its ancestors are the first of their siblings.
         self.is_first_choice: list[bool] = []
@@ -45,8 +45,8 @@ class GrowingTree:
         source: Distribution | None = None,
         is_end: bool = False,
     ) -> int:
-        """Add a child of a node, or of `ROOT`, behind its other children; returns the new node. With
-        `is_end` its token ends the text, and the node gets no children."""
+        """Add a child of a node, or of `ROOT`, after its other children; return the new node. With `is_end`
+        its token ends the text, and the node gets no children."""
         node = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
@@ -67,14 +67,14 @@ class GrowingTree:
         self._open.remove(node)
 
     def child(self, node: int, token: int) -> int | None:
-        """The child of a node, or of `ROOT`, with this token; None if there is none."""
+        """Return the child of a node, or of `ROOT`, with this token; None if there is none."""
         for other in range(node + 1, len(self.tokens)):
             if self.parents[other] == node and self.tokens[other] == token:
                 return other
         return None
 
     def path(self, node: int) -> list[int]:
-        """The tokens from the root down to `node`; none for `ROOT`."""
+        """Return the tokens from the root down to `node`; none for `ROOT`."""
         tokens = []
         while node != ROOT:
             tokens.append(self.tokens[node])
@@ -82,11 +82,11 @@ class GrowingTree:
         return tokens[::-1]
 
     def open_nodes(self, n_deepest: int) -> list[int]:
-        """The nodes of depths below `n_deepest` that were not looked beyond and may have children."""
+        """Return the nodes of depths below `n_deepest` that may have children and were not expanded yet."""
         return [node for node in self._open if self.depths[node] < n_deepest]
 
     def draft(self, walks: Sequence[Sequence[int]] = ()) -> Draft:
-        """The whole tree as a draft; `walks` as in `Draft`."""
+        """Return the whole tree as a draft; `walks` as in `Draft`."""
         n = len(self.tokens)
         return Draft(
             tuple(self.tokens),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from specgen.system.arrays import Hidden
 
-#: The number of states that are kept, for a text that goes back to an earlier place.
+#: The number of states that are kept, for a text that goes back to an earlier position.
 _N_KEPT = 32
 
 
@@ -19,8 +19,8 @@ class LastHidden:
     _states: deque[tuple[int, Hidden]] = field(default_factory=lambda: deque(maxlen=_N_KEPT))
 
     def before(self, n_tokens: int) -> tuple[int, Hidden] | None:
-        """The last state that has read fewer than `n_tokens` tokens, as the number of tokens that it has
-        read and float32[n_embd]; None if there is none."""
+        """Return the last state computed from fewer than `n_tokens` tokens, as that number of tokens and
+        float32[n_embd]; None if there is none."""
         return next((each for each in reversed(self._states) if each[0] < n_tokens), None)
 
     def take(self, row: Hidden, n_read: int) -> None:

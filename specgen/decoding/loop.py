@@ -52,6 +52,17 @@ _SHORTEST_COMPARED = 30
 _MAX_PENDING = 16
 
 
+@dataclass(frozen=True, slots=True)
+class ReadBeside:
+    """A prompt of which a piece is read in the batch of a round of other sequences."""
+
+    sequence: Sequence
+    #: The most tokens to read beside so many rows of the round.
+    n_rows: Callable[[int], int]
+    #: The share of the batch's time that the round's own rows take, from their number and that of all.
+    share: Callable[[int, int], float]
+
+
 class Loop:
     """Generates with one target.
 
@@ -77,7 +88,7 @@ class Loop:
         return self._clock() - self._started_s
 
     def run(self, sequence: Sequence) -> Iterator[Event]:
-        """Generate a whole answer, and yield its events. Raises the error that ends it early."""
+        """Generate a whole answer, and yield its events. Raise the error that ends it early."""
         yield from self.start(sequence)
         while not sequence.is_finished:
             yield from self.round([sequence])
@@ -86,8 +97,8 @@ class Loop:
 
     def start(self, sequence: Sequence) -> list[Event]:
         """Decode a prompt, commit the first token, and return the events. There is no draft in this step,
-        so the first token comes as early, and the prompt is decoded in the same pieces, as in plain
-        decoding."""
+        so the first token comes as early as in plain decoding, and the prompt is decoded in the same
+        batches."""
         events: list[Event] = []
         while not (sequence.is_started or sequence.is_finished):
             events += self.read(sequence)
@@ -98,27 +109,45 @@ class Loop:
         once). After the last piece, commit the first token. Return the events."""
         if sequence.is_finished:
             return []
-        started, tally = self._clock(), sequence.tally
+        started = self._clock()
         target_s = self._target.decode_s
-        events: list[Event] = []
-        if sequence.read_since_s is None:
-            sequence.read_since_s = started
-            sequence.n_cached = self._target.length(sequence.slot.first)
-            # Tokens that the grammar forces need no decode: they are decoded with the prompt.
-            forced = _commit_forced(sequence)
-            if forced:
-                tally.first_token_s = self._clock() - started
-                events.append(committed(sequence, self.now_s, forced))
+        events = self._begin_reading(sequence, started)
         if self._interrupted() and not sequence.is_finished:
             events += self._interrupt(sequence)
+        logits = None
         if not sequence.is_finished:
+            batch = Batch()
             n_batch = self._target.n_batch
-            logits = self._read_piece(sequence, min(n_most or n_batch, n_batch))
-            if logits is not None:
-                verdict = self._verify(sequence, NO_DRAFT, logits)
-                events += self._commit(sequence, NO_DRAFT, verdict, logits)
-                sequence.is_started = True
-        target_s = self._target.decode_s - target_s
+            is_last = self._add_piece(batch, sequence, min(n_most or n_batch, n_batch))
+            rows = self._target.decode(batch)
+            logits = rows if is_last else None
+        events += self._has_read(sequence, logits, self._target.decode_s - target_s, started)
+        return events
+
+    def _begin_reading(self, sequence: Sequence, started: float) -> list[Event]:
+        """Prepare for the first piece of a prompt, if nothing was read yet. Return the events."""
+        if sequence.read_since_s is not None:
+            return []
+        sequence.read_since_s = started
+        sequence.n_cached = self._target.length(sequence.slot.first)
+        # Tokens that the grammar forces need no decode: they are decoded with the prompt.
+        forced = _commit_forced(sequence)
+        if not forced:
+            return []
+        sequence.tally.first_token_s = self._clock() - started
+        return [committed(sequence, self.now_s, forced)]
+
+    def _has_read(
+        self, sequence: Sequence, logits: Logits | None, target_s: float, started: float
+    ) -> list[Event]:
+        """Record a piece of a prompt, which took `target_s` of the target since `started`. After the
+        last piece, whose `logits` are float32[1, n_vocab], commit the first token. Return the events."""
+        tally = sequence.tally
+        events: list[Event] = []
+        if logits is not None:
+            verdict = self._verify(sequence, NO_DRAFT, logits)
+            events += self._commit(sequence, NO_DRAFT, verdict, logits)
+            sequence.is_started = True
         tally.prompt_s += target_s
         tally.target_s += target_s
         now = self._clock()
@@ -128,6 +157,7 @@ class Loop:
         tally.start_s = tally.wall_s
         tally.n_start_tokens = len(sequence.tokens) - sequence.n_prompt
         if sequence.is_started and tally.first_token_s is None:
+            assert sequence.read_since_s is not None
             tally.first_token_s = now - sequence.read_since_s
         return events
 
@@ -140,12 +170,16 @@ class Loop:
             sequence.index, self.now_s, n_read, sequence.n_prompt, (n_all - n_read) * token_s
         )
 
-    def round(self, sequences: abc.Sequence[Sequence]) -> list[Event]:
-        """Run one round for all sequences that are started and not finished, and return the events.
+    def round(
+        self, sequences: abc.Sequence[Sequence], beside: ReadBeside | None = None
+    ) -> list[Event]:
+        """Run one round for all sequences that are started and not finished, and return the events. A
+        piece of the prompt of another sequence may be decoded in the same batch (`beside`): such rows cost
+        little. This may be done only where a row has the same logits in any batch.
 
-        If a sequence's grammar allows no token, or its logits are not numbers, it ends with a
-        `failure`, and the others go on. Raises `BackendError` if the target cannot decode the round's
-        batch. The statistics do not count time outside this call, in a renderer for example.
+        If a sequence's grammar allows no token, or its logits are not numbers, it ends with a `failure`,
+        and the others go on. Raise `BackendError` if the target cannot decode the round's batch. The
+        statistics do not count time outside this call, in a renderer for example.
         """
         active = [sequence for sequence in sequences if not sequence.is_finished]
         if not active:
@@ -162,10 +196,25 @@ class Loop:
             n_room = self._target.n_batch // len(active) - len(drafted.draft)
             pending = self._pending(sequence, n_room)
             pack(batch, self._target, sequence.slot, pending, drafted.draft)
+        n_own_rows, is_last = len(batch), False
+        if beside is not None:
+            events += self._begin_reading(beside.sequence, round_started)
+        if beside is not None and not beside.sequence.is_finished:
+            n_most = min(beside.n_rows(n_own_rows), self._target.n_batch - n_own_rows)
+            is_last = n_most > 0 and self._add_piece(batch, beside.sequence, n_most)
         logits, hidden = self._decode_round(batch, active)
         target_s = self._target.decode_s - target_s
         # More rows than the batch has, if tokens were decoded again to restore a recurrent state.
         n_rows = self._target.n_decoded_rows - n_rows
+        if beside is not None and len(batch) > n_own_rows:
+            read_s = target_s * (1.0 - beside.share(n_own_rows, len(batch)))
+            target_s, n_rows = target_s - read_s, n_own_rows
+            round_started += read_s
+            last = logits[-1:] if is_last else None
+            try:
+                events += self._has_read(beside.sequence, last, read_s, self._clock() - read_s)
+            except BackendError as error:  # as below
+                beside.sequence.failure = error
 
         first_row = 0
         for sequence, drafted in zip(active, drafting, strict=True):
@@ -250,18 +299,17 @@ class Loop:
         piece = Piece(sequence.tokens[-1], text, "plain", "target")
         return [committed(sequence, self.now_s, [piece])]
 
-    def _read_piece(self, sequence: Sequence, n_most: int) -> Logits | None:
-        """Decode the next piece of the text that the cache does not hold yet: of the prompt, and of tokens
-        that the grammar forces after it. Return the logits after the last piece, float32[1, n_vocab];
-        None after the others."""
+    def _add_piece(self, batch: Batch, sequence: Sequence, n_most: int) -> bool:
+        """Add to a batch the next tokens of the text that the cache does not hold yet: of the prompt, and
+        tokens that the grammar forces after it. Return whether these are the last ones; their last row
+        then wants logits."""
         text, first = sequence.tokens, sequence.slot.first
         start = self._target.length(first)
-        batch = Batch()
         for offset, token in enumerate(text[start : start + n_most]):
             batch.add(token, start + offset, (first,), False)
-        batch.wants_logits[-1] = is_last = start + n_most >= len(text)
-        logits = self._target.decode(batch)
-        return logits if is_last else None
+        is_last = start + n_most >= len(text)
+        batch.wants_logits[-1] = is_last
+        return is_last
 
     def _decode_round(
         self, batch: Batch, active: abc.Sequence[Sequence]
@@ -458,7 +506,7 @@ class _Drafted:
     seconds: float = 0.0
 
     def take(self, draft: Draft, state: TextState) -> None:
-        """Take what was drafted, as far as the grammar allows it and it is worth verifying."""
+        """Keep the drafted nodes that the grammar allows and that are worth verifying."""
         self.proposed += (draft,)
         allowed = draft
         if not draft.is_drawn:  # sampled drafts obey the grammar already, and stay whole

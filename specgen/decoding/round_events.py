@@ -71,11 +71,11 @@ def draft_nodes(sequence: Sequence, draft: Draft) -> tuple[DraftNode, ...]:
 def rejected_branches(
     sequence: Sequence, draft: Draft, verdict: Verdict
 ) -> tuple[RejectedBranch, ...]:
-    """Return the rejected parts of a draft, one for each leaf: the nodes from where its branch left the
+    """Return the rejected branches of a draft, one for each leaf: the nodes from where its branch left the
     accepted path.
 
-    It is called before the commit: if the accepted path ends in the middle of a character, a branch's
-    text begins there.
+    It is called before the commit: if the accepted path ends in the middle of a character, a branch's text
+    starts there.
     """
     if len(verdict.path) == len(draft):
         return ()

@@ -29,7 +29,7 @@ _N_EXPECTED = 8
 @dataclass(slots=True)
 class Sequence:
     """The state of one answer. The loop changes it. `n_ctx` is the most tokens that may be decoded,
-    prompt and answer together. `state` begins with the prompt.
+    prompt and answer together. `state` starts with the prompt.
 
     `drafters` is None for plain decoding, and becomes None when drafting fails.
     """
@@ -119,8 +119,8 @@ class Sequence:
         return min(n, self.n_draftable + 1)
 
     def offer(self, n_most: int, others: Others = ALONE) -> Offer:
-        """Return what is known before a round of at most `n_most` drafted tokens. The drafter that costs
-        nothing looks up now. There must be `drafters`."""
+        """Return what is known before a round of at most `n_most` drafted tokens. The free drafter proposes
+        now. There must be `drafters`."""
         drafters, n_text = self.drafters, len(self.tokens)
         assert drafters is not None, "something drafts"
         n_most = min(n_most, self.policy.n_max, self.n_draftable)
@@ -196,7 +196,7 @@ class Sequence:
             target_s=tally.target_s,
             loop_s=tally.loop_s,
             wall_s=tally.wall_s,
-            undrafted=tuple(sorted(tally.undrafted.values(), key=lambda each: -each.n_rounds)),
+            undrafted=tally.reasons,
             plain_tokens_per_s=plain_tokens_per_s,
             estimated_speedup=speedup,
             estimated_whole_speedup=tally.whole_speedup(

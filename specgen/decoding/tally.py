@@ -30,7 +30,7 @@ class Tally:
     undrafted: dict[str, ReasonCount] = field(default_factory=dict)
     drafted_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
-    #: The same by a node's place among its siblings; all nodes of a chain have place 0.
+    #: The same by a node's rank among its siblings; all nodes of a chain have rank 0.
     drafted_by_rank: list[int] = field(default_factory=list)
     accepted_by_rank: list[int] = field(default_factory=list)
     prompt_s: float = 0.0
@@ -54,13 +54,18 @@ class Tally:
         self.n_round_tokens += n_committed
         self.target_s_by_rows[n_rows].append(target_s)
 
-    def add_undrafted(self, reason: str, text: str) -> None:
-        """Add a round that drafted nothing, and why."""
+    def add_undrafted(self, reason: str, text: str, n_rounds: int = 1) -> None:
+        """Add rounds that drafted nothing, and why."""
         n_before = self.undrafted[reason].n_rounds if reason in self.undrafted else 0
-        self.undrafted[reason] = ReasonCount(reason, text, n_before + 1)
+        self.undrafted[reason] = ReasonCount(reason, text, n_before + n_rounds)
+
+    @property
+    def reasons(self) -> tuple[ReasonCount, ...]:
+        """Why rounds drafted nothing, the most frequent reason first."""
+        return tuple(sorted(self.undrafted.values(), key=lambda each: -each.n_rounds))
 
     def add_draft(self, draft: Draft, accepted: Sequence[int]) -> None:
-        """Add a verified draft and the nodes of it that became a part of the text."""
+        """Add a verified draft and its accepted nodes."""
         self.n_drafted += len(draft)
         self.n_accepted += len(accepted)
         _count(self.drafted_by_depth, draft.depths())
@@ -83,20 +88,20 @@ class Tally:
         return self.n_round_tokens / self.n_rounds if self.n_rounds else None
 
     def tokens_per_s(self, n_tokens: int) -> float | None:
-        """Tokens per second, not counting the prompt's decode and the tokens that came with it."""
+        """Return the tokens per second, without the prompt's decode and the tokens that came with it."""
         if n_tokens <= self.n_start_tokens or self.wall_s <= self.start_s:
             return None
         return (n_tokens - self.n_start_tokens) / (self.wall_s - self.start_s)
 
     def whole_speedup(self, n_tokens: int, plain_token_s: float | None) -> float | None:
-        """Speed-up of the whole answer, reading the prompt included, if a token takes `plain_token_s`
-        without a draft. Plain decoding reads the prompt with the target alone."""
+        """Return the speed-up of the whole answer, prefill included, if a token takes `plain_token_s` without a
+        draft. Plain decoding prefills the target alone."""
         if plain_token_s is None or not self.wall_s or n_tokens <= self.n_start_tokens:
             return None
         return (self.prompt_s + (n_tokens - self.n_start_tokens) * plain_token_s) / self.wall_s
 
     def plain_token_s(self) -> float | None:
-        """Median time of the target's single-row decodes; None if there were too few."""
+        """Return the median time of the target's single-row decodes; None if there were too few."""
         samples = self.target_s_by_rows.get(1, [])
         return statistics.median(samples) if len(samples) >= _MIN_PLAIN_SAMPLES else None
 

@@ -1,4 +1,4 @@
-"""The committed text of a sequence, its place in the grammar, and the characters that its tokens show."""
+"""The committed text of a sequence, its grammar state, and the characters of its tokens."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _MAX_REMEMBERED = 2000
 
 @dataclass(frozen=True, slots=True)
 class TextMark:
-    """A place in a text."""
+    """A position in a text."""
 
     n_tokens: int
     grammar: GrammarState | None
 
 
 class TextState:
-    """The committed tokens of one text, and its place in the grammar.
+    """The committed tokens of one text, and its grammar state.
 
     `prompt` comes before the answer: penalties see it, the grammar does not.
     """
@@ -45,7 +45,7 @@ class TextState:
         return self._grammar is not None
 
     def commit(self, token: int) -> None:
-        """Add a token to the text. Raises ValueError if the grammar does not allow it."""
+        """Add a token to the text. Raise ValueError if the grammar does not allow it."""
         if self._grammar is not None:
             self._grammar = self._grammar.after(token)
         self._reserve(1)
@@ -53,7 +53,7 @@ class TextState:
         self.tokens.append(token)
 
     def mark(self) -> TextMark:
-        """This place in the text, for `rewind`."""
+        """Return a mark of this position in the text, for `rewind`."""
         return TextMark(len(self.tokens), self._grammar)
 
     def rewind(self, mark: TextMark) -> None:
@@ -62,8 +62,8 @@ class TextState:
         self._grammar = mark.grammar
 
     def history(self, path: Sequence[int], n_last: int) -> TokenArray:
-        """The last `n_last` tokens (-1: all) of the text followed by `path`, oldest first:
-        int64[m]. A view, valid until the next call."""
+        """Return the last `n_last` tokens (-1: all) of the text followed by `path`, oldest first: int64[m].
+        The array is a view, valid until the next call."""
         if n_last == 0:
             return self._history[:0]
         self._reserve(len(path))
@@ -72,7 +72,7 @@ class TextState:
         return self._history[0 if n_last < 0 else max(0, end - n_last) : end]
 
     def grammar(self, path: Sequence[int] = ()) -> GrammarState | None:
-        """The grammar's state after the text and `path`; None without a grammar."""
+        """Return the grammar's state after the text and `path`; None without a grammar."""
         state = self._grammar
         if state is not None:
             for token in path:
@@ -80,14 +80,14 @@ class TextState:
         return state
 
     def forced(self, path: Sequence[int] = ()) -> int | None:
-        """The only token that the grammar allows after the text and `path`; None if there are several,
-        or no grammar."""
+        """Return the only token that the grammar allows after the text and `path`; None if there are
+        several, or no grammar."""
         grammar = self.grammar(path)
         return grammar.forced() if grammar is not None else None
 
     def within_grammar(self, draft: Draft, before: Sequence[int] = ()) -> Draft:
-        """The nodes of a draft, behind the text and the tokens `before`, that the grammar allows. All
-        nodes without a grammar; none if it rejects `before`."""
+        """Return the nodes of a draft that the grammar allows after the text and the tokens `before`.
+        Without a grammar these are all nodes; none if the grammar rejects `before`."""
         if self._grammar is None or not len(draft):
             return draft
         try:
@@ -101,7 +101,7 @@ class TextState:
         return draft.only([node for node in states if node != ROOT])
 
     def _reserve(self, n: int) -> None:
-        """Make room for n tokens behind the text."""
+        """Make room for n tokens after the text."""
         n_needed = len(self.tokens) + n
         if n_needed > len(self._history):
             self._history = np.resize(self._history, max(n_needed, 2 * len(self._history)))
@@ -116,9 +116,9 @@ class Shaper:
         self._looks_back = sampler.n_history != 0 or state.has_grammar
 
     def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
-        """The distribution after the text and `path`, from the model's logits there, float32[n_vocab].
-        Raises `BackendError` if the row has values that are no numbers, or if the grammar allows no
-        token."""
+        """Return the distribution after the text and `path`, from the model's logits there,
+        float32[n_vocab]. Raise `BackendError` if the row has values that are no numbers, or if the grammar
+        allows no token."""
         if not self._looks_back:
             return self._sampler.distribution(logits)
         grammar = self._state.grammar(path)
@@ -134,7 +134,7 @@ class Shaper:
         )
 
     def top_probability(self, logits: Logits, path: Sequence[int] = ()) -> float:
-        """The largest probability of a token after the text and `path`: 1 if the grammar forces the
+        """Return the largest probability of a token after the text and `path`: 1 if the grammar forces the
         token, else that of the logits there, float32[n_vocab], at temperature 1."""
         return 1.0 if self._state.forced(path) is not None else top_probability(logits)
 
@@ -161,7 +161,7 @@ class RememberingShaper(Shaper):
 class StopScanner:
     """Finds stop strings in text that arrives in pieces, also across the borders of pieces.
 
-    Text that may be the beginning of a stop string is held back until more text decides it.
+    Text that may be a prefix of a stop string is held back until more text decides it.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -173,7 +173,7 @@ class StopScanner:
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """Take a piece; returns the text that may be shown now. If that completes a stop string,
+        """Take a piece; return the text that may be shown now. If that completes a stop string,
         `found` is set, the text before it is returned, and no more text may be pushed."""
         if not self._stops:
             return text
@@ -194,7 +194,7 @@ class StopScanner:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest ending of `text` that is a beginning of `stop`, but not all of it."""
+    """Return the length of the longest ending of `text` that is a prefix of `stop`, but not all of it."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -224,11 +224,11 @@ class TextStream:
         return "".join(self._text)
 
     def push(self, token_bytes: bytes) -> str:
-        """The text that may be shown after this token."""
+        """Return the text that may be shown after this token."""
         return self._add(self._scanner.push(self._decoder.decode(token_bytes)))
 
     def flush(self) -> str:
-        """The rest, at the end of the text; incomplete characters become U+FFFD."""
+        """Return the rest, at the end of the text; incomplete characters become U+FFFD."""
         rest = self._decoder.decode(b"", final=True)
         if self._scanner.found is not None:
             return ""
@@ -236,7 +236,7 @@ class TextStream:
         return self._add(text + self._scanner.flush())
 
     def preview(self, before: bytes, token_bytes: bytes) -> str:
-        """The text of `token_bytes` if `before` and then these came next; the stream does not change."""
+        """Decode `token_bytes` after `before` without consuming them."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         decoder.setstate(self._decoder.getstate())
         decoder.decode(before)

@@ -104,7 +104,7 @@ class ResidualVerifier:
 def _judged_siblings(
     draft: Draft, tries: Sequence[int], remaining: Distribution, rng: np.random.Generator
 ) -> tuple[int | None, Distribution]:
-    """The first node of `tries` that recursive rejection accepts, if any; and the residual that the
+    """Return the first node of `tries` that recursive rejection accepts, if any; and the residual that the
     rejected nodes before it leave of the target, which is given as `remaining`."""
     for child in tries:
         drawn_from = draft.drawn_from(child)
@@ -120,7 +120,7 @@ def _judged_siblings(
 def _still_on(
     walks: tuple[tuple[int, ...], ...], node: int, depth: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The walks that have `node` at this depth."""
+    """Return the walks that have `node` at this depth."""
     return tuple(walk for walk in walks if walk[depth : depth + 1] == (node,))
 
 
@@ -128,18 +128,17 @@ class SpecTrVerifier:
     """Choose among the next tokens of k independent drafts: k-sequential selection (Sun et al.,
     arXiv:2310.15141, Algorithm 2).
 
-    The drafts are tried one after the other. A token x is taken with probability
-    min(1, target(x) / (rho draft(x))), for a rho in [1, k] that is the same for all of them. After k
-    rejections a token is drawn from the missing rest, normalize(target - min(draft, target / rho)
-    (1 - (1 - beta)^k) / beta), where beta(rho) = sum of min(draft, target / rho) is the chance that
-    a single draft is taken. rho is the least one for which no token is taken too often,
-    1 - (1 - beta)^k <= rho beta. Recursive rejection gives the first draft all it can and leaves
-    little to the others. This selection shares it out, and comes within a factor of 1 - 1/e of the
-    best possible one.
+    The drafts are tried one after the other. A token x is taken with probability min(1, target(x) / (rho
+    draft(x))), for a rho in [1, k] that is the same for all of them. After k rejections a token is drawn
+    from the missing rest, normalize(target - min(draft, target / rho) (1 - (1 - beta)^k) / beta), where
+    beta(rho) = sum of min(draft, target / rho) is the probability that a single draft is taken. rho is the
+    least one for which no token is taken too often, 1 - (1 - beta)^k <= rho beta. Recursive rejection
+    accepts the first draft as often as possible and leaves little to the others. This selection divides the
+    probability among them, and comes within a factor of 1 - 1/e of the best possible one.
 
-    Drafts that go on from the taken token stay in, so there are fewer at each step; with only one
-    left this is residual sampling. Drafts without walks (chains, siblings drawn without
-    replacement, certain tokens) are judged by `ResidualVerifier`.
+    Drafts that continue from the taken token stay in, so there are fewer at each step; with only one left
+    this is residual sampling. Drafts without walks (chains, siblings drawn without replacement, certain
+    tokens) are judged by `ResidualVerifier`.
     """
 
     wants_draws = True
@@ -175,8 +174,8 @@ class SpecTrVerifier:
 
 
 def _least_rho(target: ProbArray, draft: ProbArray, k: int) -> float:
-    """The least rho of k-sequential selection, up to rounding and never below it; both
-    distributions are over the same tokens, float64[m]."""
+    """Return the least rho of k-sequential selection, up to rounding and never below it; both distributions
+    are over the same tokens, float64[m]."""
     if k == 1:
         return 1.0
     low, high = 1.0, float(k)
@@ -193,8 +192,8 @@ def _least_rho(target: ProbArray, draft: ProbArray, k: int) -> float:
 
 
 def _missing(target: Distribution, draft: ProbArray, rho: float, k: int) -> Distribution | None:
-    """What k rejected drafts leave of the target; None if nothing is left. `draft` is over the target's
-    tokens, float64[m]."""
+    """Return what k rejected drafts leave of the target; None if nothing is left. `draft` is over the
+    target's tokens, float64[m]."""
     taken = np.minimum(draft, target.probs / rho)
     beta = float(taken.sum())
     if beta <= 0.0:
@@ -222,11 +221,11 @@ class BlockVerifier:
     It holds for chains whose length depends on the drafted tokens, as long as the decision to
     stop was made before the next draw.
 
-    In a tree, each run of only children, behind the text or behind an accepted sibling, is such a
-    chain. It is judged as a block; if it is accepted whole, the nodes behind it are judged anew.
-    Siblings are judged by recursive rejection. This is exact if the number of siblings at a place
-    was settled before any token behind it was drawn. If a sibling were added because of the tokens
-    behind another one, the way in which that one is judged would depend on what was drawn.
+    In a tree, each run of only children, after the text or after an accepted sibling, is such a chain. It
+    is judged as a block; if it is accepted whole, the nodes after it are judged as a new block. Siblings
+    are judged by recursive rejection. This is exact if the number of siblings at a position was fixed
+    before any token after it was drawn. If a sibling were added because of the tokens after another one,
+    the way in which that one is judged would depend on what was drawn.
     """
 
     wants_draws = True
@@ -253,7 +252,7 @@ class BlockVerifier:
 
 
 def _only_children(draft: Draft, node: int) -> list[int]:
-    """The nodes behind `node` (or `ROOT`) up to the first that has siblings."""
+    """Return the nodes below `node` (or `ROOT`) up to the first that has siblings."""
     if draft.is_chain:
         return list(range(node + 1, len(draft)))
     run: list[int] = []
@@ -267,7 +266,7 @@ def _only_children(draft: Draft, node: int) -> list[int]:
 def _judged_run(
     draft: Draft, run: Sequence[int], target: Target, before: int, rng: np.random.Generator
 ) -> tuple[int, Distribution]:
-    """How many nodes of a run behind `before` a block verifier keeps, and the distribution of the
+    """Return how many nodes of a run after `before` a block verifier keeps, and the distribution of the
     token after them."""
     after = kept_after = target(before)
     ratio = kept_ratio = 1.0
@@ -284,7 +283,7 @@ def _judged_run(
         else:
             excess = after.excess(draft.drawn_from(run[n]), ratio)
             # 0 / 0 where target and draft are equal and the ratio is 1: the next prefix is then
-            # accepted with certainty, so the chance does not matter.
+            # accepted with certainty, so the probability does not matter.
             chance = excess / (excess + 1.0 - ratio) if excess > 0.0 else 0.0
         if rng.random() < chance:
             n_kept, kept_ratio, kept_after = n, ratio, after
@@ -316,7 +315,7 @@ class AutoVerifier:
 
 
 def make_verifier(name: VerifierName) -> Verifier:
-    """The verifier of that name."""
+    """Make the verifier with this name."""
     kinds: dict[VerifierName, Callable[[], Verifier]] = {
         "auto": AutoVerifier,
         "match": MatchVerifier,

@@ -1,22 +1,21 @@
 """Measure how often a draft model agrees with a target, before it drafts.
 
-Without this measurement, a draft that never agrees with its target would be discovered only during
-the first answer, which it would slow down. So both models read a short text that we wrote. At each
-place the target's most likely token is compared with the draft's. The rate of agreement is the
-acceptance rate at temperature 0, and close to it at higher temperatures (docs/lab-notes.md).
+Without this measurement, a draft that never agrees with its target would be discovered only during the
+first answer, which it would slow down. So both models decode a short text that we wrote. At each position
+the target's most likely token is compared with the draft's. The agreement is the acceptance rate at
+temperature 0, and close to it at higher temperatures (docs/lab-notes/exactness.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
 
 from specgen.decoding.backend import Backend, Batch
 from specgen.decoding.drafters import Drafter, draft_alone
 from specgen.decoding.policy import draft_up_to
 from specgen.decoding.policy.acceptance import Chances, new_chances
-from specgen.decoding.policy.cost_table import CostTable
 from specgen.decoding.text_state import TextState
+from specgen.engine.calibration.gain import Agreement
 
 #: Prose and code as a model may write them. Tokens that are easy and hard to predict have about the
 #: proportions that they have in an answer.
@@ -32,32 +31,20 @@ N_TOKENS = 48
 N_BEFORE = 12
 #: A draft model whose statistics hold this many judged tokens is not measured again.
 N_KNOWN = 20
-#: The measurement ends after this many seconds of decoding if it has compared enough places.
+#: The measurement ends after this many seconds of decoding if it has compared enough positions.
 _BUDGET_S = 1.5
 _N_ENOUGH = 24
-#: Tokens that a draft with another vocabulary proposes at a place: a single one may be only the
+#: Tokens that a draft with another vocabulary proposes at a position: a single one may be only the
 #: beginning of a token of the target.
 _N_TRANSLATED = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """The number of places where a drafter proposed a token, and where that was the target's token."""
-
-    n_places: int
-    n_agreed: int
-
-    @property
-    def rate(self) -> float | None:
-        return self.n_agreed / self.n_places if self.n_places else None
-
-
 class Walk:
-    """Lets a drafter propose a token at each place of a text, and counts in `chances`, by origin, how
+    """Lets a drafter propose a token at each position of a text, and counts in `chances`, by origin, how
     often it is the target's token.
 
-    `state` is the text that the drafter reads; it starts empty. `is_translated` says that the
-    drafter's vocabulary is not the target's.
+    `state` is the text that the drafter follows; it starts empty. `is_translated` says that the drafter's
+    vocabulary is not the target's.
     """
 
     def __init__(
@@ -80,8 +67,8 @@ class Walk:
         return Agreement(self._n_places, self._n_agreed)
 
     def look(self, tokens: Sequence[int], place: int, said: int) -> None:
-        """Compare what the drafter proposes after the first `place` tokens with `said`, the target's
-        token there. Places must ascend. Raises what the drafter raises."""
+        """Compare the drafter's proposal after the first `place` tokens with `said`, the target's token
+        there. Positions must ascend. Raise what the drafter raises."""
         for token in tokens[len(self._state.tokens) : place]:
             self._state.commit(token)
         draft = draft_alone(self._drafter.propose(self._state.tokens, self._plan))
@@ -109,9 +96,9 @@ def sample_agreement(
     tokens: Sequence[int],
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Agreement:
-    """Measure the agreement over a text. The target's context must be empty, and is empty again
-    afterwards; the draft's context is not cleared. Raises `BackendError`, and `KeyboardInterrupt` if
-    `interrupted` returns True between decodes."""
+    """Measure the agreement over a text. The target's context must be empty, and is empty again afterwards;
+    the draft's context is not cleared. Raise `BackendError`, and `KeyboardInterrupt` if `interrupted`
+    returns True between decodes."""
     before_s = target.decode_s
     tokens = tokens[: target.n_ctx]
     try:
@@ -141,16 +128,3 @@ def greedy_tokens(target: Backend, tokens: Sequence[int], start: int) -> Iterato
         said: list[int] = target.decode(batch).argmax(axis=1).tolist()
         yield from ((done + row + 1, token) for row, token in enumerate(said))
         done = end
-
-
-def can_pay(target: CostTable, draft: CostTable, n_max: int, *, is_parallel: bool = False) -> bool:
-    """Whether a draft model that is always right would save time by the measured costs; False if
-    they are not known. If it `is_parallel`, it drafts n tokens in one decode of n rows."""
-    if not target or not draft:
-        return False
-    plain_s, token_s = target.seconds(1), draft.seconds(1)
-    return any(
-        target.seconds(n + 1) + (draft.seconds(n) if is_parallel else n * token_s)
-        < (n + 1) * plain_s
-        for n in range(1, n_max + 1)
-    )

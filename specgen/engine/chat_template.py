@@ -69,10 +69,9 @@ def render(
     """Return the conversation as the model expects it, up to where its answer begins. `tools` are the
     tools that it may call, as OpenAI's API describes them; a template without tools ignores them.
 
-    `template` is Jinja as Hugging Face's chat templates use it. It comes with the model file, which
-    is not trusted, so it runs in a sandbox. Raises `PromptError` if the template does not accept the
-    messages (some accept no system message, for example), fails in any way, or exceeds the limits of
-    the sandbox.
+    `template` is Jinja as Hugging Face's chat templates use it. It comes with the model file, which is not
+    trusted, so it runs in a sandbox. Raise `PromptError` if the template does not accept the messages (some
+    accept no system message, for example), fails in any way, or exceeds the limits of the sandbox.
     """
     environment = BoundedEnvironment(
         trim_blocks=True,

@@ -27,7 +27,7 @@ from specgen.options import ContextOptions, DraftOptions, DraftSource, TreeShape
 #: How a draft with another vocabulary is translated.
 Translated: TypeAlias = Literal["string", "tokens"]
 #: ``auto`` draws drafts from the shared tokens if at least this share of the draft's tokens is
-#: shared. (At 80 %, translated text is accepted more at every temperature: docs/lab-notes.md.)
+#: shared. (At 80 %, translated text is accepted more at every temperature: docs/lab-notes/translation.md.)
 _MOSTLY = 0.95
 #: The numbers of states whose looks are timed, and how often each is.
 _LOOKS = (1, 2, 4, 8)
@@ -239,9 +239,8 @@ class DraftModels:
         self._n_told = 0
 
     def change(self, source: DraftSource, drafting: DraftOptions) -> None:
-        """Replace the present draft, which is closed and must have no open context. Raises
-        `ModelFileError`, `PairError`, or `UsageError` if decoder heads are given a helper; there is then
-        no draft."""
+        """Replace the present draft, which is closed and must have no open context. Raise `ModelFileError`,
+        `PairError`, or `UsageError` if decoder heads are given a helper; there is then no draft."""
         self.close()
         if isinstance(source, Path) and is_heads_file(source):
             if self._helpers:

@@ -55,11 +55,11 @@ MakeShaper: TypeAlias = Callable[[Sampler, TextState], Shaper]
 #: "ngram") and a mode (`Memory.chances`).
 ChancesOf: TypeAlias = Callable[[Path, Path | str, str], MutableMapping[str, Chances]]
 
-#: The most continuations that n-grams propose at one place.
+#: The most continuations that n-grams propose at one position.
 _N_NGRAM_BRANCHES = 3
 #: Samplers that change the logits of particular tokens, whatever the other logits are.
 _BY_TOKEN: tuple[SamplerName, ...] = ("penalties", "dry")
-#: The number of likeliest tokens that are considered for one place of a tree: hardly any other token
+#: The number of likeliest tokens that are considered for one position of a tree: hardly any other token
 #: would be worth a row of the target's batch.
 _N_GUESSES = 8
 
@@ -88,8 +88,8 @@ class DrafterFactory:
     ) -> Sequence:
         """Return the state of an answer to `prompt`, with the number `index`. `draft` is the draft model's
         context, if there is one, and `helpers` are those of the models that draft for it. With `plain`,
-        nothing drafts. `settings` are by default those of the models; `slot` is the answer's part of all
-        contexts, by default the whole."""
+        nothing drafts. `settings` are by default those of the models; `slot` is the answer's slot in all
+        contexts, by default the only one."""
         models, rng = self.models, np.random.SeedSequence(seed)
         settings, slot = settings or models.settings, slot or Slot()
         # The draft has a random generator of its own, so that it cannot change the target's samples.
@@ -118,8 +118,8 @@ class DrafterFactory:
         )
 
     def chain_drafter(self, prompt: Prompt, draft: Backend, state: TextState) -> Drafter:
-        """Return the draft model's drafter alone, which drafts chains of its most likely tokens over `state`,
-        whatever the user's samplers are. `prompt` is the beginning of the text."""
+        """Return the draft model's drafter alone, which drafts chains of its most likely tokens over
+        `state`, whatever the user's samplers are. The text starts with `prompt`."""
         parts = _Parts(
             self.models,
             self._chances_of,
@@ -170,8 +170,8 @@ class DrafterFactory:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Makes the drafter of one answer to `prompt`. `state` is the target's text, and `slot` the answer's part
-    of the draft models' caches. Without `branches` models draft chains."""
+    """Makes the drafter of one answer to `prompt`. `state` is the target's text, and `slot` the answer's
+    slot in the draft models' caches. Without `branches` models draft chains."""
 
     models: Models
     chances_of: ChancesOf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import secrets
@@ -10,7 +11,7 @@ from collections import abc, deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 
-from specgen.decoding.loop import Loop
+from specgen.decoding.loop import Loop, ReadBeside
 from specgen.decoding.sequence import Sequence
 from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.kept_answers import KeptAnswer, KeptAnswers
@@ -37,24 +38,25 @@ from specgen.system.json_values import as_json
 _N_LOOKED_AT = 16
 #: A prompt waits for another one if it can share at least so many more tokens of it.
 _N_WORTH_WAITING = 32
-#: The most tokens of a prompt that are read between two rounds of other answers, which wait for them.
-_N_READ_BESIDE = 64
+#: The most tokens of a prompt that are read between two rounds of other answers, which wait for them, or
+#: beside a round while costs are not known.
+_N_READ_BESIDE = 32
 
 
 class Engine:
     """Generates up to `n_parallel` answers at once with loaded models, and any number one after the
     other. Use it as a context manager; it does not close the models.
 
-    The contexts stay open: if a prompt begins like a text that is still in a cache, only the rest of it is
-    decoded, by the target and by the draft model. A round of several answers is one batch of the target.
-    `n_ctx` is the room for one prompt and its answer, in tokens, by default `Models.usual_n_ctx`.
+    The contexts stay open: if a prompt shares a prefix with a text that is still in a cache, only the rest
+    of it is decoded, by the target and by the draft model. A round of several answers is one batch of the
+    target. `n_ctx` is the number of tokens for one prompt and its answer, by default `Models.usual_n_ctx`.
 
     `interrupted` is called between decodes. If it returns True, the unfinished answers end with the text
     that they have; while costs are measured, `KeyboardInterrupt` is raised. `estimate_gain` allows a few
     decodes at the end of each answer to measure the cost of plain decoding. With `learn_alone`, the
     acceptance statistics that an answer adds are dropped with it, so that drafts of an answer never depend
-    on the text of another one. `prepare` is called with each request and its sequence before the prompt is
-    read, and may change the sequence.
+    on the text of another one. `prepare` is called with each request and its sequence before the prefill,
+    and may change the sequence.
 
     Several threads may use the engine: one at a time steps it, for the answers of all. An answer that
     fails or is cancelled ends alone. Raises `MemoryLimitError` if the contexts do not fit into memory.
@@ -130,9 +132,9 @@ class Engine:
         learn_alone: bool = False,
     ) -> Engine:
         """Return an engine for up to `n_parallel` answers of `n_ctx` tokens each. Unless the number
-        `is_fixed`, it is halved until the contexts fit into memory, and 1 for models that cannot make several
-        answers at once, with a notice. Raises `MemoryLimitError`, `UsageError` if a fixed number is not
-        possible."""
+        `is_fixed`, it is halved until the contexts fit into memory, and 1 for models that cannot make
+        several answers at once, with a notice. Raise `MemoryLimitError`, `UsageError` if a fixed number is
+        not possible."""
         notice = None
         if not is_fixed and n_parallel > 1 and (why := models.drafts.why_one_sequence):
             n_parallel, notice = 1, f"{why}: answers are made one after the other"
@@ -189,11 +191,11 @@ class Engine:
         n_drafted_max: int | None = None,
         verifier: VerifierName | None = None,
     ) -> Request:
-        """Queue a request, with the models' options unless others are given. A text becomes a user's
-        turn in the model's chat template, if it has one. Without `draft`, the answer is decoded plainly;
-        `n_drafted_max` limits the tokens that are drafted in a round. Raises `PromptError` if the prompt
-        is invalid or too long for the context, `UsageError` if the options cannot be met, and
-        `BackendError` if the engine is closed."""
+        """Queue a request, with the models' options unless others are given. A text becomes a user's turn
+        in the model's chat template, if it has one. Without `draft`, the answer is decoded plainly;
+        `n_drafted_max` limits the tokens that are drafted in a round. Raise `PromptError` if the prompt is
+        invalid or too long for the context, `UsageError` if the options cannot be met, and `BackendError`
+        if the engine is closed."""
         models = self._models
         if isinstance(prompt, str):
             prompt = models.prompts.of_text(prompt)
@@ -222,7 +224,7 @@ class Engine:
     def reload_draft(self) -> bool:
         """Load the draft model again, with the weights that it learnt last, and return True. While
         answers are being generated, do nothing and return False. The draft model's new contexts are
-        empty. Raises `ModelFileError` or `MemoryLimitError`; nothing drafts then."""
+        empty. Raise `ModelFileError` or `MemoryLimitError`; nothing drafts then."""
         with self._stepping:
             if self.n_busy:
                 return False
@@ -249,7 +251,7 @@ class Engine:
 
     @property
     def n_busy(self) -> int:
-        """The number of answers that are being generated, including those whose prompt is being read."""
+        """The number of answers that are being generated, including those in prefill."""
         return self.slots.n_busy
 
     @property
@@ -259,11 +261,11 @@ class Engine:
 
     @property
     def is_reading(self) -> bool:
-        """Whether a prompt is being read."""
+        """Whether a prompt is being prefilled."""
         return bool(self.slots.reading())
 
     def plain_round_s(self) -> float | None:
-        """Return the expected seconds of a round without drafts for the answers that have begun, by the
+        """Return the expected seconds of a round without drafts for the answers that have started, by the
         measured costs; None if there are none, or nothing was measured."""
         begun = self.slots.decoding()
         if not begun:
@@ -277,16 +279,22 @@ class Engine:
         return not self._waiting and not self.slots.n_busy
 
     def step(self) -> list[Event]:
-        """Begin the next request if there is room for its answer, read a piece of one prompt, and run one
-        round of all answers that have begun. Return the events. An answer that fails has a `failure` and
-        no more events. Raises `BackendError` if the target cannot decode the round's batch; all answers
-        of the round have failed then."""
+        """Start the next request if there is room for its answer, decode a piece of one prompt, and run one
+        round of all answers that have started. Return the events. An answer that fails has a `failure` and
+        no more events. Raise `BackendError` if the target cannot decode the round's batch; all answers of
+        the round have failed then."""
         with self._stepping:
-            return self._read() + self._round()
+            events = self._begin_next()
+            reading = self._next_reading()
+            if reading is None or self._can_read_beside(reading):
+                return events + self._round(reading)
+            return events + self._read_piece(reading) + self._round()
 
-    def _round(self) -> list[Event]:
-        """Run a round of all answers that have begun, and return its events."""
-        busy = self.slots.decoding()
+    def _round(self, reading: Slot | None = None) -> list[Event]:
+        """Run a round of all answers that have begun, and return its events. A piece of the prompt of the
+        slot `reading` is read in the same batch."""
+        decoding = self.slots.decoding()
+        busy = decoding if reading is None else [*decoding, reading]
         requests: dict[int, Request] = {}
         sequences: list[Sequence] = []
         for slot in busy:
@@ -296,13 +304,16 @@ class Engine:
             sequences.append(slot.sequence)
             if slot.request.is_cancelled:
                 slot.sequence.finish("interrupted")
+        beside = None
+        if reading is not None:
+            beside = ReadBeside(sequences.pop(), self._n_rows_beside, self._share_of_own)
         try:
-            events = self._loop.round(sequences)
+            events = self._loop.round(sequences, beside)
         except WorkerLostError:  # the answers have not failed: another process may make them
             raise
         except BaseException as error:  # also Ctrl-C in the middle of a round
-            for slot, sequence in zip(busy, sequences, strict=True):
-                if not sequence.is_finished:
+            for slot in busy:
+                if slot.sequence is not None and not slot.sequence.is_finished:
                     self._fail(slot, _why(error))
                 self._settle(slot)
             raise
@@ -312,13 +323,40 @@ class Engine:
             events += self._settle(slot)
         return events
 
+    def _can_read_beside(self, reading: Slot) -> bool:
+        """Return whether a piece of a prompt can be read in the batch of a round: a row must have the same
+        logits in any batch, and no rows of recurrent states or hidden states may be wanted."""
+        decoding = self.slots.decoding()
+        assert reading.request is not None
+        return (
+            bool(decoding)
+            and self._models.target.has_equal_rows
+            and self.target.rollback == "cells"
+            and not reading.request.is_cancelled
+            and not any(slot.sequence and slot.sequence.hidden is not None for slot in decoding)
+        )
+
+    def _n_rows_beside(self, n_own: int) -> int:
+        """Return how many tokens of a prompt are read beside a round's own rows: as many as take no longer
+        than these, so that running answers keep half of their pace."""
+        table = self._models.costs.table()
+        if not table:
+            return _N_READ_BESIDE
+        n_most, limit_s = self.target.n_batch, 2 * table.seconds(n_own)
+        return bisect.bisect(range(1, n_most), limit_s, key=lambda n: table.seconds(n_own + n))
+
+    def _share_of_own(self, n_own: int, n_all: int) -> float:
+        """Return the share of a batch's time that a round's own rows take."""
+        table = self._models.costs.table()
+        return min(1.0, table.seconds(n_own) / table.seconds(n_all)) if table else n_own / n_all
+
     def run(self) -> Iterator[Event]:
         """Generate all queued answers, and yield their events as they come."""
         while not self.is_idle:
             yield from self.step()
 
     def stream(self, request: Request) -> Generator[Event, None, None]:
-        """Yield the events of one answer until it is done; other answers advance at the same time. Raises
+        """Yield the events of one answer until it is done; other answers advance at the same time. Raise
         the error that ended the answer early; if a worker was lost, a summary of the text so far comes
         first. If the iterator is closed early, the request is cancelled."""
         try:
@@ -341,14 +379,14 @@ class Engine:
 
     def answers(self, prompts: abc.Sequence[str | Prompt]) -> list[str]:
         """Return the answers to prompts, in their order. Up to `n_parallel` of them are generated at once.
-        Raises the first failure."""
+        Raise the first failure."""
         requests = [self.insert(prompt) for prompt in prompts]
         for _ in self.run():
             pass
         return [request.text for request in requests]
 
     def _cut_short(self, request: Request) -> Iterator[Event]:
-        """Yield the summary of an answer that has begun and cannot go on; the target decodes nothing."""
+        """Yield the summary of an answer that has started and cannot continue; the target decodes nothing."""
         for slot in self.slots:
             sequence = slot.sequence
             if slot.request is request and sequence is not None and sequence.is_started:
@@ -357,25 +395,24 @@ class Engine:
 
     # --- how answers begin and end -----------------------------------------------------------
 
-    def _read(self) -> list[Event]:
-        """Begin the next request, and read a piece of a prompt. Return the events."""
+    def _begin_next(self) -> list[Event]:
+        """Begin the next request, if there is one and a slot is free. Return the events."""
         request = self._next_waiting()
-        events: list[Event] = []
-        if request is not None:
-            slot = self.slots.free_slot(request.prompt.tokens, self.target)
-            events += self._begin(request, slot)
-        reading = self.slots.reading()
-        if not reading:
-            return events
-        # By turns the prompt with the fewest tokens left and the oldest one: a short prompt need not wait
-        # for a long one, and many short ones do not keep a long one waiting.
+        if request is None:
+            return []
+        return self._begin(request, self.slots.free_slot(request.prompt.tokens, self.target))
+
+    def _next_reading(self) -> Slot | None:
+        """Return the slot whose prompt is read next. By turns it is the one with the fewest tokens left and
+        the oldest one: a short prompt need not wait for a long one, and many short ones do not keep a long
+        one waiting."""
         self._reads_oldest = not self._reads_oldest
-        slot = min(reading, key=_age if self._reads_oldest else self._n_unread)
-        return events + self._read_piece(slot)
+        key = _age if self._reads_oldest else self._n_unread
+        return min(self.slots.reading(), key=key, default=None)
 
     def _next_waiting(self) -> Request | None:
-        """Take the next request from the queue if a slot is free. A request waits for a prompt that is being
-        read, and begins alike, to get further: then it shares those cells."""
+        """Take the next request from the queue if a slot is free. A request waits for a prompt with the
+        same prefix that is being prefilled: then it shares those cells."""
         if self.n_busy == self.n_parallel:
             return None
         reading = self.slots.reading() if self.target.can_branch else []
@@ -387,7 +424,8 @@ class Engine:
         return None
 
     def _would_share_more(self, request: Request, slot: Slot) -> bool:
-        """Return whether a request can share more of the prompt that a slot is reading, once that is read."""
+        """Return whether a request can share more of the prompt that a slot is decoding, once that is
+        decoded."""
         assert slot.request is not None
         n_read = self.target.length(slot.branches(self.target).first)
         return (
@@ -403,10 +441,9 @@ class Engine:
         request, sequence = slot.request, slot.sequence
         assert request is not None
         assert sequence is not None
-        n_most = None
-        # Unless a row has the same bits in any batch, the pieces must be those of an answer alone.
-        if self.slots.decoding() and self._models.target.has_equal_rows:
-            n_most = _N_READ_BESIDE
+        # Unless a row has the same logits in any batch, the pieces must be those of an answer alone.
+        may_be_short = self.slots.decoding() and self._models.target.has_equal_rows
+        n_most = _N_READ_BESIDE if may_be_short else None
         try:
             if request.is_cancelled:
                 sequence.finish("interrupted")
@@ -495,7 +532,7 @@ class Engine:
 
     def _keep(self, prompt: Prompt, tokens: abc.Sequence[int]) -> None:
         """Store a finished text, prompt and answer, for lookups of later answers and for drafts to learn
-        from, if the options ask for that. Raises `OutputError` if it cannot be written for learning; it is
+        from, if the options ask for that. Raise `OutputError` if it cannot be written for learning; it is
         then written with the next one."""
         self._models.keep_text(tokens)
         if self._kept is None:
@@ -511,7 +548,7 @@ class Engine:
         )
 
     def _fail(self, slot: Slot, error: SpecgenError) -> None:
-        """End an answer with an error, and clear its part of the caches."""
+        """End an answer with an error, and clear its slot."""
         slot.fail(error, (self.target, *self._drafts))
 
 
@@ -531,7 +568,7 @@ def generate(
     """Generate an answer to a prompt in contexts of its own, and yield its events; the last one is a
     `FinishedEvent`.
 
-    `interrupted` and `estimate_gain` are those of `Engine`. Raises `PromptError` if the prompt does not fit
+    `interrupted` and `estimate_gain` are those of `Engine`. Raise `PromptError` if the prompt does not fit
     into the context, `MemoryLimitError` if the context does not fit into memory, and `BackendError` if the
     models are closed.
     """

@@ -1,6 +1,6 @@
 r"""The prompt for a text with a gap: fill-in-the-middle (2207.14255).
 
-Models are trained for it on texts whose parts are marked with special tokens:
+Models are trained for it on texts in which special tokens mark prefix, suffix and middle:
 
     <PRE> prefix <SUF> suffix <MID>    most models: see below
     [SUFFIX] suffix [PREFIX] prefix    Codestral (`encode_fim` of mistral-common)
@@ -15,9 +15,10 @@ Two models have special tokens for the other files of a repository:
     <|repo_name|>name\n <|file_sep|>path\ntext ... <|file_sep|>path\n <PRE> prefix ...    Qwen2.5-Coder
     <repo_name>name <file_sep>path\ntext ... <file_sep> <PRE> path\nprefix ...            StarCoder2
 
-For the other models, the prefix begins with the texts of the other files, without their names and without
-comments around them. llama.cpp's server (`format_prompt_infill`) does the same for Qwen2.5-Coder. It supports
-neither Codestral's order nor StarCoder2's files, and it puts texts of other files before the first mark.
+For the other models, the prefix starts with the texts of the other files, without their names and without
+comments around them. llama.cpp's server (`format_prompt_infill`) does the same for Qwen2.5-Coder. It
+supports neither Codestral's order nor StarCoder2's files, and it puts texts of other files before the first
+mark.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def infill_prompt(
     vocabulary, `own_draft`, gets the same prompt in its own tokens. If it was not trained for gaps, it gets
     the suffix and after it the prefix, which it continues.
 
-    Raises `UsageError` if the model was not trained for gaps.
+    Raise `UsageError` if the model was not trained for gaps.
     """
     tokens = InfillTokens.of(model.vocabulary)
     if tokens is None:
@@ -190,7 +191,7 @@ class _Writer:
         return self._parts([], prefix, suffix)
 
     def _parts(self, before: list[int], prefix: list[int], suffix: list[int]) -> list[int]:
-        """Return a prompt made of its parts, with the marks between them."""
+        """Return a prompt made of its texts, with the marks between them."""
         tokens = self._tokens
         if tokens.middle < 0:
             gap = [*_known(tokens.suffix), *suffix, *_known(tokens.prefix), *prefix]
@@ -199,7 +200,7 @@ class _Writer:
         return [*self._bos, *before, *gap]
 
     def _around(self, prefix: list[int], suffix: list[int]) -> tuple[list[int], list[int]]:
-        """Return the parts of prefix and suffix, next to the gap, that there is room for."""
+        """Return as much of prefix and suffix, next to the gap, as there is room for."""
         n_prefix, n_suffix = _lengths(len(prefix), len(suffix), self._n_left)
         self._n_left -= n_prefix + n_suffix
         if n_prefix < len(prefix):

@@ -59,7 +59,7 @@ class KeptAnswers:
         self._unwritten: list[KeptAnswer] = []
 
     def add(self, answer: KeptAnswer) -> None:
-        """Write an answer; it is on the disk when this returns. Raises `OutputError` if it cannot be
+        """Write an answer; it is on the disk when this returns. Raise `OutputError` if it cannot be
         written; it is then written with the next one. Very short answers are not kept."""
         if len(answer.tokens) < _LEAST_TOKENS:
             return
@@ -99,7 +99,7 @@ class KeptAnswers:
 
 
 def read_answers(folder: Path) -> list[KeptAnswer]:
-    """Return the answers in a folder, the latest last, without damaged lines. Raises `OutputError` if the
+    """Return the answers in a folder, the latest last, without damaged lines. Raise `OutputError` if the
     file exists and cannot be read."""
     path = folder / ANSWERS
     try:
@@ -119,7 +119,7 @@ def last_number(folder: Path) -> int:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of a target's answers, readable for its user only. Raises `OutputError`."""
+    """Make the folder of a target's answers, readable for its user only. Raise `OutputError`."""
     with write_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=_FOLDER_MODE, exist_ok=True)
@@ -127,7 +127,7 @@ def make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked_for_writing(folder: Path) -> Iterator[None]:
-    """Hold the lock on a folder's answers, so that no other process writes them. Raises `OutputError`."""
+    """Hold the lock on a folder's answers, so that no other process writes them. Raise `OutputError`."""
     held = OutputError(f"{folder / ANSWERS}: another process does not stop writing to it")
     with locked(folder / f"{ANSWERS}.lock", held, wait_s=_WAIT_S):
         yield

@@ -26,7 +26,7 @@ class Learnt:
     #: The number of the last answer when it learnt, and the number of all answers that it learnt from.
     last_number: int = 0
     n_answers: int = 0
-    #: The agreement of the draft with the target on the latest answers, as a share of their places:
+    #: The agreement of the draft with the target on the latest answers, as a share of their positions:
     #: with the original weights, and with the learnt ones.
     agreement_before: float = 0.0
     agreement_after: float = 0.0
@@ -43,7 +43,8 @@ def state_file(folder: Path, draft: Path) -> Path:
 
 
 def read_learnt(folder: Path, draft: Path) -> Learnt:
-    """Return what a draft model learnt; the default values if the file is missing or damaged."""
+    """Return the weights that a draft model learnt; the default values if the file is missing or
+    damaged."""
     return read_state(state_file(folder, draft))
 
 
@@ -60,7 +61,7 @@ def read_state(path: Path) -> Learnt:
 
 
 def write_learnt(folder: Path, draft: Path, learnt: Learnt) -> None:
-    """Write what a draft model learnt to its file. Raises `OSError`."""
+    """Write the weights that a draft model learnt to its file. Raise `OSError`."""
     replace_text(state_file(folder, draft), json.dumps(asdict(learnt)) + "\n")
 
 

@@ -62,7 +62,7 @@ class ModelCosts:
         return self._memory.costs(model, context, n_past, default_threads())
 
     def forget(self, draft: Path | None = None) -> None:
-        """Forget the costs of the target, or of a draft model, so that they are measured anew. No answer
+        """Forget the costs of the target, or of a draft model, so that they are measured again. No answer
         may be in progress."""
         context, model = self.context_options(draft), draft or self._options.target
         self._memory.forget_costs(model, context, default_threads())
@@ -73,7 +73,7 @@ class ModelCosts:
         self._copies.forget(draft, self._options.draft_context)
 
     def do_not_keep(self, draft: Path | None) -> None:
-        """Do not keep the present costs of the target and a draft model: they are measured anew the next
+        """Do not keep the present costs of the target and a draft model: they are measured again the next
         time."""
         for model in (None,) if draft is None else (None, draft):
             context, file = self.context_options(model), model or self._options.target
@@ -84,10 +84,10 @@ class Models:
     """A target and the models that draft for it, loaded once. Use it as a context manager.
 
     Opening it raises `ModelFileError`, `MemoryLimitError` or `PairError`. The weights stay loaded until it
-    is closed, and until the last context that uses them is. `memory` is what is known about these models on
-    this machine, and learns more; the caller saves it. `tell` is called with a message before slow steps of
-    opening a draft. With `vocabulary_only` the target decodes elsewhere: only the models that draft for it
-    have contexts (`draft_contexts`).
+    is closed, and until the last context that uses them is. `memory` has the measurements of these models
+    on this machine, and is updated; the caller saves it. `tell` is called with a message before slow steps
+    of opening a draft. With `vocabulary_only` the target decodes elsewhere: only the models that draft for
+    it have contexts (`draft_contexts`).
     """
 
     def __init__(
@@ -160,13 +160,13 @@ class Models:
 
     def change_draft(self, source: DraftSource) -> None:
         """Replace the present draft, which is closed and must have no open context. With the same source,
-        it is loaded again, with the weights that it learnt last. Raises `ModelFileError`, `PairError` or
+        it is loaded again, with the weights that it learnt last. Raise `ModelFileError`, `PairError` or
         `MemoryLimitError`; there is then no draft."""
         self.drafts.change(source, self.options.drafting)
 
     def change_drafting(self, drafting: DraftOptions) -> None:
         """Draft with other options from now on. The draft is loaded again; it must have no open context.
-        Raises `ModelFileError` or `PairError`; there is then no draft."""
+        Raise `ModelFileError` or `PairError`; there is then no draft."""
         if drafting != self.options.drafting:
             self._set_drafting(drafting)
             self.change_draft(self.drafts.source)
@@ -181,8 +181,8 @@ class Models:
 
     def _load_lookups(self) -> None:
         """Load the texts in which n-grams are looked up, besides the answer's own text: files, and earlier
-        answers. Their search structures are kept in the folder of the options. Raises `UsageError` if a
-        file cannot be read."""
+        answers. Their search structures are kept in the folder of the options. Raise `UsageError` if a file
+        cannot be read."""
         drafting, cache = self.options.drafting, self.options.cache
         self._earlier: EarlierTexts | None = None
         corpora: list[SuffixArray] = []
@@ -242,7 +242,7 @@ class Models:
 
     def context_size(self, n_prompt: int, max_tokens: int | None = None) -> int:
         """Return the size of the target's context, in tokens, for an answer of `max_tokens` (None: those of
-        the options). Raises `PromptError` if the prompt does not fit."""
+        the options). Raise `PromptError` if the prompt does not fit."""
         n_train = self.target.n_ctx_train
         if self.options.target_context.n_ctx is None:
             n_answer = max_tokens if max_tokens is not None else self.options.generation.max_tokens
@@ -265,7 +265,7 @@ class Models:
     ) -> Iterator[tuple[LlamaBackend, LlamaBackend | None]]:
         """Open contexts of the target and, with `drafts`, of the draft model if there is one. `n_slots`
         answers may be generated in them at once, each of `n_ctx` tokens with its prompt. The contexts are
-        closed only at the end of the `with`. Raises `MemoryLimitError`."""
+        closed only at the end of the `with`. Raise `MemoryLimitError`."""
         self.target.check_parallel(n_slots)
         with contextlib.ExitStack() as stack:
             target = LlamaBackend(
@@ -290,7 +290,7 @@ class Models:
         self, n_ctx: int, *, n_slots: int = 1, helpers_only: bool = False
     ) -> Iterator[tuple[LlamaBackend, ...]]:
         """Open contexts of the draft model (unless `helpers_only`), of the model that drafts for it, and so
-        on, for a context of the target of the same size. Raises `MemoryLimitError`."""
+        on, for a context of the target of the same size. Raise `MemoryLimitError`."""
         with contextlib.ExitStack() as stack:
             found: list[LlamaBackend] = []
             for draft in list(self.drafts.stack())[int(helpers_only) :]:
@@ -300,7 +300,7 @@ class Models:
 
     def _draft_context(self, draft: DraftModel, n_ctx: int, n_slots: int) -> LlamaBackend:
         """Open a context of a draft model, no larger than its training context. If a text does not
-        fit, the draft sees the latest part of it."""
+        fit, the draft sees its last tokens."""
         if draft.translation is not None:  # it may need more tokens for the same text
             n_ctx = -(-n_ctx * 3 // 2 // CONTEXT_STEP) * CONTEXT_STEP
         draft.model.check_parallel(n_slots)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from specgen.decoding.backend import Backend
 from specgen.decoding.text_state import TextState
-from specgen.engine.agreement import N_KNOWN, N_TOKENS, TEXT, Walk, can_pay, sample_agreement
+from specgen.engine.agreement import N_KNOWN, N_TOKENS, TEXT, Walk, sample_agreement
+from specgen.engine.calibration.gain import Costs, expected_gain
 from specgen.engine.calibration.timing import MIN_SIZES, complete, is_measured, timed_batch_sizes
 from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.loaded_models import MAX_SEQUENCES, Models
@@ -16,11 +17,14 @@ from specgen.system.machine import BUSY_SHARE, core_time, share_of_others
 
 #: Batch sizes to time for a draft model: drafted tokens, the tokens of the last round, a prompt.
 _DRAFT_SIZES = (1, 2, 3, 4, 8, 16, 64)
+#: A parallel draft decodes all its tokens at once: a token counts as its share of so many.
+_N_PARALLEL = 4
 #: The numbers of answers at once that are considered. A larger number must give at least so many times the
 #: tokens per second, since each answer needs memory.
 _AT_ONCE, _LEAST_GAIN = (1, 2, 4, 8, 16), 1.05
-#: The size, in tokens, of the contexts in which decodes are timed if their costs are not known.
-_N_CTX = 512
+#: The size, in tokens, of the contexts in which decodes are timed if their costs are not known: for answers at
+#: once, and for a single one.
+_N_CTX, _N_SHORT = 512, 256
 
 
 def is_pair_measured(models: Models, draft: Path | None) -> bool:
@@ -28,6 +32,35 @@ def is_pair_measured(models: Models, draft: Path | None) -> bool:
     are known."""
     own = is_measured(models.costs.table(), models.n_rows_max)
     return own and (draft is None or is_measured(models.costs.table(draft)))
+
+
+def known_costs(models: Models, draft: Path) -> Costs | None:
+    """Return the costs of the target and of a draft model; None if they are not known, or only for one
+    size of batches."""
+    if not is_pair_measured(models, draft):
+        return None
+    known = models.costs.table().known
+    sizes = {n: seconds for n, seconds in known.items() if n <= models.n_rows_max}
+    table, main = models.costs.table(draft), models.drafts.main
+    n_at_once = 1 if main is None or main.mask is None else _N_PARALLEL
+    token_s = table.seconds(n_at_once) / n_at_once
+    return Costs(sizes, token_s) if len(sizes) > 1 else None
+
+
+def measure_costs(models: Models, draft: Path) -> Costs | None:
+    """Return the costs of the target and of its draft model `draft`. Costs that are not known are measured.
+    None if a round has no room for a draft. Raises `MemoryLimitError` if the contexts do not fit into
+    memory, and `BackendError` if a decode fails."""
+    if not is_pair_measured(models, draft):
+        with models.contexts(short_context(models)) as (target, drafting):
+            measure_if_new(models, target, drafting)
+    return known_costs(models, draft)
+
+
+def short_context(models: Models) -> int:
+    """Return the size, in tokens, of a context in which only costs are measured."""
+    n_train = models.target.n_ctx_train
+    return min(_N_SHORT, n_train) if n_train > 0 else _N_SHORT
 
 
 def measure_if_costs_decide(
@@ -53,9 +86,8 @@ def measure_if_new(
     Return the seconds that this took; 0 if everything was known.
 
     If other programs slowed the measurement down (`ModelCosts.was_busy`), its costs are used now but not
-    kept: a table of a busy machine may say that no draft pays, and then no decode would correct it.
-    Raises `KeyboardInterrupt` if `interrupted` returns True between decodes; that measurement is not
-    kept."""
+    kept: by the table of a busy machine perhaps no draft pays, and then no decode would correct it. Raise
+    `KeyboardInterrupt` if `interrupted` returns True between decodes; that measurement is not kept."""
     started, path, costs = models.clock(), models.drafts.path, models.costs
     is_known = is_pair_measured(models, path)
     if not is_known:
@@ -76,7 +108,7 @@ def fastest_parallel(
     models: Models, n_answers: int, interrupted: Callable[[], bool] = lambda: False
 ) -> int:
     """Return the number of answers at once that gives most tokens per second, by the costs of the
-    target's batches. Costs that are not known are measured now. Raises `MemoryLimitError`."""
+    target's batches. Costs that are not known are measured now. Raise `MemoryLimitError`."""
     if n_answers < 2:
         return 1
     with models.contexts(_N_CTX) as (target, draft):
@@ -92,9 +124,9 @@ def fastest_parallel(
 
 
 def agreement_walk(models: Models, prompt: Prompt, draft: Backend) -> Walk:
-    """Return a `Walk` of the draft model, in an empty context, through a text that begins with `prompt`.
-    It counts how often the draft agrees with the target. The user's samplers do not matter: the most
-    likely tokens are compared."""
+    """Return a `Walk` of the draft model, in an empty context, through a text that starts with `prompt`. It
+    counts how often the draft agrees with the target. The most likely tokens are compared, whatever the
+    user's samplers are."""
     factory, state = DrafterFactory(models), TextState(())
     drafter = factory.chain_drafter(prompt, draft, state)
     is_translated = models.drafts.own_vocabulary is not None
@@ -111,10 +143,8 @@ def _sample_agreement(
     drafting = models.options.drafting
     if path is None or is_known or not drafting.is_by_cost:
         return False
-    main = models.drafts.main
-    is_parallel = main is not None and main.mask is not None
-    own, drafts = models.costs.table(), models.costs.table(path)
-    if not can_pay(own, drafts, drafting.n_max, is_parallel=is_parallel):
+    costs = known_costs(models, path)
+    if costs is None or expected_gain(costs, 1.0).speedup <= 1.0:
         return False
     tokens = tokenize(models.target.vocabulary, TEXT, parse_special=False)[:N_TOKENS]
     walk = agreement_walk(models, Prompt(TEXT, tuple(tokens[:1])), draft)

@@ -19,7 +19,7 @@ _ATTRIBUTE_UNUSED = 1 << 1
 
 
 class TokenTable(Protocol):
-    """The parts of a vocabulary that are compared."""
+    """The tables of a vocabulary that are compared."""
 
     @property
     def n_tokens(self) -> int: ...
@@ -40,7 +40,7 @@ class TokenTable(Protocol):
 def check_pair(target: TokenTable, draft: TokenTable, target_name: str, draft_name: str) -> int:
     """Return the number of tokens that both models share; ids from there on are padding of one of them.
 
-    Raises `PairError`, which names the tokens that differ.
+    Raise `PairError`, which names the tokens that differ.
     """
     pair = f"{draft_name} cannot draft for {target_name}"
     hint = "take a draft of the same model family, or --draft ngram, which fits every model"

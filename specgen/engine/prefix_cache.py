@@ -1,4 +1,5 @@
-"""Slots and the prefix cache: the parts of all caches, each with a text, and which of it a prompt can reuse."""
+"""Slots and the prefix cache: each slot holds a text in all caches, whose longest common prefix a new
+prompt reuses."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ _PIECE = 256
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One of `n` equal parts of all caches, counted from 0, and the request that is served there. The parts
-    of a cache have equal numbers of sequences and cells."""
+    """One of `n` equal shares of all caches, counted from 0, and the request that it serves. All slots of a
+    cache have equal numbers of sequences and cells."""
 
     number: int = 0
     n: int = 1
@@ -75,7 +76,7 @@ class Slot:
 
     @property
     def is_reading(self) -> bool:
-        """Whether the prompt is being read."""
+        """Whether the prompt is being prefilled."""
         return self.sequence is not None and not self.sequence.is_started
 
     @property
@@ -92,7 +93,7 @@ class Slot:
 
     @property
     def n_read(self) -> int:
-        """The number of prompt tokens that the cache held before; all once the prompt is read."""
+        """The number of prompt tokens that the cache held before; all once the prefill is done."""
         sequence = self.sequence
         if sequence is None:
             return 0
@@ -103,7 +104,7 @@ class Slot:
         self.request = self.sequence = None
 
     def fail(self, error: SpecgenError, backends: Iterable[Backend]) -> None:
-        """End the request with an error. Its part of the caches is cleared: its contents are uncertain."""
+        """End the request with an error. Its slot is cleared: the contents are uncertain."""
         assert self.request is not None
         self.request.failure = error
         for backend in backends:
@@ -114,7 +115,7 @@ class Slot:
 
 
 class PrefixCache:
-    """The `n` slots of an engine, which share all caches in equal parts."""
+    """The `n` slots of an engine, which share all caches equally."""
 
     def __init__(self, n: int) -> None:
         self.slots = tuple(Slot(number, n) for number in range(n))
@@ -135,7 +136,7 @@ class PrefixCache:
         return [slot for slot in self.slots if slot.is_decoding]
 
     def reading(self) -> list[Slot]:
-        """Return the slots whose prompts are being read."""
+        """Return the slots whose prompts are being prefilled."""
         return [slot for slot in self.slots if slot.is_reading]
 
     def free_slot(self, tokens: abc.Sequence[int], target: Backend) -> Slot:

@@ -21,9 +21,9 @@ _TOOL_TEMPLATE = "tool_use"
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """The text before an answer: `text` as the target sees it, and its `tokens`, at least one.
-    `draft_tokens` is the prompt of a draft model with another vocabulary. If it is None, the draft reads
-    the target's tokens without those at the places `head`. The tokens `ends` end the answer, besides
-    those that end any answer of the target."""
+    `draft_tokens` is the prompt of a draft model with another vocabulary. If it is None, the draft model
+    decodes the target's tokens without those at the positions `head`. The tokens `ends` end the answer,
+    besides those that end any answer of the target."""
 
     text: str
     tokens: tuple[int, ...]
@@ -57,7 +57,7 @@ class Prompts:
 
         If `chat` is True, the text becomes a user's turn in the target's own template, and in that of
         `own_draft`. If it is False, the text is continued as it is. None uses the template if there is one.
-        Raises `UsageError` if `chat` or `system` needs a template and there is none, and `PromptError` if
+        Raise `UsageError` if `chat` or `system` needs a template and there is none, and `PromptError` if
         the prompt is empty or the template does not accept it.
         """
         if chat is not False and self.target.chat_template() is not None:
@@ -82,7 +82,7 @@ class Prompts:
         tools: ToolDefinitions = (),
     ) -> Prompt:
         """Return the prompt of a conversation's next turn, in the target's own template, and in that of
-        `own_draft`. Templates for tools get `tools`. Raises `UsageError` if there is no template, and
+        `own_draft`. Templates for tools get `tools`. Raise `UsageError` if there is no template, and
         `PromptError` if it does not accept the messages."""
         now = now or datetime.datetime.now().astimezone()
         text = chat_text(self.target, messages, now, tools)
@@ -101,7 +101,7 @@ class Prompts:
         return replace(prompt, head=head, draft_tokens=draft_tokens)
 
     def of_tokens(self, tokens: Sequence[int]) -> Prompt:
-        """Return a prompt of these tokens of the target. Raises `PromptError` if there are none, or if the
+        """Return a prompt of these tokens of the target. Raise `PromptError` if there are none, or if the
         target lacks one of them."""
         vocabulary = self.target.vocabulary
         for token in tokens:
@@ -140,8 +140,8 @@ def chat_text(
     now: datetime.datetime,
     tools: ToolDefinitions = (),
 ) -> str | None:
-    """Return a conversation in the model's own template; None if it has no template. Raises `PromptError`
-    if the template does not accept the conversation."""
+    """Return a conversation in the model's own template; None if it has no template. Raise `PromptError` if
+    the template does not accept the conversation."""
     has_tools = bool(tools) or any(message.role == "tool" for message in messages)
     template = template_of(model, has_tools=has_tools)
     if template is None:
@@ -160,12 +160,12 @@ def chat_text(
 def head_of(
     vocabulary: LlamaVocabulary, text: str, tokens: Sequence[int], messages: Sequence[chat.Message]
 ) -> range:
-    """Return the places, among the tokens of the rendered conversation `text`, of the turns that the
+    """Return the positions, among the tokens of the rendered conversation `text`, of the turns that the
     template itself adds before the first message, such as a default system message.
 
-    A draft model need not read them: it drafts nearly as well without (docs/lab-notes.md), and reading
-    takes time. The range is empty if the first message is a system message, since that one is the user's.
-    The beginning-of-text token is not in it, since attention rests on it.
+    A draft model does not need them: it drafts nearly as well without (docs/lab-notes/policy.md), and its
+    prefill is shorter. The range is empty if the first message is a system message, since that one is the
+    user's. The beginning-of-text token is not in it, since attention rests on it.
     """
     first = messages[0].content.strip()
     if messages[0].role == "system" or not first or first not in text:
@@ -191,11 +191,11 @@ def draft_chat_tokens(
     now: datetime.datetime,
     tools: ToolDefinitions = (),
 ) -> tuple[int, ...]:
-    """Return a conversation for a draft model with another vocabulary, in its own template and tokens.
-    The places of `head_of` are left out unless there are tools.
+    """Return a conversation for a draft model with another vocabulary, in its own template and tokens. The
+    tokens of `head_of` are left out unless there are tools.
 
-    If the template does not accept a system message, that message goes to the beginning of the first
-    turn. A model without a template that works, a base model for example, gets the turns as paragraphs.
+    If the template does not accept a system message, that message goes to the start of the first turn. A
+    model without a template that works, a base model for example, gets the turns as paragraphs.
     """
     for attempt in (messages, _without_system(messages)):
         try:
@@ -211,7 +211,7 @@ def draft_chat_tokens(
 
 
 def tokenize(vocabulary: LlamaVocabulary, text: str, *, parse_special: bool) -> list[int]:
-    """Return a prompt's tokens, with the beginning-of-text token if the model wants one. Raises
+    """Return a prompt's tokens, with the beginning-of-text token if the model wants one. Raise
     `PromptError` if the text has half a surrogate pair, which UTF-8 cannot express."""
     try:
         text.encode()

@@ -39,7 +39,7 @@ class RequestSettings:
         generation: GenerationOptions,
         drafting: DraftOptions,
     ) -> RequestSettings:
-        """Build the samplers and the grammar. Raises `UsageError` if a bias names a token that does
+        """Build the samplers and the grammar. Raise `UsageError` if a bias names a token that does
         not exist, or the grammar is invalid."""
         vocabulary, in_use = model.vocabulary, sampling
         for token, _ in sampling.logit_bias:
@@ -75,8 +75,8 @@ class RequestSettings:
         verifier: VerifierName | None = None,
     ) -> RequestSettings:
         """Return these settings with some options changed; those that are None stay. Samplers and the
-        grammar are rebuilt only if they change. Raises `UsageError` as `of` does, and if
-        `n_drafted_max` is given while drafts have a fixed shape."""
+        grammar are rebuilt only if they change. Raise `UsageError` as `of` does, and if `n_drafted_max` is
+        given while drafts have a fixed shape."""
         sampling, generation = sampling or self.sampling, generation or self.generation
         drafting = self.drafting
         if verifier is not None:
@@ -132,7 +132,7 @@ class Request:
 
     @property
     def text(self) -> str:
-        """The whole answer. Raises the error that ended it early, or `RuntimeError` if it is not done."""
+        """The whole answer. Raise the error that ended it early, or `RuntimeError` if it is not done."""
         if self.failure is not None:
             raise self.failure
         if self.finished is None:

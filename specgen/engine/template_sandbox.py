@@ -92,7 +92,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(context, function, *arguments, **named)
 
     def rendered(self, template: str, variables: dict[str, Any]) -> str:
-        """Return the output of a template. Raises whatever its expressions raise."""
+        """Return the output of a template. Raise whatever its expressions raise."""
         parts: list[str] = []
         n = 0
         for part in self.from_string(template).generate(variables):

@@ -190,7 +190,7 @@ class LlamaBackend:
         return self._logits[:n_rows]
 
     def set_threads(self, n_single: int, n_batch: int) -> None:
-        """From now on decode batches of one row with `n_single` threads, and larger ones with `n_batch`
+        """Decode batches of one row with `n_single` threads from now on, and larger ones with `n_batch`
         (llama.cpp's n_threads and n_threads_batch). This does not affect layers on a GPU. Raise
         `ValueError` unless both are from 1 to `MAX_THREADS`."""
         if not (1 <= n_single <= MAX_THREADS and 1 <= n_batch <= MAX_THREADS):

@@ -179,7 +179,7 @@ _MATRICES = {
 
 
 def write_heads(path: Path, weights: HeadWeights) -> None:
-    """Write a file of heads. Raises `OSError`."""
+    """Write a file of heads. Raise `OSError`."""
     from gguf import GGMLQuantizationType, GGUFWriter
 
     writer = GGUFWriter(path, ARCHITECTURE)

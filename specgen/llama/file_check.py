@@ -50,7 +50,7 @@ _SHOWN = 60
 
 
 def remember_checks(folder: Path) -> None:
-    """From now on remember checked files in a folder, so that each file is checked only once."""
+    """Remember checked files in a folder from now on, so that each file is checked only once."""
     global _checked  # noqa: PLW0603 - like the choice of kernels, it holds for the process
     _checked = CheckedFiles(folder)
 

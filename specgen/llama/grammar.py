@@ -98,8 +98,8 @@ class LlamaGrammar:
         return kinds
 
     def _probed_bytes(self) -> BoolArray:
-        """Return bool[257]: whether the token of a single byte can be asked about in place of all tokens
-        that begin with this byte.
+        """Return bool[257]: whether the token of a single byte can be tested instead of all tokens that
+        start with this byte.
 
         llama.cpp accepts the first byte of a character if some character in its range is allowed. For
         ``[^é]``, however, it refuses the byte as soon as one of these characters is excluded.

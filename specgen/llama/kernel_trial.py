@@ -47,8 +47,8 @@ class _AnyModel(LlamaModel):
 
 
 def try_kernels(file: Path, clock: Callable[[], float]) -> Iterator[str]:
-    """Load a model file, and decode in several contexts. Yield what is done next, before it is done. Raise
-    `SpecgenError` if the file cannot be loaded; llama.cpp may refuse a context."""
+    """Load a model file, and decode in several contexts. Yield the name of each step before it starts.
+    Raise `SpecgenError` if the file cannot be loaded; llama.cpp may refuse a context."""
     yield "loading it"
     with contextlib.closing(_AnyModel(file, n_gpu_layers=0)) as model:
         for options, n_sequences in _CONTEXTS:

@@ -87,7 +87,7 @@ class Kernels:
         self._enabled = (products, attention)
 
     def serve(self) -> None:
-        """From now on pack the quantised weights that other machines send to this process's CPU through
+        """Pack, from now on, the quantised weights that other machines send to this process's CPU through
         llama.cpp's RPC."""
         self._library.specgen_kernels_serve()
 
@@ -147,8 +147,7 @@ def computing() -> str:
 
 
 def ask_before_loading(support_of: Callable[[Path], KernelSupport] | None) -> None:
-    """From now on ask `support_of`, before a model file is loaded, which kernels can compute it. None: all
-    can."""
+    """Ask `support_of`, before a model file is loaded, which kernels can compute it. None: all can."""
     global _support_of  # noqa: PLW0603 - like the attached library, it holds for the process
     _support_of = support_of
 

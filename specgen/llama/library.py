@@ -175,9 +175,9 @@ _SHORTER = "put the whole file back, or fetch the model again"
 
 
 def end_with_a_line(before_end: Callable[[], None] = lambda: None) -> None:
-    """From now on, if native code ends the process, print the reason in one line (and a hint) on standard
-    error and exit with the code of a `BackendError` or `MemoryLimitError`. `before_end` is called
-    first, to write pending output. Only the first call has an effect."""
+    """Print one line (and a hint) on standard error if native code ends the process, and exit with the code
+    of a `BackendError` or `MemoryLimitError`. `before_end` is called first, to write pending output. Only
+    the first call has an effect."""
     if _kept:
         return
     _kept.append(before_end)

@@ -79,7 +79,7 @@ class LlamaModel:
 
     @property
     def has_equal_rows(self) -> bool:
-        """Whether a row has the same bits in any batch, and after a prompt that was read in any pieces:
+        """Whether the model is batch-invariant, also after a prompt that was decoded in any pieces:
         specgen's kernels compute on the CPU, and the model is no `row_exception`."""
         return self.has_kernels and not self.row_exception
 

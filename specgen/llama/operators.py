@@ -229,7 +229,8 @@ class Matrix:
 
 
 def multiply(matrix: Matrix, activations: FloatArray, *, n_threads: int = 1) -> FloatArray:
-    """MUL_MAT: multiply each row of float32[n_tokens, n_columns] with the matrix: float32[n_tokens, n_rows].
+    """Multiply each row of float32[n_tokens, n_columns] with the matrix (MUL_MAT): float32[n_tokens,
+    n_rows].
 
     With leading dimensions, float32[a, b, n_tokens, n_columns], the same matrix is used for all. Of a stack
     of matrices, each is used for b / n_matrices tables of tokens. Raise `ValueError` if the shapes do not
@@ -253,7 +254,7 @@ def multiply(matrix: Matrix, activations: FloatArray, *, n_threads: int = 1) -> 
 def multiply_experts(
     matrix: Matrix, activations: FloatArray, experts: IndexArray, *, n_threads: int = 1
 ) -> FloatArray:
-    """MUL_MAT_ID: multiply each token with the matrices of its experts: float32[n_tokens, n_used, n_rows].
+    """Multiply each token with the matrices of its experts (MUL_MAT_ID): float32[n_tokens, n_used, n_rows].
 
     `experts`, int32[n_tokens, n_used], are the numbers of the experts. The activations are
     float32[n_tokens, n_used, n_columns], or float32[n_tokens, 1, n_columns] if all experts of a token
@@ -308,7 +309,7 @@ def attend(
     value_type: str = "f16",
     n_threads: int = 1,
 ) -> FloatArray:
-    """FLASH_ATTN_EXT: return float32[n_streams, n_rows, n_heads, value_size].
+    """Compute attention (FLASH_ATTN_EXT): float32[n_streams, n_rows, n_heads, value_size].
 
     Queries are float32[n_streams, n_rows, n_heads, key_size]. Keys and values are
     float32[n_streams, n_cells, n_kv_heads, key_size or value_size]; this function converts them to

@@ -107,13 +107,13 @@ class Offered:
 
     @property
     def free_bytes(self) -> int:
-        """The free memory that clients are told."""
+        """The free memory that is reported to clients."""
         return device_of(self.handle).free_bytes
 
 
 def offered_devices(memory_bytes: int | None) -> list[Offered]:
     """Return this machine's GPUs, or its CPU if there are none. `memory_bytes` limits the free memory that
-    clients are told for each device; clients spread a model by it."""
+    is reported to clients for each device; clients spread a model by it."""
     load_rpc()
     kinds = {device: device_of(device).kind for device in native_devices()}
     chosen = [device for device, kind in kinds.items() if kind not in ("cpu", "accelerator")]

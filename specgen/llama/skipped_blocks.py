@@ -106,8 +106,8 @@ class _Skips:
         return failure, missing
 
     def _on_tensor(self, tensor: Any, is_asked: bool, _data: Any) -> bool:
-        """llama.cpp calls this twice: with `is_asked`, to ask whether the callback wants a tensor, and
-        again when the tensor is computed."""
+        """Replace a tensor; llama.cpp calls this twice: with `is_asked`, to ask whether the callback wants
+        a tensor, and again when the tensor is computed."""
         name: bytes = self._name(tensor)
         if not self._left_out or not name.startswith(_RESULT):
             return not is_asked

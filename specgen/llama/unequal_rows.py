@@ -67,7 +67,7 @@ def find_unequal_operator(
 ) -> UnequalOperator | None:
     """Return the first operator with unequal rows; None if the logits of all rows are equal.
 
-    For each size a batch of that many tokens is decoded behind the first `_N_BEFORE` ones. Raise
+    For each size a batch of that many tokens is decoded after the first `_N_BEFORE` ones. Raise
     `ValueError` if there are too few tokens, `BackendError` if llama.cpp fails.
     """
     n_tokens = _N_BEFORE + max(sizes)

@@ -98,7 +98,7 @@ class DoctorReport:
                 raise _error_named(check.error, f"{check.name}: {check.message}", check.hint)
 
     def to_json_object(self) -> dict[str, Any]:
-        """The report as a JSON-ready dict."""
+        """Return the report as a JSON-ready dict."""
         values = {**dataclasses.asdict(self), "healthy": self.healthy}
         if self.build is not None:
             values["build"]["features"] = self.build.features
@@ -147,7 +147,7 @@ def diagnose(
 
 
 def _kernels(build: Build | None, on_check: Callable[[str], None]) -> KernelStatus:
-    """Test specgen's kernels anew, unless the user chose llama.cpp's in the environment."""
+    """Test specgen's kernels again, unless the user chose llama.cpp's in the environment."""
     from specgen.llama import kernel_checks as kernels
     from specgen.models import cache_folder
 
@@ -174,7 +174,7 @@ def _kernel_checks(kernels: KernelStatus) -> list[Check]:
 def _trial_checks(
     kernels: KernelStatus, model: Path | None, on_check: Callable[[str], None]
 ) -> list[Check]:
-    """Try the kernels on a model anew, if they are used."""
+    """Try the kernels on a model again, if they are used."""
     from specgen.llama.kernel_checks import ModelTrials
     from specgen.models import cache_folder
 
@@ -366,7 +366,7 @@ def _decode_model(model: str, n_gpu_layers: str) -> dict[str, Any]:
 
 
 def _compare_rows(model: str) -> dict[str, Any]:
-    """Say whether rows of a model have the same bits in any batch with specgen's kernels, or why not."""
+    """Report whether a model is batch-invariant with specgen's kernels, or why not."""
     from specgen.llama import LlamaModel
     from specgen.llama.kernel_checks import choose_kernels
     from specgen.llama.unequal_rows import find_unequal_operator, repeated

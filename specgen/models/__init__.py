@@ -1,4 +1,4 @@
-"""Models by name: what there is, what is on this disk, and downloads that resume.
+"""Models by name: the known models, those on this disk, and downloads that resume.
 
 Nothing here prints, and nothing heavy (requests, huggingface_hub, rich) is imported before
 it is needed.

@@ -44,8 +44,9 @@ class SavedDraft:
 def saved_draft(target: FileIdentity, file: Path | None = None) -> SavedDraft | None:
     """Return the draft that was saved for a target; None if there is none.
 
-    `file` defaults to drafts.json in the configuration folder and need not exist. Unknown fields are ignored,
-    and missing figures are None. Raises `UsageError` if the file cannot be read or does not name the draft.
+    `file` defaults to drafts.json in the configuration folder and need not exist. Unknown fields are
+    ignored, and missing figures are None. Raise `UsageError` if the file cannot be read or does not name
+    the draft.
     """
     path = file or saved_drafts_file()
     entry = _entries(_read(path), path).get(_key(target))
@@ -59,10 +60,10 @@ def saved_draft(target: FileIdentity, file: Path | None = None) -> SavedDraft | 
 
 
 def save_draft(target: FileIdentity, saved: SavedDraft, file: Path | None = None) -> Path:
-    """Save a draft for a target, in place of an earlier one; return the file.
+    """Save a draft for a target, replacing an earlier one; return the file.
 
-    The file is replaced whole, so that no reader ever sees half of it. Raises `UsageError` if
-    what is there already is damaged, `OutputError` if it cannot be written.
+    The file is replaced whole, so that no reader ever sees half of it. Raise `UsageError` if the
+    present file is damaged, `OutputError` if it cannot be written.
     """
     path = file or saved_drafts_file()
     document = _read(path)

@@ -47,8 +47,8 @@ def fetch(
 ) -> Path:
     """Return the path of a model, downloading it if it is not on this disk yet.
 
-    Of several processes that want the same model one downloads it, and the others wait for
-    it. Raises FetchError if it cannot be had; what has arrived by then is kept for next time.
+    Of several processes that want the same model one downloads it, and the others wait for it.
+    Raise FetchError if it cannot be had; what has arrived by then is kept for next time.
     """
     watcher = SilentProgress() if progress is None else progress
     if (path := locate(model)) is not None:

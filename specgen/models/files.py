@@ -1,4 +1,4 @@
-"""Model files by name and size: telling them apart without reading them."""
+"""Model files by name and size, without reading them."""
 
 from __future__ import annotations
 

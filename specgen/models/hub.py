@@ -36,7 +36,7 @@ _HINT = "check the network, and HTTPS_PROXY and HF_ENDPOINT if they are set; the
 
 
 def find_cached(source: HubSource, model: CatalogueModel) -> Path | None:
-    """Return the model's file from the hub's cache, if it is there; nothing is read but names.
+    """Return the model's file from the hub's cache, if it is there; only names are read.
 
     The cache keeps large files under the SHA-256 that the hub gives for them, and moves them
     there when they are complete: name and size together say that it is the file.
@@ -53,11 +53,10 @@ def find_cached(source: HubSource, model: CatalogueModel) -> Path | None:
 
 
 def fetch_from_hub(source: HubSource, model: CatalogueModel, progress: DownloadProgress) -> Path:
-    """Download the model into the hub's cache and return its path. Raises FetchError.
+    """Download the model into the hub's cache and return its path. Raise FetchError.
 
-    The hub is asked once for what it knows of the file before anything else: an answer that
-    does not come within seconds, or a file that is another than ours, is found out then, and
-    not after minutes of trying.
+    The hub is first asked once for the metadata of the file. So a hub that does not respond within
+    seconds, or a file that differs from ours, is noticed then, and not after minutes of retries.
     """
     from huggingface_hub import constants
 
@@ -82,7 +81,7 @@ def _is_model(path: Path, model: CatalogueModel) -> bool:
 
 
 def _blob_of(path: Path) -> Path:
-    """Return what a file of the cache links to: that is what is called after its digest.
+    """Return the target of a link in the cache; it is named after the file's digest.
 
     One link is followed and no more, since that may lead in turn to a store in which files
     are called after another kind of digest, and shared with other repositories.
@@ -91,7 +90,7 @@ def _blob_of(path: Path) -> Path:
 
 
 def _ask(source: HubSource, host: str, timeout_s: float) -> HfFileMetadata:
-    """Return what the hub says of the file, within `timeout_s` altogether.
+    """Return the hub's metadata of the file, within `timeout_s` altogether.
 
     The client's own limit holds for each address of the hub in turn, and behind a firewall
     that drops packets those add up; so it is asked in a thread that can be left behind.
@@ -120,7 +119,7 @@ def _ask(source: HubSource, host: str, timeout_s: float) -> HfFileMetadata:
 
 
 def _check_same_file(metadata: HfFileMetadata, model: CatalogueModel, host: str) -> None:
-    """Compare what the hub says with what models.toml says, before a gigabyte is fetched."""
+    """Compare the hub's metadata with models.toml, before a gigabyte is downloaded."""
     if metadata.commit_hash is None:
         raise FetchError(
             f"{host} does not answer like the Hugging Face hub",
@@ -167,7 +166,7 @@ def _check_content(path: Path, model: CatalogueModel, progress: DownloadProgress
 
 
 def _is_of_the_disk(error: Exception) -> bool:
-    """Whether an error is the operating system's, and not one of the network."""
+    """Return whether an error is the operating system's, and not one of the network."""
     network = (ConnectionError, TimeoutError, socket.gaierror)
     return isinstance(error, OSError) and error.errno is not None and not isinstance(error, network)
 
@@ -200,7 +199,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def _hub_held_back() -> Iterator[None]:
     """Keep huggingface_hub's warnings off stderr, unless its log level was set by the user.
 
-    What matters of them comes as an exception, and is said once, in our words.
+    Important warnings also arrive as exceptions, which are reported once, in our words.
     """
     logger = logging.getLogger("huggingface_hub")
     level = logger.level

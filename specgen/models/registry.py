@@ -69,7 +69,7 @@ class PypiSource:
 
 @dataclass(frozen=True, slots=True)
 class CatalogueModel:
-    """A model file: what it is, how it is known to be whole, and where it can be had."""
+    """A model file: its metadata, its digest, and its sources."""
 
     name: str
     file: str
@@ -163,8 +163,8 @@ class Registry:
 def load_registry(user_file: Path | None = None) -> Registry:
     """Read the models that specgen brings and, over them, those of the user's own file.
 
-    `user_file` defaults to models.toml in the configuration folder and need not exist.
-    Raises UsageError if either file cannot be read or is not as it should be.
+    `user_file` defaults to models.toml in the configuration folder and need not exist. Raise
+    UsageError if either file cannot be read or is invalid.
     """
     builtin_file = _builtin_file()
     builtin = parse_registry_file(_read(builtin_file), builtin_file)
@@ -186,7 +186,7 @@ class RegistryFile:
 
 
 def parse_registry_file(text: str, file: Path) -> RegistryFile:
-    """Read one models.toml; `file` is named in errors. Raises UsageError."""
+    """Read one models.toml; `file` is named in errors. Raise UsageError."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -378,7 +378,7 @@ def _unique(entries: Sequence[_NamedT], top: _Table, key: str) -> tuple[_NamedT,
 
 
 class _Table:
-    """A TOML table being read: each key is taken once, and what is left at the end is an error."""
+    """A TOML table. Each key is taken once; keys that are left at the end are an error."""
 
     def __init__(self, values: Mapping[str, object], file: str, where: str) -> None:
         self._values = dict(values)

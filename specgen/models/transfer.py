@@ -64,11 +64,10 @@ class Page:
 
 
 class Transfer:
-    """Requests over one session, tried again where that may help.
+    """Requests over one session, with retries where they may help.
 
-    A host that cannot be reached at the very first request is given up at once: the network
-    is away, and waiting would only keep the user from hearing so. Once something has been
-    answered, a failure is taken for a passing one.
+    A host that cannot be reached at the first request is not retried: there is no network, and the
+    user should know immediately. After the first response, failures count as temporary.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class Transfer:
         self._answered = False
 
     def page(self, url: str, accept: str) -> Page | None:
-        """Return a text resource, or None where there is none (404). Raises FetchError."""
+        """Return a text resource, or None where there is none (404). Raise FetchError."""
 
         def attempt() -> Page | None:
             with self._response(url, {"Accept": accept}, allowed={404}) as response:
@@ -108,11 +107,10 @@ class Transfer:
         sha256: str | None,
         report: Callable[[int, int | None], None],
     ) -> None:
-        """Download `url` to `path`, going on where an earlier try ended.
+        """Download `url` to `path`, and resume an earlier download.
 
-        `report` is told the bytes that are there and, if known, of how many. Raises FetchError
-        if the file cannot be had or, where `sha256` is given, is another; an OSError of the
-        disk passes through.
+        `report` receives the bytes so far and, if known, the total. Raise FetchError if the file cannot be
+        downloaded, or if its digest is not `sha256`; an OSError of the disk passes through.
         """
         resumed = size_of(path) > 0
         self._until_done(lambda: self._attempt(url, path, report), size=lambda: size_of(path))
@@ -240,7 +238,7 @@ def _span(response: requests.Response) -> tuple[int, int | None]:
 
 
 def _accept_whole(response: requests.Response, path: Path, offset: int) -> None:
-    """Nothing lies beyond `offset`: the file is whole if that is its length."""
+    """Accept the file as whole if its length is `offset`: nothing lies beyond it."""
     match = _UNSATISFIED_RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
     if match is None or int(match.group(1)) != offset:
         path.unlink()

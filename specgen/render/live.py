@@ -99,7 +99,7 @@ def _settled_codes(lines: Sequence[Line]) -> Iterator[str]:
         yield f"{line.codes}\n"
 
 
-#: The rows of the unfinished line that are repainted in each round, and laid out anew when the window
+#: The rows of the unfinished line that are repainted in each round, and laid out again when the window
 #: changes; earlier rows belong to the terminal. There may be this many more if the line is broken inside
 #: words, so that it can be copied in one piece.
 _MOVING_ROWS = 3
@@ -175,8 +175,8 @@ class LiveRenderer(Renderer):
         self._region.close(self._lines(self._flow.finish()))
 
     def _fit(self) -> None:
-        """Lay the text out anew if the window's width has changed. Call this before text is added: rows that
-        become settled must have been laid out for the present width."""
+        """Lay the text out again if the window's width has changed. Call this before text is added: rows
+        that become settled must have been laid out for the present width."""
         columns = max(2, self._console.width)
         if columns != self._flow.columns:
             self._flow.resize(columns)

@@ -54,9 +54,9 @@ class Round:
     reason: str = ""
 
     def runs(self, *, shows_all: bool) -> Iterator[Run]:
-        """Yield the text in order, and with `shows_all` each rejected branch at its place, and the reason at the end
-        of the round's last line. A branch is struck out if it was the only one and no drafted token took its place;
-        otherwise it is in brackets, so that the text stays legible."""
+        """Yield the text in order, and with `shows_all` each rejected branch at its position, and the
+        reason at the end of the round's last line. A branch is struck out if it was the only one and no
+        drafted token took its place; otherwise it is in brackets, so that the text stays legible."""
         for index, piece in enumerate(self.pieces):
             lost = [text for place, text in self.rejected if place == index and text]
             if shows_all and lost:
@@ -106,7 +106,7 @@ class RoundReader:
 
 
 def _position(branch: RejectedBranch, verified: VerifiedEvent, drafted: DraftedEvent | None) -> int:
-    """Return the index of the committed piece at the place where a branch left the accepted path."""
+    """Return the index of the committed piece at the position where a branch left the accepted path."""
     n_accepted = len(verified.accepted)
     if drafted is None or not branch.nodes:
         return n_accepted

@@ -106,7 +106,7 @@ class _Pace:
 
 
 def batch_summary(tally: Tally, seconds: float, where: str) -> str:
-    """Return a sentence about a finished batch. `where` says how many answers were made at once, or by
+    """Return a sentence about a finished batch. `where` says how many answers were generated at once, or by
     whom."""
     parts = [
         f"{counted(tally.n_answers, 'answer')} of {counted(tally.n_tokens, 'token')} in all",

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from rich.console import Console
 from rich.text import Text
 
-from specgen.events import Event, FinishedEvent, PromptEvent
+from specgen.events import Event, FinishedEvent, PromptEvent, undrafted_text
 from specgen.render.base import Renderer, say
 from specgen.render.marks import FAINT, legend
 from specgen.render.text import can_encode, clean_line, counted
@@ -99,7 +99,7 @@ def summary_items(
         yield "drafts", Text("nothing was drafted")
     n_undrafted = sum(each.n_rounds for each in finished.undrafted)
     if draft != "none" and n_undrafted > _LITTLE * finished.n_rounds:
-        yield "reasons", Text(_undrafted(finished, n_undrafted))
+        yield "reasons", Text(undrafted_text(finished.undrafted, finished.n_rounds))
     if finished.wall_s > 0:
         yield "time", Text(", ".join(_time(finished)))
     if kernels not in (None, "llama.cpp"):  # those of our own: the others are what one expects
@@ -132,19 +132,14 @@ def _drafts(finished: FinishedEvent) -> Iterator[str]:
     yield f"{finished.n_accepted} of {counted(finished.n_drafted, 'token')} accepted"
 
 
-def _undrafted(finished: FinishedEvent, n_rounds: int) -> str:
-    """Return why rounds drafted nothing."""
-    reasons = "; ".join(f"{each.text} ({each.n_rounds})" for each in finished.undrafted)
-    return f"{n_rounds} of {counted(finished.n_rounds, 'round')} drafted nothing: {reasons}"
-
-
 def by_depth(finished: FinishedEvent, encoding: str = "utf-8") -> str:
     """Return the acceptance rate at each depth of the drafts, as bars and numbers."""
     return _shares(finished.accepted_by_depth, finished.drafted_by_depth, encoding)
 
 
 def by_rank(finished: FinishedEvent, encoding: str = "utf-8") -> str:
-    """Return the acceptance rates of first guesses for a place, of second guesses beside them, and so on."""
+    """Return the acceptance rates of first guesses for a position, of second guesses beside them, and so
+    on."""
     return _shares(finished.accepted_by_rank, finished.drafted_by_rank, encoding)
 
 

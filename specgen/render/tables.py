@@ -49,14 +49,14 @@ def bench_lines(report: BenchReport) -> Iterator[str]:
     separate the columns, which are empty where there is no figure."""
     for each in report.figures:
         own = [f"{each.temperature:g}", each.contender]
-        yield "\t".join([each.target, *own, OVERALL, *_overall(report, each)])
+        yield "\t".join([each.target, *own, OVERALL, *_overall(each)])
         if len(each.categories) > 1:
             for category in each.categories:
                 cells = [category.category, *_of_category(category)]
                 yield "\t".join([each.target, *own, *cells])
 
 
-def _overall(report: BenchReport, each: ContenderFigures) -> list[str]:
+def _overall(each: ContenderFigures) -> list[str]:
     spread, worst = each.speedups, each.worst
     return [
         str(each.n_answers),
@@ -69,7 +69,6 @@ def _overall(report: BenchReport, each: ContenderFigures) -> list[str]:
         _number(each.mean_accepted_length),
         _number(each.first_token),
         "" if each.n_different is None else str(each.n_different),
-        _number(report.share_reached(each)),
         _number(each.whole),
     ]
 
@@ -83,30 +82,26 @@ def _of_category(each: CategoryFigures) -> list[str]:
         _number(spread.third_quartile if spread else None),
         _number(spread.low if spread else None),
         _number(speed.median if speed else None),
-        *[""] * 6,
+        *[""] * 5,
     ]
 
 
 def print_bench_tables(report: BenchReport, console: Console) -> None:
     """Print the figures of each lineup, those by category, and an explanation."""
-    has_foresight = False
     for target, temperature in report.lineups:
         every = report.of((target, temperature))
         console.print(Text(f"{target}, temperature {temperature:g}", style="bold"))
-        reached = [report.share_reached(each) for each in every]
-        has_foresight = has_foresight or any(share is not None for share in reached)
-        console.print(_main_table(every, reached))
+        console.print(_main_table(every))
         if len(report.categories) > 1:
             console.print(_category_table(report.categories, every))
         console.print()
-    console.print(Text(_explanation(report, has_foresight=has_foresight), style="dim"))
+    console.print(Text(_explanation(report), style="dim"))
 
 
-def _main_table(every: Sequence[ContenderFigures], reached: Sequence[float | None]) -> Table:
-    shows_reached = any(share is not None for share in reached)
-    table = _empty([*_HEADINGS, "of best"] if shows_reached else _HEADINGS)
+def _main_table(every: Sequence[ContenderFigures]) -> Table:
+    table = _empty(_HEADINGS)
     best = max((each.speedup or 0.0 for each in every), default=0.0)
-    for each, share in zip(every, reached, strict=True):
+    for each in every:
         spread, worst = each.speedups, each.worst
         cells = [
             each.contender,
@@ -120,8 +115,6 @@ def _main_table(every: Sequence[ContenderFigures], reached: Sequence[float | Non
             _number(each.whole, "-"),
             "-" if each.n_different is None else str(each.n_different),
         ]
-        if shows_reached:
-            cells.append("-" if share is None else f"{share:.0%}")
         table.add_row(*map(Text, cells), style="bold" if each.speedup == best else "")
     return table
 
@@ -143,19 +136,16 @@ def _empty(headings: Sequence[str], first: str = "contender") -> Table:
     return table
 
 
-def _explanation(report: BenchReport, *, has_foresight: bool) -> str:
+def _explanation(report: BenchReport) -> str:
     n_prompts = len({result.prompt for result in report.runs.results})
-    text = (
+    return (
         f"From {counted(n_prompts, 'prompt')}, each answered by all in turn: the speed-up over "
         "plain decoding of the same prompt (geometric means), its quartiles over the answers, and "
         "that of the worst prompt; tokens a second after the first (median); the share of drafted "
         "tokens that the target accepts; tokens a round; the time to the first token relative to "
         "plain decoding; the speed-up of the whole answer, including reading the prompt; answers "
-        "whose text differs from plain decoding's"
+        "whose text differs from plain decoding's."
     )
-    if has_foresight:
-        text += "; the share of the speed that knowing in advance what is accepted could give"
-    return f"{text}."
 
 
 def _number(value: float | None, missing: str = "") -> str:

@@ -68,7 +68,7 @@ def clean(text: str, encoding: str = "utf-8") -> str:
 
 
 def clean_line(text: str, encoding: str = "utf-8") -> str:
-    """Return a text cleaned for a place where it must not break the line."""
+    """Return a text cleaned for where it must not break the line."""
     newline = "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"
     if not can_encode(newline, encoding):
         newline = "\\n"

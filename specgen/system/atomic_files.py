@@ -60,7 +60,7 @@ class KeptResults:
         return results if isinstance(results, dict) else {}
 
     def add(self, new: Mapping[str, Any]) -> None:
-        """Write new results, which are JSON values, behind those that the file has by now."""
+        """Write new results, which are JSON values, after those that the file has by now."""
         if self._file is None:
             return
         with contextlib.suppress(OSError):

@@ -12,7 +12,7 @@ def leave_running(what: str) -> None:
 
 
 def has_left_running() -> bool:
-    """Whether native code was left running."""
+    """Return whether native code was left running."""
     return bool(_running)
 
 

@@ -17,7 +17,7 @@ INTERVAL_S = 10.0
 class ProgressLines:
     """Writes the state of some work if it has changed, at most once in `INTERVAL_S`.
 
-    Work that finishes sooner writes nothing. Each line is flushed. Errors of the stream are ignored, so
+    Work that finishes earlier writes nothing. Each line is flushed. Errors of the stream are ignored, so
     that they do not end the work.
     """
 

@@ -24,7 +24,7 @@ from specgen.llama import LlamaBackend
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """A way to be wrong. `about` says what is done wrong, in a line."""
+    """A planted bug. `about` describes it in a line."""
 
     name: str
     about: str
@@ -60,8 +60,7 @@ class Bug:
 
 
 class _TopToken(WrappedDrafter):
-    """Drafts the most likely token and says that it was drawn (the ratio test on an argmax
-    draft)."""
+    """Drafts the most likely token and records it as drawn (the ratio test on an argmax draft)."""
 
     def propose(self, context: abc.Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
         draft = yield from super().propose(context, plan, n_drafted)
@@ -73,7 +72,7 @@ class _TopToken(WrappedDrafter):
 
 
 class _Picky:
-    """Drops drawn tokens that turned out unlikely, and what stands behind them."""
+    """Drops drawn tokens that turned out unlikely, and what stands after them."""
 
     def __init__(self, inner: Policy) -> None:
         self._inner = inner
@@ -174,7 +173,7 @@ class _StaleBonus(_Residual):
 
 
 class _Lenient(_Residual):
-    """Keeps what is likely enough, as "typical acceptance" does."""
+    """Accepts tokens that are likely enough, as "typical acceptance" does."""
 
     def accepts(
         self, target: Distribution, draft: Distribution, token: int, rng: np.random.Generator

@@ -33,8 +33,8 @@ _N_REMEMBERED = 2**14
 
 
 def random_language(n_vocab: int, *, seed: int = 0, scale: float = 3.0, order: int = 3) -> Language:
-    """A made-up language in which the last `order` tokens and the length of the text decide
-    the next token's logits, normally distributed with standard deviation `scale`."""
+    """Return a made-up language in which the last `order` tokens and the length of the text decide the next
+    token's logits, normally distributed with standard deviation `scale`."""
 
     @lru_cache(_N_REMEMBERED)
     def row(last: tuple[int, ...], total: int, length: int) -> Logits:
@@ -46,7 +46,7 @@ def random_language(n_vocab: int, *, seed: int = 0, scale: float = 3.0, order: i
 
 
 def noisy(language: Language, noise: float, *, seed: int = 1) -> Language:
-    """A language like another one but for noise on its logits: a draft of chosen quality."""
+    """Return a language that differs from another one by noise on its logits: a draft of chosen quality."""
 
     @lru_cache(_N_REMEMBERED)
     def row(text: tuple[int, ...]) -> Logits:
@@ -57,13 +57,13 @@ def noisy(language: Language, noise: float, *, seed: int = 1) -> Language:
 
 
 def _normal(key: object, scale: float, n: int) -> npt.NDArray[np.float64]:
-    """Normally distributed numbers, float64[n], that depend on how `key` is written only."""
+    """Return normally distributed numbers, float64[n], that depend only on how `key` is written."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return np.random.default_rng(int.from_bytes(digest, "little")).normal(0.0, scale, n)
 
 
 def _frozen(row: Logits) -> Logits:
-    """A row that is remembered: writing to it is an error."""
+    """Return the row as read-only: it is remembered, so writing to it is an error."""
     row.setflags(write=False)
     return row
 
@@ -85,16 +85,16 @@ class FakeVocabulary:
     #: Put a space before each text, as SentencePiece does.
     adds_space: bool = False
     #: Merge neighbours, those first that make the token with the lowest id, as BPE does;
-    #: otherwise the longest piece is taken at each place of the text.
+    #: otherwise the longest piece is taken at each position of the text.
     merges: bool = False
 
     @classmethod
     def letters(cls, n_tokens: int, ends: Sequence[int] = ()) -> FakeVocabulary:
-        """Tokens that read as letters, digits and so on, one character each."""
+        """Return a vocabulary of letters, digits and so on, one character a token."""
         return cls(tuple(chr(97 + i).encode() for i in range(n_tokens)), frozenset(ends))
 
     def __repr__(self) -> str:
-        """Without the single bytes, of which there may be hundreds."""
+        """Return the fields without the single bytes, of which there may be hundreds."""
         pieces = {i: piece for i, piece in enumerate(self.pieces) if len(piece) != 1}
         return f"<{self.n_tokens} tokens, {pieces}, ends {set(self.ends)}, {self._flags}>"
 
@@ -270,7 +270,7 @@ class FakeBackend:
         return np.array(wanted, np.float32).reshape(len(wanted), self.n_vocab)
 
     def text(self, sequence: int, end: int | None = None) -> tuple[int, ...]:
-        """The tokens of a sequence as the cache has them, by position, up to `end`."""
+        """Return the tokens of a sequence as the cache has them, by position, up to `end`."""
         cells = self._cells[sequence]
         n_seen = len(cells) if end is None else bisect_left(cells, end, key=_position)
         return tuple([cell.token for cell in cells[:n_seen]])

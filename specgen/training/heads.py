@@ -1,10 +1,10 @@
 """Decoder heads trained on a target's own text, with NumPy.
 
-`specgen.llama.decoder_heads` describes what heads compute. Training has two steps. Ridge
-regression finds a linear map to the target's next hidden state; each place gives as many numbers to learn
-from as a hidden state has, so little text suffices. Then gradient descent minimises the cross-entropy with
-the target's own distribution, several tokens ahead. (Distillation as in DistillSpec, Zhou et al.,
-arXiv:2310.08461; unrolled as in training a recurrent drafter, Cheng et al., arXiv:2403.09919.)
+`specgen.llama.decoder_heads` describes what heads compute. Training has two steps. Ridge regression finds a
+linear map to the target's next hidden state; each position gives as many numbers to learn from as a hidden
+state has, so little text suffices. Then gradient descent minimises the cross-entropy with the target's own
+distribution, several tokens ahead. (Distillation as in DistillSpec, Zhou et al., arXiv:2310.08461; unrolled
+as in training a recurrent drafter, Cheng et al., arXiv:2403.09919.)
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Parameters: TypeAlias = dict[str, NDArray[Any]]
 
 #: The number of tokens that heads can guess: first those of the text, then those with the lowest ids, since
 #: tokenizers give low ids to frequent tokens. (In the 1.5B's held-back answers 8,192 tokens cover 0.86 of the
-#: places, 32,768 cover 0.96.)
+#: positions, 32,768 cover 0.96.)
 N_FREQUENT = 32_768
 #: The size of the inner layer (inside silu), and the number of tokens ahead that the heads are trained for.
 N_INNER = 1024
 N_AHEAD = 3
 #: The weight of a token's loss, relative to the token before it.
 _FADING = 0.8
-#: Places in a step, the most passes over the text, and the learning rate.
+#: Positions in a step, the most passes over the text, and the learning rate.
 _N_BATCH = 256
 _N_PASSES = 3
 _RATE = 2e-4
@@ -45,7 +45,7 @@ _N_WARM = 30
 #: Tokens that the text lacks are sampled: this many stand for all of them in a step.
 _N_OTHERS = 2048
 _RIDGE = 300.0
-#: The fewest places to learn from, and to judge by.
+#: The fewest positions to learn from, and to judge by.
 _LEAST_PLACES = 8 * _N_BATCH
 _LEAST_JUDGED = 100
 #: Steps between judgements.
@@ -58,8 +58,8 @@ _PATIENCE = 6
 class Agreement:
     """How often heads predict the target's token on held-back answers.
 
-    Item k is for the token k + 1 places ahead, given the right tokens before it: `top_1` counts the likeliest
-    token, `top_4` the four likeliest."""
+    Item k is for the token k + 1 positions ahead, given the right tokens before it: `top_1` counts the
+    likeliest token, `top_4` the four likeliest."""
 
     top_1: tuple[float, ...]
     top_4: tuple[float, ...]
@@ -87,7 +87,7 @@ class _Places:
     tokens: NDArray[np.int32]
     #: The next hidden state: float32[n, n_embd].
     next_hidden: FloatArray
-    #: The likeliest tokens at later places: int32[n, N_AHEAD, N_TOP], float32[n, N_AHEAD, N_TOP].
+    #: The likeliest tokens at later positions: int32[n, N_AHEAD, N_TOP], float32[n, N_AHEAD, N_TOP].
     top_tokens: NDArray[np.int32]
     top_probabilities: FloatArray
 
@@ -111,7 +111,7 @@ def train_heads(
     """Train heads for `target` on the text that it wrote; None if `interrupted` returns True.
 
     Training ends when `clock` reaches `until_s` at the latest. `progress` gets the steps done and the steps
-    in all. The result has the weights that agreed best on the held-back answers. Raises `UsageError` if the
+    in all. The result has the weights that agreed best on the held-back answers. Raise `UsageError` if the
     text is too short or `n_embd` is no multiple of 32, `ModelFileError` if the target's file is damaged.
     """
     learnt, judged = _places(text, held_back=False), _places(text, held_back=True)
@@ -162,13 +162,14 @@ def train_heads(
 
 
 def _rate(step: int, done: float) -> float:
-    """The learning rate of a step: a warm-up, then half a cosine."""
+    """Return the learning rate of a step: a warm-up, then half a cosine."""
     along = 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
     return _RATE * min(1.0, (step + 1) / _N_WARM) * (0.02 + 0.98 * along)
 
 
 def _places(text: TargetText, *, held_back: bool) -> _Places:
-    """The places with N_AHEAD tokens behind them, in the answers that are held back or in the others."""
+    """Return the positions with N_AHEAD tokens after them, in the answers that are held back or in the
+    others."""
     hidden, behind, tokens, top_tokens, top_probabilities = [], [], [], [], []
     for index, answer in enumerate(text.answers):
         n = len(answer.tokens) - N_AHEAD
@@ -197,7 +198,7 @@ def _places(text: TargetText, *, held_back: bool) -> _Places:
 
 
 def _frequent(text: TargetText, n_vocab: int) -> NDArray[np.int32]:
-    """The ids of the tokens to guess, increasing."""
+    """Return the ids of the tokens to guess, increasing."""
     counts = Counter(
         token for answer in text.answers if not answer.is_held_back for token in answer.tokens
     )
@@ -210,7 +211,7 @@ def _frequent(text: TargetText, n_vocab: int) -> NDArray[np.int32]:
 
 
 class _Task:
-    """The training data, gradients on it, and the agreement on held-back places."""
+    """The training data, gradients on it, and the agreement on held-back positions."""
 
     def __init__(
         self,
@@ -225,7 +226,7 @@ class _Task:
         self.rng = rng
         self.tokens, self.scale = tokens, scale
         self._learnt, self._judged = learnt, judged
-        #: Each token's place among the frequent ones; -1 for the others.
+        #: Each token's index among the frequent ones; -1 for the others.
         self._index = np.full(n_vocab, -1, np.int64)
         self._index[tokens] = np.arange(len(tokens))
         self.embeddings = _with_others(rows.embeddings(tokens))
@@ -237,8 +238,8 @@ class _Task:
         self._others = np.setdiff1d(np.arange(len(tokens)), self._own)
 
     def linear_map(self) -> FloatArray:
-        """The linear map of (state, embedding, 1) to the next state by ridge regression:
-        float32[2 n_embd + 1, n_embd]."""
+        """Fit the linear map of (state, embedding, 1) to the next state by ridge regression: float32[2
+        n_embd + 1, n_embd]."""
         learnt = self._learnt
         n_embd = learnt.hidden.shape[1]
         gram = np.zeros((2 * n_embd + 1, 2 * n_embd + 1), np.float64)
@@ -254,7 +255,8 @@ class _Task:
         return np.linalg.solve(gram, products).astype(np.float32)
 
     def gradients(self, network: _Network, batch: NDArray[np.int64]) -> Parameters:
-        """The gradients of the cross-entropy with the target's distribution at the places `batch`."""
+        """Return the gradients of the cross-entropy with the target's distribution at the positions
+        `batch`."""
         learnt = self._learnt
         n = len(batch)
         n_others = min(_N_OTHERS, len(self._others))
@@ -287,7 +289,8 @@ class _Task:
         return network.backward(passes, losses)
 
     def judge(self, network: _Network) -> Agreement:
-        """How often the network predicts the target's token on held-back places, given the tokens before."""
+        """Measure how often the network predicts the target's token at held-back positions, given the
+        tokens before."""
         judged = self._judged
         right = np.zeros(N_AHEAD)
         among = np.zeros(N_AHEAD)
@@ -310,7 +313,8 @@ class _Task:
 
 
 def _with_others(embeddings: FloatArray) -> FloatArray:
-    """Embeddings of the frequent tokens at one scale, and a last row, their mean, for all others."""
+    """Return the embeddings of the frequent tokens at one scale, and a last row, their mean, for all
+    others."""
     embeddings = embeddings / np.sqrt(np.square(embeddings).mean())
     return np.concatenate([embeddings, embeddings.mean(axis=0, keepdims=True)]).astype(np.float32)
 
@@ -377,7 +381,8 @@ class _Network:
         return _Pass(state, embedded, inner, sigmoid, result)
 
     def backward(self, passes: list[_Pass], losses: list[NDArray[Any]]) -> Parameters:
-        """The gradients by the parameters; `losses[k]` is the gradient by the result of `passes[k]`."""
+        """Return the gradients by the parameters; `losses[k]` is the gradient by the result of
+        `passes[k]`."""
         p = self.parameters
         gradients = {name: np.zeros_like(values) for name, values in p.items()}
         behind: NDArray[Any] = np.zeros_like(losses[-1])
@@ -423,7 +428,7 @@ class _Adam:
 def _weights(
     parameters: Parameters, task: _Task, name: str, n_vocab: int, vocabulary: str
 ) -> HeadWeights:
-    """The weights in a file's layout: a matrix has a row for each output."""
+    """Return the weights in a file's layout: a matrix has a row for each output."""
     p = parameters
     return HeadWeights(
         target=name,

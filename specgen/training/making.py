@@ -20,7 +20,6 @@ from specgen.training.made_files import distilled_file, heads_file, pruned_file,
 
 if TYPE_CHECKING:
     from specgen.engine.loaded_models import Models
-    from specgen.training.pruned.making import ExpectedSpeedup
     from specgen.training.texts import TargetText
 
 Kind: TypeAlias = Literal["heads", "distilled", "pruned"]
@@ -46,7 +45,7 @@ class TextWanted:
 
 
 def own_prompts() -> list[str]:
-    """The prompts that come with specgen."""
+    """Return the prompts that come with specgen."""
     text = resources.files("specgen.training").joinpath("prompts.jsonl").read_text("utf-8")
     return [json.loads(line)["prompt"] for line in text.splitlines()]
 
@@ -55,7 +54,6 @@ class Workshop:
     """Makes drafts for a target, in a cache folder.
 
     `clock` gives seconds. `tell` gets a sentence about each result; `interrupted` returns whether to stop.
-    `expected` gives `make_pruned` the expected speed-up of a draft.
     """
 
     def __init__(
@@ -68,7 +66,6 @@ class Workshop:
         progress: Progress,
         tell: Callable[[str], None],
         interrupted: Callable[[], bool],
-        expected: ExpectedSpeedup,
     ) -> None:
         self._loaded = loaded
         self._wanted = wanted
@@ -77,7 +74,6 @@ class Workshop:
         self._progress = progress
         self._tell = tell
         self._interrupted = interrupted
-        self._expected = expected
         self._target = loaded.options.target
         self._identity = _identity(self._target)
         #: The folder of the text.
@@ -87,8 +83,8 @@ class Workshop:
         """Make drafts of these kinds in about `minutes` and return their files; None if interrupted.
 
         After an interruption the text is kept. `small` is the model that a distilled draft is made from.
-        Raises what making each kind raises: `UsageError`, `PairError`, `ModelFileError`,
-        `MemoryLimitError`, `OutputError`.
+        Raise what making each kind raises: `UsageError`, `PairError`, `ModelFileError`, `MemoryLimitError`,
+        `OutputError`.
         """
         if "pruned" in kinds:
             from specgen.training.pruned.files import check_prunable
@@ -121,7 +117,7 @@ class Workshop:
     def write_text(self, until_s: float = float("inf")) -> int:
         """Let the target write text until the clock reaches `until_s`; return the number of tokens there are.
 
-        Raises what `specgen.training.texts.write_text` raises."""
+        Raise what `specgen.training.texts.write_text` raises."""
         from specgen.training.texts import bytes_of, write_text
 
         wanted = self._wanted
@@ -210,7 +206,6 @@ class Workshop:
             self._loaded,
             self._text(),
             output,
-            expected=self._expected,
             until_s=self._clock() + seconds,
             clock=self._clock,
             interrupted=self._interrupted,

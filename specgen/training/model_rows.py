@@ -41,11 +41,11 @@ class ModelRows:
                 )
 
     def embeddings(self, tokens: Sequence[int] | NDArray[Any]) -> FloatArray:
-        """The embeddings of tokens: float32[n, n_embd]."""
+        """Return the embeddings of tokens: float32[n, n_embd]."""
         return _rows(self._embeddings, np.asarray(tokens))
 
     def output(self, tokens: Sequence[int] | NDArray[Any]) -> FloatArray:
-        """The rows of the output matrix for tokens: float32[n, n_embd]."""
+        """Return the rows of the output matrix for tokens: float32[n, n_embd]."""
         return _rows(self._output, np.asarray(tokens))
 
 

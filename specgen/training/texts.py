@@ -34,7 +34,7 @@ from specgen.system.json_lines import (
     write_errors,
 )
 
-#: The number of likeliest tokens that are kept for each place.
+#: The number of likeliest tokens that are kept for each position.
 N_TOP = 16
 #: Every tenth prompt is for judging, not for learning.
 HELD_BACK_EVERY = 10
@@ -89,24 +89,24 @@ class TargetText:
         return np.memmap(self._folder / _TOP, _TOP_ROW, "r", shape=(self._n_rows,))
 
     def hidden(self, index: int) -> NDArray[np.float16]:
-        """The target's final hidden states (after the last norm) before each token of an answer:
+        """Return the target's final hidden states (after the last norm) before each token of an answer:
         float16[n_tokens, n_embd]. Row 0 belongs to the prompt's last token."""
         return self._hidden[self._rows[index]]
 
     def top(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
-        """The likeliest tokens at each place of an answer, best first, and their probabilities at
+        """Return the likeliest tokens at each position of an answer, best first, and their probabilities at
         temperature 1: int32[n_tokens, N_TOP] and float16[n_tokens, N_TOP]."""
         rows = self._top[self._rows[index]]
         return rows["tokens"], rows["probabilities"]
 
 
 def is_held_back(index: int) -> bool:
-    """Whether the prompt with this number, from 0, is for judging."""
+    """Return whether the prompt with this number, from 0, is for judging."""
     return index % HELD_BACK_EVERY == HELD_BACK_EVERY - 1
 
 
 def bytes_of(n_tokens: int, n_embd: int) -> int:
-    """The approximate size on the disk of `n_tokens` tokens of text."""
+    """Return the approximate size on the disk of `n_tokens` tokens of text."""
     return n_tokens * (2 * n_embd + _TOP_ROW.itemsize + 8)
 
 
@@ -126,9 +126,9 @@ def write_text(
 
     Prompts that have an answer in the folder are skipped. Up to `n_parallel` prompts are answered at once,
     each with at most `max_tokens` tokens. `progress` gets the tokens so far and `n_tokens`. An interrupted
-    call keeps the finished answers. Raises `OutputError`, `MemoryLimitError`, `UsageError` if `max_tokens` do
-    not fit the target's context, `PairError` if the target has a recurrent state, and `ModelFileError` if the
-    folder's files are damaged.
+    call keeps the finished answers. Raise `OutputError`, `MemoryLimitError`, `UsageError` if `max_tokens`
+    do not fit the target's context, `PairError` if the target has a recurrent state, and `ModelFileError`
+    if the folder's files are damaged.
     """
     if loaded.target.has_recurrent_state:
         raise PairError(
@@ -212,7 +212,7 @@ def _rows(tokens: Sequence[int], position: int, *, wanted: bool) -> Batch:
 
 
 class _Writer:
-    """Appends answers to a folder, with the target's hidden states and likeliest tokens at their places."""
+    """Appends answers to a folder, with the target's hidden states and likeliest tokens at their positions."""
 
     def __init__(self, folder: Path, loaded: Models) -> None:
         self._loaded = loaded
@@ -273,7 +273,7 @@ class _Writer:
 
 
 def _likeliest(logits: Logits) -> NDArray[Any]:
-    """The likeliest tokens and their probabilities for each row of logits, float32[n, n_vocab]."""
+    """Return the likeliest tokens and their probabilities for each row of logits, float32[n, n_vocab]."""
     n_top = min(N_TOP, logits.shape[1])
     rows = np.zeros(len(logits), _TOP_ROW)
     for row, out in zip(logits, rows, strict=True):
@@ -286,7 +286,7 @@ def _likeliest(logits: Logits) -> NDArray[Any]:
 
 
 def _whole_answers(folder: Path, n_embd: int) -> tuple[list[TargetAnswer], int]:
-    """The answers that have all their rows in both arrays, and the size of their lines in bytes."""
+    """Return the answers that have all their rows in both arrays, and the size of their lines in bytes."""
     path = folder / _ANSWERS
     try:
         data = path.read_bytes()
@@ -337,7 +337,7 @@ def _size(path: Path) -> int:
 
 
 def _room(loaded: Models, texts: Sequence[str], max_tokens: int) -> int:
-    """A context size, in tokens, in which nine of ten prompts fit with their answers."""
+    """Return a context size, in tokens, in which nine of ten prompts fit with their answers."""
     lengths = sorted(len(loaded.prompts.of_text(text).tokens) for text in texts)
     n_prompt = lengths[int(0.9 * (len(lengths) - 1))]
     n_ctx = -(-(n_prompt + max_tokens) // 256) * 256

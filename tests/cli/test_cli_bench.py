@@ -31,11 +31,11 @@ from specgen.options import (
 )
 from specgen.render.tables import bench_lines, print_bench_tables
 from specgen.testing.tiny import TinyConfig, write_tiny_model
-from tests.helpers.bench import foresight_of, report_of, result
+from tests.helpers.bench import report_of, result
 
 #: Quick, and enough for a test of the command line.
 SHORT = ("-t", "1", "-fa", "off", "-n", "20", "-c", "256")
-N_COLUMNS = 16
+N_COLUMNS = 15
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def test_json_has_everything_raw(bench: Specgen, tmp_path: Path) -> None:
     )
     keys = (
         "specgen date command machine llama_cpp kernels files settings n_rounds is_interrupted prompts "
-        "contenders figures foresight failures skipped_prompts results"
+        "contenders figures failures skipped_prompts results"
     )
     assert " ".join(document) == keys
     assert (document["n_rounds"], document["is_interrupted"]) == (2, False)
@@ -160,36 +160,14 @@ def test_json_names_the_files_that_were_looked_up(bench: Specgen, tmp_path: Path
     assert str(text) in json.dumps(settings)
 
 
-def test_foresight_is_no_slower_than_plain_decoding(bench: Specgen) -> None:
-    arguments = ("--draft", "draft", "--draft", "bad", "--policy", "fixed", "--draft-max", "4")
-    document = json.loads(bench(*arguments, "--foresight", "--json", "-").out)
-    (foresight,) = document["foresight"]
-    assert list(foresight["batch_s"]) == ["1", "2", "3", "4", "5"]
-    assert set(foresight["drafters"]) == {"draft.gguf", "bad.gguf"}
-    groups = {(each["prompt"], *each["drafters"]): each for each in foresight["best"]}
-    names = [("draft.gguf",), ("bad.gguf",), ("draft.gguf", "bad.gguf")]
-    assert set(groups) == {(prompt, *group) for prompt in (1, 2, 3) for group in names}
-    assert all(each["speedup"] >= 0.999 for each in groups.values())
-    for prompt in (1, 2, 3):
-        both = groups[prompt, "draft.gguf", "bad.gguf"]
-        assert both["best_s"] <= groups[prompt, "draft.gguf"]["best_s"] * 1.001
-        assert both["n_tokens"] == 19
-    reached = {each["contender"]: each["foresight_reached"] for each in document["figures"]}
-    assert reached["plain"] is None
-    assert reached["draft.gguf"] > 0.0
-
-
 def test_a_draft_may_have_a_draft_of_its_own(bench: Specgen, tiny_models: Path) -> None:
     draft, bad = tiny_models / "draft.gguf", tiny_models / "bad.gguf"
     arguments = ("--draft", f"{draft}+{bad}", "--draft", f"{draft}+ngram", "--draft", draft)
-    document = json.loads(bench(*arguments, "-N", "1", "--foresight", "--json", "-").out)
+    document = json.loads(bench(*arguments, "-N", "1", "--json", "-").out)
     names = ["plain", "draft.gguf+bad.gguf", "draft.gguf+ngram", "draft.gguf"]
     assert [each["contender"] for each in document["figures"]] == names
     assert {each["n_different"] for each in document["figures"]} == {0}
     assert set(document["files"]) == {str(tiny_models / "target.gguf"), str(draft), str(bad)}
-    # What one could foresee is not known of them.
-    reached = [each["foresight_reached"] is not None for each in document["figures"]]
-    assert reached == [False, False, False, True]
     for wrong in (f"{draft}+", "ngram+ngram", f"{draft}+none"):
         assert bench("--draft", wrong).code == 2
 
@@ -201,15 +179,6 @@ def test_a_plus_sign_may_be_part_of_a_files_name(
     file.write_bytes((tiny_models / "draft.gguf").read_bytes())
     document = json.loads(bench("--draft", file, "-N", "1", "--json", "-").out)
     assert [each["contender"] for each in document["figures"]] == ["plain", "a+b.gguf"]
-
-
-def test_n_grams_beside_a_model_count_in_its_foresight(bench: Specgen) -> None:
-    arguments = ("--draft", "draft", "--ngrams", "--policy", "fixed", "-N", "1")
-    document = json.loads(bench(*arguments, "--foresight", "--json", "-").out)
-    assert document["contenders"][1]["drafters"] == ["draft.gguf", "ngram"]
-    (foresight,) = document["foresight"]
-    assert set(foresight["drafters"]) == {"draft.gguf", "ngram"}
-    assert {tuple(each["drafters"]) for each in foresight["best"]} == {("draft.gguf", "ngram")}
 
 
 def test_several_targets_have_the_same_drafts(
@@ -282,7 +251,7 @@ def test_a_draft_that_cannot_be_loaded_is_an_error(bench: Specgen, tmp_path: Pat
 def test_a_prompt_that_is_too_long_is_skipped(bench: Specgen, prompts: Path) -> None:
     with prompts.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"prompt": "too long " * 400}) + "\n")
-    outcome = bench("--draft", "draft", "--policy", "fixed", "--foresight")
+    outcome = bench("--draft", "draft", "--policy", "fixed")
     assert [row[4] for row in rows(outcome) if row[3] == "overall"] == ["3", "3"]
     assert outcome.err.startswith("note: prompt 4 was left out: the prompt has ")
     assert outcome.err.count("\n") == 1
@@ -316,12 +285,12 @@ def test_an_interruption_tells_what_there_is(
 
     monkeypatch.setattr(SessionContender, "answer", answer_and_stop)
     file = tmp_path / "out.json"
-    outcome = bench("--draft", "draft", "--policy", "fixed", "--foresight", "--json", file)
+    outcome = bench("--draft", "draft", "--policy", "fixed", "--json", file)
     assert outcome.code == 130
     assert outcome.err == "note: interrupted: not everything was measured\n"
     document = json.loads(file.read_text(encoding="utf-8"))
     assert document["is_interrupted"] is True
-    assert (len(document["results"]), document["foresight"]) == (3, [])
+    assert len(document["results"]) == 3
     assert [line.split("\t")[2:5] for line in outcome.out.splitlines()][:2] == [
         ["plain", "overall", "2"],
         ["plain", "code", "1"],
@@ -353,8 +322,7 @@ def test_files_of_one_name_are_told_apart() -> None:
     }
 
 
-@pytest.mark.parametrize("has_foresight", [False, True])
-def test_the_tables_tell_each_lineup(has_foresight: bool) -> None:
+def test_the_tables_tell_each_lineup() -> None:
     results = [
         each
         for prompt, category in ((1, "[b]code[/b]"), (2, "prose"))
@@ -364,8 +332,7 @@ def test_the_tables_tell_each_lineup(has_foresight: bool) -> None:
             result("[red]a", prompt, 25.0, category=category, temperature=temperature),
         )
     ]
-    foresights = [foresight_of("[red]a", {1: 5.0, 2: 5.0})] if has_foresight else []
-    report = report_of(results, foresights=foresights)
+    report = report_of(results)
     out = io.StringIO()
     print_bench_tables(report, Console(file=out, width=120))
     text = out.getvalue()
@@ -373,7 +340,6 @@ def test_the_tables_tell_each_lineup(has_foresight: bool) -> None:
     assert text.count("[red]a") == 4
     assert text.count("[b]code[/b]") == 2
     assert "2.50" in text
-    assert ("50%" in text) is has_foresight
     assert {line.count("\t") for line in bench_lines(report)} == {N_COLUMNS - 1}
 
 

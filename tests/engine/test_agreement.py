@@ -11,7 +11,6 @@ import pytest
 from specgen.decoding.backend import Batch
 from specgen.decoding.drafters import ModelDrafter
 from specgen.decoding.policy.acceptance import Chances
-from specgen.decoding.policy.cost_table import CostTable
 from specgen.decoding.sampling import Sampler
 from specgen.decoding.text_state import Shaper, TextState
 from specgen.engine.agreement import (
@@ -19,12 +18,11 @@ from specgen.engine.agreement import (
     N_KNOWN,
     N_TOKENS,
     TEXT,
-    Agreement,
     Walk,
-    can_pay,
     greedy_tokens,
     sample_agreement,
 )
+from specgen.engine.calibration.gain import Agreement
 from specgen.engine.calibration.memory import Memory
 from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.engine import generate
@@ -164,18 +162,6 @@ def test_nothing_proposed_is_no_rate() -> None:
 
 
 # --- whether it matters
-
-
-def test_a_draft_that_cannot_pay_even_if_always_right_is_told_by_costs() -> None:
-    cheap = CostTable({1: 0.1})
-    assert can_pay(CostTable({1: 1.0, 2: 1.2}), cheap, 1)
-    assert not can_pay(CostTable({1: 1.0, 2: 1.95}), cheap, 1)
-    # Two drafted tokens may pay where one does not.
-    assert can_pay(CostTable({1: 1.0, 2: 1.95, 3: 2.0}), cheap, 2)
-    assert not can_pay(CostTable({1: 1.0, 2: 1.2}), CostTable({1: 0.9}), 1)
-    assert not can_pay(CostTable({1: 1.0, 2: 1.2}), cheap, 0)
-    assert not can_pay(CostTable(), cheap, 4)
-    assert not can_pay(CostTable({1: 1.0}), CostTable(), 4)
 
 
 # --- in a session

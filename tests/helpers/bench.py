@@ -9,7 +9,6 @@ from typing import Any
 from specgen.errors import SpecgenError
 from specgen.measure.bench.contenders import Outcome
 from specgen.measure.bench.figures import figures_of
-from specgen.measure.bench.foresight_replay import Foreseen, Foresight
 from specgen.measure.bench.prompts import BenchPrompt
 from specgen.measure.bench.report import BenchReport
 from specgen.measure.bench.runs import Result, Runs
@@ -89,15 +88,3 @@ def report_of(results: Sequence[Result], **changes: Any) -> BenchReport:
         **changes,
     }
     return BenchReport(**values)
-
-
-def foresight_of(drafter: str, best: dict[int, float]) -> Foresight:
-    """The best speed-ups by prompt."""
-    return Foresight(
-        "target.gguf",
-        {1: 0.01, 2: 0.015, 4: 0.02},
-        {drafter: (0.002, 0.001)},
-        tuple(
-            Foreseen(prompt, (drafter,), 10, 4, speedup, 1.0) for prompt, speedup in best.items()
-        ),
-    )

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specgen.engine.agreement import Agreement
+from specgen.decoding.policy.plan import REASONS
+from specgen.engine.calibration.gain import Agreement, Costs
 from specgen.engine.calibration.threads import Threads, ThreadTimes
 from specgen.engine.calibration.weight_copies import Comparison
+from specgen.events import ReasonCount
 from specgen.measure.selection.advice import (
     advice,
     name_of_way,
@@ -21,7 +23,6 @@ from specgen.measure.selection.advice import (
     threads_text,
     to_json_object,
 )
-from specgen.measure.selection.outlook import Costs
 from specgen.measure.selection.trial import Baseline, DraftFigures, TargetAnswer
 from specgen.measure.selection.tuning import DraftFindings, TriedDraft, Tuning
 from specgen.options import DraftSource
@@ -192,6 +193,26 @@ def test_without_a_draft_model_the_target_says_from_where_on_any_would_pay() -> 
     assert bound == (
         "at these costs a draft that takes no time saves time if it agrees at about 25 % or more"
     )
+
+
+def test_where_a_draft_does_not_pay_the_policy_says_why() -> None:
+    why = (
+        ReasonCount("nothing found", REASONS["nothing found"], 20),
+        ReasonCount("row cost", "a row costs 0.7 of a token", 14),
+    )
+    lost, paid = (replace(figures(speedup), n_rounds=52, undrafted=why) for speedup in (1.02, 1.3))
+    all_ways = (
+        TriedDraft("none", False, PLAIN),
+        TriedDraft(DRAFT, False, lost),
+        TriedDraft(DRAFT, True, paid),
+        TriedDraft("ngram", False, replace(lost, n_rounds=34)),
+        TriedDraft(OTHER, True, figures(0.9)),
+    )
+    told = "no earlier text continues from here (20); a row costs 0.7 of a token (14)"
+    assert said(tuning(ways=all_ways), WHY)[4:] == [
+        f"draft.gguf alone: 34 of 52 rounds drafted nothing: {told}",
+        f"n-grams alone: 34 of 34 rounds drafted nothing: {told}",
+    ]
 
 
 # --- what would help

@@ -15,7 +15,7 @@ from specgen.measure.bench.figures import (
     spread,
 )
 from specgen.measure.bench.runs import Result
-from tests.helpers.bench import foresight_of, outcome, report_of, result
+from tests.helpers.bench import outcome, result
 
 SPEEDS = st.floats(0.1, 1000.0)
 
@@ -207,18 +207,3 @@ def test_of_no_values_there_is_nothing_to_tell() -> None:
     assert spread([]) is None
     assert geometric_mean([]) is None
     assert figures_of([]) == ()
-
-
-def test_the_share_reached_of_foresight_is_over_the_prompts_that_it_knows() -> None:
-    results = [
-        each
-        for prompt, speed in ((1, 1.0), (2, 2.0), (3, 9.0))
-        for each in (result("plain", prompt, 1.0), result("a", prompt, speed))
-    ]
-    report = report_of(results, foresights=[foresight_of("a", {1: 2.0, 2: 2.0, 7: 1.0})])
-    plain, own = report.figures
-    assert report.share_reached(own) == pytest.approx((0.5 * 1.0) ** 0.5)
-    assert report.share_reached(plain) is None
-    assert report_of(results).share_reached(own) is None
-    others = report_of(results, foresights=[foresight_of("b", {1: 2.0})])
-    assert others.share_reached(own) is None

@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.decoding.drafters import Drafter, Drafting, draft_alone, ready
-from specgen.decoding.policy import RoundPlan, draft_up_to
-from specgen.measure.bench.foresight import (
+from benchmarks.foresight import (
     DrafterForesight,
+    Foreseen,
+    Foresight,
     ScheduledRound,
     best_schedule,
+    foresee_drafter,
+    groups_of,
+    main,
     run_lengths,
+    share_reached,
+    to_json,
 )
-from specgen.measure.bench.foresight_replay import Foresight, foresee_drafter
+from specgen.decoding.drafters import Drafter, Drafting, draft_alone, ready
+from specgen.decoding.policy import RoundPlan, draft_up_to
+from specgen.measure.bench.plan import Field, Plan
 from specgen.measure.selection.trial import TargetAnswer, agreeing_path
-from specgen.options import DraftOptions, GenerationOptions
+from specgen.options import (
+    AUTO_TREE,
+    ContextOptions,
+    Contexts,
+    DraftOptions,
+    GenerationOptions,
+    SamplerOptions,
+)
 from specgen.testing.fake_backend import FakeVocabulary, noisy, random_language
+from tests.helpers.bench import report_of, result
 from tests.helpers.fake_generations import (
     N_VOCAB,
     Clock,
@@ -192,8 +209,6 @@ def test_times_are_medians_of_what_drafts_took() -> None:
 
 
 def test_a_foresight_tells_the_best_of_exactly_these_drafters() -> None:
-    from specgen.measure.bench.foresight_replay import Foreseen
-
     told = (
         Foreseen(1, ("a",), 9, 5, 4.0, 2.0),
         Foreseen(1, ("a", "b"), 9, 3, 4.0, 1.0),
@@ -203,3 +218,81 @@ def test_a_foresight_tells_the_best_of_exactly_these_drafters() -> None:
     assert foresight.speedups(["a"]) == {1: 2.0}
     assert foresight.speedups(["b", "a"]) == {1: 4.0}
     assert foresight.speedups(["c"]) == {}
+
+
+def foresight_of(drafter: str, best: dict[int, float]) -> Foresight:
+    """The best speed-ups by prompt."""
+    return Foresight(
+        "target.gguf",
+        {1: 0.01, 2: 0.015, 4: 0.02},
+        {drafter: (0.002, 0.001)},
+        tuple(
+            Foreseen(prompt, (drafter,), 10, 4, speedup, 1.0) for prompt, speedup in best.items()
+        ),
+    )
+
+
+def test_the_share_reached_of_foresight_is_over_the_prompts_that_it_knows() -> None:
+    results = [
+        each
+        for prompt, speed in ((1, 1.0), (2, 2.0), (3, 9.0))
+        for each in (result("plain", prompt, 1.0), result("a", prompt, speed))
+    ]
+    report, found = report_of(results), foresight_of("a", {1: 2.0, 2: 2.0, 7: 1.0})
+    plain, own = report.figures
+    assert share_reached(report, found, own) == pytest.approx((0.5 * 1.0) ** 0.5)
+    assert share_reached(report, found, plain) is None
+    assert share_reached(report, foresight_of("b", {1: 2.0}), own) is None
+    document = to_json(report, found)
+    assert next(each["foresight_reached"] for each in document["figures"]) is None
+    (foresight,) = document["foresight"]
+    assert foresight["best"][0]["speedup"] == 2.0
+
+
+def test_the_script_reaches_no_more_than_the_best_and_no_less_than_plain_decoding(
+    tiny_models: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file, prompts = tmp_path / "out.json", tmp_path / "prompts.txt"
+    prompts.write_text(
+        "def add(a, b): return a + b # and the sum is\nOnce upon a time\n" + "too long " * 900
+    )
+    draft, bad = tiny_models / "draft.gguf", tiny_models / "bad.gguf"
+    monkeypatch.setattr("sys.argv", [
+        "foresight.py", "-m", str(tiny_models / "target.gguf"), "--draft", str(draft), "--draft", str(bad),
+        "--draft-max", "4", "--policy", "fixed", "--prompts", str(prompts), "-n", "20", "--json", str(file),
+    ])  # fmt: skip
+    main()
+    assert [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "plain", "draft.gguf", "bad.gguf",
+    ]  # fmt: skip
+    document = json.loads(file.read_text(encoding="utf-8"))
+    (foresight,) = document["foresight"]
+    assert list(foresight["batch_s"]) == ["1", "2", "3", "4", "5"]
+    assert set(foresight["drafters"]) == {"draft.gguf", "bad.gguf"}
+    groups = {(each["prompt"], *each["drafters"]): each for each in foresight["best"]}
+    names = [("draft.gguf",), ("bad.gguf",), ("draft.gguf", "bad.gguf")]
+    assert set(groups) == {(prompt, *group) for prompt in (1, 2) for group in names}
+    assert all(each["speedup"] >= 0.999 for each in groups.values())
+    for prompt in (1, 2):
+        both = groups[prompt, "draft.gguf", "bad.gguf"]
+        assert both["best_s"] <= groups[prompt, "draft.gguf"]["best_s"] * 1.001
+        assert both["n_tokens"] == 19
+    reached = {each["contender"]: each["foresight_reached"] for each in document["figures"]}
+    assert reached["plain"] is None
+    assert reached["draft.gguf"] > 0.0
+
+
+def test_drafts_with_a_draft_of_their_own_are_left_out() -> None:
+    field = Field(
+        "t", Path("t.gguf"), {"a": (Path("a.gguf"),), "b+c": (Path("b.gguf"), Path("c.gguf"))}
+    )
+    plan = Plan(
+        ("fixed",), (AUTO_TREE,), (0.0,), SamplerOptions(), DraftOptions(policy="fixed", ngrams=False),
+        GenerationOptions(), Contexts(ContextOptions(), ContextOptions()), None,
+    )  # fmt: skip
+    assert groups_of(field, plan) == [("a",)]
+    beside = dataclasses.replace(plan, drafting=DraftOptions(policy="fixed", ngrams=True))
+    assert groups_of(field, beside) == [("a", "ngram")]

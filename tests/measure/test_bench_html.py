@@ -14,7 +14,7 @@ from specgen.measure.bench.html import N_COLOURS, to_html
 from specgen.measure.bench.report import BenchReport
 from specgen.measure.bench.runs import Failure, Runs, SkippedPrompt
 from specgen.measure.bench.svg import Bar, ChartLine, Stack, bars, line_chart, stacks
-from tests.helpers.bench import foresight_of, outcome, report_of, result
+from tests.helpers.bench import outcome, report_of, result
 
 #: Names that a page must not take for its own.
 NASTY = ('<script>alert("1")</script>', "a & b", "'quoted' \"name\"", "</title></svg>", "]]>")
@@ -76,7 +76,6 @@ def full_report(names: tuple[str, ...] = NASTY) -> BenchReport:
             [SkippedPrompt("<t>.gguf", 9, "too <long>")],
         ),
         about={"command": "specgen bench -m '<t>.gguf'", "machine": {"cpu": "<cpu>"}},
-        foresights=[foresight_of(names[0], {1: 2.0})],
         is_interrupted=True,
     )
 
@@ -88,8 +87,8 @@ def test_everything_is_told_and_all_names_are_escaped() -> None:
                  "too <long>", "<cpu>", "prompt 9", "Interrupted"):  # fmt: skip
         assert name in text, name
     assert not page.tags.keys() & {"script", "b", "t", "cpu", "failed", "link", "img", "iframe"}
-    # Of each of the two temperatures: speed-ups, time, and acceptance; and one of costs.
-    assert page.tags["svg"] == 2 * 3 + 1
+    # Of each of the two temperatures: speed-ups, time, and acceptance.
+    assert page.tags["svg"] == 2 * 3
 
 
 def test_nothing_comes_from_elsewhere() -> None:

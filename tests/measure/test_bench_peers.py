@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.prompt_lookup import CountingDrafter, LookupJob, run_lookup
 from specgen.engine.engine import generate
 from specgen.engine.loaded_models import Models
 from specgen.measure.bench import peers
@@ -32,7 +33,6 @@ from specgen.measure.bench.peers import (
     run_program,
     sampler_flags,
 )
-from specgen.measure.bench.prompt_lookup import CountingDrafter, LookupJob, run_lookup
 from specgen.options import (
     ContextOptions,
     DraftOptions,

@@ -12,16 +12,16 @@ import pytest
 
 import specgen.cli
 import specgen.engine.calibration.timing
-import specgen.measure.selection.outlook
 from specgen.cli.model_loading import make_opener
 from specgen.cli.output import Output
+from specgen.engine.calibration.gain import WORTH, Costs, expected_gain
 from specgen.engine.calibration.memory import Memory
 from specgen.engine.calibration.timing import timed_batch_sizes
 from specgen.engine.loaded_models import Models
+from specgen.engine.measurements import known_costs, measure_costs
 from specgen.errors import BackendError, MemoryLimitError
 from specgen.llama import LlamaBackend
 from specgen.measure.selection.default_draft import DraftChoice
-from specgen.measure.selection.outlook import Costs, known_costs, measure_costs, outlook
 from specgen.measure.selection.pick import Taken, refusal, take_first
 from specgen.models import SavedDraft, identify, memory_file, save_draft, saved_drafts_file
 from specgen.options import ContextOptions, DraftOptions, DraftSource, SessionOptions
@@ -98,7 +98,10 @@ def test_a_model_that_pays_is_taken_with_what_it_promises(
     taken = take_first(loaded, choices)
     assert taken.draft == choices[0].draft
     assert loaded.drafts.name == "draft.gguf"
-    assert taken.note == f"drafting with the partner (about x{outlook(CHEAP).speedup:.2f} expected)"
+    assert (
+        taken.note
+        == f"drafting with the partner (about x{expected_gain(CHEAP).speedup:.2f} expected)"
+    )
     assert taken.measured == (
         "target.gguf decodes 1, 2, 3, 4 rows in 30.0, 31.0, 32.0, 33.0 ms, draft.gguf a token in 1.0 ms",
     )
@@ -111,11 +114,11 @@ def test_a_model_that_is_too_slow_gives_way_to_the_next(
     measured.costs = {"draft.gguf": SLOW_DRAFT}
     taken = take_first(loaded, choices)
     assert loaded.drafts.name == "bad.gguf"
-    expected = outlook(SLOW_DRAFT)
+    expected = expected_gain(SLOW_DRAFT)
     assert taken.note == (
         "not drafting with draft.gguf: on this machine a batch of 2 costs 1.0 tokens and a "
         f"drafted token 1.00, so it would be about x{expected.speedup:.2f}; "
-        f"drafting with the general one (about x{outlook(CHEAP).speedup:.2f} expected); "
+        f"drafting with the general one (about x{expected_gain(CHEAP).speedup:.2f} expected); "
         "find a better"
     )
     assert measured.asked == ["draft.gguf", "bad.gguf"]
@@ -151,15 +154,15 @@ def test_where_batches_are_too_dear_no_other_model_is_tried(
     assert (taken.draft, loaded.drafts.name) == ("ngram", "ngram")
     assert taken.note == (
         "not drafting with draft.gguf: on this machine a batch of 2 costs 2.0 tokens, too much "
-        f"for any draft model to save time (this one: about x{outlook(DEAR).speedup:.2f}); "
+        f"for any draft model to save time (this one: about x{expected_gain(DEAR).speedup:.2f}); "
         "drafting with n-grams; search"
     )
     assert measured.asked == ["draft.gguf"]
 
 
 def test_a_gain_too_small_to_count_on_is_said_to_be_one() -> None:
-    small = outlook(Costs({1: 0.03, 2: 0.04, 3: 0.07}, 0.007))
-    assert 1.0 < small.speedup < specgen.measure.selection.outlook.WORTH
+    small = expected_gain(Costs({1: 0.03, 2: 0.04, 3: 0.07}, 0.007))
+    assert 1.0 < small.speedup < WORTH
     assert refusal("x.gguf", small) == (
         "not drafting with x.gguf: on this machine a batch of 2 costs 1.3 tokens and a drafted "
         f"token 0.23, so it would be about x{small.speedup:.2f}, too little to rely on"

@@ -43,7 +43,6 @@ from specgen.measure.proof import (
     SampledPlan,
     SampledResult,
     UncheckedPrompt,
-    check_at_once,
     check_greedy,
     check_sampled,
     evenly_chosen,
@@ -154,7 +153,8 @@ def at_once(
     loaded: Models, bug: str | None = None, way: DraftingPlan | None = None
 ) -> list[GreedyResult]:
     prompts = [loaded.prompts.of_text(prompt, chat=False) for prompt in PROMPTS]
-    return list(check_at_once(loaded, prompts, bug=BUGS[bug] if bug else None, way=way))
+    planted = BUGS[bug] if bug else None
+    return list(check_greedy(loaded, prompts, n_at_once=N_AT_ONCE, bug=planted, way=way))
 
 
 # --- known bugs
@@ -264,6 +264,25 @@ def test_a_rollback_of_another_answer_is_a_defect(
         assert not any(result.is_defect for result in greedy(loaded))
 
 
+@pytest.mark.parametrize("n_at_once", [1, N_AT_ONCE])
+def test_answers_without_a_limit_go_on_until_the_context_is_full(
+    models: Path, n_at_once: int
+) -> None:
+    drafting = DraftOptions(policy="fixed", p_min=0.0)
+    with opened(models, 1, drafting=drafting, temperature=0.0, max_tokens=-1) as loaded:
+        small = replace(
+            loaded.options,
+            target_context=replace(loaded.options.target_context, n_ctx=256),
+            generation=replace(loaded.options.generation, ignore_eos=True),
+        )
+    with Models(small, time.perf_counter) as loaded:
+        prompt = loaded.prompts.of_text(PROMPTS[0], chat=False)
+        results = list(check_greedy(loaded, [prompt], n_at_once=n_at_once))
+    assert not any(result.is_defect for result in results)
+    assert max(result.n_tokens for result in results) >= 256 - len(prompt.tokens)
+    assert min(result.n_drafted for result in results) > 0
+
+
 def test_few_prompts_are_repeated_and_short_ones_lengthened(models: Path) -> None:
     drafting = DraftOptions(policy="fixed", p_min=0.0)
     with opened(models, "lfm2", drafting=drafting, temperature=0.0) as loaded:
@@ -277,7 +296,7 @@ def test_few_prompts_are_repeated_and_short_ones_lengthened(models: Path) -> Non
         prompt = loaded.prompts.of_text("the cat", chat=False)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Engine, "insert", noted)
-            results = list(check_at_once(loaded, [prompt]))
+            results = list(check_greedy(loaded, [prompt], n_at_once=N_AT_ONCE))
     assert [result.prompt for result in results] == [1] * N_AT_ONCE
     assert [each.tokens[8:] for each in asked] == [prompt.tokens] * N_AT_ONCE
 
@@ -378,16 +397,17 @@ def test_every_stage_of_a_staged_draft_takes_part(
         contexts = loaded.draft_contexts
 
         @contextlib.contextmanager
-        def noted(n_ctx: int, *, helpers_only: bool) -> Iterator[tuple[LlamaBackend, ...]]:
-            with contexts(n_ctx, helpers_only=helpers_only) as backends:
+        def noted(n_ctx: int, **more: Any) -> Iterator[tuple[LlamaBackend, ...]]:
+            with contexts(n_ctx, **more) as backends:
                 yield backends
                 used.extend(b.model.name for b in backends if b.decode_s > 0.0)
 
-        loaded.draft_contexts = noted  # type: ignore[method-assign, assignment]
+        loaded.draft_contexts = noted  # type: ignore[method-assign]
         assert not any(result.is_defect for result in greedy(loaded))
         prompt = loaded.prompts.of_text(PROMPT, chat=False)
         check_sampled(loaded, prompt, SampledPlan(n_draws=200), seed=0)
-    assert used == ["draft 0.gguf"] * 2
+    # The sampled check opens the helpers' contexts only.
+    assert used == ["draft 1.gguf", "draft 0.gguf", "draft 0.gguf"]
 
 
 def test_two_ways_to_draft_are_compared_with_one_plain_answer(
@@ -675,9 +695,10 @@ def test_interrupted_checks_end_without_a_result(models: Path) -> None:
         assert (
             check_sampled(loaded, prompt, SampledPlan(), seed=0, interrupted=lambda: True) is None
         )
-        for check in (check_greedy, check_at_once):
-            assert list(check(loaded, [prompt], interrupted=lambda: True)) == []
-            assert list(check(loaded, [])) == []
+        for n in (1, N_AT_ONCE):
+            stopped = check_greedy(loaded, [prompt], n_at_once=n, interrupted=lambda: True)
+            assert list(stopped) == []
+            assert list(check_greedy(loaded, [], n_at_once=n)) == []
 
 
 # --- prompts and reports

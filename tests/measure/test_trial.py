@@ -11,6 +11,7 @@ from specgen.decoding.draft import Draft
 from specgen.decoding.drafters import Drafter
 from specgen.decoding.policy import RoundResult
 from specgen.errors import BackendError
+from specgen.events import ReasonCount
 from specgen.measure.selection.trial import (
     Baseline,
     Replay,
@@ -119,7 +120,7 @@ def test_what_a_round_costs_is_the_batch_and_the_drafting() -> None:
     assert (itself.n_tokens, itself.n_rounds, itself.n_drafted) == (10, 2, 8)
     assert (itself.start_s, itself.draft_s) == (1.0, 2.0)
     assert itself.target_s == 2 * 18.0
-    assert itself.plain_s == 10 * 10.0
+    assert itself.token_s == 10.0
     assert itself.speedup == pytest.approx(100 / 38)
 
 
@@ -176,11 +177,15 @@ def test_of_a_tree_the_branch_that_the_answer_follows_is_accepted() -> None:
 # --- figures
 
 
-def a_replay(n_tokens: int, n_rounds: int, draft_s: float, target_s: float) -> Replay:
+def a_replay(
+    n_tokens: int, n_rounds: int, draft_s: float, target_s: float, n_undrafted: int | None = None
+) -> Replay:
+    if n_undrafted is None:
+        n_undrafted = 0 if draft_s else n_rounds
     n_drafted = 3 * n_rounds if draft_s else 0
-    return Replay(
-        n_tokens, n_rounds, n_drafted, n_tokens - n_rounds, 5.0, draft_s, target_s, 2.0 * n_tokens
-    )
+    n_accepted = n_tokens - n_rounds
+    reasons = (ReasonCount("acceptance", "too few", n_undrafted),) if n_undrafted else ()
+    return Replay(n_tokens, n_rounds, n_drafted, n_accepted, 5.0, draft_s, target_s, 2.0, reasons)
 
 
 def test_the_figures_of_all_answers_are_ratios_of_sums() -> None:
@@ -208,14 +213,47 @@ def test_what_was_not_drafted_has_no_rate() -> None:
 
 def test_sizes_between_two_that_were_timed_are_in_proportion() -> None:
     assert BASELINE.token_s == 10.0
-    assert BASELINE.rows_s(4) == pytest.approx(16.0)
+    assert BASELINE.costs.rows_s(4) == pytest.approx(16.0)
 
 
 def test_the_share_of_rounds_that_had_a_draft() -> None:
-    half = dataclasses.replace(a_replay(30, 10, 5.0, 25.0), n_drafts=5)
+    half = a_replay(30, 10, 5.0, 25.0, n_undrafted=5)
     none = a_replay(10, 10, 0.0, 20.0)
     assert summarise([half], 2.0).draft_share == pytest.approx(0.5)
     assert summarise([half], 2.0).draft_length == pytest.approx(30 / 5)
     assert summarise([half, none], 2.0).draft_share == pytest.approx(0.25)
     assert summarise([none], 2.0).draft_share == 0.0
     assert summarise([none], 2.0).draft_length is None
+
+
+def test_reasons_of_all_answers_are_added_up() -> None:
+    half = a_replay(30, 10, 5.0, 25.0, n_undrafted=5)
+    other = dataclasses.replace(
+        a_replay(20, 20, 0.0, 20.0),
+        undrafted=(
+            ReasonCount("nothing found", "nothing", 13),
+            ReasonCount("acceptance", "0 %", 7),
+        ),
+    )
+    found = summarise([half, other], 2.0)
+    assert found.n_rounds == 30
+    assert found.undrafted == (
+        ReasonCount("nothing found", "nothing", 13),
+        ReasonCount("acceptance", "0 %", 12),
+    )
+
+
+@pytest.mark.parametrize(
+    ("drafter", "reason"), [(NoDrafter, "unsure"), (None, "off"), (ngram_drafter, "nothing found")]
+)
+def test_a_replay_says_why_rounds_drafted_nothing(
+    drafter: Callable[[], Drafter] | None, reason: str
+) -> None:
+    setup = Setup(options=GenerationOptions(max_tokens=11))
+    setup.drafter = drafter() if drafter is not None else None
+    real, _ = setup.run()
+    setup.drafter = drafter() if drafter is not None else None
+    found = replayed(setup)
+    assert found.undrafted == real.tally.reasons
+    assert reason in [each.reason for each in found.undrafted]
+    assert sum(each.n_rounds for each in found.undrafted) <= found.n_rounds

@@ -8,28 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from specgen.engine.agreement import Agreement
+from specgen.engine.calibration.gain import Agreement, Costs, expected_gain
 from specgen.engine.calibration.memory import Memory
 from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.loaded_models import Models
-from specgen.engine.measurements import is_pair_measured, measure_if_new
+from specgen.engine.measurements import is_pair_measured, known_costs, measure_if_new
 from specgen.errors import ModelFileError, PairError, PromptError
-from specgen.measure.selection.outlook import Costs, known_costs, outlook
 from specgen.measure.selection.trial import Baseline, DraftFigures, measure_target
-from specgen.measure.selection.tuning import (
-    DraftFindings,
-    TriedDraft,
-    Tuner,
-    Tuning,
-    break_even,
-    halfway_right,
-    speedup_with,
-    with_cheaper_draft,
-    with_flat_batches,
-)
+from specgen.measure.selection.tuning import DraftFindings, TriedDraft, Tuner, Tuning
 from specgen.options import (
     ContextOptions,
     DraftOptions,
@@ -114,7 +101,7 @@ def test_the_draft_is_tried_alone_and_with_n_grams_beside_all_else(tiny_models: 
     assert (found.draft, found.threads) == (draft, None)
     assert found.costs is not None
     assert found.costs.batch_s == tuning.baseline.batch_s
-    assert found.expected == outlook(found.costs, found.agreement.rate or 0.0)
+    assert found.expected == expected_gain(found.costs, found.agreement.rate or 0.0)
 
 
 def test_agreement_is_counted_at_every_place_of_the_answers(tiny_models: Path) -> None:
@@ -316,70 +303,10 @@ def test_of_ways_that_gain_the_same_the_simplest_is_best() -> None:
     assert tuning.best.draft == draft
 
 
-# --- what if
-
-#: A batch of n rows costs 1 + (n - 1) / 4 tokens.
-COSTS = Costs({rows: 0.75 + 0.25 * rows for rows in range(1, 9)}, 0.1)
+# --- what is expected of a draft
 
 
-def findings(rate: float = 0.8, costs: Costs | None = COSTS, n_places: int = 100) -> DraftFindings:
-    return DraftFindings(Path("d.gguf"), Agreement(n_places, round(rate * n_places)), costs)
-
-
-def test_a_draft_begins_to_pay_where_the_expected_speed_up_is_one() -> None:
-    # One drafted token: 1 + a = 1.25 + 0.1, and longer drafts need more.
-    least = break_even(COSTS)
-    assert least == pytest.approx(0.35, abs=0.005)
-    assert break_even(Costs({1: 1.0, 2: 1.95}, 0.1)) is None
-    # Two tokens a round at the very best, for 1.9.
-    assert break_even(Costs({1: 1.0, 2: 1.9}, 0.0)) == pytest.approx(0.9, abs=0.005)
-
-
-@given(
-    st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8),
-    st.floats(0.0, 1.0),
-)
-def test_above_the_rate_from_which_it_pays_it_pays_and_below_it_does_not(
-    steps: list[float], draft_token_s: float
-) -> None:
-    batch_s, seconds = {1: 1.0}, 1.0
-    for rows, step in enumerate(steps, 2):
-        batch_s[rows] = seconds = seconds + step
-    costs = Costs(batch_s, draft_token_s)
-    least = break_even(costs)
-    if least is None:
-        assert outlook(costs, 1.0).speedup <= 1.0
-    else:
-        assert outlook(costs, least).speedup > 1.0
-        assert outlook(costs, max(0.0, least - 0.01)).speedup <= 1.0 or least < 0.01
-
-
-def test_costs_are_changed_in_one_thing_only() -> None:
-    assert with_cheaper_draft(COSTS, 0.5) == Costs(COSTS.batch_s, 0.05)
-    assert with_flat_batches(COSTS) == Costs(dict.fromkeys(range(1, 9), 1.0), 0.1)
-
-
-def test_what_is_expected_is_measured_from_what_was_measured() -> None:
-    draft = findings()
-    assert speedup_with(draft, 1.3, costs=COSTS) == pytest.approx(1.3)
-    cheaper = with_cheaper_draft(COSTS, 0.5)
-    ratio = outlook(cheaper, 0.8).speedup / outlook(COSTS, 0.8).speedup
-    assert ratio > 1.05
-    assert speedup_with(draft, 1.3, costs=cheaper) == pytest.approx(1.3 * ratio)
-    # Without loss nobody drafts at a loss.
-    assert speedup_with(draft, 0.7, costs=cheaper) == pytest.approx(ratio)
-    righter = outlook(COSTS, 0.9).speedup / outlook(COSTS, 0.8).speedup
-    assert speedup_with(draft, 1.3, rate=0.9) == pytest.approx(1.3 * righter)
-    assert speedup_with(draft, 1.3, rate=0.0) == pytest.approx(1.3 / outlook(COSTS, 0.8).speedup)
-
-
-def test_of_what_is_not_known_nothing_is_expected() -> None:
-    assert speedup_with(findings(costs=None), 1.3, costs=COSTS) is None
-    assert speedup_with(findings(n_places=0), 1.3, costs=COSTS) is None
-    assert findings(costs=None).expected is None
-    assert findings(n_places=0).expected is None
-
-
-def test_half_of_what_is_wrong_put_right() -> None:
-    assert halfway_right(0.8) == pytest.approx(0.9)
-    assert halfway_right(1.0) == 1.0
+@pytest.mark.parametrize(("n_places", "costs"), [(100, None), (0, Costs({1: 1.0, 2: 1.2}, 0.1))])
+def test_of_what_is_not_known_nothing_is_expected(n_places: int, costs: Costs | None) -> None:
+    agreement = Agreement(n_places, 8 * n_places // 10)
+    assert DraftFindings(Path("d.gguf"), agreement, costs).expected is None

@@ -118,3 +118,10 @@ def test_the_targets_of_make_are_there() -> None:
     for document in DOCUMENTS:
         code = "\n".join(code_of(document.read_text(encoding="utf-8")))
         assert set(re.findall(r"^make ([a-z-]+)", code, re.MULTILINE)) <= targets, document
+
+
+def test_what_to_edit_is_found_at_a_glance() -> None:
+    markdown = ARCHITECTURE.read_text(encoding="utf-8")
+    table = re.search(r"^\| to change \|.*\n\| ---.*\n((?:\|.*\n)+)", markdown, re.MULTILINE)
+    assert table is not None, "there is no table of what to edit"
+    assert 10 <= len(table[1].splitlines()) <= 20

@@ -22,7 +22,6 @@ from specgen.engine.loaded_models import Models
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, OutputError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel, requantize
 from specgen.llama.skipped_blocks import SkippingBackend
-from specgen.measure.selection.outlook import expected_speedup
 from specgen.options import ContextOptions
 from specgen.system.arrays import Logits
 from specgen.system.json_lines import locked
@@ -349,7 +348,6 @@ def made(
         loaded,
         TargetText(folder, N_EMBD),
         output,
-        expected=expected_speedup,
         until_s=time.monotonic() + seconds,
         clock=time.monotonic,
         interrupted=interrupted,
@@ -392,7 +390,7 @@ def test_costs_are_those_of_the_bytes(
 ) -> None:
     monkeypatch.setattr(making, "timed_share", lambda *_: 0.2)
     with opened(target) as loaded:
-        costs = making.PrunedCosts(loaded, tmp_path, expected_speedup)
+        costs = making.PrunedCosts(loaded, tmp_path)
     assert not list(tmp_path.iterdir())
     # Two of six blocks were timed.
     assert costs.cost(4) == pytest.approx(0.2)

@@ -123,7 +123,7 @@ class Template:
     ),
 )
 def template(**given: Any) -> Template:
-    """Return the use of the chat template. Raises `UsageError`."""
+    """Return the use of the chat template. Raise `UsageError`."""
     made = Template(**given)
     if made.system is not None and made.chat is False:
         raise UsageError("--system and --raw exclude each other: --raw uses no chat template")
@@ -139,7 +139,7 @@ class Trials:
     max_tokens: int = 64
 
     def texts(self) -> list[str]:
-        """Return the prompts. Raises `PromptError`."""
+        """Return the prompts. Raise `PromptError`."""
         from specgen.measure.proof import OWN_PROMPTS, evenly_chosen, read_prompts
 
         every = OWN_PROMPTS if self.prompts is None else read_prompts(self.prompts)
@@ -230,7 +230,7 @@ def answer(
     json_schema_file: Path | None = None,
     **others: Any,
 ) -> GenerationOptions:
-    """Return the options of an answer. Raises `UsageError`."""
+    """Return the options of an answer. Raise `UsageError`."""
     options = GenerationOptions(**others)
     if "" in options.stop:
         raise UsageError("--stop '' is empty: every answer would end before it began")
@@ -333,7 +333,7 @@ JSON_REPORT = Option("--json", help="Print a JSON object.")
     ),
 )
 def output(**given: Any) -> Output:
-    """Return how a command shows answers, and what it prints besides. Raises `UsageError`."""
+    """Return how a command shows answers, and what it prints besides. Raise `UsageError`."""
     made = Output(**given)
     if made.quiet and made.verbose:
         raise UsageError("--quiet and --verbose exclude each other", hint="use one of them")

@@ -145,7 +145,7 @@ _LOOKUPS = panel(
 
 @group(DraftOptions, _DRAFTING, _REPETITIONS, _LOOKUPS)
 def drafting(*, tree: str = str(DraftOptions().tree), **others: Any) -> DraftOptions:
-    """Return the options of drafting. Raises `UsageError`."""
+    """Return the options of drafting. Raise `UsageError`."""
     options = DraftOptions(tree=tree_shape(tree), **others)
     shortest, longest = options.ngram_min, options.ngram_max
     if shortest is not None and longest is not None and shortest > longest:
@@ -165,7 +165,7 @@ def drafting(*, tree: str = str(DraftOptions().tree), **others: Any) -> DraftOpt
 
 
 def tree_shape(text: str) -> TreeShape:
-    """Parse a shape in the form of --tree. Raises `UsageError`."""
+    """Parse a shape in the form of --tree. Raise `UsageError`."""
     try:
         return parse_tree(text)
     except ValueError as error:

@@ -164,7 +164,7 @@ def _check_spellings(command: str, parameters: Sequence[inspect.Parameter]) -> N
 
 
 def utf8(value: str) -> str:
-    """Return the value, as an option's `parser`. Raises `typer.BadParameter` if it is not UTF-8: such bytes
+    """Return the value, as an option's `parser`. Raise `typer.BadParameter` if it is not UTF-8: such bytes
     arrive as lone surrogates, which cannot be encoded later."""
     try:
         value.encode()

@@ -113,7 +113,7 @@ def machine(
 def workers_of(
     rpc: str | None, tensor_split: str | None, *, output_here: bool, timeout_s: float
 ) -> Workers | None:
-    """Return the workers that were named; None if there are none. Raises `UsageError`."""
+    """Return the workers that were named; None if there are none. Raise `UsageError`."""
     if rpc is not None:
         return Workers(endpoints_of(rpc), _shares(tensor_split), output_here, timeout_s)
     if tensor_split is not None:
@@ -124,7 +124,7 @@ def workers_of(
 
 
 def endpoints_of(rpc: str) -> tuple[str, ...]:
-    """Return the addresses in --rpc. Raises `UsageError`."""
+    """Return the addresses in --rpc. Raise `UsageError`."""
     from specgen.system.worker_probe import parse_endpoint
 
     endpoints = tuple(endpoint.strip() for endpoint in rpc.split(","))
@@ -138,7 +138,7 @@ def endpoints_of(rpc: str) -> tuple[str, ...]:
 
 
 def _shares(text: str | None) -> tuple[float, ...]:
-    """Parse shares with commas between. Raises `UsageError`."""
+    """Parse shares with commas between. Raise `UsageError`."""
     if text is None:
         return ()
     try:

@@ -155,7 +155,7 @@ def sampling(
     dry_breakers: list[str] | None = None,
     **others: Any,
 ) -> SamplerOptions:
-    """Return the options of the samplers. Raises `UsageError`."""
+    """Return the options of the samplers. Raise `UsageError`."""
     options = SamplerOptions(
         samplers=_order(samplers, sampler_letters),
         logit_bias=tuple(_bias(text) for text in logit_bias or ()),

@@ -108,7 +108,7 @@ def server(
     insecure_network: bool = False,
     **others: Any,
 ) -> ServerOptions:
-    """Return the options of the server, without the limits. Raises `UsageError`."""
+    """Return the options of the server, without the limits. Raise `UsageError`."""
     from specgen.serving.server.addresses import is_loopback
 
     keys = () if api_key_file is None else _keys(api_key_file)

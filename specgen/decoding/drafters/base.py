@@ -44,7 +44,7 @@ class Drafter(Protocol):
         ...
 
     def price(self, n_context: int) -> Price:
-        """Return what drafting would cost now, behind a text of `n_context` tokens."""
+        """Return what drafting would cost now, after a text of `n_context` tokens."""
         ...
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
@@ -110,10 +110,10 @@ class WrappedDrafter:
 
 
 class PromptHeadSkipper(WrappedDrafter):
-    """Lets `inner` draft for a text without the tokens at the places `head`.
+    """Lets `inner` draft for a text without the tokens at the positions `head`.
 
     This is for the text that a chat template puts before every prompt. Without it a draft model
-    drafts nearly the same, and has less to read before it starts. No text ends within `head`.
+    drafts nearly the same, and its prefill is shorter. No text ends within `head`.
     """
 
     def __init__(self, inner: Drafter, head: range) -> None:

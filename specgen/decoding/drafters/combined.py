@@ -15,10 +15,9 @@ class Drafters:
     """A drafter that costs nothing, one that decodes, or both, for one sequence.
 
     In each round `look_up` comes first: the proposal of `free` (n-grams) is known before the round is
-    planned. Then `propose` carries out the segments of the plan. Each drafter may go on behind the
-    other's draft: the model reads the found tokens and drafts behind them, or n-grams look up a
-    continuation of the text and the model's draft. Found tokens that were accepted stay in the model's
-    cache.
+    planned. Then `propose` carries out the segments of the plan. Each drafter may go on after the other's
+    draft: the model reads the found tokens and drafts after them, or n-grams look up a continuation of the
+    text and the model's draft. Found tokens that were accepted stay in the model's cache.
 
     With `merges`, n-gram tokens that differ from the model's become branches of its draft. This
     is only for drafts that are not drawn at random. With `state`, nothing is found that its grammar
@@ -61,7 +60,7 @@ class Drafters:
         return self._found
 
     def price(self, n_context: int) -> Price:
-        """Return the price of the drafter that decodes, behind a text of `n_context` tokens."""
+        """Return the price of the drafter that decodes, after a text of `n_context` tokens."""
         return FREE if self.model is None else self.model.price(n_context)
 
     def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
@@ -105,7 +104,7 @@ class Drafters:
         return self._state.within_grammar(found, context[len(context) - n_drafted :])
 
     def _extended(self, context: Sequence[int], draft: Draft, n_max: int, n_drafted: int) -> Draft:
-        """Return the model's draft with what the free drafter finds behind it."""
+        """Return the model's draft with what the free drafter finds after it."""
         if self.free is None or not draft.is_chain or draft.walks:
             return draft
         n_room, n_drafted = n_max - len(draft), n_drafted + len(draft)

@@ -19,7 +19,7 @@ from specgen.decoding.sampling import Distribution, NoTokenAllowedError
 from specgen.options import TreeShape
 from specgen.system.arrays import Logits
 
-#: The guesses to consider for a place, if the shape does not ask for more; and, where costs decide, the
+#: The guesses to consider for a position, if the shape does not ask for more; and, where costs decide, the
 #: least probability of guesses after the first.
 _N_GUESSES = 4
 _LEAST = 0.02
@@ -36,7 +36,7 @@ class DraftShaper(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A model's prediction for a place: the likeliest tokens with their probabilities at
+    """A model's prediction for a position: the likeliest tokens with their probabilities at
     temperature 1, best first, or the distribution to draw tokens from. It is empty if the grammar
     allows no token."""
 
@@ -68,7 +68,7 @@ class Growth(Protocol):
 def look(
     row: Logits, shaper: DraftShaper, path: Sequence[int], n_guesses: int, *, draws: bool
 ) -> Look:
-    """The prediction of logits, float32[n_vocab], for the token after the text and a path."""
+    """Return the prediction for the token after the text and a path, from logits, float32[n_vocab]."""
     try:
         source = shaper.distribution(row, path)
     except NoTokenAllowedError:
@@ -144,7 +144,7 @@ class IsEnd(Protocol):
 
 
 def n_guesses(shape: TreeShape) -> int:
-    """The number of guesses for a place that a tree of this shape may need."""
+    """Return the number of guesses for a position that a tree of this shape may need."""
     return max(_N_GUESSES, *shape.numbers) if shape.is_fixed else _N_GUESSES
 
 
@@ -188,7 +188,7 @@ class Worthwhile:
         self._n_max = n_max
         self._n_deepest = n_deepest
         self._is_end = is_end
-        #: For each node, the chance that it and all before it are accepted.
+        #: For each node, the probability that it and all before it are accepted.
         self._chances: list[float] = []
         self._looks: list[float] = []
 

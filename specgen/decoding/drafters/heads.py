@@ -64,10 +64,9 @@ class HeadsDrafter:
     """Drafts with decoder heads: a chain or, with `branches`, a tree. The tree has a fixed shape, or
     grows for as long as the policy finds it worthwhile.
 
-    Heads start from the target's hidden state at the end of what it has read (`last`, which the
-    loop updates). They then read the tokens behind it, usually the one token that the target
-    chose. There is no cache and no decode of a model: a look beyond a node is two products with
-    small matrices.
+    Heads start from the target's hidden state after its last decoded token (`last`, which the loop
+    updates). Their input is the tokens after that one, usually the one token that the target chose. There
+    is no cache and no decode of a model: a look beyond a node is two products with small matrices.
 
     As with a draft model, with `draws` each token is drawn from the distribution that `shaper`
     makes of the heads' logits. Tokens outside the frequent part of the vocabulary have probability
@@ -162,14 +161,14 @@ class HeadsDrafter:
         return look(self._whole(row), self._shaper, path, self._n_guesses, draws=self._draws)
 
     def _rows(self, states: Hidden) -> Logits:
-        """The logits of the frequent tokens behind each state: float32[n, n_frequent]."""
+        """Return the logits of the frequent tokens for each state: float32[n, n_frequent]."""
         before_s = self._heads.compute_s
         rows = self._heads.logits(states)
         self._costs.observe(len(rows), self._heads.compute_s - before_s)
         return rows
 
     def _whole(self, row: Logits) -> Logits:
-        """A row over the target's vocabulary, float32[n_vocab], valid until the next one."""
+        """Return a row over the target's vocabulary, float32[n_vocab], valid until the next call."""
         self._row[self._heads.tokens] = row
         return self._row
 

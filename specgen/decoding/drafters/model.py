@@ -33,18 +33,18 @@ class ModelDrafter:
     hold within the draft too, so that nothing is drafted that cannot be accepted.
 
     The model's cache keeps all tokens that became text, so no token is decoded twice. The next
-    proposal begins with one batch of the tokens that were committed since. Usually this is the
+    proposal starts with one batch of the tokens that were committed since. Usually this is the
     target's own token. After a full acceptance it is also the last drafted token, which did not
-    have to be decoded before. It is nothing if the text went on as drafted or guessed beyond the
-    verified tokens. The exception is a text that outgrows the model's context: the cache is then
-    filled anew with the text's first few tokens and as many of its latest as fill half of the
-    context. Drafting so costs about one more token of prompt for each token of text.
+    have to be decoded before. There is no batch if the text continued as drafted or guessed beyond
+    the verified tokens. The exception is a text that outgrows the model's context: the cache is
+    then filled again with the text's first few tokens and as many of its latest as fill half of the
+    context. This costs about one more token of prefill for each token of text.
 
     `n_shared_tokens`: tokens from this id on exist in only one of the two vocabularies (padding)
     and are never drafted. `costs` is the table of the model's decodes, which each decode corrects.
-    With `guesses`, a cheaper drafter speeds up the model itself. The drafter owns one `sequence`
-    of the cache, with room for `n_ctx` tokens (by default the size of the cache). The sequence
-    already holds `held`, the beginning of the text.
+    With `guesses`, a cheaper drafter speeds up the model itself. The drafter owns one `sequence` of
+    the cache, with room for `n_ctx` tokens (by default the size of the cache). The sequence already
+    holds `held`, a prefix of the text.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class ModelDrafter:
         return min(n_max, n_room)
 
     def _catch_up(self, context: Sequence[int]) -> Generator[Ask, Logits, Logits]:
-        """Bring the cache to `context`; returns the logits after it, float32[n_vocab]."""
+        """Bring the cache to `context`; return the logits after it, float32[n_vocab]."""
         new, ahead = context[self._n_agreed :], self._ahead
         n_same = ahead.n_same(new) if new else 0
         if n_same and n_same == len(new):
@@ -175,8 +175,8 @@ class ModelDrafter:
     def _row_after(
         self, tokens: Sequence[int], context: Sequence[int], n_max: int, n_drafted: int
     ) -> Generator[Ask, Logits, Logits]:
-        """The logits after the drafted tokens so far, float32[n_vocab]. All of these but the last are
-        decoded already; with guesses the last may be too, and some tokens after it."""
+        """Return the logits after the tokens drafted so far, float32[n_vocab]. All of these tokens but the
+        last are decoded already; with guesses the last may be too, and some tokens after it."""
         ahead, n_before = self._ahead, len(tokens) - 1
         if ahead.tokens[n_before : len(tokens)] == [tokens[-1]]:
             found = ahead.row_after(len(tokens), self._backend)
@@ -198,7 +198,7 @@ class ModelDrafter:
         return ahead.add((tokens[-1], *guessed), rows, self._backend)
 
     def _decode(self, tokens: Sequence[int]) -> Generator[Ask, Logits, Logits]:
-        """Decode tokens in batches; returns the logits after the last one, float32[n_vocab]."""
+        """Decode tokens in batches; return the logits after the last one, float32[n_vocab]."""
         rows = yield from self._decode_rows(tokens, n_wanted=1)
         row: Logits = rows[-1]
         return row
@@ -206,7 +206,7 @@ class ModelDrafter:
     def _decode_rows(
         self, tokens: Sequence[int], *, n_wanted: int
     ) -> Generator[Ask, Logits, Logits]:
-        """Decode tokens in batches; returns the logits after the last `n_wanted` tokens,
+        """Decode tokens in batches; return the logits after the last `n_wanted` tokens,
         float32[n_wanted, n_vocab], or fewer if the last batch has fewer."""
         position = self._backend.length(self._sequence)
         n_batch = self._backend.n_batch
@@ -228,7 +228,7 @@ class ModelDrafter:
 
 
 class _Ahead:
-    """The tokens that a cache holds behind the text, and the rows of logits of the last decode. The
+    """The tokens that a cache holds after the text, and the rows of logits of the last decode. The
     rows are valid until the backend decodes anything else."""
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
@@ -243,7 +243,7 @@ class _Ahead:
         return len(self.tokens)
 
     def n_same(self, text: Sequence[int]) -> int:
-        """How many tokens, from the first on, are the same as those of a text."""
+        """Count the tokens, from the first on, that equal those of a text."""
         n = 0
         for held, token in zip(self.tokens, text, strict=False):
             if held != token:
@@ -252,7 +252,8 @@ class _Ahead:
         return n
 
     def row_after(self, n: int, backend: Backend) -> Logits | None:
-        """The logits after the first n tokens, float32[n_vocab]; None if they are not there any more."""
+        """Return the logits after the first n tokens, float32[n_vocab]; None if they are no longer
+        available."""
         is_there = backend.n_decoded_rows == self._n_decoded
         if self._rows is None or not is_there or not self._n_first <= n <= len(self.tokens):
             return None
@@ -260,7 +261,7 @@ class _Ahead:
         return row
 
     def drop_from(self, n: int) -> int:
-        """Forget all tokens but the first n; returns how many were forgotten."""
+        """Forget all tokens but the first n; return how many were forgotten."""
         n_wrong = len(self.tokens) - n
         del self.tokens[n:]
         return n_wrong
@@ -271,7 +272,7 @@ class _Ahead:
         self._n_first -= n
 
     def add(self, tokens: Sequence[int], rows: Logits, backend: Backend) -> Logits:
-        """Add the tokens of the last decode; returns the logits after the first of them."""
+        """Add the tokens of the last decode; return the logits after the first of them."""
         self._n_first = len(self.tokens) + 1
         self.tokens.extend(tokens)
         self._rows, self._n_decoded = rows, backend.n_decoded_rows

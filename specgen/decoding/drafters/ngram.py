@@ -46,8 +46,8 @@ class _Guess(NamedTuple):
 
 
 def confidence(length: int, n_agreeing: int, n_occurrences: int) -> float:
-    """An estimate of a token's chance, in (0, 1), if it followed `n_agreeing` of the `n_occurrences`
-    occurrences of the last `length` tokens. It grows with the length and the agreement."""
+    """Estimate the probability, in (0, 1), that a token follows if it followed `n_agreeing` of the
+    `n_occurrences` occurrences of the last `length` tokens. It grows with the length and the agreement."""
     dissent = 1.0 + _DISSENT * (n_occurrences - n_agreeing)
     odds = _ODDS_A_TOKEN * length * n_agreeing / dissent
     return odds / (1.0 + odds)
@@ -55,12 +55,12 @@ def confidence(length: int, n_agreeing: int, n_occurrences: int) -> float:
 
 class SuffixDrafter:
     """Drafts, token by token, the likeliest continuation of the longest earlier occurrence of the
-    text's ending. The draft so far is a part of that ending.
+    text's ending. That ending includes the draft so far.
 
     Nothing is drafted if fewer than `min_match` tokens match; a match of more than `max_match`
     tokens counts as one of `max_match`. `corpora` are followed where their match is clearly longer
-    than the text's own; among equally long matches, the last corpus is followed. The policy is not
-    asked: a draft of any length costs microseconds, and its probabilities show where to cut it.
+    than the text's own; among equally long matches, the last corpus is followed. It does not ask
+    the plan: a draft of any length costs microseconds, and its probabilities show where to cut it.
 
     With `n_children` above 1 the draft is a tree: where occurrences went on in different ways, the
     likeliest few of these become branches, each with what followed it. The nodes with the
@@ -105,7 +105,7 @@ class SuffixDrafter:
         return self._with_branches(chain, n_max)
 
     def _chain(self, context: Sequence[int], n_max: int) -> Draft:
-        """The likeliest continuation."""
+        """Return the likeliest continuation."""
         text = self._text
         cursor = text.cursor()
         n_max = n_max if self._n_deepest is None else min(n_max, self._n_deepest)
@@ -136,13 +136,13 @@ class SuffixDrafter:
         return Draft(tuple(tokens), parents, tuple(origins), tuple(confidences), (None,) * n)
 
     def _with_branches(self, chain: Draft, n_max: int) -> Draft:
-        """A chain with branches of other tokens that followed in the text: of all nodes the `n_max`
+        """Return a chain with branches of other tokens that followed in the text: of all nodes the `n_max`
         with the likeliest paths."""
         text, n_deepest = self._text, self._n_deepest or n_max
         tokens, parents = list(chain.tokens), list(chain.parents)
         confidences = [confidence or 0.0 for confidence in chain.probabilities]
         origins, chances = list(chain.origins), []
-        #: Places that may get more children: node or root, cursor, depth, and chance of the path.
+        #: Positions that may get more children: node or root, cursor, depth, and probability of the path.
         places = [(ROOT, text.cursor(), 0, 1.0)]
         chance = 1.0
         for node, token in enumerate(chain.tokens):
@@ -174,7 +174,7 @@ class SuffixDrafter:
         return whole.only(order[:n_max])
 
     def _all_that_followed(self, cursor: Cursor) -> list[_Guess]:
-        """The tokens that followed a cursor's string in the text, likeliest first."""
+        """Return the tokens that followed a cursor's string in the text, likeliest first."""
         counted = [(count, place, token) for token, count, place in self._followers(cursor)]
         n_all = sum(count for count, _, _ in counted)
         length = min(cursor.length, self._max_match)
@@ -184,8 +184,8 @@ class SuffixDrafter:
         ]
 
     def _followers(self, cursor: Cursor) -> list[tuple[int, int, int]]:
-        """The tokens that followed a cursor's string in the text, each with its number of occurrences
-        and the place of the last one."""
+        """Return the tokens that followed a cursor's string in the text, each with its number of
+        occurrences and the position of the last one."""
         text = self._text
         followers = islice(text.followers(cursor).items(), _MAX_FOLLOWERS)
         return [(token, text.count(state), text.end(state)) for token, state in followers]
@@ -197,14 +197,14 @@ class SuffixDrafter:
         self._text.rewind(n_tokens)
 
     def _continue(self, cursor: Cursor) -> _Guess:
-        """The likeliest token after a cursor's string in the text itself."""
+        """Return the likeliest token after a cursor's string in the text itself."""
         return self._likeliest(self._followers(cursor), cursor.length)
 
     def _look_up(
         self, lookups: Sequence[_Lookup], ending: Sequence[int], n_matched: int
     ) -> _Guess | None:
-        """The likeliest token of the corpus with the longest match, if that is clearly longer than
-        `n_matched`."""
+        """Return the likeliest token after the longest match in the corpus, if that match is clearly longer
+        than `n_matched`."""
         corpus, match = None, None
         for lookup in lookups:
             longer = lookup.find(ending, n_matched + _CLEARLY_LONGER)
@@ -246,7 +246,7 @@ class _Lookup:
         self._n_most = MAX_MATCH
 
     def find(self, ending: Sequence[int], n_least: int) -> Match | None:
-        """The longest match of the ending, if it has at least `n_least` tokens."""
+        """Return the longest match of the ending, if it has at least `n_least` tokens."""
         n_least = max(n_least, self._min_match)
         if n_least > min(self._max_match, self._n_most):
             return None

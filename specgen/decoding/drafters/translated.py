@@ -27,10 +27,10 @@ class TranslatedDrafter(WrappedDrafter):
     """Translates between a drafter and the loop: the drafter sees the text in its own tokens, and the
     loop gets the drafts in the target's tokens.
 
-    `shaper` is the shaper of `inner`. With a `BeginningShaper`, drafts are translated as strings;
-    where the text ends in the middle of a token, the shaper is given the bytes that a draft must
-    begin with. Otherwise drafts are translated token by token, with the distributions that they
-    were drawn from; `inner` should then draft shared tokens only (`SharedShaper`).
+    `shaper` is the shaper of `inner`. With a `BeginningShaper`, drafts are translated as strings; where the
+    text ends in the middle of a token, the shaper is given the bytes that a draft must start with.
+    Otherwise drafts are translated token by token, with the distributions that they were drawn from;
+    `inner` should then draft shared tokens only (`SharedShaper`).
 
     It serves one text, which `text` holds in the drafter's tokens. `holds_back` allows tokens at
     the end of the text to be taken back, which is not worth it for a model whose cache cannot
@@ -87,7 +87,7 @@ class TranslatedDrafter(WrappedDrafter):
         return replace(draft, looks=self._drafted.looks[n_held_back:])
 
     def observe(self, result: RoundResult) -> None:
-        """Nothing that drafts in another vocabulary learns from the target's tokens."""
+        """Ignore the target's tokens: no drafter of another vocabulary learns from them."""
 
     def rewind(self, n_tokens: int) -> None:
         self._text.rewind(n_tokens)
@@ -95,10 +95,10 @@ class TranslatedDrafter(WrappedDrafter):
         self._drafted = NO_DRAFT
 
     def _n_to_hold_back(self) -> int:
-        """How many of the drafter's tokens at the end of the text to take back, because longer
-        tokens may take their place: the tokens of an incomplete character, or a last token of
-        white space, where vocabularies differ most. (Taking back every last token gains nothing
-        more where the target's tokens are the longer ones, and costs a decode a round.)"""
+        """Return the number of the drafter's tokens to take back at the end of the text, because longer
+        tokens may replace them: the tokens of an incomplete character, or a last token of white space,
+        where vocabularies differ most. (Taking back every last token gains nothing more where the target's
+        tokens are the longer ones, and costs a decode a round.)"""
         n_bytes = n_unfinished(self._text.last_bytes(_BEFORE))
         for n_tokens in range(1, _MAX_HELD_BACK + 1):
             ending = self._text.ending(n_tokens)

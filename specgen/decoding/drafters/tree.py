@@ -117,7 +117,7 @@ class TreeModelDrafter(ModelDrafter):
         super().rewind(n_tokens)
 
     def _n_most(self) -> int:
-        """The most nodes of a frontier: each needs a branch and a row of logits."""
+        """Return the largest number of nodes of a frontier: each needs a branch and a row of logits."""
         return min(self._branches.n_free, self._backend.n_outputs)
 
     def _growth(self, plan: RoundPlan, n_max: int) -> Growth:
@@ -136,7 +136,7 @@ class TreeModelDrafter(ModelDrafter):
     def _decode_nodes(
         self, tree: GrowingTree, nodes: Sequence[int]
     ) -> Generator[Ask, Logits, Logits]:
-        """Decode nodes, each on its branch; returns the logits after each, float32[n, n_vocab]."""
+        """Decode nodes, each on its branch; return the logits after each, float32[n, n_vocab]."""
         n_past = self._n_text - self._n_skipped
         batch = Batch()
         for node in nodes:
@@ -195,7 +195,7 @@ class _Branches:
                 backend.remove(sequence)
 
     def __contains__(self, node: int) -> bool:
-        """Whether a node is decoded."""
+        """Return whether a node is decoded."""
         return node in self._sequences and node != ROOT
 
     @property
@@ -204,13 +204,13 @@ class _Branches:
         return len(self._free)
 
     def begin(self) -> None:
-        """Begin a tree behind the text."""
+        """Begin a tree after the text."""
         self._free = list(reversed(self._others))
         self._sequences = {ROOT: self._trunk}
         self._tips = {self._trunk: ROOT}
 
     def follow(self, node: int, parent: int, position: int) -> int:
-        """The sequence for a node that is about to be decoded at a position; its `parent` is decoded
+        """Return the sequence for a node that is about to be decoded at a position; its `parent` is decoded
         already."""
         sequence = self._sequences[parent]
         if self._tips[sequence] != parent:

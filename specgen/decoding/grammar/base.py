@@ -23,23 +23,23 @@ class GrammarState(Protocol):
     """The state of a grammar after a text. Immutable."""
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
-        """bool[m]: which of these tokens may come next; end-of-text tokens exactly where the
-        text may end. It may happen that no token at all may.
+        """Return which of these tokens may come next, bool[m]; end-of-text tokens exactly where the text
+        may end. There may be no such token at all.
 
-        Raises ValueError for ids that are not in the vocabulary.
+        Raise ValueError for ids that are not in the vocabulary.
         """
         ...
 
     def after(self, token_id: int) -> GrammarState:
-        """The state one token later; after an end-of-text token one that allows nothing.
+        """Return the state one token later; after an end-of-text token one that allows nothing.
 
-        Raises ValueError if the token is not allowed here.
+        Raise ValueError if the token is not allowed here.
         """
         ...
 
     def forced(self) -> int | None:
-        """The only token that may come next, if there is exactly one; if only end-of-text
-        tokens may, the first of them. Much cheaper than a model's decode."""
+        """Return the only token that may come next, if there is exactly one; if only end-of-text tokens
+        may, the first of them. This is much cheaper than a model's decode."""
         ...
 
 

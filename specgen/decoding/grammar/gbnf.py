@@ -38,7 +38,7 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 def read_gbnf(text: str, root: str = "root") -> Gbnf:
-    """Read a grammar. Raises `UsageError` for one that llama.cpp would refuse, or that would break it."""
+    """Read a grammar. Raise `UsageError` for one that llama.cpp would refuse, or that would break it."""
     reader = _Reader(text)
     reader.read()
     _check_defined(reader, root)
@@ -141,7 +141,7 @@ class _Reader:
         return int(digits)
 
     def _character(self) -> int:
-        """One character of a literal or a set, escaped or not."""
+        """Parse one character of a literal or a set, escaped or not."""
         character = self._peek()
         if not character:
             self._expected("a closing quote or bracket")
@@ -198,7 +198,7 @@ class _Reader:
         self._skip_space(newlines=True)
 
     def _read_item(self) -> bool:
-        """The next item of the innermost open group; False at the end of the rule."""
+        """Parse the next item of the innermost open group; return False at the end of the rule."""
         character = self._peek()
         if not character:
             return False
@@ -312,7 +312,7 @@ class _Reader:
         self._repeat(least, None if most is not None and most > _MAX_REPETITIONS else most)
 
     def _repeat(self, least: int, most: int | None) -> None:
-        """x{2,4} is x x (x (x)?)?, x* is a rule of its own: y ::= x y |"""
+        """Repeat an item: x{2,4} is x x (x (x)?)?, and x* is a rule of its own, y ::= x y |"""
         inner = self._open[-1]
         sequence = inner.sequence
         item = sequence[inner.item_start :]

@@ -54,7 +54,7 @@ def check_left_recursion(rules: list[Rule], fail: Callable[[int, str], NoReturn]
 
 
 def _leftmost(rules: list[Rule], empty: list[bool]) -> list[list[tuple[int, bool]]]:
-    """For each rule the rules that its texts may begin with, and whether more follows there."""
+    """Return, for each rule, the rules that its texts may start with, and whether more follows there."""
     found: list[list[tuple[int, bool]]] = []
     for rule in rules:
         edges = []
@@ -82,7 +82,7 @@ def _possibly_empty(rules: list[Rule]) -> list[bool]:
 
 
 def _begins(sequence: Sequence, empty: list[bool], begins: list[bool]) -> bool:
-    """Return whether a text of the sequence can begin with a character or token."""
+    """Return whether a text of the sequence can start with a character or token."""
     for element in sequence:
         if not isinstance(element, Reference) or begins[element.rule]:
             return True
@@ -108,7 +108,7 @@ def _spread(rules: list[Rule], known: list[bool], holds: Callable[[Sequence], bo
 
 
 def _components(edges: list[list[int]]) -> Iterator[list[int]]:
-    """Strongly connected components, each after those that it leads to (Tarjan, 1972)."""
+    """Return the strongly connected components, each after those that it leads to (Tarjan, 1972)."""
     order = [-1] * len(edges)
     lowest = [0] * len(edges)
     on_path = [False] * len(edges)

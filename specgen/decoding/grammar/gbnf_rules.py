@@ -44,11 +44,11 @@ class Gbnf:
                 yield from sequence
 
     def characters(self) -> set[Characters]:
-        """The sets of characters that the grammar tells apart."""
+        """Return the sets of characters that the grammar distinguishes."""
         return {element for element in self.elements() if isinstance(element, Characters)}
 
     def character_classes(self) -> list[tuple[int, int]]:
-        """(first code point, class) of stretches of code points, in ascending order.
+        """Return (first code point, class) of ranges of code points, in ascending order.
 
         Characters of one class are matched by the same elements: to the grammar, texts that
         differ only in characters of the same class are one.

@@ -2,7 +2,7 @@
 
 llguidance honours a schema or refuses it by the name of a keyword. JSON is written on one line, with
 properties in the schema's order. As in llama.cpp, an object has no other properties than those that the
-schema names, unless it says that it may.
+schema names, unless `additionalProperties` allows them.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _N_SHOWN = 300
 
 
 def schema_grammar(schema: str) -> Grammar:
-    """Return the grammar of the JSON texts that conform to a schema; ``{}`` means any object. References are
-    resolved within the schema, and never fetched. Raises `UsageError` if the text is no schema, nothing
+    """Return the grammar of the JSON texts that conform to a schema; ``{}`` means any object. References
+    are resolved within the schema, and never fetched. Raise `UsageError` if the text is no schema, nothing
     conforms to it, or it cannot be enforced."""
     parsed = _parse(schema) or {"type": "object"}
     grammar = Grammar("json_schema", json.dumps(_closed(parsed)))

@@ -71,8 +71,7 @@ class LlguidanceGrammar:
 
     @property
     def start(self) -> GrammarState:
-        """The state at the beginning of a text. It is new each time, since a state keeps all that follow
-        it."""
+        """The state at the start of a text. It is new each time, since a state keeps all that follow it."""
         return _State(self, self._matcher.deep_copy())
 
 
@@ -185,7 +184,7 @@ def _panics() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _failures() -> Iterator[None]:
-    """Translate errors while a text is generated. Raises `BackendError`."""
+    """Translate errors while a text is generated. Raise `BackendError`."""
     try:
         with _panics():
             yield

@@ -25,7 +25,7 @@ _MIDDLES = np.array(
 #: The prior count of confidences in each bin: a small model of a good family is sure of most tokens,
 #: and not at all sure of some.
 _START_SEEN = np.array([0.1, 0.3, 0.5, 0.6, 0.7, 0.7, 0.7, 0.8, 1.2, 1.4, 1.6, 4.0])
-#: The prior chance of a bin counts as this many observations.
+#: The prior probability of a bin counts as this many observations.
 _N_START = 6.0
 #: The counts remember about this many observations; older ones fade.
 _MEMORY = 1500.0
@@ -62,18 +62,19 @@ _LEAST = 0.002
 
 
 def model_start(confidence: float) -> float:
-    """The prior chance of a draft model's token: models are right more often than they say when they
-    are unsure, and less often when they are sure."""
+    """Return the prior acceptance probability of a draft model's token: models are right more often than
+    their confidence when they are unsure, and less often when they are sure."""
     return 0.15 + 0.78 * confidence
 
 
 def ngram_start(confidence: float) -> float:
-    """The prior chance of an n-gram's token, whose confidence is already fitted to texts."""
+    """Return the prior acceptance probability of an n-gram's token, whose confidence is already fitted to
+    texts."""
     return confidence
 
 
 def later_start(confidence: float) -> float:
-    """The prior chance of a token that its drafter ranks behind a sibling."""
+    """Return the prior acceptance probability of a token that its drafter ranks below a sibling."""
     return 0.8 * confidence
 
 
@@ -83,15 +84,15 @@ _N_RANKS = 3
 
 @functools.cache
 def origin_of_rank(origin: str, rank: int) -> str:
-    """The name under which a drafter's tokens that are ranked behind `rank` siblings are counted: the
-    chance of its second guess has little to do with that of its first one."""
+    """Return the name under which a drafter's tokens with `rank` better siblings are counted: the
+    acceptance rate of its second guess has little to do with that of its first one."""
     return origin if rank == 0 else f"{origin}:{min(rank, _N_RANKS) + 1}"
 
 
 @dataclass(slots=True)
 class TextWorths:
     """The worth of a round with a drafter in earlier texts, in plain tokens' time. Some texts suit a
-    drafter and others do not, and a few texts of one kind say little about the next one.
+    drafter and others do not, and a few texts of one kind predict little about the next one.
 
     Both the mean and the variance of the worth are unknown. `start` is the prior mean: the worth that
     was expected in the first text, for example after a sample of the drafter's tokens.
@@ -109,7 +110,7 @@ class TextWorths:
     allowance: float = _FIRST_ALLOWANCE
 
     def account(self, saved: float, n_tokens: int) -> None:
-        """Enter a round that added `n_tokens` tokens, and what the drafter saved in it; negative if it
+        """Record a round that added `n_tokens` tokens, and what the drafter saved in it; negative if it
         lost time."""
         allowance = self.allowance + saved + _ALLOWED_SHARE * n_tokens
         self.allowance = min(_MOST_ALLOWANCE, allowance)
@@ -121,7 +122,7 @@ class TextWorths:
         self.squares = self.squares * _FADING_TEXTS + weight * worth * worth
 
     def of_next(self, look: float) -> tuple[float, float]:
-        """The mean and the standard deviation of the next text's worth; `look` is the cost of one of
+        """Return the mean and the standard deviation of the next text's worth; `look` is the cost of one of
         the drafter's looks, in plain tokens' time."""
         start = self.start or 0.0
         mean = (_N_START_MEAN * start + self.total) / (_N_START_MEAN + self.n)
@@ -147,15 +148,15 @@ class AcceptanceCounts:
     worths_beside: dict[int, TextWorths] = field(default_factory=dict)
 
     def worths_at(self, n_sequences: int) -> TextWorths:
-        """The worths of texts of which `n_sequences` were generated at once."""
+        """Return the worths of texts of which `n_sequences` were generated at once."""
         if n_sequences <= 1:
             return self.worths
         return self.worths_beside.setdefault(1 << (n_sequences - 1).bit_length(), TextWorths())
 
 
 class Chances:
-    """The chances, in one text, that a drafted token is accepted if all before it were, by its
-    drafter's confidence in [0, 1].
+    """The probabilities, in one text, that a drafted token is accepted if all before it were, by
+    its drafter's confidence in [0, 1].
 
     `counts` cover all texts; texts that are generated at the same time share them. In addition one
     number is learnt, the deviation of this text: some texts suit a draft better than others.
@@ -175,13 +176,13 @@ class Chances:
         #: other texts, with as many texts at once.
         self._worth: float | None = None
         self.worths = self.counts.worths
-        #: Counts the looks and judgements: each may change the chances, or how often each comes.
+        #: Counts the looks and judgements: each may change the probabilities, or how often each comes.
         self.version = 0
-        #: The chances by bin, until the next judgement; None if they are not computed yet.
+        #: The acceptance probabilities by bin, until the next judgement; None if they are not computed yet.
         self._curve: tuple[float, ...] | None = None
 
     def for_new_text(self) -> Chances:
-        """The chances in another text, which has its own deviation and shares the counts."""
+        """Return the statistics for another text, which has its own deviation and shares the counts."""
         return Chances(self.counts, self._start_of)
 
     def expect(self, worth: float, n_sequences: int = 1) -> None:
@@ -198,24 +199,24 @@ class Chances:
         self._worth = None
 
     def chance(self, confidence: float) -> float:
-        """The chance of a token with this confidence."""
+        """Return the acceptance probability of a token with this confidence."""
         return self.curve()[_bin(confidence)]
 
     def curve(self) -> tuple[float, ...]:
-        """Return the chances by bin of confidence, N_BINS of them."""
+        """Return the acceptance probabilities by bin of confidence, N_BINS of them."""
         if self._curve is None:
             self._curve = tuple(self._of_bin(index) for index in range(N_BINS))
         return self._curve
 
     def frequencies(self) -> ProbArray:
-        """The frequency of each bin of confidence in this text, summing to 1: float64[N_BINS]."""
+        """Return the frequency of each bin of confidence in this text, summing to 1: float64[N_BINS]."""
         seen = self.counts.n_seen + _START_SEEN
         seen = seen * (_N_HERE / seen.sum()) + self._seen_here
         frequencies: ProbArray = seen / seen.sum()
         return frequencies
 
     def mean(self) -> float:
-        """The chance of a token whose confidence is not known yet."""
+        """Return the acceptance probability of a token whose confidence is not known yet."""
         return float(np.array(self.curve()) @ self.frequencies())
 
     @property
@@ -246,14 +247,14 @@ class Chances:
         self._curve = None
 
     def _of_bin(self, index: int) -> float:
-        """Return the chance of a bin in this text: that in all texts, shifted by the text's deviation."""
+        """Return the probability of a bin in this text: that in all texts, shifted by the text's deviation."""
         counts = self.counts
         n_accepted = _N_START * self._start[index] + counts.n_accepted.item(index)
         return _shifted(n_accepted / (_N_START + counts.n_judged.item(index)), self._deviation)
 
 
 def new_chances(origin: str, counts: AcceptanceCounts | None = None) -> Chances:
-    """The chances of a drafter's tokens, with the prior that suits their origin."""
+    """Return the acceptance statistics of a drafter's tokens, with the prior for their origin."""
     if ":" in origin:
         return Chances(counts, later_start)
     return Chances(counts, ngram_start if origin in NGRAM_ORIGINS else model_start)
@@ -264,7 +265,7 @@ def _bin(confidence: float) -> int:
 
 
 def _shifted(chance: float, log_odds: float) -> float:
-    """A chance that is moved by `log_odds`."""
+    """Return a probability shifted by `log_odds`."""
     chance = min(1.0 - _LEAST, max(_LEAST, chance))
     odds = chance / (1.0 - chance) * math.exp(log_odds)
     return odds / (1.0 + odds)

@@ -33,7 +33,7 @@ N_TRIED_TOKENS = 3
 _MOST_AHEAD = 0.35
 _MOST_AHEAD_IF_PROVEN = 2.0
 _N_PROVEN = 2.0
-#: The share of the remaining rounds over which prefill is spread: the answer may end sooner, or suit the
+#: The share of the remaining rounds over which prefill is spread: the answer may end earlier, or suit the
 #: draft less. (The same replays with 1: 0.8 to 1.5 % slower with three tables.)
 _CAUTION = 0.75
 #: The standard deviation of a text's worth as estimated by a single look, in plain tokens' time.
@@ -144,7 +144,8 @@ def worth_of_starting(
     plain_s: float,
     n_rounds: float,
 ) -> float:
-    """Return the expected gain of starting a model in a text, in seconds a round; above 0 it should start.
+    """Return the expected gain of starting a draft model in a text, in seconds a round; above 0 it should
+    start.
 
     After `n_looks` of the model in this text, a round with it seems to be worth `value_s`. A few
     looks are an unsure estimate, so it is averaged with the worth of earlier texts, whose spread

@@ -50,24 +50,23 @@ class _Start:
 class CostAwarePolicy:
     """Drafts the tokens that are expected to save more time than they cost.
 
-    The aim is to finish the answer soon. A token that a round adds is worth the time that it
-    would take otherwise: that of a plain decode, or less if recent rounds were faster. Its cost
-    is the drafter's decodes and the larger batch of the target, as measured (`CostTable`). The
-    number of tokens that a draft adds is the sum, over its tokens, of the chance that the token
-    and all before it are accepted; these chances are learnt (`Chances`). Drafting nothing is a
-    valid decision.
+    A token that a round adds is worth the time that it would take otherwise: that of a plain
+    decode, or less if recent rounds were faster. Its cost is the drafter's decodes and the larger
+    batch of the target, as measured (`CostTable`). The number of tokens that a draft adds is the
+    sum, over its tokens, of the probability that the token and all before it are accepted; these
+    probabilities are learnt (`Chances`). Drafting nothing is a valid decision.
 
-    A draft that is known as a whole is cut where its value is highest. A model's draft grows token
-    by token, which is an optimal stopping problem (`StoppingRule`). Its solution also predicts
-    what the model is worth before it runs. (The rule for a fixed length is Leviathan et al.'s,
+    A draft that is known as a whole is cut where its value is highest. A model drafts token by
+    token, which is an optimal stopping problem (`StoppingRule`). Its solution also predicts what
+    the model is worth before it runs. (The rule for a fixed length is Leviathan et al.'s,
     arXiv:2211.17192, section 3.4; for a tree's nodes, "decode the tree that maximises expected
     tokens per second", Sequoia's, arXiv:2402.12374.)
 
     All learning is free: tokens that were proposed but not worth verifying are compared with the
-    text that follows. A drafter that loses time in spite of its promise is put aside for a while.
+    text that follows. A drafter that loses time against expectation is paused for a while.
 
-    Beside other sequences, a token's plain decode is a part of a batch that all of them share, and
-    a drafted row costs what it adds to that batch (`BatchShare`).
+    Beside other sequences, a token's plain decode is a share of a batch for all of them, and a
+    drafted row costs what it adds to that batch (`BatchShare`).
 
     A policy decides for one text. `costs` is the target's table, to which observed times are
     added. `chances` are by origin; their counts cover all texts and may be shared with other
@@ -85,7 +84,7 @@ class CostAwarePolicy:
         self._table = costs
         #: The costs of this sequence's rows in the round's batch.
         self._costs = BatchShare(costs, ALONE)
-        #: The chances from all texts, and those in this text; by origin.
+        #: The acceptance probabilities from all texts, and those in this text; by origin.
         self._known = {} if chances is None else chances
         self._chances: dict[str, Chances] = {}
         #: Rules by drafter, by the price of a row, which depends on the other sequences in the batch, and by
@@ -166,7 +165,7 @@ class CostAwarePolicy:
     # --- found tokens -----------------------------------------------------------------------
 
     def _found_first(self, offer: Offer, found: Draft, n_max: int, stop: WhilePaying) -> RoundPlan:
-        """Return the plan of a round whose draft begins with found tokens. The model drafts behind them if
+        """Return the plan of a round whose draft starts with found tokens. The model drafts after them if
         that is expected to pay."""
         drafter, n_room = offer.drafter, n_max - len(found)
         assert drafter is not None
@@ -280,7 +279,8 @@ class CostAwarePolicy:
     # --- costs and chances -------------------------------------------------------------------
 
     def _stop(self, offer: Offer) -> WhilePaying:
-        """Return how far drafts go at the present costs and chances, but for the model's rule."""
+        """Return how far drafts go at the present costs and acceptance probabilities, without the
+        model's rule."""
         return WhilePaying(
             origin=offer.drafter or NGRAM_ORIGINS[0],
             curves=_Curves(self._of),
@@ -326,7 +326,8 @@ class CostAwarePolicy:
 
 
 class _Curves(dict[str, tuple[float, ...]]):
-    """The chances by bin of confidence, for each origin that is asked for in a round."""
+    """The acceptance probabilities by bin of confidence, for each origin that is asked for in a
+    round."""
 
     def __init__(self, chances: Callable[[str], Chances]) -> None:
         super().__init__()

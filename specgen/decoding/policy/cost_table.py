@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 #: If a decode takes longer or shorter than expected, this share of the deviation is attributed to the
-#: size of its batch, and this share to the machine's present pace, which affects all sizes.
+#: size of its batch, and this share to the machine's present speed, which affects all sizes.
 _OWN_SHARE = 0.12
 _PACE_SHARE = 0.12
 #: A single decode counts as slower or faster than expected by at most this factor: a machine that is
@@ -77,25 +77,25 @@ class CostTable:
         self.n_sharing = 1
 
     def __bool__(self) -> bool:
-        """Whether anything is known."""
+        """Return whether any cost is known."""
         return bool(self._sizes)
 
     @property
     def known(self) -> dict[int, float]:
-        """Seconds of the sizes that were measured or seen, at the present pace."""
+        """Seconds of the sizes that were measured or observed, at the machine's present speed."""
         return {size: seconds * self._pace for size, seconds in self._seconds.items()}
 
     def knows(self, n_rows: int) -> bool:
-        """Whether decodes of `n_rows` rows were measured or seen."""
+        """Return whether decodes of `n_rows` rows were measured or observed."""
         return n_rows in self._seconds
 
     def n_seen(self, n_rows: int) -> int:
-        """How many decodes of `n_rows` rows were observed, not counting the initial `seconds`."""
+        """Count the observed decodes of `n_rows` rows, without the initial `seconds`."""
         return self._n_observed.get(n_rows, 0)
 
     def seconds(self, n_rows: int) -> float:
-        """Expected seconds of a batch of `n_rows` rows; 0 for none. Raises `LookupError` if no size
-        is known."""
+        """Return the expected seconds of a batch of `n_rows` rows; 0 for none. Raise `LookupError` if no
+        size is known."""
         if n_rows <= 0:
             return 0.0
         if not self._sizes:
@@ -104,12 +104,12 @@ class CostTable:
         return self._pace * (self._between(n_rows) if known is None else known)
 
     def share_s(self, n_rows: int) -> float:
-        """Expected seconds of `n_rows` rows of one sequence, if as many sequences as in the last
-        decodes bring as many rows each, and each pays an equal part of the batch."""
+        """Return the expected seconds of `n_rows` rows of one sequence, if as many sequences as in the last
+        decodes add as many rows each, and each pays an equal share of the batch."""
         return self.seconds(n_rows * self.n_sharing) / self.n_sharing
 
     def start(self, n_rows: int, seconds: float) -> None:
-        """Set the measured seconds of a size, whatever was known before."""
+        """Set the measured seconds of a size; they replace earlier ones."""
         if n_rows > 0 and seconds > 0.0:
             self._learn(n_rows, seconds / self._pace)
 
@@ -139,7 +139,8 @@ class CostTable:
         self._seconds[n_rows] = seconds
 
     def _between(self, n_rows: int) -> float:
-        """The seconds of a size that is not known, before the pace."""
+        """Interpolate the seconds of a size that is not known, before the correction for the machine's
+        present speed."""
         sizes = self._sizes
         index = bisect.bisect_left(sizes, n_rows)
         if index == len(sizes):
@@ -178,8 +179,8 @@ class BatchShare:
         return self._table.n_seen(self.n_sequences)
 
     def seconds(self, n_rows: int) -> float:
-        """The seconds that `n_rows` rows of this sequence cost; 0 for none. Raises `LookupError` if no
-        size is known."""
+        """Return the seconds that `n_rows` rows of this sequence cost; 0 for none. Raise `LookupError` if
+        no size is known."""
         if n_rows <= 0:
             return 0.0
         table, others = self._table, self._n_other_rows
@@ -189,8 +190,8 @@ class BatchShare:
         return plain_s + table.seconds(others + n_rows) - table.seconds(others + 1)
 
     def of_batch(self, n_rows: int, n_batch_rows: int) -> float:
-        """The share, in [0, 1], that a sequence with `n_rows` rows pays of a batch of `n_batch_rows`.
-        The shares of all sequences sum to at most 1."""
+        """Return the share, in [0, 1], that a sequence with `n_rows` rows pays of a batch of
+        `n_batch_rows`. The shares of all sequences sum to at most 1."""
         n, table = self.n_sequences, self._table
         if n == 1:
             return 1.0

@@ -20,7 +20,7 @@ class _Waiting:
     node: int = ROOT
 
     def holds(self, other: Draft) -> bool:
-        """Return whether another draft is a part of this one, from the reached node on."""
+        """Return whether this draft contains another one, from the reached node on."""
         found = {ROOT: self.node}
         for node, (parent, token) in enumerate(zip(other.parents, other.tokens, strict=True)):
             for child in self.draft.children(found[parent]):

@@ -103,13 +103,13 @@ class FixedPolicy:
 class ThresholdPolicy(FixedPolicy):
     """Drafts while the product of the tokens' probabilities stays above a bound, which adapts.
 
-    The product is the chance that the whole draft is accepted, in its model's opinion. A bound on
-    the product lets a sure draft grow long and stops an unsure one early; a bound on each token's
-    own probability would let many fairly sure tokens follow each other. After each round the bound
-    moves so that, in the long run, a fixed share of the drafted tokens is rejected. This drafts
-    as much as pays where one more row costs little. (A confidence bound that follows the accepted
-    share: Mamou et al., arXiv:2405.04304, and the dynamic thresholds of Hugging Face's assisted
-    generation.) The policy does not know any costs.
+    The product is the model's own estimate of the probability that the whole draft is accepted. A
+    bound on the product lets a confident draft become long and stops an uncertain one early; a
+    bound on each token's own probability would let many fairly sure tokens follow each other. After
+    each round the bound moves so that, in the long run, a fixed share of the drafted tokens is
+    rejected. This suits machines on which one more row costs little. (A confidence bound that
+    follows the accepted share: Mamou et al., arXiv:2405.04304, and the dynamic thresholds of
+    Hugging Face's assisted generation.) The policy does not know any costs.
     """
 
     def __init__(self, options: DraftOptions) -> None:

@@ -82,7 +82,7 @@ class Offer:
 
 
 class Stop(Protocol):
-    """How far a draft goes: a value that answers from what the drafter has seen in this round only.
+    """How far a draft goes. Its answers depend only on what the drafter has seen in this round.
 
     `confidences` are the largest probabilities that the drafter gave to any token, one for each of its
     looks so far: the last one belongs to the token that is about to be drafted. It is known before a
@@ -99,11 +99,11 @@ class Stop(Protocol):
         ...
 
     def looks(self, confidences: Sequence[float]) -> bool:
-        """Return whether another look, behind all these tokens, is worth a decode of the drafter."""
+        """Return whether another look, after all these tokens, is worth a decode of the drafter."""
         ...
 
     def cut(self, draft: Draft) -> Draft:
-        """Return the part of a finished draft that is worth verifying: the first tokens of a chain, or
+        """Return the nodes of a finished draft that are worth verifying: the first tokens of a chain, or
         nodes of a tree, likeliest first. No token that was drawn at random is dropped."""
         ...
 
@@ -128,9 +128,9 @@ class Whole:
 class RoundPlan:
     """What one sequence drafts in a round, and why.
 
-    The draft has up to three segments: `found`, the tokens of the free drafter that are verified; behind
+    The draft has up to three segments: `found`, the tokens of the free drafter that are verified; after
     them at most `n_max` tokens of the drafter that decodes, as far as `stop` lets it go; and, if `extends`
-    is set, tokens that the free drafter finds behind or beside those. `stop` cuts the finished draft.
+    is set, tokens that the free drafter finds after or beside those. `stop` cuts the finished draft.
     """
 
     reason: Reason
@@ -166,7 +166,7 @@ class RoundPlan:
         return len(confidences) <= self.n_max and self.stop.keeps(confidences[self.n_given :])
 
     def looks(self, confidences: Sequence[float]) -> bool:
-        """Return whether to look for another token behind these; see `Stop`."""
+        """Return whether to look for another token after these; see `Stop`."""
         n_chosen = len(confidences) - self.n_given
         if n_chosen < 0:
             return True
@@ -222,5 +222,5 @@ class Policy(Protocol):
         ...
 
     def finish(self) -> None:
-        """End the text, and count what it shows about other texts. May be called twice."""
+        """End the text, and update the statistics for other texts. May be called twice."""
         ...

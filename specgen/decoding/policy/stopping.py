@@ -14,7 +14,7 @@ from specgen.decoding.growing_tree import GrowingTree
 from specgen.decoding.policy.acceptance import BIN_EDGES, NGRAM_ORIGINS, origin_of_rank
 from specgen.system.arrays import ProbArray
 
-#: Values are computed for these chances that the draft so far is accepted whole, and interpolated
+#: Values are computed for these probabilities that the draft so far is accepted whole, and interpolated
 #: between them.
 _N_GRID = 20
 _LEAST = 0.01
@@ -22,7 +22,7 @@ _LOG_LEAST = math.log(_LEAST)
 _STEP = -_LOG_LEAST / (_N_GRID - 1)
 _LOG_GRID = np.linspace(_LOG_LEAST, 0.0, _N_GRID)
 _GRID = np.exp(_LOG_GRID)
-#: A rule is computed anew when a price has changed by this share of a token's worth, or after this
+#: A rule is computed again when a price has changed by this share of a token's worth, or after this
 #: many looks and judged tokens.
 _NEWS = 0.05
 _N_NEWS = 24
@@ -36,10 +36,10 @@ class StoppingRule:
     accepted token is worth. `frequencies` and `chances`, float64[n_bins], are how often the next
     token falls in a bin of confidence, and how often a token of that bin is accepted.
 
-    With A the chance that the draft so far is accepted whole, V(n, A) = -next_s + the mean over
-    bins b of max(0, A chances[b] token_s - (batch_s[n + 1] - batch_s[n]) +
-    max(0, V(n + 1, A chances[b]))); V(n_max, A) = 0. That is: look, then take the token or not,
-    then look again or not.
+    With A the probability that the draft so far is accepted whole, V(n, A) = -next_s + the mean
+    over bins b of max(0, A chances[b] token_s - (batch_s[n + 1] - batch_s[n]) + max(0, V(n + 1, A
+    chances[b]))); V(n_max, A) = 0. That is: look, then take the token or not, then look again or
+    not.
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class StoppingRule:
         return self._n_max
 
     def value(self, n_drafted: int, chance: float) -> float:
-        """V: the expected gain of a look at the next token, in seconds; below 0 it is not worth it."""
+        """Return the expected gain V of a look at the next token, in seconds; below 0 the look does not
+        pay."""
         if n_drafted >= self._n_max:
             return 0.0
         values = self._values[n_drafted]
@@ -92,14 +93,14 @@ class StoppingRule:
         return values[index] * (1.0 - share) + values[index + 1] * share
 
     def single(self, chance: float, cost_s: float) -> float:
-        """The expected gain, in seconds, of one more token after a draft with this chance, if taking it
-        costs `cost_s`, its look costs nothing, and no look follows: the mean of
-        max(0, A chances[b] token_s - cost_s)."""
+        """Return the expected gain, in seconds, of one more token after a draft with this probability, if
+        taking it costs `cost_s`, its look costs nothing, and no look follows: the mean of max(0, A
+        chances[b] token_s - cost_s)."""
         return float(np.maximum(chance * self._gains_s - cost_s, 0.0) @ self._frequencies)
 
     def takes(self, n_drafted: int, chance: float) -> float:
-        """The expected gain of taking one more token, in seconds; with it, the draft's chance is
-        `chance`."""
+        """Return the expected gain of taking one more token, in seconds; with it, the draft's probability
+        is `chance`."""
         if n_drafted >= self._n_max:
             return -1.0
         gain_s = chance * self._token_s - self._costs_s[n_drafted]
@@ -118,7 +119,8 @@ class KnownRule:
     row_s: float
 
     def holds(self, n_judged: int, next_s: float, token_s: float, row_s: float) -> bool:
-        """Whether the rule is still good enough: computing a new one takes longer than it would save."""
+        """Return whether the rule is still good enough: computing a new one takes longer than it would
+        save."""
         most = _NEWS * self.token_s
         return (
             n_judged - self.n_judged < _N_NEWS
@@ -129,13 +131,14 @@ class KnownRule:
 
 
 def row_bucket(token_s: float, row_s: float) -> int:
-    """A number for the price of a row, as a share of a token's worth; similar prices have the same."""
+    """Return a number for the price of a row, as a share of a token's worth; similar prices have the same
+    number."""
     return round(row_s / (_NEWS * token_s)) if token_s > 0.0 else 0
 
 
 def _interpolation(chances: ProbArray) -> ProbArray:
-    """The matrix that turns values at the grid's points into values at each point times each chance:
-    float64[_N_GRID * n_bins, _N_GRID]. Products below the lowest point count as that point."""
+    """Return the matrix that turns values at the grid's points into values at each point times each
+    probability: float64[_N_GRID * n_bins, _N_GRID]. Products below the lowest point count as that point."""
     places = np.log(np.maximum(chances, _LEAST)) / _STEP + np.arange(_N_GRID)[:, None]
     places = np.maximum(places, 0.0).ravel()
     index = np.minimum(places.astype(np.intp), _N_GRID - 2)
@@ -147,7 +150,7 @@ def _interpolation(chances: ProbArray) -> ProbArray:
     return weights
 
 
-#: Second guesses count with this share of their estimated chance: the cost of a row is certain, and
+#: Second guesses count with this share of their estimated probability: the cost of a row is certain, and
 #: choosing among many small expected gains favours the overestimated ones. (With 1, trees were 6 %
 #: slower than chains on a real pair whose rows cost 0.17 of a token; replays of 24 answers for an F16 target
 #: were 1.3 % slower.)
@@ -156,12 +159,13 @@ _SECOND = 0.6
 
 @dataclass(frozen=True, slots=True)
 class WhilePaying:
-    """A draft goes on while another token is expected to save time. It follows a chain of `n_before` found
-    tokens, which are accepted whole with the chance `before`.
+    """Drafts as long as another token is expected to save time. The draft follows a chain of `n_before`
+    found tokens, which are accepted whole with probability `before`.
 
-    `curves` has, for each origin, the chance that its tokens are accepted, by bin of the drafter's
-    confidence. An expected token counts `ngram_token_s` or `model_token_s` seconds, and `extra_s[n]` are the seconds
-    that n drafted tokens add to the target's batch. A look of the drafter `origin` takes `next_s` seconds.
+    `curves` has, for each origin, the probability that its tokens are accepted, by bin of the drafter's
+    confidence. An expected token counts `ngram_token_s` or `model_token_s` seconds, and `extra_s[n]` are
+    the seconds that n drafted tokens add to the target's batch. A look of the drafter `origin` takes
+    `next_s` seconds.
     """
 
     origin: str
@@ -190,13 +194,13 @@ class WhilePaying:
         return sum(chances) * self.token_s(draft.origins[0]) - self.extra_s[len(chances)]
 
     def chance(self, origin: str, confidence: float | None) -> float:
-        """Return the chance that a token is accepted if all before it are."""
+        """Return the probability that a token is accepted if all before it are."""
         return self.curves[origin][
             bisect.bisect_left(BIN_EDGES, 1.0 if confidence is None else confidence)
         ]
 
     def chance_of_guess(self, rank: int, confidence: float) -> float:
-        """Return the chance of the drafter's guess number `rank`, from 0, for one position of a tree."""
+        """Return the probability of the drafter's guess number `rank`, from 0, for one position of a tree."""
         chance = self.chance(origin_of_rank(self.origin, rank), confidence)
         return chance if rank == 0 else _SECOND * chance
 
@@ -282,7 +286,7 @@ class WhilePaying:
         )
 
     def path_chances(self, draft: Draft) -> list[float]:
-        """Return, for each node of a draft, the chance that it and its ancestors are accepted."""
+        """Return, for each node of a draft, the probability that it and its ancestors are accepted."""
         chances: list[float] = []
         for parent, origin, rank, confidence in zip(
             draft.parents, draft.origins, draft.ranks(), draft.probabilities, strict=True
@@ -301,15 +305,16 @@ class WhilePaying:
         return best_n
 
     def _path_chance(self, confidences: Sequence[float]) -> float:
-        """Return the chance that the found tokens and those with these confidences are accepted."""
+        """Return the probability that the found tokens and those with these confidences are
+        accepted."""
         chance, curve = self.before, self.curves[self.origin]
         for confidence in confidences:
             chance *= curve[bisect.bisect_left(BIN_EDGES, confidence)]
         return chance
 
     def _extra_behind(self, n_before: int) -> Sequence[float]:
-        """Return the seconds that n tokens behind a draft of `n_before` tokens add to the batch, for
-        each n from 0."""
+        """Return the seconds that n tokens after a draft of `n_before` tokens add to the batch, for each n
+        from 0."""
         if not n_before:
             return self.extra_s
         return [seconds - self.extra_s[n_before] for seconds in self.extra_s[n_before:]]
@@ -320,9 +325,9 @@ def best_nodes(
 ) -> tuple[list[int], float]:
     """Return the nodes of a tree that are worth most together, and what they are worth in seconds.
 
-    The chance that a path is accepted does not grow along it. So the n likeliest nodes always form
-    a tree, and it is the best tree of n nodes. `path_chances` lists parents before their children;
-    `extra_s[n]` are the seconds to verify n nodes. Nodes are returned likeliest first.
+    The probability that a path is accepted does not grow along it. So the n likeliest nodes always
+    form a tree, and it is the best tree of n nodes. `path_chances` lists parents before their
+    children; `extra_s[n]` are the seconds to verify n nodes. Nodes are returned likeliest first.
     """
     order = sorted(range(len(path_chances)), key=path_chances.__getitem__, reverse=True)
     best_n, best_s, gain_s = 0, 0.0, 0.0

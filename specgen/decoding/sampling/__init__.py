@@ -36,13 +36,14 @@ __all__ = [
 
 
 def distribution(logits: Logits, options: SamplerOptions) -> Distribution:
-    """The distribution of `Sampler(options)` for a row of logits, float32[n_vocab], without a history."""
+    """Return the distribution of `Sampler(options)` for a row of logits, float32[n_vocab], without a
+    history."""
     return _sampler(options).distribution(logits)
 
 
 def top_k(logits: Logits, k: int) -> tuple[TokenArray, ProbArray]:
-    """The k largest logits of a row as (ids int64[m], logits float64[m]), largest first; fewer
-    than k if the others are minus infinity."""
+    """Return the k largest logits of a row as (ids int64[m], logits float64[m]), largest first; fewer than
+    k if the others are minus infinity."""
     token_ids = best(logits, k)
     return token_ids, logits[token_ids].astype(np.float64)
 

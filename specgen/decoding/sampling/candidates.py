@@ -47,31 +47,31 @@ class Candidates(NamedTuple):
 
     @classmethod
     def whole(cls, scores: Scores) -> Candidates:
-        """All tokens of a vocabulary, by their scores, float[n_vocab]."""
+        """Return all tokens of a vocabulary, by their scores, float[n_vocab]."""
         return cls(scores, None, len(scores), False)
 
     def take(self, positions: TokenArray, size: int, is_ranked: bool) -> Candidates:
-        """The candidates at int64[n] positions, which must be in the order that `is_ranked` states."""
+        """Return the candidates at int64[n] positions, which must be in the order that `is_ranked` states."""
         scores = self.scores[positions].astype(np.float64)
         token_ids = positions if self.token_ids is None else self.token_ids[positions]
         return Candidates(scores, token_ids, size, is_ranked)
 
     def first(self, n: int) -> Candidates:
-        """The first n of ranked candidates."""
+        """Return the first n of ranked candidates."""
         assert self.is_ranked
         assert self.token_ids is not None
         return Candidates(self.scores[:n], self.token_ids[:n], n, True)
 
     def ids(self) -> TokenArray:
-        """The token ids, int64[m]."""
+        """Return the token ids, int64[m]."""
         return np.arange(len(self.scores)) if self.token_ids is None else self.token_ids
 
     def top(self) -> float:
-        """The largest score."""
+        """Return the largest score."""
         return float(self.scores[0] if self.is_ranked else self.scores.max())
 
     def by_id(self) -> Candidates:
-        """The same candidates, by ascending id."""
+        """Return the same candidates, by ascending id."""
         if not self.is_ranked:
             return self
         assert self.token_ids is not None
@@ -82,7 +82,7 @@ class Candidates(NamedTuple):
 
 
 def best(scores: Scores, n: int) -> TokenArray:
-    """Positions of the n largest of float[m], largest first, the lowest first among equals.
+    """Return the positions of the n largest of float[m], largest first, the lowest first among equals.
 
     Scores of minus infinity are left out, so there may be fewer than n. Scores must not be NaN.
     One pass finds the maxima of small groups. The n-th largest maximum bounds the n-th largest
@@ -98,7 +98,7 @@ def best(scores: Scores, n: int) -> TokenArray:
 
 
 def _candidates(scores: Scores, n: int) -> TokenArray:
-    """Ascending positions of some scores, which include the n largest (0 < n < m)."""
+    """Return ascending positions of some scores, which include the n largest (0 < n < m)."""
     group = min(_GROUP, len(scores) // (2 * n))
     if group < 4 or len(scores) < _SMALL:
         bound = np.partition(scores, len(scores) - n)[len(scores) - n]
@@ -119,9 +119,9 @@ def _candidates(scores: Scores, n: int) -> TokenArray:
 
 
 def argmax(logits: Logits) -> int:
-    """The most likely token of a row, float32[n_vocab]; the lowest id among equals.
+    """Return the most likely token of a row, float32[n_vocab]; the lowest id among equals.
 
-    Raises `BackendError` if the largest logit is not finite: NaN would win every comparison.
+    Raise `BackendError` if the largest logit is not finite: NaN would win every comparison.
     """
     token_id = int(logits.argmax())
     check_finite(float(logits[token_id]))
@@ -129,7 +129,7 @@ def argmax(logits: Logits) -> int:
 
 
 def top_probability(logits: Logits) -> float:
-    """The largest probability of a row at temperature 1, before any truncation."""
+    """Return the largest probability of a row at temperature 1, before any truncation."""
     top = float(logits[logits.argmax()])
     check_finite(top)
     if abs(top) < _EXP_RANGE:  # spares a pass over the row

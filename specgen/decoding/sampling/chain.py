@@ -1,8 +1,8 @@
 """The chain of samplers: from a row of logits to the distribution that a token is drawn from.
 
-The order is `SamplerOptions.samplers`, by default llama.cpp's: penalties, DRY, top-n-sigma,
-top-k, typical, top-p, min-p, XTC, temperature. Logit biases come before them all. Each sampler
-sees what the one before left; those that are switched off cost nothing.
+The order is `SamplerOptions.samplers`, by default llama.cpp's: penalties, DRY, top-n-sigma, top-k,
+typical, top-p, min-p, XTC, temperature. Logit biases come before them all. Each sampler gets the
+result of the one before; those that are switched off cost nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Sampler:
     """
 
     def __init__(self, options: SamplerOptions, breakers: DryBreakers | None = None) -> None:
-        """`breakers` are the sequence breakers of DRY; None means that there are none."""
+        """Make a chain of samplers. `breakers` are the sequence breakers of DRY; None means that there are
+        none."""
         steps = steps_for(options, breakers or DryBreakers())
         #: Edits at the beginning of the chain change the row itself, and are undone afterwards.
         self._edits: list[Edit] = []
@@ -76,21 +77,21 @@ class Sampler:
     def distribution(
         self, logits: Logits, history: TokenArray = NO_HISTORY, allows: Allows | None = None
     ) -> Distribution:
-        """The chain's distribution for a row of logits, float32[n_vocab].
+        """Return the chain's distribution for a row of logits, float32[n_vocab].
 
         `history` holds the last tokens of the text, including the prompt, oldest first: int64[n],
         where n is at least `n_history` if the text is that long. `logits` is written to and
         restored. `allows` is a grammar that masks the logits before the chain; it is asked about
         as few tokens as the chain permits (see `specgen.decoding.sampling.masking`).
 
-        Raises `BackendError` if the row has no finite maximum, and `NoTokenAllowedError` if
-        the grammar leaves nothing.
+        Raise `BackendError` if the row has no finite maximum, and `NoTokenAllowedError` if the grammar
+        leaves nothing.
 
-        XTC removes tokens at random, with a given chance. A token after it is therefore drawn from a
-        mixture: with that chance from the rest of the chain without these tokens, and otherwise
-        from the rest of the chain with all candidates. The mixture is returned, so it is exact for
-        speculative sampling, and no random number is used here. (At temperature 0 it is a mixture
-        of two certain tokens.)
+        XTC removes tokens at random, with a given probability. A token after it is therefore drawn from a
+        mixture: with that probability from the rest of the chain without these tokens, and otherwise from
+        the rest of the chain with all candidates. The mixture is returned, so it is exact for speculative
+        sampling, and no random number is used here. (At temperature 0 it is a mixture of two certain
+        tokens.)
         """
         if not self._edits:
             return self._of_row(logits, history, allows)
@@ -110,7 +111,7 @@ class Sampler:
     def distributions(
         self, logits: Logits, histories: Sequence[TokenArray] | None = None
     ) -> list[Distribution]:
-        """`distribution` of each row of float32[n_rows, n_vocab], with a history each.
+        """Return `distribution` for each row of float32[n_rows, n_vocab], with a history each.
 
         A plain loop: finding the best of all rows in one pass takes 38 to 41 microseconds a
         row of 152 thousand logits for 4 to 8 rows and 60 for a single one; one row after the
@@ -141,7 +142,7 @@ class Sampler:
     def _masked(
         self, candidates: Candidates, history: TokenArray, allows: Allows
     ) -> tuple[Candidates, int]:
-        """The candidates after the mask and the first steps, and the number of these steps."""
+        """Return the candidates after the mask and the first steps, and the number of these steps."""
         for n_done, step in enumerate(self._steps):
             if isinstance(step, Cut) and step.apply_masked is not None:
                 return step.apply_masked(candidates.scores, allows), n_done + 1
@@ -152,7 +153,7 @@ class Sampler:
         return allowed(candidates.scores, allows), len(self._steps)
 
     def _run(self, candidates: Candidates, n_done: int, history: TokenArray) -> Distribution:
-        """The distribution after all steps but the first `n_done`."""
+        """Return the distribution after all steps but the first `n_done`."""
         for n, step in enumerate(self._steps[n_done:], n_done + 1):
             if not isinstance(step, Fork):
                 candidates = _applied(step, candidates, history)
@@ -176,7 +177,7 @@ def _applied(step: Edit | Scale | Cut, candidates: Candidates, history: TokenArr
 
 
 def _edited(candidates: Candidates, edit: Edit, history: TokenArray) -> Candidates:
-    """Candidates by id, with new scores for the tokens that `edit` affects."""
+    """Return the candidates by id, with new scores for the tokens that `edit` affects."""
     candidates = candidates.by_id()
     token_ids, amounts = edit.affected(history)
     scores = candidates.scores.astype(np.float64)
@@ -194,8 +195,8 @@ def _edited(candidates: Candidates, edit: Edit, history: TokenArray) -> Candidat
 def _within(
     token_ids: TokenArray, amounts: ProbArray, n_vocab: int
 ) -> tuple[TokenArray, ProbArray]:
-    """Ids and amounts without the ids that the row does not have: two models may share only a part
-    of their vocabularies."""
+    """Drop the ids that the row does not have, with their amounts: two models may share only some tokens of
+    their vocabularies."""
     if not len(token_ids) or 0 <= token_ids[0] <= token_ids[-1] < n_vocab:
         return token_ids, amounts
     start, end = token_ids.searchsorted((0, n_vocab))

@@ -27,21 +27,21 @@ class Distribution:
     probs: ProbArray
 
     def probability(self, token_id: int) -> float:
-        """The probability of one token; 0 outside the support."""
+        """Return the probability of one token; 0 outside the support."""
         index = int(self.token_ids.searchsorted(token_id))
         if index < len(self.token_ids) and self.token_ids[index] == token_id:
             return float(self.probs[index])
         return 0.0
 
     def probabilities(self, token_ids: TokenArray) -> ProbArray:
-        """The probabilities of several tokens, int64[n]: float64[n]."""
+        """Return the probabilities of several tokens, int64[n]: float64[n]."""
         position = self.token_ids.searchsorted(token_ids)
         position[position == len(self.token_ids)] = 0
         return np.where(self.token_ids[position] == token_ids, self.probs[position], 0.0)
 
     def without(self, token_id: int) -> Distribution | None:
-        """The distribution without a token, renormalised: the next sibling is drawn from it if tokens
-        are drawn without replacement. None if nothing is left."""
+        """Return the distribution without a token, renormalised: the next sibling is drawn from it if
+        tokens are drawn without replacement. None if nothing is left."""
         kept = self.token_ids != token_id
         if kept.all():
             return self
@@ -51,7 +51,7 @@ class Distribution:
         return Distribution(self.token_ids[kept], remaining / remaining.sum())
 
     def ranked(self, n: int) -> list[tuple[int, float]]:
-        """The n most likely tokens and their probabilities, best first, the lower id first among
+        """Return the n most likely tokens and their probabilities, best first, the lower id first among
         equals; fewer if there are fewer."""
         order = best(self.probs, n)
         return list(zip(self.token_ids[order].tolist(), self.probs[order].tolist(), strict=True))
@@ -76,7 +76,7 @@ class Distribution:
         return int(self.token_ids[min(index, len(self.token_ids) - 1)])
 
     def minus(self, other: Distribution, scale: float = 1.0) -> Distribution | None:
-        """normalize(max(0, scale * self - other)): the residual of a rejected draft.
+        """Return normalize(max(0, scale * self - other)): the residual of a rejected draft.
 
         None if nothing is left; with a scale of 1 this means that the two are equal. (Leviathan
         et al., arXiv:2211.17192, Algorithm 1; Chen et al., arXiv:2302.01318, Algorithm 2.)
@@ -89,11 +89,11 @@ class Distribution:
         return Distribution(self.token_ids[kept], remaining / remaining.sum())
 
     def excess(self, other: Distribution, scale: float = 1.0) -> float:
-        """The mass of max(0, scale * self - other)."""
+        """Return the mass of max(0, scale * self - other)."""
         return float(np.maximum(self._excess(other, scale), 0.0).sum())
 
     def _excess(self, other: Distribution, scale: float) -> ProbArray:
-        """The difference scale * self - other, on the support of self: float64[m]."""
+        """Return the difference scale * self - other, on the support of self: float64[m]."""
         difference = self.probs * scale
         position = other.token_ids.searchsorted(self.token_ids)
         position[position == len(other.token_ids)] = 0
@@ -103,12 +103,13 @@ class Distribution:
 
     @staticmethod
     def certain(token_id: int) -> Distribution:
-        """The distribution with all its mass on one token."""
+        """Return the distribution with all its mass on one token."""
         return _certain(token_id)
 
     @staticmethod
     def mixture(weight: float, first: Distribution, second: Distribution) -> Distribution:
-        """The distribution of a draw from `first` with probability `weight`, from `second` otherwise."""
+        """Return the distribution of a draw from `first` with probability `weight`, from `second`
+        otherwise."""
         if weight <= 0.0:
             return second
         if weight >= 1.0:

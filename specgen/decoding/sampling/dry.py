@@ -23,12 +23,12 @@ _MAX_BREAKER_BYTES = 40
 _MAX_TAIL = 20
 #: The logarithm of the largest float32: base ** exponent must stay below.
 _LOG_MAX = 88.7228391
-#: Up to this many places are quickly compared one by one.
+#: Up to this many positions are quickly compared one by one.
 _FEW = 16
 
 
 class BreakerVocabulary(Protocol):
-    """The part of `specgen.decoding.backend.Vocabulary` that `DryBreakers` needs."""
+    """The methods of `specgen.decoding.backend.Vocabulary` that `DryBreakers` needs."""
 
     @property
     def n_tokens(self) -> int: ...
@@ -49,8 +49,8 @@ class DryBreakers:
 
     @classmethod
     def of(cls, vocabulary: BreakerVocabulary, breakers: Sequence[str]) -> DryBreakers:
-        """The breakers of a vocabulary: tokens that contain a breaker; and tokens that end with the
-        beginning of one, with the tokens of the rest of it. Empty breakers are skipped.
+        """Find the breakers of a vocabulary: tokens that contain a breaker; and tokens that end with the
+        start of one, with the tokens of the rest of it. Empty breakers are skipped.
 
         This passes once over the vocabulary (half a second for 152 thousand tokens).
 
@@ -81,11 +81,11 @@ class DryBreakers:
         return cls({token_id: frozenset(found) for token_id, found in tails.items()})
 
     def is_whole(self, token_id: int) -> bool:
-        """Whether the token alone is a breaker. Such a token is never penalised."""
+        """Return whether the token alone is a breaker. Such a token is never penalised."""
         return () in self.tails.get(token_id, ())
 
     def distance(self, text: Sequence[int]) -> int | None:
-        """The number of tokens of `text` after its last breaker; None if it has no breaker."""
+        """Return the number of tokens of `text` after its last breaker; None if it has no breaker."""
         n = len(text)
         for start in range(n - 1, -1, -1):
             lengths = [
@@ -107,7 +107,7 @@ def dry_penalties(
     allowed_length: int,
     last_n: int,
 ) -> tuple[TokenArray, ProbArray]:
-    """The penalties to subtract from tokens' scores after a text of int64[n_history] tokens.
+    """Return the penalties to subtract from tokens' scores after a text of int64[n_history] tokens.
 
     Returns increasing ids int64[m] and penalties float64[m]. Only the last `last_n` tokens of the
     history count (negative: all; 0: DRY is off). Nothing is penalised if `multiplier` is 0 or
@@ -154,13 +154,12 @@ def dry_penalties(
 
 
 def _repetitions(backwards: TokenArray, enough: int) -> TokenArray:
-    """The length of the repetition that each token of a text would continue: int64[n - 1] for int64[n]
-    tokens, the last one first.
+    """Return the length of the repetition that each token of a text would continue: int64[n - 1] for
+    int64[n] tokens, the last one first.
 
-    Entry i counts how many tokens before `backwards[i]` are also the last ones of the text.
-    Counts of `enough` and more need not be exact. All places where the last token occurs are
-    compared with the end of the text together, one token at a time; a place is dropped once it
-    differs.
+    Entry i counts how many tokens before `backwards[i]` are also the last ones of the text. Counts of
+    `enough` and more need not be exact. All positions where the last token occurs are compared with the end
+    of the text together, one token at a time; a position is dropped once it differs.
     """
     lengths = np.zeros(len(backwards) - 1, np.int64)
     places = np.flatnonzero(backwards[1:] == backwards[0])
@@ -180,11 +179,11 @@ def _repetitions(backwards: TokenArray, enough: int) -> TokenArray:
 def _measured(
     backwards: TokenArray, places: TokenArray, lengths: TokenArray, enough: int
 ) -> TokenArray:
-    """Finish the lengths of some places, one by one; returns the places still to be compared.
+    """Finish the lengths of some positions, one by one; return the positions still to be compared.
 
-    If there are few, all are finished. If there are many, only the first is: a periodic text has very
-    many equal places with the same token after them. Once one of these has a repetition of `enough`
-    tokens, the others add nothing.
+    If there are few, all are finished. If there are many, only the first is: a periodic text has very many
+    equal positions with the same token after them. Once one of these has a repetition of `enough` tokens,
+    the others add nothing.
     """
     n_measured = len(places) if len(places) <= _FEW else 1
     for place in places[:n_measured].tolist():
@@ -198,14 +197,15 @@ def _measured(
 
 
 def _words(vocabulary: BreakerVocabulary, *, strip: bool) -> Iterator[bytes]:
-    """Every token's text, also that of control tokens; `strip` removes a leading space."""
+    """Return every token's text, also that of control tokens; `strip` removes a leading space."""
     for token_id in range(vocabulary.n_tokens):
         word = vocabulary.token_bytes(token_id) or _control_text(vocabulary, token_id)
         yield word[1:] if strip and word.startswith(b" ") else word
 
 
 def _control_text(vocabulary: BreakerVocabulary, token_id: int) -> bytes:
-    """The name of a control token; nothing for a token that no text leads to (padding)."""
+    """Return the name of a control token; an empty text for a token that no text is tokenized to
+    (padding)."""
     text = vocabulary.token_text(token_id)
     if text and vocabulary.tokenize(text, add_special=False, parse_special=True) == [token_id]:
         return text.encode()
@@ -213,7 +213,7 @@ def _control_text(vocabulary: BreakerVocabulary, token_id: int) -> bytes:
 
 
 def _puts_space_first(vocabulary: BreakerVocabulary) -> bool:
-    """Whether the tokenizer puts a space before a text."""
+    """Return whether the tokenizer puts a space before a text."""
     tokens = vocabulary.tokenize("a", add_special=False, parse_special=False)
     return b"".join(map(vocabulary.token_bytes, tokens)).startswith(b" ")
 

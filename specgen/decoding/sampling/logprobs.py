@@ -12,15 +12,15 @@ from specgen.system.arrays import Logits
 
 
 def log_probabilities(logits: Logits, token_ids: Sequence[int]) -> list[float]:
-    """The natural logarithms of these tokens' probabilities, from a row of logits,
-    float32[n_vocab]; -inf for an impossible token."""
+    """Return the natural logarithms of these tokens' probabilities, from a row of logits, float32[n_vocab];
+    -inf for an impossible token."""
     top = float(logits.max())
     normalizer = top + float(np.log(np.exp(logits - np.float32(top)).sum(dtype=np.float64)))
     return [float(logits[token_id]) - normalizer for token_id in token_ids]
 
 
 def most_likely(logits: Logits, n: int) -> list[int]:
-    """The n most likely tokens of a row, float32[n_vocab], the likeliest first."""
+    """Return the n most likely tokens of a row, float32[n_vocab], the likeliest first."""
     if n < 1:
         return []
     token_ids, _ = top_k(logits, n)

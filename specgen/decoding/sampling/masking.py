@@ -2,8 +2,8 @@
 
 A chain rarely needs the whole mask: greedy needs the best token that is allowed, top-k the k best.
 Asking the grammar costs 0.1 to 1 microsecond a token, which for a whole vocabulary is longer than
-many a decode. So it is asked about the best tokens first, in growing groups. The result is exactly
-that of masking everything first.
+many a decode. So it is asked about the best tokens first, in groups of increasing size. The result
+is exactly that of masking everything first.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ class NoTokenAllowedError(BackendError):
 
 
 def allowed_top_k(scores: Scores, allows: Allows, k: int) -> Candidates:
-    """Top-k of float[n_vocab] scores masked by `allows`.
+    """Apply top-k to float[n_vocab] scores masked by `allows`.
 
-    Raises `NoTokenAllowedError` if nothing is allowed.
+    Raise `NoTokenAllowedError` if nothing is allowed.
     """
     kept = _allowed_best(scores, k, allows)
     return Candidates.whole(scores).take(kept, min(k, len(scores)), is_ranked=True)
 
 
 def allowed_min_p(scores: Scores, allows: Allows, p: float) -> Candidates:
-    """Min-p of float[n_vocab] scores masked by `allows`: the best token that is allowed, then
-    those not too far below it.
+    """Apply min-p to float[n_vocab] scores masked by `allows`: keep the best allowed token and those not
+    too far below it.
 
-    Raises `NoTokenAllowedError` if nothing is allowed.
+    Raise `NoTokenAllowedError` if nothing is allowed.
     """
     top = scores[_allowed_best(scores, 1, allows)[0]]
     near = np.flatnonzero((scores <= top) & (scores >= least_for_min_p(float(top), p)))
@@ -62,9 +62,9 @@ def allowed_min_p(scores: Scores, allows: Allows, p: float) -> Candidates:
 
 
 def allowed(scores: Scores, allows: Allows) -> Candidates:
-    """All tokens that `allows` permits and whose scores, float[n_vocab], are above minus infinity.
+    """Return all tokens that `allows` permits and whose scores, float[n_vocab], are above minus infinity.
 
-    Raises `NoTokenAllowedError` if nothing is allowed.
+    Raise `NoTokenAllowedError` if nothing is allowed.
     """
     possible = np.flatnonzero(scores > -np.inf)
     kept = possible[allows(possible)]
@@ -75,7 +75,7 @@ def allowed(scores: Scores, allows: Allows) -> Candidates:
 
 
 def _allowed_best(scores: Scores, n: int, allows: Allows) -> TokenArray:
-    """The n best positions that are allowed, fewer if there are fewer, ranked."""
+    """Return the n best positions that are allowed, fewer if there are fewer, ranked."""
     found: list[TokenArray] = []
     n_found = n_asked = 0
     n_known = max(n, _FIRST)

@@ -14,14 +14,14 @@ from specgen.system.arrays import ProbArray, TokenArray
 
 
 def logit_bias(scores: Scores, bias: ProbArray) -> Scores:
-    """Scores plus float64[n] biases. Minus infinity forbids a token."""
+    """Add float64[n] biases to scores. Minus infinity forbids a token."""
     return scores + bias.astype(scores.dtype)
 
 
 def penalties(
     scores: Scores, counts: ProbArray, repeat: float, frequency: float, presence: float
 ) -> Scores:
-    """Lower scores for tokens that occurred `counts` (float64[n], all positive) times.
+    """Lower the scores of tokens that occurred `counts` (float64[n], all positive) times.
 
     `repeat` divides positive scores and multiplies the others (CTRL, Keskar et al.,
     arXiv:1909.05858, which only divides: that would favour a token whose score is negative);
@@ -32,12 +32,12 @@ def penalties(
 
 
 def occurrences(history: TokenArray, last_n: int) -> tuple[TokenArray, ProbArray]:
-    """The tokens among the last n of int64[n_history] (n < 0: all) and how often each occurs:
+    """Return the tokens among the last n of int64[n_history] (n < 0: all) and how often each occurs:
     increasing ids int64[m], counts float64[m]."""
     token_ids, counts = np.unique(last(history, last_n), return_counts=True)
     return token_ids, counts.astype(np.float64)
 
 
 def last(history: TokenArray, n: int) -> TokenArray:
-    """The last n tokens; all if n is negative."""
+    """Return the last n tokens; all if n is negative."""
     return history if n < 0 else history[max(0, len(history) - n) :]

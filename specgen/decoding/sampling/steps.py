@@ -61,7 +61,7 @@ Step: TypeAlias = Edit | Scale | Cut | Fork
 
 
 def steps_for(options: SamplerOptions, breakers: DryBreakers) -> list[Step]:
-    """The steps that have an effect, in order, up to a temperature that leaves a single token."""
+    """Return the steps that have an effect, in order, up to a temperature that leaves a single token."""
     steps: list[Step] = []
     if options.logit_bias:
         steps.append(_bias(options.logit_bias))
@@ -75,7 +75,7 @@ def steps_for(options: SamplerOptions, breakers: DryBreakers) -> list[Step]:
 
 
 def _step(name: SamplerName, options: SamplerOptions, breakers: DryBreakers) -> Step | None:
-    """The step of that name; None if it is switched off."""
+    """Return the step with this name; None if it is switched off."""
     match name:
         case "penalties":
             return _penalties(options)
@@ -156,7 +156,7 @@ def _dry(options: SamplerOptions, breakers: DryBreakers) -> Edit | None:
 
 
 def n_history(options: SamplerOptions) -> int:
-    """How many of the last tokens of the text the steps look at; -1 is all of them."""
+    """Return how many of the last tokens of the text the steps need; -1 is all of them."""
     windows = [0]
     if uses_penalties(options):
         windows.append(options.repeat_last_n)
@@ -166,7 +166,7 @@ def n_history(options: SamplerOptions) -> int:
 
 
 def uses_penalties(options: SamplerOptions) -> bool:
-    """Whether the penalties are switched on."""
+    """Return whether the penalties are switched on."""
     amounts = (options.repeat_penalty, options.frequency_penalty, options.presence_penalty)
     return (
         "penalties" in options.samplers
@@ -176,7 +176,7 @@ def uses_penalties(options: SamplerOptions) -> bool:
 
 
 def uses_dry(options: SamplerOptions) -> bool:
-    """Whether DRY is switched on."""
+    """Return whether DRY is switched on."""
     return (
         "dry" in options.samplers
         and options.dry_multiplier != 0.0

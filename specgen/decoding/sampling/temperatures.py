@@ -12,7 +12,7 @@ from specgen.system.arrays import ProbArray
 
 
 def temperature(candidates: Candidates, t: float) -> Candidates:
-    """Scores divided by t; t <= 0 keeps only the most likely token, the lowest id among equals.
+    """Divide scores by t; t <= 0 keeps only the most likely token, the lowest id among equals.
 
     For a whole vocabulary the result is a new float64[n_vocab], which is exact enough that different
     scores stay different. So it does not matter whether top-k comes before or after.
@@ -28,7 +28,7 @@ def temperature(candidates: Candidates, t: float) -> Candidates:
 def dynamic_temperature(
     candidates: Candidates, t: float, spread: float, exponent: float
 ) -> Candidates:
-    """A temperature between t - spread (at least 0) and t + spread: high where the model is unsure,
+    """Choose a temperature between t - spread (at least 0) and t + spread: high where the model is unsure,
     low where it is sure. It follows the entropy, divided by the largest entropy of this number of
     candidates, to the power `exponent`. A spread of 0 or less gives the fixed temperature t.
 
@@ -49,7 +49,7 @@ def dynamic_temperature(
 
 
 def softmax(candidates: Candidates, t: float) -> Distribution:
-    """The distribution over the candidates at temperature t > 0.
+    """Return the distribution over the candidates at temperature t > 0.
 
     Tokens whose probability is too small for a float64 are left out.
     """

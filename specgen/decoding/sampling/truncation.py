@@ -20,7 +20,7 @@ _NUCLEUS_START = 512
 
 
 def top_k(candidates: Candidates, k: int) -> Candidates:
-    """The k most likely tokens; k <= 0 keeps all. Among equals the lower id is kept."""
+    """Keep the k most likely tokens; k <= 0 keeps all. Among equals the lower id is kept."""
     if k <= 0 or (candidates.is_ranked and len(candidates.scores) <= k):
         return candidates
     size = min(k, candidates.size)
@@ -30,8 +30,8 @@ def top_k(candidates: Candidates, k: int) -> Candidates:
 
 
 def top_p(candidates: Candidates, p: float) -> Candidates:
-    """The shortest run of most likely tokens whose mass reaches p: nucleus sampling
-    (Holtzman et al., arXiv:1904.09751). p >= 1 keeps all.
+    """Keep the shortest run of most likely tokens whose mass reaches p: nucleus sampling (Holtzman et al.,
+    arXiv:1904.09751). p >= 1 keeps all.
 
     llama.cpp adds in float32, so a token at the very edge may be on the other side there.
     """
@@ -46,20 +46,20 @@ def top_p(candidates: Candidates, p: float) -> Candidates:
 
 
 def min_p(candidates: Candidates, p: float) -> Candidates:
-    """Tokens at least p times as likely as the most likely one (Nguyen et al.,
-    arXiv:2407.01082). p <= 0 keeps all."""
+    """Keep the tokens at least p times as likely as the most likely one (Nguyen et al., arXiv:2407.01082).
+    p <= 0 keeps all."""
     if p <= 0.0:
         return candidates
     return _at_least(candidates, least_for_min_p(candidates.top(), p))
 
 
 def least_for_min_p(top: float, p: float) -> float:
-    """The smallest score that min-p keeps if the largest one is `top`."""
+    """Return the smallest score that min-p keeps if the largest one is `top`."""
     return min(top + math.log(p), top)
 
 
 def typical(candidates: Candidates, p: float) -> Candidates:
-    """The shortest run of most typical tokens whose mass exceeds p. The most typical tokens are those
+    """Keep the shortest run of most typical tokens whose mass exceeds p. The most typical tokens are those
     whose surprise, -log probability, is nearest to its mean, the entropy (Meister et al.,
     arXiv:2202.00666). p >= 1 keeps all.
 
@@ -79,7 +79,7 @@ def typical(candidates: Candidates, p: float) -> Candidates:
 
 
 def top_n_sigma(candidates: Candidates, n: float) -> Candidates:
-    """Tokens whose score is at most n standard deviations below the largest one (Tang et al.,
+    """Keep the tokens whose score is at most n standard deviations below the largest one (Tang et al.,
     arXiv:2411.07641). n <= 0 keeps all.
 
     The standard deviation is that of all finite scores. llama.cpp keeps the others in its
@@ -94,11 +94,11 @@ def top_n_sigma(candidates: Candidates, n: float) -> Candidates:
 
 
 def xtc(candidates: Candidates, threshold: float) -> Candidates:
-    """The candidates without the most likely ones: of those with a probability of at least `threshold`
-    only the least likely one is kept ("exclude top choices", by p-e-w,
+    """Remove the most likely candidates: of those with a probability of at least `threshold` only the least
+    likely one is kept ("exclude top choices", by p-e-w,
     github.com/oobabooga/text-generation-webui/pull/6335). A threshold above 1/2 keeps all.
 
-    XTC removes tokens only with a given probability, which the chain takes into account. Returns
+    XTC removes tokens only with a given probability, which the chain takes into account. Return
     `candidates` itself if there is nothing to remove.
     """
     if threshold > 0.5:
@@ -118,7 +118,7 @@ def xtc(candidates: Candidates, threshold: float) -> Candidates:
 
 
 def _at_least(candidates: Candidates, least: float) -> Candidates:
-    """The candidates whose score is at least `least`, without those of minus infinity."""
+    """Return the candidates whose score is at least `least`, without those of minus infinity."""
     scores = candidates.scores
     if candidates.is_ranked:
         return candidates.first(len(scores) - int(scores[::-1].searchsorted(least)))
@@ -127,7 +127,7 @@ def _at_least(candidates: Candidates, least: float) -> Candidates:
 
 
 def _masses(scores: Scores) -> tuple[Scores, float]:
-    """exp(scores - largest), which are probabilities that are not normalised, and their sum."""
+    """Return exp(scores - largest), which are probabilities that are not normalised, and their sum."""
     with np.errstate(over="ignore"):  # from one end of float32 to the other
         masses = np.exp(scores - scores.max())
     return masses, float(masses.sum(dtype=np.float64))
@@ -136,9 +136,8 @@ def _masses(scores: Scores) -> tuple[Scores, float]:
 def _shortest(
     order_by: Scores, masses: Scores, enough: float, side: Literal["left", "right"]
 ) -> TokenArray:
-    """Positions of the shortest run, by descending `order_by`, whose mass reaches `enough`
-    (side "left") or exceeds it ("right"); all if it never does. Sorts as few as possible.
-    """
+    """Return positions of the shortest run, by descending `order_by`, whose mass reaches `enough` (side
+    "left") or exceeds it ("right"); all if it never does. Sort as few as possible."""
     n = _NUCLEUS_START
     while True:
         positions = best(order_by, n)

@@ -48,7 +48,8 @@ _WEIGHT_TYPES = (*get_args(WeightType), "own")
 
 
 class Memory:
-    """What was learnt, read from a file. Without a file nothing is known, and nothing is kept.
+    """Measured costs, acceptance statistics and threads, from a file. Without a file nothing is
+    known, and nothing is kept.
 
     `machine` is everything about the machine and the build of llama.cpp that decides what a
     decode costs, as JSON values.
@@ -81,7 +82,7 @@ class Memory:
         return table
 
     def forget_costs(self, model: Path, context: ContextOptions, n_threads: int) -> None:
-        """Forget the costs of a model's decodes in such contexts, so that they are measured anew: the
+        """Forget the costs of a model's decodes in such contexts, so that they are measured again: the
         machine may have had other work to do. No table of them may be in use."""
         for key in self._cost_keys(model, context, n_threads):
             self._tables.pop(key, None)
@@ -91,7 +92,7 @@ class Memory:
 
     def keep_no_costs(self, model: Path, context: ContextOptions, n_threads: int) -> None:
         """Do not keep the present costs of a model's decodes in such contexts, so that the next process
-        measures them anew: the machine had other work to do."""
+        measures them again: the machine had other work to do."""
         self._passing.update(self._cost_keys(model, context, n_threads))
 
     def threads(self, model: Path, context: ContextOptions) -> Threads | None:
@@ -112,12 +113,12 @@ class Memory:
         return known if known in _WEIGHT_TYPES else None
 
     def keep_weights(self, model: Path, context: ContextOptions, weights: str | None) -> None:
-        """Store the type of weights for a model; with None it is measured anew."""
+        """Store the type of weights for a model; with None it is measured again."""
         self._weights[self._model_key(model, context)] = weights
 
     def chances(self, target: Path, draft: Path | str, mode: str) -> dict[str, Chances]:
-        """Return the acceptance chances of the drafts of `draft` for `target`, by origin; origins that
-        are added to the result are kept. `mode` separates cases that have nothing in common."""
+        """Return the acceptance statistics of the drafts of `draft` for `target`, by origin; origins that
+        are added to the result are kept. `mode` separates cases whose acceptance rates differ."""
         name = _identity(draft) if isinstance(draft, Path) else draft
         key = _key({"target": _identity(target), "draft": name, "mode": mode})
         if key not in self._chances:
@@ -134,7 +135,7 @@ class Memory:
             self.write()
 
     def write(self) -> None:
-        """Write what was learnt to the file. Raises `OSError`; the file is then as it was."""
+        """Write what was learnt to the file. Raise `OSError`; the file is then as it was."""
         if self._file is None:
             return
         document = _read(self._file)
@@ -172,9 +173,9 @@ class Memory:
         return {}
 
     def _extend(self, table: CostTable, keys: Sequence[str], depth: int) -> None:
-        """Copy the costs of larger batches from the nearest depth that knows them, at the pace of this
-        table. A table that was made without drafts knows small batches only. It expects larger ones to
-        cost in proportion to their rows, so that no draft would ever pay."""
+        """Copy the costs of larger batches from the nearest depth that has them, scaled to this table. A
+        table that was made without drafts knows small batches only. It expects larger ones to cost in
+        proportion to their rows, so that no draft would ever pay."""
         largest = max(table.known, default=0)
         for other in sorted(range(len(keys)), key=lambda other: abs(other - depth)):
             if other == depth:
@@ -200,7 +201,7 @@ class Memory:
 
     def _model_key(self, model: Path, context: ContextOptions) -> str:
         """Return the key of a model's threads and weights. Layers on a GPU need no threads, so the
-        number of these layers is a part of the key."""
+        key includes the number of these layers."""
         about = {"model": _identity(model), "n_gpu_layers": context.n_gpu_layers}
         about |= _placement(context)
         return _key({**about, "machine": self._machine})
@@ -238,7 +239,7 @@ def _settings(context: ContextOptions, n_threads: int) -> dict[str, Any]:
 
 
 def _placement(context: ContextOptions) -> dict[str, Any]:
-    """Return the workers and their parts of the model; empty if this machine alone holds all layers."""
+    """Return the workers and their layers of the model; empty if this machine alone holds all layers."""
     workers = context.workers
     if workers is None:
         return {}

@@ -91,9 +91,9 @@ def measure_threads(
     """Return the best of these numbers of threads and of `default`, which the backend then uses. Its
     context is empty before and afterwards.
 
-    All numbers are timed in turns, a row and a batch each, since a machine's pace changes. After
-    about `budget_s` seconds of decoding only the rounds that a choice needs are begun. If
-    `interrupted` is true, the default stays. Raises `BackendError`.
+    All numbers are timed in turns, a row and a batch each, since a machine's speed changes. After about
+    `budget_s` seconds of decoding only the rounds that a choice needs are started. If `interrupted` is
+    true, the default stays. Raise `BackendError`.
     """
     backend.set_threads(default, default)
     text = begin(backend)

@@ -45,10 +45,10 @@ def complete(
     n_rows: int = 1,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Time the sizes that the backend's table lacks, in an empty context, unless the table was
-    measured before, up to `n_rows` rows. If the time did not suffice for `n_rows` rows, the estimate
-    from the other sizes is stored for them. Raises `BackendError`, and `KeyboardInterrupt` if
-    `interrupted` is true between decodes; the table is then unchanged."""
+    """Time the sizes that the backend's table lacks, in an empty context, unless the table was measured
+    before, up to `n_rows` rows. If the time did not suffice for `n_rows` rows, the estimate from the other
+    sizes is stored for them. Raise `BackendError`, and `KeyboardInterrupt` if `interrupted` is true between
+    decodes; the table is then unchanged."""
     if is_measured(table, n_rows):
         return
     is_new = not is_measured(table)
@@ -68,10 +68,10 @@ def measure_sizes(
     """Return the median seconds of decoding batches of these sizes, in an empty context, which is empty
     again afterwards.
 
-    Coarse sizes come first, and after `budget_s` seconds of decoding no other batch than a single
-    row is begun. So only some sizes of a large model are timed, and all sizes of a small one several
-    times. A size for which the context has no room is left out. Raises `BackendError`, and
-    `KeyboardInterrupt` if `interrupted` is true between decodes.
+    Coarse sizes come first, and after `budget_s` seconds of decoding no other batch than a single row is
+    started. So only some sizes of a large model are timed, and all sizes of a small one several times. A
+    size for which the context has no room is left out. Raise `BackendError`, and `KeyboardInterrupt` if
+    `interrupted` is true between decodes.
     """
     text = begin(backend)
     samples: defaultdict[int, list[float]] = defaultdict(list)
@@ -91,7 +91,7 @@ def measure_sizes(
 
 
 def begin(backend: Backend) -> list[int]:
-    """Decode the first tokens of a text; returns all of its tokens."""
+    """Decode the first tokens of a text; return all of its tokens."""
     text = backend.vocabulary.tokenize(_FILLER, add_special=True, parse_special=False) or [0]
     for position, token in enumerate(text[: min(_N_FILLER, backend.n_ctx // 2)]):
         batch = Batch()
@@ -101,8 +101,8 @@ def begin(backend: Backend) -> list[int]:
 
 
 def time_batch(target: Backend, text: Sequence[int], n_rows: int) -> float | None:
-    """Return the seconds of a batch of `n_rows` rows behind the text; None if the context, or a batch,
-    has no room for it. The cache is the same afterwards.
+    """Return the seconds of a batch of `n_rows` rows after the text; None if the context, or a batch, has
+    no room for it. The cache is the same afterwards.
 
     The rows are tokens of the text, since the time of a mixture of experts depends on how much its
     rows differ. If a rollback takes time, that of the batch before is included, as in rounds whose
@@ -124,7 +124,7 @@ def time_batch(target: Backend, text: Sequence[int], n_rows: int) -> float | Non
 
 
 def _coarse_first(sizes: Iterable[int]) -> Iterator[int]:
-    """1, then powers of two, then the others."""
+    """Order sizes from coarse to fine: 1, then powers of two, then the others."""
     ordered = sorted(sizes)
     powers = [size for size in ordered if size & (size - 1) == 0]
     yield from powers

@@ -1,11 +1,11 @@
 """Copies of draft models with weights in a type that is fast on this machine (Q4_0).
 
-The target checks all drafts, so a draft model may have any weights: what counts is how fast it is. On
-a CPU this mostly depends on the type of its matrices. llama.cpp rearranges Q4_0 for the instructions at
-hand, and decodes several rows of it in hardly more time than one. Other types, an output matrix in Q8_0
-among them, are read anew for each row. (On a machine with AVX-512, Qwen2.5-Coder 0.5B takes 19 ms a
-token as Q4_K_M, 13 as Q4_0 with its output in Q8_0, 10 with all in Q4_0; four tokens take 62, 33 and
-17. It agrees with the 1.5B at 0.852, 0.843 and 0.840 of the places of 75 answers.)
+The target checks all drafts, so a draft model may have any weights: what counts is how fast it is. On a CPU
+this mostly depends on the type of its matrices. llama.cpp rearranges Q4_0 for the instructions at hand, and
+decodes several rows of it in hardly more time than one. Other types, an output matrix in Q8_0 among them,
+are loaded again for each row. (On a machine with AVX-512, Qwen2.5-Coder 0.5B takes 19 ms a token as Q4_K_M,
+13 as Q4_0 with its output in Q8_0, 10 with all in Q4_0; four tokens take 62, 33 and 17. It agrees with the
+1.5B at 0.852, 0.843 and 0.840 of the positions of 75 answers.)
 
 For each model and machine it is measured once whether a copy is faster and predicts nearly the same. A
 copy that is not worth it is deleted. Copies are kept in a folder, the latest ones up to a limit.
@@ -47,7 +47,7 @@ _FREE = 2
 #: A copy has to take less than this share of the model's own time. The mean total variation distance
 #: between the two next-token distributions may be no more than this, since a copy is less often right.
 #: (For three copies of 0.5B models it was 0.04 to 0.09, and they agreed with the target at 0.001 to 0.012
-#: fewer places of 75 answers; for one of a 135M model it was 0.24, and 0.057 fewer.)
+#: fewer positions of 75 answers; for one of a 135M model it was 0.24, and 0.057 fewer.)
 _WORTH_IT = 0.85
 _MOST_OTHER = 0.15
 #: Rows of the batches that are timed, which are those that a draft model mostly decodes; and how often.
@@ -129,7 +129,7 @@ class Copies:
         return context if copy is None else replace(context, weights=COPY_TYPE)
 
     def forget(self, model: Path, context: ContextOptions) -> None:
-        """Let a model be compared anew."""
+        """Let a model be compared again."""
         self._memory.keep_weights(model, context, None)
         self._found.pop(model, None)
         self._postponed.discard(model)
@@ -236,7 +236,7 @@ def share_of_time(own: Backend, other: Backend, sizes: Sequence[int] = _SIZES) -
 
 def distance_on(own: Backend, other: Backend, text: str) -> float:
     """Return the mean total variation distance, in [0, 1], between the next-token distributions of two
-    models with one vocabulary, over the places of a text. Their contexts are empty before.
+    models with one vocabulary, over the positions of a text. Their contexts are empty before.
 
     The acceptance rates of drafts that are drawn from the two differ by at most this much.
     """
@@ -260,7 +260,7 @@ def _softmax(logits: Logits) -> ProbArray:
 
 
 def _make(model: LlamaModel, path: Path, context: ContextOptions) -> None:
-    """Make the copy of a model. Raises `BackendError` if llama.cpp cannot make it, and `OSError` if it
+    """Make the copy of a model. Raise `BackendError` if llama.cpp cannot make it, and `OSError` if it
     cannot be written or there is no room for it."""
     folder = path.parent
     folder.mkdir(parents=True, exist_ok=True)

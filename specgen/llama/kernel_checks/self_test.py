@@ -1,9 +1,9 @@
 """The kernels' self-test, which runs in a child process: `python -m specgen.llama.kernel_checks.self_test LIBRARY`.
 
-It attaches the library and compares a few operators of every kind with GGML's own: matrix products of
-every type of weights that the kernels take, a product with the matrices of experts, and attentions. A
-row must also give the same bits alone and in a batch. The result is one line of JSON. If the process
-ends without it, the exit code or signal is the result.
+It attaches the library and compares a few operators of every kind with GGML's own: matrix products of every
+type of weights that the kernels take, a product with the matrices of experts, and attentions. A row must
+also be bit-identical alone and in a batch. The result is one line of JSON. If the process ends without it,
+the exit code or signal is the result.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _N_HEADS, _N_KV_HEADS, _N_CELLS = 8, 2, 160
 
 
 class FailedTestError(Exception):
-    """The kernels computed something wrong; the message says what."""
+    """The kernels computed something wrong; the message names it."""
 
 
 def self_test(library: Path) -> dict[str, str]:
@@ -218,7 +218,7 @@ def _compare(what: str, computed: FloatArray, expected: FloatArray) -> None:
 
 
 def _compare_rows(what: str, computed: FloatArray, alone: Callable[[int], FloatArray]) -> None:
-    """Raise `FailedTestError` if a row of a batch does not have the same bits alone."""
+    """Raise `FailedTestError` if a row of a batch differs from the same row alone."""
     for row in range(0, len(computed), 5):
         if computed[row].tobytes() != alone(row).tobytes():
             raise FailedTestError(f"{what}: row {row} of a batch is not what it is alone")

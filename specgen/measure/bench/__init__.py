@@ -1,6 +1,6 @@
 """The measurements of `specgen bench`.
 
-Contenders (`contenders`) answer prompts in turns (`runs`). `figures` sums up the results, and `foresight`
-computes the best speed that is possible with the same drafts. `report` holds all of it, and `html` makes a
-page of it.
+Contenders (`contenders`), ways to draft and other programs (`peers`), answer prompts in turns (`runs`), as a
+`plan` says. `job` loads the models. `figures` sums up the results, `report` holds all of it, and `html` makes
+a page of it.
 """

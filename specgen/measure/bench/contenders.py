@@ -4,17 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from specgen.events import CommittedEvent, FinishedEvent, NoticeEvent
+from specgen.llama import default_threads
+from specgen.measure.bench.peers import (
+    SETTINGS,
+    PeerJob,
+    PeerResult,
+    PeerSetting,
+    find_program,
+    peer_prompt,
+    run_peer,
+)
 
 if TYPE_CHECKING:
     from specgen.engine.loaded_models import Models
 
 #: The date for chat templates that write one, fixed so that prompts do not change between runs.
 NOW = datetime.datetime(2025, 1, 1, tzinfo=datetime.timezone.utc)
+#: llama.cpp in its usual settings, or in all settings known here.
+Against: TypeAlias = Literal["llama.cpp", "llama.cpp-all"]
+AGAINST: tuple[Against, ...] = ("llama.cpp", "llama.cpp-all")
+#: The settings that people use most, and those that were best in some category of text.
+_USUAL = (
+    "draft 3",
+    "draft 8, p-min 0.75",
+    "ngram-simple 4/8, draft 3",
+    "ngram-simple 4/8",
+    "lookup 8",
+)
 #: Tokens of an answer that only warms up.
 _N_WARM_UP = 8
 
@@ -83,7 +105,8 @@ class Contender(Protocol):
         ...
 
     def warm_up(self, prompt: str) -> None:
-        """Do whatever makes the first answer slower than others, for example a short answer."""
+        """Do the work that makes the first answer slower than others, for example with a short
+        answer."""
         ...
 
 
@@ -155,4 +178,98 @@ def outcome_of(finished: FinishedEvent, notices: tuple[str, ...] = ()) -> Outcom
         draft_s=finished.draft_s,
         own_s=finished.loop_s,
         notices=notices,
+    )
+
+
+# --- other programs --------------------------------------------------------------------------------
+
+
+class PeerContender:
+    """One of llama.cpp's programs in one setting. The models give prompts and options; they are not closed, and
+    do not decode."""
+
+    def __init__(
+        self,
+        name: str,
+        program: Path,
+        setting: PeerSetting,
+        draft: Path | None,
+        loaded: Models,
+        *,
+        chat: bool | None,
+        interrupted: Callable[[], bool],
+    ) -> None:
+        self.name = name
+        self._program = program
+        self._setting = setting
+        self._draft = draft
+        self._loaded = loaded
+        self._chat = chat
+        self._interrupted = interrupted
+
+    def warm_up(self, prompt: str) -> None:
+        """Do nothing: every run loads the models and warms them up before its clock starts."""
+
+    def answer(self, prompt: str) -> Outcome:
+        options = self._loaded.options
+        begun = self._loaded.prompts.of_text(prompt, chat=self._chat, now=NOW)
+        job = PeerJob(
+            target=options.target,
+            prompt=peer_prompt(self._loaded, begun),
+            n_tokens=options.generation.max_tokens,
+            n_threads=options.target_context.n_threads or default_threads(),
+            draft=self._draft,
+            sampler=options.sampler,
+            target_context=options.target_context,
+            draft_context=options.draft_context,
+            ignore_eos=options.generation.ignore_eos,
+        )
+        return outcome_of_peer(
+            run_peer(self._program, self._setting, job, interrupted=self._interrupted)
+        )
+
+
+def peers_of(
+    against: Against,
+    loaded: Models,
+    drafts: Mapping[str, Path],
+    *,
+    folder: Path | None,
+    chat: bool | None,
+    interrupted: Callable[[], bool],
+) -> list[PeerContender]:
+    """Return the contenders of a name, one for each draft model if a setting needs one. Raises `PeerError` if
+    a program is missing."""
+    found: list[PeerContender] = []
+    for setting in SETTINGS:
+        if against == "llama.cpp" and setting.name not in _USUAL:
+            continue
+        program = find_program(setting.program, folder)
+        with_drafts: dict[str, Path | None] = {"": None}
+        if setting.needs_draft:
+            with_drafts = {f" ({name})" if len(drafts) > 1 else "": p for name, p in drafts.items()}
+        for suffix, draft in with_drafts.items():
+            name = f"llama.cpp {setting.name}{suffix}"
+            found.append(
+                PeerContender(
+                    name, program, setting, draft, loaded, chat=chat, interrupted=interrupted
+                )
+            )
+    return found
+
+
+def outcome_of_peer(result: PeerResult | None) -> Outcome:
+    """Return the outcome of another program's run; None means that it was interrupted."""
+    if result is None:
+        return Outcome("", 0, "interrupted", None, None)
+    return Outcome(
+        text=result.text or "",
+        n_tokens=result.n_tokens,
+        finish_reason=None,
+        tokens_per_s=result.tokens_per_s,
+        time_to_first_token_s=None,
+        token_ids=result.token_ids,
+        n_drafted=result.n_drafted,
+        n_accepted=result.n_accepted,
+        prompt_s=result.prompt_s,
     )

@@ -65,11 +65,11 @@ class ContenderFigures:
     """The figures of a contender's answers; None means unknown.
 
     `speedup` is the geometric mean over the categories, `speedups` the spread over all answers. `whole` is
-    the speed-up of whole answers, prompts included. (If a program lets its draft model read the prompt before
-    the first token, that time shows only there.) `acceptance_by_position` begins with the first drafted
-    token: the accepted share of all tokens drafted at that position. `first_token` is the median, over all
-    answers, of the time to the first token relative to plain decoding's. `n_different` counts answers whose
-    text differs from plain decoding's (at temperature 0, where rounding in batches may turn a near-tie).
+    the speed-up of whole answers, prompts included. (If a program prefills its draft model before the first
+    token, that time shows only there.) `acceptance_by_position` begins with the first drafted token: the
+    accepted share of all tokens drafted at that position. `first_token` is the median, over all answers, of
+    the time to the first token relative to plain decoding's. `n_different` counts answers whose text
+    differs from plain decoding's (at temperature 0, where rounding in batches may turn a near-tie).
     """
 
     target: str

@@ -10,7 +10,6 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from specgen.measure.bench.figures import ContenderFigures
-from specgen.measure.bench.foresight_replay import Foresight
 from specgen.measure.bench.report import BenchReport
 from specgen.measure.bench.svg import Bar, ChartLine, Stack, bars, line_chart, stacks
 
@@ -34,7 +33,6 @@ def to_html(report: BenchReport) -> str:
         report=report,
         n_prompts=len({result.prompt for result in report.runs.results}),
         lineups=[_lineup(report, lineup) for lineup in report.lineups],
-        costs=[_costs(foresight) for foresight in report.foresights],
         left_out=_left_out(report),
         about=list(_flat(report.about)),
     )
@@ -51,7 +49,7 @@ def _lineup(report: BenchReport, lineup: tuple[str, float]) -> _Part:
     return {
         "target": target,
         "temperature": temperature,
-        "rows": [_row(report, each) for each in every],
+        "rows": [_row(each) for each in every],
         "speedups": _speedups(report, every, colours) if has_speedups else None,
         "shares": _shares(shares) if shares else None,
         "acceptance": line_chart(points, "position in the draft", "share", 1.0)
@@ -104,24 +102,8 @@ def _acceptance(each: ContenderFigures, colour: str) -> ChartLine:
     )
 
 
-def _costs(foresight: Foresight) -> _Part:
-    points = tuple(
-        (float(size), 1000.0 * seconds) for size, seconds in sorted(foresight.batch_s.items())
-    )
-    line = ChartLine(foresight.target, "c0", points)
-    is_line = len(points) > 1
-    return {
-        "target": foresight.target,
-        "batches": line_chart([line], "tokens in the batch", "milliseconds") if is_line else None,
-        "drafts": [
-            (name, f"{1000 * first:.2f}", f"{1000 * further:.2f}")
-            for name, (first, further) in foresight.draft_s.items()
-        ],
-    }
-
-
 def _left_out(report: BenchReport) -> list[tuple[str, str, str]]:
-    """Return what was left out, where, and why."""
+    """Return the parts that were left out, with their reasons."""
     failures = [
         (failure.contender, f"{failure.target} ({failure.temperature:g})", failure.message)
         for failure in report.runs.failures
@@ -133,8 +115,8 @@ def _left_out(report: BenchReport) -> list[tuple[str, str, str]]:
     return failures + skipped
 
 
-def _row(report: BenchReport, each: ContenderFigures) -> list[str]:
-    spread, worst, reached = each.speedups, each.worst, report.share_reached(each)
+def _row(each: ContenderFigures) -> list[str]:
+    spread, worst = each.speedups, each.worst
     return [
         each.contender,
         _number(each.speedup),
@@ -147,7 +129,6 @@ def _row(report: BenchReport, each: ContenderFigures) -> list[str]:
         _number(each.first_token),
         _number(each.whole),
         "" if each.n_different is None else f"{each.n_different} of {each.n_answers}",
-        "" if reached is None else f"{reached:.0%}",
     ]
 
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specgen.engine.loaded_models import Models
 from specgen.errors import SpecgenError
-from specgen.measure.bench.environment import about
-from specgen.measure.bench.plan import NGRAM, Field, Plan, contender_entries
+from specgen.measure.bench.contenders import SessionContender, peers_of
+from specgen.measure.bench.figures import figures_of
+from specgen.measure.bench.plan import PLAIN, Field, Plan, Stages, contender_entries
+from specgen.measure.bench.report import BenchReport, about
+from specgen.measure.bench.runs import Lineup, Runs, run_lineups
 
 if TYPE_CHECKING:
-    from specgen.measure.bench.foresight_replay import Foresight
+    from specgen.measure.bench.contenders import Contender
     from specgen.measure.bench.prompts import BenchPrompt
-    from specgen.measure.bench.report import BenchReport
-    from specgen.measure.bench.runs import Runs
-    from specgen.options import DraftSource
+    from specgen.options import DraftOptions
     from specgen.system.progress import Progress
 
 
@@ -32,8 +36,6 @@ class Job:
         interrupted: Callable[[], bool],
         command: str,
     ) -> None:
-        from specgen.measure.bench.runs import Runs
-
         self._plan = plan
         self._prompts = prompts
         self._n_rounds = n_rounds
@@ -41,7 +43,6 @@ class Job:
         self._interrupted = interrupted
         self._command = command
         self._runs: Runs = Runs()
-        self._foresights: list[Foresight] = []
         #: The names of other programs.
         self._others: list[str] = []
         #: The error that ended the measurements after some results.
@@ -49,9 +50,6 @@ class Job:
 
     def measure(self, field: Field) -> None:
         """Measure all contenders for a target; close its models afterwards."""
-        from specgen.measure.bench.lineups import lineups
-        from specgen.measure.bench.runs import run_lineups
-
         if self._is_over:
             return
         with (
@@ -73,36 +71,6 @@ class Job:
                 progress=lambda done, total: self._progress(field.name, done, total),
             )
 
-    def foresee(self, field: Field) -> None:
-        """Compute the best speeds, if there is a draft and a temperature of 0."""
-        from specgen.engine.loaded_models import Models
-        from specgen.measure.bench.foresight_replay import foresee, foresight_options
-
-        plan, groups = self._plan, self._plan.groups(field)
-        if self._is_over or 0.0 not in plan.temperatures or not groups:
-            return
-        drafts: dict[str, DraftSource] = {
-            name: stages[0] for name, stages in field.drafts.items() if len(stages) == 1
-        }
-        if any(NGRAM in group for group in groups):
-            drafts[NGRAM] = NGRAM
-        options = foresight_options(plan.options(field), plan.n_max)
-        skipped = {skip.prompt for skip in self._runs.skipped if skip.target == field.name}
-        prompts = [prompt for prompt in self._prompts if prompt.number not in skipped]
-        with self._keeping_what_there_is(), Models(options, time.perf_counter) as loaded:
-            found = foresee(
-                loaded,
-                field.name,
-                drafts,
-                groups,
-                prompts,
-                chat=plan.chat,
-                interrupted=self._interrupted,
-                progress=self._progress,
-            )
-            if found is not None:
-                self._foresights.append(found)
-
     @property
     def _is_over(self) -> bool:
         return self._interrupted() or self.error is not None
@@ -118,9 +86,6 @@ class Job:
             self.error = error
 
     def report(self, fields: Sequence[Field]) -> BenchReport:
-        from specgen.measure.bench.figures import figures_of
-        from specgen.measure.bench.report import BenchReport
-
         return BenchReport(
             about=about(self._plan, fields, self._command),
             contenders=[
@@ -132,6 +97,72 @@ class Job:
             n_rounds=self._n_rounds,
             runs=self._runs,
             figures=figures_of(self._runs.results),
-            foresights=self._foresights,
             is_interrupted=self._interrupted(),
         )
+
+
+@contextlib.contextmanager
+def lineups(
+    field: Field, plan: Plan, interrupted: Callable[[], bool], progress: Progress
+) -> Iterator[list[Lineup]]:
+    """Yield a lineup for each temperature, with its models loaded until the end.
+
+    Each contender has models with weights of its own: if llama.cpp repacks weights for the CPU, or keeps them
+    on a GPU, each takes memory. Raises `ModelFileError`, `PairError`.
+    """
+    n_contenders = len(plan.temperatures) * (1 + len(field.drafts) * len(plan.ways))
+    opened: list[Models] = []
+    with contextlib.ExitStack() as stack:
+
+        def contender(
+            name: str, draft: Stages, drafting: DraftOptions, temperature: float
+        ) -> SessionContender:
+            progress(f"loading {field.name}", len(opened), n_contenders)
+            options = plan.options(field, draft)
+            options = replace(
+                options,
+                drafting=drafting,
+                sampler=replace(options.sampler, temperature=temperature),
+            )
+            # Each contender learns its own costs and acceptance rates and keeps them for all prompts: no
+            # contender gains or loses by the others.
+            loaded = stack.enter_context(Models(options, time.perf_counter))
+            opened.append(loaded)
+            return SessionContender(name, loaded, chat=plan.chat, interrupted=interrupted)
+
+        found: list[Lineup] = []
+        for temperature in plan.temperatures:
+            plain = contender(PLAIN, ("none",), replace(plan.drafting, policy="fixed"), temperature)
+            others: list[Contender] = [
+                contender(plan.name(name, way), draft, plan.drafting_of(way), temperature)
+                for name, draft in field.drafts.items()
+                for way in plan.ways
+            ]
+            loaded = opened[-1 - len(others)]
+            drafts = _same_vocabulary(field, opened)
+            for against in plan.against:
+                others += peers_of(
+                    against,
+                    loaded,
+                    drafts,
+                    folder=plan.peers,
+                    chat=plan.chat,
+                    interrupted=interrupted,
+                )
+            found.append(Lineup(field.name, temperature, plain, tuple(others)))
+        yield found
+
+
+def _same_vocabulary(field: Field, sessions: Sequence[Models]) -> dict[str, Path]:
+    """Return the draft models with the target's vocabulary, by name: llama.cpp refuses others."""
+    own = {
+        loaded.options.draft
+        for loaded in sessions
+        if not (loaded.drafts.own_vocabulary is not None)
+    }
+    firsts = {stages[0]: name for name, stages in field.drafts.items() if len(stages) == 1}
+    return {
+        firsts.get(draft, draft.name): draft
+        for draft, *_ in field.drafts.values()
+        if isinstance(draft, Path) and draft in own
+    }

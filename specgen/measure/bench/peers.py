@@ -167,7 +167,7 @@ class PeerResult:
 
 def find_program(name: str, folder: Path | None = None) -> Path:
     """Return a peer's path: in `folder`, else in $SPECGEN_PEERS, else beside this Python's own files, where
-    `make peers` puts it. Raises `PeerError`."""
+    `make peers` puts it. Raise `PeerError`."""
     chosen = folder or (Path(value) if (value := os.environ.get(PEERS_VARIABLE)) else None)
     place = (chosen or Path(sys.prefix) / "peers").expanduser()
     file = f"{name}.exe" if os.name == "nt" else name
@@ -187,8 +187,8 @@ def run_peer(
 ) -> PeerResult | None:
     """Let a program answer; None if `interrupted` returned True and the program was killed.
 
-    Raises `PeerError` with the program's own words if it fails, and if it takes longer than `limit_s` seconds
-    or reads the prompt as another number of tokens than specgen.
+    Raise `PeerError` with the program's own words if it fails, and if it takes longer than `limit_s`
+    seconds or reads the prompt as another number of tokens than specgen.
     """
     with tempfile.TemporaryDirectory(prefix="specgen-") as folder:
         file = Path(folder) / "prompt"
@@ -213,7 +213,7 @@ def run_peer(
 
 
 def arguments_of(setting: PeerSetting, job: PeerJob, prompt: Path) -> Iterator[str]:
-    """Yield the program's arguments. Raises `PeerError` for options that cannot be passed on."""
+    """Yield the program's arguments. Raise `PeerError` for options that cannot be passed on."""
     yield from ("-m", str(job.target), *setting.arguments)
     if setting.needs_draft:
         if job.draft is None:
@@ -244,7 +244,7 @@ def _context_flags(options: ContextOptions, suffix: str = "") -> Iterator[str]:
 
 
 def sampler_flags(options: SamplerOptions) -> Iterator[str]:
-    """Yield the samplers as llama.cpp's options. Raises `PeerError` for those that cannot be passed on."""
+    """Yield the samplers as llama.cpp's options. Raise `PeerError` for those that cannot be passed on."""
     passed = {"temperature", "seed", *_SAMPLER_FLAGS}
     for name in (field.name for field in fields(SamplerOptions)):
         if name not in passed and getattr(options, name) != getattr(SamplerOptions(), name):
@@ -262,7 +262,7 @@ def sampler_flags(options: SamplerOptions) -> Iterator[str]:
 def parse_output(
     stdout: str, stderr: str, program: str, prompt: PeerPrompt, command: tuple[str, ...]
 ) -> PeerResult:
-    """Read the figures in a program's output. Raises `PeerError` if its figures are not there."""
+    """Read the figures in a program's output. Raise `PeerError` if its figures are not there."""
     encoded, decoded = (_SPEED.format(what) for what in ("encoded", "decoded"))
     try:
         n_prompt_tokens, prompt_s, _ = _last(encoded, stderr)
@@ -285,7 +285,7 @@ def parse_output(
 
 
 def _last(pattern: str, text: str) -> list[float]:
-    """Return the numbers in the last match. Raises `ValueError` if there is none."""
+    """Return the numbers in the last match. Raise `ValueError` if there is none."""
     matches = list(re.finditer(pattern, text))
     if not matches:
         raise ValueError(pattern)
@@ -317,7 +317,7 @@ def run_program(
     interrupted: Callable[[], bool] = lambda: False,
     stdin: str = "",
 ) -> tuple[str, str] | None:
-    """Run a program and return its stdout and stderr; None if `interrupted` returned True. Raises
+    """Run a program and return its stdout and stderr; None if `interrupted` returned True. Raise
     `PeerError`. The program never outlives this call."""
     name, pipe = Path(command[0]).name, subprocess.PIPE
     # LLAMA_ARG_... variables are options too, and would have a hidden effect.

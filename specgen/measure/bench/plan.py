@@ -23,7 +23,7 @@ from specgen.options import (
 
 if TYPE_CHECKING:
     from specgen.engine.calibration.memory import Memory
-    from specgen.measure.bench.peer_contenders import Against
+    from specgen.measure.bench.contenders import Against
     from specgen.options import SessionOptions
 
 #: The name of plain decoding.
@@ -112,18 +112,6 @@ class Plan:
         adds_ngrams = self.drafting_of(way).adds_ngrams
         return [draft, NGRAM] if adds_ngrams and draft != NGRAM else [draft]
 
-    def groups(self, field: Field) -> list[tuple[str, ...]]:
-        """Return the groups of drafts that draft together, and the group of all of them. Drafts with a draft
-        of their own are left out."""
-        together = [
-            tuple(self.drafters(draft, way))
-            for draft, stages in field.drafts.items()
-            if len(stages) == 1
-            for way in self.ways
-        ]
-        named = tuple(dict.fromkeys(name for group in together for name in group))
-        return list(dict.fromkeys((*together, named))) if named else []
-
     def name(self, draft: str, way: DraftingSettings) -> str:
         """Return the name of a contender."""
         parts = [draft]
@@ -139,9 +127,9 @@ def find_fields(
 ) -> list[Field]:
     """Find targets and pairs with their drafts; fetch them if need be.
 
-    `drafts` are for every target; a plus sign in one separates a draft from its own draft. Without `drafts` a
-    pair has its own, and a target has the one that `specgen run` would pick, and n-grams. Without a target or
-    a pair, the default pair is used. Raises `UsageError`, `UnknownModelError`, `FetchError`.
+    `drafts` are for every target; a plus sign in one separates a draft from its own draft. Without `drafts`
+    a pair has its own, and a target has the one that `specgen run` would pick, and n-grams. Without a
+    target or a pair, the default pair is used. Raise `UsageError`, `UnknownModelError`, `FetchError`.
     """
     found: dict[Path, list[Stages]] = {}
     named: list[tuple[str | None, str | None]] = [(target, None) for target in targets]
@@ -159,7 +147,7 @@ def find_fields(
 
 
 def _stages(draft: str) -> tuple[str, ...]:
-    """Split a draft's name at plus signs, unless it is the name of a file. Raises `UsageError`."""
+    """Split a draft's name at plus signs, unless it is the name of a file. Raise `UsageError`."""
     if Path(draft).expanduser().exists():
         return (draft,)
     stages = tuple(draft.split("+"))

@@ -87,7 +87,7 @@ def run_lineups(
     """Let all contenders answer all prompts, `n_rounds` times, after a warm-up; add the results to `runs`.
 
     For each prompt the contenders answer one after the other, so that a machine that is slow for a while
-    slows all of them. An interrupted answer is not a result. Raises the `SpecgenError` of a plain contender,
+    slows all of them. An interrupted answer is not a result. Raise the `SpecgenError` of a plain contender,
     and `PromptError` if no prompt could be answered.
     """
     _Job(lineups, prompts, runs, n_rounds, interrupted, progress).run()

@@ -1,19 +1,13 @@
-"""The checks of `specgen verify`: does drafting change the answers?
+"""The checks of `specgen verify`: whether drafting changes the answers.
 
-`greedy` compares texts, and `at_once` those of answers that are made at once. `sampled` tests draws against the target's exact distribution. Both compare rows
-of logits (`rows`). `statistics` has the mathematics. `specgen.testing.bugs` has known bugs, which the
-checks must find.
+`greedy` compares texts, of answers alone and of several at once, and `differences` explains how they differ.
+`sampled` tests draws against the target's exact distribution. Both compare rows of logits (`rows`).
+`statistics` has the mathematics. `specgen.testing.bugs` has known bugs, which the checks must find.
 """
 
-from specgen.measure.proof.at_once import N_AT_ONCE, check_at_once
+from specgen.measure.proof.differences import Choice, Difference, GreedyResult
 from specgen.measure.proof.drafting_plans import DraftingPlan, WayName, ways_to_draft
-from specgen.measure.proof.greedy import (
-    Choice,
-    Difference,
-    GreedyResult,
-    PlainAnswers,
-    check_greedy,
-)
+from specgen.measure.proof.greedy import N_AT_ONCE, PlainAnswers, check_greedy
 from specgen.measure.proof.prompts import OWN_PROMPTS, evenly_chosen, read_prompts
 from specgen.measure.proof.report import ProofCheck, ProofReport, UncheckedPrompt, to_json_object
 from specgen.measure.proof.sampled import SampledPlan, SampledResult, check_sampled, room
@@ -36,7 +30,6 @@ __all__ = [
     "SampledResult",
     "UncheckedPrompt",
     "WayName",
-    "check_at_once",
     "check_greedy",
     "check_sampled",
     "evenly_chosen",

@@ -1,14 +1,18 @@
-"""The ways to draft that are checked: that of the options, and one that drafts in every round."""
+"""The ways to draft that are checked: that of the options, and one that drafts in every round; and what the
+events of a loop tell about the drafts."""
 
 from __future__ import annotations
 
-from collections import abc
+from collections import Counter, abc
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from specgen.decoding.draft import Draft
 from specgen.decoding.policy import Offer, Policy, Reason, RoundPlan, RoundResult
 from specgen.decoding.sequence import Sequence
+from specgen.errors import BackendError
+from specgen.events import CommittedEvent, DraftedEvent, Event, NoticeEvent
 from specgen.options import DraftOptions, PolicyName
 
 WayName: TypeAlias = Literal[PolicyName, "forced"]
@@ -102,3 +106,30 @@ class UpTo:
 
     def cut(self, draft: Draft) -> Draft:
         return draft
+
+
+# --- what events tell ------------------------------------------------------------------------
+
+
+def check_drafting(events: abc.Sequence[Event]) -> None:
+    """Raise `BackendError` if the drafter failed: the answer continues without drafts, which proves
+    nothing."""
+    for event in events:
+        if isinstance(event, NoticeEvent):
+            raise BackendError(event.message)
+
+
+def drafted_by(events: Iterable[Event]) -> Counter[str]:
+    """Return the number of verified draft tokens for each drafter, by its name."""
+    return Counter(
+        node.origin for event in events if isinstance(event, DraftedEvent) for node in event.nodes
+    )
+
+
+def tokens_told(events: abc.Sequence[Event], *, loses_bonus: bool = False) -> Iterator[int]:
+    """Yield the tokens that events commit to the text; with `loses_bonus`, without bonus tokens."""
+    for event in events:
+        if isinstance(event, CommittedEvent):
+            for piece in event.pieces:
+                if not (loses_bonus and piece.kind == "bonus"):
+                    yield piece.token_id

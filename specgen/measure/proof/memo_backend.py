@@ -36,7 +36,7 @@ class MemoBackend:
     tokens are decoded. Nothing else may use the inner backend; `close` closes it.
 
     `n_bytes_max` limits the remembered rows. Beyond it the least recently used rows are dropped, and
-    counted in `n_evicted`. If the text of a dropped row comes again, its row is computed anew, perhaps
+    counted in `n_evicted`. If the text of a dropped row comes again, its row is computed again, perhaps
     with other last bits.
 
     With `costs`, a decode that is answered from memory adds to `decode_s` the time that it would have
@@ -204,7 +204,7 @@ class MemoBackend:
 
     def rows(self) -> Iterator[tuple[tuple[int, ...], Logits]]:
         """Yield every remembered text and its row, float32[n_vocab], read-only, in the order in which the
-        texts were first seen: a text comes after its beginnings."""
+        texts were first seen: a text comes after its prefixes."""
         for node in sorted(self._rows):
             row = self._rows.get(node)
             if row is not None:  # the row may have been dropped since the last `yield`
@@ -422,7 +422,7 @@ class _Trie:
         return node
 
     def common(self, one: int, other: int) -> int:
-        """Return the node of the longest text with which both texts begin."""
+        """Return the node of the longest common prefix of both texts."""
         if _EMPTY in (one, other):
             return _EMPTY
         one = self.ancestor(one, self.depths[other])
@@ -432,7 +432,7 @@ class _Trie:
         return one
 
     def tokens_after(self, beginning: int, node: int) -> list[int]:
-        """Return the tokens of a text after one of its beginnings."""
+        """Return the tokens of a text after one of its prefixes."""
         tokens: list[int] = []
         while node != beginning:
             tokens.append(self._tokens[node])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from specgen.measure.proof.greedy import GreedyResult
+from specgen.measure.proof.differences import GreedyResult
 from specgen.measure.proof.sampled import SampledResult
 from specgen.options import SamplerOptions
 

@@ -1,11 +1,10 @@
 """Compare rows of logits with those of plain decoding.
 
-With specgen's kernels a row has the same bits in a batch as alone, so any difference is a defect.
-llama.cpp's own code rounds a row differently in a batch than alone, so two rows of the same text are
-seldom equal bit for bit. A cache that holds rejected tokens moves a row too, but further. A measurement
-distinguishes the two: the same texts are decoded without drafts, in batches of the sizes that drafting
-uses, in a cache from which nothing was ever dropped. This shows how far batches alone move rows of this
-model on this machine.
+specgen's kernels are batch-invariant, so any difference is a defect. llama.cpp's own code rounds a row
+differently in a batch than alone, so two rows of the same text are seldom equal bit for bit. A cache that
+holds rejected tokens moves a row too, but further. A measurement distinguishes the two: the same texts are
+decoded without drafts, in batches of the sizes that drafting uses, in a cache from which nothing was ever
+dropped. This shows how far batches alone move rows of this model on this machine.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ def movement(one: Logits, other: Logits) -> float:
 
 
 def is_moved(by: float, by_batches: float, *, exact: bool = False) -> bool:
-    """Return whether batches cannot explain how far a row moved. If rows are `exact` (the same bits in
-    batches as alone), they explain no movement at all."""
+    """Return whether batches cannot explain how far a row moved. If rows are `exact` (batch-invariant),
+    they explain no movement at all."""
     return by > (0.0 if exact else SLACK * by_batches + ALWAYS_ALLOWED)
 
 
@@ -87,7 +86,7 @@ def batches_move(
     ]
     if loaded.target.has_recurrent_state or loaded.options.generation.grammar is not None:
         # Also measure batches in which only some rows want logits: batches with tokens that a grammar
-        # forced, and the whole text if a recurrent state is computed anew. Other kernels compute them,
+        # forced, and the whole text if a recurrent state is computed again. Other kernels compute them,
         # with much coarser rounding, so they are not measured for models that never decode in this way.
         ways += [
             plain_rows(loaded, n_ctx, prompt, answer, max(2, largest), n_outputs=1),

@@ -25,10 +25,9 @@ from specgen.engine.measurements import measure_if_costs_decide
 from specgen.engine.prompts import Prompt
 from specgen.llama import LlamaBackend
 from specgen.measure.proof.drafting_plans import DraftingPlan, WayName
-from specgen.measure.proof.drawing import Drawer
+from specgen.measure.proof.drawing import N_SEARCHED, Drawer, find_place
 from specgen.measure.proof.exact import Exact
 from specgen.measure.proof.memo_backend import MemoBackend
-from specgen.measure.proof.revealing_place import N_SEARCHED, find_place
 from specgen.measure.proof.rows import batches_move, is_moved, movement, plain_rows
 from specgen.measure.proof.statistics import (
     Cells,

@@ -9,20 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specgen.engine.calibration.gain import Costs, break_even, carried_over, expected_gain
 from specgen.engine.calibration.threads import BATCH_ROWS, ThreadTimes
 from specgen.engine.calibration.weight_copies import COPY_TYPE
+from specgen.events import undrafted_text
 from specgen.measure.selection.default_draft import name_of
-from specgen.measure.selection.outlook import Costs, rows_s
-from specgen.measure.selection.tuning import (
-    DraftFindings,
-    TriedDraft,
-    Tuning,
-    break_even,
-    halfway_right,
-    speedup_with,
-    with_cheaper_draft,
-    with_flat_batches,
-)
+from specgen.measure.selection.tuning import DraftFindings, TriedDraft, Tuning
 
 if TYPE_CHECKING:
     from specgen.engine.calibration.weight_copies import Comparison
@@ -133,10 +125,19 @@ def _ways(tuning: Tuning) -> Iterator[str]:
 
 
 def _reasons(tuning: Tuning) -> Iterator[str]:
+    """Yield why drafts pay or do not: by costs and agreement, and by what the policy said of rounds."""
+    yield from _costs_and_agreement(tuning)
+    for way in tuning.ways:
+        figures = way.figures
+        if figures.speedup < _LEAST_GAIN and figures.undrafted:
+            yield f"{name_of_way(way)}: {undrafted_text(figures.undrafted, figures.n_rounds)}"
+
+
+def _costs_and_agreement(tuning: Tuning) -> Iterator[str]:
     draft = tuning.draft
     if draft is None:
-        yield _batch_text(tuning.baseline.batch_s)
-        yield _bound_text(Costs(tuning.baseline.batch_s, 0.0), "a draft that takes no time")
+        yield _batch_text(tuning.baseline.costs)
+        yield _bound_text(tuning.baseline.costs, "a draft that takes no time")
         return
     name, rate = draft.draft.name, draft.agreement.rate
     if rate is None:
@@ -148,19 +149,18 @@ def _reasons(tuning: Tuning) -> Iterator[str]:
     )
     if draft.costs is None:
         return
-    token_s, plain_s = draft.costs.draft_token_s, draft.costs.batch_s[1]
+    token_s, plain_s = draft.costs.draft_token_s, draft.costs.token_s
     yield f"it drafts a token in {_ms(token_s)}, {token_s / plain_s:.2f} of the target's time"
-    yield _batch_text(draft.costs.batch_s)
+    yield _batch_text(draft.costs)
     yield f"{_bound_text(draft.costs, 'it')}; it agrees at {_percent(rate)}"
 
 
-def _batch_text(batch_s: dict[int, float]) -> str:
+def _batch_text(costs: Costs) -> str:
     """Return a sentence about the target's time for one token, and for a batch of several rows."""
-    n_rows = _n_rows(batch_s)
-    seconds, plain_s = rows_s(batch_s, n_rows), batch_s[1]
+    n_rows = _n_rows(costs)
     return (
-        f"the target takes {_ms(plain_s)} for a token, and {seconds / plain_s:.2f} times as long "
-        f"for a batch of {n_rows} rows"
+        f"the target takes {_ms(costs.token_s)} for a token, and "
+        f"{costs.rows_s(n_rows) / costs.token_s:.2f} times as long for a batch of {n_rows} rows"
     )
 
 
@@ -180,8 +180,8 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.1f} ms"
 
 
-def _n_rows(batch_s: dict[int, float]) -> int:
-    return min(_N_ROWS, max(batch_s))
+def _n_rows(costs: Costs) -> int:
+    return min(_N_ROWS, max(costs.batch_s))
 
 
 # --- what would help -------------------------------------------------------------------------
@@ -200,45 +200,42 @@ def _wishes(tuning: Tuning) -> Iterator[str]:
     alone = tuning.way(draft.draft)
     if alone is None or draft.costs is None or draft.agreement.rate is None:
         return
-    yield from _better_drafts(draft, alone.figures.speedup, draft.costs, draft.agreement.rate)
-    yield from _better_targets(draft, alone.figures.speedup, draft.costs)
+    measured, costs, rate = alone.figures.speedup, draft.costs, draft.agreement.rate
+    yield from _better_drafts(draft.draft.name, measured, costs, rate)
+    yield _better_target(measured, costs, rate)
 
 
-def _better_drafts(
-    draft: DraftFindings, measured: float, costs: Costs, rate: float
-) -> Iterator[str]:
-    cheaper = speedup_with(draft, measured, costs=with_cheaper_draft(costs, _CHEAPER))
-    if cheaper is not None:
-        yield (
-            f"a draft that agrees as often and takes {_ms(_CHEAPER * costs.draft_token_s)} a token "
-            f"(perhaps a smaller quantisation of this one): {_about(cheaper)}; {draft.draft.name} alone "
-            f"is at x{measured:.2f} now"
-        )
-    better = halfway_right(rate)
-    righter = speedup_with(draft, measured, rate=better)
-    if righter is not None and rate < 1.0:
+def _better_drafts(name: str, measured: float, costs: Costs, rate: float) -> Iterator[str]:
+    now, cheaper = expected_gain(costs, rate), costs.with_cheaper_draft(_CHEAPER)
+    gain = carried_over(measured, now, expected_gain(cheaper, rate))
+    yield (
+        f"a draft that agrees as often and takes {_ms(cheaper.draft_token_s)} a token "
+        f"(perhaps a smaller quantisation of this one): {_about(gain)}; {name} alone "
+        f"is at x{measured:.2f} now"
+    )
+    if rate < 1.0:
+        better = (1.0 + rate) / 2.0  # right at half of the places where this one is wrong
+        gain = carried_over(measured, now, expected_gain(costs, better))
         yield (
             f"a draft of the same speed that agrees at {_percent(better)} (perhaps one of the target's "
-            f"own family): {_about(righter)}"
+            f"own family): {_about(gain)}"
         )
 
 
-def _better_targets(draft: DraftFindings, measured: float, costs: Costs) -> Iterator[str]:
-    n_rows = _n_rows(costs.batch_s)
-    batch = rows_s(costs.batch_s, n_rows) / costs.batch_s[1]
+def _better_target(measured: float, costs: Costs, rate: float) -> str:
+    n_rows = _n_rows(costs)
+    batch = costs.rows_s(n_rows) / costs.token_s
     if batch <= _CHEAP_BATCH:
-        yield (
+        return (
             "the target is well suited to drafts: a batch of "
             f"{n_rows} rows costs {batch:.2f} tokens"
         )
-        return
-    flat = speedup_with(draft, measured, costs=with_flat_batches(costs))
-    if flat is not None:
-        yield (
-            "a target with the same time for a token whose batches cost hardly more than that "
-            "(perhaps a larger model, a quantisation with more bits per weight, or a GPU): "
-            f"{_about(flat)}"
-        )
+    now, flat = expected_gain(costs, rate), expected_gain(costs.with_flat_batches(), rate)
+    return (
+        "a target with the same time for a token whose batches cost hardly more than that "
+        "(perhaps a larger model, a quantisation with more bits per weight, or a GPU): "
+        f"{_about(carried_over(measured, now, flat))}"
+    )
 
 
 def _about(speedup: float) -> str:

@@ -91,7 +91,7 @@ def _reason(
 
 
 def _is_same(path: Path, target: Path) -> bool:
-    """Whether two paths name the same file, for example through a link."""
+    """Return whether two paths name the same file, for example through a link."""
     try:
         return path.samefile(target)
     except OSError:

@@ -18,9 +18,8 @@ _MIN_RATIO = 4
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """A draft, and a sentence that says what it is and `why` it was chosen; empty if the user named it.
-    `advice` says how to find a better one. `is_measured` says whether its gain for this target was
-    measured."""
+    """A draft, and `why` it was chosen, in a sentence; empty if the user named it. `advice` says how to
+    find a better one. `is_measured` says whether its gain for this target was measured."""
 
     draft: DraftSource
     why: str = ""

@@ -21,7 +21,7 @@ class ModelChoice:
 
 def staged(target: str | None, drafts: Sequence[str], pair: str | None) -> ModelChoice:
     """Return the models. The first of `drafts` drafts for the target, the next one for the first, and so
-    on. Raises `UsageError` if the drafts cannot be combined."""
+    on. Raise `UsageError` if the drafts cannot be combined."""
     if "none" in drafts and len(drafts) > 1:
         raise UsageError("--draft none drafts nothing, so it goes with no other --draft")
     if "ngram" in drafts[:-1]:

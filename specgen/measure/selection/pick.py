@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError
 
 if TYPE_CHECKING:
+    from specgen.engine.calibration.gain import Costs, Gain
     from specgen.engine.loaded_models import Models
     from specgen.measure.selection.default_draft import DraftChoice
-    from specgen.measure.selection.outlook import Costs, Outlook
     from specgen.options import DraftSource
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The draft that was picked, a note that says why it was and those before it were not, and the
-    `measured` costs of each draft model that was checked."""
+    """The draft that was picked, a note with the reasons (also why those before it were not), and
+    the `measured` costs of each draft model that was checked."""
 
     draft: DraftSource
     note: str
@@ -29,7 +29,8 @@ class Taken:
 def take_first(loaded: Models, choices: Sequence[DraftChoice]) -> Taken:
     """Use the first draft that fits the target. A draft model whose gain was not measured
     must also be expected to make the target faster."""
-    from specgen.measure.selection.outlook import known_costs, measure_costs, outlook
+    from specgen.engine.calibration.gain import expected_gain
+    from specgen.engine.measurements import known_costs, measure_costs
 
     said: list[str] = []
     measured: list[str] = []
@@ -43,7 +44,7 @@ def take_first(loaded: Models, choices: Sequence[DraftChoice]) -> Taken:
             path = Path(choice.draft)
             costs = known_costs(loaded, path) if checks else None
             # A model that cannot pay by the known costs is not loaded.
-            if costs is None or outlook(costs).is_worth_it:
+            if costs is None or expected_gain(costs).is_worth_it:
                 loaded.change_draft(choice.draft)
                 costs = measure_costs(loaded, path) if checks else None
         except (BackendError, MemoryLimitError, ModelFileError, PairError) as error:
@@ -51,7 +52,7 @@ def take_first(loaded: Models, choices: Sequence[DraftChoice]) -> Taken:
             continue
         why = choice.why
         if costs is not None:
-            draft, expected = Path(choice.draft).name, outlook(costs)
+            draft, expected = Path(choice.draft).name, expected_gain(costs)
             measured.append(measured_text(target, draft, costs))
             if not expected.is_worth_it:
                 said.append(refusal(draft, expected))
@@ -65,7 +66,7 @@ def take_first(loaded: Models, choices: Sequence[DraftChoice]) -> Taken:
     return Taken("none", "; ".join([*said, "not drafting"]), tuple(measured))
 
 
-def refusal(draft: str, expected: Outlook) -> str:
+def refusal(draft: str, expected: Gain) -> str:
     """Return a message with figures that says why a draft model is not used."""
     batch = f"a batch of {expected.n_drafted + 1} costs {expected.batch_tokens:.1f} tokens"
     start = f"not drafting with {draft}: on this machine {batch}"

@@ -58,10 +58,9 @@ def resolve(
     """Find the target and the draft. Named models that are not on this disk are fetched.
 
     If only a pair is named, target and draft are the pair's. If neither a target nor a pair is named, the
-    target is that of the default pair. For this target, and for a target that is named without a draft,
-    the drafts are those of `choose_drafts`; the draft of the default pair is fetched if none is saved for
-    its target. A named draft replaces all others. Raises `UsageError`, `UnknownModelError` or
-    `FetchError`.
+    target is that of the default pair. For this target, and for a target that is named without a draft, the
+    drafts are those of `choose_drafts`; the draft of the default pair is fetched if none is saved for its
+    target. A named draft replaces all others. Raise `UsageError`, `UnknownModelError` or `FetchError`.
     """
     if target is not None and pair is not None:
         raise UsageError(
@@ -92,7 +91,7 @@ def resolve(
 
 
 def _made_heads(target: Path, disk: Disk) -> Path:
-    """Return the file of the decoder heads that were made for a target. Raises `UsageError` if there are
+    """Return the file of the decoder heads that were made for a target. Raise `UsageError` if there are
     none."""
     identity = disk.identify(target)
     path = disk.made_heads(identity) if identity is not None else None
@@ -115,7 +114,7 @@ def find_model(name: str, registry: Registry, fetch: Fetch) -> Path:
     """Return the file of a model. `name` is a path if it exists or looks like one, else a model's name in
     the registry.
 
-    Raises `UnknownModelError` or `FetchError`.
+    Raise `UnknownModelError` or `FetchError`.
     """
     path = Path(name).expanduser()
     separators = [os.sep, os.altsep or os.sep]

@@ -106,8 +106,8 @@ class SessionOpener:
     The first of `drafts` that fits the target and is expected to be faster on this machine replaces the
     draft of the options. `note` is called with the reason and, with `details`, with the measured costs. Only
     a draft that the user named can raise an error: in place of a draft that specgen chose, the next one is
-    used. Later sessions use the draft of the first one, without a note. `clock` returns seconds; `loading`
-    shows the progress.
+    used. Later sessions use the draft of the first one, without a note. With `drafts_later`, the caller loads
+    drafts itself. `clock` returns seconds; `loading` shows the progress.
     """
 
     def __init__(
@@ -117,12 +117,14 @@ class SessionOpener:
         clock: Callable[[], float],
         note: Callable[[str], None] = lambda _text: None,
         details: bool = False,
+        drafts_later: bool = False,
         loading: Loading = lambda _name: contextlib.nullcontext(lambda _what: None),
     ) -> None:
         self._drafts = list(drafts)
         self._clock = clock
         self._note = note
         self._details = details
+        self._drafts_later = drafts_later
         self._loading = loading
         self._memory = open_memory()
         self._noted: set[Path] = set()
@@ -133,7 +135,7 @@ class SessionOpener:
         return self._drafts[0].draft if self._drafts else None
 
     def open(self, options: SessionOptions) -> Models:
-        """Load the models. Raises `ModelFileError`, `MemoryLimitError` or `PairError`."""
+        """Load the models. Raise `ModelFileError`, `MemoryLimitError` or `PairError`."""
         from specgen.engine.loaded_models import Models
         from specgen.llama import build
         from specgen.models import human_bytes
@@ -164,7 +166,8 @@ class SessionOpener:
         self._note_kernels(loaded)
         if options.target not in self._noted:
             self._noted.add(options.target)
-            for note in without_effect(options, has_gpu=build().gpu_offload):
+            drafts = self._drafts_later or options.draft != "none"
+            for note in without_effect(options, drafts=drafts, has_gpu=build().gpu_offload):
                 self._note(note)
             draft, target = loaded.drafts.model, loaded.target
             if draft is not None and draft.size_bytes > target.size_bytes:
@@ -198,9 +201,9 @@ _OF_DRAFTERS = {
 }
 
 
-def without_effect(options: SessionOptions, *, has_gpu: bool) -> Iterator[str]:
-    """Yield a line about each option that changes nothing."""
-    if options.draft == "none":
+def without_effect(options: SessionOptions, *, drafts: bool, has_gpu: bool) -> Iterator[str]:
+    """Yield a line about each option that changes nothing; `drafts` says whether anything will draft."""
+    if not drafts:
         plain = DraftOptions()
         for field, name in _OF_DRAFTERS.items():
             if getattr(options.drafting, field) != getattr(plain, field):

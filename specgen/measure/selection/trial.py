@@ -9,11 +9,13 @@ tried in only their own time.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import statistics
 from collections import abc, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,12 +26,14 @@ from specgen.decoding.drafters import draft_alone
 from specgen.decoding.loop import Loop
 from specgen.decoding.policy import Reason, RoundPlan, RoundResult, draft_up_to
 from specgen.decoding.sequence import Sequence
+from specgen.decoding.tally import Tally
+from specgen.engine.calibration.gain import Costs, speedup
 from specgen.engine.calibration.timing import time_batch, timed_batch_sizes
 from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.measurements import measure_if_new
 from specgen.errors import PromptError
+from specgen.events import ReasonCount
 from specgen.llama import LlamaBackend
-from specgen.measure.selection.outlook import rows_s
 from specgen.system.arrays import Hidden
 
 if TYPE_CHECKING:
@@ -78,13 +82,14 @@ class Baseline:
     answer_token_s: tuple[float, ...] = ()
 
     @property
+    def costs(self) -> Costs:
+        """The costs of the target; drafts have none."""
+        return Costs(self.batch_s)
+
+    @property
     def token_s(self) -> float:
         """Seconds of a token in plain decoding."""
         return self.batch_s[1]
-
-    def rows_s(self, n_rows: int) -> float:
-        """Return the seconds of a batch of `n_rows` rows, interpolated between the sizes that were timed."""
-        return rows_s(self.batch_s, n_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +97,8 @@ class Replay:
     """The result of a drafter for one answer, without the token that came from the prompt's decode.
 
     All times are seconds. `start_s` is the draft model's decode of the prompt, `draft_s` all drafting
-    after it, `target_s` the time of the target's batches by their measured costs, and `plain_s` the
-    target's time for the same tokens in plain decoding.
+    after it, `target_s` the time of the target's batches by their measured costs, and `token_s` the
+    target's time for a token in plain decoding.
     """
 
     n_tokens: int
@@ -103,14 +108,14 @@ class Replay:
     start_s: float
     draft_s: float
     target_s: float
-    plain_s: float
-    #: The number of rounds that had a draft.
-    n_drafts: int = 0
+    token_s: float
+    #: Why rounds drafted nothing.
+    undrafted: tuple[ReasonCount, ...] = ()
 
     @property
     def speedup(self) -> float:
         """The speed-up over plain decoding. The decodes of the prompt, by target and draft, do not count."""
-        return self.plain_s / (self.target_s + self.draft_s)
+        return speedup(self.n_tokens, self.target_s + self.draft_s, self.token_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +134,9 @@ class DraftFigures:
     #: The mean number of tokens in a draft, over the rounds that had one, and the share of these rounds.
     draft_length: float | None = None
     draft_share: float = 0.0
+    #: All rounds, and why some of them drafted nothing, the most frequent reason first.
+    n_rounds: int = 0
+    undrafted: tuple[ReasonCount, ...] = ()
 
 
 def measure_target(
@@ -144,9 +152,9 @@ def measure_target(
     of a round by the options. With `hidden`, the hidden states are kept too, from which decoder
     heads draft.
 
-    The temperature must be 0. Returns None if interrupted. Raises `PromptError` if no prompt fits
-    into the context, if no answer is longer than a token, or if the context has no room to time the
-    batches; and `MemoryLimitError`.
+    The temperature must be 0. Return None if interrupted. Raise `PromptError` if no prompt fits into the
+    context, if no answer is longer than a token, or if the context has no room to time the batches; and
+    `MemoryLimitError`.
     """
     fitting, skipped = _fitting(loaded, prompts, chat)
     n_ctx = max(loaded.context_size(len(prompt.tokens)) for _, prompt in fitting)
@@ -168,7 +176,7 @@ def measure_target(
             if tokens_s := generation.tally.target_s_by_rows[1]:
                 samples[1] += tokens_s
                 token_s.append(statistics.median(tokens_s))
-            # Batches are timed right after the single tokens, since a machine's pace changes.
+            # Batches are timed right after the single tokens, since a machine's speed changes.
             for size in _timed_sizes(sizes):
                 if interrupted():
                     return None
@@ -196,7 +204,7 @@ def try_draft(
 ) -> DraftFigures | None:
     """Return the figures of the loaded draft for its target; None if interrupted.
 
-    Raises `MemoryLimitError` or `BackendError` if the draft model cannot be run.
+    Raise `MemoryLimitError` or `BackendError` if the draft model cannot be run.
     """
     with loaded.contexts(baseline.n_ctx) as (target, draft):
         measure_if_new(loaded, target, draft)
@@ -214,9 +222,9 @@ def replay(
     returns seconds and is read around each proposal.
     """
     drafters, policy = generation.drafters, generation.policy
-    tokens = answer.tokens
-    n_drafted = n_accepted = n_rounds = n_drafts = 0
-    draft_s = target_s = 0.0
+    tokens, costs = answer.tokens, baseline.costs
+    tally = Tally()
+    n_tokens = len(tokens) - 1
 
     def propose(plan: RoundPlan | None = None) -> _Proposed:
         if drafters is None:
@@ -225,10 +233,13 @@ def replay(
         offer = generation.offer(policy.n_max)
         plan = plan or policy.plan(offer)
         draft = draft_alone(drafters.propose(generation.tokens, plan))
-        return _Proposed(plan, plan.stop.cut(draft), (offer.found, draft), clock() - started)
+        verified = plan.stop.cut(draft)
+        if len(plan.found) + plan.n_max > 0 and not len(verified):
+            plan = dataclasses.replace(plan, reason=Reason("unsure"))
+        return _Proposed(plan, verified, (offer.found, draft), clock() - started)
 
-    def commit(proposed: _Proposed) -> int:
-        """End a round, and return the number of accepted tokens."""
+    def commit(proposed: _Proposed) -> tuple[int, ...]:
+        """End a round, and return the accepted nodes."""
         draft = proposed.draft
         done = len(generation.tokens) - generation.n_prompt
         path = agreeing_path(draft, tokens[done:])
@@ -245,7 +256,7 @@ def replay(
             draft,
             path,
             proposed.seconds,
-            baseline.rows_s(n_rows),
+            costs.rows_s(n_rows),
             n_rows,
             told,
             proposed.whole,
@@ -253,7 +264,7 @@ def replay(
         policy.observe(result)
         if drafters is not None:
             drafters.observe(result)
-        return len(path)
+        return path
 
     # In a real answer, the prompt's round has no draft, and the draft model decodes the prompt in the next
     # round. Here it decodes the prompt before, for a proposal that is not used. So the rounds have only
@@ -262,25 +273,24 @@ def replay(
     commit(_Proposed(RoundPlan(Reason("plain decode"))))
     while len(generation.tokens) - generation.n_prompt < len(tokens):
         proposed = propose()
-        n_rounds += 1
-        n_drafts += len(proposed.draft) > 0
-        n_drafted += len(proposed.draft)
-        draft_s += proposed.seconds
-        target_s += baseline.rows_s(1 + len(proposed.draft))
-        n_accepted += commit(proposed)
+        tally.n_rounds += 1
+        tally.draft_s += proposed.seconds
+        tally.target_s += costs.rows_s(1 + len(proposed.draft))
+        if not len(proposed.draft):
+            reason = proposed.plan.reason
+            tally.add_undrafted(reason.name, str(reason))
+        tally.add_draft(proposed.draft, commit(proposed))
     policy.finish()
-    n_tokens = len(tokens) - 1
-    plain_s = n_tokens * baseline.token_s
     return Replay(
         n_tokens,
-        n_rounds,
-        n_drafted,
-        n_accepted,
+        tally.n_rounds,
+        tally.n_drafted,
+        tally.n_accepted,
         start_s=start_s,
-        draft_s=draft_s,
-        target_s=target_s,
-        plain_s=plain_s,
-        n_drafts=n_drafts,
+        draft_s=tally.draft_s,
+        target_s=tally.target_s,
+        token_s=baseline.token_s,
+        undrafted=tally.reasons,
     )
 
 
@@ -298,22 +308,27 @@ def summarise(replays: abc.Sequence[Replay], plain_token_s: float) -> DraftFigur
     """Return the figures of all answers together. Answers of a single token say nothing and do not
     count."""
     told = [replay for replay in replays if replay.n_rounds]
+    n_rounds = sum(replay.n_rounds for replay in told)
     n_drafted = sum(replay.n_drafted for replay in told)
-    n_drafts = sum(replay.n_drafts for replay in told)
     n_tokens = sum(replay.n_tokens for replay in told)
     draft_s = sum(replay.draft_s for replay in told)
     seconds = draft_s + sum(replay.target_s for replay in told)
-    speedup = n_tokens * plain_token_s / seconds
+    tally = Tally()
+    for each in chain.from_iterable(replay.undrafted for replay in told):
+        tally.add_undrafted(each.reason, each.text, each.n_rounds)
+    n_drafts = n_rounds - sum(each.n_rounds for each in tally.reasons)
     return DraftFigures(
-        speedup=speedup,
+        speedup=speedup(n_tokens, seconds, plain_token_s),
         worst_speedup=min(replay.speedup for replay in told),
         tokens_per_s=n_tokens / seconds,
         acceptance_rate=sum(r.n_accepted for r in told) / n_drafted if n_drafted else None,
-        mean_accepted_length=n_tokens / sum(replay.n_rounds for replay in told),
+        mean_accepted_length=n_tokens / n_rounds,
         draft_token_s=draft_s / n_drafted if n_drafted else None,
         start_s=sum(replay.start_s for replay in told) / len(told),
         draft_length=n_drafted / n_drafts if n_drafts else None,
-        draft_share=n_drafts / sum(replay.n_rounds for replay in told),
+        draft_share=n_drafts / n_rounds,
+        n_rounds=n_rounds,
+        undrafted=tally.reasons,
     )
 
 
@@ -344,8 +359,8 @@ def answered_prompt(loaded: Models, baseline: Baseline, answer: TargetAnswer) ->
 def _fitting(
     loaded: Models, texts: abc.Sequence[str], chat: bool | None
 ) -> tuple[list[tuple[str, Prompt]], tuple[int, ...]]:
-    """Return the prompts that fit into the context, as they were given and as the models see them, and
-    the numbers of the others. Raises `PromptError` if none fits."""
+    """Return the prompts that fit into the context, as they were given and as the models see them, and the
+    numbers of the others. Raise `PromptError` if none fits."""
     fitting: list[tuple[str, Prompt]] = []
     skipped: list[int] = []
     failure: PromptError | None = None

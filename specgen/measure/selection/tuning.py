@@ -14,13 +14,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specgen.engine.agreement import Agreement
+from specgen.engine.calibration.gain import Agreement, Costs, Gain, expected_gain
 from specgen.engine.calibration.threads import ThreadTimes, measure_threads, thread_counts
 from specgen.engine.calibration.weight_copies import Comparison
-from specgen.engine.measurements import agreement_walk, measure_if_new
+from specgen.engine.measurements import (
+    agreement_walk,
+    known_costs,
+    measure_if_new,
+    short_context,
+)
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError, SpecgenError
 from specgen.llama import default_threads
-from specgen.measure.selection.outlook import Costs, Outlook, known_costs, outlook
 from specgen.measure.selection.trial import (
     Baseline,
     DraftFigures,
@@ -37,10 +41,6 @@ if TYPE_CHECKING:
 
 #: About how many seconds of decoding the comparison of numbers of threads takes.
 _THREADS_BUDGET_S = 20.0
-#: Cells of the contexts in which they are compared.
-_N_CTX = 256
-#: The precision of the least acceptance rate with which a draft pays.
-_PRECISION = 0.005
 #: Errors that are the draft's and not the target's.
 _DRAFT_ERRORS = (BackendError, MemoryLimitError, ModelFileError, PairError)
 
@@ -67,10 +67,10 @@ class DraftFindings:
     compared: Comparison | None = None
 
     @property
-    def expected(self) -> Outlook | None:
-        """The speed-up that a formula expects from costs and agreement; None if these are not known."""
+    def expected(self) -> Gain | None:
+        """The gain that is expected from costs and agreement; None if these are not known."""
         rate = self.agreement.rate
-        return outlook(self.costs, rate) if self.costs is not None and rate is not None else None
+        return None if self.costs is None or rate is None else expected_gain(self.costs, rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Tuner:
     ) -> Tuning | None:
         """Measure the target, the draft, and other files that may draft for it.
 
-        If interrupted, returns the measurements so far, or None if the target's are not complete. Raises
+        If interrupted, returns the measurements so far, or None if the target's are not complete. Raise
         `PromptError`, and `ModelFileError`, `PairError`, `MemoryLimitError` or `BackendError` if the target
         or `draft` fails; other drafts that fail are only listed as refused.
         """
@@ -168,7 +168,7 @@ class Tuner:
         # The target's costs are those of the baseline: the trial of a draft may have changed the table.
         costs = known_costs(self._loaded, draft)
         if costs is not None:
-            costs = Costs(found.baseline.batch_s, costs.draft_token_s)
+            costs = replace(costs, batch_s=found.baseline.batch_s)
         latest = {compared.model: compared for compared in self._loaded.drafts.compared}
         findings = DraftFindings(draft, agreement, costs, threads, latest.get(draft.name))
         return replace(found, draft=findings)
@@ -219,11 +219,9 @@ class Tuner:
             return None
         model = draft or self._target
         self._progress(f"threads for {model.name}", 0, 1)
-        n_train = loaded.target.n_ctx_train
-        n_ctx = min(_N_CTX, n_train) if n_train > 0 else _N_CTX
         default = default_threads()
         counts = thread_counts(default, os.cpu_count() or default, _n_usable_cores())
-        with loaded.contexts(n_ctx, drafts=draft is not None) as (target, drafting):
+        with loaded.contexts(short_context(loaded), drafts=draft is not None) as (target, drafting):
             backend = target if draft is None else drafting
             assert backend is not None, "the loaded draft"
             found = measure_threads(backend, counts, default, _THREADS_BUDGET_S, self._interrupted)
@@ -234,7 +232,7 @@ class Tuner:
 
     def _walk(self, baseline: Baseline, draft: Path) -> Agreement | None:
         """Return how often the loaded draft model agrees with the target's answers, over all their
-        places; None if interrupted. The acceptance statistics learn from this."""
+        positions; None if interrupted. The acceptance statistics learn from this."""
         n_places = n_agreed = 0
         tell = self._telling(f"agreement of {draft.name}")
         with self._loaded.contexts(baseline.n_ctx) as (target, drafting):
@@ -258,62 +256,6 @@ class Tuner:
         return lambda done, total: self._progress(what, done, total)
 
 
-# --- what if ---------------------------------------------------------------------------------
-
-
-def break_even(costs: Costs) -> float | None:
-    """Return the least acceptance rate with which a draft saves time, by the formula of `outlook`; None if
-    it never does."""
-    if outlook(costs, 1.0).speedup <= 1.0:
-        return None
-    low, high = 0.0, 1.0
-    while high - low > _PRECISION:
-        middle = (low + high) / 2
-        low, high = (low, middle) if outlook(costs, middle).speedup > 1.0 else (middle, high)
-    return high
-
-
-def with_cheaper_draft(costs: Costs, share: float) -> Costs:
-    """Return the costs if a drafted token took only this share of its time."""
-    return Costs(costs.batch_s, share * costs.draft_token_s)
-
-
-def with_flat_batches(costs: Costs) -> Costs:
-    """Return the costs if the target's batches took no longer than a single token. A target whose decodes
-    wait for the weights comes near that."""
-    return Costs(dict.fromkeys(costs.batch_s, costs.batch_s[1]), costs.draft_token_s)
-
-
-def speedup_with(
-    findings: DraftFindings,
-    measured: float,
-    *,
-    costs: Costs | None = None,
-    rate: float | None = None,
-) -> float | None:
-    """Return the expected speed-up of a draft with other costs or another rate of agreement (None: those
-    that were measured). `measured` is its measured speed-up. None if costs or agreement are not known.
-
-    `measured` is scaled by the ratio of the formula's results. What the formula leaves out, such as that
-    drafts stop where they are unsure, is left out of both. Speed-ups below 1 count as 1, since nobody has
-    to draft at a loss.
-    """
-    own_rate = findings.agreement.rate
-    if findings.costs is None or own_rate is None:
-        return None
-    before = outlook(findings.costs, own_rate).speedup
-    after = outlook(
-        costs if costs is not None else findings.costs, rate if rate is not None else own_rate
-    ).speedup
-    return max(1.0, measured) * max(1.0, after) / max(1.0, before)
-
-
-def halfway_right(rate: float) -> float:
-    """Return the rate of agreement of a draft that agrees at half of the places where one with `rate`
-    does not."""
-    return (1.0 + rate) / 2.0
-
-
 def _effort(way: TriedDraft) -> int:
     """Return how complex a way is, beside its time: 0 for plain decoding, 3 for a model with n-grams."""
     if way.draft == "none":
@@ -330,16 +272,3 @@ def _n_usable_cores() -> int:
     """Return the number of cores that this process may use; all cores if the system does not say."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-
-
-__all__ = [
-    "DraftFindings",
-    "TriedDraft",
-    "Tuner",
-    "Tuning",
-    "break_even",
-    "halfway_right",
-    "speedup_with",
-    "with_cheaper_draft",
-    "with_flat_batches",
-]

@@ -29,12 +29,13 @@ _UNLIMITED = 2**31
 class DraftRounds:
     """Drafts chains for texts whose target another program decodes. Use it as a context manager.
 
-    Only the target's vocabulary is loaded. The drafters' contexts, of `n_ctx` tokens each, stay open: if a
-    text begins like the one before, a draft model decodes only the rest. If costs decide how much is drafted
-    and these models have never been timed on this machine, the target is loaded once to time it, and closed
-    again. Later the policy learns from the time between two calls of `next`; this goes to `memory` and is not
-    saved. `note` gets a sentence if drafting fails; the text then continues without drafts. Raises
-    `UsageError` if the target has a recurrent state, `ModelFileError`, `PairError` or `MemoryLimitError`.
+    Only the target's vocabulary is loaded. The drafters' contexts, of `n_ctx` tokens each, stay open: of a
+    text that shares a prefix with the one before, a draft model decodes only the rest. If costs decide how
+    much is drafted and these models have never been timed on this machine, the target is loaded once to
+    time it, and closed again. Later the policy learns from the time between two calls of `next`; this goes
+    to `memory` and is not saved. `note` gets a sentence if drafting fails; the text then continues without
+    drafts. Raises `UsageError` if the target has a recurrent state, `ModelFileError`, `PairError` or
+    `MemoryLimitError`.
     """
 
     def __init__(
@@ -95,9 +96,9 @@ class DraftRounds:
     def next(self, text: abc.Sequence[int]) -> list[int]:
         """Return a draft, which may be empty, to follow a text of at least one token.
 
-        If the text extends the one before as a round does (a beginning of the last draft, then one token of
+        If the text extends the one before as a round does (a prefix of the last draft, then one token of
         the target's own), the accepted tokens are counted and learnt from. Any other text is a new one.
-        Raises `BackendError` after `close`.
+        Raise `BackendError` after `close`.
         """
         if self._is_closed:
             raise BackendError("the draft is closed")
@@ -126,7 +127,7 @@ class DraftRounds:
         return committed if is_round else []
 
     def _begin_text(self, text: abc.Sequence[int]) -> Sequence:
-        """Begin a new text. The caches keep the beginning that they share with it."""
+        """Start a new text. The caches keep the prefix that they share with it."""
         self._end_text()
         draft = self._contexts[0] if self._contexts else None
         self._sequence = sequence = DrafterFactory(self._loaded).sequence(

@@ -106,7 +106,8 @@ class SpecgenDraft(LlamaDraftModel):
         self._rounds.close()
 
     def __call__(self, input_ids: npt.NDArray[np.intc], /, **_kwargs: Any) -> npt.NDArray[np.intc]:
-        """The draft after the text `input_ids`, int32[n_tokens]: int32[n_drafted], which may be empty."""
+        """Return the draft after the text `input_ids`, int32[n_tokens]: int32[n_drafted], which may be
+        empty."""
         return np.array(self._rounds.next(input_ids.tolist()), dtype=np.intc)
 
     @property

@@ -119,7 +119,7 @@ class Specgen(llm.Model):
         response: llm.Response,
         conversation: llm.Conversation | None,
     ) -> Iterator[str]:
-        """Yield the text of the answer as it is generated, and load the model if need be. Raises
+        """Yield the text of the answer as it is generated, and load the model if need be. Raise
         `AnswerError`."""
         options: Any = prompt.options
         try:
@@ -183,7 +183,7 @@ class _LoadedModels:
         self._lock = threading.Lock()
 
     def get(self, target: str, draft: str | None, n_ctx: int | None) -> specgen.Model:
-        """Return a model, and load it if need be. Raises what `specgen.load` raises."""
+        """Return a model, and load it if need be. Raise what `specgen.load` raises."""
         key = (target, draft, n_ctx)
         with self._lock:
             if not self._models:

@@ -27,8 +27,8 @@ N_AT_ONCE = 16
 class WorkerJob:
     """The settings of a worker. It can be pickled if `open_session` can.
 
-    `parallel` is the number of answers made at once; None takes the fastest number by measurement. `largest`
-    has the lines that probably need most room: the caches are made large enough for them.
+    `parallel` is the number of answers generated at once; None takes the fastest number by measurement.
+    `largest` has the lines that probably need most room: the caches are made large enough for them.
     """
 
     open_session: Callable[[], Models]
@@ -51,8 +51,8 @@ class Answered:
 class LineWorker:
     """Answers lines in a separate thread. Use it as a context manager.
 
-    The results are those of `Batch`. A line that needs larger caches waits until no answer is in the caches,
-    and they are made anew. Raises what opening the models raises.
+    The results are those of `Batch`. A line that needs larger caches waits until no answer is in the
+    caches, and they are made again. Raises what opening the models raises.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class LineWorker:
         on_failure: Callable[[str], None],
         on_start: Callable[[Sequence[Line]], None] = lambda _lines: None,
     ) -> None:
-        """In the thread, `on_start` gets lines before they begin, and `on_failure` the error
-        that ended the thread; no line is answered after that."""
+        """Start the thread. There, `on_start` gets lines before they start, and `on_failure` the error that
+        ended the thread; no line is answered after that."""
         self._on_failure, self._on_start = on_failure, on_start
         self._parallel = job.parallel
         self._changed = threading.Condition()
@@ -170,7 +170,7 @@ class LineWorker:
         engine = self._engine_for(max(task.n_ctx for task in tasks))
 
         def add(_tally: Tally) -> None:
-            """Between rounds, take new lines, unless a line waits for larger caches or to be alone."""
+            """Take new lines between rounds, unless a line waits for larger caches or to be alone."""
             if is_alone or self._alone or self._too_large:
                 return
             for task in self._batch.prepare(self._take()):
@@ -203,7 +203,7 @@ class LineWorker:
         return lines
 
     def _engine_for(self, n_ctx: int) -> Engine:
-        """Return the engine, made anew if its caches are too small. No answer is being generated."""
+        """Return the engine, made again if its caches are too small. No answer is being generated."""
         if self._engine is not None and n_ctx <= self._n_ctx:
             return self._engine
         if self._engine is not None:

@@ -46,7 +46,7 @@ def read_lines(
     """Return the lines of a file that are not empty; `sampling` and `generation` give the defaults. A line
     that cannot be read has an error in place of its request.
 
-    Raises `PromptError` if there is no line, or if two have the same custom_id, so that their answers could
+    Raise `PromptError` if there is no line, or if two have the same custom_id, so that their answers could
     not be told apart.
     """
     lines: list[Line] = []

@@ -72,8 +72,8 @@ class RayBatch:
         interrupted: Callable[[], bool] = lambda: False,
         report: Callable[[Tally], None] = lambda _tally: None,
     ) -> None:
-        """Get the lines answered. After an interruption, unfinished answers are dropped; a later run asks for
-        them again. Raises what a pass raises, and `OutputError`."""
+        """Get the lines answered. After an interruption, unfinished answers are dropped; a later run asks
+        for them again. Raise what a pass raises, and `OutputError`."""
         self.tally.n_lines = len(lines)
         for line in lines:
             if isinstance(line.request, LineError):
@@ -187,8 +187,8 @@ class _Child:
                 stream.close()
 
     def message(self, timeout_s: float) -> dict[str, Any] | None:
-        """Return the next message; None if there is none within `timeout_s` seconds. Raises `BackendError` if
-        the process has ended without its last message."""
+        """Return the next message; None if there is none within `timeout_s` seconds. Raise `BackendError`
+        if the process has ended without its last message."""
         try:
             message = self._messages.get(timeout=timeout_s)
         except Empty:

@@ -32,8 +32,8 @@ class Placement:
 def place(nodes: Sequence[Node], n_lines: int, cpus: float | None, gpus: float | None) -> Placement:
     """Place as many actors with `cpus` CPUs and `gpus` GPUs as the nodes have room for, at most one a line.
 
-    None takes all that the largest node has, so that each node of its size has one actor; if `gpus` is given,
-    None divides the CPUs among that node's actors. Raises `BackendError` if no node has enough.
+    None takes all that the largest node has, so that each node of its size has one actor; if `gpus` is
+    given, None divides the CPUs among that node's actors. Raise `BackendError` if no node has enough.
     """
     if not nodes:
         raise BackendError("the Ray cluster has no node")

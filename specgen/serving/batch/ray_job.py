@@ -1,7 +1,7 @@
 """One pass of a batch over a Ray cluster, in a separate process. Only this module and `ray_actor` import Ray.
 
-`specgen batch --ray` starts it as a child process. So Ray's logs stay out of the command's streams, and
-whatever happens to Ray, written results stay and the command ends. It reads a pickled `RayJob` from standard
+`specgen batch --ray` starts it as a child process. So Ray's logs stay out of the command's streams, and if
+Ray fails in any way, written results stay and the command ends. It reads a pickled `RayJob` from standard
 input, writes messages to standard output, a line of JSON each, and ends when its standard input closes.
 """
 
@@ -76,7 +76,7 @@ class Pass:
         self._nodes: dict[str, str] = {}
 
     def run(self) -> None:
-        """Raises `UsageError`, `BackendError`, `ModelFileError`, and whatever Ray raises."""
+        """Run the job. Raise `UsageError`, `BackendError`, `ModelFileError`, and every error of Ray."""
         ray = _connect(self._job.address)
         nodes = _nodes(ray)
         job = self._job
@@ -160,7 +160,7 @@ class Pass:
         return True
 
     def _tell(self, ray: Any, state: Mapping[str, Any] | None, *, is_end: bool = False) -> None:
-        """Report actors and nodes that come and go. Raises the last actor's error if actors do nothing but
+        """Report actors and nodes that come and go. Raise the last actor's error if actors do nothing but
         fail."""
         alive = {node.identity: node.name for node in _nodes(ray)}
         for identity in self._nodes.keys() - alive.keys():
@@ -220,7 +220,7 @@ def _collect(job: RayJob, placement: Placement, desk: Any, results: SimpleQueue[
 
 
 def _connect(address: str) -> Any:
-    """Connect to Ray. Raises `UsageError` if it is not installed, `BackendError` if nothing responds."""
+    """Connect to Ray. Raise `UsageError` if it is not installed, `BackendError` if nothing responds."""
     try:
         import ray
         import ray.data

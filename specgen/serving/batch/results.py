@@ -41,7 +41,7 @@ class Results(Protocol):
     """Accepts results as they come."""
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write a result whole. Raises `OutputError`; what was written before is kept."""
+        """Write a result whole. Raise `OutputError`; what was written before is kept."""
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ def read_results(path: Path) -> Earlier:
     """Read the results in a file. A last line that was torn when a process was killed is left out; a file
     that does not exist has none.
 
-    Raises `OutputError` if the file cannot be read, or has a line that is no result.
+    Raise `OutputError` if the file cannot be read, or has a line that is no result.
     """
     found = Earlier()
     try:
@@ -112,7 +112,7 @@ def missing(
     *,
     allow_mixed: bool,
 ) -> list[Line]:
-    """Return the lines without a result. Raises `UsageError` if the results have other settings or belong to
+    """Return the lines without a result. Raise `UsageError` if the results have other settings or belong to
     other lines, unless that is allowed; such results are kept unchanged."""
     if not allow_mixed:
         _check_same(lines, earlier, settings, name)
@@ -162,7 +162,7 @@ class ResultsFile:
     @staticmethod
     @contextlib.contextmanager
     def opened(path: Path, earlier: Earlier) -> Iterator[ResultsFile]:
-        """Open the file to append to its results; anything after them is cut off. Raises `OutputError`."""
+        """Open the file to append to its results; anything after them is cut off. Raise `OutputError`."""
         with AppendedFile.opened(path) as file:
             file.cut(earlier.n_bytes)
             if not earlier.ends_line:
@@ -170,13 +170,13 @@ class ResultsFile:
             yield ResultsFile(file)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a result; it is on the disk when this returns. A result that does not fit is removed again.
-        Raises `OutputError`."""
+        """Append a result; it is on the disk when this returns. A result that does not fit is removed
+        again. Raise `OutputError`."""
         self._file.append(to_line(record))
 
 
 def without_errors(path: Path, earlier: Earlier) -> Earlier:
-    """Drop the results that are errors from a file, which is replaced whole; return its results then. Raises
+    """Drop the results that are errors from a file, which is replaced whole; return its results then. Raise
     `OutputError`."""
     with write_errors(path):
         lines = path.read_bytes()[: earlier.n_bytes].split(b"\n")
@@ -192,7 +192,7 @@ class ResultsStream:
         self._stream = stream
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write a result and flush. Raises `OutputError`, and `BrokenPipeError` if nobody reads."""
+        """Write a result and flush. Raise `OutputError`, and `BrokenPipeError` if nobody reads."""
         with write_errors(Path("standard output")):
             self._stream.write(to_line(record))
             self._stream.flush()

@@ -35,7 +35,7 @@ class Prompting:
     now: datetime.datetime
 
     def prompt(self, loaded: Models, request: Request) -> Prompt:
-        """Return the prompt of a request. Raises `UsageError`, `PromptError`."""
+        """Return the prompt of a request. Raise `UsageError`, `PromptError`."""
         if request.kind == "chat":
             return loaded.prompts.of_messages(
                 request.messages, now=self.now, tools=request.tool_definitions
@@ -113,7 +113,7 @@ class Batch:
         self, lines: Sequence[Line], interrupted: Callable[[], bool] = lambda: False
     ) -> list[Task]:
         """Return the lines that can be answered, in the order to answer them in; write the errors of the
-        others. Raises `OutputError`."""
+        others. Raise `OutputError`."""
         self.tally.n_lines = len(lines)
         tasks: list[Task] = []
         for line in lines:
@@ -151,8 +151,8 @@ class Batch:
         """Make the answers. `report` gets the counts so far, and may append to `tasks` if that is a deque,
         which is emptied.
 
-        After an interruption, or an error of the target, unfinished answers are not written; a later run asks
-        for them again. Raises `BackendError`, `OutputError`."""
+        After an interruption, or an error of the target, unfinished answers are not written; a later run
+        asks for them again. Raise `BackendError`, `OutputError`."""
         waiting = tasks if isinstance(tasks, deque) else deque(tasks)
         while (waiting or self._in_making) and not interrupted():
             while waiting and len(self._in_making) < engine.n_parallel:

@@ -70,7 +70,7 @@ class Chat:
 
     def ask(self, question: str) -> Generator[Event, None, None]:
         """Answer a question, and yield the events. If the context is too small, turns are left out from the
-        front; a notice says so. Raises `PromptError` if the question alone does not fit, and any error that
+        front; a notice says so. Raise `PromptError` if the question alone does not fit, and any error that
         ends an answer early. The question is then not part of the conversation, unless its answer had
         begun."""
         before = self.conversation.copy()
@@ -86,8 +86,8 @@ class Chat:
         yield from self._answer(prompt, n_gone)
 
     def regenerate(self) -> Generator[Event, None, None]:
-        """Answer the last question again, in place of its answer. A given seed is increased each time. Raises
-        `UsageError` if there is no question, and what `ask` raises."""
+        """Answer the last question again, in place of its answer. A given seed is increased each time.
+        Raise `UsageError` if there is no question, and what `ask` raises."""
         if not self.conversation.turns:
             raise UsageError("there is no question to answer again")
         prompt, n_gone = self._make_prompt()
@@ -96,7 +96,7 @@ class Chat:
         yield from self._answer(prompt, n_gone)
 
     def change(self, change: Change) -> None:
-        """Apply a change and log it. Raises `ValueError` if it does not fit, and `OutputError` if it cannot
+        """Apply a change and log it. Raise `ValueError` if it does not fit, and `OutputError` if it cannot
         be logged; it is applied then."""
         self.conversation.apply(change)
         self._keep(change)

@@ -53,7 +53,7 @@ _BY_NAME = {command.name: command for command in COMMANDS}
 
 
 def parse(line: str) -> Command | None:
-    """Return the command in a line; None if the line is a message. Raises `UsageError` if there is no such
+    """Return the command in a line; None if the line is a message. Raise `UsageError` if there is no such
     command, or its argument is wrong."""
     found = _COMMAND.fullmatch(line.rstrip())
     if found is None:

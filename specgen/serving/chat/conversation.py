@@ -62,7 +62,7 @@ class Conversation:
         return replace(self)
 
     def apply(self, change: Change) -> None:
-        """Apply a change. Raises `ValueError` if it does not fit, since it removes or answers a turn that
+        """Apply a change. Raise `ValueError` if it does not fit, since it removes or answers a turn that
         does not exist."""
         text = change.text
         if change.kind == "load":
@@ -119,9 +119,9 @@ class Conversation:
     def make_room(self, n_tokens: Callable[[int], int], n_most: int, n_goal: int) -> int:
         """Leave out turns from the front if the messages take more than `n_most` tokens; return how many.
 
-        As few as possible go until the messages take at most `n_goal` tokens, or only the last turn is left.
-        (More go than necessary, as in llama.cpp, since the rest is decoded anew each time that some go.)
-        `n_tokens` counts the tokens of the messages without a number of turns."""
+        As few as possible go until the messages take at most `n_goal` tokens, or only the last turn is
+        left. (More go than necessary, as in llama.cpp, since the rest is decoded again each time that some
+        go.) `n_tokens` counts the tokens of the messages without a number of turns."""
         before, last = self.n_left_out, len(self.turns) - 1
         if before >= last or n_tokens(before) <= n_most:
             return 0

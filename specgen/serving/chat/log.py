@@ -38,7 +38,7 @@ class ChatLog:
         """Open a file, and make it if it does not exist. Yield the log that appends to it, its conversation,
         and whether a torn line at its end, which a killed process leaves, was dropped.
 
-        No other process can open it meanwhile. Raises `UsageError` if another one has it open, `PromptError`
+        No other process can open it meanwhile. Raise `UsageError` if another one has it open, `PromptError`
         if a line is damaged, and `OutputError` if it cannot be written, also at the end.
         """
         held = UsageError(
@@ -61,8 +61,8 @@ class ChatLog:
                 log._write()
 
     def append(self, change: Change) -> None:
-        """Write a change; it is on the disk when this returns. Raises `OutputError` if that fails; the change
-        is then written with the next one, or at the end."""
+        """Write a change; it is on the disk when this returns. Raise `OutputError` if that fails; the
+        change is then written with the next one, or at the end."""
         self._unwritten += change_line(change)
         self._write()
 
@@ -72,7 +72,7 @@ class ChatLog:
 
 
 def read(path: Path) -> tuple[Conversation, bool]:
-    """Return the conversation in a file, and whether a torn line at its end was left out. Raises
+    """Return the conversation in a file, and whether a torn line at its end was left out. Raise
     `PromptError` if the file cannot be read, or a line is damaged."""
     try:
         data = path.read_bytes()
@@ -83,7 +83,7 @@ def read(path: Path) -> tuple[Conversation, bool]:
 
 
 def save(path: Path, conversation: Conversation) -> None:
-    """Write a conversation to a file, which is replaced whole. Raises `OutputError`."""
+    """Write a conversation to a file, which is replaced whole. Raise `OutputError`."""
     with write_errors(path):
         replace_bytes(path, b"".join(map(change_line, conversation.changes())))
 
@@ -115,7 +115,7 @@ def _to_json(change: Change) -> dict[str, Any]:
 
 
 def _from_json(line: Mapping[str, Any]) -> Change:
-    """Return the change in a line. Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` if it is
+    """Return the change in a line. Raise `ValueError`, `KeyError`, `TypeError` or `AttributeError` if it is
     none."""
     kind, text = line["change"], line.get("text")
     if kind not in _KINDS or not isinstance(text, str | None):

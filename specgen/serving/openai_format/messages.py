@@ -25,7 +25,7 @@ _MORE_FIELDS: dict[Role, frozenset[str]] = {
 
 
 def read_messages(value: Any) -> tuple[Message, ...]:
-    """The messages of a body. Raises `BodyError`."""
+    """Read the messages of a body. Raise `BodyError` for one that does not fit."""
     if not isinstance(value, list) or not value:
         raise BodyError("messages", f"{shown(value)} is not a list of messages")
     messages: list[Message] = []

@@ -110,7 +110,7 @@ def read_request(
     sampling: SamplerOptions,
     generation: GenerationOptions,
 ) -> Request:
-    """Read a body; `sampling` and `generation` give the defaults of its fields. Raises `BodyError`."""
+    """Read a body; `sampling` and `generation` give the defaults of its fields. Raise `BodyError`."""
     fields = _with_one_name_each(body)
     asked = _what(kind, fields)
     for name, value in fields.items():
@@ -129,7 +129,7 @@ def read_request(
 
 def with_call_form(request: Request, template: str | None) -> Request:
     """Return the request for a model with this chat template: with the form of its calls, and a grammar if
-    one is needed. Raises `BodyError` if the request has tools, but the template writes no calls that specgen
+    one is needed. Raise `BodyError` if the request has tools, but the template writes no calls that specgen
     can read."""
     form = form_of(template or "")
     has_calls = any(message.role == "tool" or message.tool_calls for message in request.messages)

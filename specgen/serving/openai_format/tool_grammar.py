@@ -21,9 +21,9 @@ def calls_grammar(
     is_parallel: bool,
     other: Grammar | None = None,
 ) -> Grammar:
-    """Return a grammar for a call of one of `functions` in the model's form, for several if `is_parallel`, or
-    else for text that conforms to the JSON schema `other`. Raises `BodyError` if the parameters of a function
-    cannot be honoured."""
+    """Return a grammar for a call of one of `functions` in the model's form, for several if `is_parallel`,
+    or else for text that conforms to the JSON schema `other`. Raise `BodyError` if the parameters of a
+    function cannot be honoured."""
     rules = [f"start: calls{' | other' if other is not None else ''}"]
     rules.append(f"calls: {_whole(form, is_parallel)}")
     rules.append("call: " + " | ".join(f"call_{n}" for n in range(len(functions))))

@@ -56,7 +56,7 @@ class Tools:
 
 
 def read_tools(fields: Mapping[str, Any]) -> Tools | None:
-    """Return the tools of a chat's body; None if the model may call none. Raises `BodyError`."""
+    """Return the tools of a chat's body; None if the model may call none. Raise `BodyError`."""
     functions = _functions(fields.get("tools"))
     is_parallel = fields.get("parallel_tool_calls")
     if is_parallel is not None and not isinstance(is_parallel, bool):

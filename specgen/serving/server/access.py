@@ -74,7 +74,7 @@ class AccessCheck:
 
 
 def _site(origin: str) -> str | None:
-    """The name and the port in a header `Origin`; None if there is none."""
+    """Return the name and the port in a header `Origin`; None if there is none."""
     try:
         return urlsplit(origin).netloc
     except ValueError:
@@ -82,7 +82,7 @@ def _site(origin: str) -> str | None:
 
 
 def _host_name(host: str) -> str | None:
-    """The name in a header `Host`, without the port; None if it is none."""
+    """Return the name in a header `Host`, without the port; None if it is none."""
     try:
         return urlsplit(f"//{host}").hostname
     except ValueError:

@@ -22,7 +22,7 @@ def bound_socket(host: str, port: int, client_s: float = 0.0) -> socket.socket:
     """Return a socket bound to an address, which does not listen yet.
 
     If the system can, it drops a connection whose client accepts no data for `client_s` seconds (0: never).
-    Raises `UsageError` if there is no such address, or it is taken."""
+    Raise `UsageError` if there is no such address, or it is taken."""
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(address[0], address[1])
@@ -44,7 +44,7 @@ def bound_socket(host: str, port: int, client_s: float = 0.0) -> socket.socket:
 
 
 def url_of(bound: socket.socket) -> str:
-    """The URL of a socket's address."""
+    """Return the URL of a socket's address."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

@@ -83,7 +83,7 @@ class Server:
         self._preparing.shutdown(wait=False, cancel_futures=True)
 
     def app(self) -> ASGIApp:
-        """The ASGI application."""
+        """Return the ASGI application."""
         routes = [
             Route("/", self._page),
             Route("/page/{name}", self._page_file),
@@ -129,7 +129,7 @@ class Server:
     def _post(
         self, path: str, answer: Callable[[Request, Mapping[str, Any]], Awaitable[Response]]
     ) -> Route:
-        """A path whose requests have a JSON object as their body."""
+        """Return a route whose requests have a JSON object as their body."""
 
         async def respond(request: Request) -> Response:
             try:
@@ -169,7 +169,7 @@ class Server:
     def _submit(
         self, endpoint: Endpoint, body: Mapping[str, Any], loop: asyncio.AbstractEventLoop
     ) -> tuple[ServerRequest, Job]:
-        """Read a body and submit its answers to the engine. Raises `RequestError`, `SpecgenError`."""
+        """Read a body and submit its answers to the engine. Raise `RequestError`, `SpecgenError`."""
         options = self._loaded.options
         asked = read_server_request(
             endpoint, body, options.sampler, options.generation, self._limits

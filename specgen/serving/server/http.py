@@ -22,7 +22,7 @@ _COMMENT = b": waiting\n\n"
 
 
 async def read_json(request: Request, limits: Limits) -> Mapping[str, Any]:
-    """Return the JSON object in a request's body. Raises `RequestError`."""
+    """Return the JSON object in a request's body. Raise `RequestError`."""
     try:
         data = await asyncio.wait_for(_read(request, limits.body_bytes), limits.client_s or None)
     except asyncio.TimeoutError:

@@ -35,7 +35,7 @@ class DraftSettings:
 
     @staticmethod
     def of(value: Any) -> DraftSettings:
-        """Return the wishes in a field's value. Raises `BodyError`."""
+        """Return the wishes in a field's value. Raise `BodyError`."""
         name = "speculative"
         if value is None:
             return DraftSettings()
@@ -86,7 +86,7 @@ def read_server_request(
     generation: GenerationOptions,
     limits: Limits,
 ) -> ServerRequest:
-    """Read a body; `sampling` and `generation` give the defaults of its fields. Raises `BodyError`."""
+    """Read a body; `sampling` and `generation` give the defaults of its fields. Raise `BodyError`."""
     fields = dict(body)
     for name, allowed in _DONE_ANYWAY.items():
         value = fields.pop(name, None)
@@ -126,7 +126,7 @@ def read_server_request(
 
 
 def with_model_template(asked: ServerRequest, loaded: Models) -> ServerRequest:
-    """Return the same with the form of tool calls of the target, from its chat template. Raises
+    """Return the same with the form of tool calls of the target, from its chat template. Raise
     `BodyError`."""
     template = template_of(loaded.target, has_tools=True)
     requests = tuple(with_call_form(request, template) for request in asked.requests)
@@ -139,8 +139,8 @@ def _is_several(prompt: Any) -> bool:
 
 
 def _gap(fields: dict[str, Any]) -> Gap:
-    """Take llama.cpp's fields out of a body and return their gap. `prompt` is text that the gap already
-    begins with."""
+    """Take llama.cpp's fields out of a body and return their gap. `prompt` is the text with which the gap
+    already starts."""
     prefix = _text("input_prefix", fields.pop("input_prefix", None) or "")
     begun = _text("prompt", fields.pop("prompt", None) or "")
     suffix = _text("input_suffix", fields.pop("input_suffix", None) or "")
@@ -163,7 +163,7 @@ def answer_requests(
     asked: ServerRequest, loaded: Models, n_ctx: int, limits: Limits
 ) -> list[AnswerRequest]:
     """Return what to submit to an engine with contexts of `n_ctx` tokens: all answers to the first prompt,
-    then those to the next. Raises `UsageError`, `PromptError`, and `RequestError` for a prompt that does not
+    then those to the next. Raise `UsageError`, `PromptError`, and `RequestError` for a prompt that does not
     fit."""
     asks: list[AnswerRequest] = []
     wish = asked.wish

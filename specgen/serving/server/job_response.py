@@ -58,7 +58,7 @@ class ResponseBuilder:
         self._thread.cancel(self._job)
 
     async def body(self) -> dict[str, Any]:
-        """Return the whole response. Raises `RequestError` if an answer failed."""
+        """Return the whole response. Raise `RequestError` if an answer failed."""
         try:
             async for _ in self._events():
                 pass
@@ -104,7 +104,7 @@ class ResponseBuilder:
             yield writer.without_choice(self._figures())
 
     async def _events(self) -> AsyncIterator[tuple[int, Event]]:
-        """Yield the events of all answers; keep those for the body. Raises `RequestError` if one failed."""
+        """Yield the events of all answers; keep those for the body. Raise `RequestError` if one failed."""
         limit = None
         if self._limit_s > 0:
             limit = asyncio.get_running_loop().call_later(self._limit_s, self.end)
@@ -158,7 +158,7 @@ class InfillResponseBuilder(ResponseBuilder):
     """Makes the response in the form of llama.cpp's server, for a text with a gap."""
 
     async def body(self) -> dict[str, Any]:
-        """Return the whole response. Raises `RequestError` if an answer failed."""
+        """Return the whole response. Raise `RequestError` if an answer failed."""
         body = await super().body()
         return _as_llama_cpp(body, body["choices"][0]["text"], is_end=True)
 

@@ -152,7 +152,7 @@ class EngineThread:
             raise QueueFullError(self._retry_s(n_answers))
 
     def submit(self, asks: Sequence[AnswerRequest], loop: asyncio.AbstractEventLoop) -> Job:
-        """Submit answers, whose events go to this event loop. May be called from any thread. Raises
+        """Submit answers, whose events go to this event loop. May be called from any thread. Raise
         `QueueFullError`, and what `Engine.insert` raises; nothing is submitted then."""
         now = time.monotonic()
         with self._changed:

@@ -103,8 +103,8 @@ class Metrics:
     def count_round(
         self, events: Sequence[Event], n_answers: int, seconds: float, plain_s: float
     ) -> None:
-        """Count a round of `n_answers` answers in which no prompt was read. A plain round, with one token for
-        each answer, would have taken `plain_s`."""
+        """Count a round of `n_answers` answers without prefill. A plain round, with one token for each
+        answer, would have taken `plain_s`."""
         n_tokens = sum(len(event.pieces) for event in events if isinstance(event, CommittedEvent))
         self._round_s += seconds
         self._plain_s += plain_s * n_tokens / n_answers

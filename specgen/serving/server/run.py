@@ -1,4 +1,4 @@
-"""Runs a server until it is told to end."""
+"""Runs a server until a signal ends it."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def serve(
     end; a second signal ends them at once. Closes the engine.
 
     `ready` is called when requests are accepted. `note` gets a sentence when the server starts to end. The
-    engine's thread calls `between_answers` while no answer is generated. Raises the exception that ended that
-    thread, if one did: a bug or a lost worker."""
+    engine's thread calls `between_answers` while no answer is generated. Raise the exception that ended
+    that thread, if one did: a bug or a lost worker."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("specgen.serving.server").setLevel(logging.INFO)
     with http_server(
@@ -88,7 +88,7 @@ def http_server(
 
 
 class DrainingServer(uvicorn.Server):
-    """A server that, when told to end, waits for its answers, but not longer than `drain_s` seconds."""
+    """A server that waits for its answers before it ends, but not longer than `drain_s` seconds."""
 
     def __init__(
         self,

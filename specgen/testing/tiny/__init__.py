@@ -1,9 +1,9 @@
 """Writes tiny GGUF models with random weights, for tests and for `specgen doctor`.
 
-They say nothing sensible, but they are whole: a tokenizer that takes any text, a transformer
-(or a state-space model, a mixture of both, or an encoder) that llama.cpp loads and decodes
-like any other, and an output distribution that depends on the whole context. A file takes some
-milliseconds to write and is the same for the same `TinyConfig`.
+Their text makes no sense, but they are complete: a tokenizer that takes any text, a transformer (or
+a state-space model, a mixture of both, or an encoder) that llama.cpp loads and decodes like any
+other, and an output distribution that depends on the whole context. A file takes some milliseconds
+to write and is the same for the same `TinyConfig`.
 
 >>> target = TinyConfig(seed=1)
 >>> draft = target.draft(noise=0.1)  # agrees with the target often, not always

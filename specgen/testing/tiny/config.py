@@ -90,7 +90,7 @@ class TinyConfig:
     name: str = "tiny"
 
     def draft(self, noise: float, noise_seed: int = 1, *, n_layer: int | None = None) -> TinyConfig:
-        """A model with the same vocabulary that agrees with this one the less, the more noise.
+        """Return a model with the same vocabulary that agrees with this one the less, the more noise.
 
         With 0.01 the two have the same likeliest token nine times in ten, with 0.1 every other
         time, with 0.3 every seventh, and from 1 on by chance only. A draft of fewer layers

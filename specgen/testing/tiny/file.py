@@ -52,8 +52,8 @@ def write_tiny_model(
 ) -> Path:
     """Write the model to `path` and return it; a file of that name is replaced.
 
-    `metadata` is written in addition, as u32, f32 or text. With `keep_fraction` under 1 only that share of the file is left, as by a broken download.
-    Raises ValueError for a configuration that no model can have.
+    `metadata` is written in addition, as u32, f32 or text. With `keep_fraction` under 1 only that share of
+    the file is left, as by a broken download. Raise ValueError for a configuration that no model can have.
     """
     from gguf import GGUFValueType, GGUFWriter
 

@@ -43,9 +43,9 @@ class TinyVocabulary:
 
 
 def tiny_vocabulary(config: TinyConfig) -> TinyVocabulary:
-    """The vocabulary of the model that `config` describes.
+    """Return the vocabulary of the model that `config` describes.
 
-    Raises ValueError if `n_vocab` leaves no room for what the tokenizer needs.
+    Raise ValueError if `n_vocab` leaves no room for what the tokenizer needs.
     """
     if config.architecture == "bert":
         vocabulary = _wordpiece()
@@ -73,7 +73,7 @@ def tiny_vocabulary(config: TinyConfig) -> TinyVocabulary:
 
 
 def _byte_characters() -> list[str]:
-    """The character that byte-level BPE writes for each byte: itself if it is visible."""
+    """Return the character that byte-level BPE writes for each byte: itself if it is visible."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in visible)
     codes = {byte: byte for byte in visible}
@@ -82,7 +82,8 @@ def _byte_characters() -> list[str]:
 
 
 def _byte_level_bpe() -> TinyVocabulary:
-    """Ids 0 to 255 are the bytes; then what the merges make; then the control tokens."""
+    """Make a byte-level BPE vocabulary: ids 0 to 255 are the bytes; then the results of the merges; then
+    the control tokens."""
     characters = _byte_characters()
     tokens = list(characters)
     merges: list[str] = []
@@ -108,7 +109,8 @@ def _byte_level_bpe() -> TinyVocabulary:
 
 
 def _sentencepiece() -> TinyVocabulary:
-    """Unknown, begin, end, the 256 bytes, the pieces, and the markers of a chat."""
+    """Make a SentencePiece vocabulary: unknown, begin, end, the 256 bytes, the pieces, and the markers of a
+    chat."""
     characters = [chr(code) for code in range(0x21, 0x7F)]
     pieces = ["▁", *characters]
     for word in _WORDS:
@@ -132,7 +134,8 @@ def _sentencepiece() -> TinyVocabulary:
 
 
 def _wordpiece() -> TinyVocabulary:
-    """Letters at the beginning of a word and within one: enough for an encoder to load."""
+    """Make a WordPiece vocabulary of letters at the start of a word and within one: enough for an encoder
+    to load."""
     special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
     letters = [chr(code) for code in range(0x21, 0x7F) if not chr(code).isupper()]
     tokens = (*special, *(f"▁{letter}" for letter in letters), *letters)

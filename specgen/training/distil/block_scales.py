@@ -52,7 +52,7 @@ _LAYOUTS = {
 
 
 def block_size(types: Sequence[str], n_columns: int) -> int | None:
-    """The number of weights in a row that share a factor, for matrices of these types with rows of
+    """Return the number of weights in a row that share a factor, for matrices of these types with rows of
     `n_columns`; None if one of the types has no such scales."""
     sizes = [1]
     for name in types:

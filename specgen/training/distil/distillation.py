@@ -77,9 +77,9 @@ def distil(
     """Train a draft on texts and write it to `output`; None if `interrupted` returns True.
 
     Training takes at most `minutes`, by `clock`. `progress` gets the steps done, the steps in all and the
-    seconds left. The state is kept beside `output` during the training, so the same call continues a training
-    that was interrupted or killed. Raises `UsageError` if JAX is not installed or there is too little text,
-    `ModelFileError` if the draft cannot be trained, `MemoryLimitError` and `OutputError`.
+    seconds left. The state is kept beside `output` during the training, so the same call continues a
+    training that was interrupted or killed. Raise `UsageError` if JAX is not installed or there is too
+    little text, `ModelFileError` if the draft cannot be trained, `MemoryLimitError` and `OutputError`.
     """
     check_library()
     learnt = pack([text for text in texts if not text.is_held_back], N_COLUMNS)
@@ -177,7 +177,7 @@ class _Run:
         self._file.unlink(missing_ok=True)
 
     def _judge(self) -> None:
-        # The loss tells steps apart that agree at as many of a few thousand places.
+        # The loss tells steps apart that agree at as many of a few thousand positions.
         loss = self._trainer.judge(self._judged).loss
         self._n_worse += 1
         if loss < self._best_loss:
@@ -220,7 +220,8 @@ def learning_rate(peak: float, step: int, n_rising: int, done: float, last_share
 
 
 def _key(draft: Path, learnt: Rows, judged: Rows, settings: str) -> str:
-    """A digest of the draft, the data and the settings: trainings with another key are not continued."""
+    """Return a digest of the draft, the data and the settings: trainings with another key are not
+    continued."""
     found = hashlib.sha256(f"{draft.name} {draft.stat().st_size} {settings}".encode())
     for rows in (learnt, judged):
         found.update(rows.tokens.tobytes() + rows.labels.tobytes())

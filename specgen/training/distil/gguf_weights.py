@@ -62,7 +62,7 @@ class GgufWeights:
 def read_weights(path: Path) -> GgufWeights:
     """Read and dequantise a model in one file.
 
-    Raises `ModelFileError` if the file cannot be read, or if it cannot be trained because of its
+    Raise `ModelFileError` if the file cannot be read, or if it cannot be trained because of its
     architecture or the type of a tensor.
     """
     reader = _opened(path)
@@ -81,9 +81,9 @@ def read_weights(path: Path) -> GgufWeights:
 
 
 def write_weights(original: Path, changes: Mapping[str, FloatArray], output: Path) -> None:
-    """Write a copy of a file with the blocks of some matrices multiplied. `changes` has the names and shapes
-    of `specgen.training.distil.block_scales.initial_changes`. Raises `OSError`, and `ModelFileError` if the
-    original cannot be read."""
+    """Write a copy of a file with the blocks of some matrices multiplied. `changes` has the names and
+    shapes of `specgen.training.distil.block_scales.initial_changes`. Raise `OSError`, and `ModelFileError`
+    if the original cannot be read."""
     shutil.copyfile(original, output)
     tensors = {tensor.name: tensor for tensor in _opened(original).tensors}
     with output.open("r+b") as file:
@@ -107,7 +107,7 @@ def _opened(path: Path) -> Any:
 
 
 def _stored(path: Path, tensor: Any) -> Weights:
-    """A tensor as it is stored; a vector is a matrix of one row."""
+    """Return a tensor as it is stored; a vector is a matrix of one row."""
     name = _NAMES.get(int(tensor.tensor_type))
     if name is None:
         raise ModelFileError(f"{path}: {tensor.name} has the type {tensor.tensor_type.name}")

@@ -99,7 +99,7 @@ class Trainer:
         return {name: np.array(values) for name, values in self._changes.items()}
 
     def save(self, path: Path, **others: Any) -> None:
-        """Write the changes, the optimizer's state and other arrays to a file, whole. Raises `OSError`."""
+        """Write the changes, the optimizer's state and other arrays to a file, whole. Raise `OSError`."""
         leaves = jax.tree.leaves((self._changes, self._moments))
         arrays: dict[str, Any] = {f"state_{i}": np.asarray(leaf) for i, leaf in enumerate(leaves)}
         with new_beside(path) as new:
@@ -108,7 +108,7 @@ class Trainer:
             new.replace(path)
 
     def restore(self, saved: Any) -> None:
-        """Restore the state from the arrays that `save` wrote. Raises `KeyError` or `ValueError` if they
+        """Restore the state from the arrays that `save` wrote. Raise `KeyError` or `ValueError` if they
         belong to another model."""
         leaves, structure = jax.tree.flatten((self._changes, self._moments))
         found = [saved[f"state_{index}"] for index in range(len(leaves))]
@@ -127,7 +127,7 @@ def _step(
     rate: float,
     softness: float,
 ) -> tuple[Parameters, Any]:
-    """The changes of the factors and Adam's moments after a step."""
+    """Return the changes of the factors and Adam's moments after a step."""
 
     def mean_loss(changes: Parameters) -> jax.Array:
         loss, _, n_labels = _sums(shape, changes, frozen, rows, softness)
@@ -143,8 +143,8 @@ def _step(
 def _sums(
     shape: Hyperparameters, changes: Parameters, frozen: Any, rows: Any, softness: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Three sums over the rows' labels: their losses (without softness, negative log-probabilities), how many
-    are the likeliest token, and how many there are."""
+    """Return three sums over the rows' labels: their losses (without softness, negative log-probabilities),
+    how many are the likeliest token, and how many there are."""
     layers, others = frozen
     tokens, texts, positions, labels, top_tokens, top_probabilities = rows
     states = hidden_states(shape, {**layers, **changes}, others, tokens, texts, positions)

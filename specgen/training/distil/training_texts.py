@@ -20,13 +20,13 @@ from specgen.training.texts import N_TOP, TargetText
 
 @dataclass(frozen=True, slots=True)
 class TrainingText:
-    """An answer of the target in the draft's tokens, behind the prompt that the draft sees."""
+    """An answer of the target in the draft's tokens, after the prompt that the draft sees."""
 
     prompt_tokens: tuple[int, ...]
     answer_tokens: tuple[int, ...]
     #: Whether it is for judging, not for learning.
     is_held_back: bool
-    #: The tokens that the target found likeliest at each place of the answer, and their probabilities, if
+    #: The tokens that the target found likeliest at each position of the answer, and their probabilities, if
     #: they are known: int32[n_answer, N_TOP], float16[n_answer, N_TOP].
     top_tokens: NDArray[np.int32] | None = field(default=None, compare=False)
     top_probabilities: NDArray[np.float16] | None = field(default=None, compare=False)
@@ -35,11 +35,11 @@ class TrainingText:
 def training_texts(
     text: TargetText, target: LlamaModel, draft: LlamaModel, now: datetime.datetime
 ) -> list[TrainingText]:
-    """The target's answers as a draft model sees them while it drafts: prompts in its own chat
-    template, and answers and what the target found likely in its own tokens, if it has another vocabulary.
+    """Return the target's answers as a draft model sees them while it drafts: prompts in its own chat
+    template, and answers and the target's likely tokens in its own tokens, if it has another vocabulary.
 
-    `now` is the date that some templates write. Raises `PromptError` if the target's template does not
-    take a prompt.
+    `now` is the date that some templates write. Raise `PromptError` if the target's template does not take
+    a prompt.
     """
     has_own_tokens = not _share_vocabulary(target, draft)
     translation = Translation(target.vocabulary, draft.vocabulary)
@@ -80,11 +80,11 @@ class Rows:
     tokens: NDArray[np.int32]
     #: Which text of its row a token belongs to; 0 is padding. int32.
     texts: NDArray[np.int32]
-    #: Places in the texts, from 0. int32.
+    #: Positions in the texts, from 0. int32.
     positions: NDArray[np.int32]
     #: The token behind each, where that is of an answer; else -1. int32.
     labels: NDArray[np.int32]
-    #: What the target thought of that token's place: its likeliest tokens and their probabilities,
+    #: What the target thought of that token's position: its likeliest tokens and their probabilities,
     #: int32 and float32[n_rows, n_columns, n_top]; n_top is 0 where it is not known of all texts.
     top_tokens: NDArray[np.int32]
     top_probabilities: NDArray[np.float32]
@@ -97,7 +97,7 @@ class Rows:
         return len(self.tokens)
 
     def pick(self, rows: NDArray[np.int64]) -> Rows:
-        """Some of the rows."""
+        """Return some of the rows."""
         return Rows(
             self.tokens[rows],
             self.texts[rows],

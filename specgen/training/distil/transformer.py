@@ -44,7 +44,7 @@ def stack_layers(weights: GgufWeights) -> StackedParameters:
 
 
 def output_matrix(others: Parameters) -> jax.Array:
-    """The matrix that turns `hidden_states` into logits: float32[n_vocab, n_embd]."""
+    """Return the matrix that turns `hidden_states` into logits: float32[n_vocab, n_embd]."""
     name = "output.weight" if "output.weight" in others else "token_embd.weight"
     return jnp.asarray(others[name])
 
@@ -86,7 +86,8 @@ def hidden_states(
 
 
 def _frequencies(shape: Hyperparameters, divisors: Any) -> Any:
-    """The angle between neighbouring positions, for each layer and pair: float32[n_layer, head_size / 2]."""
+    """Return the angle between neighbouring positions, for each layer and pair: float32[n_layer, head_size
+    / 2]."""
     exponents = -np.arange(0, shape.head_size, 2, dtype=np.float32) / shape.head_size
     bases = np.array(shape.rope_bases, np.float32)[:, None]
     found = bases**exponents / np.array(shape.rope_factors, np.float32)[:, None]
@@ -151,7 +152,8 @@ def _normed(shape: Hyperparameters, values: jax.Array, weights: jax.Array) -> ja
 
 
 def _linear(layer: Parameters, name: str, inputs: jax.Array) -> jax.Array:
-    """Inputs times a matrix, with the factors of its blocks if it has some, plus the bias if there is one."""
+    """Return inputs times a matrix, with the factors of its blocks if it has some, plus the bias if there
+    is one."""
     matrix = layer[f"{name}.weight"]
     if f"{name}.factors" in layer:
         matrix = block_scales.apply_changes(matrix, layer[f"{name}.factors"])

@@ -45,7 +45,7 @@ class KeptTexts:
         return found
 
     def _own(self, answer: KeptAnswer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Prompt and answer in the draft's tokens."""
+        """Return prompt and answer in the draft's tokens."""
         if self._translation is None:
             return answer.prompt_tokens, answer.tokens
         draft_prompt = answer.draft_prompt if answer.draft_vocabulary == self._digest else None

@@ -119,7 +119,7 @@ def learn(
     """Let a draft learn from the answers in a folder; None if interrupted, with nothing changed.
 
     `base` is the file of the draft without what it learnt: its own file or a copy. Training takes at most
-    `minutes`, by `clock`. Raises `UsageError` if JAX is not installed, there are too few answers, or another
+    `minutes`, by `clock`. Raise `UsageError` if JAX is not installed, there are too few answers, or another
     process learns there; `ModelFileError` if the draft cannot be trained, `MemoryLimitError` and
     `OutputError`.
     """

@@ -19,7 +19,7 @@ from specgen.system.json_lines import (
 
 #: Blocks of a model, by their numbers.
 Blocks: TypeAlias = frozenset[int]
-#: The share of places at which the model without some blocks has the whole model's likeliest token.
+#: The share of positions at which the model without some blocks has the whole model's likeliest token.
 Agreement: TypeAlias = Callable[[Blocks], float]
 
 
@@ -41,7 +41,7 @@ class Evaluations:
     @staticmethod
     @contextlib.contextmanager
     def opened(path: Path, key: str, agreement: Agreement) -> Iterator[Evaluations]:
-        """Open the results in a file, which one process at a time may use. Raises `OutputError`,
+        """Open the results in a file, which one process at a time may use. Raise `OutputError`,
         `ModelFileError`."""
         busy = OutputError(f"{path}: another process is at it", "wait until it is done")
         with locked(path.with_name(f"{path.name}.lock"), busy):

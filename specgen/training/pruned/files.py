@@ -56,13 +56,13 @@ def check_prunable(model: LlamaModel) -> None:
 
 
 def pruned_bytes(target: Path, left_out: Collection[int] = ()) -> int:
-    """The approximate size of a Q4_0 file without some blocks."""
+    """Return the approximate size of a Q4_0 file without some blocks."""
     return sum(_bytes_in_q4_0(target, left_out).values())
 
 
 def bytes_a_token(target: Path, left_out: Collection[int] = ()) -> int:
-    """The approximate bytes of that file that decoding a token reads: all, except the embeddings if the
-    output matrix is a separate tensor."""
+    """Return the approximate bytes of that file that decoding a token loads: all, except the embeddings if
+    the output matrix is a separate tensor."""
     found = _bytes_in_q4_0(target, left_out)
     if "output.weight" in found:
         found.pop("token_embd.weight", None)
@@ -109,7 +109,7 @@ def check_room(target: Path, folder: Path) -> None:
 
 
 def write_pruned(target: Path, left_out: Collection[int], output: Path, n_threads: int) -> None:
-    """Write a copy of the target in Q4_0 without some blocks. Raises `BackendError`, `OutputError`."""
+    """Write a copy of the target in Q4_0 without some blocks. Raise `BackendError`, `OutputError`."""
     with write_errors(output):
         output.parent.mkdir(parents=True, exist_ok=True)
         with new_beside(output) as new:

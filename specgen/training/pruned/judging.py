@@ -1,8 +1,8 @@
 """Measures how often a target without some of its blocks predicts the whole target's token.
 
 One pass over some hundred tokens of the target's own answers judges a set of blocks. Its agreement is the
-share of places at which the likeliest token is the one that the target chose. (The objective of SWIFT, Xia et
-al., arXiv:2410.06916, section 4.2.)
+share of positions at which the likeliest token is the one that the target chose. (The objective of SWIFT,
+Xia et al., arXiv:2410.06916, section 4.2.)
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class JudgedText:
 def judged_texts(
     answers: Iterable[TargetAnswer], n_places: int, *, held_back: bool
 ) -> list[JudgedText]:
-    """Return the beginnings of answers, with about `n_places` tokens together. Raises `UsageError` if there
+    """Return the prefixes of answers, with about `n_places` tokens together. Raise `UsageError` if there
     are none."""
     found: list[JudgedText] = []
     n_left = n_places
@@ -89,7 +89,7 @@ class Judge:
         return sum(len(said) for _, said in self._batches)
 
     def agreement(self, left_out: frozenset[int]) -> float:
-        """Return the share of places at which the model without these blocks predicts the text's token."""
+        """Return the share of positions at which the model without these blocks predicts the text's token."""
         n_agreed = 0
         for batch, said in self._batches:
             likeliest = self._backend.decode_without(batch, left_out).argmax(axis=1)

@@ -11,8 +11,8 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
+from specgen.engine.calibration.gain import Costs, expected_gain
 from specgen.engine.calibration.weight_copies import share_of_time
 from specgen.engine.loaded_models import Models
 from specgen.engine.measurements import measure_if_new
@@ -25,23 +25,18 @@ from specgen.training.pruned.judging import Judge, JudgedText, judged_texts
 from specgen.training.pruned.search import N_FIRST, search
 from specgen.training.texts import TargetText
 
-#: Places of the target's text that judge a set of blocks, and places that judge the result.
+#: Positions of the target's text that judge a set of blocks, and positions that judge the result.
 N_PLACES = 512
 _N_HELD_BACK = 1024
 #: The size, in cells, of the contexts in which decodes are timed.
 _N_CTX = 256
 
 
-#: The expected speed-up of a draft, from the seconds of the target's batches by their size, the seconds of a
-#: drafted token, and its acceptance rate (`specgen.measure.selection.outlook.expected_speedup`).
-ExpectedSpeedup: TypeAlias = Callable[[dict[int, float], float, float], float]
-
-
 @dataclass(frozen=True, slots=True)
 class Pruned:
     """A draft cut from a target of `n_layer` blocks, without those in `left_out`.
 
-    `agreement` is the share of places of held-back answers at which its likeliest token is the target's.
+    `agreement` is the share of positions of held-back answers at which its likeliest token is the target's.
     `cost` is the time of a token, as a share of the target's. `speedup` is expected over plain decoding.
     `n_judged` sets of blocks were judged.
     """
@@ -61,8 +56,7 @@ class PrunedCosts:
     estimated in proportion to their bytes, since a token reads all weights once.
     """
 
-    def __init__(self, loaded: Models, folder: Path, expected: ExpectedSpeedup) -> None:
-        self._expected = expected
+    def __init__(self, loaded: Models, folder: Path) -> None:
         model, target = loaded.target, loaded.options.target
         n_layer = model.n_layer
         kept = range(0, n_layer, 4)
@@ -101,7 +95,7 @@ class PrunedCosts:
 
     def speedup_at(self, cost: float, agreement: float) -> float:
         """Return the same if a token takes the share `cost` of the target's time."""
-        return self._expected(self.batch_s, cost * self.batch_s[1], agreement)
+        return expected_gain(Costs(self.batch_s, cost * self.batch_s[1]), agreement).speedup
 
 
 def timed_share(loaded: Models, own: LlamaBackend, file: Path) -> float:
@@ -118,7 +112,6 @@ def make_pruned(
     text: TargetText,
     output: Path,
     *,
-    expected: ExpectedSpeedup,
     until_s: float,
     clock: Callable[[], float],
     interrupted: Callable[[], bool],
@@ -126,16 +119,16 @@ def make_pruned(
 ) -> Pruned | None:
     """Search for the blocks to leave out until `clock` reaches `until_s`, and write the draft to `output`.
 
-    Return None if `interrupted` returns True; the judgements are kept, and the same call continues. Raises
-    `ModelFileError` if blocks of the target cannot be left out, `UsageError` if there is no text to judge by
-    or too little time, `MemoryLimitError`, `OutputError` and `BackendError`.
+    Return None if `interrupted` returns True; the judgements are kept, and the same call continues. Raise
+    `ModelFileError` if blocks of the target cannot be left out, `UsageError` if there is no text to judge
+    by or too little time, `MemoryLimitError`, `OutputError` and `BackendError`.
     """
     model, target = loaded.target, loaded.options.target
     check_prunable(model)
     texts = judged_texts(text.answers, N_PLACES, held_back=False)
     held_back = judged_texts(text.answers, _N_HELD_BACK, held_back=True)
     check_room(target, output.parent)
-    costs = PrunedCosts(loaded, output.parent, expected)
+    costs = PrunedCosts(loaded, output.parent)
     context = loaded.costs.context_options()
     record = output.with_name(f"{output.name}.judged")
     with (
@@ -184,7 +177,7 @@ def _check_time(
 
 
 def agreement_of(file: Path, loaded: Models, texts: Sequence[JudgedText]) -> float:
-    """Return the share of places at which the model in a file predicts the texts' token."""
+    """Return the share of positions at which the model in a file predicts the texts' token."""
     context = loaded.options.draft_context
     with (
         contextlib.closing(LlamaModel(file, n_gpu_layers=context.n_gpu_layers)) as model,
@@ -194,7 +187,7 @@ def agreement_of(file: Path, loaded: Models, texts: Sequence[JudgedText]) -> flo
 
 
 def _key(texts: Sequence[JudgedText]) -> str:
-    """A digest of the texts that judge the sets."""
+    """Return a digest of the texts that judge the sets."""
     return hashlib.sha256(
         repr([(text.prompt, text.tokens) for text in texts]).encode()
     ).hexdigest()[:16]

@@ -4,7 +4,7 @@ As in Draft & Verify (Zhang et al., arXiv:2309.08168, section 3.3), the search m
 and a Gaussian process chooses the next set to judge. Two things differ from the paper. Each block is first
 left out alone: if blocks did harm independently, agreements would multiply, so the process learns only how sets
 differ from that product. And the covariance of two sets depends on the number of blocks in which they differ.
-(docs/lab-notes.md compares this with greedy and with random search.)
+(docs/lab-notes/training.md compares this with greedy and with random search.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Speedup: TypeAlias = Callable[[int, float], float]
 _Floats: TypeAlias = NDArray[np.float64]
 
 #: The length scale of the process, in blocks by which two sets differ, and its noise as a variance: an
-#: agreement is measured on some hundred places only.
+#: agreement is measured on some hundred positions only.
 _LENGTH = 4.0
 _NOISE = 0.02
 #: Candidates of a step: the number of best sets, of random neighbours of each, and of other random sets.
@@ -117,12 +117,12 @@ def _expected_gains(
 
 
 def _matrix(sets: Collection[Blocks], n_layer: int) -> _Floats:
-    """Sets as rows, with a 1 for each block."""
+    """Return sets as rows, with a 1 for each block."""
     return np.array([[block in left_out for block in range(n_layer)] for left_out in sets], float)
 
 
 def _likeness(ones: _Floats, others: _Floats) -> _Floats:
-    """The covariance of the process, by the number of blocks that differ."""
+    """Return the covariance of the process, by the number of blocks that differ."""
     differing = ones @ (1.0 - others.T) + (1.0 - ones) @ others.T
     return np.asarray(np.exp(-differing / _LENGTH))
 

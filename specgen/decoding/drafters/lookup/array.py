@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from specgen.system.atomic_files import replace_bytes
 
-#: int32[n]: token ids, or places.
+#: int32[n]: token ids, or positions.
 IntArray: TypeAlias = npt.NDArray[np.int32]
 
 #: The longest match that is looked for, in tokens; a power of two.
@@ -42,17 +42,17 @@ class Match:
 
 
 class SuffixArray:
-    """Texts with all their prefixes, sorted as read backwards. Binary search finds the longest match
-    of an ending: it is next to the place where the ending itself would be sorted in.
+    """All prefixes of some texts, sorted by their tokens from the last to the first. Binary search finds
+    the longest match of an ending: it is next to where the ending itself would be inserted.
 
     (Manber and Myers, "Suffix arrays", 1990.) Matches do not run from one text into the next.
     `made_of` identifies the texts, for code that saves and loads the array.
     """
 
     def __init__(self, tokens: IntArray, places: IntArray, made_of: str = "") -> None:
-        """Make an array of the parts of another one; otherwise use `build`. Both are int32[n]: the
-        texts' tokens, with a separator behind each text; and their indices, counted from the end,
-        sorted by the tokens that are read backwards from there."""
+        """Make an array from the saved fields of another one; otherwise use `build`. Both are
+        int32[n]: the texts' tokens, with a separator after each text; and their indices, counted
+        from the end, sorted by the tokens from there backwards."""
         self.made_of = made_of
         self._tokens = tokens
         self._places = places
@@ -64,8 +64,8 @@ class SuffixArray:
 
     @classmethod
     def build(cls, texts: Sequence[Sequence[int] | IntArray], made_of: str = "") -> SuffixArray:
-        """The array of these texts of token ids; empty texts are left out. Among equally frequent
-        followers the one with the later place wins, so put the best text last."""
+        """Build the array of these texts of token ids, without empty texts. Among equally frequent
+        followers the last one wins, so put the best text last."""
         separator = np.array([_SEPARATOR], np.int32)
         parts = [part for text in texts if len(text) for part in (text, separator)]
         joined = [np.asarray(part, np.int32) for part in parts]
@@ -73,13 +73,13 @@ class SuffixArray:
         return cls(tokens, _sorted_suffixes(tokens[::-1]).astype(np.int32), made_of)
 
     def __len__(self) -> int:
-        """Tokens in the texts, separators included."""
+        """Return the number of tokens in the texts, separators included."""
         return len(self._tokens)
 
     def longest(
         self, ending: Sequence[int], *, shortest: int = 1, longest: int = MAX_MATCH
     ) -> Match | None:
-        """The longest match of the last tokens of `ending`, followed by something, if it has
+        """Return the longest match of the last tokens of `ending` that is followed by something, if it has
         `shortest` to `longest` tokens."""
         n = min(longest, MAX_MATCH, len(ending))
         if not 0 < shortest <= n or not len(self):
@@ -95,8 +95,8 @@ class SuffixArray:
         return None
 
     def advance(self, match: Match, token: int) -> Match | None:
-        """The match that is longer by `token`, which is the longest match of the longer ending; None
-        if there is none."""
+        """Return the match extended by `token`, which is the longest match of the extended ending; None if
+        there is none."""
         tokens = self._token_at
         places = tuple(
             place + 1
@@ -106,7 +106,8 @@ class SuffixArray:
         return Match(match.length + 1, places) if places else None
 
     def followers(self, match: Match) -> dict[int, tuple[int, int]]:
-        """The tokens that follow a match, each with its number of occurrences and the last place."""
+        """Return the tokens that follow a match, each with its number of occurrences and the position of
+        the last one."""
         followers: dict[int, tuple[int, int]] = {}
         for place in match.places:
             token = self._token_at[place]
@@ -115,7 +116,7 @@ class SuffixArray:
         return followers
 
     def save(self, path: Path) -> None:
-        """Write the array to a file, replacing it whole. Raises `OSError`."""
+        """Write the array to a file, replacing it whole. Raise `OSError`."""
         made_of = np.frombuffer(self.made_of.encode(), np.uint8)
         file = io.BytesIO()
         np.savez(file, tokens=self._tokens, places=self._places, made_of=made_of)
@@ -123,7 +124,7 @@ class SuffixArray:
 
     @classmethod
     def load(cls, path: Path) -> SuffixArray | None:
-        """An array that was saved; None if the file is missing or damaged."""
+        """Load a saved array; return None if the file is missing or damaged."""
         try:
             with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
                 tokens, places = file["tokens"], file["places"]
@@ -138,12 +139,12 @@ class SuffixArray:
         return cls(tokens, places, made_of)
 
     def _key(self, n_tokens: int) -> Callable[[int], bytes]:
-        """The key by which places are sorted, of the first `n_tokens` tokens."""
+        """Return the sort key of the first `n_tokens` tokens."""
         data, n_bytes = self._backwards, 4 * n_tokens
         return lambda place: data[4 * place : 4 * place + n_bytes]
 
     def _followed(self, reversed_ending: bytes) -> tuple[int, ...]:
-        """The indices of the tokens that follow an ending."""
+        """Return the indices of the tokens that follow an ending."""
         key = self._key(len(reversed_ending) // 4)
         first = bisect_left(self._place_at, reversed_ending, key=key)
         end = bisect_right(self._place_at, reversed_ending, lo=first, key=key)
@@ -155,14 +156,14 @@ class SuffixArray:
 
 
 def _n_common(first: bytes, second: bytes) -> int:
-    """How many tokens of four bytes two strings have in common from their beginnings on."""
+    """Count the tokens of four bytes in the common prefix of two strings."""
     n_bytes = min(len(first), len(second)) // 4 * 4
     difference = int.from_bytes(first[:n_bytes], "big") ^ int.from_bytes(second[:n_bytes], "big")
     return (8 * n_bytes - difference.bit_length()) // 32
 
 
 def _sorted_suffixes(tokens: IntArray) -> npt.NDArray[np.int64]:
-    """The indices of a text's suffixes in the order of their first `MAX_MATCH` tokens: int64[n].
+    """Return the indices of a text's suffixes, sorted by their first `MAX_MATCH` tokens: int64[n].
 
     Suffixes that are sorted by their first h tokens can be sorted by 2h, with the ranks of the
     suffixes h tokens further on. Only suffixes that still have equal ranks are looked at again
@@ -173,7 +174,7 @@ def _sorted_suffixes(tokens: IntArray) -> npt.NDArray[np.int64]:
     keys = tokens.astype(np.uint32).astype(np.int64)
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
-    #: The rank of each suffix: the first place of those that are equal to it so far.
+    #: The rank of each suffix: the first index of those that are equal to it so far.
     ranks = np.empty(n + 1, np.int64)
     ranks[n] = -1
     places = np.arange(n)

@@ -19,8 +19,8 @@ N_COUNTED = 64
 
 
 class Cursor(NamedTuple):
-    """A place in the automaton: a string of `length` tokens that occurs in the text, and its state.
-    All strings of a state end at the same places of the text."""
+    """A position in the automaton: a string of `length` tokens that occurs in the text, and its
+    state. All strings of a state end at the same positions of the text."""
 
     state: int
     length: int
@@ -30,7 +30,8 @@ NOWHERE = Cursor(_START, 0)
 
 
 class SuffixAutomaton:
-    """All strings of a growing text, each with the tokens that followed it and how often.
+    """All strings of a text to which tokens are added, each with the tokens that followed it and
+    how often.
 
     Adding a token takes constant time (amortised), and so does a step of a cursor, however long
     the text is. The automaton has at most two states and three transitions a token. Taking tokens
@@ -40,7 +41,7 @@ class SuffixAutomaton:
     def __init__(self, tokens: Iterable[int] = (), *, n_counted: int = N_COUNTED) -> None:
         self._n_counted = n_counted
         # For each state: the state behind each following token, the state of the longest suffix that
-        # ends at other places too, the length of its longest string, its number of occurrences, and
+        # ends at other positions too, the length of its longest string, its number of occurrences, and
         # the index of the last token of its latest occurrence.
         self._followers: list[dict[int, int]] = [{}]
         self._links = [_NONE]
@@ -60,7 +61,7 @@ class SuffixAutomaton:
             self.extend(token)
 
     def __len__(self) -> int:
-        """Tokens in the text."""
+        """Return the number of tokens in the text."""
         return len(self._tokens)
 
     def extend(self, token: int) -> None:
@@ -117,15 +118,15 @@ class SuffixAutomaton:
             self._take_back()
 
     def cursor(self) -> Cursor:
-        """The longest ending of the text that also occurs earlier in it, followed by a token."""
+        """Return the longest ending of the text that also occurs earlier in it, followed by a token."""
         if not self._states:
             return NOWHERE
         state = self._links[self._states[-1]]
         return Cursor(state, self._lengths[state])
 
     def advance(self, cursor: Cursor, token: int) -> Cursor:
-        """The longest ending of the cursor's string and `token` that occurs in the text, followed by a
-        token."""
+        """Return the longest ending of the cursor's string and `token` that occurs in the text, followed by
+        a token."""
         state, length = cursor
         links, lengths = self._links, self._lengths
         while (next_state := self._followers[state].get(token)) is None:
@@ -139,21 +140,21 @@ class SuffixAutomaton:
         return Cursor(next_state, length + 1)
 
     def shorter(self, cursor: Cursor) -> Cursor:
-        """The longest ending of the cursor's string that occurs at more places."""
+        """Return the longest ending of the cursor's string that occurs more often in the text."""
         state = self._links[cursor.state]
         return Cursor(state, self._lengths[state]) if state >= 0 else NOWHERE
 
     def followers(self, cursor: Cursor) -> Mapping[int, int]:
-        """The tokens that follow the cursor's string in the text, each with the state of the string and
-        the token, for `count` and `end`. It belongs to the automaton: read only."""
+        """Return the tokens that follow the cursor's string in the text, each with the state of the string
+        and the token, for `count` and `end`. The mapping belongs to the automaton: do not change it."""
         return self._followers[cursor.state]
 
     def count(self, state: int) -> int:
-        """How often a state's strings occur in the text."""
+        """Return how often a state's strings occur in the text."""
         return self._counts[state]
 
     def end(self, state: int) -> int:
-        """The index of the last token of the latest occurrence of a state's strings."""
+        """Return the index of the last token of the latest occurrence of a state's strings."""
         return self._ends[state]
 
     def _take_back(self) -> None:

@@ -38,7 +38,7 @@ class _File:
 def load_corpus(
     paths: Sequence[Path], vocabulary: Vocabulary, fingerprint: str, cache: Path | None = None
 ) -> SuffixArray:
-    """The texts of files and folders as the tokens of `vocabulary`.
+    """Load the texts of files and folders as tokens of `vocabulary`.
 
     A folder stands for all UTF-8 text files in it of at most `MAX_FILE_BYTES`, except hidden files,
     links, and files in hidden folders. A file whose name ends in .jsonl or .ndjson has records, one
@@ -46,7 +46,7 @@ def load_corpus(
     with such fields).
 
     The array is kept in the folder `cache`, if given, until the files change; `fingerprint`
-    identifies the vocabulary. Raises `UsageError` if a path does not exist or cannot be read, if a
+    identifies the vocabulary. Raise `UsageError` if a path does not exist or cannot be read, if a
     named file is not text, or if there is no text or more than `MAX_BYTES`.
     """
     files = [file for path in paths for file in _files(path)]
@@ -102,7 +102,7 @@ def _files(path: Path) -> Iterator[_File]:
 
 
 def _files_below(folder: Path) -> Iterator[_File]:
-    """The files of a folder that may be text, in the order of their paths."""
+    """Yield the files of a folder that may be text, in the order of their paths."""
     for parent, folders, names in os.walk(folder):
         # In place: `os.walk` goes on with these. It follows no links.
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -138,7 +138,7 @@ def _texts(file: _File) -> list[str]:
 
 
 def _text(data: bytes) -> str | None:
-    """The text of a file; None if it is not text."""
+    """Return the text of a file; None if it is not text."""
     if b"\0" in data:
         return None
     try:
@@ -148,7 +148,7 @@ def _text(data: bytes) -> str | None:
 
 
 def _recorded(path: Path, text: str) -> list[str]:
-    """The texts of records, one JSON object a line."""
+    """Yield the texts of records, one JSON object a line."""
     texts: list[str] = []
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():

@@ -81,12 +81,12 @@ class EarlierTexts:
             self._bound(entries)
 
     def texts(self) -> list[IntArray]:
-        """All texts, the newest last: token ids, int32[n] each."""
+        """Return all texts, the newest last: token ids, int32[n] each."""
         return self._read([entry for entry in self._entries() if entry.name.endswith(_ENDING)])
 
     def arrays(self) -> tuple[SuffixArray, ...]:
-        """All texts in arrays that can be searched, the newest texts in the last one. Most texts are in
-        a saved array, which is made again only when many texts are not in it."""
+        """Return all texts in arrays that can be searched, the newest texts in the last one. Most texts are
+        in a saved array, which is rebuilt only when many texts are not in it."""
         entries = [entry for entry in self._entries() if entry.name.endswith(_ENDING)]
         saved = SuffixArray.load(self.folder / _ARRAY)
         n_saved = len(saved) if saved is not None else 0
@@ -104,8 +104,8 @@ class EarlierTexts:
         return tuple(array for array in arrays if len(array))
 
     def _entries(self) -> list[_Entry]:
-        """All files but the saved array, the newest last. Files that a killed process left are among
-        them: they grow old and are removed."""
+        """Return all files but the saved array, the newest last. Files of a killed process are among them:
+        they are removed once they are old."""
         entries: list[_Entry] = []
         with contextlib.suppress(OSError), os.scandir(self.folder) as files:
             for file in files:

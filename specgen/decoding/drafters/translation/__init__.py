@@ -63,8 +63,8 @@ class Translation:
         return Speller(self.draft, self.draft_lexicon)
 
     def text(self, prompt: Sequence[int], draft_prompt: Sequence[int] | None) -> DraftText:
-        """A text for the draft to follow. `draft_prompt` takes the place of the target's `prompt`, in
-        the draft's tokens; None translates the prompt."""
+        """Return a text for the draft to follow. `draft_prompt` replaces the target's `prompt`, in the
+        draft's tokens; None translates the prompt."""
         n_prompt = len(prompt)
         if draft_prompt is None:
             # Each tokenizer decides how a text begins.
@@ -76,8 +76,8 @@ class Translation:
         )
 
     def first_token(self, token: int) -> int:
-        """The draft's token that the text of one of the target's tokens begins with, or its counterpart of
-        a control token; -1 if there is none."""
+        """Return the draft's token that the text of one of the target's tokens starts with, or the
+        counterpart of a control token; -1 if there is none."""
         data = self.target.token_bytes(token)
         if not data:
             counterpart = self._to_draft.find(token)

@@ -53,19 +53,20 @@ class SharedTokens:
         return len(self.target_ids)
 
     def target_tokens(self, tokens: Sequence[int]) -> list[int]:
-        """The target's ids of the draft's tokens, all of which are shared."""
+        """Return the target's ids of the draft's tokens, all of which are shared."""
         return [int(self._of_draft[token]) for token in tokens]
 
     def to_draft(self, distribution: Distribution) -> Distribution | None:
-        """A distribution over the target's tokens, restricted to the shared ones, as a distribution
-        over the draft's tokens; None if it has no shared token."""
+        """Return a distribution over the draft's tokens for one over the target's, restricted to the shared
+        tokens; None if it has no shared token."""
         return _renamed(self._of_target, distribution)
 
     def translate(self, draft: Draft) -> Draft:
-        """A draft in the target's tokens. Branches end before tokens that are not shared.
+        """Translate a draft to the target's tokens. Branches end before tokens that are not shared.
 
         A shared token that was drawn from the whole vocabulary has the distribution that is
-        restricted to the shared tokens: that a shared token was drawn says nothing of which one.
+        restricted to the shared tokens: the fact that a shared token was drawn does not show which
+        one.
         """
         kept: list[int] = []
         for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
@@ -93,8 +94,8 @@ class SharedShaper:
         self.before: Sequence[int] = ()
 
     def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Distribution:
-        """The distribution over the draft's tokens after `path`, whose tokens are shared, from the
-        draft's logits, float32[n_draft_vocab]. Raises `NoTokenAllowedError` if no token is left."""
+        """Return the distribution over the draft's tokens after `path`, whose tokens are shared, from the
+        draft's logits, float32[n_draft_vocab]. Raise `NoTokenAllowedError` if no token is left."""
         shared = self._shared
         # The samplers leave the row as they find it, so the other tokens stay impossible.
         self._row[shared.target_ids] = logits[shared.draft_ids]
@@ -108,12 +109,12 @@ class SharedShaper:
         return self._shaper.top_probability(logits, self._path(path))
 
     def _path(self, path: Sequence[int]) -> list[int]:
-        """All tokens behind the text, in the target's tokens; `path` is in the draft's."""
+        """Return all tokens after the text, in the target's tokens; `path` is in the draft's."""
         return [*self.before, *self._shared.target_tokens(path)]
 
 
 def _ends(target: Vocabulary, draft: Vocabulary, to_target: ControlTokens) -> list[tuple[int, int]]:
-    """The draft's end tokens and their counterparts, the surest pairs first: those with the same
+    """Return the draft's end tokens with their counterparts, the surest pairs first: those with the same
     name, then those with the same role."""
     own, theirs = draft.special_tokens(), target.special_tokens()
 
@@ -129,7 +130,7 @@ def _ends(target: Vocabulary, draft: Vocabulary, to_target: ControlTokens) -> li
 
 
 def _renamed(counterparts: TokenArray, source: Distribution) -> Distribution | None:
-    """The distribution of the counterparts of `source`'s tokens, given that there is one; None if no
+    """Return the distribution of the counterparts of `source`'s tokens, given that there is one; None if no
     token has one. `counterparts` is int64[n_vocab], by token; -1 is none."""
     token_ids, probs = counterparts[source.token_ids], source.probs
     kept = np.flatnonzero((token_ids >= 0) & (probs > 0.0))

@@ -20,8 +20,8 @@ from specgen.system.arrays import Logits, TokenArray
 
 
 def n_unfinished(data: bytes) -> int:
-    """How many bytes at the end of `data` are the beginning of an incomplete character: 0 to 3.
-    Bytes that cannot begin a character are not counted."""
+    """Count the bytes of an incomplete character at the end of `data`: 0 to 3. Bytes that cannot start a
+    character are not counted."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     decoder.decode(data[-3:])
     return len(decoder.getstate()[0])
@@ -41,7 +41,7 @@ class ControlTokens:
         self._known: dict[int, int | None] = {}
 
     def find(self, token: int) -> int | None:
-        """The other vocabulary's token for a control token of the first; None if there is none."""
+        """Return the other vocabulary's token for a control token of the first; None if there is none."""
         if token not in self._known:
             named = self._by_name(token)
             self._known[token] = self._by_role(token) if named is None else named
@@ -71,14 +71,14 @@ _ANCHOR = "\n"
 
 
 class ExactTokenizer:
-    """Tokenizes text byte for byte, without what a tokenizer adds at the beginning."""
+    """Tokenizes text byte for byte, without the token or space that a tokenizer adds at the start."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._anchor = "" if self._bytes(self._tokenize("a")) == b"a" else _ANCHOR
 
     def tokenize(self, text: str) -> list[int] | None:
-        """The tokenizer's tokens; None if their bytes are not those of the text."""
+        """Return the tokenizer's tokens; None if their bytes are not those of the text."""
         tokens = self._tokenize(self._anchor + text)
         data, found = text.encode(), self._bytes(tokens)
         if not found.endswith(data):
@@ -121,12 +121,12 @@ class Lexicon:
         _ = self._sorted
 
     def find(self, data: bytes) -> int | None:
-        """The token that stands for exactly these bytes; if there are several, the one that the
+        """Return the token that stands for exactly these bytes; if there are several, the one that the
         tokenizer uses."""
         return self.tokens.get(data)
 
     def beginning_with(self, prefix: bytes) -> TokenArray:
-        """The tokens whose bytes begin with `prefix`, or are it: int64[m], sorted by bytes."""
+        """Return the tokens whose bytes start with `prefix`, or equal it: int64[m], sorted by bytes."""
         keys, token_ids = self._sorted
         start = bisect_left(keys, prefix)
         return token_ids[start : bisect_left(keys, prefix + _BEHIND_ALL, start)]
@@ -148,8 +148,8 @@ class Lexicon:
         return keys, np.array([self.tokens[key] for key in keys], np.int64)
 
     def _chosen(self, data: bytes) -> int | None:
-        """The single token as which these bytes are tokenized; None if there is none. Several tokens
-        may stand for the same bytes: that of a byte and that of the character with this byte, for
+        """Return the single token that the tokenizer uses for these bytes; None if there is none. Several
+        tokens may stand for the same bytes: that of a byte and that of the character with this byte, for
         example."""
         try:
             text = data.decode()
@@ -165,7 +165,7 @@ _STRAY = re.compile("([\udc80-\udcff]+)")
 
 @dataclass(slots=True)
 class Spelling:
-    """Tokens, and the end of each in bytes from the beginning of the text.
+    """Tokens, and the end of each in bytes from the start of the text.
 
     Bytes that the vocabulary cannot represent belong to no token.
     """
@@ -178,7 +178,7 @@ class Spelling:
         self.ends.append(end)
 
     def behind(self, offset: int) -> Spelling:
-        """The tokens that end behind `offset`."""
+        """Return the tokens that end after `offset`."""
         first = sum(end <= offset for end in self.ends)
         return Spelling(self.tokens[first:], self.ends[first:])
 
@@ -186,7 +186,7 @@ class Spelling:
 class Speller:
     """Spells bytes with the tokens of a vocabulary, byte for byte.
 
-    Characters go through the vocabulary's own tokenizer. Bytes that are no character (a part of a
+    Characters go through the vocabulary's own tokenizer. Bytes that are no character (an incomplete
     character at the end of the text so far, or bytes that are not UTF-8) are spelled with the
     longest tokens that there are for them.
     """
@@ -197,7 +197,7 @@ class Speller:
         self._tokenizer = ExactTokenizer(vocabulary)
 
     def spell(self, data: bytes) -> Spelling:
-        """The canonical spelling of a text by itself."""
+        """Return the canonical spelling of a text by itself."""
         spelling = Spelling()
         offset = 0
         for run, is_stray in _runs(data):
@@ -209,12 +209,12 @@ class Speller:
         return spelling
 
     def spell_after(self, before: bytes, data: bytes) -> Spelling:
-        """The spelling of `data` where `before` precedes it; the ends count from the beginning
-        of `data`.
+        """Return the spelling of `data` where `before` precedes it; the ends count from the start of
+        `data`.
 
-        Tokenizers look at the text before, so both are spelled together. A token may reach over
-        the border, if `before` ends where the tokenizer would not end a token. The bytes of that
-        token behind the border are then spelled by themselves.
+        Tokenizers look at the text before, so both are spelled together. A token may reach over the border,
+        if `before` ends where the tokenizer would not end a token. The bytes of that token after the border
+        are then spelled by themselves.
         """
         border = len(before)
         joint = self.spell(before + data)
@@ -253,8 +253,8 @@ class Speller:
 
 
 def _runs(data: bytes) -> Iterator[tuple[str, bool]]:
-    """A text in runs of whole characters and runs of bytes that are no character, the latter as
-    surrogates; with each, whether it is such bytes."""
+    """Split a text into runs of whole characters and runs of bytes that are no character, the latter as
+    surrogates. Yield each run with a flag that is true for such bytes."""
     text = data.decode("utf-8", "surrogateescape")
     for number, run in enumerate(_STRAY.split(text)):
         if run:
@@ -270,7 +270,7 @@ class StringTranslation:
     the draft proposes in the target's tokens, as the target's tokenizer would after the text so
     far.
 
-    The result has no distributions: a verifier has to treat its tokens as chosen without chance,
+    The result has no distributions: a verifier has to treat its tokens as chosen deterministically,
     and judges them by matching.
     """
 
@@ -283,8 +283,8 @@ class StringTranslation:
         self._speller = speller
 
     def translate(self, draft: Draft, before: bytes, held_back: bytes) -> Draft:
-        """`draft` in the target's tokens. `before` is the end of the text so far; `held_back` is the
-        end of `before`, and the draft's tokens begin with it."""
+        """Translate `draft` to the target's tokens. `before` is the end of the text so far; `held_back` is
+        the end of `before`, and the draft's tokens start with it."""
         tokens: list[int] = []
         parents: list[int] = []
         origins: list[str] = []
@@ -308,7 +308,7 @@ class StringTranslation:
     def _spell(
         self, draft: Draft, path: Sequence[int], before: bytes, held_back: bytes
     ) -> Iterator[_Spelled]:
-        """One branch of the draft as tokens of the target."""
+        """Return one branch of the draft as tokens of the target."""
         data = b""
         end: _Spelled | None = None
         starts: list[tuple[int, float | None]] = []
@@ -341,9 +341,9 @@ class StringTranslation:
 
 
 def _product(starts: Sequence[tuple[int, float | None]], start: int, end: int) -> float | None:
-    """The product of the probabilities of the draft's tokens that begin between two places; 1 if
-    none does, None if one of the probabilities is unknown. Tokens that begin before the text's end,
-    at negative places, count as beginning at 0."""
+    """Return the product of the probabilities of the draft's tokens that start between two offsets; 1 if
+    none does, None if one of the probabilities is unknown. Tokens that start before the end of the text, at
+    negative offsets, count as starting at 0."""
     found = [
         probability
         for offset, probability in starts
@@ -354,7 +354,7 @@ def _product(starts: Sequence[tuple[int, float | None]], start: int, end: int) -
 
 
 class BeginningShaper(Shaper):
-    """The draft's most likely text that begins with given bytes.
+    """The draft's most likely text that starts with given bytes.
 
     The target's text may end in the middle of one of the draft's tokens. Without this shaper the
     draft would take the end of the text for the end of the token. For example, a model may spell

@@ -80,7 +80,7 @@ class DraftText:
         return bytes(self._bytes[self._n_told :])
 
     def last_bytes(self, n: int) -> bytes:
-        """At most the last n bytes of the text, back to the last control token. They begin with a
+        """Return at most the last n bytes of the text, back to the last control token. They start with a
         whole character if the text consists of characters."""
         start = max(self._borders[-1].n_bytes, len(self._bytes) - n)
         for _ in range(3):  # a character has no more bytes behind its first
@@ -90,7 +90,7 @@ class DraftText:
 
     def follow(self, context: Sequence[int], drafted: Draft = NO_DRAFT) -> None:
         """Add the new tokens of `context`, which holds all of the target's tokens. `drafted` is the
-        last draft, behind `tokens`, in the draft's own tokens."""
+        last draft, after `tokens`, in the draft's own tokens."""
         self.n_unchanged = len(self.tokens)
         for token in context[self._n_prompt + len(self._target_ends) :]:
             data = self._target.token_bytes(token)
@@ -103,8 +103,7 @@ class DraftText:
         self._tell(drafted)
 
     def ending(self, n_tokens: int) -> bytes:
-        """The bytes of the last `n_tokens` tokens, if `hold_back` could take them back; else
-        none."""
+        """Return the bytes of the last `n_tokens` tokens, if `hold_back` could take them back; else none."""
         n_left = len(self.tokens) - n_tokens
         if n_left < max(1, self._borders[-1].n_after) or self._n_told < len(self._bytes):
             return b""
@@ -134,12 +133,13 @@ class DraftText:
         self._n_told = self._start(n_left) if is_cut else min(self._n_told, n_bytes)
 
     def _start(self, index: int) -> int:
-        """Where the token before `index` ends."""
+        """Return the offset at which the token before `index` ends."""
         border = self._borders[-1]
         return self._ends[index - 1] if index > border.n_after else border.n_bytes
 
     def _begin(self, index: int) -> int:
-        """Where token `index` begins: behind the bytes before it that have no token, if there are any."""
+        """Return the offset at which token `index` starts: after the bytes before it that have no token, if
+        there are any."""
         return self._ends[index] - len(self._draft.token_bytes(self.tokens[index]))
 
     def _add(self, token: int, end: int) -> None:

@@ -1,8 +1,13 @@
-"""llama-cpp-python's prompt lookup (`LlamaPromptLookupDecoding`) as a contender.
+"""specgen's n-grams against llama-cpp-python's prompt lookup (`LlamaPromptLookupDecoding`), by turns.
 
-It runs in a separate process, `python -m specgen.measure.bench.prompt_lookup`: a job as JSON on stdin, one line of JSON on
-stdout. With a drafter, `Llama` keeps the logits of every position, a context times a vocabulary of floats;
-and a crash of it must not end specgen. Its figure is computed as specgen's: the tokens after the first one
+    python benchmarks/prompt_lookup.py -m 1.5b.gguf --prompts p.jsonl --json out.json
+
+Prints the lines of `specgen bench` for plain decoding, n-grams, and prompt lookup with drafts of 2 and of 10
+tokens, which its documentation advises for CPUs and for GPUs; `--json` has all results. Greedy only.
+
+Each answer of prompt lookup is made in a separate process, `--child`: a job as JSON on stdin, one line of JSON
+on stdout. With a drafter, `Llama` keeps the logits of every position, a context times a vocabulary of floats;
+and a crash of it must not end the others. Its figure is computed as specgen's: the tokens after the first one
 over the time after it. `Llama.generate` is measured, the loop below its completions, which spares it making
 text.
 """
@@ -10,15 +15,85 @@ text.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from specgen.engine.loaded_models import Models
+from specgen.llama import default_threads
+from specgen.llama.kernel_checks import choose_kernels, wanted_in
+from specgen.measure.bench.contenders import NOW, Outcome, SessionContender, outcome_of_peer
+from specgen.measure.bench.figures import figures_of
 from specgen.measure.bench.peers import PeerError, PeerResult, run_program
+from specgen.measure.bench.report import BenchReport, to_json_object
+from specgen.measure.bench.runs import Lineup, Runs, run_lineups
+from specgen.models import cache_folder
+from specgen.render.tables import bench_lines
 
+#: The lengths of drafts that llama-cpp-python's documentation advises for CPUs and for GPUs.
+LENGTHS = (2, 10)
 _CONTEXT_STEP = 256
+
+
+def main() -> None:
+    # The child needs nothing of other scripts.
+    from benchmarks.answers import bench_prompts, opened, parser_of, tell, write_json
+
+    parser = parser_of(__doc__, max_tokens=128)
+    parser.add_argument("--prompts", type=Path, help="default: those of `specgen bench`")
+    parser.add_argument("-N", "--count", type=int, help="prompts of each category")
+    asked = parser.parse_args()
+    print(choose_kernels(wanted_in(os.environ), cache_folder()).label, file=sys.stderr)
+    prompts = bench_prompts(asked.prompts, asked.count)
+    with (
+        opened(asked.target, "none", asked.max_tokens) as plain,
+        opened(asked.target, "ngram", asked.max_tokens) as ngrams,
+    ):
+        lineup = Lineup(
+            asked.target.name,
+            0.0,
+            SessionContender("plain", plain),
+            (
+                SessionContender("ngram", ngrams),
+                *(LookupContender(f"llama-cpp-python lookup {n}", n, plain) for n in LENGTHS),
+            ),
+        )
+        runs = Runs()
+        run_lineups([lineup], prompts, runs, progress=tell)
+    figures = figures_of(runs.results)
+    report = BenchReport({"command": sys.argv}, [], prompts, 1, runs, figures)
+    for line in bench_lines(report):
+        print(line)
+    write_json(asked.json, to_json_object(report))
+
+
+class LookupContender:
+    """llama-cpp-python's `LlamaPromptLookupDecoding`. The models give prompts and options only."""
+
+    def __init__(self, name: str, n_drafted_max: int, loaded: Models) -> None:
+        self.name = name
+        self._n_drafted_max = n_drafted_max
+        self._loaded = loaded
+
+    def warm_up(self, prompt: str) -> None:
+        """Do nothing: every run loads the model and warms it up before its clock starts."""
+
+    def answer(self, prompt: str) -> Outcome:
+        options = self._loaded.options
+        job = LookupJob(
+            target=str(options.target),
+            prompt=self._loaded.prompts.of_text(prompt, now=NOW).tokens,
+            n_tokens=options.generation.max_tokens,
+            n_threads=options.target_context.n_threads or default_threads(),
+            n_drafted_max=self._n_drafted_max,
+            n_gpu_layers=options.target_context.n_gpu_layers,
+            flash_attention=options.target_context.flash_attention != "off",
+        )
+        return outcome_of_peer(run_lookup(job))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +118,9 @@ def run_lookup(
     limit_s: float = 900.0,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> PeerResult | None:
-    """Let llama-cpp-python answer; None if `interrupted` returned True and it was killed. Raises `PeerError`
+    """Let llama-cpp-python answer; None if `interrupted` returned True and it was killed. Raise `PeerError`
     if it fails or takes longer than `limit_s` seconds."""
-    command = (sys.executable, "-m", "specgen.measure.bench.prompt_lookup")
+    command = (sys.executable, __file__, "--child")
     data = json.dumps(asdict(job))
     output = run_program(command, limit_s=limit_s, interrupted=interrupted, stdin=data)
     if output is None:
@@ -140,7 +215,7 @@ def _open(job: LookupJob) -> tuple[CountingDrafter, Any]:
     return drafter, model
 
 
-def main() -> None:
+def answer_job() -> None:
     """Answer the job on stdin."""
     job = json.load(sys.stdin)
     job["prompt"] = tuple(job["prompt"])
@@ -148,4 +223,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["--child"]:
+        answer_job()
+    else:
+        main()

@@ -1,0 +1,125 @@
+"""The lines of the documents are short, and wrapping a document changes nothing of what it shows."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+
+from scripts import make_docs
+from scripts.wrap_markdown import WIDTH, too_long, wrapped
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+
+
+def shown(markdown: str) -> str:
+    """Return the document as HTML; a run of blanks outside code is one blank."""
+    html = MarkdownIt("commonmark").enable("table").render(markdown)
+    pieces = re.split(r"(<pre>.*?</pre>)", html, flags=re.DOTALL)
+    return "".join(
+        piece if piece.startswith("<pre>") else re.sub(r"\s+", " ", piece) for piece in pieces
+    )
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+def test_no_line_is_too_long(path: Path) -> None:
+    lines = dict(too_long(path.read_text(encoding="utf-8")))
+    assert not lines, f"python -m scripts.wrap_markdown {path.relative_to(ROOT)}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+def test_a_document_shows_the_same_after_wrapping(path: Path) -> None:
+    # Without its line breaks, so that there is something to wrap.
+    text = re.sub(r"(?<=[a-z,.])\n(?=[a-z])", " ", path.read_text(encoding="utf-8"))
+    assert shown(wrapped(text)) == shown(text)
+    assert wrapped(wrapped(text)) == wrapped(text)
+
+
+LONG = "word " * 40 + "end"
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        f"| {LONG} | b |\n| --- | --- |\n| {LONG} | c |\n",
+        f"```text\n{LONG}\n\n- {LONG}\n```\n",
+        f"    {LONG}\n    {LONG}\n",
+        f"# {LONG}\n",
+        f"<!-- {LONG}\n{LONG} -->\n",
+        f"[name]: https://example.org/{'x' * 200}\n",
+        "short lines\nstay as they are\n",
+    ],
+    ids=["table", "code", "indented code", "heading", "comment", "definition", "short"],
+)
+def test_what_is_no_long_paragraph_is_kept(kept: str) -> None:
+    assert wrapped(kept) == kept
+    assert not list(too_long(kept))
+
+
+@pytest.mark.parametrize("prefix", ["", "- ", "12. ", "> ", "  - "])
+def test_a_paragraph_and_an_item_are_wrapped_below_their_text(prefix: str) -> None:
+    first, *others = wrapped(f"{prefix}{LONG}\n").splitlines()
+    rest = prefix if ">" in prefix else " " * len(prefix)
+    assert first.startswith(f"{prefix}word")
+    assert others
+    assert all(line.startswith(f"{rest}word") or line == f"{rest}end" for line in others)
+    assert all(len(line) <= WIDTH for line in (first, *others))
+
+
+def test_code_and_links_are_not_broken() -> None:
+    code = "`specgen run -m FILE`"
+    link = f"[a page](https://example.org/{'x' * 100})"
+    lines = wrapped(f"{f'{code} ' * 20}{f'{link} ' * 3}\n").splitlines()
+    assert "".join(lines).count(code) == 20
+    assert sum(line.count(f"](https://example.org/{'x' * 100})") for line in lines) == 3
+
+
+def test_a_long_line_is_found_with_its_number() -> None:
+    target = f"[page](https://example.org/{'x' * 120})"
+    assert dict(too_long(f"short\n\n{LONG}\n{target}\n")) == {3: LONG}
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            ["word", "-", "1.", "#", "`a b`", "[x](y)", "|", "+", "> q", "==", "a, b.", "`", "<b>"]
+        ),
+        min_size=30,
+        max_size=120,
+    )
+)
+def test_any_paragraph_shows_the_same_after_wrapping(words: list[str]) -> None:
+    text = "Start " + " ".join(words) + "\n"
+    assert shown(wrapped(text)) == shown(text)
+    assert wrapped(wrapped(text)) == wrapped(text)
+
+
+def anchors(path: Path) -> set[str]:
+    """Return what a link to a heading of the document may name."""
+    tokens = MarkdownIt("commonmark").parse(path.read_text(encoding="utf-8"))
+    pairs = itertools.pairwise(tokens)
+    return {
+        make_docs.anchor("".join(part.content for part in inline.children or ()))
+        for token, inline in pairs
+        if token.type == "heading_open"
+    }
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+def test_links_go_to_files_and_headings_that_exist(path: Path) -> None:
+    stale = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+        file, _, heading = link.partition("#")
+        goal = path.parent / file if file else path
+        if "://" in link:
+            continue
+        if not goal.exists() or (heading and goal.suffix == ".md" and heading not in anchors(goal)):
+            stale.append(link)
+    assert not stale
