@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from specgen.decoding.drafters import draft_alone
+from specgen.decoding.policy import draft_up_to
+from specgen.decoding.text_state import TextState
+from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.engine import Engine, generate
 from specgen.engine.loaded_models import Models
+from specgen.engine.prompts import Prompt
 from specgen.errors import UsageError
 from specgen.events import DraftedEvent, FinishedEvent
 from specgen.options import (
@@ -184,6 +189,27 @@ def test_a_round_takes_one_decode_of_the_draft_and_keeps_the_text(
         assert finished.n_accepted == ordinary.n_accepted
 
 
+@pytest.mark.parametrize("architecture", ["llama", "mamba", "lfm2", "jamba"])
+def test_the_prompt_is_not_read_again_to_drop_the_masks(
+    tmp_path: Path, architecture: Architecture
+) -> None:
+    text = list(range(40, 90))
+    with (
+        models(tmp_path, mask="3", architecture=architecture) as opened,
+        opened.contexts(256) as (_, draft),
+    ):
+        assert draft is not None
+        prompt = Prompt("", tuple(text))
+        drafter = DrafterFactory(opened).chain_drafter(prompt, draft, TextState(text))
+        for token in (60, 61, 62):
+            before = draft.n_decoded_rows
+            draft_alone(drafter.propose(text, draft_up_to(4)))
+            # The unread tokens and the masks; a copied state may be a few tokens behind.
+            assert draft.n_decoded_rows - before <= (50 if token == 60 else 1) + 3 + 3
+            assert draft.text(0)[: len(text)] == text
+            text.append(token)
+
+
 def test_trees_of_a_parallel_draft_need_no_branches_in_its_cache(tmp_path: Path) -> None:
     with models(tmp_path, mask="3") as opened:
         _, plain = run(opened)
@@ -215,8 +241,6 @@ def test_several_answers_draft_in_one_batch(tmp_path: Path) -> None:
 
 def test_what_is_learnt_about_acceptance_is_kept_apart(tmp_path: Path) -> None:
     """The rows of masks are accepted less often than those of tokens."""
-    from specgen.engine.drafter_factory import DrafterFactory
-
     with models(tmp_path, mask="3") as opened:
         DrafterFactory(opened).chances()["model"] = "marked"  # type: ignore[assignment]
         assert "model" in DrafterFactory(opened).chances()
