@@ -130,7 +130,7 @@ def agreement_walk(models: Models, prompt: Prompt, draft: Backend) -> Walk:
     factory, state = DrafterFactory(models), TextState(())
     drafter = factory.chain_drafter(prompt, draft, state)
     is_translated = models.drafts.own_vocabulary is not None
-    return Walk(drafter, state, factory.chances(), is_translated=is_translated)
+    return Walk(drafter, state, factory.acceptance(), is_translated=is_translated)
 
 
 def _sample_agreement(
@@ -138,8 +138,8 @@ def _sample_agreement(
 ) -> bool:
     """Measure how often the draft model agrees with the target, unless that is known, or the draft could
     not pay even if it always agreed. Return whether anything was measured."""
-    path, chances = models.drafts.path, DrafterFactory(models).chances()
-    is_known = "model" in chances and chances["model"].n_judged >= N_KNOWN
+    path, acceptance = models.drafts.path, DrafterFactory(models).acceptance()
+    is_known = "model" in acceptance and acceptance["model"].n_judged >= N_KNOWN
     drafting = models.options.drafting
     if path is None or is_known or not drafting.is_by_cost:
         return False

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specgen.decoding.grammar.base import ENDED, GrammarState
-from specgen.decoding.grammar.gbnf import read_gbnf
+from specgen.decoding.grammar.base import ENDED, CachedState, GrammarState
+from specgen.decoding.grammar.gbnf import ROOT, read_gbnf
 from specgen.decoding.grammar.gbnf_rules import Gbnf
 from specgen.errors import UsageError
 from specgen.llama.library import forget_log, last_error, llama_cpp
@@ -34,7 +34,7 @@ _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32
 #: For this many tokens or more, first find out which first bytes may come.
 _MANY = 512
 #: For this many or more, ask about only one token of each kind that the grammar distinguishes.
-_VERY_MANY = 8192
+VERY_MANY = 8192
 #: The number of tokens in the first question, in a search for a second allowed token.
 _CHUNK = 64
 
@@ -48,8 +48,8 @@ class LlamaGrammar:
     Raises `UsageError` if the grammar is not valid, or llama.cpp does not accept it.
     """
 
-    def __init__(self, vocabulary: LlamaVocabulary, gbnf: str, root: str = "root") -> None:
-        grammar = read_gbnf(gbnf, root)
+    def __init__(self, vocabulary: LlamaVocabulary, gbnf: str) -> None:
+        grammar = read_gbnf(gbnf)
         self.vocabulary = vocabulary
         self.table = token_table(vocabulary)
         self._grammar = grammar
@@ -61,7 +61,7 @@ class LlamaGrammar:
         self.probed = self._probed_bytes()
         forget_log()
         pointer = llama_cpp.llama_sampler_init_grammar(
-            vocabulary.handle, gbnf.encode(), root.encode()
+            vocabulary.handle, gbnf.encode(), ROOT.encode()
         )
         if not pointer:
             raise UsageError(f"llama.cpp does not take the grammar: {last_error()}")
@@ -158,25 +158,24 @@ class _Asker:
         return answer
 
 
-class _LlamaState:
+class _LlamaState(CachedState):
     """The state of a grammar after a text. `pending` is the UTF-8 state at the end of the text."""
 
-    __slots__ = ("_children", "_first_bytes", "_forced", "_grammar", "_sampler", "pending")
+    __slots__ = ("_first_bytes", "_grammar", "_sampler", "pending")
 
     def __init__(self, grammar: LlamaGrammar, sampler: _Sampler, pending: int) -> None:
+        super().__init__(len(grammar.usable))
         self._grammar = grammar
         self._sampler = sampler
         self.pending = pending
-        self._children: dict[int, GrammarState] = {}
         self._first_bytes: BoolArray | None = None
-        self._forced: int | None = -1  # -1: not known yet
 
     def allows(self, token_ids: TokenArray) -> BoolArray:
         token_ids = np.asarray(token_ids, np.int64)
         allowed = np.zeros(len(token_ids), np.bool_)
         if not len(token_ids):
             return allowed
-        self._check_exist(int(token_ids.min()), int(token_ids.max()))
+        self._check_exist(token_ids)
         wanted = self._usable()[token_ids]
         if self.pending == BOUNDARY and (self._first_bytes is not None or len(token_ids) >= _MANY):
             wanted &= self.may_begin()[self._grammar.table.first[token_ids]]
@@ -185,32 +184,12 @@ class _LlamaState:
             allowed[places] = self._ask(token_ids[places])
         return allowed
 
-    def after(self, token_id: int) -> GrammarState:
-        child = self._children.get(token_id)
-        if child is None:
-            self._check_exist(token_id, token_id)
-            if not (self._usable()[token_id] and self._ask(np.array([token_id]))[0]):
-                raise ValueError(f"the grammar does not allow token {token_id} here")
-            child = self._children[token_id] = self._make_child(token_id)
-        return child
-
-    def forced(self) -> int | None:
-        if self._forced == -1:
-            self._forced = self._find_forced()
-        return self._forced
-
     def _make_child(self, token_id: int) -> GrammarState:
         table = self._grammar.table
         if table.is_end[token_id]:
             return ENDED
         pending = int(table.ends_in(self.pending)[token_id])
         return _LlamaState(self._grammar, self._sampler.advanced(token_id), pending)
-
-    def _check_exist(self, lowest: int, highest: int) -> None:
-        n_tokens = len(self._grammar.usable)
-        if lowest < 0 or highest >= n_tokens:
-            wrong = lowest if lowest < 0 else highest
-            raise ValueError(f"there is no token {wrong}: the vocabulary has {n_tokens}")
 
     def _usable(self) -> BoolArray:
         """Return bool[n_tokens]: the tokens after which the text is UTF-8 and has grown."""
@@ -220,7 +199,7 @@ class _LlamaState:
 
     def _ask(self, token_ids: TokenArray) -> BoolArray:
         """Ask llama.cpp which of the tokens it allows; of very many, only about one of each kind."""
-        if len(token_ids) < _VERY_MANY or self.pending != BOUNDARY:
+        if len(token_ids) < VERY_MANY or self.pending != BOUNDARY:
             return self._grammar.ask(self._sampler, token_ids)
         kinds = self._grammar.kinds()[token_ids]
         answers = np.zeros(len(self._grammar.usable), np.bool_)
@@ -268,13 +247,13 @@ class _LlamaState:
         single = table.single[(possible & grammar.probed).nonzero()[0]]
         yield single[:2]  # all of them are allowed, and two allowed tokens end the search
         if len(single) == 1:
-            yield from _portions(self._beginning_with(int(single[0])))
+            yield from _portions(self._with_prefix(int(single[0])))
         rest = possible & ~grammar.probed
         if rest[:256].any():
             among = rest[table.first] & grammar.usable & ~table.is_end
             yield from _portions(among.nonzero()[0])
 
-    def _beginning_with(self, single: int) -> TokenArray:
+    def _with_prefix(self, single: int) -> TokenArray:
         """Return the other tokens that begin with a token of one byte, and whose second byte may come
         in the state after it."""
         table = self._grammar.table
@@ -282,7 +261,7 @@ class _LlamaState:
         seconds = np.ones(256, np.bool_)
         if isinstance(then, _LlamaState) and then.pending == BOUNDARY:
             seconds = then.may_begin()[:256]
-        return table.beginning_with(single, seconds)
+        return table.with_prefix(single, seconds)
 
 
 class _Classes(dict[int, int]):

@@ -138,7 +138,7 @@ def _check_same_file(metadata: HfFileMetadata, model: CatalogueModel, host: str)
 def _download(source: HubSource, host: str, progress: DownloadProgress) -> Path:
     from huggingface_hub import hf_hub_download
 
-    class Bar(_Bar):
+    class Bar(TransferBar):
         """The class of huggingface_hub's bar; only a class can be passed, so this one holds `progress`."""
 
         watcher = progress
@@ -213,7 +213,7 @@ def _hub_held_back() -> Iterator[None]:
         logger.setLevel(level)
 
 
-class _Bar:
+class TransferBar:
     """Passes what huggingface_hub would draw with tqdm to a `DownloadProgress`.
 
     With Xet storage bytes are reported twice, as received and as written; `update_transfer`

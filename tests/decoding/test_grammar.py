@@ -223,7 +223,7 @@ def test_allowed_and_forced_tokens_equal_brute_force(
 def test_kinds_of_tokens_answer_for_all(
     vocabulary: LlamaVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specgen.llama.grammar._VERY_MANY", 1)
+    monkeypatch.setattr("specgen.llama.grammar.VERY_MANY", 1)
     for gbnf in _MATTERS:
         state, reference = LlamaGrammar(vocabulary, gbnf).start, Reference(vocabulary, gbnf)
         rng, path = np.random.default_rng(0), list[int]()
@@ -454,12 +454,6 @@ def test_what_the_reader_takes_llama_takes(vocabulary: LlamaVocabulary, parts: l
         allowed = np.flatnonzero(state.allows(every(vocabulary)))
         if len(allowed):
             state = state.after(int(allowed[0]))
-
-
-def test_another_root(vocabulary: LlamaVocabulary) -> None:
-    grammar = LlamaGrammar(vocabulary, 'root ::= "a"\nother ::= "b"', root="other")
-    path, _ = walk(vocabulary, grammar.start, np.random.default_rng(0))
-    assert text_of(vocabulary, path) == "b"
 
 
 def test_classes_of_characters() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.cli import ROOT
+from tests.helpers.common import ROOT
 
 PROMPT = "def add(a, b): return a + b # and the sum is the sum is"
 EXACT = ("-t", "1", "-fa", "off", "-ctk", "f32", "-ctv", "f32", "-n", "40", "-q")

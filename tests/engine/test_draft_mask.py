@@ -10,6 +10,7 @@ import pytest
 
 from specgen.decoding.drafters import draft_alone
 from specgen.decoding.policy import draft_up_to
+from specgen.decoding.policy.acceptance import new_acceptance_rates
 from specgen.decoding.text_state import TextState
 from specgen.engine.drafter_factory import DrafterFactory
 from specgen.engine.engine import Engine, generate
@@ -242,7 +243,7 @@ def test_several_answers_draft_in_one_batch(tmp_path: Path) -> None:
 def test_what_is_learnt_about_acceptance_is_kept_apart(tmp_path: Path) -> None:
     """The rows of masks are accepted less often than those of tokens."""
     with models(tmp_path, mask="3") as opened:
-        DrafterFactory(opened).chances()["model"] = "marked"  # type: ignore[assignment]
-        assert "model" in DrafterFactory(opened).chances()
+        DrafterFactory(opened).acceptance()["model"] = new_acceptance_rates("model")
+        assert "model" in DrafterFactory(opened).acceptance()
         opened.change_drafting(DraftOptions(mask="off"))
-        assert "model" not in DrafterFactory(opened).chances()
+        assert "model" not in DrafterFactory(opened).acceptance()

@@ -18,7 +18,10 @@ from typing import Any
 import psutil
 import pytest
 
+from specgen.engine.engine import Engine
 from specgen.engine.loaded_models import Models
+from specgen.engine.prompts import Prompt
+from specgen.engine.request import Request
 from specgen.errors import BackendError, ModelFileError
 from specgen.serving.batch import on_ray, ray_actor
 from specgen.serving.batch.line_worker import WorkerJob
@@ -27,7 +30,6 @@ from specgen.serving.batch.placement import Node, place
 from specgen.serving.batch.ray_actor import ActorRegistry
 from specgen.serving.batch.ray_job import RayJob
 from specgen.serving.batch.results import result_of
-from specgen.serving.batch.runner import Batch, Task
 from tests.helpers.batch import (
     PATIENCE_S,
     PROMPTING,
@@ -40,7 +42,8 @@ from tests.helpers.batch import (
     wait_for_results,
     worker_job,
 )
-from tests.helpers.cli import ROOT, Specgen
+from tests.helpers.cli import Specgen
+from tests.helpers.common import ROOT
 from tests.project.test_layers import imported, modules
 
 # --- where actors go
@@ -199,7 +202,7 @@ def test_the_end_of_ray_is_an_error_and_what_is_done_stays(
 
 
 def test_an_address_that_says_nothing_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_ray, "_CONNECT_S", 0.3)
+    monkeypatch.setattr(on_ray, "CONNECT_S", 0.3)
     batch, _, _ = fake_batch("time.sleep(600)")
     with pytest.raises(BackendError, match="has not connected"):
         batch.run(lines_of("a"))
@@ -316,16 +319,17 @@ def cluster() -> Iterator[tuple[str, list[int]]]:
 
 def open_and_die(path: Path) -> Models:
     """In an actor: a session that ends the process at a line that says so."""
-    plain = Batch._submit
+    plain = Engine.insert
 
-    def submit(self: Batch, engine: Any, task: Task) -> None:
-        plain(self, engine, task)
-        if "die" in str(task.line.fields):
+    def insert(engine: Engine, prompt: str | Prompt, **options: Any) -> Request:
+        request = plain(engine, prompt, **options)
+        if "die" in request.prompt.text:
             engine.step()
             os.kill(os.getpid(), signal.SIGKILL)
+        return request
 
-    Batch._submit = submit  # type: ignore[method-assign]
-    ray_actor.MOST_ATTEMPTS, ray_actor._N_TOGETHER = 2, 1
+    Engine.insert = insert  # type: ignore[assignment, method-assign]
+    ray_actor.MOST_ATTEMPTS, ray_actor.N_TOGETHER = 2, 1
     return open_tiny(path)
 
 

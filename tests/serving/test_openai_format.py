@@ -12,7 +12,7 @@ from specgen.engine.chat_template import Message, ToolCall
 from specgen.events import FinishedEvent, Piece, TokenLogprob
 from specgen.options import GenerationOptions, Grammar, SamplerOptions
 from specgen.serving.openai_format.request import (
-    _KNOWN,
+    KNOWN_FIELDS,
     BodyError,
     Kind,
     Request,
@@ -74,7 +74,7 @@ def test_every_field_of_a_sampler_is_read() -> None:
     assert set(values) | {"samplers"} == {
         *(name for name in SamplerOptions.__slots__),
     }
-    assert set(values) <= _KNOWN["chat"]
+    assert set(values) <= KNOWN_FIELDS["chat"]
 
 
 def test_lengths_and_ends() -> None:

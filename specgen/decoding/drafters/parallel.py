@@ -9,11 +9,17 @@ import numpy as np
 from specgen.decoding.backend import Backend, Batch
 from specgen.decoding.draft import NO_DRAFT, ROOT, Draft
 from specgen.decoding.drafters.base import Ask, Drafting
-from specgen.decoding.drafters.growth import DraftedChain, DraftShaper, growth, look, n_guesses
+from specgen.decoding.drafters.expansion import (
+    DraftedChain,
+    DraftShaper,
+    look,
+    make_expansion,
+    n_guesses,
+)
 from specgen.decoding.drafters.model import ModelDrafter
-from specgen.decoding.growing_tree import GrowingTree
 from specgen.decoding.policy import RoundPlan
 from specgen.decoding.policy.cost_table import FREE, CostTable, Price
+from specgen.decoding.tree_builder import TreeBuilder
 from specgen.options import TreeShape
 from specgen.system.arrays import Logits
 
@@ -138,8 +144,8 @@ class ParallelDrafter(ModelDrafter):
 
     def _tree(self, rows: Logits, plan: RoundPlan, before: Sequence[int]) -> Draft:
         """Return a tree in which the nodes of one depth have children from the same row."""
-        tree, guesses = GrowingTree(self.name), n_guesses(self._shape)
-        growing = growth(
+        tree, guesses = TreeBuilder(self.name), n_guesses(self._shape)
+        expansion = make_expansion(
             self._shape,
             plan,
             plan.n_max,
@@ -149,12 +155,12 @@ class ParallelDrafter(ModelDrafter):
             lambda _n: 0.0,
         )
         found = look(rows[0], self._shaper, before, guesses, draws=self._draws)
-        growing.take(tree, ROOT, found)
-        while nodes := growing.frontier(tree, _WIDEST):
+        expansion.take(tree, ROOT, found)
+        while nodes := expansion.frontier(tree, _WIDEST):
             for node in nodes:
                 path = (*before, *tree.path(node))
                 row = rows[tree.depths[node] + 1]
                 found = look(row, self._shaper, path, guesses, draws=self._draws)
                 tree.look_beyond(node)
-                growing.take(tree, node, found)
-        return growing.cut(tree.draft(growing.walks))
+                expansion.take(tree, node, found)
+        return expansion.cut(tree.draft(expansion.walks))

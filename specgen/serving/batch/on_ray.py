@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 #: The command of a pass. (Not `-m`: then pickled classes would belong to a module named __main__.)
 COMMAND = (sys.executable, "-c", "from specgen.serving.batch.ray_job import main; main()")
 #: Seconds: for Ray to list its nodes; between checks for Ctrl-C; for a child to end by itself.
-_CONNECT_S, _LOOK_S, _END_S = 60.0, 0.2, 5.0
+CONNECT_S, _LOOK_S, _END_S = 60.0, 0.2, 5.0
 #: The beginning of a line in Ray's logs, and how much of such a line is shown, in characters.
 _LOG_PREFIX, _N_WORDS = re.compile(r"^\[[^]]*\] \S+: "), 200
 #: Ray reports nothing to others, and shows no progress bars.
@@ -160,7 +160,7 @@ class _Child:
         )
         self._messages: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._is_placed = False
-        self._until_s = time.monotonic() + _CONNECT_S
+        self._until_s = time.monotonic() + CONNECT_S
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._writer = threading.Thread(target=self._send, args=(data,), daemon=True)
 
@@ -206,7 +206,7 @@ class _Child:
         """Raise `BackendError` if Ray takes too long to connect."""
         if not self._is_placed and time.monotonic() > self._until_s:
             raise BackendError(
-                f"Ray has not connected within {_CONNECT_S:.0f} s",
+                f"Ray has not connected within {CONNECT_S:.0f} s",
                 hint="`ray status` says whether the cluster runs",
             )
 

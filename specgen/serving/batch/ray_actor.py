@@ -25,7 +25,7 @@ from specgen.serving.batch.results import result_of
 #: actors.
 MOST_ATTEMPTS = 5
 #: A line with this many earlier attempts is answered alone, so that no other line is lost with it.
-_N_TOGETHER = 2
+N_TOGETHER = 2
 #: Seconds to reach another actor, and between heartbeats of an actor.
 REACH_S, _BEAT_S = 10.0, 2.0
 #: Exit code of an actor whose engine has failed; Ray starts another one.
@@ -108,7 +108,7 @@ class Actor:
             if n >= MOST_ATTEMPTS:
                 replies.append(self._given_up(line, n))
             else:
-                replies.append(self._worker.ask(line, alone=n >= _N_TOGETHER))
+                replies.append(self._worker.ask(line, alone=n >= N_TOGETHER))
         answers = [each if isinstance(each, Answered) else each.result() for each in replies]
         return {"result": [json.dumps(asdict(answer)).encode() for answer in answers]}
 
