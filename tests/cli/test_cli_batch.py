@@ -106,6 +106,14 @@ def test_answers_are_those_of_run(
         assert found[str(number)] == seeded.out
 
 
+def test_results_count_the_rounds_without_a_draft_by_reason(specgen: Batch, tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in.jsonl", PROMPTS[0]), tmp_path / "out.jsonl"
+    assert specgen("batch", source, out, "-np", "1", draft="none").code == 0
+    body = records(out)["1"]["response"]["body"]
+    (why,) = body["timings"]["undrafted"]
+    assert (why["reason"], why["n_rounds"]) == ("off", body["speculative"]["n_rounds"])
+
+
 def test_the_number_at_once_is_chosen(specgen: Batch, tmp_path: Path) -> None:
     source, out = write(tmp_path / "in.jsonl", *PROMPTS), tmp_path / "out.jsonl"
     done = specgen("batch", source, out)

@@ -130,7 +130,8 @@ def test_models_that_have_a_name_and_are_on_the_disk_are_tried(
     find: Specgen, tiny_models: Path
 ) -> None:
     from specgen.models import load_registry, models_folder
-    from specgen.models.store import file_sha256, slot_of
+    from specgen.models.files import file_sha256
+    from specgen.models.model_folder import slot_of
 
     draft = tiny_models / "draft.gguf"
     config = saved_drafts_file().parent

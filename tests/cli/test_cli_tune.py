@@ -126,7 +126,7 @@ def test_models_that_are_on_this_disk_are_tried_and_what_cannot_draft_is_a_note(
     tune: Specgen, tiny_models: Path
 ) -> None:
     from specgen.models import load_registry, models_folder
-    from specgen.models.store import slot_of
+    from specgen.models.model_folder import slot_of
 
     config = saved_drafts_file().parent
     config.mkdir(parents=True)

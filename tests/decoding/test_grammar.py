@@ -315,7 +315,15 @@ def test_the_same_path_is_the_same_state(vocabulary: LlamaVocabulary) -> None:
     start = grammar.start
     brace = token_of(vocabulary, b"{")
     assert start.after(brace) is start.after(brace)
-    assert grammar.start is not start  # or the grammar would keep every text
+
+
+def test_texts_with_the_same_future_share_a_state(vocabulary: LlamaVocabulary) -> None:
+    a, brace, quote = (token_of(vocabulary, piece) for piece in (b"a", b"{", b'"'))
+    string = LlamaGrammar(vocabulary, JSON).start.after(brace).after(quote)
+    assert string.after(a) is string.after(a).after(a) is string
+    assert string.after(quote) is not string
+    counted = LlamaGrammar(vocabulary, 'root ::= "a"{3}').start
+    assert counted.after(a) is not counted.after(a).after(a)
 
 
 def test_memory_is_freed(vocabulary: LlamaVocabulary) -> None:
@@ -338,6 +346,23 @@ def test_memory_is_freed(vocabulary: LlamaVocabulary) -> None:
     for _ in range(1000):  # texts that end
         string().after(a).forced()
     assert rss() - before < 8 * 2**20
+
+
+def test_a_grammar_keeps_a_bounded_number_of_states(
+    vocabulary: LlamaVocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specgen.llama.grammar.MOST_STATES", 3)
+    gbnf = 'root ::= "(" root ")" | "a"'
+    grammar, reference = LlamaGrammar(vocabulary, gbnf), Reference(vocabulary, gbnf)
+    left, right, a = (token_of(vocabulary, piece) for piece in (b"(", b")", b"a"))
+    path = [*[left] * 20, a, *[right] * 10]
+    states = [grammar.start]
+    for token in path:
+        states.append(states[-1].after(token))
+    for n in (2, 20, 21, 25):  # dropped states work as before
+        assert (states[n].allows(every(vocabulary)) == reference.allowed(path[:n])).all()
+        if n < 20:
+            assert states[n].after(left).allows(np.array([a])).all()
 
 
 def test_a_long_chain_of_states_can_be_dropped(vocabulary: LlamaVocabulary) -> None:

@@ -76,6 +76,7 @@ def test_a_second_ctrl_c_ends_an_answer_whose_drafter_hangs(tiny_models: Path) -
         [sys.executable, "-m", "specgen", "run", *options, PROMPT],
         check=True,
         capture_output=True,
+        input=f"{PROMPT}\n",
         text=True,
         cwd=ROOT,
         env={**os.environ, "OMP_WAIT_POLICY": "passive"},

@@ -30,10 +30,9 @@ from specgen.models import (
     models_folder,
 )
 from specgen.models.hub import TransferBar
-from specgen.models.index import IndexFile, find_wheel, normalized, parse_page
-from specgen.models.pypi import PypiMirror
-from specgen.models.store import ModelFolder, OpenFile, open_file, slot_of
-from specgen.models.transfer import Page, Transfer
+from specgen.models.model_folder import ModelFolder, slot_of
+from specgen.models.pypi import IndexFile, PypiMirror, find_wheel, normalized, parse_page
+from specgen.models.transfer import OpenFile, Page, Transfer, open_file
 from tests.helpers.fetch import (
     Fault,
     RecordedProgress,

@@ -23,7 +23,7 @@ from llm.parts import ToolResultPart
 import specgen
 from specgen.engine.chat_template import Message
 from specgen.models import load_registry, memory_file, models_folder, user_registry_file
-from specgen.models.store import slot_of
+from specgen.models.model_folder import slot_of
 from specgen.options import DraftOptions, SamplerOptions
 from specgen.serving.adapters.llm import AnswerError
 from specgen.testing.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model

@@ -89,7 +89,6 @@ def test_a_worker_answers_as_a_batch_does(
         answered = ask_all(worker, lines[1:])
         answered["1"] = long.result(PATIENCE_S)
         assert ask_all(worker, lines[:3]).keys() == {"1", "2", "3"}
-        assert worker.n_open == 0
     assert not failures
     for custom_id, record in plain.records.items():
         found = answered[custom_id].record
@@ -109,25 +108,6 @@ def test_who_asks_for_a_line_in_the_making_gets_its_answer(target: Path) -> None
     with LineWorker(worker_job(target), print) as worker:
         one, other = worker.ask(line), worker.ask(line)
         assert one.result(PATIENCE_S) is other.result(PATIENCE_S)
-
-
-def test_lines_that_are_to_be_alone_are(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = list[list[str]]()
-    inserted = watch_inserts(monkeypatch)
-    lines = lines_of(*ROWS[:8])
-
-    def note_start(lines: Sequence[Line]) -> None:
-        started.append([line.custom_id for line in lines])
-
-    with LineWorker(worker_job(target), print, note_start) as worker:
-        replies = [worker.ask(line, alone=line.custom_id == "1") for line in lines]
-        for reply in replies:
-            assert reply.result(PATIENCE_S).record["error"] is None
-    (place,) = [n for n, (each, _) in enumerate(inserted) if "a cat" in each.prompt.text]
-    # It and the next one began when no other was in the making.
-    assert all(n_open == 1 for _, n_open in inserted[place : place + 2])
-    assert ["1"] in started
-    assert sorted(name for names in started for name in names) == [line.custom_id for line in lines]
 
 
 def test_a_worker_whose_engine_fails_says_so_and_answers_nobody(

@@ -47,7 +47,7 @@ def read_gbnf(text: str) -> Gbnf:
     reader.read()
     _check_defined(reader)
     check_left_recursion([rule or [] for rule in reader.rules], reader.fail_rule)
-    return Gbnf([rule or [] for rule in reader.rules])
+    return Gbnf([rule or [] for rule in reader.rules], reader.named[ROOT][0])
 
 
 @dataclass(slots=True)
